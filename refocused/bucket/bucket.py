@@ -1,0 +1,89 @@
+"""What an object store is here: the `Bucket` protocol and the description of one object."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Protocol
+
+from refocused.errors import BucketError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlobInfo:
+    """One object of a bucket, as a listing shows it.
+
+    Attributes:
+        name: Path below the bucket's prefix, with `/` between its parts.
+        size: Bytes.
+        crc32c: CRC-32C (Castagnoli) of the whole content as an unsigned integer; None where the
+            store does not keep one (a folder does not).
+        generation: The store's version of the object; None where there are no versions.
+    """
+
+    name: str
+    size: int
+    crc32c: int | None = None
+    generation: int | None = None
+
+
+class Bucket(Protocol):
+    """An object store below one prefix: `gs://bucket/prefix` or a folder.
+
+    Every method raises `BucketError` with the object's address and a way out, after retries where
+    the fault may pass. Names are relative to the prefix.
+    """
+
+    url: str
+
+    def list(self, prefix: str = "") -> Iterator[BlobInfo]:
+        """Yield every object whose name starts with `prefix`, sorted by name, over all pages."""
+        ...
+
+    def info(self, name: str) -> BlobInfo | None:
+        """Describe one object, or return None when there is none of that name."""
+        ...
+
+    def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
+        """Return `length` bytes from offset `start` (all that follow when None)."""
+        ...
+
+    def write(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
+        """Store a small object; an existing one of that name is kept unless `overwrite`."""
+        ...
+
+    def download(self, blob: BlobInfo, target: Path) -> int:
+        """Fetch a whole object to `target`, atomically and verified; return its CRC-32C."""
+        ...
+
+    def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
+        """Store a file under a new name; done already when the same bytes are there."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Remove one object; absent is fine."""
+        ...
+
+
+def checked_name(name: str, *, where: str) -> str:
+    """Return an object's name when it stays inside the folder it will be written below.
+
+    Raises:
+        BucketError: The name is empty, absolute, holds `..`, a backslash, a NUL or a drive.
+    """
+    path = PurePosixPath(name)
+    bad = (
+        not name
+        or name.startswith("/")
+        or "\\" in name
+        or "\0" in name
+        or ":" in (path.parts[0] if path.parts else "")
+        or any(part in ("..", ".") for part in name.split("/"))
+    )
+    if bad:
+        raise BucketError(
+            f"{where}: the object name {name!r} would be written outside its folder. "
+            "Rename the object in the bucket, or exclude it."
+        )
+    return name

@@ -1,0 +1,1 @@
+"""What a run may say, checked before anything starts."""

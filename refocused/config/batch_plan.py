@@ -1,0 +1,54 @@
+"""The one place where micro batch, accumulation and ranks are multiplied."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from refocused.config.optimization import BatchConfig
+from refocused.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """The batch of one optimizer step.
+
+    Attributes:
+        micro: Windows of one pass on one rank.
+        accumulation: Passes of one step.
+        world_size: Ranks.
+        sequence_length: Tokens a window trains on.
+    """
+
+    micro: int
+    accumulation: int
+    world_size: int
+    sequence_length: int
+
+    @property
+    def windows(self) -> int:
+        """Windows of one step over all ranks: the global batch."""
+        return self.micro * self.accumulation * self.world_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step over all ranks."""
+        return self.windows * self.sequence_length
+
+
+def plan_batch(batch: BatchConfig, *, world_size: int, sequence_length: int) -> BatchPlan:
+    """Work out the accumulation for a number of ranks.
+
+    Raises:
+        ConfigError: `batch.windows` cannot be divided among the ranks.
+    """
+    accumulation = batch.accumulation
+    if accumulation is None:
+        assert batch.windows is not None  # BatchConfig gives one of the two
+        accumulation, rest = divmod(batch.windows, batch.micro * world_size)
+        if rest or not accumulation:
+            raise ConfigError(
+                f"batch.windows={batch.windows} is not a multiple of batch.micro={batch.micro} x "
+                f"{world_size} ranks. Set batch.windows to a multiple of "
+                f"{batch.micro * world_size}, or another batch.micro."
+            )
+    return BatchPlan(batch.micro, accumulation, world_size, sequence_length)

@@ -1,0 +1,28 @@
+"""Settings of the model: which shape, how it is computed."""
+
+from __future__ import annotations
+
+from refocused.config.section import Count, Fraction, Section
+
+
+class ModelConfig(Section):
+    """The model of a run.
+
+    Attributes:
+        preset: Name of a shape in `config/models/NAME.json` (the transformers config form), or a
+            path to such a file.
+        sequence_length: Tokens a window trains on; at most what the shape allows.
+        dropout: Probability at every dropout of the model; 0 in pre-training by default.
+        vocabulary_multiple: The embedding's rows are padded up to a multiple of this; matrix
+            units want 64 or 128. The padding is never a label.
+        activation_checkpointing: Recompute each block in the backward pass instead of keeping its
+            activations: about 30 % more time for about 80 % less activation memory.
+        head_chunk_tokens: Tokens whose logits exist at once in the loss.
+    """
+
+    preset: str
+    sequence_length: Count
+    dropout: Fraction = 0.0
+    vocabulary_multiple: Count = 128
+    activation_checkpointing: bool = False
+    head_chunk_tokens: Count = 2048

@@ -1,0 +1,62 @@
+"""Settings of what a run leaves behind: checkpoints, validation, log lines, cost."""
+
+from __future__ import annotations
+
+import pydantic
+
+from refocused.config.section import Count, CountOrZero, NotNegative, Positive, Section
+
+
+class CheckpointConfig(Section):
+    """When the state is saved, how much of it stays, where it is mirrored.
+
+    Attributes:
+        interval: Steps between saves; 0 saves only at the end and when the run is stopped.
+        keep: Newest step directories kept locally, beside the best one; at least 2.
+        mirror: `gs://bucket/prefix` or a folder that gets a copy of every step directory; None: no
+            copy.
+        drain_minutes: Longest wait at the end for the mirror to finish its queue.
+        max_failed_saves: Failed saves in a row that stop the run.
+    """
+
+    interval: CountOrZero = 1000
+    keep: Count = pydantic.Field(default=5, ge=2)
+    mirror: str | None = None
+    drain_minutes: NotNegative = 30.0
+    max_failed_saves: Count = 3
+
+
+class EvaluationConfig(Section):
+    """Validation inside the run.
+
+    Attributes:
+        interval: Steps between validations; 0 validates only at the end.
+        windows: Windows of one validation over all ranks, always the same ones.
+        sample_prompt: Text that the finished model continues in the summary; None: no sample.
+        sample_tokens: Tokens of that sample.
+    """
+
+    interval: CountOrZero = 1000
+    windows: Count = 256
+    sample_prompt: str | None = None
+    sample_tokens: Count = 200
+
+
+class LogConfig(Section):
+    """Log lines and metrics.
+
+    Attributes:
+        interval: Steps between log lines; the loss is read from the device only then.
+    """
+
+    interval: Count = 10
+
+
+class CostConfig(Section):
+    """What the machine costs.
+
+    Attributes:
+        per_hour_usd: Price of the whole machine (all GPUs of this run) an hour; None: unknown.
+    """
+
+    per_hour_usd: Positive | None = None

@@ -1,0 +1,61 @@
+"""The whole of one run file."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+import pydantic
+
+from refocused.config.data import DataConfig
+from refocused.config.model import ModelConfig
+from refocused.config.optimization import (
+    BatchConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    ZeroConfig,
+)
+from refocused.config.outputs import CheckpointConfig, CostConfig, EvaluationConfig, LogConfig
+from refocused.config.section import Count, CountOrZero, Section
+
+
+def _safe_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", value):
+        raise ValueError("a run's name is letters, digits, '.', '_' and '-', at most 100")
+    return value
+
+
+class RunSection(Section):
+    """The run itself.
+
+    Attributes:
+        name: The run's folder below `directory`; the run file's own name when not given.
+        directory: Folder of all runs.
+        steps: Optimizer steps of the whole run.
+        seed: Seed of the initial weights, the dropout and the order of the data.
+        device: `cuda` refuses to start without GPUs; `auto` takes them when there are any.
+    """
+
+    name: Annotated[str, pydantic.AfterValidator(_safe_name)]
+    directory: str = "runs"
+    steps: Count
+    seed: CountOrZero = 1337
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+
+
+class RunConfig(Section):
+    """Everything a run may say; only `refocused.training.run` reads it whole."""
+
+    run: RunSection
+    model: ModelConfig
+    batch: BatchConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = ScheduleConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    zero: ZeroConfig = ZeroConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    log: LogConfig = LogConfig()
+    cost: CostConfig = CostConfig()

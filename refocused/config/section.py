@@ -1,0 +1,44 @@
+"""The base of every configuration section: frozen, strict about names, lenient about `3e-4`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import pydantic
+
+
+class Section(pydantic.BaseModel):
+    """A frozen group of settings that refuses unknown names."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+def _number(value: Any) -> Any:
+    """Turn text such as `3e-4` into a float: YAML 1.1 reads it as text."""
+    if isinstance(value, bool):
+        raise ValueError("a number is wanted, not true or false")
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            raise ValueError(f"a number is wanted, not {value!r}") from None
+    return value
+
+
+def _whole(value: Any) -> Any:
+    """Accept 12, "12", 1e6 and "1e6" as whole numbers, and nothing that is not whole."""
+    number = _number(value)
+    if isinstance(number, float):
+        if not number.is_integer():
+            raise ValueError(f"a whole number is wanted, not {value!r}")
+        return int(number)
+    return number
+
+
+Number = Annotated[float, pydantic.BeforeValidator(_number), pydantic.AllowInfNan(False)]
+Positive = Annotated[Number, pydantic.Field(gt=0)]
+NotNegative = Annotated[Number, pydantic.Field(ge=0)]
+Fraction = Annotated[Number, pydantic.Field(ge=0, le=1)]
+Whole = Annotated[int, pydantic.BeforeValidator(_whole), pydantic.Strict()]
+Count = Annotated[Whole, pydantic.Field(ge=1)]
+CountOrZero = Annotated[Whole, pydantic.Field(ge=0)]

@@ -1,0 +1,45 @@
+"""The errors a user can meet: each says what was found, where it came from, and what to do."""
+
+from __future__ import annotations
+
+import enum
+
+
+class ExitCode(enum.IntEnum):
+    """What a command's exit status means."""
+
+    OK = 0
+    FAILED = 1
+    WRONG_USE = 2
+    CHECK_FAILED = 3
+    LIMIT_REACHED = 4  # budget or time limit; the state is saved
+    NOT_MIRRORED = 5  # trained, but the bucket does not hold everything yet
+    INTERRUPTED = 130  # a signal or a STOP file; the state is saved
+
+
+class RefocusedError(Exception):
+    """An expected failure; its text is the whole message a person sees, without a traceback."""
+
+    exit_code: ExitCode = ExitCode.FAILED
+
+
+class ConfigError(RefocusedError):
+    """The run file, an override or the command line asks for something that cannot be."""
+
+    exit_code = ExitCode.WRONG_USE
+
+
+class BucketError(RefocusedError):
+    """The object store, or an object in it, cannot be listed, read or written."""
+
+
+class ShardError(RefocusedError):
+    """A token file is missing, corrupt, of a refused format, or does not fit the run."""
+
+
+class CheckpointError(RefocusedError):
+    """A checkpoint cannot be saved, found, verified or loaded."""
+
+
+class TrainingError(RefocusedError):
+    """Training itself cannot go on: a non-finite loss, a wrong start, a lost rank."""
