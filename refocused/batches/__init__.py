@@ -1,0 +1,1 @@
+"""From shards to batches: which window is trained on when, and how its tokens reach a rank."""

@@ -1,0 +1,111 @@
+"""One micro-batch, and how its rows are read out of local shards."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from refocused.shards.cache import ShardCache
+
+IGNORED_LABEL = -100  # what torch's cross entropy leaves out of the loss
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The rows of one pass on one rank.
+
+    Attributes:
+        input_ids: Shape [micro, sequence_length], int64, contiguous.
+        labels: Same shape: the label of position t is token t + 1 of the text, already shifted.
+            `IGNORED_LABEL` in the rows that only fill up a validation batch.
+        shards: Shape [rows]: index of the shard of each row that holds a window.
+        windows: Shape [rows]: index of that window in its shard.
+        names: Names of all shards of the manifest.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    shards: NDArray[np.int64]
+    windows: NDArray[np.int64]
+    names: Sequence[str]
+
+    def describe(self) -> str:
+        """Name the windows for a message: `a.npy windows 17, 90-92; b.npy window 4`."""
+        parts = []
+        for shard in np.unique(self.shards).tolist():
+            windows = sorted(self.windows[self.shards == shard].tolist())
+            noun = "window" if len(windows) == 1 else "windows"
+            parts.append(f"{self.names[shard]} {noun} {_runs(windows)}")
+        return "; ".join(parts)
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Write sorted numbers with runs of neighbours drawn together: `17, 90-92`."""
+    runs = []
+    for _, group in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        runs.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return ", ".join(runs)
+
+
+class BatchReader:
+    """Reads windows out of memory-mapped shards into tensors.
+
+    Args:
+        cache: Gives the local shards.
+        sequence_length: Tokens a window trains on.
+        names: Names of all shards of the manifest.
+        pin: Make page-locked tensors, from which a copy to a GPU runs beside the computation.
+    """
+
+    def __init__(
+        self, cache: ShardCache, *, sequence_length: int, names: Sequence[str], pin: bool
+    ) -> None:
+        self._cache = cache
+        self._sequence_length = sequence_length
+        self._names = names
+        self._pin = pin
+        self._maps: dict[int, NDArray[np.unsignedinteger]] = {}
+
+    def read(self, shards: NDArray[np.int64], windows: NDArray[np.int64], *, micro: int) -> Batch:
+        """Read one micro-batch; rows beyond the given windows are zeros with ignored labels.
+
+        Each batch has memory of its own. Pinned memory comes from torch's caching host allocator,
+        which gives it out again only when the copies to the GPU that read it are over; a ring of
+        buffers could not know that.
+
+        Args:
+            shards: Shape [rows], at most `micro`: index of each window's shard.
+            windows: Shape [rows]: index of each window in its shard.
+            micro: Rows of the batch.
+
+        Raises:
+            ShardError: A shard does not become local.
+        """
+        length = self._sequence_length
+        both = torch.empty((2, micro, length), dtype=torch.int64, pin_memory=self._pin)
+        inputs, labels = both.numpy()
+        for row, (shard, window) in enumerate(zip(shards.tolist(), windows.tolist(), strict=True)):
+            first = window * length
+            tokens = self._tokens_of(shard)[first : first + length + 1]
+            inputs[row] = tokens[:-1]
+            labels[row] = tokens[1:]
+        inputs[len(shards) :] = 0
+        labels[len(shards) :] = IGNORED_LABEL
+        return Batch(both[0], both[1], shards, windows, self._names)
+
+    def let_go(self) -> None:
+        """Close the memory maps: a shard that was evicted keeps its disk space while mapped."""
+        self._maps.clear()
+
+    def _tokens_of(self, shard: int) -> NDArray[np.unsignedinteger]:
+        if shard not in self._maps:
+            self._maps[shard] = self._cache.open(shard)
+        return self._maps[shard]

@@ -1,0 +1,157 @@
+"""The order of training: which window is number k of an epoch, as a pure function."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from refocused.batches.permutation import derived_key, hashed, permuted, shuffled
+from refocused.batches.windows import WindowRange
+
+LARGEST_AUTOMATIC_BLOCK = 16  # shards; more would only delay the first step of a streamed run
+
+# What a key derived from (seed, epoch) is for; numbers of different uses must differ.
+RANGE_ORDER, WINDOW_ORDER = 0, 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Located:
+    """Windows found by their numbers; all arrays have the shape of the numbers.
+
+    Attributes:
+        shards: Index of each window's shard in the manifest.
+        windows: Index of each window in its shard.
+        blocks: Number of each window's block, counted on from epoch to epoch.
+    """
+
+    shards: NDArray[np.int64]
+    windows: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Layout:
+    """One epoch: its ranges in order, where each and where each block of them begins.
+
+    Attributes:
+        ranges: Shape [ranges]: indices of the ranges, in order of use.
+        range_starts: Shape [ranges + 1]: windows before each range, and all.
+        block_starts: Shape [blocks + 1]: windows before each block, and all.
+        window_key: Shape [1]: from it follows the key of each block.
+    """
+
+    ranges: NDArray[np.int64]
+    range_starts: NDArray[np.int64]
+    block_starts: NDArray[np.int64]
+    window_key: NDArray[np.uint64]
+
+
+class Order:
+    """Every window once an epoch, shuffled so that a few shards at a time are enough.
+
+    An epoch puts the ranges into an order of its own and cuts them into blocks; inside a block
+    the windows of all its ranges are shuffled together. Everything follows from the arguments
+    and the epoch, by integer arithmetic alone: neither ranks, nor threads, nor versions of
+    numpy change it.
+
+    Args:
+        ranges: The training windows, at least one range.
+        seed: A whole number from 0.
+        block_shards: Ranges in a block (the last block of an epoch may have fewer).
+    """
+
+    def __init__(self, ranges: Sequence[WindowRange], *, seed: int, block_shards: int) -> None:
+        self._shards = np.array([one.shard for one in ranges], dtype=np.int64)
+        self._firsts = np.array([one.first for one in ranges], dtype=np.int64)
+        self._counts = np.array([one.count for one in ranges], dtype=np.int64)
+        self._seed = seed
+        self._block_shards = block_shards
+        self.windows_per_epoch = int(self._counts.sum())
+        self.blocks_per_epoch = -(-len(ranges) // block_shards)
+        self.shard_count = len(np.unique(self._shards))
+
+    def locate(self, epoch: int, ks: NDArray[np.int64]) -> Located:
+        """Find the windows with the numbers `ks` (shape [n], from 0) in an epoch."""
+        layout = self._layout(epoch)
+        blocks = np.searchsorted(layout.block_starts, ks, side="right") - 1
+        begins = layout.block_starts[blocks]
+        places = begins + permuted(
+            ks - begins,
+            sizes=layout.block_starts[blocks + 1] - begins,
+            keys=hashed(layout.window_key, blocks.astype(np.uint64)),
+        )
+        slots = np.searchsorted(layout.range_starts, places, side="right") - 1
+        ranges = layout.ranges[slots]
+        return Located(
+            shards=self._shards[ranges],
+            windows=self._firsts[ranges] + places - layout.range_starts[slots],
+            blocks=blocks + epoch * self.blocks_per_epoch,
+        )
+
+    def locate_in_stream(self, numbers: NDArray[np.int64]) -> Located:
+        """Find windows by their numbers (any shape) in the stream of epoch after epoch.
+
+        Window `k` of epoch `e` has the number `e * windows_per_epoch + k`.
+        """
+        epochs, ks = np.divmod(numbers, self.windows_per_epoch)
+        located = Located(np.empty_like(ks), np.empty_like(ks), np.empty_like(ks))
+        for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
+            here = epochs == epoch
+            part = self.locate(epoch, ks[here])
+            located.shards[here] = part.shards
+            located.windows[here] = part.windows
+            located.blocks[here] = part.blocks
+        return located
+
+    def blocks_from(self, block: int) -> Iterator[tuple[int, ...]]:
+        """Yield the shards of that block of the stream and of all that follow, without end."""
+        epoch, first = divmod(block, self.blocks_per_epoch)
+        while True:
+            shards = self._shards[self._layout(epoch).ranges]
+            for number in range(first, self.blocks_per_epoch):
+                begin = number * self._block_shards
+                yield tuple(shards[begin : begin + self._block_shards].tolist())
+            epoch, first = epoch + 1, 0
+
+    def _layout(self, epoch: int) -> _Layout:
+        ranges = shuffled(len(self._shards), key=derived_key(self._seed, epoch, RANGE_ORDER))
+        range_starts = np.concatenate(([0], np.cumsum(self._counts[ranges])))
+        return _Layout(
+            ranges=ranges,
+            range_starts=range_starts,
+            block_starts=np.append(range_starts[: -1 : self._block_shards], range_starts[-1]),
+            window_key=derived_key(self._seed, epoch, WINDOW_ORDER),
+        )
+
+
+def choose_block_shards(
+    setting: int,
+    *,
+    ranges: Sequence[WindowRange],
+    shard_bytes: Sequence[int],
+    disk_limit_bytes: int | None,
+) -> int:
+    """Return how many shards are shuffled together; nothing that changes by itself decides it.
+
+    Args:
+        setting: `data.block_shards`; 0 chooses.
+        ranges: The training windows.
+        shard_bytes: Local size of every shard of the manifest, in its order.
+        disk_limit_bytes: `data.disk_limit_gb` in bytes; the free space of the disk must not be
+            given here, or a resume would go on in another order.
+
+    Returns:
+        At least 1. Chosen: 16, or as many of the largest shards as fit into half the limit: while
+        one block is trained on, the next one arrives.
+    """
+    if setting:
+        return min(setting, len(ranges))
+    most = min(LARGEST_AUTOMATIC_BLOCK, len(ranges))
+    if disk_limit_bytes is None:
+        return most
+    largest_first = sorted((shard_bytes[one.shard] for one in ranges), reverse=True)
+    fitting = np.cumsum(largest_first[:most]) <= disk_limit_bytes // 2
+    return max(1, int(fitting.sum()))

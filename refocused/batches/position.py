@@ -1,0 +1,47 @@
+"""Where in the stream of windows training stands: all that a resume needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from refocused.errors import CheckpointError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Position:
+    """How much of the stream all ranks together have consumed.
+
+    Attributes:
+        epoch: Whole passes over the training windows that are finished.
+        windows: Windows of the present pass that are consumed.
+    """
+
+    epoch: int = 0
+    windows: int = 0
+
+    def advanced(self, windows: int, *, windows_per_epoch: int) -> Position:
+        """Return the position that many windows further on, carried over the ends of epochs."""
+        epochs, rest = divmod(self.windows + windows, windows_per_epoch)
+        return Position(self.epoch + epochs, rest)
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the form that is kept in a checkpoint's JSON."""
+        return {"epoch": self.epoch, "windows": self.windows}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Position:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            CheckpointError: A name is missing or unknown, or a value is not a whole number >= 0.
+        """
+        right_names = set(saved) == {"epoch", "windows"}
+        if not right_names or any(type(n) is not int or n < 0 for n in saved.values()):
+            raise CheckpointError(
+                f"the data position of the checkpoint is {dict(saved)!r}, but it must be `epoch` "
+                "and `windows`, both whole numbers from 0. The file was changed or is of another "
+                "program: resume from another checkpoint."
+            )
+        return cls(**saved)

@@ -1,0 +1,133 @@
+"""Which windows a rank reads in each optimizer step, and which shards that needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from refocused.batches.order import Order
+from refocused.batches.position import Position
+from refocused.config.batch_plan import BatchPlan
+
+if TYPE_CHECKING:
+    from refocused.shards.cache import ShardCache
+
+# Located together: numpy's cost per call is shared, the arrays stay small.
+MOST_STEPS_AT_ONCE = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class StepWindows:
+    """One optimizer step as one rank sees it.
+
+    Attributes:
+        shards: Shape [accumulation, micro]: index of the shard of each of the rank's windows.
+        windows: Same shape: index of each window in its shard.
+        first_block: Block of the stream that holds the first window of the step, of any rank.
+        last_block: Block that holds the last one.
+        after: Position when the step is done.
+    """
+
+    shards: NDArray[np.int64]
+    windows: NDArray[np.int64]
+    first_block: int
+    last_block: int
+    after: Position
+
+
+def steps_from(
+    order: Order, position: Position, *, plan: BatchPlan, rank: int
+) -> Iterator[StepWindows]:
+    """Yield one rank's share of the steps from a position on, without end.
+
+    Step s takes the next `plan.windows` windows of the stream. They are dealt out in the order
+    accumulation, rank, row, so which windows a step holds depends on their number alone, not on
+    how many ranks or passes share them.
+    """
+    deal = np.arange(plan.windows).reshape(plan.accumulation, plan.world_size, plan.micro)
+    share, edges = deal[:, rank], np.array([0, plan.windows - 1])
+    # About one epoch at most: tiny data would have to lay out hundreds of them for the first step.
+    at_once = min(MOST_STEPS_AT_ONCE, max(1, order.windows_per_epoch // plan.windows))
+    while True:
+        start = position.epoch * order.windows_per_epoch + position.windows
+        starts = start + plan.windows * np.arange(at_once)
+        located = order.locate_in_stream(starts[:, None, None] + share)
+        blocks = order.locate_in_stream(starts[:, None] + edges).blocks.tolist()
+        for number, (first_block, last_block) in enumerate(blocks):
+            position = position.advanced(plan.windows, windows_per_epoch=order.windows_per_epoch)
+            yield StepWindows(
+                shards=located.shards[number],
+                windows=located.windows[number],
+                first_block=first_block,
+                last_block=last_block,
+                after=position,
+            )
+
+
+def shards_wanted(order: Order, *, oldest: int, newest: int, ahead: int) -> list[int]:
+    """Return the shards to keep local, in order of use.
+
+    Args:
+        order: The order of training.
+        oldest: Block that may still be read by the slowest rank.
+        newest: Block that is being read ahead.
+        ahead: Shards wanted beyond the newest block (fewer when there are no others).
+    """
+    blocks = order.blocks_from(oldest)
+    wanted = dict.fromkeys(
+        itertools.chain.from_iterable(itertools.islice(blocks, newest - oldest + 1))
+    )
+    most = min(len(wanted) + ahead, order.shard_count)
+    for shard in itertools.chain.from_iterable(blocks):
+        if len(wanted) >= most:
+            break
+        wanted[shard] = None
+    return list(wanted)
+
+
+class ShardPlanner:
+    """Tells the cache what to keep, whenever reading or training moves on to another block.
+
+    The ranks of a node share the cache, and the one that plans may read a few steps ahead of the
+    others. What the others may still need follows from the step being trained on: no rank starts
+    step s before all have the batches of step s - 1. So a block is kept until training, not
+    reading, has left it.
+
+    Args:
+        order: The order of training.
+        cache: The node's shards.
+        ahead: Shards wanted beyond the block that is being read.
+    """
+
+    def __init__(self, order: Order, cache: ShardCache, *, ahead: int) -> None:
+        self._order = order
+        self._cache = cache
+        self._ahead = ahead
+        self._lock = threading.Lock()
+        self._oldest: int | None = None
+        self._newest: int | None = None
+
+    def reading(self, step: StepWindows) -> None:
+        """Say that a step is about to be read."""
+        with self._lock:
+            oldest = step.first_block if self._oldest is None else self._oldest
+            self._plan(oldest, step.last_block)
+
+    def training_on(self, step: StepWindows) -> None:
+        """Say that a step, read before, is handed out to be trained on."""
+        with self._lock:
+            assert self._newest is not None  # a step is read before it is trained on
+            self._plan(step.first_block, self._newest)
+
+    def _plan(self, oldest: int, newest: int) -> None:
+        if (oldest, newest) != (self._oldest, self._newest):
+            self._oldest, self._newest = oldest, newest
+            self._cache.plan(
+                shards_wanted(self._order, oldest=oldest, newest=newest, ahead=self._ahead)
+            )

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fake_cache import SHARD_STRIDE, FakeManifest, FolderCache
+
+from refocused.batches.batch import IGNORED_LABEL, BatchReader
+from refocused.errors import ShardError
+
+
+@pytest.fixture
+def manifest() -> FakeManifest:
+    return FakeManifest.of(40, 41, 60)
+
+
+@pytest.fixture
+def cache(tmp_path, manifest) -> FolderCache:
+    return FolderCache(tmp_path, manifest)
+
+
+def reader_of(cache, manifest, *, sequence_length: int) -> BatchReader:
+    return BatchReader(cache, sequence_length=sequence_length, names=manifest.names, pin=False)
+
+
+def test_labels_are_the_next_tokens_of_the_shard(cache, manifest):
+    reader = reader_of(cache, manifest, sequence_length=8)
+    batch = reader.read(np.array([1, 0, 1]), np.array([4, 2, 0]), micro=3)
+    begins = torch.tensor([SHARD_STRIDE + 4 * 8, 2 * 8, SHARD_STRIDE])
+    assert torch.equal(batch.input_ids, begins[:, None] + torch.arange(8))
+    assert torch.equal(batch.labels, batch.input_ids + 1)
+    assert batch.labels[0, -1] == SHARD_STRIDE + 40  # the very last token of the shard
+    assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
+    assert batch.input_ids.is_contiguous()
+    assert batch.labels.is_contiguous()
+
+
+def test_ids_above_16_bits_are_read_whole(tmp_path, manifest):
+    manifest.shards[2].dtype = "uint32"
+    cache = FolderCache(tmp_path, manifest)
+    np.save(tmp_path / "part_2.npy", np.array([2**31, 2**31 + 1, 70_000], dtype=np.uint32))
+    batch = reader_of(cache, manifest, sequence_length=2).read(
+        np.array([2]), np.array([0]), micro=1
+    )
+    assert batch.input_ids.tolist() == [[2**31, 2**31 + 1]]
+    assert batch.labels.tolist() == [[2**31 + 1, 70_000]]
+
+
+def test_missing_rows_are_ignored_by_the_loss(cache, manifest):
+    batch = reader_of(cache, manifest, sequence_length=8).read(
+        np.array([0]), np.array([1]), micro=3
+    )
+    assert batch.input_ids[1:].eq(0).all()
+    assert batch.labels[1:].eq(IGNORED_LABEL).all()
+    assert batch.labels[0].eq(batch.input_ids[0] + 1).all()
+    logits = torch.randn(3, 8, SHARD_STRIDE)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+    alone = torch.nn.functional.cross_entropy(logits[0], batch.labels[0])
+    assert torch.allclose(loss, alone)
+
+
+def test_a_batch_is_not_overwritten_by_later_ones(cache, manifest):
+    reader = reader_of(cache, manifest, sequence_length=8)
+    first = reader.read(np.array([0]), np.array([0]), micro=1)
+    for window in range(1, 4):
+        reader.read(np.array([0]), np.array([window]), micro=1)
+    assert first.input_ids.tolist() == [list(range(8))]
+
+
+def test_a_shard_is_opened_once_until_it_is_let_go(cache, manifest):
+    reader = reader_of(cache, manifest, sequence_length=8)
+    for _ in range(2):
+        reader.read(np.array([0, 1, 0]), np.array([0, 1, 2]), micro=3)
+    assert cache.opened == [0, 1]
+    reader.let_go()
+    reader.read(np.array([0]), np.array([0]), micro=1)
+    assert cache.opened == [0, 1, 0]
+
+
+def test_describe_names_files_and_draws_runs_together(cache, manifest):
+    batch = reader_of(cache, manifest, sequence_length=2).read(
+        np.array([1, 0, 1, 1, 1]), np.array([12, 3, 10, 4, 11]), micro=6
+    )
+    assert batch.describe() == "part_0.npy window 3; part_1.npy windows 4, 10-12"
+
+
+def test_a_shard_that_cannot_be_had_stops_the_read(cache, manifest):
+    cache.broken = 1
+    with pytest.raises(ShardError, match=r"part_1\.npy is broken"):
+        reader_of(cache, manifest, sequence_length=8).read(np.array([1]), np.array([0]), micro=1)

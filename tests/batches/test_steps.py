@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refocused.batches.order import Order
+from refocused.batches.position import Position
+from refocused.batches.steps import ShardPlanner, shards_wanted, steps_from
+from refocused.batches.windows import WindowRange
+from refocused.config.batch_plan import BatchPlan
+
+
+def order_of(*counts: int, block_shards: int = 2) -> Order:
+    ranges = [WindowRange(i, 0, count) for i, count in enumerate(counts)]
+    return Order(ranges, seed=3, block_shards=block_shards)
+
+
+def windows_of_step(steps) -> list[tuple[int, int]]:
+    """The windows of one step over all ranks."""
+    pairs = [
+        zip(step.shards.flatten().tolist(), step.windows.flatten().tolist(), strict=True)
+        for step in steps
+    ]
+    return sorted(itertools.chain(*pairs))
+
+
+def global_steps(order: Order, position: Position, plan: BatchPlan, *, count: int):
+    ranks = [steps_from(order, position, plan=plan, rank=rank) for rank in range(plan.world_size)]
+    return [windows_of_step(steps) for steps in itertools.islice(zip(*ranks, strict=True), count)]
+
+
+PLANS_OF_16_WINDOWS = [
+    BatchPlan(micro, accumulation, world_size, sequence_length=4)
+    for micro, accumulation, world_size in itertools.product([1, 2, 4, 8, 16], [1, 2, 4], [1, 2, 4])
+    if micro * accumulation * world_size == 16
+]
+
+
+@pytest.mark.parametrize("plan", PLANS_OF_16_WINDOWS)
+def test_ranks_and_accumulation_do_not_change_what_a_step_holds(plan):
+    order = order_of(7, 12, 5, 20, 9)  # 53 windows: epochs end inside steps
+    alone = BatchPlan(16, 1, 1, sequence_length=4)
+    start = Position(1, 40)
+    assert global_steps(order, start, plan, count=12) == global_steps(order, start, alone, count=12)
+
+
+def test_windows_are_dealt_out_by_accumulation_then_rank_then_row():
+    order = order_of(50, 50)
+    in_order = order.locate(0, np.arange(12)).windows.reshape(2, 3, 2)
+    for rank in range(3):
+        step = next(steps_from(order, Position(), plan=BatchPlan(2, 2, 3, 4), rank=rank))
+        assert step.windows.tolist() == in_order[:, rank].tolist()
+
+
+@settings(deadline=None)
+@given(
+    counts=st.lists(st.integers(1, 15), min_size=1, max_size=6),
+    micro=st.integers(1, 4),
+    accumulation=st.integers(1, 4),
+    world_size=st.sampled_from([1, 2, 4]),
+)
+def test_every_window_comes_once_an_epoch_though_steps_straddle_the_ends(
+    counts, micro, accumulation, world_size
+):
+    order = order_of(*counts)
+    plan = BatchPlan(micro, accumulation, world_size, sequence_length=4)
+    epochs = 3
+    steps = -(-epochs * order.windows_per_epoch // plan.windows)
+    seen: dict[tuple[int, int], int] = {}
+    for step in global_steps(order, Position(), plan, count=steps):
+        for window in step:
+            seen[window] = seen.get(window, 0) + 1
+    rest = steps * plan.windows - epochs * order.windows_per_epoch
+    assert sum(seen.values()) == epochs * order.windows_per_epoch + rest
+    more, last = divmod(rest, order.windows_per_epoch)
+    assert set(seen) == {(i, w) for i, count in enumerate(counts) for w in range(count)}
+    assert sorted(seen.values()) == sorted(
+        [epochs + more + 1] * last + [epochs + more] * (order.windows_per_epoch - last)
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    done=st.integers(0, 40),
+    micro=st.integers(1, 5),
+    world_size=st.sampled_from([1, 2, 3]),
+)
+def test_resuming_anywhere_continues_the_stream(done, micro, world_size):
+    order = order_of(7, 12, 1, 5)
+    plan = BatchPlan(micro, 2, world_size, sequence_length=4)
+    rank = world_size - 1
+    unbroken = steps_from(order, Position(0, 3), plan=plan, rank=rank)
+    position = Position(0, 3)
+    for step in itertools.islice(unbroken, done):
+        position = step.after
+    resumed = steps_from(order, position, plan=plan, rank=rank)
+    for ours, theirs in itertools.islice(zip(resumed, unbroken, strict=True), 5):
+        assert np.array_equal(ours.shards, theirs.shards)
+        assert np.array_equal(ours.windows, theirs.windows)
+        assert (ours.first_block, ours.last_block) == (theirs.first_block, theirs.last_block)
+        assert ours.after == theirs.after
+
+
+def test_another_global_batch_continues_at_the_same_window():
+    order = order_of(30, 30)
+    before = next(steps_from(order, Position(), plan=BatchPlan(7, 1, 1, 4), rank=0))
+    after = next(steps_from(order, before.after, plan=BatchPlan(5, 1, 1, 4), rank=0))
+    located = order.locate(0, np.arange(7, 12))
+    assert after.windows[0].tolist() == located.windows.tolist()
+    assert after.after == Position(0, 12)
+
+
+def test_the_blocks_of_a_step_are_those_of_all_its_ranks():
+    order = order_of(4, 4, 4, 4, block_shards=1)
+    for rank in (0, 1):
+        plan = BatchPlan(3, 1, 2, sequence_length=4)
+        steps = itertools.islice(steps_from(order, Position(), plan=plan, rank=rank), 4)
+        blocks = [(step.first_block, step.last_block) for step in steps]
+        assert blocks == [(0, 1), (1, 2), (3, 4), (4, 5)]
+
+
+def test_wanted_shards_are_in_order_of_use_with_some_ahead():
+    order = order_of(*[5] * 9, block_shards=2)
+    use = list(itertools.chain(*itertools.islice(order.blocks_from(0), 5)))
+    assert shards_wanted(order, oldest=0, newest=0, ahead=3) == use[:5]
+    assert shards_wanted(order, oldest=1, newest=2, ahead=1) == use[2:7]
+
+
+def test_wanted_shards_end_when_all_are_wanted():
+    order = order_of(5, 5, 5, block_shards=2)
+    assert sorted(shards_wanted(order, oldest=0, newest=7, ahead=100)) == [0, 1, 2]
+
+
+class RecordingCache:
+    def __init__(self):
+        self.plans = []
+
+    def plan(self, needed):
+        self.plans.append(list(needed))
+
+
+def test_a_block_stays_planned_until_training_has_left_it():
+    order = order_of(*[4] * 8, block_shards=2)  # blocks of 8 windows
+    cache = RecordingCache()
+    planner = ShardPlanner(order, cache, ahead=1)
+    steps = list(
+        itertools.islice(steps_from(order, Position(), plan=BatchPlan(4, 1, 1, 4), rank=0), 6)
+    )
+    use = list(itertools.chain(*itertools.islice(order.blocks_from(0), 4)))
+    for step in steps[:3]:
+        planner.reading(step)
+    assert cache.plans == [use[:3], use[:5]]  # reading is in block 1, training not begun
+    planner.training_on(steps[0])
+    planner.training_on(steps[1])
+    assert len(cache.plans) == 2
+    planner.training_on(steps[2])
+    assert cache.plans[2:] == [use[2:5]]
