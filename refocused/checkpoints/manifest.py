@@ -1,0 +1,126 @@
+"""What a saved step says about itself: its place in the run, and size and checksum of each file."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import pydantic
+
+from refocused.bucket.bucket import checked_name
+from refocused.errors import BucketError, CheckpointError
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+
+
+class FileRecord(pydantic.BaseModel):
+    """One file of a step.
+
+    Attributes:
+        size: Bytes.
+        crc32c: CRC-32C (Castagnoli) of the content as an unsigned integer.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    size: Annotated[int, pydantic.Field(ge=0)]
+    crc32c: Annotated[int, pydantic.Field(ge=0, lt=2**32)]
+
+
+def _inside(files: dict[str, FileRecord]) -> dict[str, FileRecord]:
+    for name in files:
+        try:
+            checked_name(name, where=MANIFEST)
+        except BucketError as error:
+            raise ValueError(str(error)) from None
+    return files
+
+
+class CheckpointManifest(pydantic.BaseModel):
+    """The last file of a step directory; without it there is no checkpoint.
+
+    Attributes:
+        schema_version: Version of this form.
+        run: Name of the run that saved the step.
+        name: Name of the step's directory.
+        step: Optimizer updates done.
+        epoch: Passes over the data that are complete.
+        files_done: Token files of this epoch that are consumed.
+        created: When it was saved.
+        world_size: Ranks that saved it.
+        zero_stage: ZeRO stage it was saved under.
+        dtype: `bf16`, `fp16` or `fp32`; DeepSpeed's file names depend on it.
+        versions: Version of each package whose files these are.
+        data_fingerprint: Fingerprint of the data set trained on.
+        parameters: Parameters of the model.
+        validation_loss: Mean loss on the validation windows, in nats a token; None: not measured
+            (a loss that is not finite is written as None too, so that it is never the best).
+        loss: Training loss of the step, in nats a token; None: not known.
+        tokens: Tokens trained on since the run began.
+        files: Each file but this one, by its path below the directory.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: int = SCHEMA_VERSION
+    run: str
+    name: str
+    step: Annotated[int, pydantic.Field(ge=0)]
+    epoch: Annotated[int, pydantic.Field(ge=0)]
+    files_done: Annotated[int, pydantic.Field(ge=0)]
+    created: pydantic.AwareDatetime
+    world_size: Annotated[int, pydantic.Field(ge=1)]
+    zero_stage: Annotated[int, pydantic.Field(ge=0, le=3)]
+    dtype: str
+    versions: dict[str, str]
+    data_fingerprint: str
+    parameters: Annotated[int, pydantic.Field(ge=0)]
+    validation_loss: float | None
+    loss: float | None
+    tokens: Annotated[int, pydantic.Field(ge=0)]
+    files: Annotated[dict[str, FileRecord], pydantic.AfterValidator(_inside)]
+
+    @property
+    def alias(self) -> str:
+        """The other name the step is found by: `checkpoint-epochE-stepN-filesF`."""
+        return f"checkpoint-epoch{self.epoch}-step{self.step}-files{self.files_done}"
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(record.size for record in self.files.values())
+
+    def to_json(self) -> bytes:
+        """The bytes of `manifest.json`."""
+        return (self.model_dump_json(indent=1) + "\n").encode()
+
+
+def parse_manifest(content: bytes, *, where: str) -> CheckpointManifest:
+    """Read the bytes of a `manifest.json` that `where` (a path or an address) holds.
+
+    Raises:
+        CheckpointError: The JSON is torn, of another schema, or lacks or adds a field.
+    """
+    try:
+        fields = json.loads(content)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{where} is not whole JSON ({len(content)} bytes: {error}). "
+            "Resume from another step, or fetch this one from the bucket."
+        ) from None
+    found = fields.get("schema_version") if isinstance(fields, dict) else None
+    if found != SCHEMA_VERSION:
+        raise CheckpointError(
+            f"{where} has schema_version {found!r}; this program reads {SCHEMA_VERSION}. "
+            "Use the version of refocused that wrote the checkpoint."
+        )
+    try:
+        return CheckpointManifest.model_validate(fields)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(
+            f"{where}: {field}: {first['msg']} (found {first['input']!r:.80}). "
+            "The file was changed after it was written; resume from another step."
+        ) from None

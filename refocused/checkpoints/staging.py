@@ -1,0 +1,103 @@
+"""How a step comes into being and how it goes: under a hidden name, and in one rename."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from pathlib import Path
+
+from refocused.checkpoints.atomic import fsync_directories, fsync_path, write_bytes_atomic
+from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest
+from refocused.checkpoints.step_directory import StepDirectory, name_of
+from refocused.checkpoints.verify import describe, verify
+from refocused.errors import CheckpointError
+
+STAGING_PREFIX = ".tmp-"
+REMOVAL_PREFIX = ".del-"
+
+
+class Staging:
+    """The hidden directory that a step is written to before it exists.
+
+    Every rank builds it from the same arguments; one of them creates and commits it.
+    """
+
+    def __init__(self, checkpoints: Path, *, step: int, token: str) -> None:
+        """Name the staging directory; `token` tells this attempt from others of the step."""
+        self.final = checkpoints / name_of(step)
+        self.path = checkpoints / f"{STAGING_PREFIX}{self.final.name}-{token}"
+
+    def create(self) -> None:
+        """Make the directory and the folders in it."""
+        for folder in ("zero", "ranks"):
+            (self.path / folder).mkdir(parents=True)
+
+    def commit(self, manifest: CheckpointManifest) -> StepDirectory:
+        """Write the manifest and give the directory its final name, in one rename.
+
+        The files themselves must have been flushed by those who wrote them.
+
+        Raises:
+            CheckpointError: A step of that name exists already, or a file of the manifest is
+                absent or has another size; the staging directory stays.
+        """
+        if self.final.exists():
+            raise CheckpointError(
+                f"{self.final} exists already and a saved step is never rewritten. "
+                "Remove it, or give the run another name (run.name=...)."
+            )
+        problems = verify(StepDirectory(self.path, manifest), deep=False)
+        if problems:
+            raise CheckpointError(
+                f"Step {manifest.step} was not saved whole: {describe(problems)}. "
+                "Look at the disk's space and at the errors of each rank above."
+            )
+        write_bytes_atomic(self.path / MANIFEST, manifest.to_json())
+        fsync_directories(self.path)
+        self.path.rename(self.final)
+        fsync_path(self.final.parent)
+        return StepDirectory(self.final, manifest)
+
+    def discard(self) -> None:
+        """Remove what was written; it was never visible."""
+        if self.path.exists():
+            shutil.rmtree(self.path)
+
+
+def remove_step(path: Path) -> None:
+    """Remove a step directory: first its name, in one rename, then its bytes."""
+    doomed = path.with_name(f"{REMOVAL_PREFIX}{path.name}-{secrets.token_hex(4)}")
+    path.rename(doomed)
+    fsync_path(path.parent)
+    shutil.rmtree(doomed)
+
+
+def leftovers(checkpoints: Path) -> list[Path]:
+    """Every directory that a killed save, download or removal left behind, or one is using."""
+    if not checkpoints.is_dir():
+        return []
+    prefixes = (STAGING_PREFIX, REMOVAL_PREFIX)
+    return sorted(path for path in checkpoints.iterdir() if path.name.startswith(prefixes))
+
+
+def clean_leftovers(checkpoints: Path, *, older_than_s: float, now: float) -> list[Path]:
+    """Remove leftovers in which nothing was written for `older_than_s` seconds.
+
+    Args:
+        checkpoints: Folder of the step directories.
+        older_than_s: Age that tells a leftover from a save in progress, in seconds.
+        now: Unix time in seconds.
+
+    Returns:
+        The directories removed.
+    """
+    removed = []
+    for path in leftovers(checkpoints):
+        try:
+            newest = max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
+            if now - newest > older_than_s:
+                shutil.rmtree(path)
+                removed.append(path)
+        except FileNotFoundError:
+            continue  # its owner is at work: it was renamed or removed meanwhile
+    return removed

@@ -1,0 +1,109 @@
+"""One saved step on disk: its names, its layout, and how it is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest, parse_manifest
+from refocused.errors import CheckpointError
+
+_NAMES = re.compile(r"checkpoint_step_(\d+)|checkpoint-epoch\d+-step(\d+)-files\d+")
+
+
+def name_of(step: int) -> str:
+    """The directory name of a step."""
+    return f"checkpoint_step_{step}"
+
+
+def parse_name(name: str) -> int | None:
+    """The step that a directory name or an alias speaks of, or None when it is neither."""
+    match = _NAMES.fullmatch(name)
+    return int(match[1] or match[2]) if match else None
+
+
+def rank_file(rank: int) -> str:
+    """Path of a rank's own state below a step directory."""
+    return f"ranks/rank_{rank:05d}.pt"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepDirectory:
+    """One committed step; nothing in it is ever written again.
+
+    Attributes:
+        path: The directory.
+        manifest: What its `manifest.json` says.
+    """
+
+    path: Path
+    manifest: CheckpointManifest
+
+    @property
+    def step(self) -> int:
+        """Optimizer updates done."""
+        return self.manifest.step
+
+    @property
+    def zero(self) -> Path:
+        """The folder of DeepSpeed's own files; its name is DeepSpeed's tag."""
+        return self.path / "zero"
+
+    @property
+    def trainer(self) -> Path:
+        """The training state (step, position, best loss, money) as JSON."""
+        return self.path / "trainer.json"
+
+    @property
+    def model(self) -> Path:
+        """The model's shape in the transformers config form."""
+        return self.path / "model.json"
+
+    @property
+    def run(self) -> Path:
+        """The resolved run file the step was trained under."""
+        return self.path / "run.yaml"
+
+    def rank_state(self, rank: int) -> Path:
+        """The random generators' states of one rank."""
+        return self.path / rank_file(rank)
+
+
+def read_step(path: Path) -> StepDirectory:
+    """Read a committed step directory; its files are not looked at (see `verify`).
+
+    Raises:
+        CheckpointError: There is no such directory, or its manifest is missing, torn, of another
+            schema, or of another step than the directory's name says.
+    """
+    manifest_path = path / MANIFEST
+    try:
+        content = manifest_path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        what = f"{manifest_path} is missing" if path.is_dir() else f"{path} is not a directory"
+        raise CheckpointError(
+            f"{what}, so this is no complete checkpoint. "
+            "Choose another: python launch/checkpoints.py list"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{manifest_path} cannot be read ({error.strerror}). Repair the disk or its "
+            "permissions, or resume from another step."
+        ) from error
+    manifest = parse_manifest(content, where=str(manifest_path))
+    if parse_name(path.name) not in (None, manifest.step):
+        raise CheckpointError(
+            f"{manifest_path} is of step {manifest.step}, not of the step in its folder's name. "
+            f"Rename the folder to {name_of(manifest.step)}, or remove it."
+        )
+    return StepDirectory(path, manifest)
+
+
+def step_paths(checkpoints: Path) -> list[Path]:
+    """Every directory named `checkpoint_step_N`, committed or broken, ascending by step."""
+    if not checkpoints.is_dir():
+        return []
+    found = {path: parse_name(path.name) for path in checkpoints.iterdir() if path.is_dir()}
+    named = [(step, path) for path, step in found.items() if step is not None]
+    return [path for step, path in sorted(named) if path.name == name_of(step)]

@@ -1,0 +1,106 @@
+"""Whether a step directory is what its manifest says: its structure, sizes and checksums."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from refocused.bucket.checksum import crc32c_of
+from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest, FileRecord
+from refocused.checkpoints.step_directory import StepDirectory, rank_file
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FileProblem:
+    """One file that is not as it should be.
+
+    Attributes:
+        file: Path below the step directory.
+        problem: What is wrong with it.
+    """
+
+    file: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.problem}"
+
+
+def describe(problems: Sequence[FileProblem]) -> str:
+    """The first problem, and how many more there are."""
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{problems[0]}{more}"
+
+
+def verify(
+    step: StepDirectory, *, deep: bool, files: Iterable[str] | None = None
+) -> list[FileProblem]:
+    """Compare a step directory with its manifest.
+
+    Args:
+        step: The directory and its manifest.
+        deep: Read every byte and compare CRC-32C; otherwise only sizes are compared, which does
+            not find a flipped bit.
+        files: Look at these files of the manifest only, so that the ranks can share the work;
+            None: at all of them, at the structure, and at files that should not be there.
+
+    Returns:
+        Every problem found, by file name; empty when all is well.
+    """
+    if files is not None:
+        wanted = sorted(files)
+        return [problem for name in wanted if (problem := _check_file(step, name, deep=deep))]
+    problems = _missing_from_manifest(step.manifest) + _not_in_manifest(step)
+    for name in step.manifest.files:
+        if problem := _check_file(step, name, deep=deep):
+            problems.append(problem)
+    return sorted(problems, key=lambda problem: problem.file)
+
+
+def _check_file(step: StepDirectory, name: str, *, deep: bool) -> FileProblem | None:
+    record = step.manifest.files.get(name)
+    if record is None:
+        return FileProblem(name, "is not in the manifest")
+    try:
+        problem = _compare(step.path / name, record, deep=deep)
+    except (FileNotFoundError, NotADirectoryError):
+        problem = "is missing"
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    return FileProblem(name, problem) if problem else None
+
+
+def _compare(path: Path, record: FileRecord, *, deep: bool) -> str | None:
+    size = path.stat().st_size
+    if size != record.size:
+        return f"has {size:,} bytes, not {record.size:,}"
+    if deep and (found := crc32c_of(path)) != record.crc32c:
+        return f"has CRC-32C {found:08x}, not {record.crc32c:08x}"
+    return None
+
+
+def _missing_from_manifest(manifest: CheckpointManifest) -> list[FileProblem]:
+    """What every step has to have: DeepSpeed's files, each rank's state, the three descriptions."""
+    ranks = [rank_file(rank) for rank in range(manifest.world_size)]
+    required = ["trainer.json", "run.yaml", "model.json", *ranks]
+    absent = [name for name in required if name not in manifest.files]
+    if not any(name.startswith("zero/") for name in manifest.files):
+        absent.append("zero/")
+    return [FileProblem(name, "is not in the manifest") for name in absent]
+
+
+def _not_in_manifest(step: StepDirectory) -> list[FileProblem]:
+    """Files nobody vouches for; DeepSpeed counts a stray one in zero/ as another rank's."""
+    found = (path for path in step.path.rglob("*") if path.is_file())
+    names = (path.relative_to(step.path).as_posix() for path in found)
+    return [
+        FileProblem(name, "is there but not in the manifest")
+        for name in names
+        if name not in step.manifest.files and name != MANIFEST and not _is_hidden(name)
+    ]
+
+
+def _is_hidden(name: str) -> bool:
+    """File browsers and network disks leave such names (.DS_Store, .nfs...); nothing reads them."""
+    return any(part.startswith(".") for part in name.split("/"))

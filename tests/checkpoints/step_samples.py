@@ -1,0 +1,79 @@
+"""Small step directories with the layout of real ones."""
+
+from __future__ import annotations
+
+import datetime
+import random
+from pathlib import Path
+
+from refocused.bucket.checksum import crc32c_of
+from refocused.checkpoints.manifest import CheckpointManifest, FileRecord
+from refocused.checkpoints.staging import Staging
+from refocused.checkpoints.step_directory import StepDirectory, name_of, rank_file
+
+START = datetime.datetime(2026, 11, 21, 8, 0, tzinfo=datetime.UTC)
+
+
+def layout(world_size: int = 2) -> list[str]:
+    ranks = [rank_file(rank) for rank in range(world_size)]
+    shards = [f"zero/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(world_size)]
+    return ["trainer.json", "run.yaml", "model.json", *ranks, *shards]
+
+
+def manifest_for(folder: Path, step: int, **changes: object) -> CheckpointManifest:
+    files = {
+        path.relative_to(folder).as_posix(): FileRecord(
+            size=path.stat().st_size, crc32c=crc32c_of(path)
+        )
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    fields = {
+        "run": "sample",
+        "name": name_of(step),
+        "step": step,
+        "epoch": 0,
+        "files_done": step // 10,
+        "created": START + datetime.timedelta(minutes=step),
+        "world_size": 2,
+        "zero_stage": 3,
+        "dtype": "bf16",
+        "versions": {"deepspeed": "0.19.8"},
+        "data_fingerprint": "f00d",
+        "parameters": 1000,
+        "validation_loss": None,
+        "loss": 2.5,
+        "tokens": 1024 * step,
+        "files": files,
+    }
+    return CheckpointManifest.model_validate(fields | changes)
+
+
+def fill(folder: Path, *, seed: int, size: int = 1000) -> None:
+    generator = random.Random(seed)
+    for name in layout():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(generator.randbytes(size))
+
+
+def make_step(
+    checkpoints: Path,
+    step: int,
+    *,
+    size: int = 1000,
+    seed: int | None = None,
+    token: str = "t",
+    **changes: object,
+) -> StepDirectory:
+    """Commit a step of random files of `size` bytes; `changes` are fields of its manifest."""
+    staging = Staging(checkpoints, step=step, token=token)
+    staging.create()
+    fill(staging.path, seed=step if seed is None else seed, size=size)
+    return staging.commit(manifest_for(staging.path, step, **changes))
+
+
+def flip_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
