@@ -1,0 +1,1 @@
+"""Token files: recognised, counted, fetched, and mapped in one local form."""

@@ -1,0 +1,80 @@
+"""The header of numpy's `.npy` form, read without trusting the lengths it claims."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import tokenize
+from typing import Any
+
+import numpy as np
+
+from refocused.errors import ShardError
+from refocused.shards.object_reader import ByteSource
+
+LARGEST_HEADER_BYTES = 10_000  # numpy's own limit for a header that is not trusted
+_LENGTH_BYTES = {1: 2, 2: 4, 3: 4}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NpyHeader:
+    """What a `.npy` header says.
+
+    Attributes:
+        dtype: Element type.
+        shape: Shape, not yet compared with the file's length.
+        bytes: Length of the header, magic included.
+    """
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    bytes: int
+
+
+def read_npy_header(file: ByteSource, *, what: str) -> NpyHeader:
+    """Read the header at the file's position.
+
+    Raises:
+        ShardError: It is no `.npy`, or holds pickled objects, or is in column order.
+    """
+    magic = file.read(8)
+    length_bytes = _LENGTH_BYTES.get(magic[6], 0) if len(magic) == 8 else 0
+    if magic[:6] != b"\x93NUMPY" or not length_bytes:
+        raise ShardError(
+            f"{what}: it starts with {magic!r}, which no .npy does. Write it again with "
+            "numpy.save, or put its name in data.exclude."
+        )
+    stored_length = file.read(length_bytes)
+    length = int.from_bytes(stored_length, "little")
+    if length > LARGEST_HEADER_BYTES:
+        raise ShardError(
+            f"{what}: its .npy header claims {length:,} bytes, and no array of tokens needs over "
+            f"{LARGEST_HEADER_BYTES:,}. Write it again, or put its name in data.exclude."
+        )
+    return _parsed(magic, stored_length + file.read(length), what=what)
+
+
+def _parsed(magic: bytes, rest: bytes, *, what: str) -> NpyHeader:
+    parse = (
+        np.lib.format.read_array_header_1_0
+        if magic[6] == 1
+        else np.lib.format.read_array_header_2_0
+    )
+    try:
+        shape, column_order, dtype = parse(io.BytesIO(rest))
+    except (ValueError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError) as error:
+        raise ShardError(
+            f"{what}: its .npy header cannot be read ({error}). Write it again, or put its name "
+            "in data.exclude."
+        ) from None
+    if dtype.hasobject:
+        raise ShardError(
+            f"{what}: it holds Python objects, and pickled data can run code. Convert it once "
+            "with `refocused prepare_data convert --allow-pickle`, if you trust where it is from."
+        )
+    if column_order and len(shape) > 1:
+        raise ShardError(
+            f"{what}: it is stored column by column. Write it again with "
+            "numpy.save(path, numpy.ascontiguousarray(array))."
+        )
+    return NpyHeader(dtype, shape, len(magic) + len(rest))
