@@ -1,0 +1,222 @@
+"""The token files of a run in order, with a fingerprint: `Shard`, `Manifest`, and their making."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from refocused.bucket.bucket import BlobInfo, Bucket
+from refocused.config.data import DataConfig
+from refocused.errors import ShardError
+from refocused.shards.chunk_folders import check_chunks, named_tokenizer
+from refocused.shards.selection import chosen_names, matches
+from refocused.shards.survey import HeaderFacts, survey
+
+MANIFEST_NAME = "manifest.json"
+SCHEMA = 1
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shard:
+    """One file of tokens.
+
+    Attributes:
+        name: Object name below the source.
+        tokens: Real tokens: no padding, separators between rows included.
+        dtype: Narrowest local element type that surely holds the ids: `uint16` or `uint32`.
+        size: Bytes of the object.
+        crc32c: Checksum of the object; None where the store keeps none.
+        generation: The store's version of the object; None where there are no versions.
+        max_id: Largest id, when known before the file arrives.
+        documents: Documents in it, when known.
+    """
+
+    name: str
+    tokens: int
+    dtype: str
+    size: int
+    crc32c: int | None
+    generation: int | None
+    max_id: int | None = None
+    documents: int | None = None
+
+    @property
+    def blob(self) -> BlobInfo:
+        """The object as the bucket knows it."""
+        return BlobInfo(self.name, self.size, self.crc32c, self.generation)
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """All shards in name order.
+
+    Attributes:
+        shards: The files; an index into them names a shard everywhere.
+        tokenizer: Name of the tokenizer that made the tokens.
+    """
+
+    shards: tuple[Shard, ...]
+    tokenizer: str
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all shards."""
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hexadecimal) over each shard's name, checksum or size, tokens and dtype."""
+        digest = hashlib.sha256()
+        for shard in self.shards:
+            content = f"size {shard.size}" if shard.crc32c is None else f"crc32c {shard.crc32c}"
+            row = json.dumps([shard.name, content, shard.tokens, shard.dtype])
+            digest.update(row.encode() + b"\n")
+        return digest.hexdigest()
+
+
+def build_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Path | None) -> Manifest:
+    """Describe the token files of a source without downloading them.
+
+    A `manifest.json` in the source is believed once the listing agrees with it; otherwise headers
+    are read by ranges, many files at once.
+
+    Args:
+        bucket: The source.
+        data: Patterns, `max_files`, and how files are read.
+        cache_file: Where counts are kept for the next start; None: nowhere.
+
+    Raises:
+        ShardError: No token files, a refused form, or objects that do not fit the manifest.
+        BucketError: The source cannot be listed or read.
+    """
+    listing = {blob.name: blob for blob in bucket.list()}
+    if MANIFEST_NAME in listing and not matches(MANIFEST_NAME, data.exclude):
+        return _from_prepared(bucket, data, listing)
+    check_chunks(bucket, listing, data=data)
+    names = chosen_names(listing, data=data, url=bucket.url)
+    blobs = [listing[name] for name in names]
+    facts = survey(bucket, blobs, data=data, cache_file=cache_file)
+    shards = tuple(_shard(blob, found) for blob, found in zip(blobs, facts, strict=True))
+    tokenizer = data.tokenizer
+    if tokenizer == "unknown":
+        tokenizer = named_tokenizer(bucket, listing, names) or "unknown"
+    return Manifest(shards, tokenizer)
+
+
+def manifest_to_json(manifest: Manifest) -> str:
+    """Return the text of a `manifest.json`."""
+    rows = [
+        {key: value for key, value in dataclasses.asdict(shard).items() if key != "generation"}
+        for shard in manifest.shards
+    ]
+    content = {
+        "schema": SCHEMA,
+        "tokenizer": manifest.tokenizer,
+        "tokens": manifest.tokens,
+        "fingerprint": manifest.fingerprint,
+        "shards": rows,
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def manifest_from_json(text: bytes | str, *, where: str) -> Manifest:
+    """Read the text of a `manifest.json`.
+
+    Raises:
+        ShardError: It is of another schema, or incomplete.
+    """
+    try:
+        content = json.loads(text)
+        if content["schema"] != SCHEMA:
+            raise ValueError(f"schema {content['schema']!r}, not {SCHEMA}")
+        shards = tuple(Shard(**{"generation": None, **row}) for row in content["shards"])
+        manifest = Manifest(shards, str(content["tokenizer"]))
+        if manifest.fingerprint != content["fingerprint"]:
+            raise ValueError("its rows are not those that its fingerprint was made of")
+        return manifest
+    except (ValueError, TypeError, KeyError) as error:
+        raise ShardError(
+            f"{where}: this is no manifest of token files ({type(error).__name__}: {error}). "
+            f"Prepare the data again, or put {MANIFEST_NAME} in data.exclude to read the files' "
+            "own headers."
+        ) from None
+
+
+def write_manifest(bucket: Bucket, manifest: Manifest) -> None:
+    """Write `manifest.json` beside the shards; it says that they are complete."""
+    bucket.write(MANIFEST_NAME, manifest_to_json(manifest).encode(), overwrite=True)
+
+
+def read_manifest(bucket: Bucket) -> Manifest:
+    """Read the `manifest.json` of prepared data.
+
+    Raises:
+        ShardError: It is of another schema, or incomplete.
+        BucketError: It cannot be read.
+    """
+    where = f"{bucket.url.rstrip('/')}/{MANIFEST_NAME}"
+    return manifest_from_json(bucket.read(MANIFEST_NAME), where=where)
+
+
+def _shard(blob: BlobInfo, facts: HeaderFacts) -> Shard:
+    return Shard(
+        name=blob.name,
+        tokens=facts.tokens,
+        dtype=facts.dtype,
+        size=blob.size,
+        crc32c=blob.crc32c,
+        generation=blob.generation,
+        documents=facts.documents,
+    )
+
+
+def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobInfo]) -> Manifest:
+    written = read_manifest(bucket)
+    _check_tokenizer(written, data, url=bucket.url)
+    rows = {shard.name: shard for shard in written.shards}
+    chosen = [rows[name] for name in chosen_names(rows, data=data, url=bucket.url)]
+    _check_listing(chosen, listing, url=bucket.url)
+    _log.info("%s: %d shards by its %s", bucket.url, len(chosen), MANIFEST_NAME)
+    shards = tuple(_as_listed(shard, listing[shard.name]) for shard in chosen)
+    return Manifest(shards, written.tokenizer)
+
+
+def _as_listed(shard: Shard, blob: BlobInfo) -> Shard:
+    known: dict[str, Any] = {"generation": blob.generation}
+    if shard.crc32c is None:
+        known["crc32c"] = blob.crc32c
+    return dataclasses.replace(shard, **known)
+
+
+def _check_tokenizer(manifest: Manifest, data: DataConfig, *, url: str) -> None:
+    if data.tokenizer not in ("unknown", manifest.tokenizer):
+        raise ShardError(
+            f"{url}: its {MANIFEST_NAME} says tokenizer {manifest.tokenizer!r}, and data.tokenizer "
+            f"is {data.tokenizer!r}. Set data.tokenizer to what made the tokens, or another source."
+        )
+
+
+def _check_listing(shards: list[Shard], listing: Mapping[str, BlobInfo], *, url: str) -> None:
+    wrong = []
+    for shard in shards:
+        blob = listing.get(shard.name)
+        if blob is None:
+            wrong.append(f"{shard.name} is missing")
+        elif blob.size != shard.size:
+            wrong.append(f"{shard.name} has {blob.size:,} bytes, not {shard.size:,}")
+        elif None not in (blob.crc32c, shard.crc32c) and blob.crc32c != shard.crc32c:
+            wrong.append(f"{shard.name} has the CRC-32C {blob.crc32c}, not {shard.crc32c}")
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ShardError(
+            f"{url}: {len(wrong)} of {len(shards)} objects are not what {MANIFEST_NAME} says: "
+            f"{'; '.join(wrong[:5])}{more}. Upload them again, prepare the data again, or put "
+            "their names in data.exclude."
+        )

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from shard_samples import WatchedBucket, npy_bytes, npz_bytes, pt_bytes, settings
+
+from refocused.errors import BucketError, ShardError
+from refocused.shards.manifest import (
+    Manifest,
+    Shard,
+    build_manifest,
+    manifest_from_json,
+    manifest_to_json,
+    write_manifest,
+)
+
+SHARD = Shard("a.npy", 10, "uint16", 148, 5, None, 9, 2)
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> WatchedBucket:
+    return WatchedBucket(tmp_path / "source")
+
+
+def build(bucket: WatchedBucket, cache_file: Path | None = None, **changes: object) -> Manifest:
+    return build_manifest(bucket, settings(**changes), cache_file=cache_file)
+
+
+def put_tokens(bucket: WatchedBucket, name: str, count: int = 10) -> None:
+    bucket.put(name, npy_bytes(np.arange(count, dtype=np.uint16)))
+
+
+def test_counts_come_from_headers_without_reading_the_tokens(bucket: WatchedBucket) -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.full(400, 1000, np.int32)
+    rows = rng.integers(0, 50000, (400, 1024), dtype=np.int32)
+    bucket.put(
+        "a.npz", npz_bytes(input_ids=rows, attention_mask=rows > 3, sequence_lengths=lengths)
+    )
+    bucket.put("b.npy", npy_bytes(rows.reshape(-1)))
+    bucket.put("c.pt", pt_bytes(torch.from_numpy(rows.astype(np.int64))))
+    manifest = build(bucket, separator_id=0)
+    assert [shard.tokens for shard in manifest.shards] == [400_399, 409_600, 409_600]
+    assert [shard.documents for shard in manifest.shards] == [400, None, None]
+    assert [shard.dtype for shard in manifest.shards] == ["uint32"] * 3
+    stored = sum(blob.size for blob in bucket.list())
+    assert sum(size for _, size in bucket.reads) < stored / 10
+    assert not bucket.downloads
+
+
+def test_the_second_start_reads_nothing(bucket: WatchedBucket, tmp_path: Path) -> None:
+    put_tokens(bucket, "a/x.npy")
+    put_tokens(bucket, "b/x.npy", 20)
+    cache_file = tmp_path / "cache" / "headers.json"
+    first = build(bucket, cache_file)
+    bucket.reads.clear()
+    assert build(bucket, cache_file) == first
+    assert not bucket.reads
+    put_tokens(bucket, "b/x.npy", 21)
+    assert build(bucket, cache_file).tokens == 31
+    assert {name for name, _ in bucket.reads} == {"b/x.npy"}
+
+
+def test_a_damaged_cache_of_headers_is_made_again(bucket: WatchedBucket, tmp_path: Path) -> None:
+    put_tokens(bucket, "x.npy")
+    cache_file = tmp_path / "headers.json"
+    for damage in ("", "{}", "[]", '{"schema": 1, "headers": {"x": {"y": 1}}}'):
+        cache_file.write_text(damage)
+        assert build(bucket, cache_file).tokens == 10
+    assert json.loads(cache_file.read_text())["headers"]
+
+
+def test_all_refused_files_are_named_at_once(bucket: WatchedBucket) -> None:
+    put_tokens(bucket, "good.npy")
+    for number in range(7):
+        bucket.put(f"bad_{number}.npy", b"no header")
+    with pytest.raises(ShardError) as error:
+        build(bucket)
+    text = str(error.value)
+    assert "7 of 8 files" in text
+    assert "bad_4.npy" in text
+    assert "and 2 more" in text
+    assert build(bucket, exclude=["bad_*"]).tokens == 10
+
+
+def test_an_unreachable_bucket_is_its_own_error(bucket: WatchedBucket, tmp_path: Path) -> None:
+    put_tokens(bucket, "x.npy")
+    bucket.unreachable = True
+    with pytest.raises(BucketError, match="no route"):
+        build(bucket)
+
+
+def test_the_fingerprint_speaks_of_content_and_nothing_else() -> None:
+    def fingerprint(**changes: object) -> str:
+        return Manifest((dataclasses.replace(SHARD, **changes),), "gpt2").fingerprint
+
+    assert fingerprint() == fingerprint(generation=3, max_id=None, documents=None, size=999)
+    others = [{"name": "b"}, {"tokens": 9}, {"dtype": "uint32"}, {"crc32c": 6}, {"crc32c": None}]
+    assert len({fingerprint(), *(fingerprint(**change) for change in others)}) == 6
+    assert len(fingerprint()) == 64
+
+
+def test_json_keeps_a_manifest_and_refuses_another_schema() -> None:
+    manifest = Manifest((SHARD, dataclasses.replace(SHARD, name="b.npy", crc32c=None)), "gpt2")
+    text = manifest_to_json(manifest)
+    assert manifest_from_json(text, where="x") == manifest
+    content = json.loads(text)
+    for change in ({"schema": 2}, {"shards": [{"name": "x"}]}, {"shards": []}, {"shards": 3}):
+        with pytest.raises(ShardError, match="x: this is no manifest"):
+            manifest_from_json(json.dumps({**content, **change}), where="x")
+    for text in ("", "[]", "{}", "\xff"):
+        with pytest.raises(ShardError, match=r"data\.exclude"):
+            manifest_from_json(text, where="x")
+
+
+@pytest.fixture
+def prepared(bucket: WatchedBucket) -> WatchedBucket:
+    for number in range(3):
+        put_tokens(bucket, f"t_{number}.npy", 10 + number)
+    write_manifest(bucket, build(bucket, tokenizer="gpt2"))
+    bucket.reads.clear()
+    return bucket
+
+
+def test_prepared_data_are_taken_by_their_manifest(prepared: WatchedBucket) -> None:
+    put_tokens(prepared, "not_in_it.npy")
+    manifest = build(prepared)
+    assert (manifest.tokens, manifest.tokenizer) == (33, "gpt2")
+    assert {name for name, _ in prepared.reads} == {"manifest.json"}
+    assert manifest.shards[0].generation == 7
+    assert build(prepared, exclude=["t_1*"], max_files=1).tokens == 10
+
+
+def test_objects_that_do_not_fit_the_manifest_are_named(prepared: WatchedBucket) -> None:
+    (prepared.folder / "t_0.npy").unlink()
+    put_tokens(prepared, "t_1.npy", 99)
+    with pytest.raises(ShardError) as error:
+        build(prepared)
+    assert "t_0.npy is missing" in str(error.value)
+    assert "t_1.npy has" in str(error.value)
+    assert build(prepared, exclude=["t_0.npy", "t_1.npy"]).tokens == 12
+
+
+def test_changed_content_of_the_same_size_is_named(prepared: WatchedBucket) -> None:
+    prepared.put("t_0.npy", npy_bytes(np.ones(10, np.uint16)))
+    with pytest.raises(ShardError, match=r"t_0\.npy has the CRC-32C"):
+        build(prepared)
+
+
+def test_another_tokenizer_than_the_manifests_is_refused(prepared: WatchedBucket) -> None:
+    with pytest.raises(ShardError, match=r"tokenizer 'gpt2'.*'llama'"):
+        build(prepared, tokenizer="llama")
+
+
+def test_an_excluded_manifest_is_not_read(prepared: WatchedBucket) -> None:
+    prepared.put("manifest.json", b"of some other program")
+    with pytest.raises(ShardError, match="no manifest"):
+        build(prepared)
+    assert build(prepared, exclude=["manifest.json"]).tokens == 33
+
+
+def put_chunks(bucket: WatchedBucket, promised: int) -> None:
+    for number in (0, 1, 3):
+        bucket.put(f"books/chunk_{number:06d}.pt", pt_bytes(torch.arange(5)))
+    metadata = {"tokenizer": "cl100k", "num_chunks": promised, "vocab_size": 3}
+    bucket.put("books/metadata.json", json.dumps(metadata).encode())
+
+
+def test_missing_chunks_are_named_by_their_metadata(bucket: WatchedBucket) -> None:
+    for promised in (4, 10**12):
+        put_chunks(bucket, promised)
+        with pytest.raises(ShardError, match=r"missing are books/chunk_000002\.pt"):
+            build(bucket)
+    put_chunks(bucket, 4)
+    manifest = build(bucket, exclude=["chunk_000002.pt"])
+    assert (manifest.tokens, manifest.tokenizer) == (15, "cl100k")
+
+
+def test_a_source_without_token_files_is_refused(bucket: WatchedBucket) -> None:
+    bucket.put("notes.md", b"x")
+    with pytest.raises(ShardError, match="no token files"):
+        build(bucket)
