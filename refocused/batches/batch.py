@@ -72,7 +72,6 @@ class BatchReader:
         self._sequence_length = sequence_length
         self._names = names
         self._pin = pin
-        self._maps: dict[int, NDArray[np.unsignedinteger]] = {}
 
     def read(self, shards: NDArray[np.int64], windows: NDArray[np.int64], *, micro: int) -> Batch:
         """Read one micro-batch; rows beyond the given windows are zeros with ignored labels.
@@ -94,18 +93,9 @@ class BatchReader:
         inputs, labels = both.numpy()
         for row, (shard, window) in enumerate(zip(shards.tolist(), windows.tolist(), strict=True)):
             first = window * length
-            tokens = self._tokens_of(shard)[first : first + length + 1]
+            tokens = self._cache.open(shard)[first : first + length + 1]
             inputs[row] = tokens[:-1]
             labels[row] = tokens[1:]
         inputs[len(shards) :] = 0
         labels[len(shards) :] = IGNORED_LABEL
         return Batch(both[0], both[1], shards, windows, self._names)
-
-    def let_go(self) -> None:
-        """Close the memory maps: a shard that was evicted keeps its disk space while mapped."""
-        self._maps.clear()
-
-    def _tokens_of(self, shard: int) -> NDArray[np.unsignedinteger]:
-        if shard not in self._maps:
-            self._maps[shard] = self._cache.open(shard)
-        return self._maps[shard]

@@ -32,6 +32,8 @@ class Loader:
         names: Names of all shards of the manifest, for messages.
         pin: Make page-locked tensors; needs a GPU.
         ahead: Shards fetched beyond the block in use (`data.fetch_ahead_shards`).
+        room_bytes: Most that the shards of training may take on disk: `data.disk_limit_gb` less
+            the pinned shards; None: no limit.
         clock: Seconds from any origin; measures waiting.
     """
 
@@ -45,6 +47,7 @@ class Loader:
         names: Sequence[str],
         pin: bool,
         ahead: int,
+        room_bytes: int | None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._order = order
@@ -54,6 +57,7 @@ class Loader:
         self._names = names
         self._pin = pin
         self._ahead = ahead
+        self._room_bytes = room_bytes
         self._clock = clock
 
     def batches_from(self, position: Position) -> BatchStream:
@@ -66,7 +70,9 @@ class Loader:
                 names=self._names,
                 pin=self._pin,
             ),
-            planner=ShardPlanner(self._order, self._cache, ahead=self._ahead),
+            planner=ShardPlanner(
+                self._order, self._cache, ahead=self._ahead, room_bytes=self._room_bytes
+            ),
             # A resume over fewer windows may stand beyond the end of an epoch.
             position=position.advanced(0, windows_per_epoch=self._order.windows_per_epoch),
             clock=self._clock,
@@ -121,9 +127,9 @@ class BatchStream:
                 assert self._failure is not None  # what else has ended the wait
                 raise self._failure
             step, batches = self._ready.popleft()
+            self._planner.training_on(step)
             self._changed.notify_all()
         self.position = step.after
-        self._planner.training_on(step)
         return batches
 
     def close(self) -> None:
@@ -136,12 +142,8 @@ class BatchStream:
 
     def _read_ahead(self) -> None:
         try:
-            block: int | None = None
             while self._has_room():
                 step = next(self._steps)
-                if step.first_block != block:
-                    block = step.first_block
-                    self._reader.let_go()
                 self._hand_over(step, self._read(step))
         except Exception as error:  # raised again by next_step, in the thread that can act on it
             with self._changed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from refocused.batches.permutation import derived_key, hashed, permuted, shuffled
 from refocused.batches.windows import WindowRange
+from refocused.errors import ShardError
 
 LARGEST_AUTOMATIC_BLOCK = 16  # shards; more would only delay the first step of a streamed run
 
@@ -68,7 +70,7 @@ class Order:
         self._firsts = np.array([one.first for one in ranges], dtype=np.int64)
         self._counts = np.array([one.count for one in ranges], dtype=np.int64)
         self._seed = seed
-        self._block_shards = block_shards
+        self.block_shards = block_shards
         self.windows_per_epoch = int(self._counts.sum())
         self.blocks_per_epoch = -(-len(ranges) // block_shards)
         self.shard_count = len(np.unique(self._shards))
@@ -112,8 +114,8 @@ class Order:
         while True:
             shards = self._shards[self._layout(epoch).ranges]
             for number in range(first, self.blocks_per_epoch):
-                begin = number * self._block_shards
-                yield tuple(shards[begin : begin + self._block_shards].tolist())
+                begin = number * self.block_shards
+                yield tuple(shards[begin : begin + self.block_shards].tolist())
             epoch, first = epoch + 1, 0
 
     def _layout(self, epoch: int) -> _Layout:
@@ -122,7 +124,7 @@ class Order:
         return _Layout(
             ranges=ranges,
             range_starts=range_starts,
-            block_starts=np.append(range_starts[: -1 : self._block_shards], range_starts[-1]),
+            block_starts=np.append(range_starts[: -1 : self.block_shards], range_starts[-1]),
             window_key=derived_key(self._seed, epoch, WINDOW_ORDER),
         )
 
@@ -132,26 +134,38 @@ def choose_block_shards(
     *,
     ranges: Sequence[WindowRange],
     shard_bytes: Sequence[int],
-    disk_limit_bytes: int | None,
+    room_bytes: int | None,
 ) -> int:
     """Return how many shards are shuffled together; nothing that changes by itself decides it.
+
+    While training leaves one block, the next one is read: two of them must be local at once.
 
     Args:
         setting: `data.block_shards`; 0 chooses.
         ranges: The training windows.
         shard_bytes: Local size of every shard of the manifest, in its order.
-        disk_limit_bytes: `data.disk_limit_gb` in bytes; the free space of the disk must not be
+        room_bytes: Most that the shards of training may take on disk: `data.disk_limit_gb` less
+            the shards that are pinned; None: no limit. The free space of the disk must not be
             given here, or a resume would go on in another order.
 
     Returns:
-        At least 1. Chosen: 16, or as many of the largest shards as fit into half the limit: while
-        one block is trained on, the next one arrives.
+        At least 1. Chosen: 16, or as many of the largest shards as fit into half the room.
+
+    Raises:
+        ShardError: Two blocks of the largest shards do not fit into the room.
     """
-    if setting:
-        return min(setting, len(ranges))
-    most = min(LARGEST_AUTOMATIC_BLOCK, len(ranges))
-    if disk_limit_bytes is None:
-        return most
     largest_first = sorted((shard_bytes[one.shard] for one in ranges), reverse=True)
-    fitting = np.cumsum(largest_first[:most]) <= disk_limit_bytes // 2
-    return max(1, int(fitting.sum()))
+    chosen = setting or LARGEST_AUTOMATIC_BLOCK
+    if room_bytes is not None and not setting:
+        fitting = np.cumsum(largest_first[:chosen]) <= room_bytes // 2
+        chosen = max(1, int(fitting.sum()))
+    chosen = min(chosen, len(ranges))
+    needed = sum(largest_first[: 2 * chosen])
+    if room_bytes is not None and needed > room_bytes:
+        raise ShardError(
+            f"two blocks of {chosen} shards take up to {needed:,} bytes on disk, and "
+            f"data.disk_limit_gb leaves {room_bytes:,} beside the shards that validate. Raise "
+            f"data.disk_limit_gb by at least {math.ceil((needed - room_bytes) / 1e6) / 1e3}"
+            f"{', or lower data.block_shards' if chosen > 1 else ''}."
+        )
+    return chosen

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -70,64 +69,89 @@ def steps_from(
             )
 
 
-def shards_wanted(order: Order, *, oldest: int, newest: int, ahead: int) -> list[int]:
+def shards_wanted(
+    order: Order,
+    *,
+    oldest: int,
+    newest: int,
+    ahead: int,
+    bytes_of: Callable[[int], int],
+    room_bytes: int | None,
+) -> list[int]:
     """Return the shards to keep local, in order of use.
 
     Args:
         order: The order of training.
         oldest: Block that may still be read by the slowest rank.
         newest: Block that is being read ahead.
-        ahead: Shards wanted beyond the newest block (fewer when there are no others).
+        ahead: Shards wanted beyond the newest block: fewer when there are no others, or no room.
+        bytes_of: Local bytes of a shard.
+        room_bytes: Most that all may take; the blocks themselves are wanted even beyond it, so
+            that the cache can refuse with the numbers. None: no limit.
     """
     blocks = order.blocks_from(oldest)
     wanted = dict.fromkeys(
         itertools.chain.from_iterable(itertools.islice(blocks, newest - oldest + 1))
     )
     most = min(len(wanted) + ahead, order.shard_count)
-    for shard in itertools.chain.from_iterable(blocks):
-        if len(wanted) >= most:
+    taken = sum(map(bytes_of, wanted))
+    later = itertools.chain.from_iterable(blocks)
+    while len(wanted) < most:
+        shard = next(shard for shard in later if shard not in wanted)
+        taken += bytes_of(shard)
+        if room_bytes is not None and taken > room_bytes:
             break
         wanted[shard] = None
     return list(wanted)
 
 
 class ShardPlanner:
-    """Tells the cache what to keep, whenever reading or training moves on to another block.
+    """Tells the cache what to keep, whenever reading or training has moved on to another block.
 
-    The ranks of a node share the cache, and the one that plans may read a few steps ahead of the
-    others. What the others may still need follows from the step being trained on: no rank starts
-    step s before all have the batches of step s - 1. So a block is kept until training, not
-    reading, has left it.
+    The ranks of a node share the fetched files, and the rank that fetches may read a few steps
+    ahead of the others. What the others may still need follows from the step being trained on:
+    no rank starts step s before all have the batches of step s - 1. So a block is kept until
+    training, not reading, has left it.
 
     Args:
         order: The order of training.
-        cache: The node's shards.
+        cache: The local shards; only the reading thread's calls reach it.
         ahead: Shards wanted beyond the block that is being read.
+        room_bytes: Most that the wanted shards may take; None: no limit.
     """
 
-    def __init__(self, order: Order, cache: ShardCache, *, ahead: int) -> None:
+    def __init__(
+        self, order: Order, cache: ShardCache, *, ahead: int, room_bytes: int | None
+    ) -> None:
         self._order = order
         self._cache = cache
         self._ahead = ahead
-        self._lock = threading.Lock()
+        self._room_bytes = room_bytes
         self._oldest: int | None = None
-        self._newest: int | None = None
-
-    def reading(self, step: StepWindows) -> None:
-        """Say that a step is about to be read."""
-        with self._lock:
-            oldest = step.first_block if self._oldest is None else self._oldest
-            self._plan(oldest, step.last_block)
+        self._planned: tuple[int, int] | None = None
 
     def training_on(self, step: StepWindows) -> None:
-        """Say that a step, read before, is handed out to be trained on."""
-        with self._lock:
-            assert self._newest is not None  # a step is read before it is trained on
-            self._plan(step.first_block, self._newest)
+        """Say, from the training thread, that a step is handed out to be trained on."""
+        self._oldest = step.first_block
 
-    def _plan(self, oldest: int, newest: int) -> None:
-        if (oldest, newest) != (self._oldest, self._newest):
-            self._oldest, self._newest = oldest, newest
+    def reading(self, step: StepWindows) -> None:
+        """Say, from the reading thread, that a step is about to be read.
+
+        Raises:
+            ShardError: The blocks in use are more than `data.disk_limit_gb` allows.
+        """
+        if self._oldest is None:
+            self._oldest = step.first_block
+        oldest = self._oldest  # the training thread may move it on at any time
+        if (oldest, step.last_block) != self._planned:
+            self._planned = (oldest, step.last_block)
             self._cache.plan(
-                shards_wanted(self._order, oldest=oldest, newest=newest, ahead=self._ahead)
+                shards_wanted(
+                    self._order,
+                    oldest=oldest,
+                    newest=step.last_block,
+                    ahead=self._ahead,
+                    bytes_of=self._cache.local_bytes,
+                    room_bytes=self._room_bytes,
+                )
             )

@@ -37,7 +37,6 @@ class FolderCache:
 
     def __init__(self, folder: Path, manifest: FakeManifest) -> None:
         self.plans: list[list[int]] = []
-        self.opened: list[int] = []
         self.broken: int | None = None
         self.late: int | None = None
         self.arrived = threading.Event()
@@ -51,6 +50,9 @@ class FolderCache:
     def plan(self, needed: Sequence[int]) -> None:
         self.plans.append(list(needed))
 
+    def local_bytes(self, index: int) -> int:
+        return 2 * self._manifest.shards[index].tokens
+
     def open(self, index: int) -> np.ndarray:
         if index == self.broken:
             raise ShardError(f"{self._manifest.shards[index].name} is broken. Fetch it again.")
@@ -59,5 +61,4 @@ class FolderCache:
             self.arrived.wait()
         if self.plans and index not in self.plans[-1]:
             raise ShardError(f"shard {index} was opened, but the plan is {self.plans[-1]}")
-        self.opened.append(index)
         return np.load(self._folder / self._manifest.shards[index].name, mmap_mode="r")

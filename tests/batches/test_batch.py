@@ -67,16 +67,6 @@ def test_a_batch_is_not_overwritten_by_later_ones(cache, manifest):
     assert first.input_ids.tolist() == [list(range(8))]
 
 
-def test_a_shard_is_opened_once_until_it_is_let_go(cache, manifest):
-    reader = reader_of(cache, manifest, sequence_length=8)
-    for _ in range(2):
-        reader.read(np.array([0, 1, 0]), np.array([0, 1, 2]), micro=3)
-    assert cache.opened == [0, 1]
-    reader.let_go()
-    reader.read(np.array([0]), np.array([0]), micro=1)
-    assert cache.opened == [0, 1, 0]
-
-
 def test_describe_names_files_and_draws_runs_together(cache, manifest):
     batch = reader_of(cache, manifest, sequence_length=2).read(
         np.array([1, 0, 1, 1, 1]), np.array([12, 3, 10, 4, 11]), micro=6

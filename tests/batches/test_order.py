@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from refocused.batches.order import Order, choose_block_shards
 from refocused.batches.windows import WindowRange, window_count
+from refocused.errors import ShardError
 
 
 def ranges_of(*counts: int) -> list[WindowRange]:
@@ -137,33 +138,43 @@ def test_pinned_order_holds_on_every_platform():
 
 
 @pytest.mark.parametrize(
-    ("setting", "limit", "expected"),
+    ("setting", "room", "expected"),
     [
-        (7, 10, 7),  # what was set is obeyed
+        (7, None, 7),  # what was set is obeyed
+        (7, 1000, 7),
         (99, None, 20),  # no more than there are
         (0, None, 16),
-        (0, 2 * (100 + 90 + 80), 3),  # the three largest fill half the limit
+        (0, 2 * (100 + 90 + 80), 3),  # the three largest fill half the room
         (0, 2 * (100 + 90 + 80) - 1, 2),
         (0, 10**9, 16),
-        (0, 1, 1),
+        (0, 190, 1),
     ],
 )
-def test_block_shards_follow_the_setting_or_half_the_disk_limit(setting, limit, expected):
+def test_block_shards_follow_the_setting_or_half_the_room(setting, room, expected):
     sizes = [10] * 17 + [80, 100, 90]
     ranges = [WindowRange(i, 0, 5) for i in range(20)]
-    chosen = choose_block_shards(setting, ranges=ranges, shard_bytes=sizes, disk_limit_bytes=limit)
+    chosen = choose_block_shards(setting, ranges=ranges, shard_bytes=sizes, room_bytes=room)
     assert chosen == expected
 
 
+@pytest.mark.parametrize(
+    ("setting", "room", "text"),
+    [
+        (0, 189, r"two blocks of 1 shards take up to 190 bytes.*leaves 189 .*by at least 0\.001\."),
+        (2, 199, r"two blocks of 2 shards take up to 200 bytes.*or lower data\.block_shards"),
+    ],
+)
+def test_room_for_less_than_two_blocks_is_refused_with_the_numbers(setting, room, text):
+    with pytest.raises(ShardError, match=text):
+        choose_block_shards(
+            setting,
+            ranges=[WindowRange(i, 0, 5) for i in range(4)],
+            shard_bytes=[100, 90, 5, 5],
+            room_bytes=room,
+        )
+
+
 def test_block_shards_do_not_count_shards_that_only_validate():
-    chosen = choose_block_shards(
-        0, ranges=[WindowRange(1, 0, 5)] * 1, shard_bytes=[10**12, 4], disk_limit_bytes=8
-    )
-    assert chosen == 1
-    chosen = choose_block_shards(
-        0,
-        ranges=[WindowRange(1, 0, 5), WindowRange(2, 0, 5)],
-        shard_bytes=[10**12, 4, 4],
-        disk_limit_bytes=16,
-    )
+    ranges = [WindowRange(1, 0, 5), WindowRange(2, 0, 5)]
+    chosen = choose_block_shards(0, ranges=ranges, shard_bytes=[10**12, 4, 4], room_bytes=16)
     assert chosen == 2

@@ -123,16 +123,34 @@ def test_the_blocks_of_a_step_are_those_of_all_its_ranks():
         assert blocks == [(0, 1), (1, 2), (3, 4), (4, 5)]
 
 
+def wanted(order: Order, *, oldest: int, newest: int, ahead: int, room_bytes: int | None = None):
+    return shards_wanted(
+        order,
+        oldest=oldest,
+        newest=newest,
+        ahead=ahead,
+        bytes_of=lambda shard: 10,
+        room_bytes=room_bytes,
+    )
+
+
 def test_wanted_shards_are_in_order_of_use_with_some_ahead():
     order = order_of(*[5] * 9, block_shards=2)
     use = list(itertools.chain(*itertools.islice(order.blocks_from(0), 5)))
-    assert shards_wanted(order, oldest=0, newest=0, ahead=3) == use[:5]
-    assert shards_wanted(order, oldest=1, newest=2, ahead=1) == use[2:7]
+    assert wanted(order, oldest=0, newest=0, ahead=3) == use[:5]
+    assert wanted(order, oldest=1, newest=2, ahead=1) == use[2:7]
 
 
 def test_wanted_shards_end_when_all_are_wanted():
     order = order_of(5, 5, 5, block_shards=2)
-    assert sorted(shards_wanted(order, oldest=0, newest=7, ahead=100)) == [0, 1, 2]
+    assert sorted(wanted(order, oldest=0, newest=7, ahead=100)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("room", "count"), [(90, 9), (59, 5), (50, 5), (49, 4), (40, 4), (5, 4)])
+def test_shards_ahead_are_wanted_only_as_far_as_there_is_room(room, count):
+    order = order_of(*[5] * 9, block_shards=2)
+    use = list(itertools.chain(*itertools.islice(order.blocks_from(0), 5)))
+    assert wanted(order, oldest=0, newest=1, ahead=100, room_bytes=room) == use[:count]
 
 
 class RecordingCache:
@@ -142,11 +160,14 @@ class RecordingCache:
     def plan(self, needed):
         self.plans.append(list(needed))
 
+    def local_bytes(self, index):
+        return 10
+
 
 def test_a_block_stays_planned_until_training_has_left_it():
-    order = order_of(*[4] * 8, block_shards=2)  # blocks of 8 windows
+    order = order_of(*[4] * 8, block_shards=2)  # blocks of 8 windows: two steps
     cache = RecordingCache()
-    planner = ShardPlanner(order, cache, ahead=1)
+    planner = ShardPlanner(order, cache, ahead=1, room_bytes=None)
     steps = list(
         itertools.islice(steps_from(order, Position(), plan=BatchPlan(4, 1, 1, 4), rank=0), 6)
     )
@@ -156,6 +177,8 @@ def test_a_block_stays_planned_until_training_has_left_it():
     assert cache.plans == [use[:3], use[:5]]  # reading is in block 1, training not begun
     planner.training_on(steps[0])
     planner.training_on(steps[1])
+    planner.reading(steps[3])
     assert len(cache.plans) == 2
     planner.training_on(steps[2])
-    assert cache.plans[2:] == [use[2:5]]
+    planner.reading(steps[4])
+    assert cache.plans[2:] == [use[2:7]]
