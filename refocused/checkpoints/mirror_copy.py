@@ -1,0 +1,152 @@
+"""Copying one step to the bucket so that its marker is there only when all of it is."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Callable
+
+from refocused.bucket.checksum import crc32c_of
+from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest
+from refocused.checkpoints.remote_steps import COMMITTED, Marker, RemoteSteps, is_copy
+from refocused.checkpoints.step_directory import StepDirectory
+from refocused.checkpoints.verify import describe, verify
+from refocused.errors import BucketError, CheckpointError
+
+REPORT_SECONDS = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepCopier:
+    """Copies steps to a bucket, one at a time, several files at once.
+
+    Attributes:
+        remote: Where to.
+        stopping: Asked before each object; once it says yes, no further one is started.
+        report: Told the bytes that are there and those of the whole step, at least every
+            `REPORT_SECONDS` while objects are on their way.
+        threads: Objects at once.
+    """
+
+    remote: RemoteSteps
+    stopping: Callable[[], bool]
+    report: Callable[[int, int], None]
+    threads: int = 4
+
+    def copy(self, step: StepDirectory) -> bool:
+        """Copy a step unless the bucket holds it; return False when told to stop before the end.
+
+        The manifest goes first: it says to which save the other objects belong, so that an
+        interrupted copy can be continued. The marker goes last, after a fresh listing agreed.
+
+        Raises:
+            CheckpointError: The step is damaged here, or the bucket holds another step of its
+                name that may not be replaced.
+            BucketError: The bucket cannot be read or written.
+        """
+        name, manifest = step.path.name, step.manifest
+        marker = Marker(
+            files=len(manifest.files),
+            bytes=manifest.total_bytes,
+            manifest_crc32c=crc32c_of(step.path / MANIFEST),
+        )
+        there = self.remote.marker(name)
+        if there == marker:
+            return True
+        if there is not None:
+            self._refuse_unless_superseded(step)
+        self._start(step, continuing=there is None)
+        if not self._send_missing(step):
+            return False
+        self._require_whole(name, manifest)
+        self.remote.commit(name, marker)
+        return True
+
+    def _refuse_unless_superseded(self, step: StepDirectory) -> None:
+        """A run that went back and saved a step again replaces its own copy, nobody else's."""
+        name, mine = step.path.name, step.manifest
+        theirs = self.remote.manifest(name)
+        if theirs.run != mine.run or theirs.created >= mine.created:
+            raise CheckpointError(
+                f"{self.remote.url}/{name} is another checkpoint, of run {theirs.run}, saved "
+                f"{theirs.created.isoformat()}; it is not replaced. Give this run another "
+                "run.name or checkpoint.mirror, or remove that one."
+            )
+
+    def _start(self, step: StepDirectory, *, continuing: bool) -> None:
+        """Clear what an interrupted copy of another save left, and put our manifest there."""
+        name = step.path.name
+        content = (step.path / MANIFEST).read_bytes()
+        objects = self.remote.objects(name)
+        address = self.remote.object_name(name, MANIFEST)
+        if continuing and MANIFEST in objects and self.remote.bucket.read(address) == content:
+            return
+        if objects:
+            self.remote.retract(name)
+        self.remote.bucket.write(address, content)
+
+    def _send_missing(self, step: StepDirectory) -> bool:
+        """Send what the bucket lacks; return False when told to stop before the end."""
+        files, total = step.manifest.files, step.manifest.total_bytes
+        missing = self._missing(step)
+        done = total - sum(files[file].size for file in missing)
+        self.report(done, total)
+        pool = concurrent.futures.ThreadPoolExecutor(self.threads)
+        sending = {pool.submit(self._send, step, file): file for file in missing}
+        complete = True
+        try:
+            while sending:
+                ready, _ = concurrent.futures.wait(sending, timeout=REPORT_SECONDS)
+                for future in ready:
+                    size = files[sending.pop(future)].size
+                    sent = future.result()
+                    done += size if sent else 0
+                    complete = complete and sent
+                self.report(done, total)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        return complete
+
+    def _missing(self, step: StepDirectory) -> list[str]:
+        """The files the bucket does not have; objects that are not what they should be go."""
+        objects = self.remote.objects(step.path.name)
+        missing = []
+        for file, record in step.manifest.files.items():
+            if file in objects and is_copy(objects[file], record):
+                continue
+            if file in objects:
+                self.remote.bucket.delete(objects[file].name)
+            missing.append(file)
+        return missing
+
+    def _send(self, step: StepDirectory, file: str) -> bool:
+        if self.stopping():
+            return False
+        problems = verify(step, deep=True, files=[file])
+        if problems and step.path.exists():
+            raise CheckpointError(
+                f"{step.path} is damaged: {describe(problems)}. It is not copied to the bucket; "
+                "remove it, or look at the disk."
+            )
+        name = self.remote.object_name(step.path.name, file)
+        self.remote.bucket.upload(step.path / file, name, crc32c=step.manifest.files[file].crc32c)
+        return True
+
+    def _require_whole(self, name: str, manifest: CheckpointManifest) -> None:
+        objects = self.remote.objects(name)
+        expected = {*manifest.files, MANIFEST}
+        wrong = sorted(
+            file
+            for file, record in manifest.files.items()
+            if file not in objects or not is_copy(objects[file], record)
+        )
+        foreign = sorted(set(objects) - expected - {COMMITTED})
+        for file in foreign:
+            self.remote.bucket.delete(objects[file].name)
+        if wrong or MANIFEST not in objects:
+            what = wrong[0] if wrong else MANIFEST
+            raise BucketError(
+                f"{self.remote.url}/{name}/{what} is not what was sent, or is gone "
+                f"({max(len(wrong), 1)} such objects). Something else writes to this prefix; "
+                "it is sent again."
+            )

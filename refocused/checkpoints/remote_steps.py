@@ -1,0 +1,126 @@
+"""The steps of one run in a bucket: a step exists there when its COMMITTED object does."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import pydantic
+
+from refocused.bucket.bucket import BlobInfo, Bucket
+from refocused.checkpoints.manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    FileRecord,
+    parse_manifest,
+)
+from refocused.checkpoints.step_directory import name_of, parse_name
+from refocused.errors import CheckpointError
+
+COMMITTED = "COMMITTED"
+_ABOUT = b"""Checkpoints of one training run, copied here by refocused.
+A folder checkpoint_step_N without an object COMMITTED is incomplete: nothing reads it.
+"""
+
+
+class Marker(pydantic.BaseModel):
+    """The content of COMMITTED, the last object of a step in a bucket.
+
+    Attributes:
+        files: How many files the manifest lists.
+        bytes: Their bytes together.
+        manifest_crc32c: CRC-32C of `manifest.json`, which holds that of every other file.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    files: Annotated[int, pydantic.Field(ge=0)]
+    bytes: Annotated[int, pydantic.Field(ge=0)]
+    manifest_crc32c: Annotated[int, pydantic.Field(ge=0, lt=2**32)]
+
+
+def prefix_of(run: str) -> str:
+    """Where a run's steps are below the address in `checkpoint.mirror`: as in the runs folder."""
+    return f"{run}/checkpoints"
+
+
+def is_copy(blob: BlobInfo, record: FileRecord) -> bool:
+    """Whether an object is the file of a manifest, as far as a listing can tell."""
+    return blob.size == record.size and blob.crc32c in (None, record.crc32c)
+
+
+class RemoteSteps:
+    """The step directories below one prefix of a bucket.
+
+    Attributes:
+        bucket: The object store.
+        url: Address of the prefix, for messages.
+    """
+
+    def __init__(self, bucket: Bucket, prefix: str) -> None:
+        """Look at `prefix` (with or without a slash at its end; empty is the bucket's root)."""
+        prefix = prefix.strip("/")
+        self.bucket = bucket
+        self._below = f"{prefix}/" if prefix else ""
+        self.url = f"{bucket.url.rstrip('/')}/{prefix}".rstrip("/")
+
+    def object_name(self, name: str, file: str) -> str:
+        """The bucket's name of one file of the step directory `name`."""
+        return f"{self._below}{name}/{file}"
+
+    def introduce(self) -> None:
+        """Write a word about the prefix beside the steps; fails where nothing can be written."""
+        self.bucket.write(f"{self._below}README.txt", _ABOUT)
+
+    def scan(self) -> dict[int, dict[str, BlobInfo]]:
+        """List all steps at once: for each step its objects by their path below it."""
+        steps: dict[int, dict[str, BlobInfo]] = {}
+        for blob in self.bucket.list(f"{self._below}checkpoint_step_"):
+            name, _, file = blob.name.removeprefix(self._below).partition("/")
+            step = parse_name(name)
+            if step is not None and name == name_of(step) and file:
+                steps.setdefault(step, {})[file] = blob
+        return steps
+
+    def objects(self, name: str) -> dict[str, BlobInfo]:
+        """List one step: its objects by their path below it, the marker among them."""
+        folder = self.object_name(name, "")
+        return {blob.name.removeprefix(folder): blob for blob in self.bucket.list(folder)}
+
+    def marker(self, name: str) -> Marker | None:
+        """Read a step's marker; None when the step is not committed.
+
+        Raises:
+            CheckpointError: The object is there but is no marker.
+        """
+        address = self.object_name(name, COMMITTED)
+        if self.bucket.info(address) is None:
+            return None
+        content = self.bucket.read(address)
+        try:
+            return Marker.model_validate_json(content)
+        except pydantic.ValidationError:
+            raise CheckpointError(
+                f"{self.url}/{name}/{COMMITTED} holds {content[:80]!r}, which is no marker of a "
+                "whole checkpoint. Remove the object; the mirror writes it again."
+            ) from None
+
+    def manifest(self, name: str) -> CheckpointManifest:
+        """Read a step's manifest out of the bucket.
+
+        Raises:
+            CheckpointError: It is torn, or of another schema.
+        """
+        content = self.bucket.read(self.object_name(name, MANIFEST))
+        return parse_manifest(content, where=f"{self.url}/{name}/{MANIFEST}")
+
+    def commit(self, name: str, marker: Marker) -> None:
+        """Write the marker: from now on the step exists."""
+        content = json.dumps(marker.model_dump()).encode()
+        self.bucket.write(self.object_name(name, COMMITTED), content)
+
+    def retract(self, name: str) -> None:
+        """Remove a step: its marker first, so that no reader takes it for whole."""
+        self.bucket.delete(self.object_name(name, COMMITTED))
+        for blob in self.objects(name).values():
+            self.bucket.delete(blob.name)

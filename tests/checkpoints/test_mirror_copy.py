@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checkpoints.step_samples import START, flip_byte, make_step
+from fakes import Emulator
+
+from refocused.bucket.bucket import BlobInfo, Bucket
+from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.directory import DirectoryBucket
+from refocused.bucket.open import open_bucket
+from refocused.checkpoints.catalog import Catalog
+from refocused.checkpoints.mirror_copy import StepCopier
+from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps
+from refocused.checkpoints.staging import remove_step
+from refocused.checkpoints.step_directory import StepDirectory
+from refocused.checkpoints.verify import verify
+from refocused.errors import BucketError, CheckpointError
+
+
+class RecordingBucket(DirectoryBucket):
+    """Notes what is sent, and can lose an object right after it was stored."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.sent: list[str] = []
+        self.lost: str | None = None
+
+    def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
+        self.sent.append(Path(name).name)
+        stored = super().upload(source, name, crc32c=crc32c)
+        if self.lost is not None and name.endswith(self.lost):
+            self.delete(name)
+        return stored
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> RecordingBucket:
+    (tmp_path / "bucket").mkdir()
+    return RecordingBucket(tmp_path / "bucket")
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> StepDirectory:
+    return make_step(tmp_path / "checkpoints", 10)
+
+
+def copy(bucket: Bucket, step: StepDirectory, stopping: Callable[[], bool] = lambda: False) -> bool:
+    remote = RemoteSteps(bucket, "run/")
+    return StepCopier(remote, stopping=stopping, report=lambda _done, _total: None).copy(step)
+
+
+def objects(bucket: DirectoryBucket) -> dict[str, bytes]:
+    root = Path(bucket.url) / "run" / "checkpoint_step_10"
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_the_copy_is_the_directory_and_its_marker(
+    bucket: RecordingBucket, step: StepDirectory
+) -> None:
+    assert copy(bucket, step)
+    found = objects(bucket)
+    marker = json.loads(found.pop(COMMITTED))
+    crc32c = crc32c_of(step.path / "manifest.json")
+    assert marker == {"files": 7, "bytes": 7000, "manifest_crc32c": crc32c}
+    assert found == {
+        path.relative_to(step.path).as_posix(): path.read_bytes()
+        for path in step.path.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_a_copied_step_is_not_sent_again(bucket: RecordingBucket, step: StepDirectory) -> None:
+    copy(bucket, step)
+    bucket.sent.clear()
+    assert copy(bucket, step)
+    assert bucket.sent == []
+
+
+def test_an_interrupted_copy_sends_only_what_is_missing_or_wrong(
+    bucket: RecordingBucket, step: StepDirectory
+) -> None:
+    copy(bucket, step)
+    root = Path(bucket.url) / "run" / "checkpoint_step_10"
+    (root / COMMITTED).unlink()
+    (root / "trainer.json").unlink()
+    (root / "run.yaml").write_bytes(b"cut")
+    bucket.sent.clear()
+    assert copy(bucket, step)
+    assert sorted(bucket.sent) == ["run.yaml", "trainer.json"]
+    assert objects(bucket)["run.yaml"] == step.run.read_bytes()
+
+
+def test_a_copy_told_to_stop_leaves_no_marker(bucket: RecordingBucket, step: StepDirectory) -> None:
+    assert not copy(bucket, step, stopping=lambda: len(bucket.sent) >= 2)
+    assert COMMITTED not in objects(bucket)
+    assert copy(bucket, step)
+
+
+def test_an_object_lost_on_the_way_keeps_the_marker_away(
+    bucket: RecordingBucket, step: StepDirectory
+) -> None:
+    bucket.lost = "model.json"
+    with pytest.raises(BucketError, match=r"model\.json is not what was sent, or is gone"):
+        copy(bucket, step)
+    assert COMMITTED not in objects(bucket)
+    bucket.lost = None
+    assert copy(bucket, step)
+
+
+@pytest.mark.parametrize("damage", [flip_byte, Path.unlink])
+def test_a_step_damaged_here_is_not_marked(
+    bucket: RecordingBucket, step: StepDirectory, damage: Callable[[Path], None]
+) -> None:
+    damage(step.trainer)
+    with pytest.raises(CheckpointError, match=r"is damaged: trainer\.json"):
+        copy(bucket, step)
+    assert COMMITTED not in objects(bucket)
+
+
+def test_a_step_saved_again_by_the_same_run_replaces_its_copy(
+    bucket: RecordingBucket, step: StepDirectory
+) -> None:
+    copy(bucket, step)
+    remove_step(step.path)
+    later = START + datetime.timedelta(days=1)
+    again = make_step(step.path.parent, 10, seed=99, created=later)
+    assert copy(bucket, again)
+    assert objects(bucket)["trainer.json"] == again.trainer.read_bytes()
+
+
+def test_objects_of_an_interrupted_copy_of_another_save_are_not_mixed_in(
+    bucket: RecordingBucket, step: StepDirectory
+) -> None:
+    copy(bucket, step, stopping=lambda: len(bucket.sent) >= 3)
+    remove_step(step.path)
+    again = make_step(step.path.parent, 10, seed=99)  # the same names and sizes, other bytes
+    assert copy(bucket, again)
+    assert all(
+        content == (again.path / name).read_bytes()
+        for name, content in objects(bucket).items()
+        if name != COMMITTED
+    )
+
+
+@pytest.mark.parametrize("change", [{"run": "other"}, {"created": START}])
+def test_a_foreign_or_newer_copy_is_never_replaced(
+    bucket: RecordingBucket, step: StepDirectory, change: dict[str, object]
+) -> None:
+    copy(bucket, step)
+    before = objects(bucket)
+    other = make_step(step.path.parents[1] / "other", 10, seed=99, **change)
+    with pytest.raises(CheckpointError, match="is another checkpoint, of run sample"):
+        copy(bucket, other)
+    assert objects(bucket) == before
+
+
+def test_a_step_is_not_confused_with_one_whose_name_it_begins(
+    bucket: RecordingBucket, step: StepDirectory
+) -> None:
+    longer = make_step(step.path.parent, 100)
+    copy(bucket, longer)
+    copy(bucket, step)
+    remote = RemoteSteps(bucket, "run")
+    assert sorted(remote.scan()) == [10, 100]
+    remote.retract("checkpoint_step_10")
+    assert sorted(remote.scan()) == [100]
+    assert COMMITTED in remote.objects("checkpoint_step_100")
+
+
+@pytest.mark.bucket
+def test_an_object_store_gets_the_step_and_gives_it_back(
+    emulator: Emulator, step: StepDirectory
+) -> None:
+    bucket = open_bucket(f"{emulator.url}/mirror")
+    assert copy(bucket, step)
+    remove_step(step.path)
+    catalog = Catalog(step.path.parent, bucket, "run")
+    [entry] = catalog.entries()
+    assert (entry.local, entry.bucket, entry.size) == ("-", "ok", 7000)
+    assert verify(catalog.fetch(10), deep=True) == []
+
+
+@pytest.mark.bucket
+def test_an_object_changed_in_the_store_before_the_marker_is_sent_again(
+    emulator: Emulator, step: StepDirectory
+) -> None:
+    bucket = open_bucket(f"{emulator.url}/mirror")
+    assert copy(bucket, step)
+    bucket.delete(f"run/checkpoint_step_10/{COMMITTED}")
+    emulator.put("mirror/run/checkpoint_step_10/trainer.json", b"x" * 1000)
+    assert copy(bucket, step)
+    assert bucket.read("run/checkpoint_step_10/trainer.json") == step.trainer.read_bytes()
