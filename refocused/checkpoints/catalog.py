@@ -1,0 +1,300 @@
+"""All steps of a run, on the disk and in the bucket together, and which one a person means."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import difflib
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from refocused.bucket.bucket import BlobInfo, Bucket
+from refocused.bucket.transfer import Progress
+from refocused.checkpoints.fetch import fetch_step
+from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest
+from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps, is_copy
+from refocused.checkpoints.step_directory import (
+    StepDirectory,
+    name_of,
+    parse_name,
+    read_step,
+    step_paths,
+)
+from refocused.checkpoints.verify import describe, verify
+from refocused.errors import CheckpointError
+
+ABSENT = "-"
+WHOLE = "ok"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CatalogEntry:
+    """One step as both places know it.
+
+    Attributes:
+        step: Optimizer updates done.
+        name: Directory name.
+        size: Bytes of its files; None: no manifest can be read.
+        created: When it was saved; None: no manifest can be read.
+        local: `ok` (structure and sizes are right), `broken: ...` or `-`.
+        bucket: `ok` (committed), `NN %` (of its bytes are there), `broken: ...` or `-`.
+        loss: Training loss of the step, in nats a token.
+        validation_loss: Validation loss, in nats a token.
+        notes: `latest`, `best`, `incomplete: ...`.
+    """
+
+    step: int
+    name: str
+    size: int | None
+    created: datetime.datetime | None
+    local: str
+    bucket: str
+    loss: float | None
+    validation_loss: float | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def usable(self) -> bool:
+        """Whether training can resume from it, here or after a download."""
+        return WHOLE in (self.local, self.bucket)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResolvedStep:
+    """The step that a request means.
+
+    Attributes:
+        step: Optimizer updates done.
+        path: Its local directory; None: it has to be fetched from the bucket.
+    """
+
+    step: int
+    path: Path | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    """What one place says of one step; `state` as in CatalogEntry."""
+
+    state: str = ABSENT
+    manifest: CheckpointManifest | None = None
+
+
+class Catalog:
+    """The steps of one run.
+
+    Attributes:
+        local: Folder of the step directories; need not exist.
+        remote: The same in the bucket; None: there is no mirror, or it is not asked.
+    """
+
+    def __init__(self, local: Path, mirror: Bucket | None = None, prefix: str = "") -> None:
+        """Look at a folder, and at the steps below `prefix` of a bucket (see `prefix_of`)."""
+        self.local = local
+        self.remote = RemoteSteps(mirror, prefix) if mirror is not None else None
+
+    def entries(self) -> list[CatalogEntry]:
+        """Every step, ascending.
+
+        Raises:
+            BucketError: The bucket cannot be listed.
+        """
+        here = {_step_of(path): _look(path) for path in step_paths(self.local)}
+        objects = self.remote.scan() if self.remote is not None else {}
+        there = {
+            step: self._judge(step, found, here.get(step, _Found()).manifest)
+            for step, found in objects.items()
+        }
+        entries = [
+            _entry(step, here.get(step, _Found()), there.get(step, _Found()))
+            for step in sorted({*here, *there})
+        ]
+        return _annotated(entries)
+
+    def resolve(self, request: str) -> ResolvedStep:
+        """Find the step that `latest`, `best`, a number, a name or a path means.
+
+        Raises:
+            CheckpointError: There is no such step, or it is broken; the nearest are named.
+            BucketError: The bucket cannot be listed.
+        """
+        if "/" in request:
+            directory = read_step(Path(request).expanduser())
+            return ResolvedStep(directory.step, directory.path)
+        entry = self._choose(request, self.entries())
+        return ResolvedStep(entry.step, self.local / entry.name if entry.local == WHOLE else None)
+
+    def fetch(
+        self,
+        step: int,
+        *,
+        threads: int = 8,
+        progress: Callable[[Progress], None] | None = None,
+        replace: bool = False,
+    ) -> StepDirectory:
+        """Return a step's local directory, downloading it when it is absent or broken.
+
+        Args:
+            step: Optimizer updates done.
+            threads: Downloads at once.
+            progress: Told how far the download is.
+            replace: Download even when the local sizes are right, because a checksum was not.
+
+        Raises:
+            CheckpointError: There is no mirror, or the step in it is not whole.
+            BucketError: The bucket cannot be read, or the disk has no room.
+        """
+        path = self.local / name_of(step)
+        if not replace and _look(path).state == WHOLE:
+            return read_step(path)
+        if self.remote is None:
+            raise CheckpointError(
+                f"{path} is not a whole checkpoint and no bucket is known that has it. "
+                "Name one with --bucket gs://bucket/prefix, or choose another step."
+            )
+        return fetch_step(
+            self.remote, path.name, checkpoints=self.local, threads=threads, progress=progress
+        )
+
+    def _judge(
+        self, step: int, objects: dict[str, BlobInfo], known: CheckpointManifest | None
+    ) -> _Found:
+        """Compare the objects of one step with its manifest, reading that when it is not known."""
+        assert self.remote is not None  # only its steps are judged
+        if known is None and MANIFEST not in objects:
+            return _Found(f"broken: {MANIFEST} is missing")
+        try:
+            manifest = known or self.remote.manifest(name_of(step))
+        except CheckpointError as error:
+            return _Found(f"broken: {error}")
+        right = {
+            file: record.size
+            for file, record in manifest.files.items()
+            if file in objects and is_copy(objects[file], record)
+        }
+        lost = len(manifest.files) - len(right)
+        if COMMITTED not in objects:
+            percent = 100 * sum(right.values()) // max(manifest.total_bytes, 1)
+            return _Found(f"{min(percent, 99)} %", manifest)
+        if lost:
+            return _Found(f"broken: {lost} of {len(manifest.files)} files are lost", manifest)
+        return _Found(WHOLE, manifest)
+
+    def _choose(self, request: str, entries: Sequence[CatalogEntry]) -> CatalogEntry:
+        if request in ("latest", "best"):
+            chosen = [entry for entry in entries if request in entry.notes]
+            if not chosen:
+                raise CheckpointError(self._nothing(request))
+            return chosen[0]
+        step = _requested_step(request)
+        for entry in entries:
+            if entry.step == step and entry.usable:
+                return entry
+            if entry.step == step:
+                raise CheckpointError(
+                    f"{entry.name} cannot be used: {'; '.join(entry.notes)}. "
+                    f"{_nearest(request, entries)}"
+                )
+        raise CheckpointError(
+            f"There is no checkpoint {request!r} in {self._places()}. {_nearest(request, entries)}"
+        )
+
+    def _nothing(self, request: str) -> str:
+        if request == "best":
+            return (
+                f"No usable checkpoint in {self._places()} has a validation loss, so none is the "
+                "best. Choose latest, or a step: python launch/checkpoints.py list"
+            )
+        return (
+            f"There is no usable checkpoint in {self._places()}. "
+            "Start without one (--resume none), or name another run or --bucket."
+        )
+
+    def _places(self) -> str:
+        return f"{self.local} or {self.remote.url}" if self.remote else str(self.local)
+
+
+def _step_of(path: Path) -> int:
+    step = parse_name(path.name)
+    assert step is not None  # step_paths yields no other names
+    return step
+
+
+def _look(path: Path) -> _Found:
+    """Judge a local step directory by its structure and sizes."""
+    try:
+        directory = read_step(path)
+    except CheckpointError as error:
+        reason = str(error).split(". ")[0].replace(f"{path}/", "")
+        return _Found(f"broken: {reason}")
+    problems = verify(directory, deep=False)
+    state = f"broken: {describe(problems)}" if problems else WHOLE
+    return _Found(state, directory.manifest)
+
+
+def _entry(step: int, here: _Found, there: _Found) -> CatalogEntry:
+    manifest = here.manifest or there.manifest
+    entry = CatalogEntry(
+        step=step,
+        name=name_of(step),
+        size=manifest.total_bytes if manifest else None,
+        created=manifest.created if manifest else None,
+        local=here.state,
+        bucket=there.state,
+        loss=manifest.loss if manifest else None,
+        validation_loss=manifest.validation_loss if manifest else None,
+    )
+    return dataclasses.replace(entry, notes=_troubles(entry))
+
+
+def _troubles(entry: CatalogEntry) -> tuple[str, ...]:
+    """What is wrong with a step, in one place or in both."""
+    places = {"local": entry.local, "bucket": entry.bucket}
+    broken = [
+        f"{place}: {state.removeprefix('broken: ')}"
+        for place, state in places.items()
+        if state.startswith("broken")
+    ]
+    if entry.usable:
+        return tuple(broken)
+    if entry.bucket.endswith("%"):
+        broken.append(f"bucket: {entry.bucket} of it")
+    return (f"incomplete: {', '.join(broken)}; ignored by resume",)
+
+
+def _annotated(entries: Sequence[CatalogEntry]) -> list[CatalogEntry]:
+    usable = [entry for entry in entries if entry.usable]
+    measured = {entry.step: entry.validation_loss for entry in usable}
+    finite = {
+        step: loss for step, loss in measured.items() if loss is not None and math.isfinite(loss)
+    }
+    best = min(finite, key=lambda step: (finite[step], -step)) if finite else None
+    latest = usable[-1].step if usable else None
+    marks = {"latest": latest, "best": best}
+    return [
+        dataclasses.replace(
+            entry, notes=entry.notes + tuple(note for note, at in marks.items() if at == entry.step)
+        )
+        for entry in entries
+    ]
+
+
+def _requested_step(request: str) -> int | None:
+    plain = re.sub(r"[,_]", "", request)
+    return int(plain) if plain.isdecimal() else parse_name(request)
+
+
+def _nearest(request: str, entries: Sequence[CatalogEntry]) -> str:
+    """Offer up to three usable steps: by distance when the request holds a number, else by name."""
+    names = [entry.name for entry in entries if entry.usable]
+    if not names:
+        return "No usable checkpoint is there."
+    numbers = re.findall(r"\d+", request)
+    if numbers:
+        wanted = int(max(numbers, key=len))
+        near = sorted(names, key=lambda name: abs(int(name.rpartition("_")[2]) - wanted))[:3]
+    else:
+        near = difflib.get_close_matches(request, [*names, "latest", "best"], n=3) or names[-3:]
+    return f"Nearest: {', '.join(near)}."

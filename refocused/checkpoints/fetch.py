@@ -1,0 +1,128 @@
+"""Bringing one committed step from a bucket to the disk: all of it, verified, or nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from refocused.bucket.bucket import BlobInfo
+from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.transfer import Progress, download_many
+from refocused.checkpoints.atomic import FileLock, fsync_directories, fsync_path
+from refocused.checkpoints.manifest import MANIFEST
+from refocused.checkpoints.remote_steps import COMMITTED, Marker, RemoteSteps
+from refocused.checkpoints.staging import STAGING_PREFIX, remove_step
+from refocused.checkpoints.step_directory import StepDirectory, read_step
+from refocused.checkpoints.verify import describe, verify
+from refocused.errors import CheckpointError
+
+
+def fetch_step(
+    remote: RemoteSteps,
+    name: str,
+    *,
+    checkpoints: Path,
+    threads: int = 8,
+    progress: Callable[[Progress], None] | None = None,
+) -> StepDirectory:
+    """Download a committed step into `checkpoints`, replacing a directory of that name.
+
+    What an earlier, interrupted fetch left is kept where its checksum is right. The directory
+    gets its name only after every file of it agrees with the manifest.
+
+    Args:
+        remote: Where the step is.
+        name: Its directory name.
+        checkpoints: Folder of the step directories.
+        threads: Downloads at once.
+        progress: Told how far the download is.
+
+    Raises:
+        CheckpointError: The step is not committed, its marker or its objects do not match its
+            manifest, or another process is fetching into the same folder.
+        BucketError: The bucket cannot be read, or the disk has no room.
+    """
+    marker = remote.marker(name)
+    if marker is None:
+        raise CheckpointError(
+            f"{remote.url}/{name} has no {COMMITTED} object: its upload never finished. "
+            "Choose another step: python launch/checkpoints.py list"
+        )
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(checkpoints / ".fetch.lock")
+    if not lock.acquire():
+        raise CheckpointError(
+            f"Another process is fetching a checkpoint into {checkpoints}. Wait until it is done."
+        )
+    try:
+        stage = checkpoints / f"{STAGING_PREFIX}{name}-fetch"
+        step = _download(remote, name, stage, marker, threads=threads, progress=progress)
+        return _install(step, checkpoints / name, stage)
+    finally:
+        lock.release()
+
+
+def _download(
+    remote: RemoteSteps,
+    name: str,
+    stage: Path,
+    marker: Marker,
+    *,
+    threads: int,
+    progress: Callable[[Progress], None] | None,
+) -> StepDirectory:
+    objects = remote.objects(name)
+    inner = stage / remote.object_name(name, "")
+    if MANIFEST not in objects:
+        raise _broken(remote, name, f"{MANIFEST} is missing")
+    _fetch_manifest(remote, objects[MANIFEST], inner / MANIFEST, marker)
+    step = read_step(inner)
+    files = step.manifest.files
+    if (len(files), step.manifest.total_bytes) != (marker.files, marker.bytes):
+        raise _broken(remote, name, f"{COMMITTED} counts other files than {MANIFEST} lists")
+    lost = sorted(
+        file for file in files if file not in objects or objects[file].size != files[file].size
+    )
+    if lost:
+        raise _broken(remote, name, f"{lost[0]} is missing or cut ({len(lost)} such files)")
+    wanted = [objects[problem.file] for problem in verify(step, deep=True, files=files)]
+    download_many(remote.bucket, wanted, stage, threads=threads, progress=progress)
+    problems = verify(step, deep=True)
+    if problems:
+        for problem in problems:
+            if (inner / problem.file).is_file():
+                (inner / problem.file).unlink()
+        raise _broken(remote, name, describe(problems))
+    return step
+
+
+def _fetch_manifest(remote: RemoteSteps, blob: BlobInfo, target: Path, marker: Marker) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.exists() or crc32c_of(target) != marker.manifest_crc32c:
+        remote.bucket.download(blob, target)
+        found = crc32c_of(target)
+        if found != marker.manifest_crc32c:
+            target.unlink()
+            raise CheckpointError(
+                f"{remote.url}: {blob.name} has CRC-32C {found:08x}, but {COMMITTED} says "
+                f"{marker.manifest_crc32c:08x}: the marker belongs to other files. "
+                "Choose another step: python launch/checkpoints.py list"
+            )
+
+
+def _install(step: StepDirectory, final: Path, stage: Path) -> StepDirectory:
+    fsync_directories(stage)
+    if final.exists():
+        remove_step(final)
+    step.path.rename(final)
+    fsync_path(final.parent)
+    shutil.rmtree(stage)
+    return StepDirectory(final, step.manifest)
+
+
+def _broken(remote: RemoteSteps, name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{remote.url}/{name} is marked {COMMITTED} but damaged: {what}. "
+        "Choose another step: python launch/checkpoints.py list"
+    )
