@@ -1,0 +1,124 @@
+"""The trainer's handle on the mirror: starts the background process, asks it, waits for it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import refocused
+from refocused.checkpoints.atomic import write_bytes_atomic
+from refocused.checkpoints.mirror_status import MirrorSettings, MirrorStatus
+from refocused.checkpoints.process_identity import ProcessIdentity, identify
+from refocused.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2
+START_SECONDS = 60.0
+
+
+class CheckpointMirror:
+    """The background copy of a run's step directories.
+
+    One process of the run (rank 0) has it. The copying is done by a detached process that finds
+    new steps by itself, outlives this one only to finish its queue, and never blocks training.
+    """
+
+    def __init__(self, settings: MirrorSettings) -> None:
+        """Prepare; nothing runs before `start`."""
+        self._settings = settings
+        self._files = settings.files
+        self._process: ProcessIdentity | None = None
+
+    def start(self) -> None:
+        """Start the background process; one still finishing an earlier start is waited for by it.
+
+        Raises:
+            CheckpointError: The process could not be started.
+        """
+        self._files.drain.unlink(missing_ok=True)
+        self._spawn()
+
+    def status(self) -> MirrorStatus | None:
+        """What the mirror said last; None: it has said nothing yet."""
+        return self._files.read_status()
+
+    def ensure_alive(self) -> bool:
+        """Start the process again when it has died; return whether that was needed."""
+        if self._process is not None and self._process.alive:
+            return False
+        logger.warning("The mirror has ended (see %s); it is started again.", self._files.log)
+        try:
+            self._spawn()
+        except CheckpointError as error:
+            logger.warning("%s", error)
+        return True
+
+    def drain(
+        self, timeout_s: float, progress: Callable[[MirrorStatus], None] | None = None
+    ) -> bool:
+        """Ask the mirror to finish its queue and end, and wait for that.
+
+        Args:
+            timeout_s: Longest wait, in seconds; afterwards the mirror goes on by itself, for as
+                long as its own settings let it.
+            progress: Told the status every `POLL_SECONDS`.
+
+        Returns:
+            Whether every committed step is in the bucket.
+        """
+        token = secrets.token_hex(8)
+        write_bytes_atomic(self._files.drain, token.encode())
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = self.status()
+            if status is not None and status.drained == token:
+                return not status.failed
+            if time.monotonic() >= deadline:
+                return False
+            if status is not None and progress is not None:
+                progress(status)
+            self._restart_for_drain(token)
+            time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+
+    def _restart_for_drain(self, token: str) -> None:
+        """A mirror that answered between two looks has ended rightly and is not started again."""
+        dead = self._process is None or not self._process.alive
+        status = self.status()
+        if dead and (status is None or status.drained != token):
+            self.ensure_alive()
+
+    def _spawn(self) -> None:
+        command = [sys.executable, "-P", "-m", "refocused.checkpoints.mirror_process"]
+        try:
+            self._files.log.parent.mkdir(parents=True, exist_ok=True)
+            with self._files.log.open("ab") as log:
+                starter = subprocess.run(
+                    [*command, self._settings.model_dump_json()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    start_new_session=True,
+                    env=_environment(),
+                    timeout=START_SECONDS,
+                    check=True,
+                )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise CheckpointError(
+                f"The mirror could not be started ({error}). What it said is in "
+                f"{self._files.log}; look also at the machine's memory and disk."
+            ) from error
+        self._process = identify(int(starter.stdout))
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with this package findable from any folder; a process of its own sees no GPU."""
+    root = str(Path(refocused.__file__).parents[1])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}

@@ -1,0 +1,220 @@
+"""The background process at work: watches the run's folder and copies what is new, for as long."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+
+from refocused.bucket.google_faults import RefusedRequestError
+from refocused.bucket.open import open_bucket
+from refocused.checkpoints.atomic import FileLock, write_json_atomic
+from refocused.checkpoints.manifest import MANIFEST
+from refocused.checkpoints.mirror_copy import StepCopier
+from refocused.checkpoints.mirror_status import MirrorSettings, MirrorStatus
+from refocused.checkpoints.process_identity import this_process
+from refocused.checkpoints.remote_steps import RemoteSteps
+from refocused.checkpoints.step_directory import parse_name, read_step, step_paths
+from refocused.errors import BucketError, CheckpointError
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 5.0
+FIRST_WAIT_SECONDS = 1.0
+_REFUSALS = (RefusedRequestError, PermissionError, NotADirectoryError, FileExistsError)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether trying again cannot help by itself: no permission, no bucket, no such folder."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, _REFUSALS):
+        cause = cause.__cause__
+    return cause is not None
+
+
+def wait_seconds(failures: int, *, refused: bool, longest: float) -> float:
+    """How long to wait after so many failures in a row: doubling, or the longest at once."""
+    return longest if refused else min(FIRST_WAIT_SECONDS * 2.0 ** (failures - 1), longest)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Settled:
+    """A step that needs nothing more, until its manifest is another file.
+
+    Attributes:
+        signature: Of the manifest that was looked at.
+        failure: Why it cannot be copied; None: it is in the bucket.
+    """
+
+    signature: tuple[int, int]
+    failure: str | None
+
+
+class MirrorLoop:
+    """One mirror at work; ends by itself when training does, or when it is asked to."""
+
+    def __init__(self, settings: MirrorSettings) -> None:
+        """Open the bucket; nothing is asked of it yet."""
+        self._settings = settings
+        self._files = settings.files
+        self._stopping = False  # a plain flag: an Event's lock is not safe in a signal handler
+        self._settled: dict[str, _Settled] = {}
+        self._failures = 0
+        self._introduced = False
+        self._draining = False
+        self._status = MirrorStatus(
+            bucket=settings.bucket, prefix=settings.prefix, process=this_process(), heartbeat=0.0
+        )
+        bucket = open_bucket(
+            settings.bucket,
+            credentials_file=settings.credentials_file,
+            project=settings.project,
+        )
+        self._remote = RemoteSteps(bucket, settings.prefix)
+        self._copier = StepCopier(
+            self._remote,
+            stopping=lambda: self._stopping,
+            report=self._report,
+            threads=settings.threads,
+        )
+
+    def run(self) -> None:
+        """Mirror until told to stop, until the queue is finished, or until the time is up."""
+        signal.signal(signal.SIGTERM, self._on_terminate)
+        signal.signal(signal.SIGALRM, self._on_deadline)
+        lock = FileLock(self._files.lock)
+        while not lock.acquire():  # the mirror of an earlier start may be finishing its queue
+            time.sleep(self._settings.scan_seconds)
+            if self._stopping or not self._settings.training.alive:
+                return
+        while not self._stopping:
+            self._observe_requests()
+            if waiting := self._waiting():
+                self._attempt(waiting[0])
+            elif self._draining:
+                self._tell(drained=self._token())
+                return
+            else:
+                self._attempt(None)
+                time.sleep(self._settings.scan_seconds)
+
+    def _observe_requests(self) -> None:
+        """Note whether to finish the queue and end; the clock runs from the first time it is so."""
+        draining = self._files.drain.exists() or not self._settings.training.alive
+        if draining != self._draining:
+            self._draining = draining
+            limit = max(self._settings.drain_seconds, 0.001) if draining else 0.0
+            signal.setitimer(signal.ITIMER_REAL, limit)
+
+    def _attempt(self, path: Path | None) -> None:
+        """Copy one step, or just see that the bucket can be written; wait when that fails."""
+        self._tell()
+        try:
+            if not self._introduced:
+                self._remote.introduce()
+                self._introduced = True
+            if path is not None:
+                self._copy(path)
+        except (BucketError, OSError) as error:
+            self._wait_after(error)
+        else:
+            self._failures = 0
+            self._tell(last_error=None, done_bytes=0, total_bytes=0)
+
+    def _copy(self, path: Path) -> None:
+        signature = _signature(path)
+        started = time.monotonic()
+        try:
+            if signature is not None and self._copier.copy(read_step(path)):
+                logger.info("%s is mirrored, %.1f s", path.name, time.monotonic() - started)
+                self._settled[path.name] = _Settled(signature, None)
+        except (CheckpointError, BucketError, OSError) as error:
+            if _signature(path) is None:
+                return  # retention removed the step meanwhile
+            if not isinstance(error, CheckpointError):
+                raise
+            logger.error("%s", error)
+            self._settled[path.name] = _Settled(signature or (0, 0), str(error))
+
+    def _wait_after(self, error: Exception) -> None:
+        self._failures += 1
+        refused = is_refusal(error)
+        longest = self._settings.longest_wait_seconds
+        wait = wait_seconds(self._failures, refused=refused, longest=longest)
+        text = f"blocked: {error}" if refused else str(error)
+        logger.warning("%s; next attempt in %.0f s", text, wait)
+        until = time.monotonic() + wait
+        while (left := until - time.monotonic()) > 0 and not self._stopping:
+            self._observe_requests()
+            if self._draining and not self._waiting():
+                return  # a bucket that is down keeps nobody waiting when there is nothing to send
+            self._tell(last_error=text)
+            time.sleep(min(self._settings.scan_seconds, left))
+
+    def _report(self, done_bytes: int, total_bytes: int) -> None:
+        self._observe_requests()
+        self._tell(done_bytes=done_bytes, total_bytes=total_bytes)
+
+    def _waiting(self) -> list[Path]:
+        """Committed steps that are neither mirrored nor hopeless, oldest first."""
+        return [
+            path
+            for path in step_paths(self._files.checkpoints)
+            if _signature(path) is not None and self._verdict(path) is None
+        ]
+
+    def _verdict(self, path: Path) -> _Settled | None:
+        """What is settled about a step; None once its manifest is another file."""
+        settled = self._settled.get(path.name)
+        return settled if settled and settled.signature == _signature(path) else None
+
+    def _tell(self, **changes: object) -> None:
+        """Write the status when it says something new, or when the last word is old."""
+        known = {path: self._verdict(path) for path in step_paths(self._files.checkpoints)}
+        steps = {_step(path): settled for path, settled in known.items() if settled is not None}
+        changes["mirrored"] = tuple(step for step, was in steps.items() if was.failure is None)
+        changes["failed"] = {step: was.failure for step, was in steps.items() if was.failure}
+        changes["waiting"] = tuple(_step(path) for path in self._waiting())
+        status = self._status.model_copy(update=changes)
+        now = time.time()
+        if status == self._status and now - status.heartbeat < HEARTBEAT_SECONDS:
+            return
+        self._status = status.model_copy(update={"heartbeat": now})
+        try:
+            write_json_atomic(self._files.status, self._status.model_dump(mode="json"))
+        except OSError as error:  # a full disk: copying on is what lets retention free some
+            logger.warning("%s cannot be written: %s", self._files.status, error)
+
+    def _token(self) -> str | None:
+        return self._files.drain.read_text() if self._files.drain.exists() else None
+
+    def _on_terminate(self, _signal: int, _frame: FrameType | None) -> None:
+        self._stopping = True
+
+    def _on_deadline(self, _signal: int, _frame: FrameType | None) -> None:
+        """Leave at once: an object on its way is unmarked, so nothing is taken for whole."""
+        text = f"ended {self._settings.drain_seconds:.0f} s after training, with steps to copy"
+        try:
+            logger.error("%s: %s", text, self._status.waiting)
+            self._tell(last_error=text)
+        finally:
+            os._exit(1)
+
+
+def _signature(path: Path) -> tuple[int, int] | None:
+    """What tells a manifest from a later one of the same name; None when there is none."""
+    try:
+        found = (path / MANIFEST).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _step(path: Path) -> int:
+    step = parse_name(path.name)
+    assert step is not None  # step_paths yields no other names
+    return step

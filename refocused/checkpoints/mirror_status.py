@@ -1,0 +1,137 @@
+"""What the mirror is told, and what it tells: its settings, its files in the run, its status."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pydantic
+
+from refocused.checkpoints.process_identity import ProcessIdentity
+
+
+class MirrorSettings(pydantic.BaseModel):
+    """Everything the background process needs to know.
+
+    Attributes:
+        run: The run's folder.
+        bucket: `gs://bucket/prefix` or a folder.
+        prefix: Where this run's steps are below it.
+        training: The process whose checkpoints are mirrored; when it is gone, the queue is
+            finished and the mirror ends.
+        credentials_file: Key file for `gs://`; None: what the environment offers.
+        project: Google Cloud project; None: that of the credentials.
+        drain_seconds: Longest time to finish the queue when training is gone, in seconds.
+        scan_seconds: Time between two looks at the folder, in seconds.
+        longest_wait_seconds: Longest wait between two attempts when the bucket is down, and every
+            wait when it refuses us.
+        threads: Uploads at once.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    run: Path
+    bucket: str
+    prefix: str
+    training: ProcessIdentity
+    credentials_file: Path | None = None
+    project: str | None = None
+    drain_seconds: float = 1800.0
+    scan_seconds: float = 1.0
+    longest_wait_seconds: float = 60.0
+    threads: int = 4
+
+    @pydantic.field_validator("run", "credentials_file")
+    @classmethod
+    def _anywhere(cls, path: Path | None) -> Path | None:
+        return path.expanduser().absolute() if path is not None else None
+
+    @pydantic.field_validator("bucket")
+    @classmethod
+    def _bucket_anywhere(cls, url: str) -> str:
+        """A folder's path is written to the status, which is read from other folders."""
+        return url if "://" in url else str(Path(url).expanduser().absolute())
+
+    @property
+    def files(self) -> MirrorFiles:
+        """The mirror's files in the run's folder."""
+        return MirrorFiles(self.run)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MirrorFiles:
+    """Where the mirror and those who ask it meet, in the run's folder."""
+
+    run: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """The step directories."""
+        return self.run / "checkpoints"
+
+    @property
+    def status(self) -> Path:
+        """What the mirror is doing; replaced whole."""
+        return self.run / "mirror.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the one mirror of the run."""
+        return self.run / "mirror.lock"
+
+    @property
+    def drain(self) -> Path:
+        """A request to finish the queue and end; holds a token that the answer repeats."""
+        return self.run / "mirror.drain"
+
+    @property
+    def log(self) -> Path:
+        """The mirror's own messages."""
+        return self.run / "logs" / "mirror.log"
+
+    def read_status(self) -> MirrorStatus | None:
+        """What the mirror said last; None: nothing, or nothing that this version can read."""
+        try:
+            return MirrorStatus.model_validate_json(self.status.read_bytes())
+        except (FileNotFoundError, pydantic.ValidationError):
+            return None
+
+
+class MirrorStatus(pydantic.BaseModel):
+    """What the mirror said last.
+
+    Attributes:
+        bucket: Address it copies to.
+        prefix: Where this run's steps are below it.
+        process: The mirror itself.
+        heartbeat: Unix time of this status, in seconds.
+        mirrored: Local steps that the bucket holds whole, with their marker.
+        waiting: Committed local steps that it does not hold yet, oldest first; the first is the
+            one being copied.
+        failed: Steps that cannot be copied, with the reason: damaged here, or another step of
+            that name there.
+        done_bytes: Bytes of the first waiting step that the bucket holds.
+        total_bytes: Bytes of that step.
+        last_error: Why the last attempt failed (`blocked: ...` when trying again cannot help by
+            itself); None once an attempt succeeds.
+        drained: Token of the request to finish that was answered.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True)
+
+    bucket: str
+    prefix: str
+    process: ProcessIdentity
+    heartbeat: float
+    mirrored: tuple[int, ...] = ()
+    waiting: tuple[int, ...] = ()
+    failed: dict[int, str] = {}
+    done_bytes: int = 0
+    total_bytes: int = 0
+    last_error: str | None = None
+    drained: str | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the mirror that wrote this still runs."""
+        return self.process.alive
