@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from refocused.bucket.checksum import extended_crc32c
+from refocused.bucket.part_file import PartFile, disk_errors, free_bytes, require_space
+from refocused.errors import BucketError
+
+
+def test_nothing_has_the_final_name_before_it_is_published(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "x"
+    with PartFile(target, total_bytes=4, resume=True) as part:
+        part.write(b"ab")
+        part.write(b"cd")
+        assert not target.exists()
+        part.publish()
+    assert target.read_bytes() == b"abcd"
+    assert not part.path.exists()
+
+
+def test_what_is_there_is_continued_with_its_checksum(tmp_path: Path) -> None:
+    (tmp_path / "x.part").write_bytes(b"ab")
+    with PartFile(tmp_path / "x", total_bytes=4, resume=True) as part:
+        assert part.size == 2
+        part.write(b"cd")
+    assert part.crc32c == extended_crc32c(0, b"abcd")
+    assert part.path.read_bytes() == b"abcd"
+
+
+@pytest.mark.parametrize(("total_bytes", "resume"), [(1, True), (4, False)])
+def test_what_is_too_long_or_not_wanted_is_thrown_away(
+    tmp_path: Path, total_bytes: int, resume: bool
+) -> None:
+    (tmp_path / "x.part").write_bytes(b"ab")
+    with PartFile(tmp_path / "x", total_bytes=total_bytes, resume=resume) as part:
+        assert (part.size, part.crc32c) == (0, 0)
+    assert part.path.read_bytes() == b""
+
+
+def test_a_restart_begins_at_nothing(tmp_path: Path) -> None:
+    with PartFile(tmp_path / "x", total_bytes=4, resume=True) as part:
+        part.write(b"wrong")
+        part.restart()
+        part.write(b"good")
+        part.publish()
+    assert (tmp_path / "x").read_bytes() == b"good"
+    assert part.crc32c == extended_crc32c(0, b"good")
+
+
+def test_a_disk_that_fills_up_is_told_with_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)  # where a network file system tells it
+    with PartFile(tmp_path / "x", total_bytes=4, resume=True) as part:
+        part.write(b"abcd")
+        with pytest.raises(BucketError, match=r"No space left in .*: 4 bytes needed, [\d,]+ free"):
+            part.publish()
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_full_device_is_met_by_the_write(tmp_path: Path) -> None:
+    (tmp_path / "x.part").symlink_to("/dev/full")
+    with (
+        PartFile(tmp_path / "x", total_bytes=10, resume=False) as part,
+        pytest.raises(BucketError, match="No space left"),
+    ):
+        part.write(b"abcd")
+
+
+def test_other_disk_errors_name_the_file(tmp_path: Path) -> None:
+    with (
+        pytest.raises(BucketError, match=r"absent: No such file or directory"),
+        disk_errors(tmp_path / "absent"),
+    ):
+        (tmp_path / "absent").read_bytes()
+
+
+def test_space_is_looked_up_on_the_disk_of_a_folder_to_be(tmp_path: Path) -> None:
+    assert free_bytes(tmp_path / "not" / "yet") > 0
+    require_space(tmp_path / "not" / "yet", needed_bytes=1)
+    with pytest.raises(BucketError, match=r"1,000,000,000,000,000,000 bytes needed"):
+        require_space(tmp_path, needed_bytes=10**18)

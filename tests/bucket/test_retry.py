@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+
+from refocused.bucket.retry import (
+    Attempts,
+    Fault,
+    RetryPolicy,
+    is_transient_status,
+    parsed_retry_after,
+)
+from refocused.errors import BucketError
+
+PASSING = Fault(reason="HTTP 503", transient=True, status=503)
+
+
+def test_the_ceiling_doubles_up_to_the_longest_wait() -> None:
+    policy = RetryPolicy(initial_s=0.5, longest_s=30.0, draw=lambda: 1.0)
+    waits = [policy.wait_s(failures) for failures in range(1, 9)]
+    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+
+
+def test_the_jitter_is_full() -> None:
+    assert RetryPolicy(draw=lambda: 0.0).wait_s(5) == 0.0
+    assert RetryPolicy(draw=lambda: 0.25).wait_s(2) == 0.25
+
+
+def test_the_servers_wish_is_a_lower_bound() -> None:
+    policy = RetryPolicy(draw=lambda: 1.0)
+    assert policy.wait_s(1, retry_after_s=60.0) == 60.0
+    assert policy.wait_s(3, retry_after_s=1.0) == 2.0
+
+
+def test_it_gives_up_with_the_object_and_the_reason() -> None:
+    waits: list[float] = []
+    attempts = Attempts(RetryPolicy(attempts=3, sleep=waits.append), what="asking gs://b/x")
+    attempts.wait_after(PASSING)
+    attempts.wait_after(PASSING)
+    with pytest.raises(BucketError, match=r"asking gs://b/x: HTTP 503; given up after 3"):
+        attempts.wait_after(PASSING)
+    assert len(waits) == 2
+
+
+def test_progress_starts_the_count_again() -> None:
+    attempts = Attempts(RetryPolicy(attempts=2, sleep=lambda _: None), what="x")
+    for _ in range(5):
+        attempts.wait_after(PASSING)
+        attempts.progressed()
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_these_statuses_may_pass(status: int) -> None:
+    assert is_transient_status(status)
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 410, 412])
+def test_these_statuses_stay(status: int) -> None:
+    assert not is_transient_status(status)
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        (None, None),
+        ("7", 7.0),
+        ("Thu, 01 Jan 1970 00:01:40 GMT", 40.0),
+        ("Thu, 01 Jan 1970 00:00:00 GMT", 0.0),
+        ("soon", None),
+    ],
+)
+def test_retry_after_is_read_in_both_forms(header: str | None, expected: float | None) -> None:
+    assert parsed_retry_after(header, now_s=60.0) == expected
