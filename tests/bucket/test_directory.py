@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.directory import DirectoryBucket
+from refocused.errors import BucketError
+
+
+def names(bucket: DirectoryBucket) -> list[str]:
+    return [blob.name for blob in bucket.list()]
+
+
+def test_listing_a_missing_folder_is_an_error_and_writing_makes_it(tmp_path: Path) -> None:
+    bucket = DirectoryBucket(tmp_path / "new")
+    with pytest.raises(BucketError, match=r"new: the folder does not exist"):
+        list(bucket.list())
+    assert bucket.info("x") is None
+    bucket.write("x", b"1")
+    assert names(bucket) == ["x"]
+
+
+def test_temporary_and_hidden_files_are_not_objects(tmp_path: Path) -> None:
+    for name in (".hidden", "x.part", ".git/x", "a/.b/x", "a/x", "a/.x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"1")
+    bucket = DirectoryBucket(tmp_path)
+    assert names(bucket) == ["a/x"]
+    assert bucket.info("x.part") is None
+    assert bucket.info("a/.b/x") is None
+
+
+@pytest.mark.parametrize("name", [".hidden", "x.part", "a/.b/x"])
+def test_names_that_would_never_be_listed_cannot_be_written(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BucketError, match="never listed"):
+        DirectoryBucket(tmp_path).write(name, b"1")
+
+
+def test_links_that_leave_the_folder_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"1")
+    (tmp_path / "bucket").mkdir()
+    (tmp_path / "bucket" / "x").symlink_to(tmp_path / "secret")
+    (tmp_path / "bucket" / "up").symlink_to(tmp_path)
+    bucket = DirectoryBucket(tmp_path / "bucket")
+    for ask in (
+        lambda: names(bucket),
+        lambda: bucket.read("x"),
+        lambda: bucket.info("up/secret"),
+        lambda: bucket.write("up/other", b"1"),
+    ):
+        with pytest.raises(BucketError, match="outside the folder"):
+            ask()
+    assert not (tmp_path / "other").exists()
+
+
+def test_links_within_the_folder_and_a_linked_folder_are_fine(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "x").write_bytes(b"123")
+    (tmp_path / "real" / "y").symlink_to("x")
+    (tmp_path / "bucket").symlink_to(tmp_path / "real")
+    listed = list(DirectoryBucket(tmp_path / "bucket").list())
+    assert [(blob.name, blob.size) for blob in listed] == [("x", 3), ("y", 3)]
+
+
+def test_a_write_that_loses_a_race_keeps_the_first_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_synchronize = os.fsync
+
+    def another_writes_first(descriptor: int) -> None:
+        (tmp_path / "x").write_bytes(b"theirs")
+        really_synchronize(descriptor)
+
+    monkeypatch.setattr(os, "fsync", another_writes_first)
+    with pytest.raises(BucketError, match="already holds other bytes"):
+        DirectoryBucket(tmp_path).write("x", b"ours")
+    assert (tmp_path / "x").read_bytes() == b"theirs"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_file_system_without_hard_links_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", no_links)
+    bucket = DirectoryBucket(tmp_path)
+    bucket.write("x", b"1")
+    assert bucket.read("x") == b"1"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_full_disk_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("refocused.bucket.part_file.free_bytes", lambda _: 3)
+    (tmp_path / "source").write_bytes(b"12345")
+    bucket = DirectoryBucket(tmp_path / "bucket")
+    with pytest.raises(BucketError, match=r"No space left in .*bucket.*: 5 bytes needed, 3 free"):
+        bucket.upload(tmp_path / "source", "x")
+    with pytest.raises(BucketError, match="No space left"):
+        bucket.write("x", b"12345")
+    assert names(bucket) == []
+
+
+def test_a_disk_that_fills_up_meanwhile_leaves_no_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(BucketError, match="No space left"):
+        DirectoryBucket(tmp_path).write("x", b"1")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_listing_that_is_no_longer_true_is_found(tmp_path: Path) -> None:
+    bucket = DirectoryBucket(tmp_path / "bucket")
+    blob = bucket.write("x", b"12345")
+    whole = dataclasses.replace(blob, crc32c=crc32c_of(tmp_path / "bucket" / "x"))
+    (tmp_path / "bucket" / "x").write_bytes(b"1234")
+    with pytest.raises(BucketError, match=r"4 bytes, crc32c 0x.* read, 5 bytes expected"):
+        bucket.download(blob, tmp_path / "down" / "x")
+    (tmp_path / "bucket" / "x").write_bytes(b"12344")
+    with pytest.raises(BucketError, match=rf"{whole.crc32c:#010x} expected"):
+        bucket.download(whole, tmp_path / "down" / "x")
+    assert list((tmp_path / "down").iterdir()) == []
+
+
+def test_folders_left_empty_by_a_delete_go_too(tmp_path: Path) -> None:
+    bucket = DirectoryBucket(tmp_path / "bucket")
+    bucket.write("a/b/x", b"1")
+    bucket.write("a/y", b"1")
+    bucket.delete("a/b/x")
+    assert names(bucket) == ["a/y"]
+    assert not (tmp_path / "bucket" / "a" / "b").exists()
+    bucket.delete("a/y")
+    assert list((tmp_path / "bucket").iterdir()) == []
