@@ -1,0 +1,327 @@
+"""Stand-ins on loopback: a storage emulator, behind a proxy that makes the faults of a network."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import http.server
+import json
+import os
+import re
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from gcp_storage_emulator.handlers.buckets import create_bucket
+from gcp_storage_emulator.server import create_server
+
+_HOP_HEADERS = frozenset({"connection", "content-length", "transfer-encoding", "server", "date"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One request as the proxy received it; `path` is decoded, `query` has the first values."""
+
+    method: str
+    path: str
+    query: Mapping[str, str]
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def is_download(self) -> bool:
+        return self.method == "GET" and self.query.get("alt") == "media"
+
+    @property
+    def is_listing(self) -> bool:
+        return self.method == "GET" and self.path.endswith("/o")
+
+    @property
+    def is_upload(self) -> bool:
+        return self.path.startswith("/upload/")
+
+    @property
+    def is_chunk(self) -> bool:
+        return self.method == "PUT" and "upload_id" in self.query
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What happens to one exchange.
+
+    Attributes:
+        status: Answer this instead of asking the emulator.
+        headers: Headers of that answer.
+        message: Its text, in the form of the store's JSON errors.
+        cut_after: Close the connection after so many bytes of the answer's body.
+        flip_byte: Invert this byte of the answer's body.
+        strip_headers: Leave these headers out of the answer, in lower case.
+        lose_reply: Let the emulator work, then close the connection without an answer.
+        garble_reply: Let the emulator work, then answer 200 with text that is no JSON.
+        delay_s: Wait so long first, in seconds.
+    """
+
+    status: int | None = None
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    message: str = "scripted fault"
+    cut_after: int | None = None
+    flip_byte: int | None = None
+    strip_headers: frozenset[str] = frozenset()
+    lose_reply: bool = False
+    garble_reply: bool = False
+    delay_s: float = 0.0
+
+
+@dataclasses.dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+@dataclasses.dataclass
+class _Script:
+    when: Callable[[Request], bool]
+    fault: Fault
+    times: int
+
+
+class FaultProxy:
+    """Stands between client and emulator; also does what the emulator leaves out.
+
+    Those are `ifGenerationMatch=0`, the pinned `generation` of a download, and pages of a listing.
+
+    Attributes:
+        requests: Every request so far, in order of arrival.
+        page_limit: Most objects of one page, whatever the client asks for.
+    """
+
+    def __init__(self, emulator_port: int) -> None:
+        self.requests: list[Request] = []
+        self.page_limit = 1000
+        self._scripts: list[_Script] = []
+        self._unless_exists: dict[str, str] = {}  # upload_id -> path of the object's metadata
+        self._emulator_port = emulator_port
+        self._lock = threading.Lock()
+        self._server = http.server.ThreadingHTTPServer(
+            ("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": self})
+        )
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    def script(self, when: Callable[[Request], bool], fault: Fault, *, times: int = 1) -> None:
+        """Let the next `times` requests that `when` accepts meet `fault`; earlier scripts first."""
+        self._scripts.append(_Script(when, fault, times))
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def fault_of(self, request: Request) -> Fault:
+        with self._lock:
+            self.requests.append(request)
+            for script in self._scripts:
+                if script.times and script.when(request):
+                    script.times -= 1
+                    return script.fault
+        return Fault()
+
+    def answer(self, request: Request) -> Answer:
+        """Ask the emulator, adding what it does not do itself."""
+        with self._lock:
+            refused = self._precondition(request)
+            if refused is not None:
+                return refused
+            answer = self._forward(request)
+            if request.is_listing:
+                return self._page(request, answer)
+            self._remember_session(request, answer)
+            # The emulator says "byte 0 is here" of a session that has none.
+            if answer.status == 308 and answer.headers.get("Range") == "bytes=0-0":
+                del answer.headers["Range"]
+            return answer
+
+    def _forward(self, request: Request) -> Answer:
+        connection = http.client.HTTPConnection("127.0.0.1", self._emulator_port, timeout=30)
+        query = {
+            key: value
+            for key, value in request.query.items()
+            if key not in ("maxResults", "pageToken", "fields")
+        }
+        url = urllib.parse.quote(request.path, safe="/") + "?" + urllib.parse.urlencode(query)
+        headers = dict(request.headers) | {"Content-Length": str(len(request.body))}
+        try:
+            connection.request(request.method, url, body=request.body, headers=headers)
+            reply = connection.getresponse()
+            kept = {k: v for k, v in reply.getheaders() if k.lower() not in _HOP_HEADERS}
+            return Answer(reply.status, kept, reply.read())
+        finally:
+            connection.close()
+
+    def _stored(self, path: str) -> dict[str, Any] | None:
+        answer = self._forward(Request("GET", path, {}, {"Host": "127.0.0.1"}, b""))
+        return json.loads(answer.body) if answer.status == 200 else None
+
+    def _precondition(self, request: Request) -> Answer | None:
+        path = None
+        if request.is_chunk:
+            path = self._unless_exists.get(request.query["upload_id"])
+        elif request.query.get("ifGenerationMatch") == "0":
+            path = _object_path(request)
+        if path is not None and self._stored(path) is not None:
+            return error_answer(412, "At least one of the pre-conditions did not hold")
+        if request.is_download and "generation" in request.query:
+            stored = self._stored(request.path.removeprefix("/download"))
+            if stored is None or stored["generation"] != request.query["generation"]:
+                return error_answer(404, "No such object")
+        return None
+
+    def _remember_session(self, request: Request, answer: Answer) -> None:
+        location = answer.headers.get("Location")
+        if location and request.query.get("ifGenerationMatch") == "0":
+            query = urllib.parse.parse_qs(urllib.parse.urlsplit(location).query)
+            self._unless_exists[query["upload_id"][0]] = _object_path(request)
+
+    def _page(self, request: Request, answer: Answer) -> Answer:
+        if answer.status != 200:
+            return answer
+        listing = json.loads(answer.body)
+        items = sorted(listing.get("items", []), key=lambda item: item["name"])
+        start = int(request.query.get("pageToken", "0"))
+        size = min(self.page_limit, int(request.query.get("maxResults", "1000")))
+        listing["items"] = items[start : start + size]
+        if start + size < len(items):
+            listing["nextPageToken"] = str(start + size)
+        return Answer(200, answer.headers, json.dumps(listing).encode())
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or each answer waits 40 ms for an acknowledgement
+    proxy: FaultProxy
+
+    def do_GET(self) -> None:
+        request = self._read_request()
+        fault = self.proxy.fault_of(request)
+        time.sleep(fault.delay_s)
+        if fault.status is not None:
+            answer = error_answer(fault.status, fault.message, fault.headers)
+        else:
+            answer = self.proxy.answer(request)
+        if fault.lose_reply:
+            self.close_connection = True
+            return
+        if fault.garble_reply:
+            answer.body = b"<html>"
+        self._send(answer, fault)
+
+    do_POST = do_GET  # noqa: N815 - the names the base class looks for
+    do_PUT = do_GET  # noqa: N815
+    do_DELETE = do_GET  # noqa: N815
+
+    def _read_request(self) -> Request:
+        url = urllib.parse.urlsplit(self.path)
+        query = {k: v[0] for k, v in urllib.parse.parse_qs(url.query).items()}
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        headers = {k: v for k, v in self.headers.items() if k.lower() not in _HOP_HEADERS}
+        return Request(self.command, urllib.parse.unquote(url.path), query, headers, body)
+
+    def _send(self, answer: Answer, fault: Fault) -> None:
+        body = bytearray(answer.body)
+        if fault.flip_byte is not None:
+            body[fault.flip_byte] ^= 0xFF
+        self.send_response(answer.status)
+        for key, value in answer.headers.items():
+            if key.lower() not in fault.strip_headers:
+                self.send_header(key, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body if fault.cut_after is None else body[: fault.cut_after])
+        self.close_connection |= fault.cut_after is not None
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: the requests are kept in `FaultProxy.requests`."""
+
+
+def error_answer(status: int, message: str, headers: Mapping[str, str] | None = None) -> Answer:
+    body = json.dumps({"error": {"code": status, "message": message}}).encode()
+    return Answer(status, {"Content-Type": "application/json"} | dict(headers or {}), body)
+
+
+def _object_path(request: Request) -> str:
+    """Return the metadata path of the object that an upload request is about."""
+    if "name" in request.query:
+        name = request.query["name"]
+    else:  # the JSON part of the body says it
+        found = re.search(rb'"name": ?("(?:[^"\\]|\\.)*")', request.body)
+        assert found is not None, request.body[:200]
+        name = json.loads(found.group(1))
+    return f"{request.path.removeprefix('/upload')}/{name}"
+
+
+@dataclasses.dataclass
+class Emulator:
+    """A running store.
+
+    Attributes:
+        proxy: Where faults are scripted; clients come through it.
+        bucket: Name of the bucket that is there.
+    """
+
+    proxy: FaultProxy
+    bucket: str
+    _server: Any
+
+    @property
+    def url(self) -> str:
+        return f"gs://{self.bucket}"
+
+    def put(self, name: str, content: bytes) -> None:
+        """Store or overwrite an object past the proxy, as another program would."""
+        port = self._server._api._httpd.server_address[1]
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        query = urllib.parse.urlencode({"uploadType": "media", "name": name})
+        path = f"/upload/storage/v1/b/{self.bucket}/o?{query}"
+        connection.request("POST", path, body=content)
+        assert connection.getresponse().status == 200
+        connection.close()
+
+
+@contextlib.contextmanager
+def emulator_server() -> Iterator[Any]:
+    """Run the emulator on a free port of loopback, without buckets."""
+    server = create_server("127.0.0.1", 0, in_memory=True)
+    # It would write its whole index after each object, also when all is in memory.
+    server._storage._write_config_to_file = lambda: None
+    with server:
+        yield server
+
+
+@contextlib.contextmanager
+def emulated_bucket(server: Any, bucket: str) -> Iterator[Emulator]:
+    """Make a bucket behind a proxy of its own; STORAGE_EMULATOR_HOST points there meanwhile."""
+    create_bucket(bucket, server._storage)
+    proxy = FaultProxy(server._api._httpd.server_address[1])
+    before = os.environ.get("STORAGE_EMULATOR_HOST")
+    os.environ["STORAGE_EMULATOR_HOST"] = proxy.url
+    try:
+        yield Emulator(proxy, bucket, server)
+    finally:
+        proxy.close()
+        if before is None:
+            del os.environ["STORAGE_EMULATOR_HOST"]
+        else:
+            os.environ["STORAGE_EMULATOR_HOST"] = before
+
+
+@contextlib.contextmanager
+def storage_emulator(bucket: str = "refocused-test") -> Iterator[Emulator]:
+    """Run a store with one empty bucket, for tests that do not use the `emulator` fixture."""
+    with emulator_server() as server, emulated_bucket(server, bucket) as running:
+        yield running
