@@ -1,0 +1,245 @@
+"""A prefix of a Google Cloud Storage bucket: resumed, verified, patient with passing faults."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from refocused.bucket.bucket import BlobInfo, checked_name
+from refocused.bucket.checksum import extended_crc32c
+from refocused.bucket.google_connection import GoogleConnection
+from refocused.bucket.google_faults import RefusedRequestError, fault_types
+from refocused.bucket.google_requests import ONCE, GoogleRequests
+from refocused.bucket.google_upload import bytes_content, file_content, store
+from refocused.bucket.part_file import PartFile, require_space
+from refocused.bucket.retry import Fault, RetryPolicy
+from refocused.errors import BucketError
+
+_PAGE_OBJECTS = 1000  # the most that one page of a listing holds
+_FRESH_STARTS = 3  # after bytes that do not match their checksum
+_READ = "storage.objects.get"
+_LISTED = "items(name,size,crc32c,generation),nextPageToken"
+_ADDRESS = re.compile(r"gs://(?P<bucket>[a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(/(?P<prefix>.*))?")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Page:
+    blobs: tuple[BlobInfo, ...]
+    next_token: str | None
+
+
+class GcsBucket:
+    """The objects below `gs://bucket/prefix`.
+
+    Nothing is asked before the first use. Every request is tried again while its fault may pass;
+    attempts are counted only while no byte arrives, so a slow transfer never times out as a whole.
+    Objects whose name ends in `/` (the console's "folders") are not listed.
+
+    Args:
+        url: `gs://bucket` or `gs://bucket/prefix`.
+        credentials_file: Service account key; None: STORAGE_EMULATOR_HOST (anonymous), else the
+            application default credentials, else anonymous reads of public buckets.
+        project: Project that pays for the requests to a requester-pays bucket.
+        retry: How often and how long a fault is waited out.
+
+    Raises:
+        BucketError: The address names no valid bucket.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        credentials_file: Path | None = None,
+        project: str | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        address = _ADDRESS.fullmatch(url)
+        if address is None:
+            raise BucketError(
+                f"{url!r} is not the address of a bucket. Write gs://bucket/prefix; a bucket's "
+                "name has 3 to 222 lower-case letters, digits, dashes, dots and underscores."
+            )
+        prefix = (address["prefix"] or "").strip("/")
+        self.url = url.rstrip("/")
+        self._requests = GoogleRequests(
+            address["bucket"],
+            f"{prefix}/" if prefix else "",
+            connection=GoogleConnection(
+                address["bucket"], credentials_file=credentials_file, project=project
+            ),
+            policy=retry or RetryPolicy(),
+        )
+
+    def list(self, prefix: str = "") -> Iterator[BlobInfo]:
+        """Yield every object whose name starts with the text `prefix`, sorted by name.
+
+        `prefix` is plain text: `step_5` also yields `step_50/...`; end it with `/` to mean a
+        folder.
+        """
+        token = None
+        while True:
+            page = self._page(prefix, token)
+            yield from page.blobs
+            token = page.next_token
+            if not token:
+                return
+
+    def info(self, name: str) -> BlobInfo | None:
+        """Describe one object, or return None when there is none of that name."""
+        return self._requests.info(name)
+
+    def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
+        """Return `length` bytes from offset `start`; fewer when the object ends before.
+
+        A whole object is checked against its checksum. A part cannot be: the store keeps one
+        checksum for all of it.
+        """
+        if start or length is not None:
+            return self._read_range(name, start=start, length=length)
+        blob = self._existing(name)
+        for _ in range(_FRESH_STARTS + 1):
+            content = self._read_range(name, start=0, length=blob.size, generation=blob.generation)
+            if extended_crc32c(0, content) == blob.crc32c:
+                return content
+        raise self._corrupt(blob, extended_crc32c(0, content))
+
+    def write(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
+        """Store a small object; an existing one stays as it is unless `overwrite`."""
+        return store(
+            self._requests,
+            name,
+            bytes_content(self._requests, name, content, overwrite=overwrite),
+        )
+
+    def download(self, blob: BlobInfo, target: Path) -> int:
+        """Fetch a whole object through `<target>.part`, resumed after faults; return its CRC-32C.
+
+        The bytes are those of the generation that `blob` describes, and the checksum is computed
+        here over the whole file: the client library checks nothing once a download was resumed.
+
+        Raises:
+            BucketError: Gone, refused, still not matching its checksum after three fresh starts,
+                out of attempts, or the disk is full.
+        """
+        checked_name(blob.name, where=self.url)
+        wanted = blob if blob.crc32c is not None else self._existing(blob.name)
+        with PartFile(target, total_bytes=wanted.size, resume=True) as part:
+            require_space(target.parent, needed_bytes=wanted.size - part.size)
+            for _ in range(_FRESH_STARTS + 1):
+                self._receive(wanted, part)
+                if (part.size, part.crc32c) == (wanted.size, wanted.crc32c):
+                    part.publish()
+                    return part.crc32c
+                found = part.crc32c
+                part.restart()
+            part.discard()
+        raise self._corrupt(wanted, found)
+
+    def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
+        """Store a file under a new name; done already when the same bytes are there.
+
+        Args:
+            source: The file; it must not change meanwhile.
+            name: Its name in the bucket.
+            crc32c: Its checksum where that is known, which saves reading it twice.
+        """
+        checked_name(name, where=self.url)
+        content = file_content(self._requests, name, source, crc32c=crc32c)
+        return store(self._requests, name, content)
+
+    def delete(self, name: str) -> None:
+        """Remove one object; absent is fine."""
+        try:
+            self._requests.ask(
+                lambda: self._requests.blob(name).delete(**ONCE),
+                name,
+                permission="storage.objects.delete",
+            )
+        except RefusedRequestError as refused:
+            if refused.status != 404:
+                raise
+
+    def _existing(self, name: str) -> BlobInfo:
+        blob = self.info(name)
+        if blob is None:
+            raise BucketError(
+                f"{self._requests.address(name)}: there is no such object. "
+                f"List the bucket to see what it holds: gcloud storage ls {self.url}"
+            )
+        return blob
+
+    def _page(self, prefix: str, token: str | None) -> _Page:
+        def ask() -> _Page:
+            bucket = self._requests.connection.bucket
+            listing = bucket.client.list_blobs(
+                bucket,
+                prefix=self._requests.root + prefix,
+                page_token=token,
+                page_size=_PAGE_OBJECTS,
+                fields=_LISTED,
+                **ONCE,
+            )
+            blobs = tuple(
+                self._requests.described(blob)
+                for blob in next(listing.pages, ())
+                if not blob.name.endswith("/")
+            )
+            return _Page(blobs=blobs, next_token=listing.next_page_token)
+
+        return self._requests.ask(ask, prefix, permission="storage.objects.list")
+
+    def _read_range(
+        self, name: str, *, start: int, length: int | None, generation: int | None = None
+    ) -> bytes:
+        if length == 0:
+            return b""
+        end = None if length is None else start + length - 1
+
+        def ask() -> bytes:
+            blob = self._requests.blob(name, generation=generation)
+            content: bytes = blob.download_as_bytes(
+                start=start,
+                end=end,
+                raw_download=True,
+                checksum=None,
+                **ONCE,
+            )
+            return content
+
+        try:
+            return self._requests.ask(ask, name, permission=_READ)
+        except RefusedRequestError as refused:
+            if refused.status == 416:  # the object ends before `start`
+                return b""
+            raise
+
+    def _receive(self, blob: BlobInfo, part: PartFile) -> None:
+        """Append to `part` until it has the object's size, over as many requests as it takes."""
+        attempts = self._requests.attempts("downloading", blob.name)
+        while part.size < blob.size:
+            before = part.size
+            try:
+                self._requests.blob(blob.name, generation=blob.generation).download_to_file(
+                    part,
+                    start=before or None,
+                    raw_download=True,
+                    checksum=None,
+                    **ONCE,
+                )
+                fault = Fault(f"the answer ended after {part.size:,} bytes", transient=True)
+            except fault_types() as error:
+                fault = self._requests.passing(error, blob.name, permission=_READ)
+            if part.size > before:
+                attempts.progressed()
+            if part.size < blob.size:
+                attempts.wait_after(fault)
+
+    def _corrupt(self, blob: BlobInfo, found: int) -> BucketError:
+        return BucketError(
+            f"{self._requests.address(blob.name)}: crc32c {found:#010x} received "
+            f"{_FRESH_STARTS + 1} times over, {blob.crc32c:#010x} expected. The object or the way "
+            "to it is damaged: restore the object, or exclude it."
+        )

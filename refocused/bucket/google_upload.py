@@ -1,0 +1,155 @@
+"""Storing bytes in Google Cloud Storage so that exactly they are there, or an error is raised."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from refocused.bucket.bucket import BlobInfo
+from refocused.bucket.checksum import crc32c_of, crc32c_to_base64, extended_crc32c
+from refocused.bucket.google_faults import RefusedRequestError
+from refocused.bucket.google_requests import ONCE, TIMEOUT_S, GoogleRequests
+from refocused.bucket.part_file import disk_errors
+from refocused.bucket.resumable_upload import ResumableUpload
+from refocused.errors import BucketError
+
+_SMALL_BYTES = 8 * 1024 * 1024  # sent in one request
+_FRESH_STARTS = 3  # after bytes that the store refused as damaged
+_PERMISSION = "storage.objects.create"
+_BAD_REQUEST = 400  # the bytes were damaged on the way, or the file changed
+_EXISTS = 412  # an object of that name is there: another's, or ours whose answer was lost
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Content:
+    """What is to be stored.
+
+    Attributes:
+        size: Bytes.
+        crc32c: Checksum that the store must confirm.
+        send: Makes one attempt at it.
+    """
+
+    size: int
+    crc32c: int
+    send: Callable[[], None]
+
+
+def bytes_content(
+    requests: GoogleRequests, name: str, content: bytes, *, overwrite: bool
+) -> Content:
+    """Describe bytes that are sent in one request."""
+    checksum = extended_crc32c(0, content)
+
+    def send() -> None:
+        _new_blob(requests, name, checksum).upload_from_string(
+            content,
+            content_type="application/octet-stream",
+            if_generation_match=None if overwrite else 0,
+            checksum=None,
+            **ONCE,
+        )
+
+    return Content(
+        size=len(content),
+        crc32c=checksum,
+        send=lambda: requests.ask(send, name, permission=_PERMISSION),
+    )
+
+
+def file_content(
+    requests: GoogleRequests, name: str, source: Path, *, crc32c: int | None
+) -> Content:
+    """Describe a file: a small one is sent in one request, a large one in chunks.
+
+    Args:
+        requests: The way to the store.
+        name: The object's name.
+        source: The file.
+        crc32c: Its checksum where that is known, which saves reading it twice.
+
+    Raises:
+        BucketError: The file cannot be read, or is not what `crc32c` says.
+    """
+    with disk_errors(source):
+        size = source.stat().st_size
+        if size > _SMALL_BYTES:
+            checksum = crc32c_of(source) if crc32c is None else crc32c
+            send = _chunked_send(requests, name, source, size=size, checksum=checksum)
+            return Content(size=size, crc32c=checksum, send=send)
+        content = bytes_content(requests, name, source.read_bytes(), overwrite=False)
+    if crc32c not in (None, content.crc32c):
+        raise BucketError(
+            f"{source}: crc32c {content.crc32c:#010x} read, {crc32c:#010x} expected. "
+            "The file changed or is damaged; it was not stored."
+        )
+    return content
+
+
+def store(requests: GoogleRequests, name: str, content: Content) -> BlobInfo:
+    """Send until the store describes the object with our size and checksum.
+
+    Raises:
+        BucketError: Other bytes are there already, or the store refuses.
+    """
+    for start in range(_FRESH_STARTS + 1):
+        try:
+            content.send()
+        except RefusedRequestError as refused:
+            last = start == _FRESH_STARTS
+            if refused.status != _EXISTS and (refused.status != _BAD_REQUEST or last):
+                raise
+        stored = requests.info(name)
+        if stored is not None:
+            return _same(stored, content, address=requests.address(name))
+    raise BucketError(
+        f"{requests.address(name)}: the store took it but does not have it. Another program "
+        "deletes there, or a lifecycle rule does: see the bucket's settings, then run again."
+    )
+
+
+def _same(stored: BlobInfo, content: Content, *, address: str) -> BlobInfo:
+    if (stored.size, stored.crc32c) == (content.size, content.crc32c):
+        return stored
+    raise BucketError(
+        f"{address} already holds other bytes: {stored.size:,} bytes, crc32c "
+        f"{stored.crc32c:#010x} there; {content.size:,} bytes, crc32c {content.crc32c:#010x} here. "
+        "Objects are not overwritten: delete it first, or choose another name."
+    )
+
+
+def _chunked_send(
+    requests: GoogleRequests, name: str, source: Path, *, size: int, checksum: int
+) -> Callable[[], None]:
+    def open_session() -> str:
+        blob = _new_blob(requests, name, checksum)
+        url: str = blob.create_resumable_upload_session(
+            content_type="application/octet-stream",
+            size=size,
+            if_generation_match=0,
+            checksum=None,
+            **ONCE,
+        )
+        return url
+
+    def send() -> None:
+        ResumableUpload(
+            source,
+            size=size,
+            open_session=lambda: requests.ask(open_session, name, permission=_PERMISSION),
+            session=requests.connection.session,
+            attempts=requests.attempts("uploading", name),
+            timeout_s=TIMEOUT_S,
+            refused=lambda fault: requests.refused(fault, name, permission=_PERMISSION),
+        ).send()
+
+    return send
+
+
+def _new_blob(requests: GoogleRequests, name: str, checksum: int) -> Any:
+    """Make a blob whose metadata carry the checksum, so that the store refuses other bytes."""
+    blob = requests.blob(name)
+    blob.crc32c = crc32c_to_base64(checksum)
+    return blob

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fakes import Emulator
+
+from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.retry import RetryPolicy
+
+
+@pytest.fixture
+def waits() -> list[float]:
+    """The waits of `gcs`, in seconds; nothing really waits."""
+    return []
+
+
+@pytest.fixture
+def gcs(emulator: Emulator, waits: list[float]) -> GcsBucket:
+    policy = RetryPolicy(attempts=4, sleep=waits.append, draw=lambda: 1.0)
+    return GcsBucket(f"{emulator.url}/some/prefix", retry=policy)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "small.bin"
+    path.write_bytes(b"0123456789" * 100)
+    return path
+
+
+@pytest.fixture(scope="session")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of 40 MiB: three chunks."""
+    path = tmp_path_factory.mktemp("large") / "large.bin"
+    path.write_bytes(bytes(range(256)) * (40 * 1024 * 1024 // 256))
+    return path

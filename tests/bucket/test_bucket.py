@@ -1,0 +1,149 @@
+"""What both implementations of the protocol promise."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from refocused.bucket.bucket import BlobInfo, Bucket
+from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.directory import DirectoryBucket
+from refocused.errors import BucketError
+
+
+@pytest.fixture(params=[pytest.param("gs", marks=pytest.mark.bucket), "folder"])
+def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Bucket:
+    if request.param == "gs":
+        found: Bucket = request.getfixturevalue("gcs")
+        return found
+    folder = tmp_path / "bucket"
+    folder.mkdir()
+    return DirectoryBucket(folder)
+
+
+def names(bucket: Bucket, prefix: str = "") -> list[str]:
+    return [blob.name for blob in bucket.list(prefix)]
+
+
+def test_an_empty_bucket_lists_nothing(bucket: Bucket) -> None:
+    assert names(bucket) == []
+
+
+def test_objects_are_listed_by_name_with_their_sizes(bucket: Bucket) -> None:
+    for name in ("b/two", "b.x", "a", "b-1", "b/deep/er"):
+        bucket.write(name, name.encode())
+    listed = list(bucket.list())
+    assert [blob.name for blob in listed] == ["a", "b-1", "b.x", "b/deep/er", "b/two"]
+    assert [blob.size for blob in listed] == [1, 3, 3, 9, 5]
+    assert listed == [bucket.info(blob.name) for blob in listed]
+
+
+def test_a_prefix_is_plain_text(bucket: Bucket) -> None:
+    for name in ("step_5/x", "step_50/x", "other"):
+        bucket.write(name, b"")
+    assert names(bucket, "step_5") == ["step_5/x", "step_50/x"]
+    assert names(bucket, "step_5/") == ["step_5/x"]
+    assert names(bucket, "nothing/here") == []
+
+
+def test_what_was_written_is_read_whole_and_in_parts(bucket: Bucket) -> None:
+    bucket.write("numbers", bytes(range(100)))
+    assert bucket.read("numbers") == bytes(range(100))
+    assert bucket.read("numbers", start=10, length=5) == bytes(range(10, 15))
+    assert bucket.read("numbers", start=95) == bytes(range(95, 100))
+    assert bucket.read("numbers", start=95, length=50) == bytes(range(95, 100))
+    assert bucket.read("numbers", start=3, length=0) == b""
+
+
+def test_writing_the_same_again_is_fine_and_other_bytes_are_refused(bucket: Bucket) -> None:
+    bucket.write("state", b"one")
+    bucket.write("state", b"one")
+    with pytest.raises(BucketError, match="already holds other bytes"):
+        bucket.write("state", b"two")
+    assert bucket.read("state") == b"one"
+    bucket.write("state", b"three", overwrite=True)
+    assert bucket.read("state") == b"three"
+
+
+def test_an_absent_object_has_no_info_cannot_be_read_and_can_be_deleted(bucket: Bucket) -> None:
+    assert bucket.info("nothing") is None
+    with pytest.raises(BucketError, match="no such object"):
+        bucket.read("nothing")
+    bucket.delete("nothing")
+
+
+def test_a_deleted_object_is_gone(bucket: Bucket) -> None:
+    bucket.write("folder/x", b"1")
+    bucket.delete("folder/x")
+    assert bucket.info("folder/x") is None
+    assert names(bucket) == []
+
+
+def test_a_file_goes_up_and_comes_down_the_same(bucket: Bucket, tmp_path: Path) -> None:
+    source = tmp_path / "source.bin"
+    source.write_bytes(bytes(range(256)) * 500)
+    stored = bucket.upload(source, "nested/folders/x.bin")
+    assert stored == bucket.info("nested/folders/x.bin")
+    target = tmp_path / "down/here/x.bin"
+    assert bucket.download(stored, target) == crc32c_of(source)
+    assert target.read_bytes() == source.read_bytes()
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_an_empty_file_goes_up_and_comes_down(bucket: Bucket, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    stored = bucket.upload(tmp_path / "empty", "empty")
+    assert bucket.download(stored, tmp_path / "down") == 0
+    assert (tmp_path / "down").read_bytes() == b""
+
+
+def test_uploading_the_same_again_is_fine_and_another_file_is_refused(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"first")
+    bucket.upload(source, "x")
+    bucket.upload(source, "x", crc32c=crc32c_of(source))
+    source.write_bytes(b"later")
+    with pytest.raises(BucketError, match="already holds other bytes"):
+        bucket.upload(source, "x")
+    assert bucket.read("x") == b"first"
+
+
+def test_a_file_that_is_not_what_its_checksum_says_is_not_stored(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    (tmp_path / "source").write_bytes(b"damaged")
+    with pytest.raises(BucketError, match="expected"):
+        bucket.upload(tmp_path / "source", "x", crc32c=1234)
+    assert names(bucket) == []
+
+
+def test_a_missing_source_is_named(bucket: Bucket, tmp_path: Path) -> None:
+    with pytest.raises(BucketError, match=r"absent\.bin: No such file"):
+        bucket.upload(tmp_path / "absent.bin", "x")
+
+
+def test_a_download_with_another_checksum_leaves_no_file(bucket: Bucket, tmp_path: Path) -> None:
+    stored = bucket.write("x", b"content")
+    with pytest.raises(BucketError, match="0x000004d2 expected"):
+        bucket.download(dataclasses.replace(stored, crc32c=1234), tmp_path / "down/x")
+    assert list((tmp_path / "down").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a\\b", "a/../../x", "", "c:/x"])
+def test_names_that_leave_the_folder_are_refused(bucket: Bucket, tmp_path: Path, name: str) -> None:
+    (tmp_path / "source").write_bytes(b"x")
+    with pytest.raises(BucketError, match="outside its folder"):
+        bucket.write(name, b"x")
+    with pytest.raises(BucketError, match="outside its folder"):
+        bucket.upload(tmp_path / "source", name)
+    with pytest.raises(BucketError, match="outside its folder"):
+        bucket.download(BlobInfo(name=name, size=1, crc32c=1), tmp_path / "down")
+    with pytest.raises(BucketError, match="outside its folder"):
+        bucket.read(name)
+    with pytest.raises(BucketError, match="outside its folder"):
+        bucket.delete(name)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["source"]

@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fakes import Emulator, Fault, Request
+
+from refocused.bucket.bucket import BlobInfo
+from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.gcs import GcsBucket
+from refocused.errors import BucketError
+
+pytestmark = pytest.mark.bucket
+
+CONTENT = bytes(range(256)) * 4096  # 1 MiB
+IS_DOWNLOAD: Callable[[Request], bool] = lambda request: request.is_download  # noqa: E731
+
+
+@pytest.fixture
+def stored(emulator: Emulator, gcs: GcsBucket) -> BlobInfo:
+    emulator.put("some/prefix/shard.bin", CONTENT)
+    (blob,) = gcs.list()
+    return blob
+
+
+def ranges(emulator: Emulator) -> list[str | None]:
+    """The Range headers of the downloads so far."""
+    return [
+        next((v for k, v in request.headers.items() if k.lower() == "range"), None)
+        for request in emulator.proxy.requests
+        if request.is_download
+    ]
+
+
+def assert_whole(target: Path) -> None:
+    assert target.read_bytes() == CONTENT
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+
+
+def test_a_corrupt_answer_is_fetched_afresh(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, tmp_path: Path
+) -> None:
+    emulator.proxy.script(IS_DOWNLOAD, Fault(flip_byte=1000), times=2)
+    gcs.download(stored, tmp_path / "down" / "x")
+    assert_whole(tmp_path / "down" / "x")
+    assert ranges(emulator) == [None, None, None]
+
+
+def test_corruption_without_a_checksum_header_is_found(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, tmp_path: Path
+) -> None:
+    fault = Fault(flip_byte=1000, strip_headers=frozenset({"x-goog-hash"}))
+    emulator.proxy.script(IS_DOWNLOAD, fault)
+    gcs.download(stored, tmp_path / "down" / "x")
+    assert_whole(tmp_path / "down" / "x")
+
+
+def test_a_cut_download_is_resumed_where_it_ended(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, tmp_path: Path
+) -> None:
+    emulator.proxy.script(IS_DOWNLOAD, Fault(cut_after=300_000))
+    assert gcs.download(stored, tmp_path / "down" / "x") == stored.crc32c
+    assert_whole(tmp_path / "down" / "x")
+    first, second = ranges(emulator)
+    assert first is None
+    assert second is not None
+    start = int(second.removeprefix("bytes=").removesuffix("-"))
+    assert 0 < start <= 300_000
+
+
+def test_a_corrupt_rest_after_a_cut_is_found(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, tmp_path: Path
+) -> None:
+    emulator.proxy.script(IS_DOWNLOAD, Fault(cut_after=300_000))
+    emulator.proxy.script(IS_DOWNLOAD, Fault(flip_byte=7))
+    gcs.download(stored, tmp_path / "down" / "x")
+    assert_whole(tmp_path / "down" / "x")
+    assert len(ranges(emulator)) == 3
+
+
+def test_corruption_before_a_cut_is_found(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, tmp_path: Path
+) -> None:
+    emulator.proxy.script(IS_DOWNLOAD, Fault(flip_byte=7, cut_after=300_000))
+    gcs.download(stored, tmp_path / "down" / "x")
+    assert_whole(tmp_path / "down" / "x")
+
+
+def test_what_an_earlier_process_received_is_kept(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, tmp_path: Path
+) -> None:
+    (tmp_path / "down").mkdir()
+    (tmp_path / "down" / "x.part").write_bytes(CONTENT[:400_000])
+    gcs.download(stored, tmp_path / "down" / "x")
+    assert_whole(tmp_path / "down" / "x")
+    assert ranges(emulator) == ["bytes=400000-"]
+
+
+def test_a_whole_part_file_only_needs_its_name(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, tmp_path: Path
+) -> None:
+    (tmp_path / "down").mkdir()
+    (tmp_path / "down" / "x.part").write_bytes(CONTENT)
+    gcs.download(stored, tmp_path / "down" / "x")
+    assert_whole(tmp_path / "down" / "x")
+    assert ranges(emulator) == []
+
+
+@pytest.mark.parametrize("left", [b"garbage", CONTENT + b"more"])
+def test_a_foreign_part_file_is_thrown_away(
+    gcs: GcsBucket, stored: BlobInfo, tmp_path: Path, left: bytes
+) -> None:
+    (tmp_path / "down").mkdir()
+    (tmp_path / "down" / "x.part").write_bytes(left)
+    gcs.download(stored, tmp_path / "down" / "x")
+    assert_whole(tmp_path / "down" / "x")
+
+
+def test_an_object_corrupt_for_good_is_named_with_both_checksums(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, tmp_path: Path
+) -> None:
+    emulator.proxy.script(IS_DOWNLOAD, Fault(flip_byte=0), times=100)
+    with pytest.raises(BucketError) as raised:
+        gcs.download(stored, tmp_path / "down" / "x")
+    corrupt = tmp_path / "corrupt"
+    corrupt.write_bytes(b"\xff" + CONTENT[1:])
+    assert f"{emulator.url}/some/prefix/shard.bin" in str(raised.value)
+    assert f"{stored.crc32c:#010x} expected" in str(raised.value)
+    assert f"{crc32c_of(corrupt):#010x} received 4 times" in str(raised.value)
+    assert len(ranges(emulator)) == 4
+    assert list((tmp_path / "down").iterdir()) == []
+
+
+def test_progress_renews_the_attempts(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, tmp_path: Path, waits: list[float]
+) -> None:
+    emulator.proxy.script(IS_DOWNLOAD, Fault(cut_after=100_000), times=8)
+    gcs.download(stored, tmp_path / "down" / "x")
+    assert_whole(tmp_path / "down" / "x")
+    assert waits == [0.5] * 8
+
+
+def test_faults_without_progress_end_after_the_attempts_and_keep_what_arrived(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, tmp_path: Path
+) -> None:
+    emulator.proxy.script(IS_DOWNLOAD, Fault(cut_after=300_000))
+    emulator.proxy.script(IS_DOWNLOAD, Fault(status=503), times=100)
+    with pytest.raises(BucketError, match=r"HTTP 503.*given up after 4 attempts"):
+        gcs.download(stored, tmp_path / "x")
+    assert (tmp_path / "x.part").stat().st_size > 0
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_object_replaced_since_it_was_listed_is_not_taken_for_the_old_one(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, tmp_path: Path
+) -> None:
+    emulator.put("some/prefix/shard.bin", b"other")
+    with pytest.raises(BucketError, match=r"shard\.bin: HTTP 404.*replaced after it was listed"):
+        gcs.download(stored, tmp_path / "x")
+
+
+def test_a_blob_without_a_checksum_is_looked_up(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, tmp_path: Path
+) -> None:
+    emulator.proxy.script(IS_DOWNLOAD, Fault(flip_byte=5))
+    gcs.download(dataclasses.replace(stored, crc32c=None), tmp_path / "down" / "x")
+    assert_whole(tmp_path / "down" / "x")
+
+
+def test_a_disk_without_room_is_told_before_anything_is_fetched(
+    emulator: Emulator,
+    gcs: GcsBucket,
+    stored: BlobInfo,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("refocused.bucket.part_file.free_bytes", lambda _: 1000)
+    with pytest.raises(BucketError, match=r"No space left.*1,048,576 bytes needed, 1,000 free"):
+        gcs.download(stored, tmp_path / "x")
+    assert ranges(emulator) == []
+
+
+def test_a_corrupt_whole_read_is_repeated(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo
+) -> None:
+    emulator.proxy.script(IS_DOWNLOAD, Fault(flip_byte=5))
+    assert gcs.read(stored.name) == CONTENT
+
+
+def test_a_read_past_the_end_is_empty(emulator: Emulator, gcs: GcsBucket, stored: BlobInfo) -> None:
+    emulator.proxy.script(IS_DOWNLOAD, Fault(status=416))  # which the emulator does not say
+    assert gcs.read(stored.name, start=len(CONTENT)) == b""
+
+
+def test_a_listing_goes_over_all_pages(emulator: Emulator, gcs: GcsBucket) -> None:
+    names = [f"part_{number:05d}" for number in range(2050)]
+    for name in reversed(names):
+        emulator.put(f"some/prefix/{name}", b"1")
+    assert [blob.name for blob in gcs.list("part_")] == names
+    assert sum(request.is_listing for request in emulator.proxy.requests) == 3
+
+
+def test_a_fault_in_a_later_page_repeats_only_that_page(emulator: Emulator, gcs: GcsBucket) -> None:
+    for number in range(5):
+        emulator.put(f"some/prefix/{number}", b"1")
+    emulator.proxy.page_limit = 2
+    emulator.proxy.script(
+        lambda request: request.is_listing and request.query.get("pageToken") == "2",
+        Fault(cut_after=20),
+    )
+    assert [blob.name for blob in gcs.list()] == ["0", "1", "2", "3", "4"]
+    tokens = [r.query.get("pageToken") for r in emulator.proxy.requests if r.is_listing]
+    assert tokens == [None, "2", "2", "4"]
+
+
+def test_folder_placeholders_and_objects_beside_the_prefix_are_not_listed(
+    emulator: Emulator, gcs: GcsBucket
+) -> None:
+    for name in ("some/prefix/", "some/prefix/folder/", "some/prefix2/x", "some/prefix/x"):
+        emulator.put(name, b"1")
+    assert [blob.name for blob in gcs.list()] == ["x"]
+
+
+def test_a_lost_answer_to_a_delete_is_fine(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo
+) -> None:
+    emulator.proxy.script(lambda request: request.method == "DELETE", Fault(lose_reply=True))
+    gcs.delete(stored.name)
+    assert list(gcs.list()) == []
+
+
+@pytest.mark.parametrize("url", ["gs://", "gs://YOUR-BUCKET/tokens", "gs://a/b", "gs://bu cket"])
+def test_an_address_without_a_valid_bucket_is_refused(url: str) -> None:
+    with pytest.raises(BucketError, match="is not the address of a bucket"):
+        GcsBucket(url)
+
+
+def test_importing_brings_in_neither_google_cloud_nor_requests() -> None:
+    check = (
+        "import sys, refocused.bucket.open, refocused.bucket.transfer;"
+        "print([m for m in ('google.cloud.storage', 'google.auth', 'requests', 'urllib3', 'torch')"
+        " if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import google.auth
+import pytest
+from fakes import Emulator
+from google.auth import _default
+from google.auth.credentials import AnonymousCredentials
+from google.auth.exceptions import DefaultCredentialsError
+
+from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.google_connection import ANONYMOUS, GoogleConnection, find_credentials
+from refocused.errors import BucketError
+
+really_default = google.auth.default
+
+
+@pytest.fixture(autouse=True)
+def _no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide this machine's own credentials; a fixture of the test may add others afterwards."""
+
+    def none_found(**_: Any) -> None:
+        raise DefaultCredentialsError(_default._CLOUD_SDK_MISSING_CREDENTIALS)
+
+    monkeypatch.setattr(google.auth, "default", none_found)
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+
+
+def write_key(path: Path) -> Path:
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import rsa
+
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    pem = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    path.write_text(
+        json.dumps(
+            {
+                "type": "service_account",
+                "client_email": "trainer@project.iam.gserviceaccount.com",
+                "token_uri": "https://oauth2.googleapis.com/token",
+                "private_key": pem.decode(),
+            }
+        )
+    )
+    return path
+
+
+def test_a_key_file_is_used_and_named(tmp_path: Path) -> None:
+    found = find_credentials(write_key(tmp_path / "key.json"))
+    assert found.identity.startswith("trainer@project.iam.gserviceaccount.com")
+    assert found.google.scopes
+
+
+def test_a_missing_key_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BucketError, match=r"absent\.json cannot be read: No such file"):
+        find_credentials(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize("text", ["{}", "not json", '{"type": "authorized_user"}'])
+def test_a_file_that_is_no_key_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "key.json").write_text(text)
+    with pytest.raises(BucketError, match=r"key\.json is not the JSON key of a service account"):
+        find_credentials(tmp_path / "key.json")
+
+
+def test_the_emulator_is_asked_anonymously(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    assert isinstance(find_credentials(None).google, AnonymousCredentials)
+
+
+def test_default_credentials_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = AnonymousCredentials()
+    monkeypatch.setattr(google.auth, "default", lambda **_: (theirs, "project"))
+    assert find_credentials(None).google is theirs
+
+
+def test_without_credentials_requests_are_anonymous_which_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    connection = GoogleConnection("bucket", credentials_file=None, project=None)
+    with caplog.at_level(logging.INFO):
+        assert connection.identity == ANONYMOUS
+        assert connection.bucket.name == "bucket"
+        assert connection.identity == ANONYMOUS
+    assert caplog.text.count("only public buckets can be read") == 1
+
+
+def test_credentials_that_are_there_but_broken_are_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(google.auth, "default", really_default)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "absent.json"))
+    with pytest.raises(BucketError, match=r"cannot be used: File .*absent\.json was not found"):
+        find_credentials(None)
+
+
+def test_each_thread_has_its_own_client() -> None:
+    connection = GoogleConnection("bucket", credentials_file=None, project=None)
+    theirs: list[Any] = []
+    thread = threading.Thread(target=lambda: theirs.append(connection.bucket.client))
+    thread.start()
+    thread.join()
+    assert connection.bucket.client is connection.bucket.client
+    assert theirs[0] is not connection.bucket.client
+
+
+def test_the_project_pays() -> None:
+    connection = GoogleConnection("bucket", credentials_file=None, project="payer")
+    assert connection.bucket.user_project == "payer"
+
+
+@pytest.mark.bucket
+def test_the_library_sends_nothing_that_was_not_asked_for(emulator: Emulator) -> None:
+    assert list(GcsBucket(emulator.url).list()) == []
+    assert [request.path for request in emulator.proxy.requests] == [
+        f"/storage/v1/b/{emulator.bucket}/o"
+    ]
