@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fakes import Emulator, Fault, Request
+
+from refocused.bucket.bucket import BlobInfo
+from refocused.bucket.directory import DirectoryBucket
+from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.transfer import Progress, download_many, upload_many
+from refocused.errors import BucketError
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> DirectoryBucket:
+    bucket = DirectoryBucket(tmp_path / "bucket")
+    for number in range(20):
+        bucket.write(f"folder_{number % 3}/x{number:02d}", bytes([number]) * number)
+    return bucket
+
+
+def test_all_objects_arrive_in_their_folders_in_the_order_asked(
+    bucket: DirectoryBucket, tmp_path: Path
+) -> None:
+    blobs = sorted(bucket.list(), key=lambda blob: blob.size)
+    files = download_many(bucket, blobs, tmp_path / "down", threads=3)
+    assert files == [tmp_path / "down" / blob.name for blob in blobs]
+    assert [file.read_bytes() for file in files] == [bytes([n]) * n for n in range(20)]
+
+
+def test_progress_counts_whole_objects_up_to_the_total_in_the_callers_thread(
+    bucket: DirectoryBucket, tmp_path: Path
+) -> None:
+    seen: list[Progress] = []
+    threads = set()
+
+    def note(progress: Progress) -> None:
+        seen.append(progress)
+        threads.add(threading.current_thread())
+
+    download_many(bucket, list(bucket.list()), tmp_path / "down", progress=note)
+    assert [progress.done_objects for progress in seen] == list(range(1, 21))
+    assert [progress.done_bytes for progress in seen] == sorted(p.done_bytes for p in seen)
+    assert seen[-1] == Progress(190, 190, 20, 20)
+    assert threads == {threading.current_thread()}
+
+
+def test_all_files_are_stored(bucket: DirectoryBucket, tmp_path: Path) -> None:
+    sources = {}
+    for number in range(5):
+        source = tmp_path / f"source_{number}"
+        source.write_bytes(b"x" * number)
+        sources[f"new/{number}"] = source
+    stored = upload_many(bucket, sources, threads=2)
+    assert stored == list(bucket.list("new/"))
+    assert [blob.size for blob in stored] == [0, 1, 2, 3, 4]
+
+
+def test_a_name_that_leaves_the_folder_stops_everything_first(
+    bucket: DirectoryBucket, tmp_path: Path
+) -> None:
+    blobs = [*bucket.list(), BlobInfo(name="../escaped", size=1)]
+    with pytest.raises(BucketError, match=r"'\.\./escaped' would be written outside"):
+        download_many(bucket, blobs, tmp_path / "down")
+    assert not (tmp_path / "down").exists()
+
+
+def test_a_missing_file_stops_an_upload_first(bucket: DirectoryBucket, tmp_path: Path) -> None:
+    (tmp_path / "there").touch()
+    sources = {"new/a": tmp_path / "there", "new/b": tmp_path / "absent"}
+    with pytest.raises(BucketError, match=r"absent: No such file"):
+        upload_many(bucket, sources)
+    assert list(bucket.list("new/")) == []
+
+
+def test_a_disk_that_cannot_hold_all_is_told_first_with_numbers(
+    bucket: DirectoryBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("refocused.bucket.part_file.free_bytes", lambda _: 100)
+    with pytest.raises(BucketError, match=r"No space left in .*down: 190 bytes needed, 100 free"):
+        download_many(bucket, list(bucket.list()), tmp_path / "down")
+    assert not (tmp_path / "down").exists()
+
+
+def test_what_part_files_hold_already_needs_no_space(
+    bucket: DirectoryBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "down" / "folder_1").mkdir(parents=True)
+    (tmp_path / "down" / "folder_1" / "x19.part").write_bytes(b"1" * 19)
+    monkeypatch.setattr("refocused.bucket.part_file.free_bytes", lambda _: 171)
+    assert len(download_many(bucket, list(bucket.list()), tmp_path / "down")) == 20
+
+
+def test_failures_are_told_together_and_the_rest_arrives(
+    bucket: DirectoryBucket, tmp_path: Path
+) -> None:
+    missing = [BlobInfo(name=f"gone_{number}", size=1) for number in range(5)]
+    with pytest.raises(BucketError) as raised:
+        download_many(bucket, [*missing, *bucket.list()], tmp_path / "down", threads=1)
+    text = str(raised.value)
+    assert f"5 of 25 downloads from {bucket.url} failed" in text
+    assert all(name in text for name in ("gone_0", "gone_1", "gone_2", "and 2 more"))
+    assert sum(path.is_file() for path in (tmp_path / "down").rglob("*")) == 20
+
+
+def test_a_single_failure_is_told_plainly(bucket: DirectoryBucket, tmp_path: Path) -> None:
+    with pytest.raises(BucketError, match=r"^.*gone: there is no such object"):
+        download_many(bucket, [BlobInfo(name="gone", size=1)], tmp_path / "down")
+
+
+def test_after_many_failures_the_rest_is_left(bucket: DirectoryBucket, tmp_path: Path) -> None:
+    missing = [BlobInfo(name=f"gone_{number:04d}", size=1) for number in range(2000)]
+    with pytest.raises(BucketError, match=r"^8 of 2000 .* more were not begun"):
+        download_many(bucket, missing, tmp_path / "down", threads=1)
+
+
+@pytest.mark.bucket
+def test_many_threads_share_a_bucket_in_the_store(
+    emulator: Emulator, gcs: GcsBucket, tmp_path: Path
+) -> None:
+    sources = {}
+    for number in range(12):
+        source = tmp_path / f"source_{number}"
+        source.write_bytes(bytes([number]) * 50_000)
+        sources[f"nested/{number:02d}"] = source
+    upload_many(gcs, sources, threads=4)
+    cut: Callable[[Request], bool] = lambda request: request.is_download  # noqa: E731
+    emulator.proxy.script(cut, Fault(cut_after=20_000), times=6)
+    files = download_many(gcs, list(gcs.list()), tmp_path / "down", threads=4)
+    assert [file.read_bytes()[0] for file in files] == list(range(12))
+    assert all(file.stat().st_size == 50_000 for file in files)
