@@ -21,6 +21,7 @@ class RefocusedError(Exception):
     """An expected failure; its text is the whole message a person sees, without a traceback."""
 
     exit_code: ExitCode = ExitCode.FAILED
+    on_every_rank: bool = False  # raised on all ranks alike, so that rank 0 alone may print it
 
 
 class ConfigError(RefocusedError):

@@ -1,0 +1,244 @@
+"""Saving the whole state of a run as one step directory, and bringing it back."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import logging
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from refocused.bucket.checksum import crc32c_of
+from refocused.checkpoints.atomic import fsync_path, write_bytes_atomic
+from refocused.checkpoints.manifest import CheckpointManifest, FileRecord
+from refocused.checkpoints.staging import Staging, clean_leftovers
+from refocused.checkpoints.step_directory import StepDirectory, name_of
+from refocused.errors import CheckpointError, RefocusedError
+from refocused.world import World
+
+logger = logging.getLogger(__name__)
+
+FREE_SPACE_FACTOR = 1.2  # of the last save's size
+LEFTOVER_AGE_S = 3600.0
+T = TypeVar("T")
+
+
+class WrittenFile(Protocol):
+    """A file that a rank wrote: where, how many bytes, which CRC-32C."""
+
+    @property
+    def path(self) -> Path: ...  # noqa: D102
+    @property
+    def size(self) -> int: ...  # noqa: D102
+    @property
+    def crc32c(self) -> int: ...  # noqa: D102
+
+
+class Written(Protocol):
+    """All that a rank wrote of one save, and what failed."""
+
+    @property
+    def files(self) -> Sequence[WrittenFile]: ...  # noqa: D102
+    @property
+    def errors(self) -> Sequence[OSError]: ...  # noqa: D102
+
+
+class ShardOwner(Protocol):
+    """What is saved: each rank writes and reads its own part."""
+
+    def save_shards(self, folder: Path) -> Written:
+        """Write this rank's part below a folder; failures are returned."""
+        ...
+
+    def load_shards(self, folder: Path) -> None:
+        """Take this rank's part back from a folder."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What every manifest of a run says alike.
+
+    Attributes:
+        run: The run's name.
+        zero_stage: ZeRO stage.
+        dtype: `bf16`, `fp16` or `fp32`.
+        versions: Version of each package whose files these are.
+        data_fingerprint: Fingerprint of the data set.
+        parameters: Parameters of the model.
+        run_yaml: The resolved run file.
+        model_json: The model's shape in the transformers form.
+    """
+
+    run: str
+    zero_stage: int
+    dtype: str
+    versions: Mapping[str, str]
+    data_fingerprint: str
+    parameters: int
+    run_yaml: str
+    model_json: str
+
+
+class Checkpointer:
+    """Saves and loads the step directories of one run; all ranks call every method together."""
+
+    def __init__(self, folder: Path, *, world: World, facts: RunFacts) -> None:
+        """Save below a folder, which every rank must see."""
+        self._folder = folder
+        self._world = world
+        self._facts = facts
+        self._last_bytes = 0
+
+    def save(self, owner: ShardOwner, trainer: Mapping[str, Any], *, files_done: int) -> Path:
+        """Write and commit one step directory; return its path.
+
+        Args:
+            owner: What is saved.
+            trainer: The training state for `trainer.json`; its step, position, tokens and losses
+                go into the manifest too.
+            files_done: Token files of this epoch that are consumed.
+
+        Raises:
+            CheckpointError: On every rank; nothing is left behind, and training may go on.
+        """
+        token = self._world.broadcast(secrets.token_hex(4))
+        staging = Staging(self._folder, step=int(trainer["step"]), token=token)
+        self._first_does(lambda: self._prepare(staging), staging)
+        written = owner.save_shards(staging.path)
+        records = {
+            str(file.path.relative_to(staging.path)): FileRecord(size=file.size, crc32c=file.crc32c)
+            for file in written.files
+        }
+        error = _save_error(staging, written.errors) if written.errors else None
+        gathered = self._world.gather((records, error))
+        failed = next((problem for _, problem in gathered if problem is not None), None)
+        if failed is not None:
+            self._world.first_does(staging.discard)
+            raise failed
+        files = {name: record for part, _ in gathered for name, record in part.items()}
+        return self._first_does(
+            lambda: self._commit(staging, files, trainer, files_done).path, staging
+        )
+
+    def load(self, owner: ShardOwner, step: StepDirectory) -> dict[str, Any]:
+        """Bring a verified step back; return the content of its `trainer.json`.
+
+        Raises:
+            CheckpointError: It was saved under other ranks, stage, precision or data.
+        """
+        self._check_fits(step.manifest)
+        owner.load_shards(step.path)
+        trainer: dict[str, Any] = json.loads(step.trainer.read_text())
+        return trainer
+
+    def clean(self) -> None:
+        """Remove what killed saves and removals left behind."""
+        self._world.first_does(
+            lambda: clean_leftovers(self._folder, older_than_s=LEFTOVER_AGE_S, now=time.time())
+        )
+
+    def _first_does(self, action: Callable[[], T], staging: Staging) -> T:
+        """Let rank 0 work on the staging directory; a failure there removes it."""
+
+        def guarded() -> T:
+            try:
+                return action()
+            except OSError as error:
+                staging.discard()
+                raise _save_error(staging, [error]) from error
+            except RefocusedError:
+                staging.discard()
+                raise
+
+        return self._world.first_does(guarded)
+
+    def _prepare(self, staging: Staging) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        free, needed = shutil.disk_usage(self._folder).free, self._last_bytes * FREE_SPACE_FACTOR
+        if free < needed:
+            raise CheckpointError(
+                f"Step {staging.final.name} was not saved: {self._folder} has {free / 1e9:.2f} GB "
+                f"free and a save needs {needed / 1e9:.2f} GB. Make room, or lower "
+                "checkpoint.keep."
+            )
+        staging.create()
+
+    def _commit(
+        self,
+        staging: Staging,
+        files: dict[str, FileRecord],
+        trainer: Mapping[str, Any],
+        files_done: int,
+    ) -> StepDirectory:
+        facts = self._facts
+        write_bytes_atomic(
+            staging.path / "trainer.json", json.dumps(dict(trainer), indent=1).encode()
+        )
+        write_bytes_atomic(staging.path / "run.yaml", facts.run_yaml.encode())
+        write_bytes_atomic(staging.path / "model.json", facts.model_json.encode())
+        files = files | _unlisted(staging.path, files)
+        step = staging.commit(
+            CheckpointManifest(
+                run=facts.run,
+                name=name_of(int(trainer["step"])),
+                step=int(trainer["step"]),
+                epoch=int(trainer["position"]["epoch"]),
+                files_done=files_done,
+                created=datetime.datetime.now(datetime.UTC),
+                world_size=self._world.world_size,
+                zero_stage=facts.zero_stage,
+                dtype=facts.dtype,
+                versions=dict(facts.versions),
+                data_fingerprint=facts.data_fingerprint,
+                parameters=facts.parameters,
+                validation_loss=trainer["validation_loss"],
+                loss=trainer["loss"],
+                tokens=int(trainer["tokens"]),
+                files=files,
+            )
+        )
+        self._last_bytes = step.manifest.total_bytes
+        return step
+
+    def _check_fits(self, manifest: CheckpointManifest) -> None:
+        facts = self._facts
+        for what, saved, now, way_out in (
+            ("ranks", manifest.world_size, self._world.world_size, "start with --num_gpus {}"),
+            ("zero.stage", manifest.zero_stage, facts.zero_stage, "set zero.stage={}"),
+            ("precision.dtype", manifest.dtype, facts.dtype, "set precision.dtype={}"),
+            ("parameters", manifest.parameters, facts.parameters, "set model.preset back"),
+            ("data", manifest.data_fingerprint, facts.data_fingerprint, "set data.source back"),
+        ):
+            if saved != now:
+                raise CheckpointError(
+                    f"{manifest.name} was saved with {what} {saved}; this run has {now}. "
+                    f"To resume it, {way_out.format(saved)}; to start anew, give another --run "
+                    "name or --resume none."
+                )
+
+
+def _unlisted(folder: Path, listed: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+    """Describe, and push to the disk, the files that no rank hashed while writing."""
+    records = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_file() and name not in listed:
+            fsync_path(path)
+            records[name] = FileRecord(size=path.stat().st_size, crc32c=crc32c_of(path))
+    return records
+
+
+def _save_error(staging: Staging, errors: Sequence[OSError]) -> CheckpointError:
+    first = errors[0]
+    free = shutil.disk_usage(staging.final.parent).free
+    return CheckpointError(
+        f"{staging.final.name} was not saved: {first.strerror or first} "
+        f"({first.filename or staging.path}; {free / 1e9:.2f} GB free). What was written of it is "
+        "removed and training goes on. Make room on that disk, or lower checkpoint.keep."
+    )

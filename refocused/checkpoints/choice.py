@@ -1,0 +1,85 @@
+"""Which step a run resumes from: found here or in the bucket, and verified before it is used."""
+
+from __future__ import annotations
+
+import logging
+
+from refocused.checkpoints.catalog import Catalog, CatalogEntry
+from refocused.checkpoints.step_directory import StepDirectory, read_step
+from refocused.checkpoints.verify import describe, verify
+from refocused.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+def choose_step(catalog: Catalog, request: str) -> StepDirectory | None:
+    """Return a local, verified step to resume from; None to start from scratch.
+
+    `auto` takes the newest good step, or none when there has never been one; `latest` insists on
+    one; both go back to the one before when the newest is corrupt. Anything else names one step.
+    A step that is only in the bucket, or is corrupt here and whole there, is downloaded.
+
+    Args:
+        catalog: The run's steps, here and in the bucket.
+        request: `auto`, `latest`, `best`, `none`, a step, a name or a path.
+
+    Raises:
+        CheckpointError: The named step does not exist or is corrupt, or every step is.
+        BucketError: The bucket cannot be read.
+    """
+    if request == "none":
+        return None
+    if request not in ("auto", "latest"):
+        return _named(catalog, request)
+    entries = catalog.entries()
+    usable = [entry for entry in reversed(entries) if entry.usable]
+    for entry in usable:
+        try:
+            return _verified(catalog, entry)
+        except CheckpointError as error:
+            logger.warning("%s The step before it is tried.", error)
+    if entries:
+        raise CheckpointError(
+            f"None of the {len(entries)} checkpoints in {catalog.local} can be used (the newest: "
+            f"{entries[-1].name}, {'; '.join(entries[-1].notes) or 'corrupt'}). Look at them with "
+            "launch/checkpoints.py list, or start anew under another --run name."
+        )
+    if request == "latest":
+        raise CheckpointError(
+            f"There is no checkpoint in {catalog.local} to resume from. Start with --resume auto "
+            "or none."
+        )
+    return None
+
+
+def _named(catalog: Catalog, request: str) -> StepDirectory:
+    found = catalog.resolve(request)
+    if found.path is None:
+        return _fetched(catalog, found.step)
+    step = read_step(found.path)
+    problems = verify(step, deep=True)
+    if problems:
+        raise CheckpointError(
+            f"{step.path} is corrupt: {describe(problems)}. Choose another step, or --resume "
+            "latest, which goes back to the newest good one."
+        )
+    return step
+
+
+def _verified(catalog: Catalog, entry: CatalogEntry) -> StepDirectory:
+    if entry.local == "ok":
+        step = read_step(catalog.local / entry.name)
+        problems = verify(step, deep=True)
+        if not problems:
+            return step
+        if entry.bucket != "ok":
+            raise CheckpointError(f"{step.path} is corrupt: {describe(problems)}.")
+        logger.warning(
+            "%s is corrupt: %s. It is fetched from the bucket again.", step.path, describe(problems)
+        )
+    return _fetched(catalog, entry.step)
+
+
+def _fetched(catalog: Catalog, step: int) -> StepDirectory:
+    logger.info("Fetching step %s from the bucket", f"{step:,}")
+    return catalog.fetch(step, replace=True)

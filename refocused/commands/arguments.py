@@ -1,0 +1,58 @@
+"""How every command reads its arguments: `_` and `-` alike, one line for a mistake, exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from refocused.errors import ConfigError, ExitCode
+
+SILENT_RANK_SECONDS = 3.0  # the launcher kills everybody once one rank ends: rank 0 speaks first
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser for `--max_steps` as for `--max-steps`, that speaks on rank 0 only."""
+
+    def read(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """Parse arguments in any order; None takes those of the process."""
+        given = sys.argv[1:] if argv is None else argv
+        return self.parse_intermixed_args([_dashed(one) for one in given])
+
+    def error(self, message: str) -> NoReturn:
+        """End with one line that says what is wrong."""
+        end_silently_unless_first(ExitCode.WRONG_USE)
+        self.exit(ExitCode.WRONG_USE, f"{self.prog}: {message}. See {self.prog} --help.\n")
+
+
+def end_silently_unless_first(code: int) -> None:
+    """End a rank other than 0, some seconds later, so that rank 0 alone tells what is wrong."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(SILENT_RANK_SECONDS)
+        sys.exit(code)
+
+
+def _dashed(argument: str) -> str:
+    match = re.match(r"--[A-Za-z_-]+", argument)
+    if match is None:
+        return argument
+    return match[0].replace("_", "-") + argument[match.end() :]
+
+
+def split_overrides(arguments: Sequence[str]) -> list[str]:
+    """Return the `section.key=value` arguments.
+
+    Raises:
+        ConfigError: Something else stands among them.
+    """
+    for argument in arguments:
+        if not re.match(r"[A-Za-z_-]+\.[A-Za-z_-]+=", argument):
+            raise ConfigError(
+                f"command line: {argument!r} is not understood. Settings are written "
+                "section.key=value, for example optimizer.lr=2e-4."
+            )
+    return list(arguments)

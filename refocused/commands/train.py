@@ -1,0 +1,129 @@
+"""`launch/train.py`: train a run, on one rank or as one of many started by `deepspeed`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from refocused.commands.arguments import Parser, end_silently_unless_first, split_overrides
+from refocused.errors import ConfigError, ExitCode, RefocusedError
+
+if TYPE_CHECKING:
+    from refocused.config.decode import LoadedRun
+
+
+def build_parser() -> Parser:
+    """Describe the command line."""
+    parser = Parser(
+        prog="train",
+        description="Train a run. Start with: deepspeed --num_gpus N launch/train.py ...",
+        epilog="section.key=value changes a setting of the run file, for example "
+        "optimizer.lr=2e-4. The first Ctrl+C saves and stops.",
+    )
+    parser.add_argument(
+        "--config",
+        default="demo",
+        metavar="FILE",
+        help="run file, or the name of one in config/runs (default: demo)",
+    )
+    parser.add_argument("--run", metavar="NAME", help="the run's name and folder")
+    parser.add_argument(
+        "--resume",
+        default="auto",
+        metavar="WHAT",
+        help="auto (default): the newest good step if there is one; latest, best, none, a step, "
+        "a name or a path",
+    )
+    parser.add_argument("--max-steps", type=int, metavar="N", help="the same as run.steps=N")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, train nothing")
+    parser.add_argument("--print-config", action="store_true", help="print all settings and end")
+    parser.add_argument("--gcs-credentials", type=Path, metavar="FILE", help="key file for gs://")
+    parser.add_argument("--gcp-project", metavar="ID", help="Google Cloud project")
+    parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    rank = int(os.environ.get("RANK", "0"))
+    arguments = build_parser().read(argv)
+    try:
+        loaded = _load(arguments)
+        if arguments.print_config:
+            if rank == 0:
+                _print_config(loaded)
+            return ExitCode.OK
+        return _train(loaded, arguments)
+    except RefocusedError as error:
+        return _refuse(error, rank)
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+
+
+def _load(arguments: argparse.Namespace) -> LoadedRun:
+    from refocused.config.decode import load_run
+
+    overrides = split_overrides(arguments.overrides)
+    if arguments.max_steps is not None:
+        overrides.append(f"run.steps={arguments.max_steps}")
+    return load_run(arguments.config, overrides, name=arguments.run)
+
+
+def _print_config(loaded: LoadedRun) -> None:
+    import json
+
+    from refocused.config.batch_plan import plan_batch
+    from refocused.config.decode import render_run
+    from refocused.config.deepspeed import deepspeed_config
+    from refocused.estimate import count_parameters
+
+    config = loaded.config
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    settings = deepspeed_config(
+        batch=plan_batch(
+            config.batch, world_size=ranks, sequence_length=config.model.sequence_length
+        ),
+        optimizer=config.optimizer,
+        precision=config.precision,
+        zero=config.zero,
+        parameters=count_parameters(
+            loaded.shape, vocabulary_multiple=config.model.vocabulary_multiple
+        ).allocated,
+        fragment=loaded.fragment,
+    )
+    print(render_run(config))
+    print(f"# What DeepSpeed is given on {ranks} ranks:")
+    for line in json.dumps(settings, indent=1).splitlines():
+        print(f"# {line}")
+
+
+def _train(loaded: LoadedRun, arguments: argparse.Namespace) -> int:
+    from refocused import logs
+    from refocused.training.run import Request, run
+    from refocused.world import join_world
+
+    world = join_world(loaded.config.run.device)
+    logs.start_screen(world.rank)
+    request = Request(
+        resume=arguments.resume,
+        dry_run=arguments.dry_run,
+        credentials_file=arguments.gcs_credentials,
+        project=arguments.gcp_project,
+    )
+    code = run(loaded, request, world)
+    world.leave()
+    return code
+
+
+def _refuse(error: RefocusedError, rank: int) -> int:
+    """Say what is wrong: rank 0 for all where all know it, otherwise the rank itself."""
+    if error.on_every_rank or isinstance(error, ConfigError):
+        end_silently_unless_first(error.exit_code)
+    prefix = "" if rank == 0 else f"rank {rank}: "
+    print(f"{prefix}{error}", file=sys.stderr, flush=True)
+    return error.exit_code

@@ -1,0 +1,1 @@
+"""Training a model over many ranks: the only package that imports deepspeed."""

@@ -1,0 +1,131 @@
+"""The engine: one model over all ranks, trained by gradient accumulation and saved in shards."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refocused.engine import randomness
+from refocused.engine.checkpoint_files import HashingCheckpointEngine, WrittenFile
+
+TAG = "zero"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardsWritten:
+    """What this rank wrote of a checkpoint, and why not all of it."""
+
+    files: tuple[WrittenFile, ...]
+    errors: tuple[OSError, ...]
+
+
+class Engine:
+    """A model, its optimizer and their shards on this rank.
+
+    One optimizer step is `accumulation` calls of `accumulate` and then one `update`.
+    """
+
+    def __init__(self, deepspeed_engine: Any, *, device: torch.device, rank: int) -> None:
+        """Wrap an initialised DeepSpeed engine."""
+        self._engine = deepspeed_engine
+        self._device = device
+        self._rank_file = f"ranks/rank_{rank:05d}.pt"
+        self._files = HashingCheckpointEngine()
+        self._engine.checkpoint_engine = self._files
+
+    def accumulate(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Add one micro-batch's gradient; return its loss `[]`, still on the device."""
+        loss = self._engine(
+            input_ids.to(self._device, non_blocking=True),
+            labels.to(self._device, non_blocking=True),
+        )
+        self._engine.backward(loss)
+        if not self._engine.is_gradient_accumulation_boundary():
+            self._engine.step()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    def update(self, learning_rate: float) -> None:
+        """Apply the accumulated gradient: one optimizer step."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._engine.step()
+
+    def gradient_norm(self) -> float | None:
+        """Return the norm of the last step's whole gradient before clipping, where known."""
+        norm = self._engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
+
+    def loss_scale(self) -> float | None:
+        """Return fp16's current loss scale; None in other precisions."""
+        return float(self._engine.loss_scale()) if self._engine.fp16_enabled() else None
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates that fp16 skipped because the scaled gradient overflowed."""
+        return int(self._engine.skipped_steps)
+
+    def validation_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss of one batch without gradient or dropout; every rank must call."""
+        self._engine.eval()
+        try:
+            with torch.no_grad():
+                loss: Tensor = self._engine(
+                    input_ids.to(self._device, non_blocking=True),
+                    labels.to(self._device, non_blocking=True),
+                )
+        finally:
+            self._engine.train()
+        return loss
+
+    def next_token_logits(self, input_ids: Tensor) -> Tensor:
+        """Return the predictions `[B, V]` after each row's last token; every rank must call."""
+        self._engine.eval()
+        try:
+            with torch.no_grad():
+                logits: Tensor = self._engine.module.logits(input_ids.to(self._device))[:, -1]
+        finally:
+            self._engine.train()
+        return logits.float()
+
+    def save_shards(self, folder: Path) -> ShardsWritten:
+        """Write this rank's part below `folder`, in `zero/` and `ranks/`; every rank must call.
+
+        Only between two steps: an unfinished accumulation is not saved. A failure to write is
+        returned, not raised, so that the other ranks are not left inside a collective.
+        """
+        self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+        self._files.save(randomness.capture(), str(folder / self._rank_file))
+        return ShardsWritten(tuple(self._files.written), tuple(self._files.errors))
+
+    def load_shards(self, folder: Path) -> None:
+        """Take over the state that `save_shards` wrote; every rank must call.
+
+        The files' digests must have been verified: DeepSpeed's are pickled.
+        """
+        path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
+        assert path is not None, f"DeepSpeed found nothing in {folder / TAG}"
+        randomness.restore(torch.load(folder / self._rank_file, weights_only=True))
+
+    def shard_digest(self) -> str:
+        """Return a SHA-256 over this rank's float32 master weights: equal bits, equal digest."""
+        digest = hashlib.sha256()
+        for tensor in self._masters():
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def _masters(self) -> Sequence[Tensor]:
+        optimizer = self._engine.optimizer
+        for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+            if hasattr(optimizer, name):
+                return list(getattr(optimizer, name))
+        return [p for group in optimizer.param_groups for p in group["params"]]
+
+    def close(self) -> None:
+        """Give back what the engine holds."""
+        self._engine.destroy()

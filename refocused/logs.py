@@ -1,0 +1,66 @@
+"""Log lines: the screen of rank 0, `training.log`, and one file a rank."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from pathlib import Path
+
+LOGGER_NAME = "refocused"
+
+
+class _ScreenFormatter(logging.Formatter):
+    """Bare lines for a person; warnings carry their level."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        if record.levelno >= logging.ERROR:
+            return f"ERROR {text}"
+        if record.levelno >= logging.WARNING:
+            return f"WARN  {text}"
+        return text
+
+
+class _FileFormatter(logging.Formatter):
+    """UTC time, rank and level before each message."""
+
+    converter = staticmethod(time.gmtime)  # type: ignore[assignment]
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"%(asctime)s.%(msecs)03dZ rank {rank} %(levelname)s %(message)s")
+        self.datefmt = "%Y-%m-%dT%H:%M:%S"
+
+
+def start_screen(rank: int) -> None:
+    """Send log lines to the screen: results on stdout, warnings on stderr, of rank 0 alone."""
+    root = logging.getLogger(LOGGER_NAME)
+    root.setLevel(logging.INFO)
+    root.propagate = False
+    root.handlers.clear()
+    if rank == 0:
+        out = logging.StreamHandler(sys.stdout)
+        out.addFilter(lambda record: record.levelno < logging.WARNING)
+        err = logging.StreamHandler(sys.stderr)
+        err.setLevel(logging.WARNING)
+        for handler in (out, err):
+            handler.setFormatter(_ScreenFormatter())
+            root.addHandler(handler)
+    quieten_libraries()
+
+
+def start_files(folder: Path, rank: int) -> None:
+    """Also write `rank-N.log`, and on rank 0 `training.log`, into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"rank-{rank}.log"] + (["training.log"] if rank == 0 else [])
+    root = logging.getLogger(LOGGER_NAME)
+    for name in names:
+        handler = logging.FileHandler(folder / name, encoding="utf-8")
+        handler.setFormatter(_FileFormatter(rank))
+        root.addHandler(handler)
+
+
+def quieten_libraries() -> None:
+    """Keep the libraries' own chatter below warnings off the screen."""
+    for name in ("DeepSpeed", "torch", "transformers", "google", "urllib3"):
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,1 @@
+"""Language models whose forward pass returns the loss."""

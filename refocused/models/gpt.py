@@ -1,0 +1,111 @@
+"""GPT-2 and GPT-NeoX: transformers' bodies with our head, which returns the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from refocused.errors import ConfigError
+from refocused.models.head_loss import LossHead
+
+FAMILIES = ("gpt2", "gpt_neox")
+
+
+class CausalLM(nn.Module):
+    """A causal language model: `forward` gives the loss, `logits` the predictions.
+
+    Attributes:
+        network: The transformers model, whose head is a `LossHead`; its parameter names are those
+            of transformers, so that `network.save_pretrained` writes an ordinary checkpoint.
+    """
+
+    def __init__(self, network: Any, *, chunk_tokens: int) -> None:
+        """Replace the head of a transformers causal model by one that returns the loss."""
+        super().__init__()
+        head = network.get_output_embeddings()
+        network.set_output_embeddings(LossHead(head.weight, chunk_tokens=chunk_tokens))
+        self.network = network
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean cross-entropy.
+
+        Args:
+            input_ids: Tokens `[B, T]`.
+            labels: The tokens that follow, `[B, T]`, already shifted; -100 is not counted.
+        """
+        loss: Tensor = self.network.get_output_embeddings()(self._hidden(input_ids), labels)
+        return loss
+
+    def logits(self, input_ids: Tensor) -> Tensor:
+        """Return the predictions `[B, T, V]` for the token after each one."""
+        logits: Tensor = self.network.get_output_embeddings()(self._hidden(input_ids))
+        return logits
+
+    def _hidden(self, input_ids: Tensor) -> Tensor:
+        states: Tensor = self.network.base_model(
+            input_ids=input_ids, use_cache=False
+        ).last_hidden_state
+        return states
+
+    @property
+    def block_class(self) -> type[nn.Module]:
+        """The class of the repeated block: the unit of gathering, checkpointing, compiling."""
+        body = self.network.base_model
+        return type(body.h[0] if hasattr(body, "h") else body.layers[0])
+
+
+def build_gpt(
+    shape: Mapping[str, Any],
+    *,
+    vocabulary: int,
+    dropout: float,
+    activation_checkpointing: bool,
+    chunk_tokens: int,
+) -> CausalLM:
+    """Build a freshly initialised model from transformers' own configuration form.
+
+    Construction is plain, never inside `deepspeed.zero.Init`: there transformers' initialisation
+    runs on empty shards and the first loss is far from ln(V).
+
+    Args:
+        shape: The JSON of a transformers configuration with `model_type` gpt2 or gpt_neox.
+        vocabulary: Rows of the embedding, padding included.
+        dropout: Probability at every dropout of the model.
+        activation_checkpointing: Recompute each block in the backward pass.
+        chunk_tokens: Tokens whose logits exist at once in the loss.
+
+    Raises:
+        ConfigError: Another model type.
+    """
+    import transformers
+
+    kind = shape.get("model_type")
+    settings = {key: value for key, value in shape.items() if key != "model_type"}
+    settings["vocab_size"] = vocabulary
+    settings = {"bos_token_id": None, "eos_token_id": None} | settings
+    config: Any
+    if kind == "gpt2":
+        settings |= {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+        config = transformers.GPT2Config(**settings)
+    elif kind == "gpt_neox":
+        settings |= {"hidden_dropout": dropout, "attention_dropout": dropout}
+        config = transformers.GPTNeoXConfig(**settings)
+    else:
+        raise ConfigError(
+            f"model_type {kind!r} is not built here; known are {', '.join(FAMILIES)}."
+        )
+    config.use_cache = False
+    network = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa", dtype=torch.float32
+    )
+    if activation_checkpointing:
+        network.gradient_checkpointing_enable({"use_reentrant": False})
+    return CausalLM(network, chunk_tokens=chunk_tokens)
+
+
+def counted_parameters(model: nn.Module) -> int:
+    """Count the distinct parameters of a model, tied ones once (whole sizes under ZeRO-3 too)."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in set(model.parameters()))

@@ -1,0 +1,97 @@
+"""What one step measured, as a record and as a line for a person."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """The measurements at one optimizer step; None is unknown.
+
+    Attributes:
+        step: Optimizer steps made.
+        total_steps: Steps of the whole run.
+        tokens: Tokens trained on since the run's first start.
+        epoch: Passes over the data begun before this one.
+        loss: Mean over accumulation and ranks of this step's loss, in nats a token.
+        learning_rate: Of this step's update.
+        gradient_norm: Of the whole gradient before clipping.
+        loss_scale: fp16's.
+        skipped_steps: Updates that fp16 left out.
+        step_seconds: Median of the last steps, without validation and saves.
+        tokens_per_second: Over all ranks, by that median.
+        mfu_fraction: Share of the GPUs' dense peak that the model's FLOPs take.
+        data_wait_fraction: Share of the time since the last line spent waiting for batches.
+        gpu_memory_fraction: Peak share of the GPU's memory.
+        seconds_left: Until the last step, with validations and saves.
+        seconds_trained: Since the run's first start, interruptions left out.
+        cost_usd: Of that time.
+        cost_left_usd: Of the time left.
+    """
+
+    step: int
+    total_steps: int
+    tokens: int
+    epoch: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float | None
+    loss_scale: float | None
+    skipped_steps: int
+    step_seconds: float | None
+    tokens_per_second: float | None
+    mfu_fraction: float | None
+    data_wait_fraction: float | None
+    gpu_memory_fraction: float | None
+    seconds_left: float | None
+    seconds_trained: float
+    cost_usd: float | None
+    cost_left_usd: float | None
+
+    def as_record(self) -> dict[str, object]:
+        """Return the fields under their own names, for JSON."""
+        return dataclasses.asdict(self)
+
+    def as_line(self) -> str:
+        """Return the line a person follows."""
+        parts = [
+            f"step {self.step:>7,}/{self.total_steps:,} {self.step / self.total_steps:.1%}",
+            f"loss {self.loss:.4f}",
+            f"lr {self.learning_rate:.2e}".replace("e-0", "e-"),
+        ]
+        if self.gradient_norm is not None:
+            parts.append(f"gnorm {self.gradient_norm:.2f}")
+        if self.loss_scale is not None:
+            parts.append(f"scale {self.loss_scale:.0f} ({self.skipped_steps} skipped)")
+        if self.step_seconds is not None and self.tokens_per_second is not None:
+            parts += [f"{self.step_seconds:.3g} s", f"{self.tokens_per_second:,.0f} tok/s"]
+        for name, share in (
+            ("MFU", self.mfu_fraction),
+            ("data", self.data_wait_fraction),
+            ("mem", self.gpu_memory_fraction),
+        ):
+            if share is not None:
+                parts.append(f"{name} {share:.1%}")
+        if self.seconds_left is not None:
+            parts.append(f"left {duration(self.seconds_left)}{_dollars(self.cost_left_usd)}")
+        return " | ".join(parts)
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def duration(seconds: float) -> str:
+    """Return a time span as a person says it: 48 s, 12.5 min, 23.6 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def _dollars(cost_usd: float | None) -> str:
+    return "" if cost_usd is None else f" ${cost_usd:,.2f}"

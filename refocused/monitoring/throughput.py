@@ -1,0 +1,68 @@
+"""How fast the run is and when it will end, from this session's own steps."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from collections.abc import Callable
+from typing import Literal
+
+Activity = Literal["step", "validation", "save"]
+MEDIAN_STEPS = 50
+WARM_UP_STEPS = 10
+
+
+class Throughput:
+    """Splits the session's time into steps, validations and saves.
+
+    The first steps compile, allocate and fill caches; they are left out of the median as soon as
+    there are later ones.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Start now.
+
+        Args:
+            clock: Monotonic seconds.
+        """
+        self._clock = clock
+        self._started = self._last = clock()
+        self._steps: collections.deque[float] = collections.deque(maxlen=MEDIAN_STEPS)
+        self._count = 0
+        self._others: dict[Activity, list[float]] = {"validation": [], "save": []}
+
+    def lap(self, activity: Activity) -> float:
+        """Book the time since the last call on an activity; return it in seconds."""
+        now = self._clock()
+        seconds, self._last = now - self._last, now
+        if activity == "step":
+            self._count += 1
+            if self._count == WARM_UP_STEPS + 1:
+                self._steps.clear()
+            self._steps.append(seconds)
+        else:
+            self._others[activity].append(seconds)
+        return seconds
+
+    @property
+    def session_seconds(self) -> float:
+        """Time since the session's first step began."""
+        return self._clock() - self._started
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The median of the last steps; None before the first."""
+        return statistics.median(self._steps) if self._steps else None
+
+    def seconds_left(self, *, steps: int, validations: int, saves: int) -> float | None:
+        """Return the time that so many steps, validations and saves will take; None: unknown."""
+        if self.step_seconds is None:
+            return None
+        return steps * self.step_seconds + sum(
+            count * statistics.fmean(times)
+            for count, times in (
+                (validations, self._others["validation"]),
+                (saves, self._others["save"]),
+            )
+            if times
+        )

@@ -1,0 +1,1 @@
+"""The story of a run: build the parts, train, validate, save, stop."""

@@ -1,0 +1,108 @@
+"""How a run ends: the mirror's queue, the summary, the exit code."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from refocused.checkpoints.mirror_status import MirrorStatus
+from refocused.config.outputs import CheckpointConfig
+from refocused.errors import ExitCode
+from refocused.monitoring.metrics import duration, perplexity
+from refocused.training.loop import Outcome
+from refocused.training.parts import Parts
+from refocused.training.state import TrainState
+
+logger = logging.getLogger(__name__)
+
+INTERRUPTED_DRAIN_S = 5.0  # the launcher kills a stopping rank after 30 s; the mirror goes on
+
+
+def finish(
+    parts: Parts, outcome: Outcome, *, sample: str | None, folder: Path, settings: CheckpointConfig
+) -> ExitCode:
+    """Wait for the mirror, say how the run ended, return the command's exit code.
+
+    Args:
+        parts: The run's parts.
+        outcome: How training ended.
+        sample: What the model writes; None: nothing was asked for.
+        folder: The run's folder.
+        settings: How long to wait for the mirror.
+    """
+    limit = INTERRUPTED_DRAIN_S if outcome.stopped else settings.drain_minutes * 60
+    mirrored = parts.saver.drain(limit, _Progress())
+    code = outcome.stopped.exit_code
+    if not mirrored and not outcome.stopped:
+        code = ExitCode.NOT_MIRRORED
+    if parts.world.is_first:
+        for line in _summary(parts, outcome, sample, folder, settings, mirrored=mirrored):
+            logger.info("%s", line)
+    status = "stopped" if outcome.stopped else "finished"
+    parts.reporter.event(status, f"done  {status} at step {outcome.state.step:,}", exit_code=code)
+    parts.reporter.write_state(outcome.state, status, mirrored=mirrored)
+    parts.reporter.close()
+    return code
+
+
+class _Progress:
+    """Says every ten percent how far the mirror is."""
+
+    def __init__(self) -> None:
+        self._said = -1
+
+    def __call__(self, status: MirrorStatus) -> None:
+        if not status.waiting or not status.total_bytes:
+            return
+        tenth = 10 * status.done_bytes // status.total_bytes
+        if tenth != self._said:
+            self._said = tenth
+            logger.info(
+                "      upload of step %s: %d %% (%d waiting)",
+                f"{status.waiting[0]:,}",
+                10 * tenth,
+                len(status.waiting),
+            )
+
+
+def _summary(
+    parts: Parts,
+    outcome: Outcome,
+    sample: str | None,
+    folder: Path,
+    settings: CheckpointConfig,
+    *,
+    mirrored: bool,
+) -> list[str]:
+    state, saved = outcome.state, parts.saver.saved_step == outcome.state.step
+    lines = [
+        f"done  step {state.step:,} of {parts.total_steps:,}, {state.tokens:,} tokens, "
+        f"{duration(state.seconds)}{_dollars(state)}"
+        + (f" | stopped by {outcome.stopped.text}" if outcome.stopped else "")
+    ]
+    if state.best_loss is not None:
+        lines.append(
+            f"      best validation loss {state.best_loss:.4f} (perplexity "
+            f"{perplexity(state.best_loss):.2f}) at step {state.best_step:,}"
+        )
+    lines.append(
+        f"      checkpoint {folder}/checkpoints/checkpoint_step_{state.step}"
+        if saved
+        else "      the last step is NOT saved (see the warnings above)"
+    )
+    if settings.mirror is not None:
+        lines.append(
+            f"      mirror {settings.mirror}: everything is there"
+            if mirrored
+            else f"      mirror {settings.mirror}: NOT complete yet, see {folder}/mirror.json; the "
+            "upload goes on in the background"
+        )
+    if sample is not None:
+        lines += ["      sample of what it writes:", *(f"      | {s}" for s in sample.splitlines())]
+    if state.step < parts.total_steps:
+        lines.append("      resume: the same command")
+    return lines
+
+
+def _dollars(state: TrainState) -> str:
+    return "" if state.cost_usd is None else f", ${state.cost_usd:,.2f}"

@@ -1,0 +1,97 @@
+"""The loop: take steps until all are made or someone asks to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import torch
+
+from refocused.batches.batch import Batch
+from refocused.batches.loader import BatchStream
+from refocused.engine.schedule import learning_rate
+from refocused.errors import RefocusedError, TrainingError
+from refocused.training.parts import Parts
+from refocused.training.state import TrainState
+from refocused.training.stopping import StopReason, StopRequest
+from refocused.training.validation import validate
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """How training ended."""
+
+    state: TrainState
+    stopped: StopReason
+
+
+def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
+    """Train from a state to the run's last step, or until every rank agrees to stop.
+
+    Raises:
+        RefocusedError: On every rank alike: bad data, a non-finite loss, saves that keep failing.
+    """
+    stopping = stop.agreed()
+    with contextlib.closing(parts.loader.batches_from(state.position)) as batches:
+        while state.step < parts.total_steps and not stopping:
+            loss = take_step(parts, batches, state)
+            state = state.after_step(parts.plan, batches.position)
+            parts.throughput.lap("step")
+            stopping = stop.agreed()
+            last = state.step == parts.total_steps
+            if last or parts.cadence.log_due(state.step) or stopping:
+                state = parts.reporter.step(state, loss, batches.wait_seconds)
+            if last or parts.cadence.validation_due(state.step):
+                state = validate(parts, state, stop)
+                stopping = stop.agreed()
+            if last or parts.cadence.checkpoint_due(state.step) or stopping:
+                state = parts.saver.save(state)
+    return Outcome(state, stopping)
+
+
+def take_step(parts: Parts, batches: BatchStream, state: TrainState) -> torch.Tensor:
+    """Make one optimizer step; return this rank's mean loss `[]`, still on the device."""
+    micro_batches = fetch_together(parts, batches)
+    losses = [parts.engine.accumulate(batch.input_ids, batch.labels) for batch in micro_batches]
+    loss = torch.stack(losses).mean()
+    stop_unless_finite(parts, loss, micro_batches, state.step + 1)
+    parts.engine.update(
+        learning_rate(
+            state.step,
+            peak=parts.optimizer.lr,
+            total_steps=parts.total_steps,
+            schedule=parts.schedule,
+        )
+    )
+    return loss
+
+
+def fetch_together(parts: Parts, batches: BatchStream) -> list[Batch]:
+    """Return this rank's micro-batches of the next step, or raise on every rank alike.
+
+    A rank that failed alone would leave the others inside a collective.
+    """
+    error: RefocusedError | None = None
+    micro_batches: list[Batch] = []
+    try:
+        micro_batches = batches.next_step()
+    except RefocusedError as raised:
+        error = raised
+    if any(parts.world.largest([error is not None])):
+        parts.world.raise_together(error)
+    return micro_batches
+
+
+def stop_unless_finite(
+    parts: Parts, loss: torch.Tensor, micro_batches: list[Batch], step: int
+) -> None:
+    """Raise on every rank, before the update, when a rank's loss is NaN or infinite."""
+    finite = bool(torch.isfinite(loss))
+    if any(parts.world.largest([not finite])):
+        windows = "; ".join(batch.describe() for batch in micro_batches)
+        error = TrainingError(
+            f"Loss is not finite on rank {parts.world.rank} at step {step:,} ({windows}). Stopped "
+            "before the optimizer step. The last checkpoint is good: resume with a lower "
+            "optimizer.lr, or leave the named file out with data.exclude."
+        )
+        parts.world.raise_together(None if finite else error)

@@ -1,0 +1,42 @@
+"""The parts of a run as the loop uses them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from refocused.batches.batch import Batch
+from refocused.batches.loader import Loader
+from refocused.config.batch_plan import BatchPlan
+from refocused.config.optimization import OptimizerConfig, ScheduleConfig
+from refocused.engine.engine import Engine
+from refocused.monitoring.throughput import Throughput
+from refocused.training.cadence import Cadence
+from refocused.training.reporter import Reporter
+from refocused.training.saver import Saver
+from refocused.world import World
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything the loop needs, built once by `refocused.training.run`.
+
+    Attributes:
+        validation_batches: Yields this rank's validation batches, the same ones at every call;
+            none without validation data.
+        vocabulary_rows: Rows of the embedding, padding included: V of the first loss.
+    """
+
+    world: World
+    engine: Engine
+    loader: Loader
+    validation_batches: Callable[[], Iterator[Batch]]
+    plan: BatchPlan
+    total_steps: int
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    cadence: Cadence
+    throughput: Throughput
+    reporter: Reporter
+    saver: Saver
+    vocabulary_rows: int

@@ -1,0 +1,212 @@
+"""What the run tells: log lines, metrics, events, and the state file that others read."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from refocused.config.batch_plan import BatchPlan
+from refocused.config.optimization import OptimizerConfig, ScheduleConfig
+from refocused.engine.engine import Engine
+from refocused.engine.schedule import learning_rate
+from refocused.monitoring.metrics import StepMetrics, duration, perplexity
+from refocused.monitoring.records import JsonLines, finite, write_state
+from refocused.monitoring.throughput import Throughput
+from refocused.training.cadence import Cadence
+from refocused.training.state import TrainState
+from refocused.world import World
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunFigures:
+    """What of a run does not change while it goes on.
+
+    Attributes:
+        name: The run's name.
+        total_steps: Steps of the whole run.
+        plan: The batch of a step.
+        optimizer: For the learning rate.
+        schedule: For the learning rate.
+        cadence: For the time left.
+        mfu: Turns tokens a second into MFU; None where the GPU is unknown.
+        per_hour_usd: Price of the machine; None: unknown.
+    """
+
+    name: str
+    total_steps: int
+    plan: BatchPlan
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    cadence: Cadence
+    mfu: Callable[[float], float | None]
+    per_hour_usd: float | None
+
+
+class Reporter:
+    """Writes what rank 0 has to tell; every rank calls it, since figures are gathered."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        figures: RunFigures,
+        engine: Engine,
+        throughput: Throughput,
+        world: World,
+    ) -> None:
+        """Open the run's files on rank 0."""
+        self._figures = figures
+        self._engine = engine
+        self._throughput = throughput
+        self._world = world
+        self._seconds_before = 0.0
+        self._cost_before: float | None = None
+        self._waited = self._reported_at = 0.0
+        self._state_file = folder / "state.json"
+        self._metrics = self._events = None
+        if world.is_first:
+            self._metrics = JsonLines(folder / "logs" / "training_metrics.jsonl")
+            self._events = JsonLines(folder / "logs" / "events.jsonl")
+
+    def begin(self, state: TrainState) -> None:
+        """Count this session's time and money on top of a state's."""
+        self._seconds_before, self._cost_before = state.seconds, state.cost_usd
+
+    def booked(self, state: TrainState) -> TrainState:
+        """Return a state with this session's time and money added."""
+        session = self._throughput.session_seconds
+        price = self._figures.per_hour_usd
+        cost = self._cost_before
+        if price is not None:
+            cost = (cost or 0.0) + session / 3600 * price
+        return dataclasses.replace(state, seconds=self._seconds_before + session, cost_usd=cost)
+
+    def step(self, state: TrainState, loss: torch.Tensor, waited_seconds: float) -> TrainState:
+        """Read the loss from the device, report the step, return the state with what was read."""
+        mean = self._world.total([float(loss)])[0] / self._world.world_size
+        memory = self._world.largest([_gpu_memory_fraction(self._world)])[0]
+        state = self.booked(dataclasses.replace(state, loss=mean))
+        metrics = self._metrics_of(state, mean, waited_seconds, memory or None)
+        if self._metrics is not None:
+            self._metrics.write({"kind": "step", **metrics.as_record(), "loss": finite(mean)})
+            logger.info("%s", metrics.as_line())
+            self.write_state(
+                state,
+                "training",
+                tokens_per_second=metrics.tokens_per_second,
+                seconds_left=metrics.seconds_left,
+            )
+        return state
+
+    def validation(self, state: TrainState, seconds: float) -> None:
+        """Report a validation."""
+        loss = state.validation_loss
+        assert loss is not None  # it was just measured
+        if self._metrics is None:
+            return
+        best = " (best)" if state.best_step == state.step else ""
+        logger.info(
+            "eval %7s val %.4f ppl %.2f%s | %s",
+            f"{state.step:,}",
+            loss,
+            perplexity(loss),
+            best,
+            duration(seconds),
+        )
+        self._metrics.write(
+            {
+                "kind": "validation",
+                "step": state.step,
+                "tokens": state.tokens,
+                "validation_loss": finite(loss),
+                "perplexity": finite(perplexity(loss)),
+                "seconds": seconds,
+            }
+        )
+
+    def event(self, kind: str, text: str, **facts: object) -> None:
+        """Record something that happened; the screen gets its text."""
+        if self._events is not None:
+            self._events.write({"kind": kind, "text": text, **facts})
+            level = logging.WARNING if kind.endswith("failed") else logging.INFO
+            logger.log(level, "%s", text)
+
+    def write_state(self, state: TrainState, status: str, **facts: object) -> None:
+        """Replace `state.json`, which tells other programs where the run is."""
+        if self._world.is_first:
+            write_state(
+                self._state_file,
+                {
+                    "run": self._figures.name,
+                    "status": status,
+                    "pid": os.getpid(),
+                    "total_steps": self._figures.total_steps,
+                    **state.as_record(),
+                    **facts,
+                },
+            )
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (self._metrics, self._events):
+            if file is not None:
+                file.close()
+
+    def _metrics_of(
+        self, state: TrainState, loss: float, waited_seconds: float, memory: float | None
+    ) -> StepMetrics:
+        figures, seconds = self._figures, self._throughput.step_seconds
+        speed = figures.plan.tokens / seconds if seconds else None
+        left = self._throughput.seconds_left(
+            steps=figures.total_steps - state.step,
+            validations=figures.cadence.validations_left(state.step, figures.total_steps),
+            saves=figures.cadence.saves_left(state.step, figures.total_steps),
+        )
+        price = figures.per_hour_usd
+        return StepMetrics(
+            step=state.step,
+            total_steps=figures.total_steps,
+            tokens=state.tokens,
+            epoch=state.position.epoch,
+            loss=loss,
+            learning_rate=learning_rate(
+                state.step - 1,
+                peak=figures.optimizer.lr,
+                total_steps=figures.total_steps,
+                schedule=figures.schedule,
+            ),
+            gradient_norm=self._engine.gradient_norm(),
+            loss_scale=self._engine.loss_scale(),
+            skipped_steps=self._engine.skipped_steps,
+            step_seconds=seconds,
+            tokens_per_second=speed,
+            mfu_fraction=figures.mfu(speed) if speed else None,
+            data_wait_fraction=self._wait_fraction(waited_seconds),
+            gpu_memory_fraction=memory,
+            seconds_left=left,
+            seconds_trained=state.seconds,
+            cost_usd=state.cost_usd,
+            cost_left_usd=left / 3600 * price if left is not None and price else None,
+        )
+
+    def _wait_fraction(self, waited_seconds: float) -> float:
+        """Return the share of the time since the last line that batches were waited for."""
+        now = self._throughput.session_seconds
+        waited, passed = waited_seconds - self._waited, now - self._reported_at
+        self._waited, self._reported_at = waited_seconds, now
+        return min(1.0, waited / passed) if passed > 0 else 0.0
+
+
+def _gpu_memory_fraction(world: World) -> float:
+    """Return this rank's peak share of GPU memory; 0 without a GPU."""
+    if world.device_kind != "cuda":
+        return 0.0
+    total = torch.cuda.get_device_properties(world.device).total_memory
+    return torch.cuda.max_memory_allocated(world.device) / total

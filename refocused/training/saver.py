@@ -1,0 +1,172 @@
+"""Saving inside the loop: a failed save does not stop training, several in a row do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from refocused.checkpoints.checkpointer import Checkpointer
+from refocused.checkpoints.mirror import CheckpointMirror
+from refocused.checkpoints.mirror_status import MirrorStatus
+from refocused.checkpoints.retention import KeptStep, to_remove
+from refocused.checkpoints.staging import remove_step
+from refocused.checkpoints.step_directory import (
+    StepDirectory,
+    name_of,
+    parse_name,
+    read_step,
+    step_paths,
+)
+from refocused.config.outputs import CheckpointConfig
+from refocused.engine.engine import Engine
+from refocused.errors import CheckpointError
+from refocused.monitoring.metrics import duration
+from refocused.monitoring.throughput import Throughput
+from refocused.training.reporter import Reporter
+from refocused.training.state import TrainState
+from refocused.world import World
+
+logger = logging.getLogger(__name__)
+
+
+class Saver:
+    """Saves the state, keeps the mirror going and removes old steps; all ranks call together."""
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        *,
+        folder: Path,
+        engine: Engine,
+        mirror: CheckpointMirror | None,
+        settings: CheckpointConfig,
+        reporter: Reporter,
+        throughput: Throughput,
+        world: World,
+        files_done: Callable[[TrainState], int],
+    ) -> None:
+        """Bring the owners together.
+
+        Args:
+            checkpointer: Writes step directories.
+            folder: Where they are.
+            engine: What is saved.
+            mirror: The background copy; only rank 0 has one.
+            settings: How many to keep, how many failures to bear.
+            reporter: Tells.
+            throughput: Books the time.
+            world: The ranks.
+            files_done: Token files of the epoch that are consumed at a state.
+        """
+        self._checkpointer = checkpointer
+        self._folder = folder
+        self._engine = engine
+        self._mirror = mirror
+        self._settings = settings
+        self._reporter = reporter
+        self._throughput = throughput
+        self._world = world
+        self._files_done = files_done
+        self._failures = 0
+        self.saved_step: int | None = None
+
+    def save(self, state: TrainState) -> TrainState:
+        """Save a state; return it with its time and money booked.
+
+        Raises:
+            CheckpointError: On every rank, after `checkpoint.max_failed_saves` failures in a row.
+        """
+        if self.saved_step == state.step:
+            return state
+        state = self._world.broadcast(self._reporter.booked(state))
+        try:
+            self._checkpointer.save(
+                self._engine, state.as_record(), files_done=self._files_done(state)
+            )
+        except CheckpointError as error:
+            self._bear(error)
+            return state
+        seconds = self._throughput.lap("save")
+        self._failures, self.saved_step = 0, state.step
+        self._world.first_does(lambda: self._after(state, seconds))
+        return state
+
+    def load(self, step: StepDirectory) -> TrainState:
+        """Bring the engine back to a verified step; return the state that belongs to it.
+
+        Raises:
+            CheckpointError: It was saved under other ranks, stage, precision or data.
+        """
+        state = TrainState.from_record(self._checkpointer.load(self._engine, step))
+        if step.path.parent == self._folder:
+            self.saved_step = state.step
+        return state
+
+    def start_mirror(self) -> None:
+        """Start the background copy, and remove what killed saves left."""
+        self._checkpointer.clean()
+        self._world.first_does(lambda: self._mirror.start() if self._mirror else None)
+
+    def drain(self, timeout_s: float, progress: Callable[[MirrorStatus], None]) -> bool:
+        """Wait on rank 0 until the bucket holds everything; return whether it does, everywhere."""
+        return self._world.first_does(
+            lambda: self._mirror.drain(timeout_s, progress) if self._mirror else True
+        )
+
+    def _bear(self, error: CheckpointError) -> None:
+        self._throughput.lap("save")
+        self._failures += 1
+        self._reporter.event("save_failed", str(error))
+        if self._failures >= self._settings.max_failed_saves:
+            raise CheckpointError(
+                f"{self._failures} saves in a row have failed; the run stops rather than train on "
+                f"unsaved. The last one: {error}"
+            ) from error
+
+    def _after(self, state: TrainState, seconds: float) -> None:
+        waiting = ""
+        if self._mirror is not None:
+            self._mirror.ensure_alive()
+            status = self._mirror.status()
+            behind = len(status.waiting) if status else 0
+            waiting = f" | upload queued ({behind} waiting)" if behind else " | upload queued"
+            if status and status.last_error:
+                waiting += f": {status.last_error}"
+        self._reporter.event(
+            "save",
+            f"save {state.step:>7,} local {duration(seconds)}{waiting}",
+            step=state.step,
+            seconds=seconds,
+        )
+        self._thin_out(state)
+
+    def _thin_out(self, state: TrainState) -> None:
+        """Remove what retention does not keep; a step that the mirror lacks stays."""
+        status = self._mirror.status() if self._mirror is not None else None
+        mirrored = set(status.mirrored) if status else set()
+        steps = []
+        for path in step_paths(self._folder):
+            step = parse_name(path.name)
+            assert step is not None  # step_paths yields no other names
+            steps.append(
+                KeptStep(
+                    step=step,
+                    verified=_readable(path),
+                    mirrored=None if self._mirror is None else step in mirrored,
+                    best=step == state.best_step,
+                )
+            )
+        for step in to_remove(steps, keep=self._settings.keep):
+            try:
+                remove_step(self._folder / name_of(step))
+            except OSError as error:
+                logger.warning("%s could not be removed: %s", name_of(step), error)
+
+
+def _readable(path: Path) -> bool:
+    try:
+        read_step(path)
+    except CheckpointError:
+        return False
+    return True

@@ -1,0 +1,75 @@
+"""Where training stands: everything a resume restores besides the engine's own shards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from refocused.batches.position import Position
+from refocused.config.batch_plan import BatchPlan
+from refocused.errors import CheckpointError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainState:
+    """The run's progress.
+
+    Attributes:
+        step: Optimizer steps made.
+        tokens: Tokens trained on.
+        position: Where the next batch begins in the data.
+        loss: Training loss of the last step that was read.
+        validation_loss: The last one; None before the first.
+        best_loss: Lowest validation loss so far.
+        best_step: Step of the lowest validation loss.
+        seconds: Time spent training since the first start, in all sessions.
+        cost_usd: Price of that time; None while no price is known.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    position: Position = dataclasses.field(default_factory=Position)
+    loss: float | None = None
+    validation_loss: float | None = None
+    best_loss: float | None = None
+    best_step: int | None = None
+    seconds: float = 0.0
+    cost_usd: float | None = None
+
+    def after_step(self, plan: BatchPlan, position: Position) -> TrainState:
+        """Return the state one optimizer step later."""
+        return dataclasses.replace(
+            self, step=self.step + 1, tokens=self.tokens + plan.tokens, position=position
+        )
+
+    def after_validation(self, loss: float) -> TrainState:
+        """Return the state with a validation's result; a NaN is never the best."""
+        better = loss == loss and (self.best_loss is None or loss < self.best_loss)
+        return dataclasses.replace(
+            self,
+            validation_loss=loss,
+            best_loss=loss if better else self.best_loss,
+            best_step=self.step if better else self.best_step,
+        )
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the state for JSON."""
+        record = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return record | {"position": self.position.to_dict()}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> TrainState:
+        """Read what `as_record` wrote.
+
+        Raises:
+            CheckpointError: A field is missing or unknown.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        if set(record) != names:
+            odd = ", ".join(sorted(names ^ set(record)))
+            raise CheckpointError(
+                f"The checkpoint's trainer.json differs from this version's form in: {odd}. "
+                "Resume with the version of refocused that wrote it, or from another checkpoint."
+            )
+        return cls(**{**record, "position": Position.from_dict(record["position"])})

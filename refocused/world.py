@@ -1,0 +1,218 @@
+"""The ranks of a run and what they tell each other outside of training itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from refocused.errors import ConfigError, RefocusedError
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+DeviceKind = Literal["cuda", "cpu"]
+CONTROL_TIMEOUT = datetime.timedelta(hours=2)  # longer than any save, download or validation
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class World:
+    """This process among the ranks of the run.
+
+    Messages of the control plane (flags, names, errors) go over gloo on the CPU, so that they
+    need no GPU and may wait for a slow disk without tripping NCCL's watchdog.
+
+    Attributes:
+        rank: Number of this process among all, from 0.
+        local_rank: Number of this process on its machine.
+        world_size: Processes of the run.
+        local_world_size: Processes of the run on this machine.
+        device_kind: What training computes on.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    device_kind: DeviceKind = "cpu"
+    _control: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        import torch
+
+        if self.device_kind == "cuda":
+            return torch.device("cuda", self.local_rank)
+        return torch.device("cpu")
+
+    @property
+    def device_name(self) -> str:
+        """What the driver calls this rank's GPU; `CPU` without one."""
+        import torch
+
+        return torch.cuda.get_device_name(self.device) if self.device_kind == "cuda" else "CPU"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that decides and speaks."""
+        return self.rank == 0
+
+    @property
+    def is_first_on_node(self) -> bool:
+        """Whether this rank does its machine's own work, such as fetching."""
+        return self.local_rank == 0
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.gather(None)
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value, in the order of the ranks."""
+        if self.world_size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's value on every rank."""
+        if self.world_size == 1:
+            return value
+        import torch.distributed as dist
+
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._control)
+        return box[0]
+
+    def largest(self, numbers: Sequence[float]) -> list[float]:
+        """Return, for each place, the largest number that any rank gave there."""
+        if self.world_size == 1:
+            return [float(number) for number in numbers]
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.tensor(list(numbers), dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control)
+        return [float(number) for number in tensor.tolist()]
+
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        """Return, for each place, the sum of the numbers of all ranks."""
+        gathered = self.gather([float(number) for number in numbers])
+        return [sum(column) for column in zip(*gathered, strict=True)]
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Do the same on every rank; when one fails, all raise the first failing rank's error."""
+        error: RefocusedError | None = None
+        result: T | None = None
+        try:
+            result = action()
+        except RefocusedError as raised:
+            error = raised
+        self.raise_together(error)
+        return result  # type: ignore[return-value]
+
+    def first_does(self, action: Callable[[], T]) -> T:
+        """Do something on rank 0 alone; every rank gets its result or its error."""
+        return self.broadcast(self.together(lambda: action() if self.is_first else None))  # type: ignore[return-value]
+
+    def raise_together(self, error: RefocusedError | None) -> None:
+        """Raise on every rank when at least one rank brings an error."""
+        failed = [(rank, e) for rank, e in enumerate(self.gather(error)) if e is not None]
+        if failed:
+            rank, first = failed[0]
+            shared = type(first)(str(first) if rank == 0 else f"rank {rank}: {first}")
+            shared.on_every_rank = True
+            raise shared
+
+    def leave(self) -> None:
+        """Let the ranks part: wait for all, then close NCCL's connections.
+
+        gloo's are left to the end of the process: closing them aborts it now and then ("terminate
+        called without an active exception", in 4 of 16 runs of torch 2.13), and the launcher takes
+        that for a failed run.
+        """
+        self.barrier()
+        if self.device_kind == "cuda":
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+
+def ranks_from_environment(environment: dict[str, str]) -> World:
+    """Read what a launcher says; without one this is the only rank."""
+    size = int(environment.get("WORLD_SIZE", "1"))
+    local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or size
+    return World(
+        rank=int(environment.get("RANK", "0")),
+        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        world_size=size,
+        local_world_size=int(local_size),
+    )
+
+
+def choose_device(asked: str, *, local_world_size: int, gpus: int) -> DeviceKind:
+    """Decide what to compute on.
+
+    Raises:
+        ConfigError: More ranks than GPUs, or `cuda` on a machine without any.
+    """
+    if asked == "cpu" or (asked == "auto" and gpus == 0):
+        return "cpu"
+    if gpus < local_world_size:
+        raise ConfigError(
+            f"{local_world_size} ranks were started on this machine, and it has {gpus} GPUs that "
+            f"torch can see. Start with --num_gpus {gpus}, or set run.device=cpu for a trial "
+            "without GPUs."
+            if gpus
+            else f"run.device is cuda, and torch sees no GPU on this machine ({local_world_size} "
+            "ranks were started). Check nvidia-smi and that torch is a CUDA build, or set "
+            "run.device=cpu for a trial."
+        )
+    return "cuda"
+
+
+def join_world(asked_device: str) -> World:
+    """Connect this process to the other ranks of the run.
+
+    Raises:
+        ConfigError: The machine has too few GPUs.
+    """
+    import torch
+    import torch.distributed as dist
+
+    _complete_environment()
+    alone = ranks_from_environment(dict(os.environ))
+    gpus = torch.cuda.device_count()
+    kind = choose_device(asked_device, local_world_size=alone.local_world_size, gpus=gpus)
+    if kind == "cuda":
+        torch.cuda.set_device(alone.local_rank)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", alone.local_rank))
+        control: Any = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+    else:
+        dist.init_process_group("gloo", timeout=CONTROL_TIMEOUT)
+        control = dist.group.WORLD
+    return dataclasses.replace(alone, device_kind=kind, _control=control)
+
+
+def _complete_environment() -> None:
+    """Name a world of one rank when no launcher did, with a port of its own."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
