@@ -43,11 +43,15 @@ class CheckpointMirror:
             CheckpointError: The process could not be started.
         """
         self._files.drain.unlink(missing_ok=True)
+        self._files.status.unlink(missing_ok=True)  # nobody may act on what an old mirror said
         self._spawn()
 
     def status(self) -> MirrorStatus | None:
-        """What the mirror said last; None: it has said nothing yet."""
-        return self._files.read_status()
+        """What the mirror said last; None: nothing yet, or it was about another bucket."""
+        status, wanted = self._files.read_status(), self._settings
+        if status is None or (status.bucket, status.prefix) != (wanted.bucket, wanted.prefix):
+            return None
+        return status
 
     def ensure_alive(self) -> bool:
         """Start the process again when it has died; return whether that was needed."""

@@ -173,7 +173,7 @@ class MirrorLoop:
         return settled if settled and settled.signature == _signature(path) else None
 
     def _tell(self, **changes: object) -> None:
-        """Write the status when it says something new, or when the last word is old."""
+        """Write the status when it says something new, or when the last word is old or gone."""
         known = {path: self._verdict(path) for path in step_paths(self._files.checkpoints)}
         steps = {_step(path): settled for path, settled in known.items() if settled is not None}
         changes["mirrored"] = tuple(step for step, was in steps.items() if was.failure is None)
@@ -181,7 +181,8 @@ class MirrorLoop:
         changes["waiting"] = tuple(_step(path) for path in self._waiting())
         status = self._status.model_copy(update=changes)
         now = time.time()
-        if status == self._status and now - status.heartbeat < HEARTBEAT_SECONDS:
+        fresh = self._files.status.exists() and now - status.heartbeat < HEARTBEAT_SECONDS
+        if status == self._status and fresh:
             return
         self._status = status.model_copy(update={"heartbeat": now})
         try:

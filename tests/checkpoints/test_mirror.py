@@ -250,6 +250,20 @@ def test_a_step_saved_again_is_copied_again(place: Place) -> None:
     assert remote.manifest("checkpoint_step_10") == again.manifest
 
 
+def test_what_an_earlier_mirror_said_about_another_bucket_does_not_count(place: Place) -> None:
+    make_step(place.checkpoints, 10)
+    mirror = place.mirror()
+    mirror.start()
+    assert mirror.drain(PATIENCE_SECONDS)
+    place.bucket = place.bucket.with_name("another")
+    other = place.mirror()
+    assert mirror.status() is not None
+    assert other.status() is None
+    other.start()
+    until(place.says(lambda status: status.mirrored == (10,)))
+    assert place.committed() == [10]
+
+
 def test_one_mirror_at_a_time_works_on_a_run(place: Place) -> None:
     first, second = place.mirror(), place.mirror()
     first.start()
@@ -257,6 +271,7 @@ def test_one_mirror_at_a_time_works_on_a_run(place: Place) -> None:
     working = place.status().process
     second.start()
     time.sleep(0.5)  # time for the second to take over, if it could
+    until(place.says(lambda status: status.alive))
     assert place.status().process == working
     os.kill(working.pid, signal.SIGKILL)
     until(place.says(lambda status: status.alive and status.process != working))
