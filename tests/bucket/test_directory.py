@@ -67,20 +67,24 @@ def test_links_within_the_folder_and_a_linked_folder_are_fine(tmp_path: Path) ->
     assert [(blob.name, blob.size) for blob in listed] == [("x", 3), ("y", 3)]
 
 
-def test_a_write_that_loses_a_race_keeps_the_first_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("way", ["write", "upload"])
+def test_a_lost_race_keeps_the_first_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
+    folder, source = tmp_path / "bucket", tmp_path / "source"
+    source.write_bytes(b"ours")
     really_synchronize = os.fsync
 
     def another_writes_first(descriptor: int) -> None:
-        (tmp_path / "x").write_bytes(b"theirs")
+        (folder / "x").write_bytes(b"theirs")
         really_synchronize(descriptor)
 
     monkeypatch.setattr(os, "fsync", another_writes_first)
+    bucket = DirectoryBucket(folder)
     with pytest.raises(BucketError, match="already holds other bytes"):
-        DirectoryBucket(tmp_path).write("x", b"ours")
-    assert (tmp_path / "x").read_bytes() == b"theirs"
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+        bucket.write("x", b"ours") if way == "write" else bucket.upload(source, "x")
+    assert (folder / "x").read_bytes() == b"theirs"
+    assert [path.name for path in folder.iterdir()] == ["x"]
 
 
 def test_a_file_system_without_hard_links_will_do(
