@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -65,12 +66,12 @@ class Manifest:
     shards: tuple[Shard, ...]
     tokenizer: str
 
-    @property
+    @functools.cached_property
     def tokens(self) -> int:
         """Tokens of all shards."""
         return sum(shard.tokens for shard in self.shards)
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hexadecimal) over each shard's name, checksum or size, tokens and dtype."""
         digest = hashlib.sha256()

@@ -1,0 +1,276 @@
+"""`ShardCache`: the shards that are local, fetched ahead of use and evicted behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from refocused.bucket.bucket import Bucket
+from refocused.config.data import DataConfig
+from refocused.errors import ShardError
+from refocused.shards.fetcher import Fetcher
+from refocused.shards.fetcher_state import FetcherFiles, FetcherState
+from refocused.shards.local_form import check_vocabulary
+from refocused.shards.local_shards import LocalShards, Tokens
+from refocused.shards.manifest import Manifest
+
+POLL_SECONDS = 0.05
+ASK_SECONDS = 1.0
+SILENCE_SECONDS = 30.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheStats:
+    """What a screen shows of a cache.
+
+    Attributes:
+        local_shards: Shards that are on this machine's disk.
+        local_bytes: Bytes of them.
+        fetched: Shards that this process has fetched.
+        missing: Planned and pinned shards that are not local yet; known to the fetcher alone,
+            None elsewhere.
+        waiting: Calls of `open` that wait now.
+        waited_seconds: Time that `open` has waited in all.
+    """
+
+    local_shards: int
+    local_bytes: int
+    fetched: int
+    missing: int | None
+    waiting: int
+    waited_seconds: float
+
+
+class ShardCache:
+    """The local shards of one data set, on one machine.
+
+    Each rank has one; that of local rank 0 fetches, the others read what it brings. Several
+    threads may use one.
+
+    Args:
+        bucket: The source.
+        manifest: Its shards; every index below is into them.
+        folder: `data.cache`; the data set gets a folder of its own below it.
+        data: Limits, threads and patience.
+        vocabulary: Ids that the model knows.
+        fetches: Whether this process fetches.
+        silence_seconds: How long the fetcher may give no sign before it counts as gone.
+
+    Raises:
+        ShardError: The manifest names an id outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        manifest: Manifest,
+        folder: Path,
+        *,
+        data: DataConfig,
+        vocabulary: int,
+        fetches: bool,
+        silence_seconds: float = SILENCE_SECONDS,
+    ) -> None:
+        for shard in manifest.shards:
+            check_vocabulary(shard, shard.max_id or 0, vocabulary=vocabulary)
+        self._manifest = manifest
+        self._data = data
+        self._silence_seconds = silence_seconds
+        self._started = time.time()
+        self._local = LocalShards(folder, manifest=manifest, data=data, vocabulary=vocabulary)
+        self._local.folder.mkdir(parents=True, exist_ok=True)
+        self._files = FetcherFiles(self._local.folder)
+        self._maps: dict[int, Tokens] = {}
+        self._planned: set[int] = set()
+        self._pinned: set[int] = set()
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self._waited_seconds = 0.0
+        self._fetcher: Fetcher | None = None
+        if fetches:
+            limit = None if data.disk_limit_gb is None else int(data.disk_limit_gb * 1e9)
+            self._fetcher = Fetcher(
+                bucket, self._local, self._files, limit_bytes=limit, threads=data.fetch_threads
+            )
+            self._fetcher.start()
+
+    def __enter__(self) -> ShardCache:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def local_bytes(self, index: int) -> int:
+        """Return the bytes of a shard's local form, local or not: what a plan is made with."""
+        return self._local.bytes(index)
+
+    def plan(self, needed: Sequence[int]) -> None:
+        """Say which shards are wanted, in order of use: these are made local and kept.
+
+        The maps of other shards are dropped here; their files go when the limit asks for it, the
+        ones that were planned longest ago first.
+
+        Raises:
+            ShardError: They and the pinned ones do not fit into `data.disk_limit_gb`.
+        """
+        self._check_limit({*needed, *self._pinned})
+        with self._lock:
+            self._planned = set(needed)
+            kept = self._planned | self._pinned
+            self._maps = {i: tokens for i, tokens in self._maps.items() if i in kept}
+        if self._fetcher is not None:
+            self._fetcher.plan(needed)
+
+    def pin(self, indices: Iterable[int]) -> None:
+        """Keep shards for good, beside every plan.
+
+        Raises:
+            ShardError: They and the plan do not fit into `data.disk_limit_gb`.
+        """
+        pinned = {*self._pinned, *indices}
+        self._check_limit({*self._planned, *pinned})
+        with self._lock:
+            self._pinned = pinned
+        if self._fetcher is not None:
+            self._fetcher.pin(pinned)
+
+    def open(self, index: int) -> Tokens:
+        """Return a shard's tokens, `(tokens,)` uint16 or uint32, mapped read-only; wait for them.
+
+        Raises:
+            ShardError: The fetcher failed or is gone, the shard cannot be had or does not fit the
+                vocabulary, or nothing has arrived for `data.fetch_timeout_s`.
+        """
+        tokens = self._maps.get(index)
+        if tokens is None:
+            tokens = self._local.map(index)
+        if tokens is None:
+            tokens = self._wait_for(index)
+        with self._lock:
+            self._maps[index] = tokens
+        return tokens
+
+    def verify(self, indices: Iterable[int] | None = None) -> list[int]:
+        """Compare local shards with their checksums, and return those that were damaged.
+
+        A damaged file is removed, so that it is fetched again when it is next wanted.
+        """
+        chosen = range(len(self._manifest.shards)) if indices is None else indices
+        damaged = [i for i in chosen if self._local.row(i) and not self._local.is_intact(i)]
+        for index in damaged:
+            name = self._manifest.shards[index].name
+            _log.warning("%s: the local copy is damaged; it is fetched again", name)
+            with self._lock:
+                self._maps.pop(index, None)
+            self._local.remove(index)
+            if self._fetcher is not None:
+                self._fetcher.forget(index)
+        return damaged
+
+    def stats(self) -> CacheStats:
+        """Return counts for a screen; reads a small file for each shard that is local."""
+        indices = range(len(self._manifest.shards))
+        sizes = [row.size for row in map(self._local.row, indices) if row is not None]
+        return CacheStats(
+            local_shards=len(sizes),
+            local_bytes=sum(sizes),
+            fetched=self._fetcher.fetched if self._fetcher else 0,
+            missing=self._fetcher.missing() if self._fetcher else None,
+            waiting=self._waiting,
+            waited_seconds=self._waited_seconds,
+        )
+
+    def close(self) -> None:
+        """End the threads and drop the maps; local shards stay for the next run."""
+        with self._lock:
+            self._maps.clear()
+        if self._fetcher is not None:
+            self._fetcher.close()
+
+    def _check_limit(self, indices: set[int]) -> None:
+        if self._data.disk_limit_gb is None:
+            return  # the disk's own room is looked at before each fetch
+        limit = int(self._data.disk_limit_gb * 1e9)
+        needed = sum(self._local.bytes(index) for index in indices)
+        if needed > limit:
+            raise ShardError(
+                f"{len(indices)} shards are needed at once and take {needed:,} bytes, and "
+                f"data.disk_limit_gb allows {limit:,}. Raise data.disk_limit_gb to "
+                f"{needed / 1e9:.6f} or more, or lower data.block_shards or "
+                "data.fetch_ahead_shards."
+            )
+
+    def _wait_for(self, index: int) -> Tokens:
+        started = time.monotonic()
+        with self._lock:
+            self._waiting += 1
+        try:
+            return self._awaited(index)
+        finally:
+            with self._lock:
+                self._waiting -= 1
+                self._waited_seconds += time.monotonic() - started
+            if self._fetcher is not None:
+                self._fetcher.received(index)
+
+    def _awaited(self, index: int) -> Tokens:
+        progress: int | None = None
+        moved = asked = time.monotonic()
+        self._ask(index)
+        while True:
+            tokens = self._local.map(index)
+            if tokens is not None:
+                return tokens
+            now = time.monotonic()
+            state = self._files.read_state()
+            self._check_fetcher(index, state)
+            if state is not None and state.progress != progress:
+                progress, moved = state.progress, now
+            if now - moved > self._data.fetch_timeout_s:
+                raise ShardError(self._timeout_text(index, state))
+            if now - asked > ASK_SECONDS:
+                self._ask(index)
+                asked = now
+            time.sleep(POLL_SECONDS)
+
+    def _ask(self, index: int) -> None:
+        """Ask this process's fetcher, or whichever process holds the folder's lock."""
+        if self._fetcher is not None:
+            self._fetcher.await_shard(index)
+        if self._fetcher is None or not self._fetcher.leads:
+            self._files.ask_for(index)
+
+    def _check_fetcher(self, index: int, state: FetcherState | None) -> None:
+        """Raise when nobody will bring the shard: the fetcher failed, or its process is gone."""
+        if self._fetcher is not None:
+            # Its own fetcher takes over when another process that holds the lock ends.
+            if self._fetcher.failure is not None:
+                raise self._fetcher.failure
+            return
+        name = self._manifest.shards[index].name
+        # What an earlier run left in the folder says nothing about this one.
+        signed = max(state.time if state else 0.0, self._started)
+        if state is not None and state.error is not None and state.time >= self._started:
+            raise ShardError(f"{state.error} (told by the fetcher, process {state.pid})")
+        silent = time.time() - signed
+        if silent > self._silence_seconds:
+            who = f"process {state.pid}" if state else "which never started"
+            raise ShardError(
+                f"{name}: it is not local, and its fetcher ({who}) has given no sign for "
+                f"{silent:.0f} s, so it is gone. See the log of local rank 0, and start again."
+            )
+
+    def _timeout_text(self, index: int, state: FetcherState | None) -> str:
+        trouble = f" The last failure: {state.trouble}" if state and state.trouble else ""
+        who = f" by process {state.pid}" if state else ""
+        return (
+            f"{self._manifest.shards[index].name}: nothing has been fetched{who} for "
+            f"{self._data.fetch_timeout_s:g} s, and it is not local.{trouble} Check the network "
+            "and the bucket, raise data.fetch_timeout_s, or put the name in data.exclude."
+        )

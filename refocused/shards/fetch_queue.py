@@ -1,0 +1,77 @@
+"""What to fetch next and what to evict: the decisions of a fetcher, without threads or disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+
+class FetchQueue:
+    """The shards that are wanted, in order, and when each was last wanted.
+
+    Not safe for threads by itself: the fetcher holds its lock around every call.
+
+    Args:
+        bytes_of: Local bytes of a shard.
+        present: Shards that are local from the start.
+    """
+
+    def __init__(self, bytes_of: Callable[[int], int], *, present: Iterable[int] = ()) -> None:
+        self._bytes_of = bytes_of
+        self.present = set(present)
+        self.busy: set[int] = set()
+        self._planned: list[int] = []
+        self._pinned: list[int] = []
+        self._asked: list[int] = []
+        self._paused_until: dict[int, float] = {}
+        self._last_wanted: dict[int, int] = {}
+        self._plans = 0
+
+    def plan(self, needed: Sequence[int]) -> None:
+        """Replace the plan: shards in order of use."""
+        self._plans += 1
+        self._planned = list(needed)
+        self._last_wanted.update(dict.fromkeys(needed, self._plans))
+
+    def pin(self, indices: Iterable[int]) -> None:
+        """Add shards that are always kept."""
+        self._pinned = sorted({*self._pinned, *indices})
+
+    def ask(self, indices: Iterable[int]) -> None:
+        """Replace the shards that someone waits for: they come first."""
+        self._asked = list(dict.fromkeys(indices))
+        self._last_wanted.update(dict.fromkeys(self._asked, self._plans))
+
+    def pause(self, index: int, *, until: float) -> None:
+        """Leave a shard alone until a time, after a failure."""
+        self._paused_until[index] = until
+
+    def following(self, *, now: float) -> int | None:
+        """Return the shard to fetch now: asked, in use, pinned, then the rest of the plan."""
+        order = (*self._asked, *self._planned[:1], *self._pinned, *self._planned[1:])
+        for index in order:
+            waiting = self._paused_until.get(index, now) > now
+            if index not in self.present and index not in self.busy and not waiting:
+                return index
+        return None
+
+    def missing(self) -> int:
+        """Return how many wanted shards are not local."""
+        return len(self._wanted() - self.present)
+
+    def present_bytes(self) -> int:
+        """Return the bytes of the local shards and of those on their way."""
+        return sum(self._bytes_of(index) for index in self.present | self.busy)
+
+    def evictable(self, *, bytes_wanted: int) -> list[int]:
+        """Return local shards, last wanted longest ago first, that free so many bytes or all."""
+        spare = self.present - self._wanted() - self.busy
+        chosen = []
+        for index in sorted(spare, key=lambda i: (self._last_wanted.get(i, 0), i)):
+            if bytes_wanted <= 0:
+                break
+            chosen.append(index)
+            bytes_wanted -= self._bytes_of(index)
+        return chosen
+
+    def _wanted(self) -> set[int]:
+        return {*self._asked, *self._planned, *self._pinned}

@@ -1,0 +1,90 @@
+"""What the fetcher of a folder tells the ranks that wait, and what they ask of it: small files."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+from pathlib import Path
+
+ASK_LASTS_SECONDS = 10.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FetcherState:
+    """The fetcher's last sign of life.
+
+    Attributes:
+        pid: Its process.
+        time: When it was written, in seconds since 1970.
+        progress: A number that changes whenever bytes or shards arrive.
+        error: Why it has given up; None while it works.
+        trouble: The last failure that it is trying again.
+    """
+
+    pid: int
+    time: float
+    progress: int = 0
+    error: str | None = None
+    trouble: str | None = None
+
+
+class FetcherFiles:
+    """The files by which the processes of one machine speak about one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._state = folder / "fetcher.json"
+        self._asked = folder / "asked"
+        self._lock_path = folder / "fetcher.lock"
+        self._lock: int | None = None
+
+    def write_state(self, state: FetcherState) -> None:
+        """Replace the sign of life, atomically."""
+        temporary = self._state.with_name(f"fetcher.json.{state.pid}.part")
+        temporary.write_text(json.dumps(dataclasses.asdict(state)))
+        temporary.replace(self._state)
+
+    def read_state(self) -> FetcherState | None:
+        """Return the last sign of life, of whichever process left it."""
+        try:
+            return FetcherState(**json.loads(self._state.read_text()))
+        except (FileNotFoundError, ValueError, TypeError):
+            return None
+
+    def ask_for(self, index: int) -> None:
+        """Ask whoever fetches to fetch a shard next; repeat it while the shard is wanted."""
+        self._asked.mkdir(parents=True, exist_ok=True)
+        (self._asked / str(index)).touch()
+
+    def asked_for(self, *, now: float) -> list[int]:
+        """Return the shards that were asked for within the last 10 s; forget older ones."""
+        found = []
+        for path in sorted(self._asked.glob("*")) if self._asked.exists() else []:
+            if now - path.stat().st_mtime < ASK_LASTS_SECONDS:
+                found.append(int(path.name))
+            else:
+                path.unlink(missing_ok=True)
+        return found
+
+    def answered(self, index: int) -> None:
+        """Forget a request: the shard is local now."""
+        (self._asked / str(index)).unlink(missing_ok=True)
+
+    def take_lock(self) -> bool:
+        """Become the folder's only fetcher, unless another living process is."""
+        self._lock_path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
+        self._lock = descriptor
+        return True
+
+    def release_lock(self) -> None:
+        """Let another process fetch; the kernel does it for a process that dies."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None

@@ -1,0 +1,131 @@
+"""The shards on this machine's disk: where each lies, and the row that says it is whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from refocused.bucket.bucket import checked_name
+from refocused.bucket.checksum import crc32c_of
+from refocused.config.data import DataConfig
+from refocused.shards.local_form import check_vocabulary, local_bytes, local_dtype
+from refocused.shards.manifest import Manifest, Shard
+
+Tokens = npt.NDArray[Any]
+
+FINGERPRINT_CHARACTERS = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LocalRow:
+    """What is known of one local file; written after it, so that it speaks of a whole file.
+
+    Attributes:
+        source: The object it came from and the settings it was read with.
+        size: Bytes of the local file.
+        crc32c: Checksum of the local file.
+        max_id: Largest id in it.
+    """
+
+    source: str
+    size: int
+    crc32c: int
+    max_id: int
+
+
+class LocalShards:
+    """The folder of one data set's local shards.
+
+    Args:
+        cache: Folder of all data sets (`data.cache`).
+        manifest: The shards.
+        data: How files are read.
+        vocabulary: Ids that the model knows.
+    """
+
+    def __init__(
+        self, cache: Path, *, manifest: Manifest, data: DataConfig, vocabulary: int
+    ) -> None:
+        self.manifest = manifest
+        self.data = data
+        self.vocabulary = vocabulary
+        self.folder = cache / manifest.fingerprint[:FINGERPRINT_CHARACTERS]
+
+    def path(self, index: int) -> Path:
+        """Return where a shard's local form lies, or will."""
+        name = checked_name(self.manifest.shards[index].name, where=str(self.folder))
+        return self.folder / "shards" / f"{name}.npy"
+
+    def bytes(self, index: int) -> int:
+        """Return the bytes of a shard's local form."""
+        return local_bytes(self.manifest.shards[index], vocabulary=self.vocabulary)
+
+    def row(self, index: int) -> LocalRow | None:
+        """Return the row of a shard that is local: same object, same settings, same size."""
+        try:
+            row = LocalRow(**json.loads(self._row_path(index).read_text()))
+            size = self.path(index).stat().st_size
+        except (FileNotFoundError, ValueError, TypeError):
+            return None
+        is_same = row.source == self._source(index) and row.size == size
+        return row if is_same else None
+
+    def publish(self, index: int, file: Path, *, max_id: int) -> None:
+        """Move a finished file to its place, then write its row."""
+        row = LocalRow(self._source(index), file.stat().st_size, crc32c_of(file), max_id)
+        target = self.path(index)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._row_path(index).unlink(missing_ok=True)
+        file.replace(target)
+        temporary = file.with_suffix(".row")
+        temporary.write_text(json.dumps(dataclasses.asdict(row)))
+        temporary.replace(self._row_path(index))
+
+    def remove(self, index: int) -> None:
+        """Delete a local shard, its row first; maps of it stay readable until they are dropped."""
+        self._row_path(index).unlink(missing_ok=True)
+        self.path(index).unlink(missing_ok=True)
+
+    def map(self, index: int) -> Tokens | None:
+        """Map a shard read-only, or return None when it is not local.
+
+        Raises:
+            ShardError: It holds an id outside the vocabulary.
+        """
+        row = self.row(index)
+        if row is None:
+            return None
+        check_vocabulary(self.manifest.shards[index], row.max_id, vocabulary=self.vocabulary)
+        try:
+            tokens: Tokens = np.load(self.path(index), mmap_mode="r", allow_pickle=False)
+        except FileNotFoundError:  # evicted since the row was read
+            return None
+        return tokens
+
+    def is_intact(self, index: int) -> bool:
+        """Whether a local shard's bytes still have the checksum of its row."""
+        row = self.row(index)
+        return row is not None and crc32c_of(self.path(index)) == row.crc32c
+
+    def total_bytes(self) -> int:
+        """Return the bytes of all local files, whole or not."""
+        found = 0
+        for folder, _, files in os.walk(self.folder / "shards"):
+            found += sum(Path(folder, f).stat().st_size for f in files if f.endswith(".npy"))
+        return found
+
+    def _row_path(self, index: int) -> Path:
+        path = self.path(index)
+        return path.with_name(f"{path.name}.json")
+
+    def _source(self, index: int) -> str:
+        shard: Shard = self.manifest.shards[index]
+        read_as = [self.data.dtype, self.data.pad_id, self.data.separator_id]
+        kind = local_dtype(shard, vocabulary=self.vocabulary)
+        return json.dumps([shard.name, shard.size, shard.crc32c, shard.generation, *read_as, kind])
