@@ -25,7 +25,7 @@ class _ScreenFormatter(logging.Formatter):
 class _FileFormatter(logging.Formatter):
     """UTC time, rank and level before each message."""
 
-    converter = staticmethod(time.gmtime)  # type: ignore[assignment]
+    converter = staticmethod(time.gmtime)
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"%(asctime)s.%(msecs)03dZ rank {rank} %(levelname)s %(message)s")

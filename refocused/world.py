@@ -132,12 +132,7 @@ class World:
             raise shared
 
     def leave(self) -> None:
-        """Let the ranks part: wait for all, then close NCCL's connections.
-
-        gloo's are left to the end of the process: closing them aborts it now and then ("terminate
-        called without an active exception", in 4 of 16 runs of torch 2.13), and the launcher takes
-        that for a failed run.
-        """
+        """Wait for all ranks, then close the GPUs' connections."""
         self.barrier()
         if self.device_kind == "cuda":
             import torch.distributed as dist

@@ -70,6 +70,7 @@ class RunFacts:
         dtype: `bf16`, `fp16` or `fp32`.
         versions: Version of each package whose files these are.
         data_fingerprint: Fingerprint of the data set.
+        data_order: What else decides which window comes when.
         parameters: Parameters of the model.
         run_yaml: The resolved run file.
         model_json: The model's shape in the transformers form.
@@ -80,6 +81,7 @@ class RunFacts:
     dtype: str
     versions: Mapping[str, str]
     data_fingerprint: str
+    data_order: str
     parameters: int
     run_yaml: str
     model_json: str
@@ -196,6 +198,7 @@ class Checkpointer:
                 dtype=facts.dtype,
                 versions=dict(facts.versions),
                 data_fingerprint=facts.data_fingerprint,
+                data_order=facts.data_order,
                 parameters=facts.parameters,
                 validation_loss=trainer["validation_loss"],
                 loss=trainer["loss"],
@@ -214,6 +217,7 @@ class Checkpointer:
             ("precision.dtype", manifest.dtype, facts.dtype, "set precision.dtype={}"),
             ("parameters", manifest.parameters, facts.parameters, "set model.preset back"),
             ("data", manifest.data_fingerprint, facts.data_fingerprint, "set data.source back"),
+            ("data order", manifest.data_order, facts.data_order, "set those back"),
         ):
             if saved != now:
                 raise CheckpointError(

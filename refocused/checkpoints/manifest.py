@@ -53,6 +53,7 @@ class CheckpointManifest(pydantic.BaseModel):
         dtype: `bf16`, `fp16` or `fp32`; DeepSpeed's file names depend on it.
         versions: Version of each package whose files these are.
         data_fingerprint: Fingerprint of the data set trained on.
+        data_order: What else decides which window comes when: seed, blocks, sequence length.
         parameters: Parameters of the model.
         validation_loss: Mean loss on the validation windows, in nats a token; None: not measured
             (a loss that is not finite is written as None too, so that it is never the best).
@@ -75,6 +76,7 @@ class CheckpointManifest(pydantic.BaseModel):
     dtype: str
     versions: dict[str, str]
     data_fingerprint: str
+    data_order: str
     parameters: Annotated[int, pydantic.Field(ge=0)]
     validation_loss: float | None
     loss: float | None

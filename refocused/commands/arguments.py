@@ -25,15 +25,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End with one line that says what is wrong."""
-        end_silently_unless_first(ExitCode.WRONG_USE)
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(SILENT_RANK_SECONDS)
+            sys.exit(ExitCode.WRONG_USE)
         self.exit(ExitCode.WRONG_USE, f"{self.prog}: {message}. See {self.prog} --help.\n")
-
-
-def end_silently_unless_first(code: int) -> None:
-    """End a rank other than 0, some seconds later, so that rank 0 alone tells what is wrong."""
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(SILENT_RANK_SECONDS)
-        sys.exit(code)
 
 
 def _dashed(argument: str) -> str:

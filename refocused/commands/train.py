@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
+import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from refocused.commands.arguments import Parser, end_silently_unless_first, split_overrides
+from refocused.commands.arguments import SILENT_RANK_SECONDS, Parser, split_overrides
 from refocused.errors import ConfigError, ExitCode, RefocusedError
 
 if TYPE_CHECKING:
@@ -49,7 +52,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command; return its exit code, or end the process when it was a rank."""
     rank = int(os.environ.get("RANK", "0"))
     arguments = build_parser().read(argv)
     try:
@@ -58,11 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             if rank == 0:
                 _print_config(loaded)
             return ExitCode.OK
-        return _train(loaded, arguments)
     except RefocusedError as error:
         return _refuse(error, rank)
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
+    code = _train(loaded, arguments, rank)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # An ordinary end runs the destructors of gloo's threads, which abort the process now and then
+    # ("terminate called without an active exception", in 4 of 16 ends with torch 2.13); the
+    # launcher takes that for a failed run.
+    os._exit(code)
 
 
 def _load(arguments: argparse.Namespace) -> LoadedRun:
@@ -102,28 +110,42 @@ def _print_config(loaded: LoadedRun) -> None:
         print(f"# {line}")
 
 
-def _train(loaded: LoadedRun, arguments: argparse.Namespace) -> int:
+def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int) -> int:
+    """Join the other ranks and train; every failure is said before this returns."""
     from refocused import logs
-    from refocused.training.run import Request, run
     from refocused.world import join_world
 
-    world = join_world(loaded.config.run.device)
-    logs.start_screen(world.rank)
-    request = Request(
-        resume=arguments.resume,
-        dry_run=arguments.dry_run,
-        credentials_file=arguments.gcs_credentials,
-        project=arguments.gcp_project,
-    )
-    code = run(loaded, request, world)
-    world.leave()
+    logs.start_screen(rank)
+    try:
+        world = join_world(loaded.config.run.device)
+        # Told what to use, DeepSpeed does not search for it with warnings on every rank.
+        os.environ.setdefault("DS_ACCELERATOR", world.device_kind)
+        from refocused.training.run import Request, run
+
+        request = Request(
+            resume=arguments.resume,
+            dry_run=arguments.dry_run,
+            credentials_file=arguments.gcs_credentials,
+            project=arguments.gcp_project,
+        )
+        code = run(loaded, request, world)
+        world.leave()
+    except RefocusedError as error:
+        return _refuse(error, rank)
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except Exception:
+        logging.getLogger("refocused").exception("This should not have happened:")
+        traceback.print_exc()
+        return ExitCode.FAILED
     return code
 
 
 def _refuse(error: RefocusedError, rank: int) -> int:
     """Say what is wrong: rank 0 for all where all know it, otherwise the rank itself."""
-    if error.on_every_rank or isinstance(error, ConfigError):
-        end_silently_unless_first(error.exit_code)
-    prefix = "" if rank == 0 else f"rank {rank}: "
-    print(f"{prefix}{error}", file=sys.stderr, flush=True)
+    if rank != 0 and (error.on_every_rank or isinstance(error, ConfigError)):
+        time.sleep(SILENT_RANK_SECONDS)
+    else:
+        prefix = "" if rank == 0 else f"rank {rank}: "
+        print(f"{prefix}{error}", file=sys.stderr, flush=True)
     return error.exit_code

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,20 +109,6 @@ class Engine:
         path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
         assert path is not None, f"DeepSpeed found nothing in {folder / TAG}"
         randomness.restore(torch.load(folder / self._rank_file, weights_only=True))
-
-    def shard_digest(self) -> str:
-        """Return a SHA-256 over this rank's float32 master weights: equal bits, equal digest."""
-        digest = hashlib.sha256()
-        for tensor in self._masters():
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
-
-    def _masters(self) -> Sequence[Tensor]:
-        optimizer = self._engine.optimizer
-        for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
-            if hasattr(optimizer, name):
-                return list(getattr(optimizer, name))
-        return [p for group in optimizer.param_groups for p in group["params"]]
 
     def close(self) -> None:
         """Give back what the engine holds."""

@@ -75,9 +75,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return total / count
 
     @staticmethod
-    def backward(
-        ctx: Any, gradient: Tensor
-    ) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden_gradient, weight_gradient, count = ctx.saved_tensors
         factor = gradient.float() / count
         return (

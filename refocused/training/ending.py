@@ -39,7 +39,7 @@ def finish(
         for line in _summary(parts, outcome, sample, folder, settings, mirrored=mirrored):
             logger.info("%s", line)
     status = "stopped" if outcome.stopped else "finished"
-    parts.reporter.event(status, f"done  {status} at step {outcome.state.step:,}", exit_code=code)
+    parts.reporter.event(status, "", step=outcome.state.step, exit_code=code)
     parts.reporter.write_state(outcome.state, status, mirrored=mirrored)
     parts.reporter.close()
     return code

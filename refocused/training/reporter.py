@@ -132,11 +132,12 @@ class Reporter:
         )
 
     def event(self, kind: str, text: str, **facts: object) -> None:
-        """Record something that happened; the screen gets its text."""
+        """Record something that happened; the screen gets its text, unless that is empty."""
         if self._events is not None:
             self._events.write({"kind": kind, "text": text, **facts})
-            level = logging.WARNING if kind.endswith("failed") else logging.INFO
-            logger.log(level, "%s", text)
+            if text:
+                level = logging.WARNING if kind.endswith("failed") else logging.INFO
+                logger.log(level, "%s", text)
 
     def write_state(self, state: TrainState, status: str, **facts: object) -> None:
         """Replace `state.json`, which tells other programs where the run is."""

@@ -274,6 +274,8 @@ def _facts(loaded: LoadedRun, data: DataParts, parameters: int) -> RunFacts:
             for name in ("refocused", "torch", "deepspeed", "transformers")
         },
         data_fingerprint=data.manifest.fingerprint,
+        data_order=f"seed {config.run.seed}, blocks of {data.order.block_shards} shards, "
+        f"{data.order.windows_per_epoch} windows of {config.model.sequence_length} tokens",
         parameters=parameters,
         run_yaml=render_run(config),
         model_json=json.dumps(dict(loaded.shape.settings), indent=1),
@@ -347,7 +349,7 @@ def _train_and_finish(
     try:
         outcome = train(parts, state, stop)
     except RefocusedError as error:
-        parts.reporter.event("failed", str(error))
+        parts.reporter.event("failed", "", error=str(error))
         parts.reporter.write_state(state, "failed")
         raise
     sample = None

@@ -40,6 +40,7 @@ def manifest_for(folder: Path, step: int, **changes: object) -> CheckpointManife
         "dtype": "bf16",
         "versions": {"deepspeed": "0.19.8"},
         "data_fingerprint": "f00d",
+        "data_order": "seed 1",
         "parameters": 1000,
         "validation_loss": None,
         "loss": 2.5,

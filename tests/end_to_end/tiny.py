@@ -1,0 +1,28 @@
+"""A run small enough for a test: two blocks of width 64 over tokens that the test makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ranks import write_tokens
+
+RUN = """
+run: {name: tiny, steps: 20, directory: runs}
+model: {preset: gpt2_tiny, sequence_length: 32, dropout: 0.1}
+batch: {micro: 2, accumulation: 2}
+data: {source: tokens, cache: cache, validation_fraction: 0.1}
+optimizer: {lr: 3e-3}
+schedule: {warmup_steps: 5}
+precision: {dtype: fp32}
+checkpoint: {interval: 10, mirror: mirror}
+evaluation: {interval: 10, windows: 8}
+log: {interval: 1}
+"""
+
+
+def tiny_run(folder: Path) -> Path:
+    """Write the run file and its data; return the run file."""
+    write_tokens(folder / "tokens", shards=3, tokens=4000, vocabulary=512)
+    file = folder / "tiny.yaml"
+    file.write_text(RUN)
+    return file

@@ -1,0 +1,123 @@
+"""Starting the ranks of a run as processes, as a launcher does but without its seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+TRAIN = ROOT / "launch" / "train.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """What the ranks left: their exit codes and all they printed."""
+
+    codes: list[int]
+    out: list[str]
+    err: list[str]
+
+    @property
+    def everything(self) -> str:
+        return "\n".join([*self.out, *self.err])
+
+
+class Ranks:
+    """The running processes of one run."""
+
+    def __init__(
+        self,
+        count: int,
+        command: Sequence[str],
+        *,
+        folder: Path,
+        commands: Mapping[int, Sequence[str]] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._logs = folder / f"ranks-{time.monotonic_ns()}"
+        self._logs.mkdir(parents=True)
+        port = _free_port()
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, *(commands or {}).get(rank, command)],
+                cwd=folder,
+                env={
+                    **os.environ,
+                    "PYTHONWARNINGS": "ignore",
+                    "OMP_NUM_THREADS": "1",
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(count),
+                    "LOCAL_WORLD_SIZE": str(count),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    **(environment or {}),
+                },
+                stdout=(self._logs / f"{rank}.out").open("wb"),
+                stderr=(self._logs / f"{rank}.err").open("wb"),
+            )
+            for rank in range(count)
+        ]
+
+    def wait(self, timeout: float = 240) -> Ended:
+        deadline = time.monotonic() + timeout
+        codes = [p.wait(max(1.0, deadline - time.monotonic())) for p in self.processes]
+        return Ended(codes, self._read("out"), self._read("err"))
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        for process in self.processes:
+            process.send_signal(number)
+
+    def wait_until(self, condition: Callable[[], bool], timeout: float = 120) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if time.monotonic() > deadline or all(p.poll() is not None for p in self.processes):
+                self.kill()
+                raise AssertionError("\n".join([*self._read("out"), *self._read("err")]))
+            time.sleep(0.02)
+
+    def _read(self, kind: str) -> list[str]:
+        return [
+            (self._logs / f"{rank}.{kind}").read_text(errors="replace")
+            for rank in range(len(self.processes))
+        ]
+
+
+def train(folder: Path, *arguments: str, ranks: int = 2, timeout: float = 240) -> Ended:
+    """Run launch/train.py to its end."""
+    return Ranks(ranks, [str(TRAIN), *arguments], folder=folder).wait(timeout)
+
+
+def write_tokens(folder: Path, *, shards: int, tokens: int, vocabulary: int, seed: int = 0) -> None:
+    """Write uint16 .npy shards of a sequence that can be learned: each token follows from one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = np.random.default_rng(seed)
+    for number in range(shards):
+        noise = draw.integers(0, 4, tokens)
+        ids = (np.cumsum(noise) * 7) % vocabulary
+        np.save(folder / f"shard_{number:03d}.npy", ids.astype(np.uint16))
+
+
+def metrics(run: Path, kind: str = "step") -> dict[int, dict[str, object]]:
+    """Return the records of a run by step; the later record of a step wins."""
+    path = run / "logs" / "training_metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("}")]
+    return {record["step"]: record for record in records if record["kind"] == kind}
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
