@@ -1,0 +1,69 @@
+"""What is known of a GPU by its name; an unknown GPU is None, never taken for another one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """What the maker's data sheet says of one GPU.
+
+    Attributes:
+        name: Short name.
+        bf16_flops: Peak of dense bf16 matrix products with float32 sums, in FLOP/s. Data sheets
+            print twice this, "with sparsity".
+        memory_gib: Memory that the driver reports, in GiB.
+    """
+
+    name: str
+    bf16_flops: float
+    memory_gib: float
+
+
+_FACTS = (
+    GpuFacts("A100 40GB", 312e12, 40.0),
+    GpuFacts("A100 80GB", 312e12, 80.0),
+    GpuFacts("B200", 2250e12, 179.1),
+    GpuFacts("H100 NVL", 835.5e12, 93.6),
+    GpuFacts("H100 PCIe", 756.5e12, 79.6),
+    GpuFacts("H100 SXM", 989.4e12, 79.6),
+    GpuFacts("H200", 989.4e12, 140.4),
+    GpuFacts("L4", 121e12, 22.5),
+    GpuFacts("L40S", 362.05e12, 45.0),
+    GpuFacts("RTX 4090", 165.2e12, 24.0),
+)
+
+# Names as the driver gives them, where they are not the short name behind the maker's.
+_DRIVER_NAMES = {
+    "A100-SXM4-40GB": "A100 40GB",
+    "A100-PCIE-40GB": "A100 40GB",
+    "A100-SXM4-80GB": "A100 80GB",
+    "A100 80GB PCIe": "A100 80GB",
+    "H100 80GB HBM3": "H100 SXM",
+    "GeForce RTX 4090": "RTX 4090",
+}
+
+
+def gpu_facts(name: str) -> GpuFacts | None:
+    """Return the facts of a GPU.
+
+    Args:
+        name: As the driver gives it (`NVIDIA H100 80GB HBM3`), or short (`H100 SXM`). Case,
+            spaces and dashes do not matter. The whole name must be known: a slice of a GPU
+            (`... MIG 1g.10gb`) or a laptop's is another GPU.
+    """
+    return _BY_KEY.get(_key(name))
+
+
+def known_gpus() -> list[str]:
+    """Return the short names of all GPUs with facts."""
+    return [facts.name for facts in _FACTS]
+
+
+def _key(name: str) -> str:
+    return name.lower().removeprefix("nvidia").replace(" ", "").replace("-", "")
+
+
+_BY_KEY = {_key(facts.name): facts for facts in _FACTS}
+_BY_KEY |= {_key(driver): _BY_KEY[_key(short)] for driver, short in _DRIVER_NAMES.items()}

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+
+from refocused.hardware import gpu_facts, known_gpus
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100 80GB"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA B200", "B200"),
+        ("h100 sxm", "H100 SXM"),
+        ("rtx-4090", "RTX 4090"),
+    ],
+)
+def test_a_known_name_gives_its_facts(name: str, short: str) -> None:
+    facts = gpu_facts(name)
+    assert facts is not None
+    assert facts.name == short
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "NVIDIA GH200 480GB",
+        "NVIDIA H20",
+        "NVIDIA L40",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "H100",
+        "NVIDIA A100-SXM-64GB",
+        "AMD Instinct MI300X",
+    ],
+)
+def test_an_unknown_name_is_none_and_not_a_neighbour(name: str) -> None:
+    assert gpu_facts(name) is None
+
+
+def test_peaks_are_dense() -> None:
+    h100 = gpu_facts("NVIDIA H100 80GB HBM3")
+    assert h100 is not None
+    assert h100.bf16_flops == 989.4e12  # the data sheet's 1,979 is with sparsity
+    assert h100.memory_gib == 79.6
+
+
+def test_every_listed_gpu_answers_to_its_short_name() -> None:
+    for name in known_gpus():
+        facts = gpu_facts(name)
+        assert facts is not None
+        assert facts.name == name
