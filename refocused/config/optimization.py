@@ -9,6 +9,7 @@ import pydantic
 from refocused.config.section import (
     Count,
     CountOrZero,
+    DecayRate,
     Fraction,
     NotNegative,
     Positive,
@@ -44,7 +45,7 @@ class OptimizerConfig(Section):
 
     Attributes:
         lr: Peak learning rate.
-        betas: Decay rates of the two moments.
+        betas: Decay rates of the two moments; 1 would divide by zero in the bias correction.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled decay of matrices and embeddings.
         clip: Largest norm of the whole gradient; 0 clips nothing.
@@ -52,7 +53,7 @@ class OptimizerConfig(Section):
 
     kind: Literal["adamw"] = "adamw"
     lr: Positive
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.1
     clip: NotNegative = 1.0

@@ -16,12 +16,12 @@ class Section(pydantic.BaseModel):
 def _number(value: Any) -> Any:
     """Turn text such as `3e-4` into a float: YAML 1.1 reads it as text."""
     if isinstance(value, bool):
-        raise ValueError("a number is wanted, not true or false")
+        raise ValueError("a number is wanted")
     if isinstance(value, str):
         try:
             return float(value)
         except ValueError:
-            raise ValueError(f"a number is wanted, not {value!r}") from None
+            raise ValueError("a number is wanted") from None
     return value
 
 
@@ -30,7 +30,7 @@ def _whole(value: Any) -> Any:
     number = _number(value)
     if isinstance(number, float):
         if not number.is_integer():
-            raise ValueError(f"a whole number is wanted, not {value!r}")
+            raise ValueError("a whole number is wanted")
         return int(number)
     return number
 
@@ -39,6 +39,7 @@ Number = Annotated[float, pydantic.BeforeValidator(_number), pydantic.AllowInfNa
 Positive = Annotated[Number, pydantic.Field(gt=0)]
 NotNegative = Annotated[Number, pydantic.Field(ge=0)]
 Fraction = Annotated[Number, pydantic.Field(ge=0, le=1)]
+DecayRate = Annotated[Number, pydantic.Field(ge=0, lt=1)]
 Whole = Annotated[int, pydantic.BeforeValidator(_whole), pydantic.Strict()]
 Count = Annotated[Whole, pydantic.Field(ge=1)]
 CountOrZero = Annotated[Whole, pydantic.Field(ge=0)]

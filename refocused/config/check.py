@@ -1,0 +1,69 @@
+"""What the sections of a run must agree on among themselves and with the model's shape."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from refocused.config.run import RunConfig
+from refocused.config.shape import ModelShape
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Misfit:
+    """Two settings that cannot both hold.
+
+    Attributes:
+        key: `section.key` of the one to change.
+        message: Why it does not fit, and what to do.
+    """
+
+    key: str
+    message: str
+
+
+def check_run(config: RunConfig) -> list[Misfit]:
+    """Return every pair of settings of a run that do not fit together."""
+    misfits = []
+    steps, schedule, batch = config.run.steps, config.schedule, config.batch
+    if schedule.warmup_steps >= steps:
+        misfits.append(
+            Misfit(
+                "schedule.warmup_steps",
+                f"the warmup must end before run.steps = {steps}. Lower it, or raise run.steps.",
+            )
+        )
+    if schedule.cycle_steps is not None and schedule.cycle_steps <= schedule.warmup_steps:
+        misfits.append(
+            Misfit(
+                "schedule.cycle_steps",
+                f"a cycle must be longer than schedule.warmup_steps = {schedule.warmup_steps}.",
+            )
+        )
+    if batch.windows is not None and batch.windows % batch.micro:
+        misfits.append(
+            Misfit(
+                "batch.windows",
+                f"not a multiple of batch.micro = {batch.micro}: no number of GPUs can share it.",
+            )
+        )
+    if config.evaluation.sample_prompt is not None and config.data.tokenizer == "unknown":
+        misfits.append(
+            Misfit(
+                "evaluation.sample_prompt",
+                "a sample cannot be encoded without data.tokenizer. Name it, or drop the sample.",
+            )
+        )
+    return misfits
+
+
+def check_shape(config: RunConfig, shape: ModelShape) -> list[Misfit]:
+    """Return every setting of a run that its model's shape does not allow."""
+    if config.model.sequence_length <= shape.max_length:
+        return []
+    return [
+        Misfit(
+            "model.sequence_length",
+            f"{config.model.preset} goes up to {shape.max_length}. "
+            "Lower it, or choose another model.preset.",
+        )
+    ]

@@ -1,0 +1,146 @@
+"""Which settings there are, and which one an unknown name may have meant."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any
+
+from refocused.config.run import RunConfig
+from refocused.config.section import Section
+
+SECTIONS: dict[str, type[Section]] = {
+    name: typing.cast("type[Section]", field.annotation)
+    for name, field in RunConfig.model_fields.items()
+}
+
+# What other trainers call these settings.
+_SYNONYMS = {
+    "accumulation_steps": "batch.accumulation",
+    "adam_epsilon": "optimizer.eps",
+    "batch_size": "batch.micro",
+    "beta1": "optimizer.betas",
+    "beta2": "optimizer.betas",
+    "block_size": "model.sequence_length",
+    "bucket": "data.source",
+    "context_length": "model.sequence_length",
+    "cpu_offload": "zero.offload_optimizer",
+    "data_dir": "data.source",
+    "dataset": "data.source",
+    "dtype": "precision.dtype",
+    "epsilon": "optimizer.eps",
+    "eval_interval": "evaluation.interval",
+    "eval_steps": "evaluation.interval",
+    "global_batch_size": "batch.windows",
+    "grad_clip": "optimizer.clip",
+    "gradient_accumulation": "batch.accumulation",
+    "gradient_accumulation_steps": "batch.accumulation",
+    "gradient_checkpointing": "model.activation_checkpointing",
+    "gradient_clipping": "optimizer.clip",
+    "learning_rate": "optimizer.lr",
+    "log_interval": "log.interval",
+    "logging_steps": "log.interval",
+    "lr_scheduler": "schedule.kind",
+    "max_grad_norm": "optimizer.clip",
+    "max_iters": "run.steps",
+    "max_length": "model.sequence_length",
+    "max_lr": "optimizer.lr",
+    "max_steps": "run.steps",
+    "micro_batch": "batch.micro",
+    "micro_batch_size": "batch.micro",
+    "min_lr": "schedule.floor_fraction",
+    "min_lr_ratio": "schedule.floor_fraction",
+    "mixed_precision": "precision.dtype",
+    "n_steps": "run.steps",
+    "num_steps": "run.steps",
+    "output_dir": "run.directory",
+    "precision": "precision.dtype",
+    "price": "cost.per_hour_usd",
+    "save_interval": "checkpoint.interval",
+    "save_steps": "checkpoint.interval",
+    "save_total_limit": "checkpoint.keep",
+    "scheduler": "schedule.kind",
+    "seq_len": "model.sequence_length",
+    "seq_length": "model.sequence_length",
+    "total_steps": "run.steps",
+    "train_batch_size": "batch.windows",
+    "train_micro_batch_size_per_gpu": "batch.micro",
+    "val_split": "data.validation_fraction",
+    "vocab_size": "model.preset",
+    "warmup": "schedule.warmup_steps",
+    "warmup_steps": "schedule.warmup_steps",
+    "zero_stage": "zero.stage",
+}
+_SECTION_SYNONYMS = {
+    "checkpointing": "checkpoint",
+    "checkpoints": "checkpoint",
+    "dataset": "data",
+    "eval": "evaluation",
+    "logging": "log",
+    "lr_scheduler": "schedule",
+    "scheduler": "schedule",
+    "trainer": "run",
+    "training": "run",
+    "validation": "evaluation",
+    "zero_optimization": "zero",
+}
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """Return ` Did you mean X?` for the nearest choice, or nothing when none is near."""
+    near = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def unknown_section(name: str) -> str:
+    """Say that a top-level name is no section, and what may have been meant."""
+    text = f"{name} is not a section."
+    if name in _SECTION_SYNONYMS:
+        return f"{text} Did you mean {_SECTION_SYNONYMS[name]}?"
+    section, _, key = name.partition(".")
+    if key in _keys(section):
+        return f"{text} Write {key} below {section}:."
+    homes = _homes(name)
+    if homes:
+        return f"{text} Did you mean {' or '.join(homes)}?"
+    return text + (did_you_mean(name, SECTIONS) or f" There are {', '.join(SECTIONS)}.")
+
+
+def unknown_setting(section: str, key: str) -> str:
+    """Say that a key is no setting of a section, and what may have been meant."""
+    text = f"{section}.{key} is not a setting."
+    homes = _homes(key)
+    if homes:
+        return f"{text} Did you mean {' or '.join(homes)}?"
+    siblings = [f"{section}.{name}" for name in _keys(section)]
+    everywhere = [f"{home}.{name}" for home in SECTIONS for name in _keys(home)]
+    return text + (
+        did_you_mean(f"{section}.{key}", siblings)
+        or did_you_mean(f"{section}.{key}", everywhere)
+        or f" {section} has {', '.join(_keys(section))}."
+    )
+
+
+def wants_text(section: str, key: str) -> bool:
+    """Tell whether a setting holds text, or a list of texts, and nothing else."""
+    annotation = SECTIONS[section].model_fields[key].annotation
+    return _leaf_types(annotation) - {types.NoneType, Ellipsis} == {str}
+
+
+def _keys(section: str) -> list[str]:
+    return list(SECTIONS[section].model_fields) if section in SECTIONS else []
+
+
+def _homes(key: str) -> list[str]:
+    """Where a key belongs: under its own name in other sections, else under our word for it."""
+    homes = [f"{section}.{key}" for section in SECTIONS if key in _keys(section)]
+    return homes or [_SYNONYMS[key]] if key in _SYNONYMS else homes
+
+
+def _leaf_types(annotation: Any) -> set[Any]:
+    arguments = typing.get_args(annotation)
+    if not arguments or typing.get_origin(annotation) is typing.Literal:
+        return {annotation}
+    return set().union(*(_leaf_types(argument) for argument in arguments))

@@ -1,0 +1,171 @@
+"""The shape of a model, read from a file in transformers' own config form."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from refocused.errors import ConfigError
+
+Family = Literal["gpt2", "gpt_neox"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What decides a model's parameters and its work.
+
+    Attributes:
+        family: transformers' `model_type`.
+        vocabulary: Token ids the model knows, V.
+        width: Size of the residual stream, D.
+        layers: Blocks, L.
+        heads: Attention heads of a block.
+        ffn_width: Inner size of the feed-forward part, F.
+        max_length: Longest sequence, T_max.
+        tied: Whether the head shares the token embedding.
+        attention_bias: Whether the attention's projections have biases (GPT-2's always do).
+        rotary_fraction: Share of each head that is rotated; None where positions are learned.
+        settings: The whole file, for transformers.
+    """
+
+    family: Family
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    ffn_width: int
+    max_length: int
+    tied: bool
+    attention_bias: bool
+    rotary_fraction: float | None
+    settings: Mapping[str, Any] = dataclasses.field(repr=False, hash=False)
+
+    def padded_vocabulary(self, multiple: int) -> int:
+        """Return the embedding's rows: V rounded up to a multiple."""
+        return -(-self.vocabulary // multiple) * multiple
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Names:
+    """What a family calls the numbers every shape needs."""
+
+    width: str
+    layers: str
+    heads: str
+    ffn_width: str
+    max_length: str
+    others: tuple[str, ...]
+
+    def required(self) -> tuple[str, ...]:
+        return ("vocab_size", self.width, self.layers, self.heads, self.max_length)
+
+
+_NAMES: dict[str, _Names] = {
+    "gpt2": _Names(
+        width="n_embd",
+        layers="n_layer",
+        heads="n_head",
+        ffn_width="n_inner",
+        max_length="n_positions",
+        others=("tie_word_embeddings", "activation_function", "layer_norm_epsilon"),
+    ),
+    "gpt_neox": _Names(
+        width="hidden_size",
+        layers="num_hidden_layers",
+        heads="num_attention_heads",
+        ffn_width="intermediate_size",
+        max_length="max_position_embeddings",
+        others=(
+            "tie_word_embeddings",
+            "attention_bias",
+            "hidden_act",
+            "layer_norm_eps",
+            "rotary_pct",
+            "rope_parameters",
+            "use_parallel_residual",
+        ),
+    ),
+}
+
+
+def load_shape(file: Path) -> ModelShape:
+    """Read a shape.
+
+    Raises:
+        ConfigError: The file is not JSON, of a family that is not built here, or lacks a number.
+    """
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # JSON and UTF-8 faults alike
+        raise ConfigError(f"{file}: not JSON: {error}.") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f'{file}: an object {{"model_type": ...}} is wanted.')
+    return shape_from(settings, where=str(file))
+
+
+def shape_from(settings: Mapping[str, Any], *, where: str) -> ModelShape:
+    """Take the shape out of a transformers config.
+
+    Args:
+        settings: Keys and values as transformers writes them.
+        where: Named in errors.
+
+    Raises:
+        ConfigError: The family is not built here, a number is missing, wrong or misspelt.
+    """
+    family = settings.get("model_type")
+    if family not in _NAMES:
+        raise ConfigError(
+            f"{where}: model_type = {family!r} is not built here. There are {', '.join(_NAMES)}."
+        )
+    names = _NAMES[family]
+    problems = _problems(settings, names)
+    if problems:
+        raise ConfigError("\n".join(f"{where}: {problem}" for problem in problems))
+    width = settings[names.width]
+    neox = family == "gpt_neox"
+    return ModelShape(
+        family=cast("Family", family),
+        vocabulary=settings["vocab_size"],
+        width=width,
+        layers=settings[names.layers],
+        heads=settings[names.heads],
+        ffn_width=settings.get(names.ffn_width) or 4 * width,
+        max_length=settings[names.max_length],
+        tied=bool(settings.get("tie_word_embeddings", not neox)),
+        attention_bias=bool(settings.get("attention_bias", True)) if neox else True,
+        rotary_fraction=_rotary_fraction(settings) if neox else None,
+        settings=dict(settings),
+    )
+
+
+def _problems(settings: Mapping[str, Any], names: _Names) -> list[str]:
+    required = names.required()
+    problems = [f"{name} is missing." for name in required if settings.get(name) is None]
+    for name in (*required, names.ffn_width):
+        value = settings.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            problems.append(f"{name} = {value!r}: a whole number of at least 1 is wanted.")
+    # transformers ignores a name it does not know and builds its own default instead.
+    unused = [n for n in (*required, names.ffn_width, *names.others) if n not in settings]
+    problems += [
+        f"{name} means nothing to transformers. Did you mean {near}?"
+        for name in settings
+        for near in difflib.get_close_matches(name, unused, n=1, cutoff=0.8)
+    ]
+    if not problems and settings[names.width] % settings[names.heads]:
+        problems.append(
+            f"{names.width} = {settings[names.width]} is not a multiple of "
+            f"{names.heads} = {settings[names.heads]}."
+        )
+    return problems
+
+
+def _rotary_fraction(settings: Mapping[str, Any]) -> float:
+    """Read NeoX's rotated share under transformers' present name, or the one before it."""
+    rope = settings.get("rope_parameters") or {}
+    return float(rope.get("partial_rotary_factor", settings.get("rotary_pct", 0.25)))

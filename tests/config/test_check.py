@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from refocused.config.check import check_run, check_shape
+from refocused.config.decode import load_run
+from refocused.config.run import RunConfig
+
+LOADED = load_run("demo")
+
+
+def changed(**sections: dict[str, Any]) -> RunConfig:
+    values = LOADED.config.model_dump()
+    for section, settings in sections.items():
+        values[section] |= settings
+    return RunConfig.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"schedule": {"warmup_steps": 300}}, "schedule.warmup_steps"),
+        (
+            {"schedule": {"kind": "warm_restarts", "cycle_steps": 30, "warmup_steps": 30}},
+            "schedule.cycle_steps",
+        ),
+        ({"batch": {"windows": 18}}, "batch.windows"),
+        ({"data": {"tokenizer": "unknown"}}, "evaluation.sample_prompt"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(sections: dict[str, Any], key: str) -> None:
+    assert [misfit.key for misfit in check_run(changed(**sections))] == [key]
+
+
+def test_settings_at_their_limit_fit() -> None:
+    assert check_run(changed(schedule={"warmup_steps": 299})) == []
+    assert check_shape(LOADED.config, LOADED.shape) == []
+
+
+def test_a_sequence_longer_than_the_shape_is_named() -> None:
+    config = changed(model={"sequence_length": 257})
+    [misfit] = check_shape(config, LOADED.shape)
+    assert misfit.key == "model.sequence_length"
+    assert "demo_gpt2 goes up to 256" in misfit.message

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from refocused.config import fragment
+from refocused.config.batch_plan import BatchPlan
+from refocused.config.decode import load_run
+from refocused.config.deepspeed import deepspeed_config
+from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
+from refocused.errors import ConfigError
+
+BATCH = BatchPlan(micro=4, accumulation=16, world_size=8, sequence_length=2048)
+
+
+def generated(
+    *,
+    zero: ZeroConfig | None = None,
+    dtype: Any = "bf16",
+    parameters: int = 759_905_280,
+    own: dict[str, Any] | None = None,
+    batch: BatchPlan = BATCH,
+) -> dict[str, Any]:
+    return deepspeed_config(
+        batch=batch,
+        optimizer=OptimizerConfig(lr=1e-3, clip=0.5),
+        precision=PrecisionConfig(dtype=dtype, initial_scale_power=12),
+        zero=zero or ZeroConfig(),
+        parameters=parameters,
+        fragment=own or {},
+    )
+
+
+def test_the_batch_and_the_clipping_come_from_the_run() -> None:
+    config = generated()
+    assert config["train_batch_size"] == 512
+    assert config["train_micro_batch_size_per_gpu"] == 4
+    assert config["gradient_accumulation_steps"] == 16
+    assert config["gradient_clipping"] == 0.5
+
+
+def test_each_precision_enables_itself_and_no_other() -> None:
+    assert generated()["bf16"] == {"enabled": True}
+    assert "fp16" not in generated()
+    half = generated(dtype="fp16")
+    assert half["fp16"]["initial_scale_power"] == 12
+    assert half["fp16"]["loss_scale"] == 0
+    assert "bf16" not in half
+    assert not {"bf16", "fp16"} & set(generated(dtype="fp32"))
+
+
+def test_stage_3_keeps_the_gathered_model_unless_parameters_are_offloaded() -> None:
+    small = generated()["zero_optimization"]
+    assert small["stage3_max_live_parameters"] == 1_000_000_000
+    assert small["stage3_max_reuse_distance"] == 3 * 759_905_280
+    large = generated(parameters=1_414_455_296)["zero_optimization"]
+    assert large["stage3_max_live_parameters"] == 1_414_455_296
+    offloaded = generated(zero=ZeroConfig(offload_parameters="cpu"), parameters=1_414_455_296)[
+        "zero_optimization"
+    ]
+    assert offloaded["stage3_max_live_parameters"] == 1_000_000_000
+    assert offloaded["stage3_max_reuse_distance"] == 1_000_000_000
+
+
+def test_the_bucket_is_no_larger_than_the_model() -> None:
+    assert generated(parameters=1000)["zero_optimization"]["reduce_bucket_size"] == 1000
+    assert generated()["zero_optimization"]["reduce_bucket_size"] == 500_000_000
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_lower_stages_hold_nothing_of_stage_3(stage: Any) -> None:
+    zero = generated(zero=ZeroConfig(stage=stage))["zero_optimization"]
+    assert zero["stage"] == stage
+    assert not [key for key in zero if key.startswith("stage3_")]
+
+
+def test_offloads_name_their_device_and_their_folder() -> None:
+    zero = generated(
+        zero=ZeroConfig(offload_optimizer="nvme", offload_parameters="cpu", nvme_path="/nvme")
+    )["zero_optimization"]
+    assert zero["offload_optimizer"] == {
+        "device": "nvme",
+        "pin_memory": True,
+        "nvme_path": "/nvme",
+    }
+    assert zero["offload_param"] == {"device": "cpu", "pin_memory": True}
+
+
+def test_a_fragment_is_laid_over_level_by_level() -> None:
+    own = {
+        "communication_data_type": "fp32",
+        "zero_optimization": {"overlap_comm": False, "offload_optimizer": {"pin_memory": False}},
+    }
+    config = generated(zero=ZeroConfig(offload_optimizer="cpu"), own=own)
+    assert config["communication_data_type"] == "fp32"
+    assert config["zero_optimization"]["stage"] == 3
+    assert config["zero_optimization"]["overlap_comm"] is False
+    assert config["zero_optimization"]["offload_optimizer"] == {
+        "device": "cpu",
+        "pin_memory": False,
+    }
+
+
+def test_a_fragment_cannot_take_over_what_the_run_owns() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.clip"):
+        generated(own={"gradient_clipping": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("run", "overrides"),
+    [
+        ("gpt2_1b_8xh100", []),
+        ("gpt2_1b_8xh100", ["precision.dtype=fp16"]),
+        ("gpt2_1b_8xh100_fast", ["precision.dtype=fp32"]),
+        (
+            "production_8gpu",
+            ["zero.fragment=nvme", "zero.offload_optimizer=nvme", "zero.nvme_path=/nvme"],
+        ),
+        ("gpt2_124m", []),
+    ],
+)
+def test_deepspeed_itself_takes_what_is_generated(run: str, overrides: list[str]) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    loaded = load_run(run, overrides)
+    config = deepspeed_config(
+        batch=BatchPlan(2, 3, 1, 64),
+        optimizer=loaded.config.optimizer,
+        precision=loaded.config.precision,
+        zero=loaded.config.zero,
+        parameters=10**9,
+        fragment=loaded.fragment,
+    )
+    taken = DeepSpeedConfig(config)
+    assert taken.train_batch_size == 6
+    assert taken.zero_config.stage == loaded.config.zero.stage
+    assert taken.bfloat16_config.enabled is (loaded.config.precision.dtype == "bf16")
+    assert taken.float16_config.enabled is (loaded.config.precision.dtype == "fp16")
+    if loaded.fragment:
+        assert taken.grad_accum_dtype == "fp32"
+
+
+def test_every_name_a_fragment_may_hold_is_one_of_deepspeeds() -> None:
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+    from deepspeed.runtime.zero import offload_config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    def spellings(model: Any) -> set[str]:
+        return {field.alias or name for name, field in model.model_fields.items()}
+
+    ours = fragment._FIELDS
+    zero = ours["zero_optimization"]
+    assert set(zero) <= spellings(DeepSpeedZeroConfig)
+    assert set(zero["offload_optimizer"]) <= spellings(
+        offload_config.DeepSpeedZeroOffloadOptimizerConfig
+    )
+    assert set(zero["offload_param"]) <= spellings(offload_config.DeepSpeedZeroOffloadParamConfig)
+    assert set(ours["comms_logger"]) <= spellings(CommsLoggerConfig)
+    assert set(ours["aio"]) <= set(AIO_DEFAULT_DICT)

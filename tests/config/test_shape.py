@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from refocused.config.shape import load_shape, shape_from
+from refocused.errors import ConfigError
+
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 500,
+    "n_positions": 64,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+}
+NEOX: dict[str, Any] = {
+    "model_type": "gpt_neox",
+    "vocab_size": 500,
+    "max_position_embeddings": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+}
+
+
+def refusal(settings: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as failure:
+        shape_from(settings, where="x.json")
+    return str(failure.value)
+
+
+def test_gpt2_is_tied_with_learned_positions_and_four_times_its_width() -> None:
+    shape = shape_from(GPT2, where="x")
+    assert (shape.width, shape.layers, shape.heads, shape.max_length) == (32, 2, 4, 64)
+    assert (shape.ffn_width, shape.tied, shape.rotary_fraction) == (128, True, None)
+    assert shape_from(GPT2 | {"n_inner": 50}, where="x").ffn_width == 50
+
+
+def test_neox_is_untied_and_rotates_under_either_name() -> None:
+    shape = shape_from(NEOX, where="x")
+    assert (shape.ffn_width, shape.tied, shape.rotary_fraction) == (96, False, 0.25)
+    assert shape_from(NEOX | {"rotary_pct": 0.5}, where="x").rotary_fraction == 0.5
+    present = {"rope_parameters": {"partial_rotary_factor": 1.0}}
+    assert shape_from(NEOX | present, where="x").rotary_fraction == 1.0
+
+
+def test_the_whole_file_is_kept_for_transformers(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(GPT2 | {"initializer_range": 0.03}))
+    assert load_shape(file).settings["initializer_range"] == 0.03
+
+
+@pytest.mark.parametrize(("multiple", "rows"), [(1, 500), (128, 512), (500, 500), (64, 512)])
+def test_the_vocabulary_is_padded_up(multiple: int, rows: int) -> None:
+    assert shape_from(GPT2, where="x").padded_vocabulary(multiple) == rows
+
+
+def test_another_family_is_refused_by_name() -> None:
+    assert refusal({"model_type": "llama"}) == (
+        "x.json: model_type = 'llama' is not built here. There are gpt2, gpt_neox."
+    )
+
+
+def test_missing_and_wrong_numbers_come_at_once() -> None:
+    settings = {key: value for key, value in GPT2.items() if key != "n_layer"}
+    lines = refusal(settings | {"n_head": "4", "n_embd": 0}).splitlines()
+    assert lines == [
+        "x.json: n_layer is missing.",
+        "x.json: n_embd = 0: a whole number of at least 1 is wanted.",
+        "x.json: n_head = '4': a whole number of at least 1 is wanted.",
+    ]
+
+
+def test_a_misspelt_name_is_refused_where_transformers_would_ignore_it() -> None:
+    assert "n_iner means nothing to transformers. Did you mean n_inner?" in refusal(
+        GPT2 | {"n_iner": 64}
+    )
+
+
+def test_keys_of_exported_models_are_let_through() -> None:
+    exported = {"architectures": ["GPT2LMHeadModel"], "resid_pdrop": 0.0, "use_cache": True}
+    assert shape_from(GPT2 | exported, where="x").layers == 2
+
+
+def test_heads_must_share_the_width() -> None:
+    assert "n_embd = 32 is not a multiple of n_head = 5" in refusal(GPT2 | {"n_head": 5})
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "\udcff"])
+def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "a.json"
+    file.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigError, match=r"a\.json"):
+        load_shape(file)

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from refocused.config.batch_plan import plan_batch
+from refocused.config.decode import load_run, render_run
+from refocused.config.files import REPOSITORY_CONFIG
+
+RUNS = sorted((REPOSITORY_CONFIG / "runs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", RUNS, ids=lambda file: file.stem)
+def test_every_shipped_run_loads_and_reads_back(file: Path, tmp_path: Path) -> None:
+    config = load_run(file).config
+    assert config.run.name == file.stem
+    resolved = tmp_path / "run.yaml"
+    resolved.write_text(render_run(config))
+    assert load_run(resolved).config == config
+
+
+@pytest.mark.parametrize(
+    ("run", "gpus", "tokens_a_step", "tokens"),
+    [
+        ("demo", 2, 4_096, 1_228_800),
+        ("test", 1, 8_192, 8_192_000),
+        ("production", 1, 32_768, 819_200_000),
+        ("production_8gpu", 8, 524_288, 309_657_600_000),
+        ("gpt2_1b_8xh100", 8, 1_048_576, 104_857_600_000),
+        ("gpt2_1b_8xh100_fast", 8, 1_048_576, 104_857_600_000),
+        ("gpt2_124m", 8, 524_288, 49_998_725_120),
+        ("neox_1_2b", 8, 1_048_576, 28_311_552_000),
+    ],
+)
+def test_the_arithmetic_of_each_run(run: str, gpus: int, tokens_a_step: int, tokens: int) -> None:
+    config = load_run(run).config
+    plan = plan_batch(config.batch, world_size=gpus, sequence_length=config.model.sequence_length)
+    assert plan.tokens == tokens_a_step
+    assert plan.tokens * config.run.steps == tokens
+    header = (REPOSITORY_CONFIG / "runs" / f"{run}.yaml").read_text()
+    assert re.search(rf"= {tokens_a_step:,} tokens", header)
+
+
+def test_the_arithmetic_covers_every_shipped_run() -> None:
+    assert len(RUNS) == 8
+
+
+def test_runs_in_the_cloud_refuse_to_start_without_gpus() -> None:
+    for file in RUNS:
+        config = load_run(file).config
+        in_cloud = config.data.source.startswith("gs://")
+        assert (config.run.device == "cuda") is in_cloud
