@@ -1,0 +1,196 @@
+"""What a run takes, by arithmetic alone: parameters, FLOPs, memory, hours, dollars."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from refocused.config.optimization import ZeroConfig
+from refocused.config.shape import ModelShape
+from refocused.errors import ConfigError
+
+# Above this share of a GPU's peak no training of a whole language model has been measured.
+CREDIBLE_MFU = 0.60
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParameterCount:
+    """The elements of a model, by their place.
+
+    Attributes:
+        tokens: Token embedding, the shape's own rows.
+        positions: Learned positions; 0 where they are rotated.
+        blocks: All blocks.
+        final_norm: The norm before the head.
+        head: Output matrix; 0 when it is the token embedding.
+        padding: Rows beyond the vocabulary, in the embedding and in an untied head.
+    """
+
+    tokens: int
+    positions: int
+    blocks: int
+    final_norm: int
+    head: int
+    padding: int
+
+    @property
+    def total(self) -> int:
+        """All that mean something: without the padding."""
+        return self.without_embeddings + self.tokens + self.positions + self.head
+
+    @property
+    def allocated(self) -> int:
+        """All that are kept in memory and updated: with the padding."""
+        return self.total + self.padding
+
+    @property
+    def without_embeddings(self) -> int:
+        """Blocks and final norm: without token and position embeddings and without the head."""
+        return self.blocks + self.final_norm
+
+
+def count_parameters(shape: ModelShape, *, vocabulary_multiple: int = 1) -> ParameterCount:
+    """Count a model's parameters exactly.
+
+    With D the width and F the inner width, a block holds the attention's four matrices (4 D^2) and
+    the feed-forward's two (2 D F), their biases (4 D and F + D) and two norms (4 D).
+
+    Args:
+        shape: The model.
+        vocabulary_multiple: The embedding's rows are padded up to a multiple of this.
+    """
+    width, inner = shape.width, shape.ffn_width
+    attention = 4 * width**2 + (4 * width if shape.attention_bias else 0)
+    feed_forward = 2 * width * inner + inner + width
+    rows = shape.padded_vocabulary(vocabulary_multiple) - shape.vocabulary
+    return ParameterCount(
+        tokens=shape.vocabulary * width,
+        positions=shape.max_length * width if shape.rotary_fraction is None else 0,
+        blocks=shape.layers * (attention + feed_forward + 4 * width),
+        final_norm=2 * width,
+        head=0 if shape.tied else shape.vocabulary * width,
+        padding=rows * width * (1 if shape.tied else 2),
+    )
+
+
+def flops_per_token(shape: ModelShape, *, sequence_length: int) -> float:
+    """Return the FLOPs of one token's forward and backward pass.
+
+    6 N + 12 L D T (Chowdhery et al. 2022, PaLM, appendix B): N counts the elements of matrix
+    products, the head once and no look-up; attention is counted in full, not its causal half;
+    recomputation is not counted. T is the sequence length.
+    """
+    block = 4 * shape.width**2 + 2 * shape.width * shape.ffn_width
+    in_products = shape.layers * block + shape.vocabulary * shape.width
+    return 6.0 * in_products + 12.0 * shape.layers * shape.width * sequence_length
+
+
+def mfu_fraction(
+    tokens_per_second: float, *, flops_per_token: float, gpus: int, peak_flops: float | None
+) -> float | None:
+    """Return the share of the GPUs' peak that does the model's own work.
+
+    Args:
+        tokens_per_second: Of all GPUs together.
+        flops_per_token: From the function of that name.
+        gpus: GPUs of the run.
+        peak_flops: Dense bf16 peak of one GPU in FLOP/s; None: unknown, and so is the result.
+    """
+    if peak_flops is None:
+        return None
+    return tokens_per_second * flops_per_token / (gpus * peak_flops)
+
+
+def tokens_per_second_at(
+    mfu_fraction: float, *, flops_per_token: float, gpus: int, peak_flops: float
+) -> float:
+    """Return the speed of all GPUs together at an assumed share of their peak.
+
+    Raises:
+        ConfigError: The share is not above 0, or more than anybody reaches.
+    """
+    if not 0 < mfu_fraction <= CREDIBLE_MFU:
+        raise ConfigError(
+            f"A model FLOPs utilisation of {mfu_fraction:.1%} was assumed; whole runs reach up to "
+            f"{CREDIBLE_MFU:.0%}. Assume less (0.4 is good), or measure."
+        )
+    return mfu_fraction * gpus * peak_flops / flops_per_token
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateMemory:
+    """What the training state takes on one rank, in bytes, without activations.
+
+    Attributes:
+        gpu: On the device, during the optimizer's step.
+        gathered: On the device besides, while ZeRO-3 has the whole model's parameters in place.
+        host: In the host's memory, for this rank.
+        nvme: On the NVMe drive, for this rank.
+    """
+
+    gpu: int
+    gathered: int
+    host: int
+    nvme: int
+
+
+def state_memory(
+    parameters: int,
+    *,
+    zero: ZeroConfig,
+    dtype: Literal["bf16", "fp16", "fp32"],
+    ranks: int,
+) -> StateMemory:
+    """Return the memory of parameters, gradients and optimizer states on one rank.
+
+    Bytes an element: 2 (16 bit) or 4 for parameters and as many for gradients; 8 for AdamW's two
+    moments; 4 for the float32 master copy, which ZeRO keeps in float32 runs too; and 4 for the
+    gradient's float32 copy during the step of a 16-bit run (Rajbhandari et al. 2020, ZeRO, 3.1,
+    plus that last copy). Stage 1 spreads the optimizer's part over the ranks, 2 the gradients, 3
+    the parameters.
+    """
+    size = 4 if dtype == "fp32" else 2
+    share = -(-parameters // ranks)
+    weights = size * (share if zero.stage == 3 else parameters)
+    gradients = size * (share if zero.stage >= 2 else parameters)
+    master = 4 if dtype != "fp32" or zero.stage else 0
+    step_copy = 4 if dtype != "fp32" else 0
+    optimizer = (8 + master + step_copy) * (share if zero.stage else parameters)
+    at = {"none": 0, "cpu": 0, "nvme": 0}
+    at[zero.offload_parameters] += weights
+    at[zero.offload_optimizer] += optimizer
+    # Spread gradients wait in the host's memory for an optimizer that works there.
+    gradients_leave = zero.offload_optimizer != "none" and zero.stage >= 2
+    at["cpu" if gradients_leave else "none"] += gradients
+    gathered = size * parameters if zero.stage == 3 else 0
+    return StateMemory(gpu=at["none"], gathered=gathered, host=at["cpu"], nvme=at["nvme"])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunCost:
+    """What training on a number of tokens takes.
+
+    Attributes:
+        hours: Of the whole machine.
+        cost_usd: None when the price is unknown.
+        usd_per_million_tokens: None when the price is unknown.
+    """
+
+    hours: float
+    cost_usd: float | None
+    usd_per_million_tokens: float | None
+
+
+def run_cost(tokens: int, *, tokens_per_second: float, per_hour_usd: float | None) -> RunCost:
+    """Return hours and dollars at a given speed.
+
+    Args:
+        tokens: At least 1.
+        tokens_per_second: Of all GPUs together.
+        per_hour_usd: Price of the whole machine an hour; None: unknown.
+    """
+    hours = tokens / tokens_per_second / 3600
+    if per_hour_usd is None:
+        return RunCost(hours, None, None)
+    cost = hours * per_hour_usd
+    return RunCost(hours, cost, cost / (tokens / 1e6))

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from refocused.config.files import find_config
+from refocused.config.optimization import ZeroConfig
+from refocused.config.shape import ModelShape, load_shape
+from refocused.errors import ConfigError
+from refocused.estimate import (
+    RunCost,
+    count_parameters,
+    flops_per_token,
+    mfu_fraction,
+    run_cost,
+    state_memory,
+    tokens_per_second_at,
+)
+
+PRESETS = (
+    "demo_gpt2",
+    "gpt2_124m",
+    "gpt2_1b",
+    "gpt2_1b_true",
+    "gpt2_tiny",
+    "neox_1_2b",
+    "neox_1_2b_true",
+    "neox_tiny",
+)
+
+
+def preset(name: str) -> ModelShape:
+    return load_shape(find_config("models", name))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt2_1b", 759_905_280),
+        ("neox_1_2b", 1_414_455_296),
+        ("neox_1_2b_true", 1_213_022_208),
+        # 257 x 192 + 256 x 192 + 4 x (12 x 192^2 + 13 x 192) + 2 x 192
+        ("demo_gpt2", 1_878_336),
+    ],
+)
+def test_the_parameters_of_the_presets(name: str, parameters: int) -> None:
+    assert count_parameters(preset(name)).total == parameters
+
+
+def test_padding_is_counted_apart() -> None:
+    count = count_parameters(preset("gpt2_124m"), vocabulary_multiple=128)
+    assert count.padding == 47 * 768
+    assert count.allocated == 124_475_904
+    assert count.total == 124_439_808
+    assert (
+        count_parameters(preset("gpt2_1b_true"), vocabulary_multiple=128).allocated == 1_013_669_888
+    )
+
+
+def test_an_untied_head_is_padded_as_well() -> None:
+    assert count_parameters(preset("neox_1_2b"), vocabulary_multiple=128).padding == 47 * 2048 * 2
+
+
+def test_without_embeddings_only_blocks_and_the_last_norm_remain() -> None:
+    assert count_parameters(preset("gpt2_1b")).without_embeddings == 679_959_552
+    assert count_parameters(preset("neox_1_2b")).without_embeddings == 1_208_602_624
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("other_head", [False, True])
+def test_transformers_builds_as_many_parameters_as_are_counted(name: str, other_head: bool) -> None:
+    import torch
+    import transformers
+
+    from refocused.config.shape import shape_from
+
+    settings: dict[str, Any] = dict(preset(name).settings)
+    if other_head:
+        settings["tie_word_embeddings"] = not settings["tie_word_embeddings"]
+    shape = shape_from(settings, where=name)
+    padded = settings | {"vocab_size": shape.padded_vocabulary(128)}
+    config = transformers.AutoConfig.for_model(**padded)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    built = sum(parameter.numel() for parameter in set(model.parameters()))
+    assert count_parameters(shape, vocabulary_multiple=128).allocated == built
+
+
+def test_flops_of_a_token_by_hand() -> None:
+    # 24 x 12 x 1536^2 + 50000 x 1536 elements in products; attention 12 x 24 x 1536 x 2048
+    by_hand = 6 * (679_477_248 + 76_800_000) + 905_969_664
+    assert flops_per_token(preset("gpt2_1b"), sequence_length=2048) == by_hand
+
+
+def test_the_known_speed_of_eight_h100s() -> None:
+    flops = flops_per_token(preset("gpt2_1b"), sequence_length=2048)
+    speed = 2000 * 1_048_576 / 3600
+    share = mfu_fraction(speed, flops_per_token=flops, gpus=8, peak_flops=989.4e12)
+    assert share == pytest.approx(0.40, abs=0.005)
+
+
+def test_an_unknown_peak_gives_no_share() -> None:
+    assert mfu_fraction(1.0, flops_per_token=1.0, gpus=1, peak_flops=None) is None
+
+
+def test_speed_and_share_are_inverse() -> None:
+    speed = tokens_per_second_at(0.5, flops_per_token=5e9, gpus=8, peak_flops=1e15)
+    assert speed == 800_000
+    assert mfu_fraction(speed, flops_per_token=5e9, gpus=8, peak_flops=1e15) == 0.5
+
+
+@pytest.mark.parametrize("share", [0.0, 0.61, 1.5])
+def test_an_impossible_share_is_refused(share: float) -> None:
+    with pytest.raises(ConfigError, match="up to 60%"):
+        tokens_per_second_at(share, flops_per_token=5e9, gpus=8, peak_flops=1e15)
+
+
+@pytest.mark.parametrize(
+    ("stage", "gpu_bytes_a_parameter"),
+    [(0, 20.0), (1, 4 + 16 / 8), (2, 2 + 18 / 8), (3, 20 / 8)],
+)
+def test_each_stage_spreads_more_of_the_state(stage: Any, gpu_bytes_a_parameter: float) -> None:
+    memory = state_memory(8000, zero=ZeroConfig(stage=stage), dtype="bf16", ranks=8)
+    assert memory.gpu == 8000 * gpu_bytes_a_parameter
+    assert memory.host == memory.nvme == 0
+    assert memory.gathered == (16_000 if stage == 3 else 0)
+
+
+def test_float32_has_a_master_copy_only_under_zero() -> None:
+    plain = state_memory(1000, zero=ZeroConfig(stage=0), dtype="fp32", ranks=1)
+    spread = state_memory(1000, zero=ZeroConfig(stage=3), dtype="fp32", ranks=1)
+    assert (plain.gpu, spread.gpu) == (16_000, 20_000)
+    assert spread.gathered == 4000
+
+
+def test_offloads_move_their_share_off_the_gpu() -> None:
+    both = ZeroConfig(offload_optimizer="cpu", offload_parameters="cpu")
+    memory = state_memory(8000, zero=both, dtype="bf16", ranks=8)
+    assert (memory.gpu, memory.host, memory.nvme) == (0, 20_000, 0)
+    drive = ZeroConfig(offload_optimizer="nvme", nvme_path="/nvme")
+    memory = state_memory(8000, zero=drive, dtype="fp16", ranks=8)
+    assert (memory.gpu, memory.host, memory.nvme) == (2000, 2000, 16_000)
+
+
+def test_a_share_is_rounded_up() -> None:
+    assert state_memory(10, zero=ZeroConfig(), dtype="bf16", ranks=4).gpu == 3 * 20
+
+
+def test_hours_and_dollars() -> None:
+    assert run_cost(7_200_000_000, tokens_per_second=1e6, per_hour_usd=8.0) == RunCost(
+        hours=2.0, cost_usd=16.0, usd_per_million_tokens=pytest.approx(16 / 7200)
+    )
+    assert run_cost(3600, tokens_per_second=1.0, per_hour_usd=None) == RunCost(1.0, None, None)
