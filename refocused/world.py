@@ -191,6 +191,9 @@ def join_world(asked_device: str) -> World:
         dist.init_process_group("nccl", device_id=torch.device("cuda", alone.local_rank))
         control: Any = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
     else:
+        if "OMP_NUM_THREADS" not in os.environ:  # or every rank takes all cores
+            cores = len(os.sched_getaffinity(0))
+            torch.set_num_threads(max(1, cores // alone.local_world_size))
         dist.init_process_group("gloo", timeout=CONTROL_TIMEOUT)
         control = dist.group.WORLD
     return dataclasses.replace(alone, device_kind=kind, _control=control)

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Sets up what is missing, then trains: launch/train.sh [--config FILE] [section.key=value ...]
+# One rank a GPU, or two on a machine without any; RANKS=N chooses. Without --config it trains the
+# demonstration of config/runs/demo.yaml. Run again, it resumes.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+launch/setup_environment.sh
+if [ -z "${RANKS:-}" ]; then
+    RANKS="$( (nvidia-smi --list-gpus 2>/dev/null || true) | grep -c '^GPU' || true)"
+    [ "$RANKS" -gt 0 ] || RANKS=2
+fi
+# A port of its own, so that two runs on one machine do not meet.
+port="$(.venv/bin/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')"
+export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
+exec .venv/bin/deepspeed --num_gpus "$RANKS" --master_port "$port" launch/train.py "$@"
