@@ -55,13 +55,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         counted = labels != IGNORED_LABEL
         count = counted.sum().clamp(min=1)
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=exact, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if wants_gradient else None
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if wants_gradient else None
+        weight_gradient = torch.zeros_like(weight, dtype=exact) if wants_gradient else None
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             rows, mask = hidden[part], counted[part].unsqueeze(1)
-            logits = (rows @ weight.T).float()
+            logits = (rows @ weight.T).to(exact)
             index = labels[part].unsqueeze(1).where(mask, 0)
             log_normalizer = logits.logsumexp(dim=1, keepdim=True)
             total += (log_normalizer - logits.gather(1, index)).where(mask, 0.0).sum()
@@ -77,7 +78,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden_gradient, weight_gradient, count = ctx.saved_tensors
-        factor = gradient.float() / count
+        factor = gradient / count
         return (
             (hidden_gradient * factor).to(hidden_gradient.dtype),
             (weight_gradient * factor).to(ctx.weight_dtype),
