@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from refocused.config.files import REPOSITORY_CONFIG
+from refocused.config.shape import load_shape
+from refocused.errors import ConfigError
+from refocused.estimate import count_parameters
+from refocused.models.gpt import CausalLM, build_gpt, counted_parameters
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 512,
+        "n_positions": 64,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "tie_word_embeddings": True,
+    },
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "vocab_size": 512,
+        "max_position_embeddings": 64,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 256,
+        "tie_word_embeddings": False,
+    },
+}
+both_families = pytest.mark.parametrize("family", list(SHAPES))
+
+
+def build(
+    family: str,
+    *,
+    seed: int = 0,
+    dropout: float = 0.0,
+    checkpointing: bool = False,
+    vocabulary: int = 512,
+    **changes: Any,
+) -> CausalLM:
+    torch.manual_seed(seed)
+    return build_gpt(
+        SHAPES[family] | changes,
+        vocabulary=vocabulary,
+        dropout=dropout,
+        activation_checkpointing=checkpointing,
+        chunk_tokens=50,
+    )
+
+
+def tokens(rows: int = 4, length: int = 64, *, seed: int = 1) -> Tensor:
+    return torch.randint(512, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@both_families
+def test_the_loss_is_transformers_own_on_shifted_labels(family: str) -> None:
+    model, ids = build(family), tokens()
+    plain = transformers.AutoModelForCausalLM.from_config(model.network.config)
+    plain.load_state_dict(model.network.state_dict())
+    wanted = plain(input_ids=ids, labels=ids).loss
+    loss = model(ids[:, :-1], ids[:, 1:])
+    assert loss.item() == pytest.approx(wanted.item(), abs=1e-6)
+    wanted.backward()
+    loss.backward()
+    for (name, mine), other in zip(
+        model.network.named_parameters(), plain.parameters(), strict=True
+    ):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-7, msg=name)
+
+
+@both_families
+@pytest.mark.parametrize("changed", [1, 20, 47])
+def test_no_logit_depends_on_a_later_token(family: str, changed: int) -> None:
+    model, ids = build(family, initializer_range=0.2), tokens(2, 48)
+    other = ids.clone()
+    other[:, changed] = (other[:, changed] + 1) % 512
+    with torch.no_grad():
+        before, after = model.logits(ids), model.logits(other)
+    largest = (before - after).abs().amax(dim=(0, 2)) / before.abs().max()
+    assert float(largest[:changed].max()) <= 1e-5
+    assert float(largest[changed:].min()) > 1e-4  # and every later one does see it
+
+
+@both_families
+def test_the_first_loss_is_that_of_a_uniform_guess(family: str) -> None:
+    ids = tokens(8)
+    loss = build(family)(ids[:, :-1], ids[:, 1:])
+    assert loss.item() == pytest.approx(math.log(512), abs=0.1)
+
+
+def test_projections_into_the_residual_stream_of_gpt2_start_smaller() -> None:
+    layers = 8
+    network = build("gpt2", n_layer=layers).network
+    deviations = {name: float(p.detach().std()) for name, p in network.named_parameters()}
+    for block in range(layers):
+        for kind, wanted in (
+            ("attn.c_attn", 0.02),
+            ("mlp.c_fc", 0.02),
+            ("attn.c_proj", 0.02 / math.sqrt(2 * layers)),
+            ("mlp.c_proj", 0.02 / math.sqrt(2 * layers)),
+        ):
+            name = f"transformer.h.{block}.{kind}.weight"
+            assert deviations[name] == pytest.approx(wanted, rel=0.1), name
+
+
+@pytest.mark.parametrize(
+    "file", sorted((REPOSITORY_CONFIG / "models").glob("*.json")), ids=lambda file: file.stem
+)
+def test_a_shipped_shape_has_the_parameters_that_are_counted(file: Path) -> None:
+    shape = load_shape(file)
+    with torch.device("meta"):
+        model = build_gpt(
+            shape.settings,
+            vocabulary=shape.padded_vocabulary(128),
+            dropout=0.0,
+            activation_checkpointing=False,
+            chunk_tokens=2048,
+        )
+    counted = count_parameters(shape, vocabulary_multiple=128)
+    assert counted_parameters(model) == counted.allocated
+
+
+@both_families
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_saved_model_predicts_the_same_when_transformers_reads_it(
+    family: str, tied: bool, tmp_path: Path
+) -> None:
+    model, ids = build(family, tie_word_embeddings=tied), tokens(2, 32)
+    embedding = model.network.get_input_embeddings().weight
+    assert (model.network.get_output_embeddings().weight is embedding) is tied
+    model.network.save_pretrained(tmp_path)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(plain(ids).logits, model.logits(ids))
+
+
+@both_families
+def test_a_checkpointed_block_is_computed_twice_with_the_same_result(family: str) -> None:
+    ids, passes, results = tokens(), [], []
+    for checkpointing in (False, True):
+        model = build(family, dropout=0.1, checkpointing=checkpointing)
+        calls: list[object] = []
+        for module in model.modules():
+            if type(module).__name__.endswith("MLP"):
+                module.register_forward_pre_hook(lambda *_, calls=calls: calls.append(None))
+        torch.manual_seed(3)  # the recomputation draws the same dropout again
+        loss = model(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        passes.append(len(calls))
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert passes == [2, 4]
+    for plain, recomputed in zip(*results, strict=True):
+        torch.testing.assert_close(recomputed, plain, rtol=1e-6, atol=1e-8)
+
+
+@both_families
+def test_dropout_drops_in_training_alone(family: str) -> None:
+    ids = tokens()
+    dropping, plain = build(family, dropout=0.3), build(family)
+
+    def losses(model: CausalLM) -> list[float]:
+        return [float(model(ids[:, :-1], ids[:, 1:]).detach()) for _ in range(2)]
+
+    first, second = losses(dropping)
+    assert first != second
+    dropping.eval()
+    assert len({*losses(dropping), *losses(plain)}) == 1
+
+
+@both_families
+def test_the_embedding_has_the_rows_of_the_padded_vocabulary(family: str) -> None:
+    model = build(family, vocabulary=640)
+    assert model.network.get_input_embeddings().weight.shape == (640, 64)
+    assert model.logits(tokens(1, 8)).shape == (1, 8, 640)
+
+
+@both_families
+def test_the_block_class_is_the_repeated_one(family: str) -> None:
+    model = build(family)
+    assert sum(type(module) is model.block_class for module in model.modules()) == 2
+
+
+def test_another_family_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(ConfigError, match="'llama' is not built here; known are gpt2, gpt_neox"):
+        build_gpt(
+            {"model_type": "llama"},
+            vocabulary=512,
+            dropout=0.0,
+            activation_checkpointing=False,
+            chunk_tokens=50,
+        )

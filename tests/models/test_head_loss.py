@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from refocused.models.head_loss import IGNORED_LABEL, LossHead
+
+ROWS, TOKENS, WIDTH, VOCABULARY = 2, 24, 16, 50
+CHUNKS = [1, 7, 16, 48, 1000]  # 48 tokens in all
+
+
+def sample(
+    dtype: torch.dtype, *, tokens: int = TOKENS, vocabulary: int = VOCABULARY
+) -> tuple[Tensor, nn.Parameter, Tensor]:
+    """Hidden states, a weight and labels of which about a fifth is ignored."""
+    draw = torch.Generator().manual_seed(5)
+    hidden = torch.randn((ROWS, tokens, WIDTH), generator=draw, dtype=torch.float64)
+    weight = torch.randn((vocabulary, WIDTH), generator=draw, dtype=torch.float64)
+    labels = torch.randint(vocabulary, (ROWS, tokens), generator=draw)
+    labels[torch.rand(labels.shape, generator=draw) < 0.2] = IGNORED_LABEL
+    return hidden.to(dtype).requires_grad_(), nn.Parameter(weight.to(dtype)), labels
+
+
+def ours(hidden: Tensor, weight: nn.Parameter, labels: Tensor, *, chunk: int) -> Tensor:
+    loss: Tensor = LossHead(weight, chunk_tokens=chunk)(hidden, labels)
+    return loss
+
+
+def full(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_value_and_gradients_equal_those_of_the_full_logits(
+    chunk: int, dtype: torch.dtype, within: float
+) -> None:
+    hidden, weight, labels = sample(dtype)
+    loss, wanted = ours(hidden, weight, labels, chunk=chunk), full(hidden, weight, labels)
+    assert abs(loss.item() - wanted.item()) < within
+    found = torch.autograd.grad(3.0 * loss, (hidden, weight))
+    expected = torch.autograd.grad(3.0 * wanted, (hidden, weight))
+    for mine, plain in zip(found, expected, strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine, plain, rtol=within, atol=within)
+
+
+def test_ignored_labels_have_no_weight_at_all() -> None:
+    hidden, weight, labels = sample(torch.float64)
+    (gradient,) = torch.autograd.grad(ours(hidden, weight, labels, chunk=7), hidden)
+    ignored = labels == IGNORED_LABEL
+    assert 0 < int(ignored.sum()) < labels.numel()
+    assert torch.all(gradient[ignored] == 0)
+    assert torch.all(gradient[~ignored].abs().sum(-1) > 0)
+
+
+def test_nothing_but_ignored_labels_gives_zero_and_no_gradient() -> None:
+    hidden, weight, labels = sample(torch.float32)
+    loss = ours(hidden, weight, torch.full_like(labels, IGNORED_LABEL), chunk=7)
+    assert loss.item() == 0.0
+    for gradient in torch.autograd.grad(loss, (hidden, weight)):
+        assert torch.all(gradient == 0)
+
+
+def test_without_labels_it_gives_the_logits() -> None:
+    hidden, weight, _ = sample(torch.float32)
+    logits = LossHead(weight, chunk_tokens=4)(hidden)
+    torch.testing.assert_close(logits, hidden @ weight.T)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the elements of the largest tensor that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, Tensor) and not func.is_view:
+                self.elements = max(self.elements, tensor.numel())
+        return made
+
+
+def test_the_largest_tensor_is_one_chunk_of_logits() -> None:
+    hidden, weight, labels = sample(torch.float32, tokens=128, vocabulary=1000)
+    with Largest() as plain:
+        full(hidden, weight, labels).backward()
+    with Largest() as chunked:
+        ours(hidden, weight, labels, chunk=32).backward()
+    assert plain.elements == 2 * 128 * 1000
+    assert chunked.elements == 32 * 1000
+
+
+def saved_elements(head: LossHead, hidden: Tensor, labels: Tensor) -> int:
+    counted: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        counted.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        head(hidden, labels)
+    return sum(counted)
+
+
+def test_only_the_two_gradients_are_kept_for_the_backward_pass() -> None:
+    hidden, weight, labels = sample(torch.float32)
+    kept = saved_elements(LossHead(weight, chunk_tokens=7), hidden, labels)
+    assert kept == hidden.numel() + weight.numel() + 1  # and the number of labels
+
+
+def test_without_gradient_none_is_computed_or_kept() -> None:
+    hidden, weight, labels = sample(torch.float32)
+    head = LossHead(weight, chunk_tokens=2)
+    with torch.no_grad(), Largest() as work:
+        assert saved_elements(head, hidden, labels) == 0
+    assert work.elements < min(hidden.numel(), weight.numel())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "within"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)], ids=["bf16", "fp16"]
+)
+def test_half_precision_follows_double_precision(dtype: torch.dtype, within: float) -> None:
+    hidden, weight, labels = sample(dtype)
+    loss = ours(hidden, weight, labels, chunk=7)
+    assert loss.dtype == torch.float32
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    wanted = full(*exact, labels)
+    assert loss.item() == pytest.approx(wanted.item(), rel=within)
+    found = torch.autograd.grad(loss, (hidden, weight))
+    for mine, plain in zip(found, torch.autograd.grad(wanted, exact), strict=True):
+        assert mine.dtype == dtype
+        assert float((mine.double() - plain).norm() / plain.norm()) < within
+
+
+def test_a_loss_scale_of_65536_neither_overflows_nor_underflows_in_fp16() -> None:
+    scale = 65536.0
+    hidden, weight, labels = sample(torch.float16, tokens=1024, vocabulary=8000)
+    loss = ours(hidden, weight, labels, chunk=512)
+    found = torch.autograd.grad(loss * scale, (hidden, weight))
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    expected = torch.autograd.grad(full(*exact, labels), exact)
+    for mine, plain in zip(found, expected, strict=True):
+        assert torch.isfinite(mine).all()
+        unscaled = mine.double() / scale
+        assert float((unscaled - plain).norm() / plain.norm()) < 2e-3
+        # Rows of rare tokens keep a gradient, which plain fp16 would flush to zero.
+        assert torch.equal(unscaled.any(dim=-1), plain.any(dim=-1))
