@@ -143,16 +143,16 @@ def state_memory(
 ) -> StateMemory:
     """Return the memory of parameters, gradients and optimizer states on one rank.
 
-    Bytes an element: 2 (16 bit) or 4 for parameters and as many for gradients; 8 for AdamW's two
-    moments; 4 for the float32 master copy, which ZeRO keeps in float32 runs too; and 4 for the
-    gradient's float32 copy during the step of a 16-bit run (Rajbhandari et al. 2020, ZeRO, 3.1,
-    plus that last copy). Stage 1 spreads the optimizer's part over the ranks, 2 the gradients, 3
+    Bytes an element: 2 (16 bit) or 4 for parameters; 4 for the gradients' sum (2 in a 16-bit run
+    without ZeRO); 8 for AdamW's two moments; 4 for the float32 master copy, which ZeRO keeps in
+    float32 runs too; and 4 for the gradient's copy during the step of a 16-bit run (Rajbhandari et
+    al. 2020, ZeRO, 3.1, with float32 sums, plus that last copy). Stage 1 spreads the optimizer's part over the ranks, 2 the gradients, 3
     the parameters.
     """
     size = 4 if dtype == "fp32" else 2
     share = -(-parameters // ranks)
     weights = size * (share if zero.stage == 3 else parameters)
-    gradients = size * (share if zero.stage >= 2 else parameters)
+    gradients = (4 if zero.stage else size) * (share if zero.stage >= 2 else parameters)
     master = 4 if dtype != "fp32" or zero.stage else 0
     step_copy = 4 if dtype != "fp32" else 0
     optimizer = (8 + master + step_copy) * (share if zero.stage else parameters)

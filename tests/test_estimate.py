@@ -119,7 +119,7 @@ def test_an_impossible_share_is_refused(share: float) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "gpu_bytes_a_parameter"),
-    [(0, 20.0), (1, 4 + 16 / 8), (2, 2 + 18 / 8), (3, 20 / 8)],
+    [(0, 20.0), (1, 6 + 16 / 8), (2, 2 + 20 / 8), (3, 22 / 8)],
 )
 def test_each_stage_spreads_more_of_the_state(stage: Any, gpu_bytes_a_parameter: float) -> None:
     memory = state_memory(8000, zero=ZeroConfig(stage=stage), dtype="bf16", ranks=8)
@@ -138,14 +138,14 @@ def test_float32_has_a_master_copy_only_under_zero() -> None:
 def test_offloads_move_their_share_off_the_gpu() -> None:
     both = ZeroConfig(offload_optimizer="cpu", offload_parameters="cpu")
     memory = state_memory(8000, zero=both, dtype="bf16", ranks=8)
-    assert (memory.gpu, memory.host, memory.nvme) == (0, 20_000, 0)
+    assert (memory.gpu, memory.host, memory.nvme) == (0, 22_000, 0)
     drive = ZeroConfig(offload_optimizer="nvme", nvme_path="/nvme")
     memory = state_memory(8000, zero=drive, dtype="fp16", ranks=8)
-    assert (memory.gpu, memory.host, memory.nvme) == (2000, 2000, 16_000)
+    assert (memory.gpu, memory.host, memory.nvme) == (2000, 4000, 16_000)
 
 
 def test_a_share_is_rounded_up() -> None:
-    assert state_memory(10, zero=ZeroConfig(), dtype="bf16", ranks=4).gpu == 3 * 20
+    assert state_memory(10, zero=ZeroConfig(), dtype="bf16", ranks=4).gpu == 3 * 22
 
 
 def test_hours_and_dollars() -> None:

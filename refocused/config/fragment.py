@@ -56,10 +56,6 @@ class _Zero(Section):
     zero_hpz_partition_size: Count | None = None
 
 
-class _DataTypes(Section):
-    grad_accum_dtype: _Dtype | None = None
-
-
 class _Aio(Section):
     block_size: Count | None = None
     queue_depth: Count | None = None
@@ -91,7 +87,6 @@ class _Fragment(Section):
     aio: _Aio | None = None
     comms_logger: _CommsLogger | None = None
     communication_data_type: _Dtype | None = None
-    data_types: _DataTypes | None = None
     flops_profiler: _FlopsProfiler | None = None
     zero_optimization: _Zero | None = None
 
@@ -100,7 +95,7 @@ _OWNED = {
     "activation_checkpointing": "model.activation_checkpointing",
     "bf16": "precision.dtype",
     "bfloat16": "precision.dtype",
-    "data_types.param_dtype": "precision.dtype",
+    "data_types": "precision.dtype",
     "fp16": "precision.dtype",
     "gradient_accumulation_steps": "batch.accumulation",
     "gradient_clipping": "optimizer.clip",

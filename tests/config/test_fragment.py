@@ -24,7 +24,7 @@ OFFLOADED = ZeroConfig(offload_optimizer="cpu", offload_parameters="cpu")
         ({"scheduler": {}}, "schedule.kind"),
         ({"fp16": {"enabled": True}}, "precision.dtype"),
         ({"bf16": {}}, "precision.dtype"),
-        ({"data_types": {"param_dtype": "bf16"}}, "precision.dtype"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "precision.dtype"),
         ({"activation_checkpointing": {}}, "model.activation_checkpointing"),
         ({"zero_optimization": {"stage": 3}}, "zero.stage"),
         ({"zero_optimization": {"cpu_offload": True}}, "zero.offload_optimizer"),
@@ -55,8 +55,8 @@ def test_what_the_trainer_fixes_is_refused() -> None:
             "zero_optimization.overlap_com is not taken here. Did you mean overlap_comm?",
         ),
         (
-            {"data_types": {"zzz": 1}},
-            "data_types.zzz is not taken here. There are grad_accum_dtype.",
+            {"comms_logger": {"zzz": 1}},
+            "comms_logger.zzz is not taken here. There are enabled, prof_all, prof_ops, verbose, debug.",
         ),
         (
             {"zero_optimization": {"reduce_bucket_size": "auto"}},
