@@ -33,6 +33,7 @@ class Engine:
         """Wrap an initialised DeepSpeed engine."""
         self._engine = deepspeed_engine
         self._device = device
+        self._norm_scale = 1.0
         self._rank_file = f"ranks/rank_{rank:05d}.pt"
         self._files = HashingCheckpointEngine()
         self._engine.checkpoint_engine = self._files
@@ -43,7 +44,7 @@ class Engine:
             input_ids.to(self._device, non_blocking=True),
             labels.to(self._device, non_blocking=True),
         )
-        self._engine.backward(loss)
+        self._engine.backward(loss * self._missing_scale())
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()
         return loss.detach()  # type: ignore[no-any-return]
@@ -52,16 +53,17 @@ class Engine:
         """Apply the accumulated gradient: one optimizer step."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
+        self._norm_scale = self._missing_scale()
         self._engine.step()
 
     def gradient_norm(self) -> float | None:
         """Return the norm of the last step's whole gradient before clipping, where known."""
         norm = self._engine.get_global_grad_norm()
-        return None if norm is None else float(norm)
+        return None if norm is None else float(norm) / self._norm_scale
 
     def loss_scale(self) -> float | None:
         """Return fp16's current loss scale; None in other precisions."""
-        return float(self._engine.loss_scale()) if self._engine.fp16_enabled() else None
+        return float(self._engine.optimizer.loss_scale) if self._engine.fp16_enabled() else None
 
     @property
     def skipped_steps(self) -> int:
@@ -113,3 +115,12 @@ class Engine:
     def close(self) -> None:
         """Give back what the engine holds."""
         self._engine.destroy()
+
+    def _missing_scale(self) -> float:
+        """Return the loss scale where DeepSpeed 0.19 leaves it to us, otherwise 1.
+
+        Its optimizer of stage 0 divides fp16's gradients by the scale, but only those of the
+        other stages multiply the loss by it; and it reports the norm of the scaled gradient.
+        """
+        optimizer = self._engine.optimizer
+        return float(optimizer.loss_scale) if hasattr(optimizer, "fp32_groups") else 1.0
