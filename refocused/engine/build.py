@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 from collections.abc import Mapping
@@ -57,9 +59,10 @@ def build_engine(
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     if settings["zero_optimization"]["stage"] == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [block_class])
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=build_optimizer(model, optimizer), config=dict(settings)
-    )
+    with contextlib.redirect_stdout(io.StringIO()):  # bf16 at stage 1 prints twenty lines
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=build_optimizer(model, optimizer), config=dict(settings)
+        )
     _undo_warm_up_step(engine.optimizer)
     return Engine(engine, device=world.device, rank=world.rank)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +110,8 @@ class Engine:
 
         The files' digests must have been verified: DeepSpeed's are pickled.
         """
-        path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
+        with contextlib.redirect_stdout(io.StringIO()):  # bf16 at stage 1 prints a line a rank
+            path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
         assert path is not None, f"DeepSpeed found nothing in {folder / TAG}"
         randomness.restore(torch.load(folder / self._rank_file, weights_only=True))
 
