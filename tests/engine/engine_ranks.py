@@ -1,0 +1,161 @@
+"""Trains every case on this rank, and writes what it measured: `engine_ranks.py OUT`."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+os.environ["DS_ACCELERATOR"] = "cpu"  # as the train command does before deepspeed is imported
+sys.path.insert(0, str(Path(__file__).parent))
+
+from engine_cases import (
+    CASES,
+    LENGTH,
+    LOOKING,
+    RATES,
+    SAVED_AT,
+    VOCABULARY,
+    WARMED,
+    Case,
+    build_model,
+    start_engine,
+    windows,
+)
+
+from refocused.engine import build, checkpoint_files
+from refocused.engine.engine import Engine
+from refocused.world import World, join_world
+
+
+def train(engine: Engine, world: World, steps: range, folder: Path | None) -> list[dict[str, Any]]:
+    """Make some of the steps; after `SAVED_AT` of them save, where there is a folder."""
+    records = []
+    for step in steps:
+        micro_losses = []
+        for accumulated in windows()[step]:
+            ids = accumulated[world.rank]
+            micro_losses.append(engine.accumulate(ids[:, :-1], ids[:, 1:]).item())
+        scale, norm = engine.loss_scale(), None
+        engine.update(RATES[step])
+        norm = engine.gradient_norm()
+        mean = sum(micro_losses) / len(micro_losses)
+        records.append(
+            {
+                "loss": world.total([mean])[0] / world.world_size,
+                "norm": None if norm is None or not math.isfinite(norm) else norm,
+                "scale": scale,
+                "skipped": engine.skipped_steps,
+            }
+        )
+        if folder is not None and step + 1 == SAVED_AT:
+            written = engine.save_shards(folder)
+            assert not written.errors, written.errors
+    return records
+
+
+def run(case: Case, world: World, scratch: Path) -> dict[str, Any]:
+    """Train one case, and the second half of it again from its checkpoint."""
+    undo = build._undo_warm_up_step
+    if case == WARMED:
+        build._undo_warm_up_step = lambda optimizer: None
+    engine = start_engine(case, world)
+    build._undo_warm_up_step = undo
+    random = torch.randint(
+        VOCABULARY, (4, LENGTH + 1), generator=torch.Generator().manual_seed(world.rank)
+    )
+    untrained = engine.validation_loss(random[:, :-1], random[:, 1:])
+    folder = scratch / case.name
+    if case.resumes and world.is_first:
+        (folder / "ranks").mkdir(parents=True)
+    world.barrier()
+    steps = train(engine, world, range(len(RATES)), folder if case.resumes else None)
+    found: dict[str, Any] = {
+        "untrained": world.total([untrained.item()])[0] / world.world_size,
+        "steps": steps,
+    }
+    engine.close()
+    if case.resumes:
+        engine = start_engine(case, world, seed=99)
+        engine.load_shards(folder)
+        found["resumed"] = train(engine, world, range(SAVED_AT, len(RATES)), None)
+        engine.close()
+    return found
+
+
+def look_without_training(case: Case, world: World) -> dict[str, Any]:
+    """Validate and predict between the micro-batches of a model with dropout."""
+    engine = start_engine(case, world, dropout=0.5)
+    ids = windows()[0, 0, world.rank]
+    inputs, labels = ids[:, :-1], ids[:, 1:]
+    validations, passes = [], []
+    for _ in range(2):
+        passes.append(engine.accumulate(inputs, labels).item())
+        validations.append(engine.validation_loss(inputs, labels).item())
+    predicted = engine.next_token_logits(inputs)
+    engine.update(1e-3)
+    plain = build_model(case.family).eval()
+    with torch.no_grad():
+        wanted, loss = plain.logits(inputs)[:, -1], plain(inputs, labels).item()
+    engine.close()
+    return {
+        "passes": passes,
+        "validations": validations,
+        "plain": loss,
+        "furthest logit": (predicted - wanted).abs().max().item(),
+    }
+
+
+def save_on_a_failing_disk(world: World, scratch: Path) -> dict[str, Any]:
+    """Save while every file of rank 1 meets a full disk; then once more on a good one."""
+    engine = start_engine(Case(3), world)
+    write = checkpoint_files.save_hashed
+
+    def full_disk(content: object, path: Path) -> checkpoint_files.WrittenFile:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    if world.rank == 1:
+        checkpoint_files.save_hashed = full_disk
+    found = {}
+    for attempt in ("full", "good"):
+        folder = scratch / attempt
+        if world.is_first:
+            (folder / "ranks").mkdir(parents=True)
+        world.barrier()
+        written = engine.save_shards(folder)
+        found[attempt] = {
+            "files": sorted(str(file.path.relative_to(folder)) for file in written.files),
+            "errors": [error.errno for error in written.errors],
+            "sizes_are_true": all(f.path.stat().st_size == f.size for f in written.files),
+        }
+        checkpoint_files.save_hashed = write
+    engine.close()
+    return found
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    world = join_world("cpu")
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    scratch = Path(world.broadcast(tempfile.mkdtemp(dir=out)))
+    found: dict[str, Any] = {case.name: run(case, world, scratch) for case in CASES}
+    for case in LOOKING:
+        found[f"look {case.name}"] = look_without_training(case, world)
+    found["failing disk"] = world.gather(save_on_a_failing_disk(world, scratch))
+    if world.is_first:
+        (out / "found.json").write_text(json.dumps(found))
+    world.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads abort an ordinary end now and then
+
+
+main()

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_cases import build_model
+from torch import nn
+
+from refocused.config.optimization import OptimizerConfig
+from refocused.engine.optimizer import build_optimizer
+
+ADAM = OptimizerConfig(lr=1e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_matrices_decay_and_biases_and_norms_do_not(family: str) -> None:
+    model = build_model(family)
+    decay = {
+        id(parameter): group["weight_decay"]
+        for group in build_optimizer(model, ADAM).param_groups
+        for parameter in group["params"]
+    }
+    for name, parameter in model.named_parameters():
+        plain = name.endswith(".bias") or "ln_" in name or "norm" in name
+        assert decay[id(parameter)] == (0.0 if plain else 0.3), name
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_every_parameter_is_in_one_group_once(family: str) -> None:
+    model = build_model(family)
+    groups = build_optimizer(model, ADAM).param_groups
+    given = [id(parameter) for group in groups for parameter in group["params"]]
+    assert sorted(given) == sorted(id(parameter) for parameter in model.parameters())
+    assert len(given) == len({*given})
+
+
+def test_the_settings_reach_torch() -> None:
+    for group in build_optimizer(build_model("gpt2"), ADAM).param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (1e-3, (0.8, 0.9), 1e-6)
+        assert group["fused"]
+
+
+def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    (group,) = build_optimizer(model, ADAM).param_groups
+    assert [p is model.weight for p in group["params"]] == [True]
+    assert isinstance(build_optimizer(model, ADAM), torch.optim.AdamW)

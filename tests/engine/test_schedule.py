@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from refocused.config.optimization import ScheduleConfig
+from refocused.engine.schedule import learning_rate
+
+
+def rates(schedule: ScheduleConfig, total: int, *, peak: float = 1.0) -> list[float]:
+    return [
+        learning_rate(step, peak=peak, total_steps=total, schedule=schedule)
+        for step in range(total)
+    ]
+
+
+def test_cosine_by_hand() -> None:
+    schedule = ScheduleConfig(kind="cosine", warmup_steps=4, floor_fraction=0.1)
+    rate = rates(schedule, 12, peak=6e-4)
+    assert rate[:4] == pytest.approx([1.5e-4, 3e-4, 4.5e-4, 6e-4])  # a quarter a step
+    assert rate[4] == pytest.approx(6e-4)  # after the rise the peak is held for one step
+    assert rate[6] == pytest.approx(6e-5 + 5.4e-4 * (1 + math.sqrt(0.5)) / 2)  # a quarter down
+    assert rate[8] == pytest.approx(6e-5 + 5.4e-4 / 2)  # half way down
+    assert rate[11] == pytest.approx(6e-5 + 5.4e-4 * (1 + math.cos(math.pi * 7 / 8)) / 2)
+
+
+def test_cosine_reaches_its_floor_at_the_end_and_stays_there() -> None:
+    schedule = ScheduleConfig(kind="cosine", warmup_steps=10, floor_fraction=0.1)
+    for step in (100, 150):
+        rate = learning_rate(step, peak=3.0, total_steps=100, schedule=schedule)
+        assert rate == pytest.approx(0.3)
+
+
+def test_without_warmup_the_first_step_has_the_peak() -> None:
+    for kind in ("cosine", "one_cycle", "constant"):
+        assert rates(ScheduleConfig(kind=kind), 10)[0] == 1.0
+
+
+def test_constant_rises_and_stays() -> None:
+    schedule = ScheduleConfig(kind="constant", warmup_steps=2, floor_fraction=0.1)
+    assert rates(schedule, 6) == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_one_cycle_rises_along_a_cosine() -> None:
+    schedule = ScheduleConfig(kind="one_cycle", warmup_steps=4, floor_fraction=0.0)
+    rate = rates(schedule, 8)
+    quarter = (1 - math.sqrt(0.5)) / 2
+    assert rate[:4] == pytest.approx([quarter, 0.5, 1 - quarter, 1.0])
+    assert rate[4:] == pytest.approx([1.0, 1 - quarter, 0.5, quarter])
+
+
+def test_warm_restarts_by_hand() -> None:
+    schedule = ScheduleConfig(
+        kind="warm_restarts", warmup_steps=2, floor_fraction=0.2, cycle_steps=2, cycle_growth=2.0
+    )
+    low, high = 0.2 + 0.8 * (1 - math.sqrt(0.5)) / 2, 0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2
+    expected = [0.5, 1.0, 1.0, 0.6, 1.0, high, 0.6, low, 1.0]  # warmup, 2 steps, 4 steps, 8 steps
+    assert rates(schedule, 9) == pytest.approx(expected)
+
+
+def test_equal_cycles_repeat() -> None:
+    schedule = ScheduleConfig(kind="warm_restarts", cycle_steps=5)
+    rate = rates(schedule, 15)
+    assert rate[5:10] == pytest.approx(rate[:5])
+    assert rate[10:] == pytest.approx(rate[:5])
+
+
+SHAPES = st.builds(
+    dict, total=st.integers(2, 200), share=st.floats(0, 1), floor_fraction=st.floats(0, 1)
+)
+
+
+@given(SHAPES, st.sampled_from(["cosine", "one_cycle", "constant"]))
+def test_it_rises_through_the_warmup_and_never_again(shape: dict[str, float], kind: str) -> None:
+    total = int(shape["total"])
+    warmup = int(shape["share"] * total)
+    schedule = ScheduleConfig(
+        kind=kind,  # type: ignore[arg-type]
+        warmup_steps=warmup,
+        floor_fraction=shape["floor_fraction"],
+    )
+    rate = rates(schedule, total)
+    rise, fall = rate[:warmup], rate[max(0, warmup - 1) :]
+    assert rise == sorted(rise)
+    assert fall == sorted(fall, reverse=True)
+    assert all(0 < value <= 1 for value in rate)
+    assert max(rate) == 1.0
+    assert all(value >= shape["floor_fraction"] - 1e-12 for value in rate[warmup:])
+
+
+@given(st.integers(1, 20), st.floats(1, 3), st.integers(0, 10))
+def test_each_cycle_starts_at_the_peak_and_falls(cycle: int, growth: float, warmup: int) -> None:
+    schedule = ScheduleConfig(
+        kind="warm_restarts", warmup_steps=warmup, cycle_steps=cycle, cycle_growth=growth
+    )
+    rate = rates(schedule, 100)[warmup:]
+    assert rate[0] == 1.0
+    assert rate[:cycle] == sorted(rate[:cycle], reverse=True)
+    restarts = [step for step in range(1, len(rate)) if rate[step] > rate[step - 1]]
+    if cycle > 1:  # a cycle of one step does nothing but restart
+        assert restarts[0] == cycle
+        lengths = [after - before for before, after in itertools.pairwise([0, *restarts])]
+        assert all(later >= earlier - 1 for earlier, later in itertools.pairwise(lengths))
