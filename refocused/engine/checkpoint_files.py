@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -101,6 +102,17 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self.written.append(save_hashed(state_dict, Path(path)))
         except OSError as error:
             self.errors.append(error)
+
+    def bearing(self, write: Callable[[str], None]) -> Callable[[str], None]:
+        """Wrap a function of DeepSpeed's that writes a file: its failure is kept, not raised."""
+
+        def borne(folder: str) -> None:
+            try:
+                write(folder)
+            except OSError as error:
+                self.errors.append(error)
+
+        return borne
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read one file back; its digest was verified before (DeepSpeed's files hold objects)."""

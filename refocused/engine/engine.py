@@ -39,6 +39,9 @@ class Engine:
         self._rank_file = f"ranks/rank_{rank:05d}.pt"
         self._files = HashingCheckpointEngine()
         self._engine.checkpoint_engine = self._files
+        # Rank 0 alone copies two scripts: raising there would leave the others in a collective.
+        copy_scripts = self._files.bearing(deepspeed_engine._copy_recovery_script)
+        self._engine._copy_recovery_script = copy_scripts
 
     def accumulate(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Add one micro-batch's gradient; return its loss `[]`, still on the device."""
