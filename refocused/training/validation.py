@@ -29,7 +29,9 @@ def validate(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
 def validation_loss(parts: Parts, stop: StopRequest) -> float | None:
     """Return the mean loss a token over all ranks; None without data or when asked to stop."""
     total = tokens = 0.0
-    for batch in parts.validation_batches():
+    batches = iter(parts.validation_batches())
+    # A rank that failed alone to read would leave the others inside a collective.
+    while (batch := parts.world.together(lambda: next(batches, None))) is not None:
         loss = parts.engine.validation_loss(batch.input_ids, batch.labels)
         counted = int((batch.labels != IGNORED_LABEL).sum())
         total += float(loss) * counted
