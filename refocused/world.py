@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
+import re
 import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from refocused.errors import ConfigError, RefocusedError
+from refocused.errors import ConfigError, RefocusedError, TrainingError
 
 if TYPE_CHECKING:
     import torch
@@ -197,6 +198,24 @@ def join_world(asked_device: str) -> World:
         dist.init_process_group("gloo", timeout=CONTROL_TIMEOUT)
         control = dist.group.WORLD
     return dataclasses.replace(alone, device_kind=kind, _control=control)
+
+
+def lost_connection(error: Exception) -> TrainingError | None:
+    """Say what a broken connection between ranks means; None when the error is another one.
+
+    gloo tells it as a plain RuntimeError, which its source file's name gives away.
+    """
+    import torch.distributed as dist
+
+    text = str(error)
+    if not isinstance(error, dist.DistError) and "gloo/transport" not in text:
+        return None
+    reason = re.sub(r"^\[[^]]*\] ", "", text).partition(". ")[0]
+    return TrainingError(
+        f"Another rank has ended and took the connection with it ({reason}). What it said is above "
+        "or in the run's logs/rank-N.log; one that says nothing was killed, most often for want "
+        "of memory (see dmesg). The last checkpoint is good: start the same command again."
+    )
 
 
 def _complete_environment() -> None:

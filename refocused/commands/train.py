@@ -113,7 +113,7 @@ def _print_config(loaded: LoadedRun) -> None:
 def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int) -> int:
     """Join the other ranks and train; every failure is said before this returns."""
     from refocused import logs
-    from refocused.world import join_world
+    from refocused.world import join_world, lost_connection
 
     logs.start_screen(rank)
     try:
@@ -134,18 +134,28 @@ def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int) -> int:
         return _refuse(error, rank)
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
-    except Exception:
+    except Exception as error:
+        lost = lost_connection(error)
+        if lost is not None:
+            return _refuse(lost, rank)
         logging.getLogger("refocused").exception("This should not have happened:")
-        traceback.print_exc()
+        if rank != 0:  # whose log lines do not reach the screen
+            traceback.print_exc()
         return ExitCode.FAILED
     return code
 
 
 def _refuse(error: RefocusedError, rank: int) -> int:
-    """Say what is wrong: rank 0 for all where all know it, otherwise the rank itself."""
-    if rank != 0 and (error.on_every_rank or isinstance(error, ConfigError)):
+    """Say what is wrong: rank 0 for all where all know it, otherwise the rank itself.
+
+    A configuration is wrong on all ranks or on all of one machine that has other files: there the
+    machine's first rank speaks, unless the launcher ends it because rank 0 has spoken.
+    """
+    configuration = isinstance(error, ConfigError)
+    if rank != 0 and (error.on_every_rank or configuration):
         time.sleep(SILENT_RANK_SECONDS)
-    else:
+    first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+    if rank == 0 or not (error.on_every_rank or (configuration and not first_here)):
         prefix = "" if rank == 0 else f"rank {rank}: "
         print(f"{prefix}{error}", file=sys.stderr, flush=True)
     return error.exit_code
