@@ -63,7 +63,7 @@ class ShardCache:
         silence_seconds: How long the fetcher may give no sign before it counts as gone.
 
     Raises:
-        ShardError: The manifest names an id outside the vocabulary.
+        ShardError: The manifest names an id outside the vocabulary, or the folder cannot be made.
     """
 
     def __init__(
@@ -84,7 +84,13 @@ class ShardCache:
         self._silence_seconds = silence_seconds
         self._started = time.time()
         self._local = LocalShards(folder, manifest=manifest, data=data, vocabulary=vocabulary)
-        self._local.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._local.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ShardError(
+                f"{self._local.folder} cannot be made for the local shards: {error.strerror}. Set "
+                "data.cache to a folder that can be written."
+            ) from error
         self._files = FetcherFiles(self._local.folder)
         self._maps: dict[int, Tokens] = {}
         self._planned: set[int] = set()

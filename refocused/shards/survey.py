@@ -122,7 +122,12 @@ def _read_cache(cache_file: Path | None) -> dict[str, HeaderFacts]:
 
 def _write_cache(cache_file: Path, known: dict[str, HeaderFacts]) -> None:
     headers = {key: dataclasses.asdict(facts) for key, facts in known.items()}
-    cache_file.parent.mkdir(parents=True, exist_ok=True)
     temporary = cache_file.with_name(f"{cache_file.name}.{os.getpid()}.part")
-    temporary.write_text(json.dumps({"schema": SCHEMA, "headers": headers}))
-    temporary.replace(cache_file)
+    try:
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps({"schema": SCHEMA, "headers": headers}))
+        temporary.replace(cache_file)
+    except OSError as error:
+        _log.warning(
+            "%s: %s. The headers are read again at the next start.", cache_file, error.strerror
+        )
