@@ -32,6 +32,14 @@ class _FileFormatter(logging.Formatter):
         self.datefmt = "%Y-%m-%dT%H:%M:%S"
 
 
+class _LogFile(logging.FileHandler):
+    """A file that loses lines when its disk is full, without a traceback for each on the screen."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+
 def start_screen(rank: int) -> None:
     """Send log lines to the screen: results on stdout, warnings on stderr, of rank 0 alone."""
     root = logging.getLogger(LOGGER_NAME)
@@ -55,7 +63,7 @@ def start_files(folder: Path, rank: int) -> None:
     names = [f"rank-{rank}.log"] + (["training.log"] if rank == 0 else [])
     root = logging.getLogger(LOGGER_NAME)
     for name in names:
-        handler = logging.FileHandler(folder / name, encoding="utf-8")
+        handler = _LogFile(folder / name, encoding="utf-8")
         handler.setFormatter(_FileFormatter(rank))
         root.addHandler(handler)
 

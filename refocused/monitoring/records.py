@@ -4,31 +4,48 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 class JsonLines:
     """A file of one JSON object a line.
 
     A line goes out in one write with O_APPEND, so that readers and other writers see whole lines;
-    after a rewind the later line of a step wins.
+    after a rewind the later line of a step wins. A disk that is full loses lines, not the run: one
+    warning, and the file goes on when there is room.
     """
 
     def __init__(self, path: Path) -> None:
         """Open a file for appending, ending a line that a crash had torn."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":
-            os.write(self._file, b"\n")
+        self._torn = bool(size) and os.pread(self._file, 1, size - 1) != b"\n"
+        self._failing = False
 
     def write(self, record: Mapping[str, object]) -> None:
         """Append a record with the time of day, `time`, in UTC."""
-        line = json.dumps({"time": utc_now(), **record}, default=str)
-        os.write(self._file, line.encode() + b"\n")
+        line = json.dumps({"time": utc_now(), **record}, default=str).encode() + b"\n"
+        content = b"\n" + line if self._torn else line
+        reason = "there is no room for a whole line"
+        try:
+            written = os.write(self._file, content)
+        except OSError as error:
+            written, reason = 0, error.strerror or str(error)
+        if written == len(content):
+            self._torn = self._failing = False
+            return
+        self._torn = self._torn or written > 0
+        if not self._failing:
+            logger.warning("%s: %s. Lines are lost until it can be written.", self._path, reason)
+        self._failing = True
 
     def close(self) -> None:
         """Close the file."""
@@ -37,9 +54,14 @@ class JsonLines:
 
 def write_state(path: Path, state: Mapping[str, object]) -> None:
     """Replace a small JSON file so that a reader sees the old or the new one, never a part."""
+    text = json.dumps({"updated": utc_now(), **state}, indent=1, default=str) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"updated": utc_now(), **state}, indent=1, default=str) + "\n")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError as error:  # the old one still stands, with its time
+        temporary.unlink(missing_ok=True)
+        logger.warning("%s was not renewed: %s.", path, error.strerror)
 
 
 def utc_now() -> str:
