@@ -244,5 +244,5 @@ def _save_error(staging: Staging, errors: Sequence[OSError]) -> CheckpointError:
     return CheckpointError(
         f"{staging.final.name} was not saved: {first.strerror or first} "
         f"({first.filename or staging.path}; {free / 1e9:.2f} GB free). What was written of it is "
-        "removed and training goes on. Make room on that disk, or lower checkpoint.keep."
+        "removed. Make room on that disk, or lower checkpoint.keep."
     )

@@ -7,7 +7,7 @@ import logging
 from refocused.checkpoints.catalog import Catalog, CatalogEntry
 from refocused.checkpoints.step_directory import StepDirectory, read_step
 from refocused.checkpoints.verify import describe, verify
-from refocused.errors import CheckpointError
+from refocused.errors import BucketError, CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +25,13 @@ def choose_step(catalog: Catalog, request: str) -> StepDirectory | None:
 
     Raises:
         CheckpointError: The named step does not exist or is corrupt, or every step is.
-        BucketError: The bucket cannot be read.
+        BucketError: The bucket cannot be read, and no step is here.
     """
     if request == "none":
         return None
     if request not in ("auto", "latest"):
         return _named(catalog, request)
-    entries = catalog.entries()
+    entries = _entries(catalog)
     usable = [entry for entry in reversed(entries) if entry.usable]
     for entry in usable:
         try:
@@ -50,6 +50,26 @@ def choose_step(catalog: Catalog, request: str) -> StepDirectory | None:
             "or none."
         )
     return None
+
+
+def _entries(catalog: Catalog) -> list[CatalogEntry]:
+    """List the steps; a bucket that cannot be listed is done without when this disk has one.
+
+    Raises:
+        BucketError: It cannot be listed, and nothing here tells how far the run had come.
+    """
+    try:
+        return catalog.entries()
+    except BucketError as error:
+        here = Catalog(catalog.local).entries()
+        if not any(entry.usable for entry in here):
+            raise BucketError(
+                f"{error} No checkpoint is on this disk, and whether the mirror has one is not "
+                "known. Start again when it can be read, or from step 0 with --resume none."
+            ) from error
+        logger.warning("%s Only the checkpoints on this disk are looked at.", error)
+        catalog.remote = None
+        return here
 
 
 def _named(catalog: Catalog, request: str) -> StepDirectory:

@@ -14,6 +14,7 @@ from refocused.errors import CheckpointError
 
 STAGING_PREFIX = ".tmp-"
 REMOVAL_PREFIX = ".del-"
+SUPERSEDED_PREFIX = "superseded-"
 
 
 class Staging:
@@ -70,6 +71,14 @@ def remove_step(path: Path) -> None:
     path.rename(doomed)
     fsync_path(path.parent)
     shutil.rmtree(doomed)
+
+
+def set_aside(path: Path) -> Path:
+    """Take a step out of the run's history: it gets a name that nothing reads, and stays whole."""
+    aside = path.with_name(f"{SUPERSEDED_PREFIX}{path.name}-{secrets.token_hex(4)}")
+    path.rename(aside)
+    fsync_path(path.parent)
+    return aside
 
 
 def leftovers(checkpoints: Path) -> list[Path]:

@@ -35,6 +35,8 @@ def finish(
     code = outcome.stopped.exit_code
     if not mirrored and not outcome.stopped:
         code = ExitCode.NOT_MIRRORED
+    if parts.saver.last_save_failed:
+        code = ExitCode.FAILED
     if parts.world.is_first:
         for line in _summary(parts, outcome, sample, folder, settings, mirrored=mirrored):
             logger.info("%s", line)

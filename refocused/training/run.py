@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -10,6 +11,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from refocused import logs
@@ -36,7 +38,7 @@ from refocused.monitoring.throughput import Throughput
 from refocused.training import ending, opening
 from refocused.training.cadence import Cadence
 from refocused.training.data import DataParts, build_data
-from refocused.training.loop import train
+from refocused.training.loop import fetch_together, train
 from refocused.training.parts import Parts
 from refocused.training.reporter import Reporter, RunFigures
 from refocused.training.sample import write_sample
@@ -77,15 +79,17 @@ def run(loaded: LoadedRun, request: Request, world: World) -> ExitCode:
     Raises:
         RefocusedError: On every rank alike, where the run cannot start or go on.
     """
-    _agree_on_configuration(loaded, world)
+    world.together(lambda: _agree_on_configuration(loaded, world))
     config = loaded.config
+    plan = world.together(
+        lambda: plan_batch(
+            config.batch, world_size=world.world_size, sequence_length=config.model.sequence_length
+        )
+    )
     folder = Path(config.run.directory) / config.run.name
     world.together(lambda: _open_folder(folder, world))
     stop = StopRequest(world, stop_file=folder / "STOP", interruption_notice=INTERRUPTED)
     stop.install()
-    plan = plan_batch(
-        config.batch, world_size=world.world_size, sequence_length=config.model.sequence_length
-    )
     world.first_does(lambda: _say_opening(loaded, plan, world))
     data = world.together(lambda: _build_data(loaded, request, plan, world))
     try:
@@ -94,6 +98,7 @@ def run(loaded: LoadedRun, request: Request, world: World) -> ExitCode:
         parts = _build_parts(loaded, request, plan, data, engine, parameters, world, folder)
         state = world.together(lambda: _start_or_resume(loaded, request, parts, folder))
         if request.dry_run:
+            _read_first_step(parts, state)
             parts.reporter.event("dry_run", "done  dry run: everything is in place, no step taken")
             return ExitCode.OK
         return _train_and_finish(loaded, parts, state, stop, folder)
@@ -103,12 +108,19 @@ def run(loaded: LoadedRun, request: Request, world: World) -> ExitCode:
 
 def _open_folder(folder: Path, world: World) -> None:
     """Make the run's folder and log into it."""
-    try:
+    with _writing(folder):
         logs.start_files(folder / "logs", world.rank)
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Name the run's folder when it cannot be written."""
+    try:
+        yield
     except OSError as error:
         raise ConfigError(
-            f"The run's folder {folder} cannot be written: {error.strerror}. Set run.directory to "
-            "a folder that can."
+            f"The run's folder {folder} cannot be written: {error.strerror}. Make room there, or "
+            "set run.directory to a folder on another disk."
         ) from error
 
 
@@ -333,9 +345,16 @@ def _catalog(mirror: str | None, name: str, request: Request, checkpoints: Path)
     if mirror is None:
         return Catalog(checkpoints)
     if "://" not in mirror:
-        Path(mirror).mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # listing it says that it is not there
+            Path(mirror).expanduser().mkdir(parents=True, exist_ok=True)
     bucket = open_bucket(mirror, credentials_file=request.credentials_file, project=request.project)
     return Catalog(checkpoints, bucket, prefix_of(name))
+
+
+def _read_first_step(parts: Parts, state: TrainState) -> None:
+    """Fetch and read the batches that training would begin with."""
+    with contextlib.closing(parts.loader.batches_from(state.position)) as batches:
+        fetch_together(parts, batches)
 
 
 def _train_and_finish(
@@ -344,6 +363,7 @@ def _train_and_finish(
     """Train, drain the mirror, say how it ended."""
     config, world = loaded.config, parts.world
     world.first_does(lambda: _begin(folder, render_run(config)))
+    parts.saver.go_on_from(state)
     parts.saver.start_mirror()
     parts.reporter.write_state(state, "training")
     try:
@@ -367,5 +387,6 @@ def _train_and_finish(
 
 def _begin(folder: Path, run_yaml: str) -> None:
     """Write the resolved run file, and forget an earlier wish to stop."""
-    (folder / "run.yaml").write_text(run_yaml)
-    (folder / "STOP").unlink(missing_ok=True)
+    with _writing(folder):
+        (folder / "run.yaml").write_text(run_yaml)
+        (folder / "STOP").unlink(missing_ok=True)

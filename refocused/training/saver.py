@@ -10,7 +10,7 @@ from refocused.checkpoints.checkpointer import Checkpointer
 from refocused.checkpoints.mirror import CheckpointMirror
 from refocused.checkpoints.mirror_status import MirrorStatus
 from refocused.checkpoints.retention import KeptStep, to_remove
-from refocused.checkpoints.staging import remove_step
+from refocused.checkpoints.staging import remove_step, set_aside
 from refocused.checkpoints.step_directory import (
     StepDirectory,
     name_of,
@@ -99,9 +99,22 @@ class Saver:
             CheckpointError: It was saved under other ranks, stage, precision or data.
         """
         state = TrainState.from_record(self._checkpointer.load(self._engine, step))
-        if step.path.parent == self._folder:
+        if step.path.parent.resolve() == self._folder.resolve():
             self.saved_step = state.step
         return state
+
+    @property
+    def last_save_failed(self) -> bool:
+        """Whether there are steps that could not be saved."""
+        return self._failures > 0
+
+    def go_on_from(self, state: TrainState) -> None:
+        """Set aside the steps that come after a state: training goes another way from there.
+
+        Their names are needed for what will be saved, and a later resume must not take them for
+        the newest.
+        """
+        self._world.first_does(lambda: self._set_aside(state.step))
 
     def start_mirror(self) -> None:
         """Start the background copy, and remove what killed saves left."""
@@ -114,15 +127,32 @@ class Saver:
             lambda: self._mirror.drain(timeout_s, progress) if self._mirror else True
         )
 
+    def _set_aside(self, step: int) -> None:
+        for path in step_paths(self._folder):
+            found = parse_name(path.name)
+            assert found is not None  # step_paths yields no other names
+            if found > step or (found == step and self.saved_step != step):
+                aside = set_aside(path)
+                self._reporter.event(
+                    "set_aside",
+                    f"  aside    {path.name} is now {aside.name}, since training goes on from step "
+                    f"{step:,}; remove it when you do not need it",
+                    step=found,
+                )
+
     def _bear(self, error: CheckpointError) -> None:
         self._throughput.lap("save")
         self._failures += 1
-        self._reporter.event("save_failed", str(error))
-        if self._failures >= self._settings.max_failed_saves:
-            raise CheckpointError(
+        given_up = self._failures >= self._settings.max_failed_saves
+        text = "" if given_up else f"{error} Training goes on."
+        self._reporter.event("save_failed", text, error=str(error))
+        if given_up:
+            stopping = CheckpointError(
                 f"{self._failures} saves in a row have failed; the run stops rather than train on "
                 f"unsaved. The last one: {error}"
-            ) from error
+            )
+            stopping.on_every_rank = True
+            raise stopping from error
 
     def _after(self, state: TrainState, seconds: float) -> None:
         waiting = ""
