@@ -29,7 +29,8 @@ class RefusedRequestError(BucketError):
         status: HTTP status; None when there was no answer.
     """
 
-    def __init__(self, text: str, *, status: int | None) -> None:
+    def __init__(self, text: str, *, status: int | None = None) -> None:
+        # `status` has a default because ranks tell each other of errors by their text.
         super().__init__(text)
         self.status = status
 
