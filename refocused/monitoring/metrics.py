@@ -81,7 +81,7 @@ class StepMetrics:
 
 def perplexity(loss: float) -> float:
     """Return exp(loss), infinite where that overflows."""
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss >= 700 else math.exp(loss)
 
 
 def duration(seconds: float) -> str:

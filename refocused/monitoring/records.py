@@ -31,8 +31,8 @@ class JsonLines:
         self._failing = False
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Append a record with the time of day, `time`, in UTC."""
-        line = json.dumps({"time": utc_now(), **record}, default=str).encode() + b"\n"
+        """Append a record with the time of day, `time`, in UTC; NaN and infinity become null."""
+        line = json.dumps({"time": utc_now(), **_known(record)}, default=str).encode() + b"\n"
         content = b"\n" + line if self._torn else line
         reason = "there is no room for a whole line"
         try:
@@ -54,7 +54,7 @@ class JsonLines:
 
 def write_state(path: Path, state: Mapping[str, object]) -> None:
     """Replace a small JSON file so that a reader sees the old or the new one, never a part."""
-    text = json.dumps({"updated": utc_now(), **state}, indent=1, default=str) + "\n"
+    text = json.dumps({"updated": utc_now(), **_known(state)}, indent=1, default=str) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text)
@@ -70,6 +70,9 @@ def utc_now() -> str:
     return now.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def finite(number: float | None) -> float | None:
-    """Return a number that JSON can hold; None for one that it cannot."""
-    return number if number is not None and math.isfinite(number) else None
+def _known(record: Mapping[str, object]) -> dict[str, object]:
+    """Return a record with None for the numbers that JSON does not know."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }

@@ -15,7 +15,7 @@ from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.engine.engine import Engine
 from refocused.engine.schedule import learning_rate
 from refocused.monitoring.metrics import StepMetrics, duration, perplexity
-from refocused.monitoring.records import JsonLines, finite, write_state
+from refocused.monitoring.records import JsonLines, write_state
 from refocused.monitoring.throughput import Throughput
 from refocused.training.cadence import Cadence
 from refocused.training.state import TrainState
@@ -95,7 +95,7 @@ class Reporter:
         state = self.booked(dataclasses.replace(state, loss=mean))
         metrics = self._metrics_of(state, mean, waited_seconds, memory or None)
         if self._metrics is not None:
-            self._metrics.write({"kind": "step", **metrics.as_record(), "loss": finite(mean)})
+            self._metrics.write({"kind": "step", **metrics.as_record()})
             logger.info("%s", metrics.as_line())
             self.write_state(
                 state,
@@ -125,8 +125,8 @@ class Reporter:
                 "kind": "validation",
                 "step": state.step,
                 "tokens": state.tokens,
-                "validation_loss": finite(loss),
-                "perplexity": finite(perplexity(loss)),
+                "validation_loss": loss,
+                "perplexity": perplexity(loss),
                 "seconds": seconds,
             }
         )

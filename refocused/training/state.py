@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,8 +45,8 @@ class TrainState:
         )
 
     def after_validation(self, loss: float) -> TrainState:
-        """Return the state with a validation's result; a NaN is never the best."""
-        better = loss == loss and (self.best_loss is None or loss < self.best_loss)
+        """Return the state with a validation's result; only a finite one can be the best."""
+        better = math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
         return dataclasses.replace(
             self,
             validation_loss=loss,
