@@ -1,0 +1,180 @@
+"""Stand-ins for the parts of a run that write down what the loop asks of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from refocused.batches.batch import IGNORED_LABEL, Batch
+from refocused.batches.position import Position
+from refocused.config.batch_plan import BatchPlan
+from refocused.config.optimization import OptimizerConfig, ScheduleConfig
+from refocused.errors import RefocusedError
+from refocused.monitoring.throughput import Throughput
+from refocused.training.cadence import Cadence
+from refocused.training.parts import Parts
+from refocused.training.state import TrainState
+from refocused.training.stopping import StopReason
+from refocused.world import World
+
+Log = list[str]
+OPTIMIZER = OptimizerConfig(lr=1e-3)
+SCHEDULE = ScheduleConfig(kind="cosine", warmup_steps=2)
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def batch(window: int, *, labels: int = 4, ignored: int = 0) -> Batch:
+    """One row of `labels` labels, of which the first `ignored` do not count."""
+    ids = torch.full((1, labels), window)
+    marked = ids.clone()
+    marked[:, :ignored] = IGNORED_LABEL
+    return Batch(ids, marked, np.array([0]), np.array([window]), ("a.npy",))
+
+
+@dataclasses.dataclass
+class FakeEngine:
+    """Gives losses; the training loss is a function of the step (from 1) it belongs to."""
+
+    log: Log
+    training_loss: Callable[[int], float] = lambda step: 1.0
+    validation: Callable[[Tensor, Tensor], float] = lambda inputs, labels: 2.0
+    updates: int = 0
+    norm: float | None = 1.5
+    scale: float | None = None
+    skipped_steps: int = 0
+
+    def accumulate(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        self.log.append(f"accumulate {int(input_ids[0, 0])}")
+        return torch.tensor(self.training_loss(self.updates + 1))
+
+    def update(self, learning_rate: float) -> None:
+        self.updates += 1
+        self.log.append(f"update {learning_rate:.6f}")
+
+    def validation_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        self.log.append("validate")
+        return torch.tensor(self.validation(input_ids, labels))
+
+    def gradient_norm(self) -> float | None:
+        return self.norm
+
+    def loss_scale(self) -> float | None:
+        return self.scale
+
+
+@dataclasses.dataclass
+class FakeStream:
+    """Batches of two passes a step; a step may fail instead."""
+
+    log: Log
+    position: Position
+    failing: dict[int, RefocusedError]
+    wait_seconds: float = 0.0
+
+    def next_step(self) -> list[Batch]:
+        first = self.position.windows
+        if first in self.failing:
+            raise self.failing[first]
+        self.position = Position(0, first + 2)
+        return [batch(first), batch(first + 1)]
+
+    def close(self) -> None:
+        self.log.append("close")
+
+
+@dataclasses.dataclass
+class FakeLoader:
+    """Opens streams."""
+
+    log: Log
+    failing: dict[int, RefocusedError] = dataclasses.field(default_factory=dict)
+
+    def batches_from(self, position: Position) -> FakeStream:
+        return FakeStream(self.log, position, self.failing)
+
+
+@dataclasses.dataclass
+class FakeReporter:
+    """Notes what is told."""
+
+    log: Log
+    seconds: float = 7.0
+
+    def step(self, state: TrainState, loss: Tensor, waited_seconds: float) -> TrainState:
+        self.log.append(f"report {state.step}")
+        return dataclasses.replace(state, loss=float(loss))
+
+    def validation(self, state: TrainState, seconds: float) -> None:
+        self.log.append(f"tell {state.validation_loss}")
+
+    def booked(self, state: TrainState) -> TrainState:
+        return dataclasses.replace(state, seconds=self.seconds)
+
+    def event(self, kind: str, text: str, **facts: object) -> None:
+        self.log.append(f"{kind}: {text}")
+
+
+@dataclasses.dataclass
+class FakeSaver:
+    """Notes what is saved."""
+
+    log: Log
+    saved: list[TrainState] = dataclasses.field(default_factory=list)
+
+    def save(self, state: TrainState) -> TrainState:
+        self.log.append(f"save {state.step}")
+        self.saved.append(state)
+        return state
+
+
+@dataclasses.dataclass
+class FakeStop:
+    """Asks to stop as soon as the log holds an entry."""
+
+    log: Log
+    when: str | None = None
+
+    def agreed(self) -> StopReason:
+        return StopReason.SIGNAL if self.when in self.log else StopReason.NONE
+
+
+def parts_of(
+    log: Log,
+    *,
+    world: World | None = None,
+    total_steps: int = 6,
+    cadence: Cadence | None = None,
+    validation: Callable[[], Iterator[Batch]] = lambda: iter([batch(0)]),
+    **changes: Any,
+) -> Parts:
+    """Bring fakes together; `changes` are further fields of Parts."""
+    parts = {
+        "world": world or World(),
+        "engine": FakeEngine(log),
+        "loader": FakeLoader(log),
+        "validation_batches": validation,
+        "plan": BatchPlan(1, 2, 1, 4),
+        "total_steps": total_steps,
+        "optimizer": OPTIMIZER,
+        "schedule": SCHEDULE,
+        "cadence": cadence or Cadence(log=0, validation=0, checkpoint=0),
+        "throughput": Throughput(Clock()),
+        "reporter": FakeReporter(log),
+        "saver": FakeSaver(log),
+        "vocabulary_rows": 512,
+    }
+    return Parts(**cast("Any", parts | changes))

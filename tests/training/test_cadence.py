@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from refocused.training.cadence import Cadence
+
+
+def test_things_are_due_at_their_multiples() -> None:
+    cadence = Cadence(log=2, validation=3, checkpoint=5)
+    steps = range(1, 11)
+    assert [step for step in steps if cadence.log_due(step)] == [2, 4, 6, 8, 10]
+    assert [step for step in steps if cadence.validation_due(step)] == [3, 6, 9]
+    assert [step for step in steps if cadence.checkpoint_due(step)] == [5, 10]
+
+
+def test_zero_is_never() -> None:
+    cadence = Cadence(log=0, validation=0, checkpoint=0)
+    assert not any(
+        due(step)
+        for step in range(20)
+        for due in (cadence.log_due, cadence.validation_due, cadence.checkpoint_due)
+    )
+    assert cadence.saves_left(3, 10) == 1  # the last step
+
+
+@given(step=st.integers(0, 60), total=st.integers(0, 60), interval=st.integers(0, 20))
+def test_what_is_left_is_what_the_loop_will_do(step: int, total: int, interval: int) -> None:
+    cadence = Cadence(log=1, validation=interval, checkpoint=interval)
+    ahead = range(step + 1, total + 1)
+    wanted = sum(1 for later in ahead if later == total or cadence.checkpoint_due(later))
+    assert cadence.saves_left(step, total) == wanted
+    assert cadence.validations_left(step, total) == wanted

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import pytest
+from run_fakes import FakeEngine, FakeLoader, FakeSaver, FakeStop, Log, batch, parts_of
+from thread_ranks import on_two_ranks
+
+from refocused.batches.position import Position
+from refocused.engine.schedule import learning_rate
+from refocused.errors import ShardError, TrainingError
+from refocused.training.cadence import Cadence
+from refocused.training.loop import Outcome, train
+from refocused.training.parts import Parts
+from refocused.training.state import TrainState
+from refocused.training.stopping import StopReason, StopRequest
+from refocused.world import World
+
+
+def run(
+    parts: Parts, log: Log, *, stop_when: str | None = None, state: TrainState | None = None
+) -> Outcome:
+    stop = cast("StopRequest", FakeStop(log, stop_when))
+    return train(parts, state or TrainState(), stop)
+
+
+def rate(step: int, total: int) -> str:
+    parts = parts_of([])
+    value = learning_rate(step, peak=parts.optimizer.lr, total_steps=total, schedule=parts.schedule)
+    return f"update {value:.6f}"
+
+
+def test_a_step_accumulates_all_its_passes_and_then_updates() -> None:
+    log: Log = []
+    outcome = run(
+        parts_of(log, total_steps=2, cadence=Cadence(log=1, validation=0, checkpoint=0)), log
+    )
+    assert log == [
+        *("accumulate 0", "accumulate 1", rate(0, 2), "report 1"),
+        *("accumulate 2", "accumulate 3", rate(1, 2), "report 2"),
+        *("validate", "tell 2.0", "save 2", "close"),
+    ]
+    assert outcome.state.tokens == 2 * 8
+    assert outcome.state.position == Position(0, 4)
+    assert outcome.stopped is StopReason.NONE
+
+
+def happened(log: Log, *words: str) -> list[str]:
+    return [entry for entry in log if entry.split()[0] in words]
+
+
+def test_reports_validations_and_saves_come_when_they_are_due() -> None:
+    log: Log = []
+    run(parts_of(log, total_steps=7, cadence=Cadence(log=3, validation=4, checkpoint=2)), log)
+    assert happened(log, "report", "tell", "save") == [
+        *("save 2", "report 3", "tell 2.0", "save 4"),
+        *("report 6", "save 6", "report 7", "tell 2.0", "save 7"),
+    ]
+
+
+def test_the_last_step_is_reported_validated_and_saved_once_also_when_that_was_due() -> None:
+    log: Log = []
+    run(parts_of(log, total_steps=2, cadence=Cadence(log=2, validation=2, checkpoint=2)), log)
+    assert happened(log, "report", "tell", "save") == ["report 2", "tell 2.0", "save 2"]
+
+
+def test_what_is_saved_holds_the_validation_before_it() -> None:
+    log: Log = []
+    parts = parts_of(log, total_steps=4, cadence=Cadence(log=1, validation=2, checkpoint=2))
+    outcome = run(parts, log)
+    saved = cast("FakeSaver", parts.saver).saved
+    assert [(state.step, state.loss, state.validation_loss) for state in saved] == [
+        (2, 1.0, 2.0),
+        (4, 1.0, 2.0),
+    ]
+    assert (outcome.state.best_loss, outcome.state.best_step) == (2.0, 2)
+
+
+def test_a_stop_in_the_middle_reports_and_saves_once_and_ends() -> None:
+    log: Log = []
+    cadence = Cadence(log=0, validation=0, checkpoint=3)
+    outcome = run(parts_of(log, cadence=cadence), log, stop_when="accumulate 5")
+    assert happened(log, "report", "tell", "save", "close") == ["report 3", "save 3", "close"]
+    assert outcome.state.step == 3
+    assert outcome.stopped is StopReason.SIGNAL
+
+
+def test_a_stop_during_a_validation_cuts_it_short_and_saves() -> None:
+    log: Log = []
+    cadence = Cadence(log=0, validation=2, checkpoint=0)
+    parts = parts_of(log, cadence=cadence, validation=lambda: iter([batch(0), batch(1)]))
+    outcome = run(parts, log, stop_when="validate")
+    assert happened(log, "validate", "tell", "save") == ["validate", "save 2"]
+    assert outcome.state.validation_loss is None
+    assert outcome.stopped is StopReason.SIGNAL
+
+
+def test_a_stop_before_the_first_step_does_nothing() -> None:
+    log: Log = ["already"]
+    outcome = run(parts_of(log), log, stop_when="already")
+    assert log == ["already", "close"]
+    assert outcome.stopped is StopReason.SIGNAL
+
+
+def test_a_finished_run_takes_no_step() -> None:
+    log: Log = []
+    state = TrainState(step=6, position=Position(0, 12))
+    assert run(parts_of(log), log, state=state).state == state
+    assert log == ["close"]
+
+
+def test_a_resumed_run_goes_on_where_it_stood() -> None:
+    log: Log = []
+    run(parts_of(log), log, state=TrainState(step=4, tokens=32, position=Position(0, 8)))
+    assert happened(log, "accumulate", "update") == [
+        *("accumulate 8", "accumulate 9", rate(4, 6)),
+        *("accumulate 10", "accumulate 11", rate(5, 6)),
+    ]
+
+
+def test_bad_data_on_one_rank_is_raised_on_both_before_any_pass_of_that_step() -> None:
+    logs: list[Log] = [[], []]
+
+    def action(world: World) -> None:
+        log = logs[world.rank]
+        failing = {2: ShardError("b.npy is corrupt")} if world.rank == 1 else {}
+        run(parts_of(log, world=world, loader=FakeLoader(log, failing)), log)
+
+    for ended, log in zip(on_two_ranks(action), logs, strict=True):
+        assert isinstance(ended.error, ShardError)
+        assert str(ended.error) == "rank 1: b.npy is corrupt"
+        assert ended.error.on_every_rank
+        assert log == ["accumulate 0", "accumulate 1", rate(0, 6), "close"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_on_one_rank_stops_both_before_the_update(value: float) -> None:
+    logs: list[Log] = [[], []]
+
+    def action(world: World) -> None:
+        log = logs[world.rank]
+        engine = FakeEngine(
+            log, training_loss=lambda step: value if (step, world.rank) == (2, 1) else 1.0
+        )
+        run(parts_of(log, world=world, engine=engine), log)
+
+    for ended, log in zip(on_two_ranks(action), logs, strict=True):
+        assert isinstance(ended.error, TrainingError)
+        assert ended.error.on_every_rank
+        message = str(ended.error)
+        assert "not finite on rank 1 at step 2 (a.npy window 2; a.npy window 3)" in message
+        assert "before the optimizer step" in message
+        assert "lower optimizer.lr" in message
+        assert happened(log, "update") == [rate(0, 6)]
+        assert log[-1] == "close"

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from run_fakes import OPTIMIZER, SCHEDULE, Clock, FakeEngine
+from thread_ranks import on_two_ranks, results
+
+from refocused.batches.position import Position
+from refocused.config.batch_plan import BatchPlan
+from refocused.engine.engine import Engine
+from refocused.engine.schedule import learning_rate
+from refocused.monitoring.throughput import Throughput
+from refocused.training.cadence import Cadence
+from refocused.training.reporter import Reporter, RunFigures
+from refocused.training.state import TrainState
+from refocused.world import World
+
+PLAN = BatchPlan(micro=2, accumulation=3, world_size=1, sequence_length=100)  # 600 tokens
+
+
+class Session:
+    """A reporter with a clock and an engine that the test moves."""
+
+    def __init__(
+        self, folder: Path, *, per_hour_usd: float | None = None, world: World | None = None
+    ) -> None:
+        self.folder = folder
+        self.clock = Clock()
+        self.engine = FakeEngine([])
+        self.throughput = Throughput(self.clock)
+        self.reporter = Reporter(
+            folder,
+            figures=RunFigures(
+                name="sample",
+                total_steps=100,
+                plan=PLAN,
+                optimizer=OPTIMIZER,
+                schedule=SCHEDULE,
+                cadence=Cadence(log=1, validation=50, checkpoint=25),
+                mfu=lambda speed: speed / 1200,
+                per_hour_usd=per_hour_usd,
+            ),
+            engine=cast("Engine", self.engine),
+            throughput=self.throughput,
+            world=world or World(),
+        )
+
+    def step(
+        self, state: TrainState, *, seconds: float, waited: float = 0.0, loss: float = 3.0
+    ) -> TrainState:
+        self.clock.now += seconds
+        self.throughput.lap("step")
+        return self.reporter.step(state, torch.tensor(loss), waited)
+
+    def records(self, file: str = "training_metrics") -> list[dict[str, Any]]:
+        lines = (self.folder / "logs" / f"{file}.jsonl").read_text().splitlines()
+        return [json.loads(line, parse_constant=refuse_constant) for line in lines]
+
+    def state_file(self) -> dict[str, Any]:
+        text = (self.folder / "state.json").read_text()
+        found: dict[str, Any] = json.loads(text, parse_constant=refuse_constant)
+        return found
+
+
+def refuse_constant(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+@pytest.fixture(autouse=True)
+def screen(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    logger = logging.getLogger("refocused")
+    before, logger.propagate = logger.propagate, True
+    caplog.set_level(logging.INFO, logger="refocused")
+    yield
+    logger.propagate = before
+
+
+def test_time_and_cost_go_on_over_a_resume(tmp_path: Path) -> None:
+    session = Session(tmp_path, per_hour_usd=100.0)
+    session.reporter.begin(TrainState(seconds=3600.0, cost_usd=70.0))  # an hour at another price
+    state = session.step(TrainState(step=11, tokens=6600), seconds=36.0)
+    assert (state.seconds, state.cost_usd) == (3636.0, pytest.approx(71.0))
+    state = session.step(state.after_step(PLAN, Position()), seconds=36.0)
+    assert (state.seconds, state.cost_usd) == (3672.0, pytest.approx(72.0))
+    last = session.records()[-1]
+    assert last["seconds_trained"] == 3672.0
+    assert last["cost_usd"] == pytest.approx(72.0)
+
+
+def test_without_a_price_the_cost_stays_what_it_was(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    assert session.step(TrainState(step=1), seconds=9.0).cost_usd is None
+    session.reporter.begin(TrainState(seconds=1.0, cost_usd=4.5))
+    assert session.step(TrainState(step=2), seconds=9.0).cost_usd == 4.5
+
+
+def test_speed_mfu_and_what_is_left_by_hand(tmp_path: Path) -> None:
+    session = Session(tmp_path, per_hour_usd=36.0)
+    session.step(TrainState(step=40, tokens=24_000), seconds=2.0)
+    record = session.records()[0]
+    assert record["step_seconds"] == 2.0
+    assert record["tokens_per_second"] == 300.0
+    assert record["mfu_fraction"] == 0.25
+    assert record["seconds_left"] == 60 * 2.0  # nothing is known of validations and saves yet
+    assert record["cost_left_usd"] == pytest.approx(1.2)
+
+    session.clock.now += 5.0
+    session.throughput.lap("validation")
+    session.clock.now += 7.0
+    session.throughput.lap("save")
+    session.step(TrainState(step=41), seconds=2.0)
+    # 59 steps, validations at 50 and 100, saves at 50, 75 and 100
+    assert session.records()[1]["seconds_left"] == 59 * 2.0 + 2 * 5.0 + 3 * 7.0
+
+
+def test_the_share_of_waiting_is_of_the_time_since_the_last_line(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    session.step(TrainState(step=1), seconds=10.0, waited=2.0)
+    session.step(TrainState(step=2), seconds=10.0, waited=7.0)
+    session.step(TrainState(step=3), seconds=10.0, waited=7.0)
+    shares = [record["data_wait_fraction"] for record in session.records()]
+    assert shares == pytest.approx([0.2, 0.5, 0.0])
+
+
+def test_the_learning_rate_is_that_of_the_step_itself(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    session.step(TrainState(step=1), seconds=1.0)
+    first = learning_rate(0, peak=OPTIMIZER.lr, total_steps=100, schedule=SCHEDULE)
+    assert session.records()[0]["learning_rate"] == first == OPTIMIZER.lr / 2
+
+
+def test_what_the_engine_tells_is_passed_on(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    session.engine.norm, session.engine.scale, session.engine.skipped_steps = 0.75, 4096.0, 3
+    session.step(TrainState(step=1, position=Position(2, 5)), seconds=1.0)
+    record = session.records()[0]
+    names = ("kind", "gradient_norm", "loss_scale", "skipped_steps", "epoch", "gpu_memory_fraction")
+    assert [record[name] for name in names] == ["step", 0.75, 4096.0, 3, 2, None]
+
+
+def test_numbers_that_json_does_not_know_are_null_in_every_file(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    session.engine.norm = math.inf  # after an overflow
+    state = session.step(TrainState(step=1), seconds=1.0, loss=math.nan)
+    state = state.after_validation(math.inf)
+    session.reporter.validation(state, 1.0)
+    session.reporter.write_state(state, "training")
+    step, validation = session.records()
+    assert (step["loss"], step["gradient_norm"]) == (None, None)
+    assert (validation["validation_loss"], validation["perplexity"]) == (None, None)
+    written = session.state_file()
+    assert (written["loss"], written["validation_loss"]) == (None, None)
+
+
+def test_the_loss_is_the_mean_over_the_ranks_and_rank_0_alone_writes(tmp_path: Path) -> None:
+    def action(world: World) -> float | None:
+        session = Session(tmp_path / str(world.rank), world=world)
+        loss = [1.0, 4.0][world.rank]
+        reported = session.step(TrainState(step=1), seconds=1.0, loss=loss).loss
+        session.reporter.validation(TrainState(step=1).after_validation(2.0), 1.0)
+        session.reporter.event("save", "saved")
+        session.reporter.write_state(TrainState(), "training")
+        session.reporter.close()
+        return reported
+
+    assert results(on_two_ranks(action)) == [2.5, 2.5]
+    kinds = [record["kind"] for record in Session(tmp_path / "0").records()]
+    assert kinds == ["step", "validation"]
+    assert not (tmp_path / "1").exists()
+
+
+def test_the_state_file_tells_other_programs_where_the_run_is(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    session.step(TrainState(step=40, tokens=24_000, position=Position(0, 80)), seconds=2.0)
+    state = session.state_file()
+    assert state["run"] == "sample"
+    assert state["status"] == "training"
+    assert state["pid"] == os.getpid()
+    assert (state["step"], state["total_steps"], state["tokens"]) == (40, 100, 24_000)
+    assert state["position"] == {"epoch": 0, "windows": 80}
+    assert (state["tokens_per_second"], state["seconds_left"]) == (300.0, 120.0)
+    session.reporter.write_state(TrainState(step=40), "finished", mirrored=True)
+    assert session.state_file()["status"] == "finished"
+    assert session.state_file()["mirrored"] is True
+
+
+def test_a_validation_is_told_with_its_perplexity(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = Session(tmp_path)
+    best = TrainState(step=1500, tokens=90).after_validation(2.0)
+    session.reporter.validation(best, 12.4)
+    session.reporter.validation(TrainState(step=1600, best_loss=1.0).after_validation(3.0), 150.0)
+    assert [record.message for record in caplog.records] == [
+        "eval   1,500 val 2.0000 ppl 7.39 (best) | 12 s",
+        "eval   1,600 val 3.0000 ppl 20.09 | 2.5 min",
+    ]
+    record = session.records()[0]
+    assert (record["step"], record["tokens"], record["seconds"]) == (1500, 90, 12.4)
+    assert record["perplexity"] == pytest.approx(math.exp(2.0))
+
+
+def test_events_are_written_and_failures_are_warnings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = Session(tmp_path)
+    session.reporter.event("start", "from step 0")
+    session.reporter.event("save_failed", "disk full", step=3)
+    session.reporter.event("finished", "", exit_code=0)
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("INFO", "from step 0"),
+        ("WARNING", "disk full"),
+    ]
+    events = session.records("events")
+    assert [(event["kind"], event["text"]) for event in events] == [
+        ("start", "from step 0"),
+        ("save_failed", "disk full"),
+        ("finished", ""),
+    ]
+    assert (events[1]["step"], events[2]["exit_code"]) == (3, 0)

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, cast
+
+import pytest
+import torch
+from run_fakes import FakeEngine, FakeStop, Log, batch, parts_of
+from thread_ranks import on_two_ranks, results
+from torch import Tensor
+
+from refocused.config.batch_plan import BatchPlan
+from refocused.errors import TrainingError
+from refocused.models.gpt import build_gpt
+from refocused.training.stopping import StopRequest
+from refocused.training.validation import check_first_loss, validation_loss
+from refocused.world import World
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2},
+    "gpt_neox": {
+        "max_position_embeddings": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+    },
+}
+
+
+def never(log: Log) -> StopRequest:
+    return cast("StopRequest", FakeStop(log))
+
+
+def by_first_token(inputs: Tensor, labels: Tensor) -> float:
+    return float(inputs[0, 0])
+
+
+def test_the_mean_is_over_tokens_so_padding_does_not_count() -> None:
+    log: Log = []
+    parts = parts_of(
+        log,
+        engine=FakeEngine(log, validation=by_first_token),
+        validation=lambda: iter([batch(2, labels=10), batch(7, labels=10, ignored=8)]),
+    )
+    assert validation_loss(parts, never(log)) == pytest.approx((10 * 2 + 2 * 7) / 12)
+
+
+def test_the_mean_is_over_all_ranks() -> None:
+    def action(world: World) -> float | None:
+        log: Log = []
+        mine = [batch(2), batch(4)] if world.rank == 0 else [batch(8), batch(0, ignored=4)]
+        engine = FakeEngine(log, validation=by_first_token)
+        parts = parts_of(log, world=world, engine=engine, validation=lambda: iter(mine))
+        return validation_loss(parts, never(log))
+
+    assert results(on_two_ranks(action)) == [pytest.approx(14 / 3)] * 2
+
+
+def test_without_validation_data_there_is_no_loss() -> None:
+    log: Log = []
+    assert validation_loss(parts_of(log, validation=lambda: iter([])), never(log)) is None
+    assert log == []
+
+
+def test_a_stop_ends_it_without_a_result() -> None:
+    log: Log = []
+    parts = parts_of(log, validation=lambda: iter([batch(0)] * 5))
+    stop = cast("StopRequest", FakeStop(log, "validate"))
+    assert validation_loss(parts, stop) is None
+    assert log == ["validate"]
+
+
+@pytest.mark.parametrize("off", [-0.31, 0.31, math.inf, math.nan])
+def test_a_first_loss_that_is_off_is_refused(off: float) -> None:
+    engine = FakeEngine([], validation=lambda inputs, labels: math.log(512) + off)
+    with pytest.raises(TrainingError, match=r"should be ln\(V\) = 6\.238 within 0\.3"):
+        check_first_loss(parts_of([], engine=engine))
+
+
+def test_the_first_loss_is_the_mean_of_the_ranks() -> None:
+    def action(world: World) -> float:
+        off = [-0.25, 0.05][world.rank]
+        engine = FakeEngine([], validation=lambda inputs, labels: math.log(512) + off)
+        return check_first_loss(parts_of([], world=world, engine=engine))
+
+    assert results(on_two_ranks(action)) == [pytest.approx(math.log(512) - 0.1, abs=1e-6)] * 2
+
+
+@dataclasses.dataclass
+class ModelEngine(FakeEngine):
+    """Validates with a real model."""
+
+    model: Any = None
+
+    def validation_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        with torch.no_grad():
+            loss: Tensor = self.model(input_ids, labels)
+        return loss
+
+
+def first_loss(family: str, **changes: float) -> float:
+    torch.manual_seed(0)
+    model = build_gpt(
+        SHAPES[family] | changes | {"model_type": family},
+        vocabulary=512,
+        dropout=0.0,
+        activation_checkpointing=False,
+        chunk_tokens=64,
+    )
+    engine = ModelEngine([], model=model)
+    return check_first_loss(parts_of([], engine=engine, plan=BatchPlan(1, 1, 1, 64)))
+
+
+@pytest.mark.parametrize("family", list(SHAPES))
+def test_a_right_initialisation_passes(family: str) -> None:
+    assert first_loss(family) == pytest.approx(math.log(512), abs=0.1)
+
+
+@pytest.mark.parametrize("family", list(SHAPES))
+def test_an_initialisation_that_is_too_wide_is_refused_with_the_way_out(family: str) -> None:
+    with pytest.raises(TrainingError, match="Check initializer_range in the model's JSON"):
+        first_loss(family, initializer_range=1.0)

@@ -1,0 +1,80 @@
+"""Ranks as threads of one process: a world whose messages pass through memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from refocused.errors import RefocusedError
+from refocused.world import World
+
+T = TypeVar("T")
+PATIENCE_S = 20.0
+
+
+class Meeting:
+    """Where the threads exchange values; one that fails unexpectedly sets the others free."""
+
+    def __init__(self, count: int) -> None:
+        self.barrier = threading.Barrier(count, timeout=PATIENCE_S)
+        self._values: list[bytes] = [b""] * count
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = pickle.dumps(value)
+        self.barrier.wait()
+        values = [pickle.loads(sent) for sent in self._values]
+        self.barrier.wait()
+        return values
+
+
+@dataclasses.dataclass(frozen=True)
+class ThreadWorld(World):
+    """A world as one of the threads sees it."""
+
+    def gather(self, value: T) -> list[T]:
+        return list(self._control.exchange(self.rank, value))
+
+    def broadcast(self, value: T) -> T:
+        return self.gather(value)[0]
+
+    def largest(self, numbers: Sequence[float]) -> list[float]:
+        return [float(max(column)) for column in zip(*self.gather(list(numbers)), strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """What a rank returned, or raised."""
+
+    result: Any = None
+    error: BaseException | None = None
+
+
+def on_two_ranks(action: Callable[[World], Any]) -> list[Ended]:
+    """Let two ranks do the same, at the same time."""
+    meeting = Meeting(2)
+
+    def one(rank: int) -> Ended:
+        world = ThreadWorld(
+            rank=rank, local_rank=rank, world_size=2, local_world_size=2, _control=meeting
+        )
+        try:
+            return Ended(result=action(world))
+        except RefocusedError as error:
+            return Ended(error=error)
+        except BaseException as error:
+            meeting.barrier.abort()
+            return Ended(error=error)
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(one, range(2)))
+
+
+def results(ended: Sequence[Ended]) -> list[Any]:
+    for rank in ended:
+        if rank.error is not None:
+            raise rank.error
+    return [rank.result for rank in ended]
