@@ -8,9 +8,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 launch/setup_environment.sh
 if [ -z "${RANKS:-}" ]; then
     RANKS="$( (nvidia-smi --list-gpus 2>/dev/null || true) | grep -c '^GPU' || true)"
-    [ "$RANKS" -gt 0 ] || RANKS=2
+    if [ "$RANKS" -eq 0 ]; then
+        RANKS=2
+        export DS_ACCELERATOR=cpu # or DeepSpeed searches for a GPU in every process, with warnings
+    fi
 fi
 # A port of its own, so that two runs on one machine do not meet.
 port="$(.venv/bin/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')"
 export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
-exec .venv/bin/deepspeed --num_gpus "$RANKS" --master_port "$port" launch/train.py "$@"
+exec .venv/bin/deepspeed --num_gpus "$RANKS" --master_port "$port" --log_level error launch/train.py "$@"
