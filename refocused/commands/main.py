@@ -7,6 +7,7 @@ import sys
 
 COMMANDS = {
     "train": "train a run (started by deepspeed on several ranks)",
+    "prepare_data": "make, inspect, convert and move token files",
     "checkpoints": "list a run's checkpoints, here and in the bucket",
     "stop": "ask a run to save and stop",
 }

@@ -21,10 +21,8 @@ from refocused.shards.manifest import (
     read_manifest,
     write_manifest,
 )
+from refocused.shards.tokenizers import BYTES, BYTES_END_OF_TEXT
 
-TOKENIZER = "bytes"
-SEPARATOR_ID = 256
-VOCABULARY = 257
 VALIDATION_SHARE = 20  # one document in twenty: about 5 %
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
 
@@ -68,7 +66,7 @@ def prepare_stdlib(
             _write_shard(bucket, f"stdlib_{kind}_{number:06d}.npy", tokens[start:][:shard_tokens])
             for number, start in enumerate(range(0, len(tokens), shard_tokens))
         ]
-    manifest = Manifest(tuple(shards), TOKENIZER)
+    manifest = Manifest(tuple(shards), BYTES)
     write_manifest(bucket, manifest)
     return manifest
 
@@ -96,7 +94,7 @@ def _tokens(root: Path, names: list[str], *, most: int | None) -> _Ids:
 
 
 def _pieces(root: Path, names: list[str]) -> Iterator[_Ids]:
-    separator = np.array([SEPARATOR_ID], np.uint16)
+    separator = np.array([BYTES_END_OF_TEXT], np.uint16)
     for name in names:
         yield separator
         yield np.frombuffer((root / name).read_bytes(), np.uint8).astype(np.uint16)
@@ -114,7 +112,7 @@ def _write_shard(bucket: Bucket, name: str, tokens: _Ids) -> Shard:
         crc32c=extended_crc32c(0, content),
         generation=blob.generation,
         max_id=int(tokens.max()),
-        documents=int(np.count_nonzero(tokens == SEPARATOR_ID)),
+        documents=int(np.count_nonzero(tokens == BYTES_END_OF_TEXT)),
     )
 
 

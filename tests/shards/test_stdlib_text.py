@@ -12,7 +12,8 @@ from refocused.bucket.directory import DirectoryBucket
 from refocused.errors import ShardError
 from refocused.shards import stdlib_text
 from refocused.shards.manifest import build_manifest
-from refocused.shards.stdlib_text import SEPARATOR_ID, VOCABULARY, prepare_stdlib
+from refocused.shards.stdlib_text import prepare_stdlib
+from refocused.shards.tokenizers import BYTES_END_OF_TEXT, BYTES_VOCABULARY
 
 
 def tokens_of(bucket: DirectoryBucket, kind: str) -> np.ndarray:
@@ -25,9 +26,9 @@ def test_documents_are_the_librarys_own_text(tmp_path: Path) -> None:
     manifest = prepare_stdlib(bucket, shard_tokens=100_000, max_tokens=300_000)
     tokens = tokens_of(bucket, "train")
     assert tokens.dtype == np.uint16
-    assert tokens[0] == SEPARATOR_ID
-    assert tokens.max() == VOCABULARY - 1
-    ends = np.flatnonzero(tokens == SEPARATOR_ID)
+    assert tokens[0] == BYTES_END_OF_TEXT
+    assert tokens.max() == BYTES_VOCABULARY - 1
+    ends = np.flatnonzero(tokens == BYTES_END_OF_TEXT)
     first = bytes(tokens[1 : ends[1]].astype(np.uint8))
     root = Path(sysconfig.get_paths()["stdlib"])
     assert first in {path.read_bytes() for path in root.glob("_*.py")}

@@ -1,0 +1,11 @@
+"""Makes and inspects token files: `python launch/prepare_data.py VERB ...`."""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # The folder of a script comes first on the path, where its neighbours would hide packages.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from refocused.commands.prepare_data import main
+
+    sys.exit(main(sys.argv[1:]))

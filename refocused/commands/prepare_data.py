@@ -1,0 +1,51 @@
+"""`launch/prepare_data.py`: makes shards of text and of other people's token files, and more."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+
+from refocused.commands.arguments import Parser
+from refocused.errors import ExitCode, RefocusedError
+
+# Each verb, the module that holds it, and one line about it.
+VERBS = {
+    "tokenize": ("prepare_tokenize", "make shards of .txt, .jsonl(.gz) and .parquet files"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb that the first argument names; return the exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if not given or given[0] in ("-h", "--help"):
+        print(_help())
+        return ExitCode.OK if given else ExitCode.WRONG_USE
+    if given[0] not in VERBS:
+        print(
+            f"prepare_data: {given[0]!r} is no verb. There are: {', '.join(VERBS)}.",
+            file=sys.stderr,
+        )
+        return ExitCode.WRONG_USE
+    module, what = VERBS[given[0]]
+    verb = importlib.import_module(f"refocused.commands.{module}")
+    parser = Parser(prog=f"prepare_data {given[0]}", description=what)
+    getattr(verb, f"add_{given[0]}_arguments")(parser)
+    arguments = parser.read(given[1:])
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    try:
+        code: int = getattr(verb, f"run_{given[0]}")(arguments)
+    except RefocusedError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("Interrupted. The same command goes on from here.", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+    return code
+
+
+def _help() -> str:
+    lines = ["usage: prepare_data VERB ...", ""]
+    lines += [f"  {verb:<10} {what}" for verb, (_, what) in VERBS.items()]
+    return "\n".join([*lines, "", "prepare_data VERB --help says more."])

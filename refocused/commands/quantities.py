@@ -1,0 +1,70 @@
+"""Sizes, times and counts as a person reads them, and as a person types them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+
+
+def size_text(count: float) -> str:
+    """Spell bytes in the unit that leaves one to three digits before the point (1 kB is 1000)."""
+    for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
+        if count >= 10**power:
+            return f"{count / 10**power:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def count_text(count: float) -> str:
+    """Spell a number: whole below a million, then in M, B and T (1e6, 1e9, 1e12)."""
+    for power, unit in ((12, "T"), (9, "B"), (6, "M")):
+        if count >= 10**power:
+            return f"{count / 10**power:.2f} {unit}"
+    return f"{count:,.0f}"
+
+
+def duration_text(seconds: float) -> str:
+    """Spell a time in its two largest units."""
+    whole = max(0, round(seconds))
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if minutes < 1:
+        return f"{whole} s"
+    if hours < 1:
+        return f"{minutes} min {whole % 60} s"
+    if days < 1:
+        return f"{hours} h {minutes % 60} min"
+    return f"{days} d {hours % 24} h"
+
+
+def count(text: str) -> int:
+    """Read a number of at least 1: `100000000`, `100_000_000`, `1e8` or `100M`."""
+    match = re.fullmatch(r"([0-9][0-9_,]*\.?[0-9]*(?:e[0-9]+)?)([kmbgt]?)", text.lower())
+    number = 0.0
+    if match is not None:
+        number = float(re.sub("[_,]", "", match[1])) * _UNITS[match[2]]
+    if number < 1 or number != int(number):
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 is wanted, as 1e8")
+    return int(number)
+
+
+def ratio(text: str) -> float:
+    """Read a share: 0 to 1."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a share from 0 to 1 is wanted, as 0.01")
+    return share
+
+
+def positive(text: str) -> float:
+    """Read a number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: a number above 0 is wanted")
+    return number

@@ -1,0 +1,235 @@
+"""From text to token ids: GPT-2's byte pairs, any file of the `tokenizers` library, or bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from refocused.errors import ShardError
+
+Ids = npt.NDArray[Any]
+
+BYTES = "bytes"
+BYTES_END_OF_TEXT = 256
+BYTES_VOCABULARY = 257
+
+GPT2 = "gpt2"
+BPE_FILES = ("vocab.bpe", "encoder.json")
+END_OF_TEXT = "<|endoftext|>"
+# Of the two files as they were published with GPT-2.
+_GPT2_DIGESTS = (
+    "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+)
+# What the `tokenizers` files of the field call it, the most usual first.
+_USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """Turns text into ids.
+
+    Attributes:
+        name: What manifests and `data.tokenizer` call it.
+        vocabulary: One more than the largest id.
+        end_of_text_id: Id put before each document; text never encodes to it.
+        cuts_at_spaces: Whether text that is cut before a lone space, between two characters that
+            are no white space, encodes to the same ids as uncut text.
+    """
+
+    name: str
+    vocabulary: int
+    end_of_text_id: int
+    cuts_at_spaces: bool
+
+    def encode(self, text: str) -> Ids:
+        """Return the ids of a text, `(tokens,)` of an unsigned type; nothing is put around it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenizerChoice:
+    """Which tokenizer is meant; small, so that it can be sent to other processes.
+
+    Attributes:
+        name: `gpt2`, `bytes`, or the path of a file of the `tokenizers` library (`.json`).
+        bpe_folder: Folder of `vocab.bpe` and `encoder.json`, for `gpt2`.
+        end_of_text: Token that separates documents, for a file that has several or an unusual one.
+    """
+
+    name: str
+    bpe_folder: Path | None = None
+    end_of_text: str | None = None
+
+
+def open_tokenizer(choice: TokenizerChoice) -> Tokenizer:
+    """Build a tokenizer from local files; nothing is fetched.
+
+    Raises:
+        ShardError: Its files are missing or damaged, or it is none of the known kinds.
+    """
+    if choice.name == BYTES:
+        return BytesTokenizer()
+    if choice.name == GPT2:
+        return GptTokenizer(_bpe_folder(choice.bpe_folder))
+    file = Path(choice.name).expanduser()
+    if not file.is_file():
+        raise ShardError(
+            f"tokenizer {choice.name!r}: there is no such file, and it is neither {GPT2} nor "
+            f"{BYTES}. Name one of the two, or a tokenizer.json of the tokenizers library."
+        )
+    return FileTokenizer(file, end_of_text=choice.end_of_text)
+
+
+class BytesTokenizer:
+    """UTF-8 bytes as ids 0 to 255."""
+
+    name = BYTES
+    vocabulary = BYTES_VOCABULARY
+    end_of_text_id = BYTES_END_OF_TEXT
+    cuts_at_spaces = True
+
+    def encode(self, text: str) -> Ids:
+        """Return the text's UTF-8 bytes."""
+        return np.frombuffer(text.encode(), np.uint8)
+
+
+class GptTokenizer:
+    """tiktoken's GPT-2 encoding out of local `vocab.bpe` and `encoder.json`.
+
+    Other files of that form make another encoding of the same kind; its name holds their digest,
+    so that it is never taken for GPT-2's.
+    """
+
+    cuts_at_spaces = True
+
+    def __init__(self, folder: Path) -> None:
+        import tiktoken
+        from tiktoken_ext.openai_public import r50k_pat_str
+
+        contents = [_content(folder / name) for name in BPE_FILES]
+        digests = tuple(hashlib.sha256(content).hexdigest() for content in contents)
+        self.name = GPT2 if digests == _GPT2_DIGESTS else f"bpe-{digests[0][:8]}"
+        try:
+            ranks = _merge_ranks(contents[0].decode())
+            encoder = json.loads(contents[1])
+            self.end_of_text_id = int(encoder[END_OF_TEXT])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ShardError(
+                f"{folder}: {' and '.join(BPE_FILES)} are not those of a GPT-2 encoding "
+                f"({type(error).__name__}: {error}). Get the two files that were published with "
+                "GPT-2."
+            ) from None
+        if len(encoder) != len(ranks) + 1 or self.end_of_text_id != len(ranks):
+            raise ShardError(
+                f"{folder}: encoder.json has {len(encoder):,} tokens and vocab.bpe makes "
+                f"{len(ranks):,} and {END_OF_TEXT}; they are not of one encoding. Get the two "
+                "files that were published with GPT-2."
+            )
+        self.vocabulary = len(ranks) + 1
+        self._encoding = tiktoken.Encoding(
+            self.name,
+            pat_str=r50k_pat_str,
+            mergeable_ranks=ranks,
+            special_tokens={END_OF_TEXT: self.end_of_text_id},
+        )
+
+    def encode(self, text: str) -> Ids:
+        """Return the ids; the end-of-text token's own spelling is text like any other."""
+        # 10 % faster than encode_ordinary, which makes a list of Python integers.
+        return self._encoding.encode_to_numpy(text, disallowed_special=())
+
+
+class FileTokenizer:
+    """A tokenizer saved by the `tokenizers` library, which transformers use too."""
+
+    # Normalisers may change the start of a text, and words need not end at spaces.
+    cuts_at_spaces = False
+
+    def __init__(self, file: Path, *, end_of_text: str | None) -> None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallel part
+        self.name = str(file)
+        self._tokenizer = _load(file)
+        # A file may carry the truncation and the special-token rules of its last use.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocabulary = max(ids.values()) + 1
+        self.end_of_text_id = _end_of_text_id(ids, wanted=end_of_text, file=file)
+
+    def encode(self, text: str) -> Ids:
+        """Return the ids; special tokens are neither added nor recognised in the text."""
+        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoded.ids, np.uint32)
+
+
+def _bpe_folder(folder: Path | None) -> Path:
+    if folder is None or not all((folder / name).is_file() for name in BPE_FILES):
+        where = "no folder was named" if folder is None else f"{folder} does not have them"
+        raise ShardError(
+            f"tokenizer {GPT2}: it is built from {' and '.join(BPE_FILES)}, and {where}. Nothing "
+            "is fetched: put the two files that were published with GPT-2 into a folder, and name "
+            "it by --bpe-folder."
+        )
+    return folder
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ShardError(f"{file}: {error.strerror}. Check its permissions.") from None
+
+
+def _merge_ranks(vocab_bpe: str) -> dict[bytes, int]:
+    """Return the rank of each token: single bytes in GPT-2's order, then the merges.
+
+    Bytes that are no printable characters are spelt by characters from 256 on (openai/gpt-2,
+    src/encoder.py, bytes_to_unicode). tiktoken's own loader keeps copies of files by their path in
+    the temporary folder and never looks again whether they changed, so it is not used.
+    """
+    plain = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    others = [byte for byte in range(256) if byte not in plain]
+    spelt = {chr(byte): byte for byte in plain}
+    spelt |= {chr(256 + number): byte for number, byte in enumerate(others)}
+    ranks = {bytes([byte]): rank for rank, byte in enumerate(plain + others)}
+    for line in vocab_bpe.splitlines()[1:]:
+        first, second = line.split()
+        merged = bytes(spelt[character] for character in first + second)
+        ranks.setdefault(merged, len(ranks))
+    return ranks
+
+
+def _load(file: Path) -> Any:
+    from tokenizers import Tokenizer as LibraryTokenizer
+
+    try:
+        return LibraryTokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise ShardError(
+            f"{file}: this is no file of the tokenizers library ({error}). Name a tokenizer.json "
+            "as Tokenizer.save writes it."
+        ) from None
+
+
+def _end_of_text_id(ids: dict[str, int], *, wanted: str | None, file: Path) -> int:
+    if wanted is not None:
+        if wanted not in ids:
+            raise ShardError(
+                f"{file}: it has no token {wanted!r}. Name one that it has by --end-of-text."
+            )
+        return ids[wanted]
+    for token in _USUAL_ENDS:
+        if token in ids:
+            return ids[token]
+    raise ShardError(
+        f"{file}: it has none of the usual end-of-text tokens ({', '.join(_USUAL_ENDS)}). Name the "
+        "token that separates documents by --end-of-text."
+    )

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from shards.text_samples import assert_prepared, random_texts, stream, tiny_bpe, write_jsonl
+
+from refocused.commands.prepare_data import VERBS, main
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "texts.jsonl", random_texts(50)).parent / "texts.jsonl"
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def test_tokenize_makes_a_set_and_says_how_to_train_on_it(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    bpe = tiny_bpe(tmp_path / "bpe")
+    options = ["--bpe-folder", bpe, "--shard_tokens", "1e3", "--val-ratio", "0.2", "--workers", 1]
+    assert run("tokenize", texts, "--out", out, "--tokenizer", "gpt2", *options) == 0
+    assert_prepared(out)
+    said = capsys.readouterr().out
+    assert f"source: {out}\n  tokenizer: bpe-" in said
+    assert 'validation_files: ["tokens_val_*"]' in said
+    assert "50 documents" in said
+
+
+def test_tokenize_can_answer_in_json(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    command = ["tokenize", texts, "--out", out, "--tokenizer", "bytes", "--workers", 1, "--json"]
+    assert run(*command) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["tokens"] == said["train_tokens"] == len(stream(out, "train"))
+    assert (said["documents"], said["val_tokens"], said["kept_shards"]) == (50, 0, 0)
+    assert run(*command) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["new_tokens"], said["kept_shards"]) == (0, 1)
+
+
+def test_tokenize_warns_when_nothing_is_left_to_validate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("one document")
+    options = ["--tokenizer", "bytes", "--val-ratio", "0.000001", "--workers", 1]
+    assert run("tokenize", tmp_path / "a.txt", "--out", tmp_path / "out", *options) == 0
+    assert "data.validation_fraction" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "code"),
+    [
+        (["--tokenizer", "gpt3"], "neither gpt2 nor bytes", 1),
+        (["--shard-tokens", "0"], "a whole number from 1", 2),
+        (["--shard-tokens", "1.5"], "a whole number from 1", 2),
+        (["--val-ratio", "2"], "a share from 0 to 1", 2),
+        (["--name", "../x"], "letters, digits", 2),
+        (["--work-folder", "x"], "gs:// --out", 2),
+        (["--field", "body"], "it has id, text", 1),
+        (["--unknown"], "unrecognized arguments: --unknown", 2),
+        (["--out", "s3://x"], "not a bucket", 1),
+    ],
+)
+def test_tokenize_refuses_wrong_options(
+    texts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: list[str],
+    said: str,
+    code: int,
+) -> None:
+    command = ["tokenize", texts, "--out", tmp_path / "o", "--tokenizer", "bytes", "--workers", 1]
+    try:
+        found = run(*command, *changes)
+    except SystemExit as ended:
+        found = int(ended.code or 0)
+    assert found == code
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_an_unknown_verb_is_answered_with_those_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("tokenise") == 2
+    assert "'tokenise' is no verb. There are: tokenize" in capsys.readouterr().err
+
+
+def test_help_names_every_verb_and_loads_nothing_slow() -> None:
+    heavy = ("torch", "numpy", "pydantic", "pyarrow", "matplotlib", "google.cloud", "tiktoken")
+    for arguments in (["--help"], *([verb, "--help"] for verb in VERBS)):
+        code = (
+            "import sys; from refocused.commands.prepare_data import main\n"
+            f"try: main({arguments!r})\nexcept SystemExit: pass\n"
+            f"print([m for m in {heavy!r} if m in sys.modules])"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True
+        )
+        assert done.stdout.splitlines()[-1] == "[]"
+        assert all(
+            verb in done.stdout for verb in (VERBS if len(arguments) == 1 else arguments[:1])
+        )

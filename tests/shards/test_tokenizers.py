@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from shards.text_samples import random_texts, tiny_bpe
+
+from refocused.errors import ShardError
+from refocused.shards.tokenizers import TokenizerChoice, open_tokenizer
+
+TEXT = "the cat's 3 hats\n\n  <|endoftext|> Hëllo 漢字 \ud83d".encode("utf-8", "replace").decode()
+
+
+def word_file(path: Path, *, ends: str | None = "<|endoftext|>") -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"the": 0, "cat": 1, "[UNK]": 2}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if ends is not None:
+        tokenizer.add_special_tokens([ends])
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(path))
+    return path
+
+
+def refused(choice: TokenizerChoice) -> str:
+    with pytest.raises(ShardError) as caught:
+        open_tokenizer(choice)
+    return str(caught.value)
+
+
+def test_bytes_are_utf_8() -> None:
+    tokenizer = open_tokenizer(TokenizerChoice("bytes"))
+    assert bytes(tokenizer.encode(TEXT)).decode() == TEXT
+    assert (tokenizer.end_of_text_id, tokenizer.vocabulary) == (256, 257)
+
+
+def test_byte_pairs_are_those_of_tiktokens_own_loader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tiktoken
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
+    folder = tiny_bpe(tmp_path)
+    ranks = data_gym_to_mergeable_bpe_ranks(str(folder / "vocab.bpe"), str(folder / "encoder.json"))
+    theirs = tiktoken.Encoding(
+        "theirs", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={}
+    )
+    ours = open_tokenizer(TokenizerChoice("gpt2", bpe_folder=folder))
+    for text in (TEXT, *random_texts(20)):
+        assert ours.encode(text).tolist() == theirs.encode_ordinary(text)
+    assert ours.end_of_text_id == len(ranks)
+    assert ours.vocabulary == len(ranks) + 1
+
+
+def test_another_encoding_is_never_called_gpt2(tmp_path: Path) -> None:
+    name = open_tokenizer(TokenizerChoice("gpt2", bpe_folder=tiny_bpe(tmp_path))).name
+    assert name.startswith("bpe-")
+
+
+def test_changed_files_are_seen_though_their_path_is_the_same(tmp_path: Path) -> None:
+    folder = tiny_bpe(tmp_path)
+    open_tokenizer(TokenizerChoice("gpt2", bpe_folder=folder))
+    lines = (folder / "vocab.bpe").read_text().splitlines()
+    (folder / "vocab.bpe").write_text("\n".join(lines[:-1]))
+    assert "not of one encoding" in refused(TokenizerChoice("gpt2", bpe_folder=folder))
+
+
+def test_missing_byte_pair_files_are_asked_for(tmp_path: Path) -> None:
+    assert "--bpe-folder" in refused(TokenizerChoice("gpt2"))
+    assert str(tmp_path) in refused(TokenizerChoice("gpt2", bpe_folder=tmp_path))
+
+
+def test_damaged_byte_pair_files_are_refused(tmp_path: Path) -> None:
+    folder = tiny_bpe(tmp_path)
+    (folder / "encoder.json").write_text("{")
+    assert "not those of a GPT-2 encoding" in refused(TokenizerChoice("gpt2", bpe_folder=folder))
+
+
+def test_a_file_neither_pads_nor_cuts_nor_adds(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(TokenizerChoice(str(word_file(tmp_path / "tokenizer.json"))))
+    assert tokenizer.encode("the cat the").tolist() == [0, 1, 0]
+    assert tokenizer.end_of_text_id == 3
+    assert tokenizer.vocabulary == 4
+
+
+def test_the_end_of_text_in_a_text_is_text(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(TokenizerChoice(str(word_file(tmp_path / "tokenizer.json"))))
+    assert tokenizer.end_of_text_id not in tokenizer.encode("the <|endoftext|> cat")
+
+
+def test_the_end_of_text_of_a_file_can_be_named(tmp_path: Path) -> None:
+    file = str(word_file(tmp_path / "tokenizer.json", ends="<stop>"))
+    assert "--end-of-text" in refused(TokenizerChoice(file))
+    assert open_tokenizer(TokenizerChoice(file, end_of_text="<stop>")).end_of_text_id == 3
+    assert "no token '<end>'" in refused(TokenizerChoice(file, end_of_text="<end>"))
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    other = tmp_path / "config.json"
+    other.write_text(json.dumps({"model": 1}))
+    assert "no file of the tokenizers library" in refused(TokenizerChoice(str(other)))
+    assert "neither gpt2 nor bytes" in refused(TokenizerChoice("gpt3"))
