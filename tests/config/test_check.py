@@ -26,7 +26,7 @@ def changed(**sections: dict[str, Any]) -> RunConfig:
             {"schedule": {"kind": "warm_restarts", "cycle_steps": 30, "warmup_steps": 30}},
             "schedule.cycle_steps",
         ),
-        ({"batch": {"windows": 18}}, "batch.windows"),
+        ({"batch": {"micro": 4, "windows": 18}}, "batch.windows"),
         ({"data": {"tokenizer": "unknown"}}, "evaluation.sample_prompt"),
     ],
 )
