@@ -56,7 +56,7 @@ def _runs(numbers: Sequence[int]) -> str:
 
 
 class BatchReader:
-    """Reads windows out of memory-mapped shards into tensors.
+    """Reads windows out of local shards into tensors.
 
     Args:
         cache: Gives the local shards.
@@ -72,6 +72,9 @@ class BatchReader:
         self._sequence_length = sequence_length
         self._names = names
         self._pin = pin
+        self._row = {
+            np.dtype(kind): np.empty(sequence_length + 1, kind) for kind in ("uint16", "uint32")
+        }
 
     def read(self, shards: NDArray[np.int64], windows: NDArray[np.int64], *, micro: int) -> Batch:
         """Read one micro-batch; rows beyond the given windows are zeros with ignored labels.
@@ -92,8 +95,9 @@ class BatchReader:
         both = torch.empty((2, micro, length), dtype=torch.int64, pin_memory=self._pin)
         inputs, labels = both.numpy()
         for row, (shard, window) in enumerate(zip(shards.tolist(), windows.tolist(), strict=True)):
-            first = window * length
-            tokens = self._cache.open(shard)[first : first + length + 1]
+            file = self._cache.open(shard)
+            tokens = self._row[file.dtype]
+            file.read_into(tokens, first=window * length)
             inputs[row] = tokens[:-1]
             labels[row] = tokens[1:]
         inputs[len(shards) :] = 0

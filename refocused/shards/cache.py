@@ -15,12 +15,14 @@ from refocused.errors import ShardError
 from refocused.shards.fetcher import Fetcher
 from refocused.shards.fetcher_state import FetcherFiles, FetcherState
 from refocused.shards.local_form import check_vocabulary
-from refocused.shards.local_shards import LocalShards, Tokens
+from refocused.shards.local_shards import LocalShards
 from refocused.shards.manifest import Manifest
+from refocused.shards.token_file import TokenFile
 
 POLL_SECONDS = 0.05
 ASK_SECONDS = 1.0
 SILENCE_SECONDS = 30.0
+MOST_OPEN = 512  # files; a process may have 1,024 by default
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +94,7 @@ class ShardCache:
                 "data.cache to a folder that can be written."
             ) from error
         self._files = FetcherFiles(self._local.folder)
-        self._maps: dict[int, Tokens] = {}
+        self._open: dict[int, TokenFile] = {}
         self._planned: set[int] = set()
         self._pinned: set[int] = set()
         self._lock = threading.Lock()
@@ -119,8 +121,8 @@ class ShardCache:
     def plan(self, needed: Sequence[int]) -> None:
         """Say which shards are wanted, in order of use: these are made local and kept.
 
-        The maps of other shards are dropped here; their files go when the limit asks for it, the
-        ones that were planned longest ago first.
+        The others are closed here; their files go when the limit asks for it, the ones that were
+        planned longest ago first.
 
         Raises:
             ShardError: They and the pinned ones do not fit into `data.disk_limit_gb`.
@@ -129,7 +131,7 @@ class ShardCache:
         with self._lock:
             self._planned = set(needed)
             kept = self._planned | self._pinned
-            self._maps = {i: tokens for i, tokens in self._maps.items() if i in kept}
+            self._open = {i: file for i, file in self._open.items() if i in kept}
         if self._fetcher is not None:
             self._fetcher.plan(needed)
 
@@ -146,21 +148,21 @@ class ShardCache:
         if self._fetcher is not None:
             self._fetcher.pin(pinned)
 
-    def open(self, index: int) -> Tokens:
-        """Return a shard's tokens, `(tokens,)` uint16 or uint32, mapped read-only; wait for them.
+    def open(self, index: int) -> TokenFile:
+        """Return a shard's tokens, open for reading; wait for them.
 
         Raises:
             ShardError: The fetcher failed or is gone, the shard cannot be had or does not fit the
                 vocabulary, or nothing has arrived for `data.fetch_timeout_s`.
         """
-        tokens = self._maps.get(index)
-        if tokens is None:
-            tokens = self._local.map(index)
-        if tokens is None:
-            tokens = self._wait_for(index)
-        with self._lock:
-            self._maps[index] = tokens
-        return tokens
+        file = self._open.get(index)
+        if file is None:
+            file = self._local.open(index) or self._wait_for(index)
+            with self._lock:
+                self._open[index] = file
+                if len(self._open) > MOST_OPEN:
+                    del self._open[next(iter(self._open))]
+        return file
 
     def verify(self, indices: Iterable[int] | None = None) -> list[int]:
         """Compare local shards with their checksums, and return those that were damaged.
@@ -173,7 +175,7 @@ class ShardCache:
             name = self._manifest.shards[index].name
             _log.warning("%s: the local copy is damaged; it is fetched again", name)
             with self._lock:
-                self._maps.pop(index, None)
+                self._open.pop(index, None)
             self._local.remove(index)
             if self._fetcher is not None:
                 self._fetcher.forget(index)
@@ -193,9 +195,9 @@ class ShardCache:
         )
 
     def close(self) -> None:
-        """End the threads and drop the maps; local shards stay for the next run."""
+        """End the threads and close the files; local shards stay for the next run."""
         with self._lock:
-            self._maps.clear()
+            self._open.clear()
         if self._fetcher is not None:
             self._fetcher.close()
 
@@ -212,7 +214,7 @@ class ShardCache:
                 "data.fetch_ahead_shards."
             )
 
-    def _wait_for(self, index: int) -> Tokens:
+    def _wait_for(self, index: int) -> TokenFile:
         started = time.monotonic()
         with self._lock:
             self._waiting += 1
@@ -225,14 +227,14 @@ class ShardCache:
             if self._fetcher is not None:
                 self._fetcher.received(index)
 
-    def _awaited(self, index: int) -> Tokens:
+    def _awaited(self, index: int) -> TokenFile:
         progress: int | None = None
         moved = asked = time.monotonic()
         self._ask(index)
         while True:
-            tokens = self._local.map(index)
-            if tokens is not None:
-                return tokens
+            file = self._local.open(index)
+            if file is not None:
+                return file
             now = time.monotonic()
             state = self._files.read_state()
             self._check_fetcher(index, state)

@@ -6,18 +6,13 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from refocused.bucket.bucket import checked_name
 from refocused.bucket.checksum import crc32c_of
 from refocused.config.data import DataConfig
 from refocused.shards.local_form import check_vocabulary, local_bytes, local_dtype
 from refocused.shards.manifest import Manifest, Shard
-
-Tokens = npt.NDArray[Any]
+from refocused.shards.token_file import TokenFile
 
 FINGERPRINT_CHARACTERS = 16
 
@@ -88,12 +83,12 @@ class LocalShards:
         temporary.replace(self._row_path(index))
 
     def remove(self, index: int) -> None:
-        """Delete a local shard, its row first; maps of it stay readable until they are dropped."""
+        """Delete a local shard, its row first; whoever has it open can read on."""
         self._row_path(index).unlink(missing_ok=True)
         self.path(index).unlink(missing_ok=True)
 
-    def map(self, index: int) -> Tokens | None:
-        """Map a shard read-only, or return None when it is not local.
+    def open(self, index: int) -> TokenFile | None:
+        """Open a shard for reading, or return None when it is not local.
 
         Raises:
             ShardError: It holds an id outside the vocabulary.
@@ -101,12 +96,12 @@ class LocalShards:
         row = self.row(index)
         if row is None:
             return None
-        check_vocabulary(self.manifest.shards[index], row.max_id, vocabulary=self.vocabulary)
+        shard = self.manifest.shards[index]
+        check_vocabulary(shard, row.max_id, vocabulary=self.vocabulary)
         try:
-            tokens: Tokens = np.load(self.path(index), mmap_mode="r", allow_pickle=False)
+            return TokenFile(self.path(index), name=shard.name)
         except FileNotFoundError:  # evicted since the row was read
             return None
-        return tokens
 
     def is_intact(self, index: int) -> bool:
         """Whether a local shard's bytes still have the checksum of its row."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from refocused.errors import ShardError
+from refocused.shards.token_file import TokenFile
 
 SHARD_STRIDE = 1000  # token t of shard s is s * SHARD_STRIDE + t: every token says where it is from
 
@@ -53,7 +54,7 @@ class FolderCache:
     def local_bytes(self, index: int) -> int:
         return 2 * self._manifest.shards[index].tokens
 
-    def open(self, index: int) -> np.ndarray:
+    def open(self, index: int) -> TokenFile:
         if index == self.broken:
             raise ShardError(f"{self._manifest.shards[index].name} is broken. Fetch it again.")
         if index == self.late:
@@ -61,4 +62,5 @@ class FolderCache:
             self.arrived.wait()
         if self.plans and index not in self.plans[-1]:
             raise ShardError(f"shard {index} was opened, but the plan is {self.plans[-1]}")
-        return np.load(self._folder / self._manifest.shards[index].name, mmap_mode="r")
+        name = self._manifest.shards[index].name
+        return TokenFile(self._folder / name, name=name)

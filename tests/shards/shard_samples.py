@@ -16,6 +16,7 @@ from refocused.bucket.checksum import crc32c_of
 from refocused.bucket.directory import DirectoryBucket
 from refocused.config.data import DataConfig
 from refocused.errors import BucketError
+from refocused.shards.cache import ShardCache
 from refocused.shards.formats import read_layout
 from refocused.shards.token_blocks import count_tokens, token_blocks
 
@@ -57,6 +58,14 @@ def tokens_of(content: bytes, name: str, **changes: Any) -> list[int]:
     blocks = list(token_blocks(io.BytesIO(content), layout, name=name))
     tokens = [int(t) for block in blocks for t in block]
     assert count_tokens(io.BytesIO(content), layout, name=name).tokens == len(tokens)
+    return tokens
+
+
+def opened(cache: ShardCache, index: int) -> np.ndarray:
+    """Wait for a shard and read all of it."""
+    file = cache.open(index)
+    tokens = np.empty(file.count, file.dtype)
+    file.read_into(tokens, first=0)
     return tokens
 
 

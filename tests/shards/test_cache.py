@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shard_samples import WatchedBucket, npy_bytes, npz_bytes, settings
+from shard_samples import WatchedBucket, npy_bytes, npz_bytes, opened, settings
 
 from refocused.errors import RefocusedError, ShardError
 from refocused.shards.cache import ShardCache
@@ -82,16 +83,24 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_open_gives_the_tokens_read_only_from_a_map(site: Site) -> None:
+def test_open_gives_the_tokens_in_the_local_type(site: Site) -> None:
     cache = site.cache()
     cache.plan([3, 1])
     for index in (3, 1, 3):
-        tokens = cache.open(index)
-        assert isinstance(tokens, np.memmap)
-        assert tokens.dtype == np.uint16
-        assert not tokens.flags.writeable
-        assert np.array_equal(tokens, shard_tokens(index))
+        assert cache.open(index).dtype == np.uint16
+        assert np.array_equal(opened(cache, index), shard_tokens(index))
     assert sorted(site.bucket.downloads) == ["a/t_1.npy", "a/t_3.npy"]
+
+
+def test_few_files_are_open_however_many_are_planned(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("refocused.shards.cache.MOST_OPEN", 3)
+    cache = site.cache()
+    cache.plan(range(SHARDS))
+    files = [weakref.ref(cache.open(index)) for index in [*range(SHARDS), 0, 1]]
+    assert sum(file() is not None for file in files) == 3
+    assert np.array_equal(opened(cache, 5), shard_tokens(5))
 
 
 def test_the_plan_is_fetched_in_order_of_use(site: Site) -> None:
@@ -122,7 +131,7 @@ def test_a_second_start_fetches_nothing(site: Site) -> None:
     site.bucket.downloads.clear()
     second = site.cache()
     second.plan(range(4))
-    assert np.array_equal(second.open(2), shard_tokens(2))
+    assert np.array_equal(opened(second, 2), shard_tokens(2))
     eventually(lambda: second.stats().missing == 0)
     assert not site.bucket.downloads
     assert (second.stats().local_shards, second.stats().local_bytes) == (4, 4 * SHARD_BYTES)
@@ -133,7 +142,7 @@ def test_the_limit_holds_while_ten_shards_pass_through_room_for_three(site: Site
     for first, second in itertools.pairwise(range(SHARDS)):
         cache.plan([first, second])
         for index in (first, second):
-            assert np.array_equal(cache.open(index), shard_tokens(index))
+            assert np.array_equal(opened(cache, index), shard_tokens(index))
         assert len(site.local_names()) <= 3
     assert site.local_names() == {f"t_{index}.npy.npy" for index in (7, 8, 9)}
     assert len(site.bucket.downloads) == SHARDS
@@ -145,17 +154,19 @@ def test_pinned_shards_outlive_every_plan(site: Site) -> None:
     for index in range(4):
         cache.plan([index])
         cache.open(index)
-    assert np.array_equal(cache.open(9), shard_tokens(9))
+    assert np.array_equal(opened(cache, 9), shard_tokens(9))
     assert site.bucket.downloads.count("a/t_9.npy") == 1
 
 
-def test_a_map_outlives_the_eviction_of_its_file(site: Site) -> None:
+def test_an_open_shard_can_be_read_after_its_file_was_evicted(site: Site) -> None:
     cache = site.cache(disk_limit_gb=SHARD_BYTES / 1e9)
     cache.plan([0])
-    tokens = cache.open(0)
+    file = cache.open(0)
     cache.plan([1])
     cache.open(1)
     assert site.local_names() == {"t_1.npy.npy"}
+    tokens = np.empty(100, np.uint16)
+    file.read_into(tokens, first=0)
     assert np.array_equal(tokens, shard_tokens(0))
 
 
@@ -191,7 +202,7 @@ def test_without_a_limit_old_shards_make_room_on_a_full_disk(
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     cache.plan([2])
-    assert np.array_equal(cache.open(2), shard_tokens(2))
+    assert np.array_equal(opened(cache, 2), shard_tokens(2))
     assert site.local_names() == {"t_1.npy.npy", "t_2.npy.npy"}
 
 
@@ -200,7 +211,7 @@ def test_a_truncated_local_file_is_fetched_again(site: Site) -> None:
     cache.open(5)
     cache.close()
     site.local_file(5).write_bytes(site.local_file(5).read_bytes()[:-1])
-    assert np.array_equal(site.cache().open(5), shard_tokens(5))
+    assert np.array_equal(opened(site.cache(), 5), shard_tokens(5))
     assert site.bucket.downloads == ["a/t_5.npy"] * 2
 
 
@@ -212,7 +223,7 @@ def test_a_file_without_its_row_is_not_trusted(site: Site) -> None:
         row.unlink()
     local = site.local_file(5)
     local.write_bytes(bytes(len(local.read_bytes())))
-    assert np.array_equal(site.cache().open(5), shard_tokens(5))
+    assert np.array_equal(opened(site.cache(), 5), shard_tokens(5))
 
 
 def test_verify_finds_damage_of_the_same_size_and_it_is_fetched_again(site: Site) -> None:
@@ -223,7 +234,7 @@ def test_verify_finds_damage_of_the_same_size_and_it_is_fetched_again(site: Site
     content[-1] ^= 1
     site.local_file(5).write_bytes(content)
     assert cache.verify() == [5]
-    assert np.array_equal(cache.open(5), shard_tokens(5))
+    assert np.array_equal(opened(cache, 5), shard_tokens(5))
     assert cache.verify() == []
 
 
@@ -233,7 +244,7 @@ def test_other_settings_do_not_reuse_what_was_read_with_these(site: Site) -> Non
     site.bucket.put("a/rows.npz", content)
     for separator in (7, 8):
         cache = site.cache(separator_id=separator, include=["rows.npz"])
-        assert cache.open(0).tolist() == [1, 2, separator, 3]
+        assert opened(cache, 0).tolist() == [1, 2, separator, 3]
         cache.close()
     assert len(list(site.folder.iterdir())) == 1  # the same data set in the same folder
 
@@ -252,7 +263,7 @@ def test_a_corrupt_object_is_tried_again_then_named(site: Site) -> None:
     with pytest.raises(ShardError, match=r"a/t_2\.npy: it cannot be read whole.*data\.exclude"):
         cache.open(2)
     assert site.bucket.downloads.count("a/t_2.npy") == 2
-    assert np.array_equal(cache.open(1), shard_tokens(1))
+    assert np.array_equal(opened(cache, 1), shard_tokens(1))
 
 
 def test_a_missing_object_is_named(site: Site) -> None:
@@ -284,7 +295,7 @@ def test_an_outage_passes_without_an_error(site: Site) -> None:
     cache.plan([0])
     eventually(lambda: len(site.bucket.downloads) >= 2)
     site.bucket.unreachable = False
-    assert np.array_equal(cache.open(0), shard_tokens(0))
+    assert np.array_equal(opened(cache, 0), shard_tokens(0))
 
 
 def test_an_outage_that_stays_ends_in_the_shards_name_and_the_last_failure(site: Site) -> None:
@@ -300,7 +311,7 @@ def test_ranks_that_do_not_fetch_share_one_download(site: Site) -> None:
     results: list[bool] = []
 
     def read(cache: ShardCache) -> None:
-        results.extend(np.array_equal(cache.open(i), shard_tokens(i)) for i in range(4))
+        results.extend(np.array_equal(opened(cache, i), shard_tokens(i)) for i in range(4))
 
     threads = [threading.Thread(target=read, args=(cache,)) for cache in readers]
     for thread in threads:
@@ -318,7 +329,7 @@ def test_a_reader_gets_a_shard_that_the_fetcher_has_left_behind(site: Site) -> N
     for index in (0, 1):
         fetcher.plan([index])
         fetcher.open(index)
-    assert np.array_equal(reader.open(0), shard_tokens(0))
+    assert np.array_equal(opened(reader, 0), shard_tokens(0))
 
 
 def test_the_fetchers_failure_reaches_the_ranks_that_wait(site: Site) -> None:
@@ -338,7 +349,7 @@ def test_the_failure_of_an_earlier_run_is_not_taken_for_this_ones(site: Site) ->
     site.bucket.corrupt.clear()
     reader = site.cache(fetches=False)
     site.cache()
-    assert np.array_equal(reader.open(2), shard_tokens(2))
+    assert np.array_equal(opened(reader, 2), shard_tokens(2))
 
 
 def test_a_defect_in_a_thread_reaches_the_owner(
@@ -357,8 +368,8 @@ def test_two_runs_in_one_folder_fetch_each_shard_once(site: Site) -> None:
     for cache in (first, second):
         cache.plan(range(5))
     for index in range(5):
-        assert np.array_equal(second.open(index), shard_tokens(index))
-        assert np.array_equal(first.open(index), shard_tokens(index))
+        assert np.array_equal(opened(second, index), shard_tokens(index))
+        assert np.array_equal(opened(first, index), shard_tokens(index))
     assert len(site.bucket.downloads) == 5
 
 
@@ -366,7 +377,7 @@ def test_the_second_run_takes_over_when_the_first_ends(site: Site) -> None:
     first, second = site.cache(), site.cache()
     first.open(0)
     first.close()
-    assert np.array_equal(second.open(7), shard_tokens(7))
+    assert np.array_equal(opened(second, 7), shard_tokens(7))
 
 
 def test_an_absent_fetcher_is_told_with_the_shards_name(site: Site) -> None:
@@ -426,7 +437,7 @@ def test_a_killed_fetcher_is_missed_and_its_leftovers_stop_nobody(
     site: Site, child: subprocess.Popen[str]
 ) -> None:
     reader = site.cache(fetches=False, silence=2.5)
-    assert np.array_equal(reader.open(0), shard_tokens(0))  # brought by the other process
+    assert np.array_equal(opened(reader, 0), shard_tokens(0))  # brought by the other process
     assert child.stdout is not None
     assert child.stdout.readline() == "stuck\n"
     child.send_signal(signal.SIGKILL)
@@ -435,7 +446,7 @@ def test_a_killed_fetcher_is_missed_and_its_leftovers_stop_nobody(
         reader.open(1)
     assert list(site.folder.rglob("*.part"))
     fresh = site.cache()
-    assert np.array_equal(fresh.open(1), shard_tokens(1))
+    assert np.array_equal(opened(fresh, 1), shard_tokens(1))
     fresh.close()
     assert not list(site.folder.rglob("*.part"))
     assert not list(site.folder.glob("*/incoming/*"))
