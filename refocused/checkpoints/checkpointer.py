@@ -240,9 +240,16 @@ def _unlisted(folder: Path, listed: Mapping[str, FileRecord]) -> dict[str, FileR
 
 def _save_error(staging: Staging, errors: Sequence[OSError]) -> CheckpointError:
     first = errors[0]
-    free = shutil.disk_usage(staging.final.parent).free
     return CheckpointError(
         f"{staging.final.name} was not saved: {first.strerror or first} "
-        f"({first.filename or staging.path}; {free / 1e9:.2f} GB free). What was written of it is "
-        "removed. Make room on that disk, or lower checkpoint.keep."
+        f"({first.filename or staging.path}{_free_space(staging.final.parent)}). What was written "
+        "of it is removed. Make room on that disk, or lower checkpoint.keep."
     )
+
+
+def _free_space(folder: Path) -> str:
+    """Say how much room a folder's disk has; nothing where the folder could not even be made."""
+    try:
+        return f"; {shutil.disk_usage(folder).free / 1e9:.2f} GB free"
+    except OSError:
+        return ""

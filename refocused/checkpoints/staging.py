@@ -60,9 +60,11 @@ class Staging:
         return StepDirectory(self.final, manifest)
 
     def discard(self) -> None:
-        """Remove what was written; it was never visible."""
-        if self.path.exists():
-            shutil.rmtree(self.path)
+        """Remove what was written; it was never visible.
+
+        What a failing disk does not let go stays a leftover, which `clean_leftovers` removes.
+        """
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def remove_step(path: Path) -> None:
