@@ -1,0 +1,55 @@
+"""What a checkpoint is made of, without an engine: each rank's part is one small file."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+from pathlib import Path
+
+from refocused.bucket.checksum import crc32c_of
+from refocused.checkpoints.checkpointer import RunFacts
+from refocused.checkpoints.step_directory import rank_file
+from refocused.engine.checkpoint_files import WrittenFile
+from refocused.engine.engine import ShardsWritten
+
+FACTS = RunFacts(
+    run="sample",
+    zero_stage=3,
+    dtype="bf16",
+    versions={"torch": "2.13"},
+    data_fingerprint="f00d",
+    data_order="seed 1",
+    parameters=1000,
+    run_yaml="run: {name: sample}\n",
+    model_json='{"model_type": "gpt2"}',
+)
+
+
+@dataclasses.dataclass
+class FakeOwner:
+    """One rank's part of the state: `content`; its disk may be full, and may hide a file."""
+
+    rank: int = 0
+    content: bytes = b"weights"
+    disk_is_full: bool = False
+    tells_too_much: bool = False
+    loaded: bytes | None = None
+
+    def save_shards(self, folder: Path) -> ShardsWritten:
+        shard, state = folder / f"zero/rank_{self.rank}.pt", folder / rank_file(self.rank)
+        if self.disk_is_full:
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(shard))
+            return ShardsWritten((), (full,))
+        shard.write_bytes(self.content)
+        state.write_bytes(b"random state")
+        (folder / f"zero/notes_{self.rank}.txt").write_bytes(b"written by no hasher")
+        size = len(self.content) + self.tells_too_much
+        files = (
+            WrittenFile(shard, size, crc32c_of(shard)),
+            WrittenFile(state, state.stat().st_size, crc32c_of(state)),
+        )
+        return ShardsWritten(files, ())
+
+    def load_shards(self, folder: Path) -> None:
+        self.loaded = (folder / "zero" / f"rank_{self.rank}.pt").read_bytes()

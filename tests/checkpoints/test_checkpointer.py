@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints.fake_owner import FACTS, FakeOwner
+from thread_ranks import on_two_ranks, results
+
+from refocused.batches.position import Position
+from refocused.checkpoints.checkpointer import Checkpointer, RunFacts
+from refocused.checkpoints.step_directory import StepDirectory, read_step
+from refocused.checkpoints.verify import verify
+from refocused.errors import CheckpointError
+from refocused.training.state import TrainState
+from refocused.world import World
+
+STATE = TrainState(
+    step=10,
+    tokens=1234,
+    position=Position(1, 6),
+    loss=2.5,
+    validation_loss=2.75,
+    best_loss=2.75,
+    best_step=10,
+    seconds=9.0,
+)
+
+
+def save(
+    folder: Path,
+    *,
+    owner: FakeOwner | None = None,
+    facts: RunFacts = FACTS,
+    world: World | None = None,
+    **changes: Any,
+) -> Path:
+    checkpointer = Checkpointer(folder, world=world or World(), facts=facts)
+    state = dataclasses.replace(STATE, **changes)
+    return checkpointer.save(owner or FakeOwner(), state.as_record(), files_done=4)
+
+
+def load(folder: Path, *, facts: RunFacts = FACTS, world: World | None = None) -> Any:
+    owner = FakeOwner()
+    checkpointer = Checkpointer(folder, world=world or World(), facts=facts)
+    step = read_step(folder / "checkpoint_step_10")
+    return TrainState.from_record(checkpointer.load(owner, step)), owner.loaded
+
+
+def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+    path = save(tmp_path, owner=FakeOwner(content=b"trained"))
+    assert path == tmp_path / "checkpoint_step_10"
+    assert load(tmp_path) == (STATE, b"trained")
+
+
+def test_the_manifest_tells_all_about_the_step_and_every_file_in_it(tmp_path: Path) -> None:
+    step = read_step(save(tmp_path))
+    manifest = step.manifest
+    assert manifest.model_dump(exclude={"files", "created"}) == {
+        "schema_version": 1,
+        "run": "sample",
+        "name": "checkpoint_step_10",
+        "step": 10,
+        "epoch": 1,
+        "files_done": 4,
+        "world_size": 1,
+        "zero_stage": 3,
+        "dtype": "bf16",
+        "versions": {"torch": "2.13"},
+        "data_fingerprint": "f00d",
+        "data_order": "seed 1",
+        "parameters": 1000,
+        "validation_loss": 2.75,
+        "loss": 2.5,
+        "tokens": 1234,
+    }
+    assert abs(manifest.created.timestamp() - time.time()) < 60
+    assert set(manifest.files) == {
+        *("trainer.json", "run.yaml", "model.json"),
+        *("zero/rank_0.pt", "zero/notes_0.txt", "ranks/rank_00000.pt"),
+    }
+    assert verify(step, deep=True) == []
+    assert step.run.read_text() == FACTS.run_yaml
+    assert step.model.read_text() == FACTS.model_json
+    assert json.loads(step.trainer.read_text()) == STATE.as_record()
+
+
+def test_a_loss_that_is_not_finite_is_saved_and_counts_as_none(tmp_path: Path) -> None:
+    save(tmp_path, validation_loss=float("nan"))
+    assert read_step(tmp_path / "checkpoint_step_10").manifest.validation_loss is None
+
+
+def test_both_ranks_write_into_one_step(tmp_path: Path) -> None:
+    def action(world: World) -> Path:
+        owner = FakeOwner(world.rank, content=b"part %d" % world.rank)
+        return save(tmp_path, owner=owner, world=world)
+
+    assert results(on_two_ranks(action)) == [tmp_path / "checkpoint_step_10"] * 2
+    step = read_step(tmp_path / "checkpoint_step_10")
+    assert {"zero/rank_0.pt", "zero/rank_1.pt"} < set(step.manifest.files)
+    assert step.manifest.world_size == 2
+    assert verify(step, deep=True) == []
+
+
+def left_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_full_disk_on_one_rank_fails_the_save_on_both_and_leaves_nothing(
+    tmp_path: Path, failing: int
+) -> None:
+    def action(world: World) -> Path:
+        owner = FakeOwner(world.rank, disk_is_full=world.rank == failing)
+        return save(tmp_path, owner=owner, world=world)
+
+    for ended in on_two_ranks(action):
+        assert isinstance(ended.error, CheckpointError)
+        message = str(ended.error)
+        assert message.startswith("checkpoint_step_10 was not saved: No space left on device (")
+        assert f"zero/rank_{failing}.pt; " in message
+        assert " GB free)" in message
+        assert "Make room on that disk, or lower checkpoint.keep" in message
+    assert left_in(tmp_path) == []
+
+
+def test_a_file_that_did_not_reach_the_disk_whole_fails_the_save(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"not saved whole: .*zero/rank_0\.pt"):
+        save(tmp_path, owner=FakeOwner(tells_too_much=True))
+    assert left_in(tmp_path) == []
+
+
+def test_a_saved_step_is_never_rewritten(tmp_path: Path) -> None:
+    save(tmp_path, owner=FakeOwner(content=b"first"))
+    with pytest.raises(CheckpointError, match="checkpoint_step_10 exists already"):
+        save(tmp_path, owner=FakeOwner(content=b"second"))
+    assert left_in(tmp_path) == ["checkpoint_step_10"]
+    assert load(tmp_path)[1] == b"first"
+
+
+def test_a_save_that_will_not_fit_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(tmp_path, world=World(), facts=FACTS)
+    checkpointer.save(FakeOwner(content=b"x" * 100_000), STATE.as_record(), files_done=0)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=110_000))
+    later = dataclasses.replace(STATE, step=20).as_record()
+    with pytest.raises(CheckpointError, match=r"_step_20 was not saved: .* lower") as told:
+        checkpointer.save(FakeOwner(), later, files_done=0)
+    assert str(tmp_path) in str(told.value)
+    assert left_in(tmp_path) == ["checkpoint_step_10"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=130_000))
+    assert checkpointer.save(FakeOwner(), later, files_done=0).exists()
+
+
+def test_a_folder_that_cannot_be_made_fails_the_save_on_both_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    def action(world: World) -> Path:
+        return save(tmp_path / "file" / "checkpoints", owner=FakeOwner(world.rank), world=world)
+
+    for ended in on_two_ranks(action):
+        assert isinstance(ended.error, CheckpointError), ended.error
+        assert "checkpoint_step_10 was not saved: Not a directory" in str(ended.error)
+
+
+def test_a_disk_that_refuses_the_clean_up_too_fails_the_save_on_both_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    monkeypatch.setattr(os, "rmdir", refuse)
+
+    def action(world: World) -> Path:
+        owner = FakeOwner(world.rank, disk_is_full=world.rank == 1)
+        return save(tmp_path, owner=owner, world=world)
+
+    for ended in on_two_ranks(action):
+        assert isinstance(ended.error, CheckpointError), ended.error
+        assert "No space left on device" in str(ended.error)
+    assert [name[:5] for name in left_in(tmp_path)] == [".tmp-"]  # the next start removes it
+
+
+@pytest.mark.parametrize(
+    ("change", "found", "way_out"),
+    [
+        ({"zero_stage": 1}, "zero.stage 3; this run has 1", "set zero.stage=3"),
+        ({"dtype": "fp32"}, "precision.dtype bf16; this run has fp32", "set precision.dtype=bf16"),
+        ({"parameters": 7}, "parameters 1000; this run has 7", "set model.preset back"),
+        ({"data_fingerprint": "b"}, "data f00d; this run has b", "set data.source back"),
+        ({"data_order": "seed 2"}, "data order seed 1; this run has seed 2", "set those back"),
+    ],
+)
+def test_a_step_of_another_setting_is_not_loaded(
+    tmp_path: Path, change: dict[str, Any], found: str, way_out: str
+) -> None:
+    save(tmp_path)
+    with pytest.raises(CheckpointError) as told:
+        load(tmp_path, facts=dataclasses.replace(FACTS, **change))
+    message = str(told.value)
+    assert message.startswith(f"checkpoint_step_10 was saved with {found}. ")
+    assert f"To resume it, {way_out}; to start anew" in message
+
+
+def test_a_step_of_other_ranks_is_not_loaded(tmp_path: Path) -> None:
+    save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"ranks 1; this run has 4\..* --num_gpus 1;"):
+        load(tmp_path, world=World(world_size=4))
+
+
+def test_another_runs_name_or_version_does_not_matter(tmp_path: Path) -> None:
+    save(tmp_path)
+    facts = dataclasses.replace(FACTS, run="other", versions={"torch": "2.99"})
+    assert load(tmp_path, facts=facts)[0] == STATE
+
+
+def test_cleaning_removes_old_leftovers_and_keeps_what_is_being_written(tmp_path: Path) -> None:
+    save(tmp_path)
+    for name, age in ((".tmp-checkpoint_step_9-old", 7200), (".tmp-checkpoint_step_9-new", 10)):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    Checkpointer(tmp_path, world=World(), facts=FACTS).clean()
+    assert left_in(tmp_path) == [".tmp-checkpoint_step_9-new", "checkpoint_step_10"]
+    assert isinstance(read_step(tmp_path / "checkpoint_step_10"), StepDirectory)
