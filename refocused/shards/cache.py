@@ -14,6 +14,7 @@ from refocused.config.data import DataConfig
 from refocused.errors import ShardError
 from refocused.shards.fetcher import Fetcher
 from refocused.shards.fetcher_state import FetcherFiles, FetcherState
+from refocused.shards.fetcher_watch import FetcherWatch
 from refocused.shards.local_form import check_vocabulary
 from refocused.shards.local_shards import LocalShards
 from refocused.shards.manifest import Manifest
@@ -230,6 +231,12 @@ class ShardCache:
     def _awaited(self, index: int) -> TokenFile:
         progress: int | None = None
         moved = asked = time.monotonic()
+        watch = FetcherWatch(
+            self._files,
+            name=self._manifest.shards[index].name,
+            started=self._started,
+            silence_seconds=self._silence_seconds,
+        )
         self._ask(index)
         while True:
             file = self._local.open(index)
@@ -237,7 +244,11 @@ class ShardCache:
                 return file
             now = time.monotonic()
             state = self._files.read_state()
-            self._check_fetcher(index, state)
+            # Its own fetcher takes over when another process that holds the lock ends.
+            if self._fetcher is None:
+                watch.check(state)
+            elif self._fetcher.failure is not None:
+                raise self._fetcher.failure
             if state is not None and state.progress != progress:
                 progress, moved = state.progress, now
             if now - moved > self._data.fetch_timeout_s:
@@ -253,26 +264,6 @@ class ShardCache:
             self._fetcher.await_shard(index)
         if self._fetcher is None or not self._fetcher.leads:
             self._files.ask_for(index)
-
-    def _check_fetcher(self, index: int, state: FetcherState | None) -> None:
-        """Raise when nobody will bring the shard: the fetcher failed, or its process is gone."""
-        if self._fetcher is not None:
-            # Its own fetcher takes over when another process that holds the lock ends.
-            if self._fetcher.failure is not None:
-                raise self._fetcher.failure
-            return
-        name = self._manifest.shards[index].name
-        # What an earlier run left in the folder says nothing about this one.
-        signed = max(state.time if state else 0.0, self._started)
-        if state is not None and state.error is not None and state.time >= self._started:
-            raise ShardError(f"{state.error} (told by the fetcher, process {state.pid})")
-        silent = time.time() - signed
-        if silent > self._silence_seconds:
-            who = f"process {state.pid}" if state else "which never started"
-            raise ShardError(
-                f"{name}: it is not local, and its fetcher ({who}) has given no sign for "
-                f"{silent:.0f} s, so it is gone. See the log of local rank 0, and start again."
-            )
 
     def _timeout_text(self, index: int, state: FetcherState | None) -> str:
         trouble = f" The last failure: {state.trouble}" if state and state.trouble else ""

@@ -83,6 +83,21 @@ class FetcherFiles:
         self._lock = descriptor
         return True
 
+    def is_led(self) -> bool:
+        """Say whether a living process holds the folder: the kernel frees a dead one's lock."""
+        try:
+            descriptor = os.open(self._lock_path, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            # Shared and for an instant: a fetcher that meets it asks again.
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
     def release_lock(self) -> None:
         """Let another process fetch; the kernel does it for a process that dies."""
         if self._lock is not None:

@@ -436,13 +436,13 @@ def child(site: Site) -> Iterator[subprocess.Popen[str]]:
 def test_a_killed_fetcher_is_missed_and_its_leftovers_stop_nobody(
     site: Site, child: subprocess.Popen[str]
 ) -> None:
-    reader = site.cache(fetches=False, silence=2.5)
+    reader = site.cache(fetches=False)
     assert np.array_equal(opened(reader, 0), shard_tokens(0))  # brought by the other process
     assert child.stdout is not None
     assert child.stdout.readline() == "stuck\n"
     child.send_signal(signal.SIGKILL)
     child.wait()
-    with pytest.raises(ShardError, match=rf"a/t_1\.npy: .*process {child.pid}\) has given no sign"):
+    with pytest.raises(ShardError, match=rf"a/t_1\.npy: .*process {child.pid}\) has ended"):
         reader.open(1)
     assert list(site.folder.rglob("*.part"))
     fresh = site.cache()
@@ -451,6 +451,29 @@ def test_a_killed_fetcher_is_missed_and_its_leftovers_stop_nobody(
     assert not list(site.folder.rglob("*.part"))
     assert not list(site.folder.glob("*/incoming/*"))
     assert "a/t_0.npy" not in site.bucket.downloads  # what was whole is kept
+
+
+def test_a_killed_fetcher_is_missed_by_its_lock_without_waiting_for_silence(
+    site: Site, child: subprocess.Popen[str]
+) -> None:
+    reader = site.cache(fetches=False, silence=1e9, fetch_timeout_s=1e9)
+    reader.open(0)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "stuck\n"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    with pytest.raises(ShardError, match=rf"a/t_1\.npy: .*process {child.pid}\) has ended"):
+        reader.open(1)
+
+
+def test_a_fetcher_that_hangs_is_missed_by_its_silence(
+    site: Site, child: subprocess.Popen[str]
+) -> None:
+    reader = site.cache(fetches=False, silence=2.5)
+    reader.open(0)
+    child.send_signal(signal.SIGSTOP)
+    with pytest.raises(ShardError, match=rf"a/t_1\.npy: .*process {child.pid}\) has given no sign"):
+        reader.open(1)
 
 
 def test_every_error_is_one_a_person_is_meant_to_read(site: Site) -> None:
