@@ -87,11 +87,10 @@ def _summary(
             f"      best validation loss {state.best_loss:.4f} (perplexity "
             f"{perplexity(state.best_loss):.2f}) at step {state.best_step:,}"
         )
-    lines.append(
-        f"      checkpoint {folder}/checkpoints/checkpoint_step_{state.step}"
-        if saved
-        else "      the last step is NOT saved (see the warnings above)"
-    )
+    if saved:
+        lines.append(f"      checkpoint {folder}/checkpoints/checkpoint_step_{state.step}")
+    elif parts.saver.last_save_failed:
+        lines.append("      the last step is NOT saved (see the warnings above)")
     if settings.mirror is not None:
         lines.append(
             f"      mirror {settings.mirror}: everything is there"
