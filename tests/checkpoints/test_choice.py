@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints.step_samples import flip_byte, make_step
+
+from refocused.bucket.bucket import BlobInfo
+from refocused.bucket.directory import DirectoryBucket
+from refocused.checkpoints.catalog import Catalog
+from refocused.checkpoints.choice import choose_step
+from refocused.checkpoints.mirror_copy import StepCopier
+from refocused.checkpoints.remote_steps import RemoteSteps
+from refocused.checkpoints.staging import remove_step
+from refocused.checkpoints.step_directory import StepDirectory
+from refocused.checkpoints.verify import verify
+from refocused.errors import BucketError, CheckpointError
+
+PREFIX = "sample/checkpoints"
+SHARD = "zero/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+@pytest.fixture(autouse=True)
+def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    logger = logging.getLogger("refocused")
+    before, logger.propagate = logger.propagate, True
+    yield
+    logger.propagate = before
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "checkpoints"
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> DirectoryBucket:
+    (tmp_path / "bucket").mkdir()
+    return DirectoryBucket(tmp_path / "bucket")
+
+
+def mirrored(bucket: DirectoryBucket, step: StepDirectory) -> StepDirectory:
+    copier = StepCopier(
+        RemoteSteps(bucket, PREFIX), stopping=lambda: False, report=lambda _done, _total: None
+    )
+    assert copier.copy(step)
+    return step
+
+
+def chosen(catalog: Catalog, request: str) -> int | None:
+    step = choose_step(catalog, request)
+    if step is None:
+        return None
+    assert step.path.parent == catalog.local
+    assert verify(step, deep=True) == []
+    return step.step
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_new_run_starts_from_scratch_unless_a_step_is_insisted_on(local: Path) -> None:
+    catalog = Catalog(local)
+    assert choose_step(catalog, "auto") is None
+    assert choose_step(catalog, "none") is None
+    with pytest.raises(
+        CheckpointError, match=r"There is no checkpoint in .* --resume auto or none"
+    ):
+        choose_step(catalog, "latest")
+
+
+def test_none_ignores_what_is_there(local: Path) -> None:
+    make_step(local, 10)
+    assert choose_step(Catalog(local), "none") is None
+
+
+def test_the_newest_is_taken_unless_another_is_named(local: Path) -> None:
+    make_step(local, 10, validation_loss=2.0)
+    make_step(local, 20, validation_loss=3.0)
+    catalog = Catalog(local)
+    assert chosen(catalog, "auto") == 20
+    assert chosen(catalog, "latest") == 20
+    assert chosen(catalog, "best") == 10
+    assert chosen(catalog, "10") == 10
+    assert chosen(catalog, "checkpoint_step_10") == 10
+    assert chosen(catalog, str(local / "checkpoint_step_10")) == 10
+
+
+@pytest.mark.parametrize("request_", ["auto", "latest"])
+def test_a_corrupt_newest_is_said_and_the_one_before_is_taken(
+    local: Path, request_: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_step(local, 10)
+    flip_byte(make_step(local, 20).path / SHARD)
+    assert chosen(Catalog(local), request_) == 10
+    (told,) = warnings(caplog)
+    assert "checkpoint_step_20 is corrupt" in told
+    assert SHARD in told
+    assert "The step before it is tried." in told
+
+
+def test_a_step_without_a_manifest_is_passed_over(local: Path) -> None:
+    make_step(local, 10)
+    (make_step(local, 20).path / "manifest.json").unlink()
+    assert chosen(Catalog(local), "auto") == 10
+
+
+@pytest.mark.parametrize("request_", ["auto", "latest"])
+def test_a_run_whose_every_step_is_corrupt_does_not_start_anew_by_itself(
+    local: Path, request_: str
+) -> None:
+    for step in (10, 20):
+        flip_byte(make_step(local, step).path / SHARD)
+    with pytest.raises(CheckpointError, match="None of the 2 checkpoints") as told:
+        choose_step(Catalog(local), request_)
+    assert "checkpoint_step_20" in str(told.value)
+    assert "start anew under another --run name" in str(told.value)
+
+
+def test_a_named_step_that_is_corrupt_is_refused_with_the_way_out(local: Path) -> None:
+    make_step(local, 10)
+    flip_byte(make_step(local, 20).path / SHARD)
+    with pytest.raises(CheckpointError, match="checkpoint_step_20 is corrupt") as told:
+        choose_step(Catalog(local), "20")
+    assert "--resume latest" in str(told.value)
+
+
+def test_a_step_that_does_not_exist_is_refused(local: Path) -> None:
+    make_step(local, 10)
+    with pytest.raises(CheckpointError, match="10"):
+        choose_step(Catalog(local), "11")
+
+
+def test_a_step_that_only_the_bucket_has_is_fetched(local: Path, bucket: DirectoryBucket) -> None:
+    make_step(local, 10)
+    remove_step(mirrored(bucket, make_step(local, 20)).path)
+    remove_step(mirrored(bucket, make_step(local, 30)).path)
+    catalog = Catalog(local, bucket, PREFIX)
+    assert chosen(catalog, "20") == 20
+    assert chosen(catalog, "auto") == 30
+
+
+def test_a_step_that_is_corrupt_here_and_whole_in_the_bucket_is_fetched_again(
+    local: Path, bucket: DirectoryBucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_step(local, 10)
+    flip_byte(mirrored(bucket, make_step(local, 20)).path / SHARD)
+    assert chosen(Catalog(local, bucket, PREFIX), "auto") == 20
+    (told,) = warnings(caplog)
+    assert "checkpoint_step_20 is corrupt" in told
+    assert "fetched from the bucket again" in told
+
+
+def test_a_step_that_is_corrupt_here_and_in_the_bucket_gives_way_to_the_one_before(
+    local: Path, bucket: DirectoryBucket
+) -> None:
+    make_step(local, 10)
+    flip_byte(mirrored(bucket, make_step(local, 20)).path / SHARD)
+    flip_byte(Path(bucket.url) / PREFIX / "checkpoint_step_20" / SHARD)
+    assert chosen(Catalog(local, bucket, PREFIX), "auto") == 10
+
+
+class DownBucket(DirectoryBucket):
+    """A bucket that cannot be listed."""
+
+    def list(self, prefix: str = "") -> Iterator[BlobInfo]:
+        raise BucketError("the bucket is down.")
+
+
+def test_a_bucket_that_is_down_is_done_without_where_a_step_is_here(
+    local: Path, bucket: DirectoryBucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_step(local, 10)
+    down = DownBucket(Path(bucket.url))
+    assert chosen(Catalog(local, down, PREFIX), "auto") == 10
+    assert warnings(caplog) == [
+        "the bucket is down. Only the checkpoints on this disk are looked at."
+    ]
+
+
+def test_a_bucket_that_is_down_stops_a_run_that_has_nothing_here(
+    local: Path, bucket: DirectoryBucket
+) -> None:
+    with pytest.raises(BucketError, match="whether the mirror has one is not known"):
+        choose_step(Catalog(local, DownBucket(Path(bucket.url)), PREFIX), "auto")
+    assert choose_step(Catalog(local, DownBucket(Path(bucket.url)), PREFIX), "none") is None

@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from checkpoints.fake_owner import FACTS, FakeOwner
+from checkpoints.step_samples import make_step
+from run_fakes import Clock, FakeReporter, Log
+from thread_ranks import on_two_ranks, results
+
+from refocused.batches.position import Position
+from refocused.checkpoints.checkpointer import Checkpointer
+from refocused.checkpoints.step_directory import parse_name, read_step, step_paths
+from refocused.config.outputs import CheckpointConfig
+from refocused.errors import CheckpointError
+from refocused.monitoring.throughput import Throughput
+from refocused.training.saver import Saver
+from refocused.training.state import TrainState
+from refocused.world import World
+
+
+@dataclasses.dataclass
+class FakeStatus:
+    """What the background copy says."""
+
+    mirrored: tuple[int, ...] = ()
+    waiting: tuple[int, ...] = ()
+    last_error: str | None = None
+
+
+@dataclasses.dataclass
+class FakeMirror:
+    """A background copy that does what the test says."""
+
+    log: Log
+    said: FakeStatus | None = None
+    drains: bool = True
+
+    def start(self) -> None:
+        self.log.append("mirror started")
+
+    def ensure_alive(self) -> bool:
+        self.log.append("mirror looked after")
+        return False
+
+    def status(self) -> FakeStatus | None:
+        return self.said
+
+    def drain(self, timeout_s: float, progress: Callable[[Any], None]) -> bool:
+        self.log.append(f"drain {timeout_s:.0f}")
+        return self.drains
+
+
+class Session:
+    """A saver over a real folder, with an owner whose disk the test can fill."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        world: World | None = None,
+        mirror: FakeMirror | None = None,
+        keep: int = 2,
+        max_failed_saves: int = 3,
+    ) -> None:
+        self.folder = folder
+        self.log: Log = []
+        self.clock = Clock()
+        world = world or World()
+        self.owner = FakeOwner(world.rank)
+        self.throughput = Throughput(self.clock)
+        self.saver = Saver(
+            Checkpointer(folder, world=world, facts=FACTS),
+            folder=folder,
+            engine=cast("Any", self.owner),
+            mirror=cast("Any", mirror),
+            settings=CheckpointConfig(keep=keep, max_failed_saves=max_failed_saves),
+            reporter=cast("Any", FakeReporter(self.log)),
+            throughput=self.throughput,
+            world=world,
+            files_done=lambda state: state.step // 10,
+        )
+
+    def save(self, *steps: int, **changes: Any) -> TrainState:
+        for step in steps:
+            state = self.saver.save(TrainState(step=step, **changes))
+        return state
+
+    def there(self) -> list[int | None]:
+        return [parse_name(path.name) for path in step_paths(self.folder)]
+
+
+def test_a_state_is_saved_with_its_time_and_money_booked(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    state = session.save(10, loss=2.0)
+    assert state == TrainState(step=10, loss=2.0, seconds=7.0)
+    step = read_step(tmp_path / "checkpoint_step_10")
+    assert step.manifest.files_done == 1
+    assert Session(tmp_path).saver.load(step) == state
+    assert session.saver.saved_step == 10
+    assert not session.saver.last_save_failed
+
+
+def test_a_save_is_told_with_the_time_that_it_took(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    write = session.owner.save_shards
+
+    def slowly(folder: Path) -> Any:
+        session.clock.now += 4.0
+        return write(folder)
+
+    session.owner.save_shards = slowly  # type: ignore[method-assign]
+    session.save(1500)
+    assert session.log == ["save: save   1,500 local 4 s"]
+    session.clock.now += 1.0
+    session.throughput.lap("step")
+    assert session.throughput.seconds_left(steps=1, validations=0, saves=1) == 5.0
+
+
+def test_the_same_step_is_saved_once(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    session.save(10, 10)
+    assert session.log == ["save:" + " save      10 local 0 s"]
+    resumed = Session(tmp_path)
+    resumed.saver.load(read_step(tmp_path / "checkpoint_step_10"))
+    resumed.save(10)
+    assert resumed.log == []
+
+
+def test_a_step_of_another_run_is_loaded_and_still_has_to_be_saved_here(tmp_path: Path) -> None:
+    Session(tmp_path / "other").save(10)
+    session = Session(tmp_path / "mine")
+    state = session.saver.load(read_step(tmp_path / "other" / "checkpoint_step_10"))
+    session.saver.save(state)
+    assert session.there() == [10]
+
+
+def test_a_failed_save_is_told_and_borne(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    session.owner.disk_is_full = True
+    assert session.save(10).step == 10
+    assert session.saver.last_save_failed
+    assert session.saver.saved_step is None
+    (told,) = session.log
+    assert told.startswith("save_failed: checkpoint_step_10 was not saved: No space left on device")
+    assert told.endswith("Training goes on.")
+    session.owner.disk_is_full = False
+    session.save(20)
+    assert not session.saver.last_save_failed
+    assert session.there() == [20]
+
+
+def test_so_many_failures_in_a_row_stop_the_run_on_both_ranks(tmp_path: Path) -> None:
+    def action(world: World) -> None:
+        session = Session(tmp_path, world=world, max_failed_saves=2)
+        session.owner.disk_is_full = world.rank == 1
+        session.save(10)
+        session.owner.disk_is_full = False
+        session.save(20)  # a good one in between: the count starts anew
+        session.owner.disk_is_full = world.rank == 1
+        session.save(30, 40)
+
+    for ended in on_two_ranks(action):
+        assert isinstance(ended.error, CheckpointError)
+        assert ended.error.on_every_rank
+        assert str(ended.error).startswith("2 saves in a row have failed; the run stops")
+        assert "checkpoint_step_40 was not saved: No space left" in str(ended.error)
+
+
+def test_only_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    session.save(10)
+    session.save(20, 30, 40, 50, best_loss=1.0, best_step=20)
+    assert session.there() == [20, 40, 50]
+    session.save(60, best_loss=0.5, best_step=60)
+    assert session.there() == [50, 60]
+
+
+def test_a_step_that_the_mirror_lacks_stays(tmp_path: Path) -> None:
+    mirror = FakeMirror([], FakeStatus(mirrored=(20,)))
+    session = Session(tmp_path, mirror=mirror)
+    session.save(10, 20, 30, 40)
+    assert session.there() == [10, 30, 40]
+    mirror.said = None  # it has not said anything yet: nothing may go
+    session.save(50)
+    assert session.there() == [10, 30, 40, 50]
+
+
+def test_a_broken_step_does_not_count_among_the_kept(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    session.save(10, 20)
+    (tmp_path / "checkpoint_step_20" / "manifest.json").unlink()
+    session.save(30)
+    assert session.there() == [10, 20, 30]
+
+
+def test_a_step_that_cannot_be_removed_does_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError("busy")
+
+    monkeypatch.setattr("refocused.training.saver.remove_step", refuse)
+    session = Session(tmp_path)
+    session.save(10, 20, 30)
+    assert session.there() == [10, 20, 30]
+    assert not session.saver.last_save_failed
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (None, "| upload queued"),
+        (FakeStatus(), "| upload queued"),
+        (FakeStatus(waiting=(5, 10)), "| upload queued (2 waiting)"),
+        (FakeStatus(last_error="403"), "| upload queued: 403"),
+    ],
+)
+def test_a_save_tells_how_the_mirror_is(tmp_path: Path, said: FakeStatus | None, told: str) -> None:
+    mirror = FakeMirror([], said)
+    session = Session(tmp_path, mirror=mirror)
+    session.save(10)
+    assert session.log[0].endswith(told)
+    assert mirror.log == ["mirror looked after"]
+
+
+def test_later_steps_are_set_aside_when_training_goes_on_from_an_earlier_one(
+    tmp_path: Path,
+) -> None:
+    Session(tmp_path, keep=5).save(10, 20, 30)
+    session = Session(tmp_path, keep=5)
+    state = session.saver.load(read_step(tmp_path / "checkpoint_step_20"))
+    session.saver.go_on_from(state)
+    assert session.there() == [10, 20]
+    (aside,) = (path for path in tmp_path.iterdir() if "superseded" in path.name)
+    assert (aside / "zero" / "rank_0.pt").exists()
+    assert f"checkpoint_step_30 is now {aside.name}" in session.log[0]
+    session.save(30)  # another step 30, under its own name
+    assert session.there() == [10, 20, 30]
+
+
+def test_a_start_from_scratch_sets_every_step_aside(tmp_path: Path) -> None:
+    make_step(tmp_path, 10)
+    session = Session(tmp_path)
+    session.saver.go_on_from(TrainState())
+    assert session.there() == []
+
+
+def test_the_mirror_belongs_to_rank_0_and_both_hear_of_its_end(tmp_path: Path) -> None:
+    mirror = FakeMirror([], drains=False)
+
+    def action(world: World) -> bool:
+        mine = mirror if world.is_first else None
+        session = Session(tmp_path, world=world, mirror=mine)
+        session.saver.start_mirror()
+        session.save(10, position=Position(0, 4))
+        return session.saver.drain(60.0, lambda status: None)
+
+    assert results(on_two_ranks(action)) == [False, False]
+    assert mirror.log == ["mirror started", "mirror looked after", "drain 60"]
+
+
+def test_without_a_mirror_everything_is_where_it_should_be(tmp_path: Path) -> None:
+    assert Session(tmp_path).saver.drain(0.0, lambda status: None)
