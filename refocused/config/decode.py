@@ -108,10 +108,26 @@ def read_run(file: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 def render_run(config: RunConfig) -> str:
     """Write every setting, defaults included, as YAML that `load_run` reads back to the same."""
-    text: str = yaml.safe_dump(
-        config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100
+    text: str = yaml.dump(
+        config.model_dump(mode="json"),
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        width=100,
     )
     return text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Safe YAML that escapes U+0085, which would be read back as a line feed otherwise."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = '"' if "\x85" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
 
 
 @dataclasses.dataclass(slots=True)

@@ -232,6 +232,12 @@ def test_settings_are_read_without_the_files_they_name(tmp_path: Path) -> None:
         read_run(file, ["run.steps=0"])
 
 
+def test_the_odd_line_break_of_unicode_reads_back_as_itself(tmp_path: Path) -> None:
+    config = load_run(written(tmp_path, SMALL_RUN), ['data.source="a\\x85b"']).config
+    assert config.data.source == "a\x85b"
+    assert load_run(written(tmp_path, render_run(config))).config == config
+
+
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 numbers = st.floats(min_value=1e-12, max_value=1e12)
 
