@@ -13,6 +13,9 @@ from refocused.errors import ExitCode, RefocusedError
 # Each verb, the module that holds it, and one line about it.
 VERBS = {
     "tokenize": ("prepare_tokenize", "make shards of .txt, .jsonl(.gz) and .parquet files"),
+    "inspect": ("prepare_inspect", "say what token files really hold"),
+    "verify": ("prepare_verify", "compare files with their manifest, or read them"),
+    "manifest": ("prepare_verify", "list the files with their tokens"),
 }
 
 

@@ -43,7 +43,7 @@ def chosen_names(names: Collection[str], *, data: DataConfig, url: str) -> list[
     _check_found(wanted, names, data=data, url=url)
     for name in wanted:
         checked_name(name, where=url)
-        if _is_megatron(name, names) or not name.endswith(TOKEN_SUFFIXES):
+        if is_megatron(name, names) or not name.endswith(TOKEN_SUFFIXES):
             raise ShardError(refusal(name))
     training = [name for name in wanted if not is_validation(name, data)]
     validation = [name for name in wanted if is_validation(name, data)]
@@ -58,7 +58,8 @@ def _is_wanted(name: str, data: DataConfig) -> bool:
     return name.endswith((*TOKEN_SUFFIXES, ".idx"))
 
 
-def _is_megatron(name: str, names: Collection[str]) -> bool:
+def is_megatron(name: str, names: Collection[str]) -> bool:
+    """Whether an object is one of a `.bin` and `.idx` pair."""
     stem = name.removesuffix(".bin").removesuffix(".idx")
     return name in (f"{stem}.bin", f"{stem}.idx") and f"{stem}.idx" in names
 

@@ -114,3 +114,68 @@ def test_help_names_every_verb_and_loads_nothing_slow() -> None:
         assert all(
             verb in done.stdout for verb in (VERBS if len(arguments) == 1 else arguments[:1])
         )
+
+
+@pytest.fixture
+def prepared(texts: Path, tmp_path: Path) -> Path:
+    """Prepared byte tokens in ten shards."""
+    out = tmp_path / "prepared"
+    options = ["--tokenizer", "bytes", "--workers", 1, "--shard-tokens", 500]
+    assert run("tokenize", texts, "--out", out, *options) == 0
+    return out
+
+
+def test_inspect_prints_draws_and_tells_problems(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    picture = tmp_path / "p.png"
+    assert run("inspect", prepared, "--picture", picture) == 0
+    said = capsys.readouterr().out
+    assert "documents  50" in said
+    assert "10 (10 npy)" in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert run("inspect", prepared, "--json", "--vocabulary", 256) == 3
+    report = json.loads(capsys.readouterr().out)
+    assert (report["documents"], report["sample"]["max_id"]) == (50, 256)
+    assert "vocab_size above 256" in report["problems"][0]
+    assert run("inspect", tmp_path / "missing") == 1
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_verify_names_the_damaged_and_says_so_by_its_code(
+    prepared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("verify", prepared, "--deep") == 0
+    shard = sorted(prepared.glob("*.npy"))[1]
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\xee")
+    capsys.readouterr()
+    assert run("verify", prepared) == 3
+    said = capsys.readouterr().out
+    assert f"{shard.name}: its CRC-32C is" in said
+    assert run("verify", prepared, "--json") == 3
+    found = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in found if one["problem"]] == [shard.name]
+    assert run("verify", prepared, "--vocabulary", 300) == 2
+
+
+def test_manifest_lists_headers_and_keeps_what_was_known(
+    prepared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (prepared / "manifest.json").read_text()
+    capsys.readouterr()
+    assert run("manifest", prepared, "--write", "--json") == 0
+    assert (prepared / "manifest.json").read_text() == before
+    assert capsys.readouterr().out == before
+    (prepared / "manifest.json").unlink()
+    assert run("manifest", prepared, "--tokenizer", "bytes", "--write") == 0
+    assert json.loads(before)["fingerprint"][:16] in capsys.readouterr().out
+    assert run("verify", prepared) == 0
+
+
+def test_reading_options_are_checked(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("inspect", prepared, "--pad-id", "-1") == 2
+    assert "--pad-id -1" in capsys.readouterr().err
+    assert run("verify", prepared, "--threads", "100") == 2
+    assert "--threads 100" in capsys.readouterr().err
+    assert run("verify", prepared, "--include", "x*") == 1
