@@ -58,8 +58,8 @@ def require_space(local: LocalShards, index: int, *, free_bytes: int) -> None:
     if needed > free_bytes:
         raise ShardError(
             f"{shard.name}: {needed:,} bytes are needed below {local.folder} for the download and "
-            f"the local form, and {free_bytes:,} are free. Free space there, set data.cache to "
-            "another disk, or lower data.disk_limit_gb."
+            f"the local form, and {max(free_bytes, 0):,} are free. Free space there, set "
+            "data.cache to another disk, or lower data.disk_limit_gb."
         )
 
 

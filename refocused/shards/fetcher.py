@@ -213,7 +213,8 @@ class Fetcher:
             error=str(self.failure) if self.failure else None,
             trouble=self.trouble,
         )
-        with self._signing:
+        # On a full disk nothing can be signed; those who wait see silence and give up by that.
+        with self._signing, contextlib.suppress(OSError):
             self._files.write_state(state)
 
     def _work(self) -> None:
