@@ -46,6 +46,7 @@ def start_screen(rank: int) -> None:
     root.setLevel(logging.INFO)
     root.propagate = False
     root.handlers.clear()
+    root.addHandler(logging.NullHandler())  # without any, Python prints warnings by itself
     if rank == 0:
         out = logging.StreamHandler(sys.stdout)
         out.addFilter(lambda record: record.levelno < logging.WARNING)
