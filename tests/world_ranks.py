@@ -1,0 +1,73 @@
+"""Tries every message that ranks exchange, on real gloo: `world_ranks.py OUT`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from refocused.errors import BucketError, RefocusedError, ShardError
+from refocused.world import join_world, lost_connection
+
+
+def told(action: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"result": action()}
+    except RefocusedError as error:
+        return {
+            "error": str(error),
+            "kind": type(error).__name__,
+            "on_every_rank": error.on_every_rank,
+        }
+
+
+def main() -> None:
+    world = join_world("auto")
+    done: list[str] = []
+
+    def fails_on(*ranks: int) -> Callable[[], str]:
+        def action() -> str:
+            done.append("acted")
+            if world.rank in ranks:
+                raise (ShardError, BucketError)[world.rank](f"broken by {world.rank}")
+            return f"made by {world.rank}"
+
+        return action
+
+    found = {
+        "world": [world.rank, world.local_rank, world.world_size, world.local_world_size],
+        "device": world.device_kind,
+        "gather": world.gather({"rank": world.rank}),
+        "broadcast": world.broadcast(f"from {world.rank}"),
+        "largest": world.largest([world.rank, -world.rank, 2.5]),
+        "total": world.total([world.rank + 1, 0.5]),
+        "together": told(lambda: world.together(fails_on())),
+        "together, rank 1 fails": told(lambda: world.together(fails_on(1))),
+        "together, rank 0 fails": told(lambda: world.together(fails_on(0))),
+        "together, both fail": told(lambda: world.together(fails_on(0, 1))),
+        "acted so far": len(done),
+        "first does": told(lambda: world.first_does(fails_on())),
+        "first does, and fails": told(lambda: world.first_does(fails_on(0))),
+        "acted in the end": len(done),
+        "raise together": told(
+            lambda: world.raise_together(ShardError("mine") if world.rank == 1 else None)
+        ),
+        "nothing to raise": told(lambda: world.raise_together(None)),
+    }
+    world.barrier()
+    if world.rank == 1:
+        (Path(sys.argv[1]) / "1.json").write_text(json.dumps(found))
+        os._exit(0)  # without a word
+    try:
+        for _ in range(100):
+            world.barrier()
+    except RuntimeError as error:
+        found["lost"] = str(lost_connection(error))
+    (Path(sys.argv[1]) / "0.json").write_text(json.dumps(found))
+    os._exit(0)
+
+
+main()
