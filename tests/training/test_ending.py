@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_fakes import FakeReporter, FakeSaver, Log, parts_of
+
+from refocused.checkpoints.mirror_status import MirrorStatus
+from refocused.checkpoints.process_identity import this_process
+from refocused.config.outputs import CheckpointConfig
+from refocused.errors import ExitCode
+from refocused.training.ending import INTERRUPTED_DRAIN_S, finish
+from refocused.training.loop import Outcome
+from refocused.training.state import TrainState
+from refocused.training.stopping import StopReason
+
+DONE = TrainState(step=6, tokens=48_000, best_loss=2.0, best_step=4, seconds=750.0, cost_usd=12.345)
+
+
+@pytest.fixture(autouse=True)
+def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    logger = logging.getLogger("refocused")
+    before, logger.propagate = logger.propagate, True
+    caplog.set_level(logging.INFO, logger="refocused")
+    yield
+    logger.propagate = before
+
+
+@dataclasses.dataclass
+class EndingSaver(FakeSaver):
+    """A saver whose mirror holds everything, or not."""
+
+    mirrored: bool = True
+    saved_step: int | None = 6
+    last_save_failed: bool = False
+    waited: float = -1.0
+    statuses: tuple[MirrorStatus, ...] = ()
+
+    def drain(self, timeout_s: float, progress: Callable[[MirrorStatus], None]) -> bool:
+        self.waited = timeout_s
+        for status in self.statuses:
+            progress(status)
+        return self.mirrored
+
+
+class EndingReporter(FakeReporter):
+    """A reporter that notes the state it leaves."""
+
+    def write_state(self, state: TrainState, status: str, **facts: object) -> None:
+        self.log.append(f"state {status} {facts}")
+
+    def close(self) -> None:
+        self.log.append("closed")
+
+
+def end(
+    saver: EndingSaver,
+    *,
+    stopped: StopReason = StopReason.NONE,
+    state: TrainState = DONE,
+    sample: str | None = None,
+    mirror: str | None = "gs://bucket/runs",
+) -> ExitCode:
+    parts = parts_of(saver.log, saver=saver, reporter=EndingReporter(saver.log))
+    settings = CheckpointConfig(mirror=mirror, drain_minutes=2.0)
+    outcome = Outcome(state, stopped)
+    return finish(parts, outcome, sample=sample, folder=Path("runs/sample"), settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "stopped", "code"),
+    [
+        ({}, StopReason.NONE, ExitCode.OK),
+        ({"mirrored": False}, StopReason.NONE, ExitCode.NOT_MIRRORED),
+        ({}, StopReason.SIGNAL, ExitCode.INTERRUPTED),
+        ({"mirrored": False}, StopReason.STOP_FILE, ExitCode.INTERRUPTED),
+        ({"last_save_failed": True, "saved_step": 4}, StopReason.NONE, ExitCode.FAILED),
+        ({"last_save_failed": True, "saved_step": 4}, StopReason.SIGNAL, ExitCode.FAILED),
+    ],
+)
+def test_the_exit_code_says_how_it_ended(
+    changes: dict[str, Any], stopped: StopReason, code: ExitCode
+) -> None:
+    log: Log = []
+    assert end(EndingSaver(log, **changes), stopped=stopped) == code
+    status = "stopped" if stopped else "finished"
+    mirrored = changes.get("mirrored", True)
+    assert log == [f"{status}: ", f"state {status} {{'mirrored': {mirrored}}}", "closed"]
+
+
+def test_an_interrupted_run_does_not_wait_for_its_mirror_as_long() -> None:
+    finished, interrupted = EndingSaver([]), EndingSaver([])
+    end(finished)
+    end(interrupted, stopped=StopReason.SIGNAL)
+    assert (finished.waited, interrupted.waited) == (120.0, INTERRUPTED_DRAIN_S)
+
+
+def test_the_summary_of_a_finished_run(caplog: pytest.LogCaptureFixture) -> None:
+    end(EndingSaver([]), sample="def f():\n    pass")
+    assert [record.message for record in caplog.records] == [
+        "done  step 6 of 6, 48,000 tokens, 12.5 min, $12.35",
+        "      best validation loss 2.0000 (perplexity 7.39) at step 4",
+        "      checkpoint runs/sample/checkpoints/checkpoint_step_6",
+        "      mirror gs://bucket/runs: everything is there",
+        "      sample of what it writes:",
+        "      | def f():",
+        "      |     pass",
+    ]
+
+
+def test_the_summary_of_a_stopped_run_whose_upload_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = TrainState(step=5, tokens=40_000, seconds=30.0)
+    saver = EndingSaver([], mirrored=False, saved_step=5)
+    end(saver, stopped=StopReason.STOP_FILE, state=state)
+    assert [record.message for record in caplog.records] == [
+        "done  step 5 of 6, 40,000 tokens, 30 s | stopped by the STOP file",
+        "      checkpoint runs/sample/checkpoints/checkpoint_step_5",
+        "      mirror gs://bucket/runs: NOT complete yet, see runs/sample/mirror.json; the upload "
+        "goes on in the background",
+        "      resume: the same command",
+    ]
+
+
+def test_an_unsaved_last_step_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    end(EndingSaver([], saved_step=4, last_save_failed=True), mirror=None)
+    assert "      the last step is NOT saved (see the warnings above)" in caplog.messages
+    assert not any("mirror" in message for message in caplog.messages)
+
+
+def test_the_upload_is_told_at_every_tenth(caplog: pytest.LogCaptureFixture) -> None:
+    def status(done: int, *waiting: int) -> MirrorStatus:
+        return MirrorStatus(
+            bucket="b",
+            prefix="p",
+            process=this_process(),
+            heartbeat=0.0,
+            waiting=waiting,
+            done_bytes=done,
+            total_bytes=1000,
+        )
+
+    said = (status(0, 1500), status(50, 1500), status(120, 1500, 1600), status(1000))
+    end(EndingSaver([], statuses=said))
+    assert caplog.messages[:2] == [
+        "      upload of step 1,500: 0 % (1 waiting)",
+        "      upload of step 1,500: 10 % (2 waiting)",
+    ]
+    assert caplog.messages[2].startswith("done")
