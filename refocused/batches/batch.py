@@ -24,7 +24,8 @@ class Batch:
     Attributes:
         input_ids: Shape [micro, sequence_length], int64, contiguous.
         labels: Same shape: the label of position t is token t + 1 of the text, already shifted.
-            `IGNORED_LABEL` in the rows that only fill up a validation batch.
+            `IGNORED_LABEL` in the rows that only fill up a validation batch, and where documents
+            are masked and the next token begins another one.
         shards: Shape [rows]: index of the shard of each row that holds a window.
         windows: Shape [rows]: index of that window in its shard.
         names: Names of all shards of the manifest.
@@ -63,15 +64,24 @@ class BatchReader:
         sequence_length: Tokens a window trains on.
         names: Names of all shards of the manifest.
         pin: Make page-locked tensors, from which a copy to a GPU runs beside the computation.
+        document_id: Id that begins each document and is no label, so that nothing is learned
+            across a border; None: every token is a label.
     """
 
     def __init__(
-        self, cache: ShardCache, *, sequence_length: int, names: Sequence[str], pin: bool
+        self,
+        cache: ShardCache,
+        *,
+        sequence_length: int,
+        names: Sequence[str],
+        pin: bool,
+        document_id: int | None = None,
     ) -> None:
         self._cache = cache
         self._sequence_length = sequence_length
         self._names = names
         self._pin = pin
+        self._document_id = document_id
         self._row = {
             np.dtype(kind): np.empty(sequence_length + 1, kind) for kind in ("uint16", "uint32")
         }
@@ -102,4 +112,6 @@ class BatchReader:
             labels[row] = tokens[1:]
         inputs[len(shards) :] = 0
         labels[len(shards) :] = IGNORED_LABEL
+        if self._document_id is not None:
+            labels[labels == self._document_id] = IGNORED_LABEL
         return Batch(both[0], both[1], shards, windows, self._names)

@@ -22,9 +22,17 @@ class CausalLM(nn.Module):
             of transformers, so that `network.save_pretrained` writes an ordinary checkpoint.
     """
 
-    def __init__(self, network: Any, *, chunk_tokens: int) -> None:
-        """Replace the head of a transformers causal model by one that returns the loss."""
+    def __init__(self, network: Any, *, chunk_tokens: int, document_id: int | None = None) -> None:
+        """Replace the head of a transformers causal model by one that returns the loss.
+
+        Args:
+            network: The transformers model.
+            chunk_tokens: Tokens whose logits exist at once in the loss.
+            document_id: Id that begins each document of a row, beyond which no token attends;
+                None: every token attends to all before it.
+        """
         super().__init__()
+        self.document_id = document_id
         head = network.get_output_embeddings()
         network.set_output_embeddings(LossHead(head.weight, chunk_tokens=chunk_tokens))
         self.network = network
@@ -45,8 +53,12 @@ class CausalLM(nn.Module):
         return logits
 
     def _hidden(self, input_ids: Tensor) -> Tensor:
+        positions = None
+        if self.document_id is not None:
+            # transformers reads where documents end from positions that begin anew.
+            positions = document_positions(input_ids, document_id=self.document_id)
         states: Tensor = self.network.base_model(
-            input_ids=input_ids, use_cache=False
+            input_ids=input_ids, position_ids=positions, use_cache=False
         ).last_hidden_state
         return states
 
@@ -64,6 +76,7 @@ def build_gpt(
     dropout: float,
     activation_checkpointing: bool,
     chunk_tokens: int,
+    document_id: int | None = None,
 ) -> CausalLM:
     """Build a freshly initialised model from transformers' own configuration form.
 
@@ -76,6 +89,8 @@ def build_gpt(
         dropout: Probability at every dropout of the model.
         activation_checkpointing: Recompute each block in the backward pass.
         chunk_tokens: Tokens whose logits exist at once in the loss.
+        document_id: Id that begins each document, to attend within documents alone; None: to
+            attend across them.
 
     Raises:
         ConfigError: Another model type.
@@ -103,7 +118,18 @@ def build_gpt(
     )
     if activation_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
-    return CausalLM(network, chunk_tokens=chunk_tokens)
+    return CausalLM(network, chunk_tokens=chunk_tokens, document_id=document_id)
+
+
+def document_positions(input_ids: Tensor, *, document_id: int) -> Tensor:
+    """Return each token's place in its own document, of the shape `[B, T]` of the ids.
+
+    A document begins with `document_id`; what precedes the first one in a row is the rest of a
+    document that began earlier, and counts from 0 as well.
+    """
+    places = torch.arange(input_ids.shape[1], device=input_ids.device)
+    begins = torch.where(input_ids == document_id, places, 0).cummax(dim=1).values
+    return places - begins
 
 
 def counted_parameters(model: nn.Module) -> int:

@@ -78,3 +78,14 @@ def test_a_shard_that_cannot_be_had_stops_the_read(cache, manifest):
     cache.broken = 1
     with pytest.raises(ShardError, match=r"part_1\.npy is broken"):
         reader_of(cache, manifest, sequence_length=8).read(np.array([1]), np.array([0]), micro=1)
+
+
+def test_where_a_masked_document_ends_there_is_no_label(tmp_path, manifest):
+    cache = FolderCache(tmp_path, manifest)
+    np.save(tmp_path / "part_0.npy", np.array([9, 1, 2, 9, 9, 3, 4, 5, 9], dtype=np.uint16))
+    reader = BatchReader(cache, sequence_length=8, names=manifest.names, pin=False, document_id=9)
+    batch = reader.read(np.array([0]), np.array([0]), micro=2)
+    none = IGNORED_LABEL
+    assert batch.input_ids[0].tolist() == [9, 1, 2, 9, 9, 3, 4, 5]
+    assert batch.labels[0].tolist() == [1, 2, none, none, 3, 4, 5, none]
+    assert batch.labels[1].tolist() == [none] * 8

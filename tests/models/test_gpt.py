@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from refocused.config.files import REPOSITORY_CONFIG
 from refocused.config.shape import load_shape
 from refocused.errors import ConfigError
 from refocused.estimate import count_parameters
-from refocused.models.gpt import CausalLM, build_gpt, counted_parameters
+from refocused.models.gpt import CausalLM, build_gpt, counted_parameters, document_positions
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {
@@ -46,6 +47,7 @@ def build(
     dropout: float = 0.0,
     checkpointing: bool = False,
     vocabulary: int = 512,
+    document_id: int | None = None,
     **changes: Any,
 ) -> CausalLM:
     torch.manual_seed(seed)
@@ -55,6 +57,7 @@ def build(
         dropout=dropout,
         activation_checkpointing=checkpointing,
         chunk_tokens=50,
+        document_id=document_id,
     )
 
 
@@ -199,3 +202,63 @@ def test_another_family_is_refused_with_those_that_are_known() -> None:
             activation_checkpointing=False,
             chunk_tokens=50,
         )
+
+
+DOCUMENT = 7  # the id that begins a document in the tests below
+
+
+def packed_rows() -> tuple[Tensor, list[list[slice]]]:
+    """Rows of several documents, of one token and of many, and where each document lies."""
+    ids = tokens(3, 40)
+    ids[ids == DOCUMENT] += 1
+    cuts = [[0, 5, 6, 23, 40], [13, 14, 40], [40]]  # a row may begin or lie inside a document
+    for row, places in zip(ids, cuts, strict=True):
+        row[[place for place in places if place < 40]] = DOCUMENT
+    edges = [[0, *(place for place in places if place)] for places in cuts]
+    return ids, [[slice(*pair) for pair in itertools.pairwise(row)] for row in edges]
+
+
+@both_families
+def test_a_masked_document_is_predicted_as_if_it_were_alone(family: str) -> None:
+    ids, documents = packed_rows()
+    masked = build(family, initializer_range=0.2, document_id=DOCUMENT)
+    open_ = build(family, initializer_range=0.2)
+    with torch.no_grad():
+        packed, unmasked = masked.logits(ids), open_.logits(ids)
+        for row, slices in enumerate(documents):
+            for number, document in enumerate(slices):
+                alone = open_.logits(ids[row : row + 1, document])[0]
+                scale = float(alone.abs().max())
+                torch.testing.assert_close(
+                    packed[row, document], alone, rtol=0, atol=1e-5 * max(1.0, scale)
+                )
+                if number:  # without the mask it sees what is before it
+                    assert float((unmasked[row, document] - alone).abs().max()) > 1e-2 * scale
+
+
+@both_families
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_no_gradient_crosses_a_masked_border(family: str, checkpointing: bool) -> None:
+    ids, _ = packed_rows()
+    model = build(family, document_id=DOCUMENT, checkpointing=checkpointing)
+    embedded: list[Tensor] = []
+    hook = model.network.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: embedded.append(output) or output.retain_grad()
+    )
+    labels = torch.full((1, 40), -100)
+    labels[0, 20] = 3  # inside the document of tokens 6 to 22
+    model(ids[:1], labels).backward()
+    hook.remove()
+    gradient = embedded[0].grad
+    assert gradient is not None
+    reached = gradient[0].abs().amax(dim=1) > 0
+    assert reached.nonzero().flatten().tolist() == list(range(6, 21))
+
+
+def test_positions_begin_anew_with_each_document() -> None:
+    ids = torch.tensor([[7, 1, 7, 7, 2, 3], [1, 2, 3, 7, 1, 1], [1, 1, 1, 1, 1, 1]])
+    assert document_positions(ids, document_id=7).tolist() == [
+        [0, 1, 0, 0, 1, 2],
+        [0, 1, 2, 0, 1, 2],
+        [0, 1, 2, 3, 4, 5],
+    ]
