@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import collections
+import dataclasses
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -102,10 +103,12 @@ class BatchStream:
         self._reader = reader
         self._planner = planner
         self._clock = clock
-        self._ready: collections.deque[tuple[StepWindows, list[Batch]]] = collections.deque()
-        self._failure: Exception | None = None
+        # Two queues in C: a condition in Python costs more than reading the batch does.
+        self._ready: queue.SimpleQueue[_Read | Exception] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closed = False
-        self._changed = threading.Condition()
+        for _ in range(STEPS_READY):
+            self._room.put(None)
         self._thread = threading.Thread(target=self._read_ahead, name="batches", daemon=True)
         self._thread.start()
 
@@ -118,43 +121,38 @@ class BatchStream:
             RuntimeError: The stream was closed.
         """
         began = self._clock()
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._failure or self._closed)
-            self.wait_seconds += self._clock() - began
-            if self._closed:
-                raise RuntimeError("next_step() of a BatchStream that was closed")
-            if not self._ready:
-                assert self._failure is not None  # what else has ended the wait
-                raise self._failure
-            step, batches = self._ready.popleft()
-            self._planner.training_on(step)
-            self._changed.notify_all()
-        self.position = step.after
-        return batches
+        read = self._ready.get()
+        self.wait_seconds += self._clock() - began
+        if self._closed:
+            self._ready.put(read)  # for whoever else waits
+            raise RuntimeError("next_step() of a BatchStream that was closed")
+        if isinstance(read, Exception):
+            self._ready.put(read)  # nothing follows: the next call finds it again
+            raise read
+        self._planner.training_on(read.step)
+        self._room.put(None)
+        self.position = read.step.after
+        return read.batches
 
     def close(self) -> None:
         """End the reading thread; one that waits for a shard is not waited for."""
-        with self._changed:
-            self._closed = True
-            self._ready.clear()
-            self._changed.notify_all()
+        self._closed = True
+        self._room.put(None)
+        self._ready.put(RuntimeError("closed"))
         self._thread.join(timeout=CLOSING_SECONDS)
 
     def _read_ahead(self) -> None:
         try:
             while self._has_room():
                 step = next(self._steps)
-                self._hand_over(step, self._read(step))
+                self._ready.put(_Read(step, self._read(step)))
         except Exception as error:  # raised again by next_step, in the thread that can act on it
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
+            self._ready.put(error)
 
     def _has_room(self) -> bool:
         """Wait until another step may be read; False when the stream is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._ready) < STEPS_READY or self._closed)
-            return not self._closed
+        self._room.get()
+        return not self._closed
 
     def _read(self, step: StepWindows) -> list[Batch]:
         self._planner.reading(step)
@@ -163,8 +161,10 @@ class BatchStream:
             for shards, windows in zip(step.shards, step.windows, strict=True)
         ]
 
-    def _hand_over(self, step: StepWindows, batches: list[Batch]) -> None:
-        with self._changed:
-            if not self._closed:
-                self._ready.append((step, batches))
-                self._changed.notify_all()
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """A step and its batches."""
+
+    step: StepWindows
+    batches: list[Batch]

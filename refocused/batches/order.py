@@ -108,6 +108,16 @@ class Order:
             located.blocks[here] = part.blocks
         return located
 
+    def blocks_in_stream(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the blocks that hold windows of the stream; both of any shape."""
+        epochs, ks = np.divmod(numbers, self.windows_per_epoch)
+        blocks = epochs * self.blocks_per_epoch
+        for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
+            here = epochs == epoch
+            starts = self._layout(epoch).block_starts
+            blocks[here] += np.searchsorted(starts, ks[here], side="right") - 1
+        return blocks
+
     def blocks_from(self, block: int) -> Iterator[tuple[int, ...]]:
         """Yield the shards of that block of the stream and of all that follow, without end."""
         epoch, first = divmod(block, self.blocks_per_epoch)

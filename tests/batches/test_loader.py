@@ -3,6 +3,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -112,8 +113,10 @@ def test_a_resumed_stream_equals_one_that_went_on(cache, manifest):
 
 
 def wait_until_read_ahead(stream) -> None:
-    with stream._changed:
-        assert stream._changed.wait_for(lambda: len(stream._ready) == STEPS_READY, timeout=10)
+    deadline = time.monotonic() + 10
+    while stream._ready.qsize() < STEPS_READY:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_a_slower_rank_finds_its_shards_though_the_planning_rank_reads_ahead(cache, manifest):
@@ -136,7 +139,8 @@ def test_a_slower_rank_finds_its_shards_though_the_planning_rank_reads_ahead(cac
 def test_reading_ahead_is_bounded(cache, manifest):
     with contextlib.closing(loader_of(cache, manifest).batches_from(Position())) as stream:
         wait_until_read_ahead(stream)
-        assert len(stream._ready) == STEPS_READY
+        time.sleep(0.05)  # in which a thread without bounds reads on
+        assert stream._ready.qsize() == STEPS_READY
         assert next(stream._steps).after == Position(0, 4 * (STEPS_READY + 1))
 
 

@@ -178,3 +178,16 @@ def test_block_shards_do_not_count_shards_that_only_validate():
     ranges = [WindowRange(1, 0, 5), WindowRange(2, 0, 5)]
     chosen = choose_block_shards(0, ranges=ranges, shard_bytes=[10**12, 4, 4], room_bytes=16)
     assert chosen == 2
+
+
+@settings(deadline=None)
+@given(
+    ranges=all_ranges,
+    block_shards=st.integers(1, 14),
+    numbers=st.lists(st.integers(0, 2000), min_size=1, max_size=30),
+)
+def test_the_blocks_alone_are_those_of_the_windows_found(ranges, block_shards, numbers):
+    order = Order(ranges, seed=7, block_shards=block_shards)
+    wanted = np.array(numbers).reshape(1, -1)
+    blocks = order.blocks_in_stream(wanted)
+    assert blocks.tolist() == order.locate_in_stream(wanted).blocks.tolist()
