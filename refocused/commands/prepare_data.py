@@ -13,6 +13,8 @@ from refocused.errors import ExitCode, RefocusedError
 # Each verb, the module that holds it, and one line about it.
 VERBS = {
     "tokenize": ("prepare_tokenize", "make shards of .txt, .jsonl(.gz) and .parquet files"),
+    "convert": ("prepare_convert", "make shards of other people's token files"),
+    "split": ("prepare_convert", "choose files for validation; copies nothing"),
     "inspect": ("prepare_inspect", "say what token files really hold"),
     "verify": ("prepare_verify", "compare files with their manifest, or read them"),
     "manifest": ("prepare_verify", "list the files with their tokens"),

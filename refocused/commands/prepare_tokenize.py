@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser
-from refocused.commands.places import add_credentials, place
+from refocused.commands.places import add_credentials, place, work_folder
+from refocused.commands.prepare_convert import check_name
 from refocused.commands.progress_line import ProgressLine
 from refocused.commands.quantities import count, count_text, duration_text, ratio
-from refocused.errors import ConfigError, ExitCode
+from refocused.errors import ExitCode
 
 if TYPE_CHECKING:
     from refocused.shards.tokenize import TokenizeProgress, TokenizeRequest, TokenizeResult
@@ -64,7 +64,7 @@ def run_tokenize(arguments: argparse.Namespace) -> int:
         result = tokenize(
             inputs,
             bucket,
-            work=_work_folder(arguments),
+            work=work_folder(arguments.out, arguments.work_folder),
             request=request,
             workers=arguments.workers,
             progress=show,
@@ -90,10 +90,7 @@ def _request(arguments: argparse.Namespace) -> TokenizeRequest:
     from refocused.shards.tokenize import TokenizeRequest
     from refocused.shards.tokenizers import TokenizerChoice
 
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", arguments.name):
-        raise ConfigError(
-            f"--name {arguments.name!r}: shards are named with letters, digits, _ and - only."
-        )
+    check_name(arguments.name)
     return TokenizeRequest(
         tokenizer=TokenizerChoice(
             arguments.tokenizer, bpe_folder=arguments.bpe_folder, end_of_text=arguments.end_of_text
@@ -105,16 +102,6 @@ def _request(arguments: argparse.Namespace) -> TokenizeRequest:
         separator=arguments.separator,
         bad_text=arguments.bad_text,
     )
-
-
-def _work_folder(arguments: argparse.Namespace) -> Path:
-    """Return where unfinished work is: inside a folder that is written, beside others else."""
-    if not arguments.out.startswith("gs://"):
-        if arguments.work_folder is not None:
-            raise ConfigError("--work-folder is for a gs:// --out; a folder keeps its own.")
-        return Path(arguments.out).expanduser() / ".tokenize"
-    default = Path("data/prepare") / re.sub(r"[^a-z0-9._-]+", "_", arguments.out[5:].lower())
-    return arguments.work_folder or default
 
 
 def _tokens(result: TokenizeResult, split: str) -> int:

@@ -31,11 +31,16 @@ class NpyHeader:
     bytes: int
 
 
+class PickledArrayError(ShardError):
+    """The array holds Python objects, which only `prepare_data convert --allow-pickle` reads."""
+
+
 def read_npy_header(file: ByteSource, *, what: str) -> NpyHeader:
     """Read the header at the file's position.
 
     Raises:
-        ShardError: It is no `.npy`, or holds pickled objects, or is in column order.
+        PickledArrayError: It holds pickled objects.
+        ShardError: It is no `.npy`, or is in column order.
     """
     magic = file.read(8)
     length_bytes = _LENGTH_BYTES.get(magic[6], 0) if len(magic) == 8 else 0
@@ -68,7 +73,7 @@ def _parsed(magic: bytes, rest: bytes, *, what: str) -> NpyHeader:
             "in data.exclude."
         ) from None
     if dtype.hasobject:
-        raise ShardError(
+        raise PickledArrayError(
             f"{what}: it holds Python objects, and pickled data can run code. Convert it once "
             "with `refocused prepare_data convert --allow-pickle`, if you trust where it is from."
         )

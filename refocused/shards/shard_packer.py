@@ -73,7 +73,8 @@ class ShardPacker:
     Args:
         bucket: Where shards go.
         folder: Local folder of the open shard.
-        name: Start of the shards' names.
+        name: Of the open shard's file, different for each stream of the folder.
+        shard_name: Returns the object name of a shard by its number.
         shard_tokens: Ids of a full shard.
         dtype: Element type, little-endian.
         begin_id: Id that begins a document; None: documents are not known.
@@ -87,6 +88,7 @@ class ShardPacker:
         *,
         folder: Path,
         name: str,
+        shard_name: Callable[[int], str],
         shard_tokens: int,
         dtype: np.dtype[Any],
         begin_id: int | None,
@@ -95,7 +97,7 @@ class ShardPacker:
     ) -> None:
         self.cursor = cursor
         self._bucket = bucket
-        self._name = name
+        self._shard_name = shard_name
         self._shard_tokens = shard_tokens
         self._dtype = dtype
         self._begin_id = begin_id
@@ -128,11 +130,10 @@ class ShardPacker:
         self.cursor = dataclasses.replace(self.cursor, source=self.cursor.source + 1, offset=0)
         self._note(self.cursor, None)
 
-    def finish(self) -> None:
-        """Store the last shard, which may be short."""
+    def end_shard(self) -> None:
+        """Store the open shard as it is, unless it is empty."""
         if self.cursor.filled:
             self._finish()
-        self.close()
 
     def close(self) -> None:
         """Close the open shard's file; it stays for the next start."""
@@ -162,7 +163,7 @@ class ShardPacker:
             os.fsync(self._file.fileno())
             size, checksum = self._path.stat().st_size, crc32c_of(self._path)
         row = ShardRow(
-            name=f"{self._name}_{finished.shard:06d}.npy",
+            name=self._shard_name(finished.shard),
             tokens=finished.filled,
             size=size,
             crc32c=checksum,

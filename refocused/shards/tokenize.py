@@ -210,7 +210,8 @@ class _Making:
             shards = sum(packer.cursor.shard for packer in packers.values())
             self.progress(TokenizeProgress(sizes[number], sizes[-1], new_tokens, shards))
         for packer in packers.values():
-            packer.finish()
+            packer.end_shard()
+            packer.close()
         rows = [row for split in SPLITS for row in self.journal.rows(split)]
         if not rows:
             raise ShardError(
@@ -240,6 +241,7 @@ class _Making:
             self.bucket,
             folder=self.work,
             name=self._name(split),
+            shard_name=lambda number: f"{self._name(split)}_{number:06d}.npy",
             shard_tokens=self.request.shard_tokens,
             dtype=self._dtype,
             begin_id=self.tokenizer.end_of_text_id,

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from shards.text_samples import assert_prepared, random_texts, stream, tiny_bpe, write_jsonl
 
@@ -179,3 +180,40 @@ def test_reading_options_are_checked(prepared: Path, capsys: pytest.CaptureFixtu
     assert run("verify", prepared, "--threads", "100") == 2
     assert "--threads 100" in capsys.readouterr().err
     assert run("verify", prepared, "--include", "x*") == 1
+
+
+def test_convert_packs_and_is_verified(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "converted"
+    command = ["convert", prepared, "--out", out, "--shard-tokens", 2000, "--tokenizer", "bytes"]
+    assert run(*command) == 0
+    assert f"source: {out}\n  tokenizer: bytes" in capsys.readouterr().out
+    assert run("verify", out, "--deep") == 0
+    packed = [int(t) for path in sorted(out.glob("*.npy")) for t in np.load(path)]
+    assert packed == stream(prepared, "train")
+    capsys.readouterr()
+    assert run(*command, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == len(packed)
+    assert run(*command, "--name", "a/b") == 2
+    assert run(*command, "--pad-id", 3) == 1
+    assert "pad_id = None there, pad_id = 3 now" in capsys.readouterr().err
+
+
+def test_split_prints_settings_that_a_run_file_takes(
+    prepared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import yaml
+
+    from refocused.config.data import DataConfig
+
+    capsys.readouterr()
+    assert run("split", prepared, "--val-ratio", "0.2", "--seed", 3) == 0
+    data = DataConfig(**yaml.safe_load(capsys.readouterr().out)["data"])
+    assert len(data.validation_files) == 2
+    assert run("split", prepared, "--val-ratio", "0.001") == 0
+    data = DataConfig(**yaml.safe_load(capsys.readouterr().out)["data"])
+    assert (data.validation_files, data.validation_fraction) == ((), 0.001)
+    assert run("split", prepared, "--val-ratio", "0.2", "--seed", 3, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["validation_tokens"] > 0
+    assert run("split", prepared, "--val-ratio", "0") == 1

@@ -42,6 +42,7 @@ def pack(folder: Path, *, cut_after: int = 10**9) -> list[ShardRow]:
             DirectoryBucket(folder),
             folder=folder / "work",
             name="s_train",
+            shard_name=lambda number: f"s_train_{number:06d}.npy",
             shard_tokens=50,
             dtype=DTYPE,
             begin_id=100,
@@ -51,7 +52,8 @@ def pack(folder: Path, *, cut_after: int = 10**9) -> list[ShardRow]:
         while packer.cursor.source < len(SOURCES):
             packer.add(SOURCES[packer.cursor.source][packer.cursor.offset :])
             packer.end_source()
-        packer.finish()
+        packer.end_shard()
+        packer.close()
         return journal.rows("s")
 
 

@@ -54,7 +54,7 @@ def make(
     return tokenize(
         find_inputs([str(texts)]),
         bucket or DirectoryBucket(out),
-        work=out / ".tokenize",
+        work=out / ".prepare",
         request=request,
         workers=workers,
         progress=(progress if progress is not None else []).append,
@@ -167,7 +167,7 @@ def test_a_place_in_use_for_something_else_is_refused(texts: Path, tmp_path: Pat
 
 
 def test_two_at_once_are_refused(texts: Path, tmp_path: Path) -> None:
-    work = tmp_path / "out" / ".tokenize"
+    work = tmp_path / "out" / ".prepare"
     work.mkdir(parents=True)
     with (work / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -213,7 +213,7 @@ def test_a_lost_shard_of_an_unfinished_set_is_made_again(
         tokenize(
             find_inputs([str(texts)]),
             DirectoryBucket(out),
-            work=out / ".tokenize",
+            work=out / ".prepare",
             request=request,
             workers=1,
             progress=stop,
@@ -223,7 +223,7 @@ def test_a_lost_shard_of_an_unfinished_set_is_made_again(
     content = bytearray(finished[1].read_bytes())
     content[200] ^= 1
     finished[1].write_bytes(content)
-    (out / ".tokenize" / "tokens_val.open").write_bytes(b"")
+    (out / ".prepare" / "tokens_val.open").write_bytes(b"")
     result = make(texts, out)
     assert f"{finished[1].name}: it is missing or damaged" in caplog.text
     assert 0 < result.kept_shards < len(result.manifest.shards)
@@ -239,5 +239,5 @@ def test_shards_can_go_to_a_bucket(texts: Path, tmp_path: Path, emulator: Emulat
     assert read_manifest(DirectoryBucket(tmp_path / "out")).fingerprint == (
         result.manifest.fingerprint
     )
-    assert not (tmp_path / "work" / ".tokenize").exists()
+    assert not (tmp_path / "work" / ".prepare").exists()
     assert bucket.read("manifest.json") == (tmp_path / "out" / "manifest.json").read_bytes()

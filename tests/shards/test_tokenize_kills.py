@@ -45,7 +45,7 @@ class Job:
 
     def finished_tasks(self) -> int:
         """Return how many tasks are packed in both splits: these must not be done again."""
-        path = self.out / ".tokenize" / "journal.jsonl"
+        path = self.out / ".prepare" / "journal.jsonl"
         if not path.exists():
             return 0
         copy = self.folder / "journal.copy"
