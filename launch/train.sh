@@ -16,4 +16,6 @@ fi
 # A port of its own, so that two runs on one machine do not meet.
 port="$(.venv/bin/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')"
 export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
+# Ctrl+C is for the ranks, which save and stop; the deepspeed command would only print a traceback.
+trap '' INT
 exec .venv/bin/deepspeed --num_gpus "$RANKS" --master_port "$port" --log_level error launch/train.py "$@"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import sys
 import time
 import traceback
@@ -120,13 +121,15 @@ def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int) -> int:
         world = join_world(loaded.config.run.device)
         # Told what to use, DeepSpeed does not search for it with warnings on every rank.
         os.environ.setdefault("DS_ACCELERATOR", world.device_kind)
-        from refocused.training.run import Request, run
+        from refocused.training.assembly import Request
+        from refocused.training.run import run
 
         request = Request(
             resume=arguments.resume,
             dry_run=arguments.dry_run,
             credentials_file=arguments.gcs_credentials,
             project=arguments.gcp_project,
+            command=_typed_command(world.world_size),
         )
         code = run(loaded, request, world)
         world.leave()
@@ -143,6 +146,12 @@ def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int) -> int:
             traceback.print_exc()
         return ExitCode.FAILED
     return code
+
+
+def _typed_command(ranks: int) -> str:
+    """Return the command that starts this run again."""
+    given = [one for one in sys.argv[1:] if not one.startswith("--local_rank")]
+    return shlex.join(["deepspeed", "--num_gpus", str(ranks), "launch/train.py", *given])
 
 
 def _refuse(error: RefocusedError, rank: int) -> int:

@@ -19,7 +19,13 @@ INTERRUPTED_DRAIN_S = 5.0  # the launcher kills a stopping rank after 30 s; the 
 
 
 def finish(
-    parts: Parts, outcome: Outcome, *, sample: str | None, folder: Path, settings: CheckpointConfig
+    parts: Parts,
+    outcome: Outcome,
+    *,
+    sample: str | None,
+    folder: Path,
+    settings: CheckpointConfig,
+    command: str,
 ) -> ExitCode:
     """Wait for the mirror, say how the run ended, return the command's exit code.
 
@@ -29,6 +35,7 @@ def finish(
         sample: What the model writes; None: nothing was asked for.
         folder: The run's folder.
         settings: How long to wait for the mirror.
+        command: What was typed: typed again, it resumes.
     """
     limit = INTERRUPTED_DRAIN_S if outcome.stopped else settings.drain_minutes * 60
     mirrored = parts.saver.drain(limit, _Progress())
@@ -38,7 +45,7 @@ def finish(
     if parts.saver.last_save_failed:
         code = ExitCode.FAILED
     if parts.world.is_first:
-        for line in _summary(parts, outcome, sample, folder, settings, mirrored=mirrored):
+        for line in _summary(parts, outcome, sample, folder, settings, command, mirrored=mirrored):
             logger.info("%s", line)
     status = "stopped" if outcome.stopped else "finished"
     parts.reporter.event(status, "", step=outcome.state.step, exit_code=code)
@@ -73,6 +80,7 @@ def _summary(
     sample: str | None,
     folder: Path,
     settings: CheckpointConfig,
+    command: str,
     *,
     mirrored: bool,
 ) -> list[str]:
@@ -101,7 +109,9 @@ def _summary(
     if sample is not None:
         lines += ["      sample of what it writes:", *(f"      | {s}" for s in sample.splitlines())]
     if state.step < parts.total_steps:
-        lines.append("      resume: the same command")
+        lines.append(f"      resume: {command}")
+    else:
+        lines.append(f"      train on: {command} --max-steps N")
     return lines
 
 

@@ -68,9 +68,9 @@ class StopRequest:
         return StopReason(int(self._world.largest([self._reason])[0]))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._reason is not StopReason.SIGNAL and self._world.is_first:
+        first, self._reason = self._reason is not StopReason.SIGNAL, StopReason.SIGNAL
+        if first and self._world.is_first:
             os.write(2, f"\n{self._notice}\n".encode())
-        self._reason = StopReason.SIGNAL
 
     def _look_around(self) -> None:
         if self._reason is StopReason.NONE and _launcher_chain() != self._ancestors:

@@ -68,7 +68,14 @@ def end(
     parts = parts_of(saver.log, saver=saver, reporter=EndingReporter(saver.log))
     settings = CheckpointConfig(mirror=mirror, drain_minutes=2.0)
     outcome = Outcome(state, stopped)
-    return finish(parts, outcome, sample=sample, folder=Path("runs/sample"), settings=settings)
+    return finish(
+        parts,
+        outcome,
+        sample=sample,
+        folder=Path("runs/sample"),
+        settings=settings,
+        command="deepspeed launch/train.py",
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,6 +116,7 @@ def test_the_summary_of_a_finished_run(caplog: pytest.LogCaptureFixture) -> None
         "      sample of what it writes:",
         "      | def f():",
         "      |     pass",
+        "      train on: deepspeed launch/train.py --max-steps N",
     ]
 
 
@@ -123,7 +131,7 @@ def test_the_summary_of_a_stopped_run_whose_upload_goes_on(
         "      checkpoint runs/sample/checkpoints/checkpoint_step_5",
         "      mirror gs://bucket/runs: NOT complete yet, see runs/sample/mirror.json; the upload "
         "goes on in the background",
-        "      resume: the same command",
+        "      resume: deepspeed launch/train.py",
     ]
 
 

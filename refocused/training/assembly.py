@@ -1,0 +1,241 @@
+"""From the sections of a run to the parts that the loop uses."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import os
+import time
+from pathlib import Path
+
+from refocused.bucket.open import open_bucket
+from refocused.checkpoints.catalog import Catalog
+from refocused.checkpoints.checkpointer import Checkpointer, RunFacts
+from refocused.checkpoints.mirror import CheckpointMirror
+from refocused.checkpoints.mirror_status import MirrorSettings
+from refocused.checkpoints.process_identity import identify
+from refocused.checkpoints.remote_steps import prefix_of
+from refocused.config.batch_plan import BatchPlan
+from refocused.config.decode import LoadedRun, render_run
+from refocused.config.deepspeed import deepspeed_config
+from refocused.engine.build import build_engine
+from refocused.engine.engine import Engine
+from refocused.engine.randomness import seed_everything
+from refocused.estimate import flops_per_token, mfu_fraction
+from refocused.hardware import gpu_facts
+from refocused.models.gpt import build_gpt, counted_parameters
+from refocused.monitoring.throughput import Throughput
+from refocused.training.cadence import Cadence
+from refocused.training.data import DataParts, build_data
+from refocused.training.parts import Parts
+from refocused.training.reporter import Reporter, RunFigures
+from refocused.training.saver import Saver
+from refocused.world import World
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """What the command line asks for besides the run file.
+
+    Attributes:
+        resume: `auto`, `latest`, `best`, `none`, a step, a name or a path.
+        dry_run: Build and check everything, train nothing.
+        credentials_file: Key file for `gs://`.
+        project: Google Cloud project.
+        command: The command that was typed, for the summary.
+    """
+
+    resume: str
+    dry_run: bool
+    credentials_file: Path | None
+    project: str | None
+    command: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """One run on this rank: what was asked for, and where it happens.
+
+    Attributes:
+        loaded: The run file, the model's shape and DeepSpeed's extra settings.
+        request: The command line.
+        plan: The batch of a step.
+        world: The ranks.
+        folder: The run's folder.
+    """
+
+    loaded: LoadedRun
+    request: Request
+    plan: BatchPlan
+    world: World
+    folder: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the step directories are."""
+        return self.folder / "checkpoints"
+
+
+def assemble_data(job: Job) -> DataParts:
+    """Open and describe the data; every rank must call."""
+    config = job.loaded.config
+    return build_data(
+        config.data,
+        plan=job.plan,
+        world=job.world,
+        vocabulary=job.loaded.shape.vocabulary,
+        seed=config.run.seed,
+        evaluation_windows=config.evaluation.windows,
+        credentials_file=job.request.credentials_file,
+        project=job.request.project,
+    )
+
+
+def assemble_engine(job: Job) -> tuple[Engine, int]:
+    """Build the model, alike on every rank, and partition it; also return its parameters."""
+    config, shape = job.loaded.config, job.loaded.shape
+    seed_everything(config.run.seed, rank=0)
+    model = build_gpt(
+        shape.settings,
+        vocabulary=shape.padded_vocabulary(config.model.vocabulary_multiple),
+        dropout=config.model.dropout,
+        activation_checkpointing=config.model.activation_checkpointing,
+        chunk_tokens=config.model.head_chunk_tokens,
+    )
+    parameters = counted_parameters(model)
+    settings = deepspeed_config(
+        batch=job.plan,
+        optimizer=config.optimizer,
+        precision=config.precision,
+        zero=config.zero,
+        parameters=parameters,
+        fragment=job.loaded.fragment,
+    )
+    engine = build_engine(
+        model,
+        block_class=model.block_class,
+        settings=settings,
+        optimizer=config.optimizer,
+        precision=config.precision,
+        world=job.world,
+    )
+    seed_everything(config.run.seed, rank=job.world.rank)
+    return engine, parameters
+
+
+def assemble_parts(job: Job, data: DataParts, engine: Engine, *, parameters: int) -> Parts:
+    """Bring together what the loop uses."""
+    config, world = job.loaded.config, job.world
+    figures = _figures(job)
+    throughput = Throughput(time.monotonic)
+    reporter = Reporter(
+        job.folder, figures=figures, engine=engine, throughput=throughput, world=world
+    )
+    saver = Saver(
+        Checkpointer(job.checkpoints, world=world, facts=_facts(job, data, parameters)),
+        folder=job.checkpoints,
+        engine=engine,
+        mirror=_mirror(job) if world.is_first else None,
+        settings=config.checkpoint,
+        reporter=reporter,
+        throughput=throughput,
+        world=world,
+        files_done=data.files_done,
+    )
+    return Parts(
+        world=world,
+        engine=engine,
+        loader=data.loader,
+        validation_batches=data.validation_batches,
+        plan=job.plan,
+        total_steps=config.run.steps,
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        cadence=figures.cadence,
+        throughput=throughput,
+        reporter=reporter,
+        saver=saver,
+        vocabulary_rows=job.loaded.shape.padded_vocabulary(config.model.vocabulary_multiple),
+    )
+
+
+def _figures(job: Job) -> RunFigures:
+    """Collect what the reporter computes with."""
+    config, world = job.loaded.config, job.world
+    facts = gpu_facts(world.device_name) if world.device_kind == "cuda" else None
+    return RunFigures(
+        name=config.run.name,
+        total_steps=config.run.steps,
+        plan=job.plan,
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        cadence=Cadence(
+            log=config.log.interval,
+            validation=config.evaluation.interval,
+            checkpoint=config.checkpoint.interval,
+        ),
+        mfu=functools.partial(
+            mfu_fraction,
+            flops_per_token=flops_per_token(
+                job.loaded.shape, sequence_length=config.model.sequence_length
+            ),
+            gpus=world.world_size,
+            peak_flops=facts.bf16_flops if facts else None,
+        ),
+        per_hour_usd=config.cost.per_hour_usd,
+    )
+
+
+def _facts(job: Job, data: DataParts, parameters: int) -> RunFacts:
+    """Collect what every checkpoint of the run says alike."""
+    config = job.loaded.config
+    return RunFacts(
+        run=config.run.name,
+        zero_stage=config.zero.stage,
+        dtype=config.precision.dtype,
+        versions={
+            name: importlib.metadata.version(name)
+            for name in ("refocused", "torch", "deepspeed", "transformers")
+        },
+        data_fingerprint=data.manifest.fingerprint,
+        data_order=f"seed {config.run.seed}, blocks of {data.order.block_shards} shards, "
+        f"{data.order.windows_per_epoch} windows of {config.model.sequence_length} tokens",
+        parameters=parameters,
+        run_yaml=render_run(config),
+        model_json=json.dumps(dict(job.loaded.shape.settings), indent=1),
+    )
+
+
+def _mirror(job: Job) -> CheckpointMirror | None:
+    """Prepare the background copy, if the run has one."""
+    checkpoint = job.loaded.config.checkpoint
+    if checkpoint.mirror is None:
+        return None
+    return CheckpointMirror(
+        MirrorSettings(
+            run=job.folder,
+            bucket=checkpoint.mirror,
+            prefix=prefix_of(job.loaded.config.run.name),
+            training=identify(os.getpid()),
+            credentials_file=job.request.credentials_file,
+            project=job.request.project,
+            drain_seconds=checkpoint.drain_minutes * 60,
+        )
+    )
+
+
+def assemble_catalog(job: Job) -> Catalog:
+    """List the run's checkpoints, here and in the mirror."""
+    mirror = job.loaded.config.checkpoint.mirror
+    if mirror is None:
+        return Catalog(job.checkpoints)
+    if "://" not in mirror:
+        with contextlib.suppress(OSError):  # listing it says that it is not there
+            Path(mirror).expanduser().mkdir(parents=True, exist_ok=True)
+    bucket = open_bucket(
+        mirror, credentials_file=job.request.credentials_file, project=job.request.project
+    )
+    return Catalog(job.checkpoints, bucket, prefix_of(job.loaded.config.run.name))
