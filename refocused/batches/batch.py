@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from refocused.shards.cache import ShardCache
 
+LOCAL_TYPES = ("uint16", "uint32")
 IGNORED_LABEL = -100  # what torch's cross entropy leaves out of the loss
 
 
@@ -82,8 +83,8 @@ class BatchReader:
         self._names = names
         self._pin = pin
         self._document_id = document_id
-        self._row = {
-            np.dtype(kind): np.empty(sequence_length + 1, kind) for kind in ("uint16", "uint32")
+        self._stages = {
+            np.dtype(kind): np.empty((0, sequence_length + 1), kind) for kind in LOCAL_TYPES
         }
 
     def read(self, shards: NDArray[np.int64], windows: NDArray[np.int64], *, micro: int) -> Batch:
@@ -101,17 +102,37 @@ class BatchReader:
         Raises:
             ShardError: A shard does not become local.
         """
-        length = self._sequence_length
-        both = torch.empty((2, micro, length), dtype=torch.int64, pin_memory=self._pin)
+        shape = (2, micro, self._sequence_length)
+        both = torch.empty(shape, dtype=torch.int64, pin_memory=self._pin)
         inputs, labels = both.numpy()
-        for row, (shard, window) in enumerate(zip(shards.tolist(), windows.tolist(), strict=True)):
-            file = self._cache.open(shard)
-            tokens = self._row[file.dtype]
-            file.read_into(tokens, first=window * length)
-            inputs[row] = tokens[:-1]
-            labels[row] = tokens[1:]
+        self._fill(inputs, labels, shards, windows)
         inputs[len(shards) :] = 0
         labels[len(shards) :] = IGNORED_LABEL
         if self._document_id is not None:
             labels[labels == self._document_id] = IGNORED_LABEL
         return Batch(both[0], both[1], shards, windows, self._names)
+
+    def _fill(
+        self,
+        inputs: NDArray[np.int64],
+        labels: NDArray[np.int64],
+        shards: NDArray[np.int64],
+        windows: NDArray[np.int64],
+    ) -> None:
+        files = [self._cache.open(shard) for shard in shards.tolist()]
+        firsts = (windows * self._sequence_length).tolist()
+        for kind in {file.dtype for file in files}:
+            rows = [row for row, file in enumerate(files) if file.dtype == kind]
+            tokens = self._stage(kind, rows=len(rows))
+            for place, row in enumerate(rows):
+                files[row].read_into(tokens[place], first=firsts[row])
+            # One type in all shards is the rule, and a slice is filled faster than a list of rows.
+            into = slice(len(rows)) if len(rows) == len(files) else rows
+            inputs[into] = tokens[:, :-1]
+            labels[into] = tokens[:, 1:]
+
+    def _stage(self, kind: np.dtype[Any], *, rows: int) -> NDArray[Any]:
+        """Return memory for rows as they are stored, kept from batch to batch."""
+        if len(self._stages[kind]) < rows:
+            self._stages[kind] = np.empty((rows, self._sequence_length + 1), kind)
+        return self._stages[kind][:rows]

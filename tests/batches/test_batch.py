@@ -46,6 +46,18 @@ def test_ids_above_16_bits_are_read_whole(tmp_path, manifest):
     assert batch.labels.tolist() == [[2**31 + 1, 70_000]]
 
 
+def test_shards_of_both_types_share_a_batch_and_batches_share_no_memory(tmp_path, manifest):
+    manifest.shards[1].dtype = "uint32"
+    reader = reader_of(FolderCache(tmp_path, manifest), manifest, sequence_length=4)
+    first = reader.read(np.array([0, 1, 2, 1]), np.array([1, 2, 3, 4]), micro=5)
+    kept = first.input_ids.clone()
+    reader.read(np.array([1, 1, 1, 1, 1]), np.array([0, 0, 0, 0, 0]), micro=5)
+    begins = torch.tensor([4, SHARD_STRIDE + 8, 2 * SHARD_STRIDE + 12, SHARD_STRIDE + 16])
+    assert torch.equal(first.input_ids[:4], begins[:, None] + torch.arange(4))
+    assert torch.equal(first.labels[:4], first.input_ids[:4] + 1)
+    assert torch.equal(first.input_ids, kept)
+
+
 def test_missing_rows_are_ignored_by_the_loss(cache, manifest):
     batch = reader_of(cache, manifest, sequence_length=8).read(
         np.array([0]), np.array([1]), micro=3
