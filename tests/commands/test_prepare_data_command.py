@@ -217,3 +217,21 @@ def test_split_prints_settings_that_a_run_file_takes(
     assert run("split", prepared, "--val-ratio", "0.2", "--seed", 3, "--json") == 0
     assert json.loads(capsys.readouterr().out)["validation_tokens"] > 0
     assert run("split", prepared, "--val-ratio", "0") == 1
+
+
+def test_upload_and_sync_move_once(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert run("upload", prepared, tmp_path / "store") == 0
+    assert "12 objects" in capsys.readouterr().out
+    assert run("sync", tmp_path / "store", tmp_path / "back", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["moved_objects"] == 11
+    assert_prepared(tmp_path / "store")
+    assert run("verify", tmp_path / "back", "--deep") == 0
+    assert run("sync", tmp_path / "store", tmp_path / "few", "--max_files=2") == 0
+    assert len(list((tmp_path / "few").glob("*.npy"))) == 2
+    assert run("verify", tmp_path / "few") == 0
+    assert run("sync", tmp_path / "missing", tmp_path / "back") == 1
+    assert "does not exist" in capsys.readouterr().err
+    assert run("upload", tmp_path / "missing", tmp_path / "store") == 1
