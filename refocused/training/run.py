@@ -68,6 +68,7 @@ def run(loaded: LoadedRun, request: Request, world: World) -> ExitCode:
         state = world.together(lambda: _start_or_resume(job, parts))
         if request.dry_run:
             _read_first_step(parts, state)
+            world.first_does(lambda: _write_to_mirror(job))
             parts.reporter.event("dry_run", "done  dry run: everything is in place, no step taken")
             return ExitCode.OK
         return _train_and_finish(job, parts, state, stop)
@@ -155,6 +156,13 @@ def _read_first_step(parts: Parts, state: TrainState) -> None:
     """Fetch and read the batches that training would begin with."""
     with contextlib.closing(parts.loader.batches_from(state.position)) as batches:
         fetch_together(parts, batches)
+
+
+def _write_to_mirror(job: Job) -> None:
+    """Find out whether the mirror may be written, before hours depend on it."""
+    remote = assemble_catalog(job).remote
+    if remote is not None:
+        remote.introduce()
 
 
 def _train_and_finish(job: Job, parts: Parts, state: TrainState, stop: StopRequest) -> ExitCode:
