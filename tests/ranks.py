@@ -46,7 +46,7 @@ class Ranks:
     ) -> None:
         self._logs = folder / f"ranks-{time.monotonic_ns()}"
         self._logs.mkdir(parents=True)
-        port = _free_port()
+        port = free_port()
         self.processes = [
             subprocess.Popen(
                 [sys.executable, *(commands or {}).get(rank, command)],
@@ -86,6 +86,10 @@ class Ranks:
                 raise AssertionError("\n".join([*self._read("out"), *self._read("err")]))
             time.sleep(0.02)
 
+    def printed(self, kind: str = "out") -> str:
+        """Return what rank 0 has printed so far on `out` or `err`."""
+        return self._read(kind)[0]
+
     def _read(self, kind: str) -> list[str]:
         return [
             (self._logs / f"{rank}.{kind}").read_text(errors="replace")
@@ -116,7 +120,7 @@ def metrics(run: Path, kind: str = "step") -> dict[int, dict[str, object]]:
     return {record["step"]: record for record in records if record["kind"] == kind}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]

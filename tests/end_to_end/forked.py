@@ -1,0 +1,137 @@
+"""Ranks that start in a second: forked from a process that has imported everything once."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ranks import Ended, Ranks, free_port
+
+_BASE = {
+    "PYTHONWARNINGS": "ignore",
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",  # a machine with GPUs tests the same
+    "DS_ACCELERATOR": "cpu",
+}
+_PRELOADED = [
+    "deepspeed.runtime.zero.muon.original_muon",  # compiles at its import
+    "google.cloud.storage",
+    "refocused.training.run",
+    "transformers.models.gpt2.modeling_gpt2",
+]
+_context = multiprocessing.get_context("forkserver")
+
+
+class ForkedRanks(Ranks):
+    """As `Ranks`, for `launch/train.py` alone and without the seconds of its imports."""
+
+    def __init__(
+        self,
+        count: int,
+        arguments: Sequence[str],
+        *,
+        folder: Path,
+        others: Mapping[int, Sequence[str]] | None = None,
+        environment: Mapping[str, str] | None = None,
+        local_ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Start ranks with the same arguments, but those that `others` gives to single ranks."""
+        _start_server()
+        self._logs = folder / f"ranks-{time.monotonic_ns()}"
+        self._logs.mkdir(parents=True)
+        shared = {
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            **(environment or {}),
+        }
+        self.processes = [
+            ForkedRank(
+                list((others or {}).get(rank, arguments)),
+                folder=folder,
+                logs=self._logs,
+                environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
+            )
+            for rank, local_rank in enumerate(local_ranks or range(count))
+        ]
+
+
+class ForkedRank:
+    """One rank, with the part of `subprocess.Popen` that `Ranks` uses."""
+
+    def __init__(
+        self, arguments: list[str], *, folder: Path, logs: Path, environment: Mapping[str, str]
+    ) -> None:
+        for kind in ("out", "err"):
+            (logs / f"{environment['RANK']}.{kind}").touch()
+        self._process = _context.Process(
+            target=_train, args=(arguments, folder, logs, dict(environment)), daemon=True
+        )
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None  # it was started
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("rank", timeout)
+        return self._process.exitcode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def train(
+    folder: Path,
+    *arguments: str,
+    ranks: int = 1,
+    others: Mapping[int, Sequence[str]] | None = None,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 60,
+) -> Ended:
+    """Train to the end."""
+    started = ForkedRanks(ranks, arguments, folder=folder, others=others, environment=environment)
+    with contextlib.ExitStack() as stack:
+        stack.callback(started.kill)  # nothing is left behind when one does not end in time
+        return started.wait(timeout)
+
+
+def _start_server() -> None:
+    """Start the process that ranks are forked from; it lives as long as the tests."""
+    before = {name: os.environ.get(name) for name in _BASE}
+    os.environ.update(_BASE)
+    _context.set_forkserver_preload(_PRELOADED)
+    multiprocessing.forkserver.ensure_running()
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+
+
+def _train(arguments: list[str], folder: Path, logs: Path, environment: dict[str, str]) -> None:
+    """Be a rank: its environment, its folder, its own output files, and the command."""
+    os.environ.update(environment)
+    os.chdir(folder)
+    for stream, kind in ((sys.stdout, "out"), (sys.stderr, "err")):
+        file = logs / f"{environment['RANK']}.{kind}"
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream.fileno())
+    from refocused.commands.train import main
+
+    sys.exit(main(arguments))

@@ -1,0 +1,71 @@
+"""What a run does without training, and how it ends when the loss is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from forked import train
+from ranks import metrics
+from tiny import tiny_run
+
+from refocused.checkpoints.step_directory import read_step
+from refocused.checkpoints.verify import verify
+from refocused.config.decode import load_run
+
+pytestmark = pytest.mark.slow
+SETTINGS = ["--config", "tiny.yaml", "checkpoint.mirror=null"]
+
+
+def test_a_dry_run_checks_everything_and_takes_no_step(tmp_path: Path) -> None:
+    tiny_run(tmp_path)
+    run = tmp_path / "runs" / "tiny"
+    tried = train(tmp_path, *SETTINGS, "--dry-run", ranks=2)
+    assert tried.codes == [0, 0], tried.everything
+    for said in ("model    gpt2", "data     3 shards", "untrained loss 6.", "no step taken"):
+        assert tried.out[0].count(said) == 1
+    assert tried.out[1] + tried.err[1] == ""
+    assert metrics(run) == {} and not (run / "checkpoints").exists()
+    assert not (run / "state.json").exists()
+    trained = train(tmp_path, *SETTINGS, "--max_steps", "6", ranks=2)
+    assert trained.codes == [0, 0], trained.everything
+    again = train(tmp_path, *SETTINGS, "--dry-run", ranks=2)
+    assert again.codes == [0, 0], again.everything
+    assert "resume   step 6" in again.out[0]
+    assert json.loads((run / "state.json").read_text())["status"] == "finished"
+
+
+def test_printed_settings_load_back_to_the_same(tmp_path: Path) -> None:
+    file = tiny_run(tmp_path)
+    overrides = ["optimizer.lr=3e-4", "data.exclude=[a*, 'b c']", "zero.stage=2"]
+    printed = train(tmp_path, "--config", "tiny.yaml", *overrides, "--print-config", ranks=2)
+    assert printed.codes == [0, 0], printed.everything
+    assert printed.out[1] + printed.err[1] == ""
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(printed.out[0])
+    assert load_run(copy).config == load_run(file, overrides).config
+    assert '#   "stage": 2' in printed.out[0]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(tmp_path: Path) -> None:
+    tiny_run(tmp_path)
+    run = tmp_path / "runs" / "tiny"
+    good = train(tmp_path, *SETTINGS, "run.steps=10", ranks=2)
+    assert good.codes == [0, 0], good.everything
+    lost = train(tmp_path, *SETTINGS, "optimizer.lr=1e30", ranks=2)
+    assert lost.codes == [1, 1], lost.everything
+    assert "Traceback" not in lost.everything and lost.out[1] + lost.err[1] == ""
+    message = lost.err[0]
+    assert message.count("Loss is not finite on rank 0 at step 12 (shard_00") == 1
+    assert "window" in message and "Stopped before the optimizer step" in message
+    assert "resume with a lower optimizer.lr" in message
+    assert sorted(metrics(run)) == list(range(1, 12))
+    assert json.loads((run / "state.json").read_text())["status"] == "failed"
+    saved = list((run / "checkpoints").iterdir())
+    assert [path.name for path in saved] == ["checkpoint_step_10"]
+    assert verify(read_step(saved[0]), deep=True) == []
+    mended = train(tmp_path, *SETTINGS, ranks=2)
+    assert mended.codes == [0, 0], mended.everything
+    assert sorted(metrics(run)) == list(range(1, 21))

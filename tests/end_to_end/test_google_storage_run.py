@@ -1,0 +1,56 @@
+"""A run that reads its tokens from gs:// and mirrors to gs://: lost with its machine, resumed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from fakes import Emulator
+from forked import train
+from ranks import metrics
+from tiny import tiny_run
+
+from refocused.bucket.gcs import GcsBucket
+
+pytestmark = [pytest.mark.slow, pytest.mark.bucket]
+
+
+def losses(run: Path) -> dict[int, str]:
+    return {step: float(record["loss"]).hex() for step, record in metrics(run).items()}
+
+
+def test_a_lost_machine_costs_no_step_that_the_mirror_has(
+    tmp_path: Path, emulator: Emulator
+) -> None:
+    tiny_run(tmp_path)
+    for shard in sorted((tmp_path / "tokens").iterdir()):
+        emulator.put(f"data/{shard.name}", shard.read_bytes())
+    shutil.rmtree(tmp_path / "tokens")
+    settings = [
+        "--config",
+        "tiny.yaml",
+        f"data.source={emulator.url}/data",
+        f"checkpoint.mirror={emulator.url}/runs",
+    ]
+    environment = {"STORAGE_EMULATOR_HOST": emulator.proxy.url}
+    run = tmp_path / "runs" / "tiny"
+    ended = train(tmp_path, *settings, ranks=2, environment=environment)
+    assert ended.codes == [0, 0], ended.everything
+    assert f"mirror {emulator.url}/runs: everything is there" in ended.out[0]
+    wanted = losses(run)
+    assert sorted(wanted) == list(range(1, 21))
+
+    bucket = GcsBucket(f"{emulator.url}/runs")
+    for blob in list(bucket.list("tiny/checkpoints/checkpoint_step_20/")):
+        bucket.delete(blob.name)  # as if the machine had been lost before
+    shutil.rmtree(tmp_path / "runs")
+    shutil.rmtree(tmp_path / "cache")
+    resumed = train(tmp_path, *settings, ranks=2, environment=environment)
+    assert resumed.codes == [0, 0], resumed.everything
+    assert "Fetching step 10 from the bucket" in resumed.out[0]
+    assert "resume   step 10 " in resumed.out[0]
+    assert losses(run) == {step: wanted[step] for step in range(11, 21)}
+    names = {blob.name for blob in bucket.list("tiny/checkpoints/")}
+    for step in (10, 20):
+        assert f"tiny/checkpoints/checkpoint_step_{step}/COMMITTED" in names

@@ -1,0 +1,106 @@
+"""A mirror that is down for the whole run: training goes on, and a later run ends the copy."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fakes import Emulator, Fault, Request
+from forked import train
+from ranks import ROOT, metrics
+from tiny import tiny_run
+
+pytestmark = pytest.mark.slow
+SETTINGS = ["--config", "tiny.yaml", "evaluation.interval=0", "checkpoint.drain_minutes=0.03"]
+
+
+def listed(folder: Path) -> subprocess.CompletedProcess[str]:
+    """What `launch/checkpoints.py list` says."""
+    command = [sys.executable, ROOT / "launch" / "checkpoints.py", "list", "--run", "tiny"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+def places(listing: str) -> dict[int, list[str]]:
+    """The columns LOCAL and BUCKET of each step."""
+    lines = [line.split("   ") for line in listing.splitlines() if line[:1].isdigit()]
+    rows = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    return {int(row[0]): row[3:5] for row in rows}
+
+
+def test_a_mirror_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    tiny_run(tmp_path)
+    obstacle = tmp_path / "mirror"
+    obstacle.write_text("a file, so that nothing can be below it")
+    settings = [*SETTINGS, "checkpoint.mirror=mirror/below"]
+    ended = train(tmp_path, *settings, "--resume", "none")
+    assert ended.codes == [5], ended.everything
+    assert "mirror mirror/below: NOT complete yet, see runs/tiny/mirror.json" in ended.out[0]
+    assert "Traceback" not in ended.everything
+    assert sorted(metrics(tmp_path / "runs" / "tiny")) == list(range(1, 21))
+    shown = listed(tmp_path)
+    assert shown.returncode == 1
+    assert "mirror/below: the folder does not exist" in shown.stderr
+    assert "Only the local steps are shown." in shown.stderr
+    assert places(shown.stdout) == {20: ["ok", "-"], 10: ["ok", "-"]}
+
+    obstacle.unlink()
+    again = train(tmp_path, *settings)
+    assert again.codes == [0], again.everything
+    assert "resume   step 20" in again.out[0]
+    assert "mirror mirror/below: everything is there" in again.out[0]
+    assert places(listed(tmp_path).stdout) == {20: ["ok", "ok"], 10: ["ok", "ok"]}
+
+
+@dataclasses.dataclass
+class Outage:
+    """Whether the store takes nothing."""
+
+    on: bool = True
+
+    def meets(self, request: Request) -> bool:
+        return self.on and request.method != "GET"
+
+
+@pytest.mark.bucket
+def test_a_store_that_takes_nothing(tmp_path: Path, emulator: Emulator) -> None:
+    tiny_run(tmp_path)
+    outage = Outage()
+    emulator.proxy.script(outage.meets, Fault(status=503, message="down"), times=10_000)
+    environment = {"STORAGE_EMULATOR_HOST": emulator.proxy.url}
+    settings = [*SETTINGS, f"checkpoint.mirror={emulator.url}/runs"]
+    ended = train(tmp_path, *settings, environment=environment)
+    assert ended.codes == [5], ended.everything
+    assert f"mirror {emulator.url}/runs: NOT complete yet" in ended.out[0]
+    assert sorted(metrics(tmp_path / "runs" / "tiny")) == list(range(1, 21))
+    assert places(listed(tmp_path).stdout) == {20: ["ok", "-"], 10: ["ok", "-"]}
+
+    outage.on = False
+    again = train(tmp_path, *settings, "checkpoint.drain_minutes=1", environment=environment)
+    assert again.codes == [0], again.everything
+    assert places(listed(tmp_path).stdout) == {20: ["ok", "ok"], 10: ["ok", "ok"]}
+
+
+@pytest.mark.bucket
+def test_a_store_that_cannot_be_listed_is_done_without_while_a_step_is_here(
+    tmp_path: Path, emulator: Emulator
+) -> None:
+    tiny_run(tmp_path)
+    environment = {"STORAGE_EMULATOR_HOST": emulator.proxy.url}
+    settings = [*SETTINGS, f"checkpoint.mirror={emulator.url}/runs"]
+    no_entry = Fault(status=403, message="no entry")
+    emulator.proxy.script(lambda request: True, no_entry, times=10_000)
+    refused = train(tmp_path, *settings, environment=environment)
+    assert refused.codes == [1], refused.everything
+    assert refused.err[0].count("or from step 0 with --resume none") == 1
+    started = train(
+        tmp_path, *settings, "--resume", "none", "run.steps=10", environment=environment
+    )
+    assert started.codes == [5], started.everything
+    resumed = train(tmp_path, *settings, environment=environment)
+    assert resumed.codes == [5], resumed.everything
+    assert "Only the checkpoints on this disk are looked at." in resumed.err[0]
+    assert "resume   step 10" in resumed.out[0]
+    assert sorted(metrics(tmp_path / "runs" / "tiny")) == list(range(1, 21))

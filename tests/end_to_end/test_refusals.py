@@ -1,0 +1,339 @@
+"""Bad input of every kind: one message that names it, the right exit code, nothing half-written."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes import Emulator, Fault, Request, storage_emulator
+from forked import ForkedRanks, train
+from ranks import Ended, metrics, write_tokens
+from tiny import tiny_run
+
+from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.directory import DirectoryBucket
+from refocused.config.data import DataConfig
+from refocused.shards.manifest import build_manifest, write_manifest
+
+pytestmark = pytest.mark.slow
+
+
+def leave(folder: Path) -> None:
+    """Nothing is wrong with the data."""
+
+
+def empty_bucket(folder: Path) -> None:
+    shutil.rmtree(folder / "tokens")
+    (folder / "tokens").mkdir()
+
+
+def short_shards(folder: Path) -> None:
+    empty_bucket(folder)
+    write_tokens(folder / "tokens", shards=2, tokens=30, vocabulary=512)
+
+
+def large_ids(folder: Path) -> None:
+    write_tokens(folder / "tokens", shards=3, tokens=4000, vocabulary=700)
+
+
+def truncated_shard(folder: Path) -> None:
+    shard = folder / "tokens" / "shard_001.npy"
+    shard.write_bytes(shard.read_bytes()[:4000])
+
+
+def damaged_shard(folder: Path) -> None:
+    """A byte that differs from what the data's own manifest was made of."""
+    bucket = DirectoryBucket(folder / "tokens")
+    manifest = build_manifest(bucket, DataConfig(source="tokens"), cache_file=None)
+    shards = tuple(
+        dataclasses.replace(shard, crc32c=crc32c_of(folder / "tokens" / shard.name))
+        for shard in manifest.shards
+    )
+    write_manifest(bucket, dataclasses.replace(manifest, shards=shards))
+    damaged = folder / "tokens" / "shard_001.npy"
+    content = bytearray(damaged.read_bytes())
+    content[1000] ^= 1
+    damaged.write_bytes(content)
+
+
+def pickled_shard(folder: Path) -> None:
+    objects = np.array([{"not": "tokens"}], dtype=object)
+    np.savez(folder / "tokens" / "shard_003.npz", input_ids=objects)
+
+
+def no_key(folder: Path) -> None:
+    (folder / "key.json").write_text("this is no key")
+
+
+def file_in_the_way(folder: Path) -> None:
+    (folder / "mirror").write_text("a file, so that nothing can be below it")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A bad input and what is said of it; every text of `says` once, by rank 0 alone.
+
+    `code` 2 is of the configuration, before anything was written.
+    """
+
+    name: str
+    code: int
+    arguments: tuple[str, ...]
+    says: tuple[str, ...]
+    prepare: Callable[[Path], None] = leave
+    config: str = "tiny.yaml"
+    rank_1: tuple[str, ...] | None = None
+
+
+CASES = [
+    Case(
+        "unknown key",
+        2,
+        ("optimizer.learning_rate=1e-3",),
+        ("command line: optimizer.learning_rate is not a setting", "Did you mean optimizer.lr?"),
+    ),
+    Case(
+        "wrong type",
+        2,
+        ("optimizer.lr=fast",),
+        ("command line: optimizer.lr = 'fast'", "a number is wanted"),
+    ),
+    Case(
+        "two problems at once",
+        2,
+        ("optimizer.lr=fast", "run.stepz=3", "zero.stage=7"),
+        (
+            "optimizer.lr = 'fast'",
+            "run.stepz is not a setting. Did you mean run.steps?",
+            "zero.stage = 7: one of 0, 1, 2, 3 is wanted",
+        ),
+    ),
+    Case("unknown option", 2, ("--max_stepz", "3"), ("--max-stepz", "See train --help")),
+    Case("missing run file", 2, (), ("no file tinny.yaml", "There are demo,"), config="tinny.yaml"),
+    Case(
+        "sequence longer than the model",
+        2,
+        ("model.sequence_length=4096",),
+        ("command line: model.sequence_length = 4096", "gpt2_tiny goes up to 64", "Lower it"),
+    ),
+    Case(
+        "more ranks than GPUs",
+        2,
+        ("run.device=cuda",),
+        ("torch sees no GPU on this machine (2 ranks", "set run.device=cpu for a trial"),
+    ),
+    Case(
+        "windows that the ranks cannot share",
+        2,
+        ("batch.accumulation=null", "batch.windows=6"),
+        ("batch.windows=6 is not a multiple of batch.micro=2 x 2 ranks", "a multiple of 4"),
+    ),
+    Case(
+        "ranks with different settings",
+        2,
+        (),
+        ("rank 1 was started with other settings than rank 0", "the same run file"),
+        rank_1=("--config", "tiny.yaml", "optimizer.lr=1e-4"),
+    ),
+    Case(
+        "missing bucket folder",
+        1,
+        ("data.source=nowhere",),
+        ("nowhere: the folder does not exist", "Check the path"),
+    ),
+    Case(
+        "empty bucket folder",
+        1,
+        (),
+        ("tokens: no token files among 0 objects", "Correct data.source"),
+        empty_bucket,
+    ),
+    Case(
+        "shards shorter than a window",
+        1,
+        (),
+        ("the longest of 2 files, shard_000.npy, has 30 tokens", "model.sequence_length to at"),
+        short_shards,
+    ),
+    Case(
+        "ids outside the vocabulary",
+        1,
+        (),
+        (".npy: its largest id is 6", "the model's vocabulary ends at 511", "data.exclude"),
+        large_ids,
+    ),
+    Case(
+        "ids outside the vocabulary, in a dry run",
+        1,
+        ("--dry-run",),
+        (".npy: its largest id is 6", "the model's vocabulary ends at 511", "data.exclude"),
+        large_ids,
+    ),
+    Case(
+        "truncated shard",
+        1,
+        (),
+        ("shard_001.npy: the header says (4000,) of uint16", "3,872 are there", "data.exclude"),
+        truncated_shard,
+    ),
+    Case(
+        "damaged shard",
+        1,
+        (),
+        ("shard_001.npy: it cannot be read whole", "upload it again or put its name in data.excl"),
+        damaged_shard,
+    ),
+    Case(
+        "pickled shard",
+        1,
+        (),
+        ("shard_003.npz[input_ids]: it holds Python objects", "pickled data can run code"),
+        pickled_shard,
+    ),
+    Case(
+        "missing credentials file",
+        1,
+        ("data.source=gs://refused-401/x", "--gcs-credentials", "nokey.json"),
+        ("The credentials file nokey.json cannot be read: No such file", "Check the path"),
+    ),
+    Case(
+        "credentials file that is no key",
+        1,
+        ("data.source=gs://refused-401/x", "--gcs_credentials", "key.json"),
+        ("The credentials file key.json is not the JSON key of", "Download a new key"),
+        no_key,
+    ),
+    Case(
+        "credentials that are not accepted",
+        1,
+        ("data.source=gs://refused-401/x",),
+        ("gs://refused-401/x/: ", "were not accepted: they expired", "Log in again"),
+    ),
+    Case(
+        "permission that is missing",
+        1,
+        ("data.source=gs://refused-403/x",),
+        ("gs://refused-403/x/: HTTP 403 no entry", "Grant the role roles/storage.objectViewer"),
+    ),
+    Case(
+        "mirror that cannot be made",
+        1,
+        ("checkpoint.mirror=mirror/below",),
+        ("mirror/below: the folder does not exist", "from step 0 with --resume none"),
+        file_in_the_way,
+    ),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    folder: Path
+    ended: Ended
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Refused]]:
+    """All cases, started together: they mostly wait for each other's ranks."""
+    with contextlib.ExitStack() as stack:
+        hosts = {}
+        for status in (401, 403):
+            store = stack.enter_context(storage_emulator(f"refused-{status}"))
+            fault = Fault(status=status, message="no entry")
+            store.proxy.script(lambda request: True, fault, times=1000)
+            hosts[str(status)] = store.proxy.url
+        started = {}
+        for number, case in enumerate(CASES):
+            folder = tmp_path_factory.mktemp(f"case{number}")
+            tiny_run(folder)
+            case.prepare(folder)
+            host = hosts["403" if "refused-403" in " ".join(case.arguments) else "401"]
+            ranks = ForkedRanks(
+                2,
+                ["--config", case.config, *case.arguments],
+                folder=folder,
+                others={} if case.rank_1 is None else {1: case.rank_1},
+                environment={"STORAGE_EMULATOR_HOST": host},
+            )
+            stack.callback(ranks.kill)
+            started[case.name] = (folder, ranks)
+        yield {name: Refused(folder, ranks.wait(100)) for name, (folder, ranks) in started.items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_bad_input_is_refused_once_by_name(case: Case, refused: Mapping[str, Refused]) -> None:
+    folder, ended = refused[case.name].folder, refused[case.name].ended
+    assert ended.codes == [case.code, case.code], ended.everything
+    assert "Traceback" not in ended.everything
+    message = "\n".join(line for line in ended.err[0].splitlines() if not line.startswith("WARN"))
+    for text in case.says:
+        assert message.count(text) == 1, ended.everything
+        assert text not in ended.out[0]
+    assert ended.out[1] + ended.err[1] == ""
+    assert not list(folder.rglob("checkpoint_step_*")) and not list(folder.rglob(".tmp-*"))
+    if case.code == 2:
+        assert not (folder / "runs").exists()
+    state = folder / "runs" / "tiny" / "state.json"
+    assert not state.exists() or json.loads(state.read_text())["status"] == "failed"
+
+
+@pytest.mark.bucket
+def test_a_validation_shard_that_one_rank_cannot_read_ends_all(
+    tmp_path: Path, emulator: Emulator
+) -> None:
+    tiny_run(tmp_path)
+    for shard in sorted((tmp_path / "tokens").iterdir()):
+        emulator.put(f"data/{shard.name}", shard.read_bytes())
+    gone = Fault(status=404, message="gone", delay_s=2.0)
+    emulator.proxy.script(
+        lambda request: request.is_download and "shard_002" in request.path and is_whole(request),
+        gone,
+        times=100,
+    )
+    ended = train(
+        tmp_path,
+        "--config",
+        "tiny.yaml",
+        f"data.source={emulator.url}/data",
+        "data.validation_fraction=0",
+        "data.validation_files=[shard_001.npy, shard_002.npy]",
+        "evaluation.interval=1",
+        "evaluation.windows=4",  # the first two are rank 0's, in shard_001
+        "checkpoint.mirror=null",
+        ranks=2,
+        environment={"STORAGE_EMULATOR_HOST": emulator.proxy.url},
+    )
+    assert ended.codes == [1, 1], ended.everything
+    assert list(metrics(tmp_path / "runs" / "tiny")) == [1]
+    assert "Traceback" not in ended.everything and ended.err[1] == ""
+    assert ended.err[0].count("\nrank 1: shard_002.npy: it cannot be read whole") == 1
+
+
+def is_whole(request: Request) -> bool:
+    """A download of all of an object, not of its header."""
+    return "Range" not in request.headers and "range" not in request.headers
+
+
+def test_a_machine_with_another_run_file_says_so_itself(tmp_path: Path) -> None:
+    tiny_run(tmp_path)
+    ranks = ForkedRanks(
+        2,
+        ["--config", "tiny.yaml"],
+        folder=tmp_path,
+        others={1: ["--config", "tiny.yaml", "optimizer.lr=fast"]},
+        environment={"LOCAL_WORLD_SIZE": "1"},
+        local_ranks=(0, 0),
+    )
+    try:
+        assert ranks.processes[1].wait(30) == 2
+        assert ranks.processes[0].poll() is None  # it waits for the other to join
+    finally:
+        ranks.kill()
+    ended = ranks.wait(10)
+    assert ended.err[1].startswith("rank 1: command line: optimizer.lr = 'fast'"), ended.everything
+    assert ended.err[0] == ""

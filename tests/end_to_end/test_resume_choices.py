@@ -1,0 +1,193 @@
+"""What a run resumes from: near steps are offered, changes are named, damage is found."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from forked import ForkedRanks, train
+from ranks import Ended, metrics, write_tokens
+from tiny import tiny_run
+
+pytestmark = pytest.mark.slow
+UNMIRRORED = ["--config", "tiny.yaml", "checkpoint.mirror=null"]
+
+
+def leave(folder: Path) -> None:
+    """Everything is as the run left it."""
+
+
+def flip_byte(folder: Path, step: int) -> None:
+    shards = folder / "runs" / "tiny" / "checkpoints" / f"checkpoint_step_{step}" / "zero"
+    damaged = sorted(shards.glob("*rank_1*optim*.pt"))[0]
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+
+
+def damage_newest(folder: Path) -> None:
+    flip_byte(folder, 20)
+
+
+def damage_all(folder: Path) -> None:
+    flip_byte(folder, 10)
+    flip_byte(folder, 20)
+
+
+def add_shard(folder: Path) -> None:
+    write_tokens(folder / "tokens", shards=4, tokens=4000, vocabulary=512)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A resume that is refused, and what is said of it, by rank 0 alone."""
+
+    name: str
+    arguments: tuple[str, ...]
+    says: tuple[str, ...]
+    prepare: Callable[[Path], None] = leave
+    ranks: int = 2
+
+
+CASES = [
+    Case(
+        "a step that does not exist",
+        ("--resume", "17"),
+        ("There is no checkpoint '17'", "Nearest: checkpoint_step_20, checkpoint_step_10"),
+    ),
+    Case(
+        "other data",
+        (),
+        (
+            "checkpoint_step_20 was saved with data ab496f1e",
+            "this run has 61abdddab",
+            "data.source",
+        ),
+        add_shard,
+    ),
+    Case(
+        "another order of the data",
+        ("run.seed=3",),
+        ("saved with data order seed 1337", "this run has seed 3", "--resume none"),
+    ),
+    Case(
+        "another precision",
+        ("precision.dtype=bf16",),
+        ("saved with precision.dtype fp32; this run has bf16", "set precision.dtype=fp32"),
+    ),
+    Case(
+        "another ZeRO stage",
+        ("zero.stage=2",),
+        ("saved with zero.stage 3; this run has 2", "set zero.stage=3"),
+    ),
+    Case(
+        "another number of ranks",
+        (),
+        ("saved with ranks 2; this run has 1", "start with --num_gpus 2"),
+        ranks=1,
+    ),
+    Case(
+        "fewer steps than were made",
+        ("run.steps=15",),
+        ("checkpoint_step_20 is beyond run.steps=15", "Raise run.steps"),
+    ),
+    Case(
+        "a named step that is corrupt",
+        ("--resume", "20"),
+        (
+            "checkpoint_step_20 is corrupt: zero/zero_pp_rank_1_mp_rank_00_optim_states.pt",
+            "has CRC-32C",
+            "Choose another step, or --resume latest",
+        ),
+        damage_newest,
+    ),
+    Case(
+        "no step that is not corrupt",
+        (),
+        ("None of the 2 checkpoints in runs/tiny/checkpoints can be used", "start anew under"),
+        damage_all,
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 20 steps with two checkpoints, to be copied."""
+    folder = tmp_path_factory.mktemp("trained")
+    tiny_run(folder)
+    ended = train(folder, *UNMIRRORED, ranks=2)
+    assert ended.codes == [0, 0], ended.everything
+    return folder
+
+
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained, tmp_path / "copy")
+
+
+@pytest.fixture(scope="module")
+def refused(
+    trained: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mapping[str, Ended]]:
+    """All refused resumes, started together."""
+    with contextlib.ExitStack() as stack:
+        started = {}
+        for number, case in enumerate(CASES):
+            folder = shutil.copytree(trained, tmp_path_factory.mktemp(f"resume{number}") / "copy")
+            case.prepare(folder)
+            ranks = ForkedRanks(case.ranks, [*UNMIRRORED, *case.arguments], folder=folder)
+            stack.callback(ranks.kill)
+            started[case.name] = ranks
+        yield {name: ranks.wait(100) for name, ranks in started.items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_resume_that_cannot_be_right_is_refused(case: Case, refused: Mapping[str, Ended]) -> None:
+    ended = refused[case.name]
+    code = 2 if "run.steps=15" in case.arguments else 1
+    assert ended.codes == [code] * case.ranks, ended.everything
+    assert "Traceback" not in ended.everything
+    message = "\n".join(line for line in ended.err[0].splitlines() if not line.startswith("WARN"))
+    for text in case.says:
+        assert message.count(text) == 1, ended.everything
+    assert "".join(ended.out[1:] + ended.err[1:]) == ""
+
+
+def test_a_corrupt_newest_step_is_set_aside_with_a_warning_and_the_one_before_taken(
+    copied: Path,
+) -> None:
+    before = metrics(copied / "runs" / "tiny")
+    damage_newest(copied)
+    ended = train(copied, *UNMIRRORED, ranks=2)
+    assert ended.codes == [0, 0], ended.everything
+    assert "WARN  runs/tiny/checkpoints/checkpoint_step_20 is corrupt" in ended.err[0]
+    assert "resume   step 10" in ended.out[0]
+    again = metrics(copied / "runs" / "tiny")
+    assert [again[step]["loss"] for step in again] == [before[step]["loss"] for step in before]
+    assert again[11]["time"] != before[11]["time"]
+    checkpoints = copied / "runs" / "tiny" / "checkpoints"
+    assert len(list(checkpoints.glob("superseded-checkpoint_step_20-*"))) == 1
+    third = train(copied, *UNMIRRORED, "--resume", "20", ranks=2)  # it was saved anew and is good
+    assert third.codes == [0, 0], third.everything
+
+
+@pytest.mark.parametrize("request_", ["10", "none", "runs/tiny/checkpoints/checkpoint_step_10"])
+def test_going_back_saves_anew_and_keeps_the_later_steps_beside(
+    copied: Path, request_: str
+) -> None:
+    ended = train(copied, *UNMIRRORED, "--resume", request_, "run.steps=20", ranks=2)
+    assert ended.codes == [0, 0], ended.everything
+    assert "checkpoint_step_20 is now superseded-checkpoint_step_20-" in ended.out[0]
+    checkpoints = copied / "runs" / "tiny" / "checkpoints"
+    names = sorted(path.name.rpartition("-")[0] or path.name for path in checkpoints.iterdir())
+    aside = ["superseded-checkpoint_step_10"] if request_ == "none" else []
+    assert names == [
+        "checkpoint_step_10",
+        "checkpoint_step_20",
+        *aside,
+        "superseded-checkpoint_step_20",
+    ]

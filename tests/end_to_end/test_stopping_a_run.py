@@ -1,0 +1,232 @@
+"""Stopping: however it is asked, the state is saved where the run stood and nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from forked import ForkedRanks, train
+from ranks import ROOT, TRAIN, Ended, metrics, write_tokens
+from tiny import tiny_run
+
+pytestmark = pytest.mark.slow
+STEPS = 40
+SETTINGS = [
+    "--config",
+    "tiny.yaml",
+    f"run.steps={STEPS}",
+    "checkpoint.mirror=null",
+    "checkpoint.interval=0",  # saved because it stops, not because it was due
+    # A validation of a few seconds, so that a signal can come in the middle of it; not due in
+    # most tests.
+    "data.validation_fraction=0.5",
+    "evaluation.windows=1500",
+]
+RUN = Path("runs") / "tiny"
+
+
+def losses(run: Path) -> list[str]:
+    return [float(record["loss"]).hex() for _, record in sorted(metrics(run).items())]
+
+
+def last_step(run: Path) -> int:
+    return max(metrics(run), default=0)
+
+
+def prepared(folder: Path) -> Path:
+    tiny_run(folder)
+    write_tokens(folder / "tokens", shards=3, tokens=40_000, vocabulary=512)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = prepared(tmp_path_factory.mktemp("uninterrupted"))
+    ended = train(folder, *SETTINGS, "evaluation.interval=0", "evaluation.windows=8", ranks=2)
+    assert ended.codes == [0, 0], ended.everything
+    return losses(folder / RUN)
+
+
+def check_stopped_and_resumable(folder: Path, ended: Ended, wanted: list[str]) -> int:
+    """Check what a stop left, resume to the end, and return the step where it stopped."""
+    assert ended.codes == [130, 130], ended.everything
+    assert "Traceback" not in ended.everything
+    run = folder / RUN
+    stopped_at = last_step(run)
+    assert stopped_at < STEPS
+    checkpoints = run / "checkpoints"
+    assert (checkpoints / f"checkpoint_step_{stopped_at}" / "manifest.json").exists()
+    assert not list(checkpoints.glob(".*"))
+    assert json.loads((run / "state.json").read_text())["status"] == "stopped"
+    resumed = train(folder, *SETTINGS, "evaluation.interval=0", "evaluation.windows=8", ranks=2)
+    assert resumed.codes == [0, 0], resumed.everything
+    assert f"resume   step {stopped_at} " in resumed.out[0]
+    assert losses(run) == wanted
+    return stopped_at
+
+
+def signal_both(ranks: ForkedRanks, number: signal.Signals) -> None:
+    ranks.kill(number)
+
+
+def signal_one(ranks: ForkedRanks, number: signal.Signals) -> None:
+    ranks.processes[1].send_signal(number)
+
+
+def signal_until_the_end(ranks: ForkedRanks, number: signal.Signals) -> None:
+    """Again and again: in the step, in the save, after it."""
+    while any(process.poll() is None for process in ranks.processes):
+        ranks.kill(number)
+        time.sleep(0.003)
+
+
+@pytest.mark.parametrize(
+    ("number", "send"),
+    [
+        (signal.SIGINT, signal_both),
+        (signal.SIGTERM, signal_one),
+        (signal.SIGTERM, signal_until_the_end),
+    ],
+    ids=["SIGINT to both", "SIGTERM to one", "SIGTERM over and over"],
+)
+def test_a_signal_saves_where_the_run_stands(
+    tmp_path: Path,
+    uninterrupted: list[str],
+    number: signal.Signals,
+    send: Callable[[ForkedRanks, signal.Signals], None],
+) -> None:
+    folder = prepared(tmp_path)
+    ranks = ForkedRanks(2, [*SETTINGS, "evaluation.interval=0"], folder=folder)
+    ranks.wait_until(lambda: last_step(folder / RUN) >= 7)
+    send(ranks, number)
+    ended = ranks.wait(30)
+    assert "stopped by a signal" in ended.out[0]
+    assert ended.everything.count("stopping after this step and saving") <= 1
+    check_stopped_and_resumable(folder, ended, uninterrupted)
+
+
+def test_a_signal_cuts_validation_short(tmp_path: Path, uninterrupted: list[str]) -> None:
+    folder = prepared(tmp_path)
+    ranks = ForkedRanks(2, [*SETTINGS, "evaluation.interval=8"], folder=folder)
+    ranks.wait_until(lambda: last_step(folder / RUN) == 8)
+    ranks.kill(signal.SIGTERM)
+    ended = ranks.wait(30)
+    assert not metrics(folder / RUN, "validation")
+    assert check_stopped_and_resumable(folder, ended, uninterrupted) == 8
+
+
+def test_stop_py_saves_and_waits(tmp_path: Path, uninterrupted: list[str]) -> None:
+    folder = prepared(tmp_path)
+    ranks = ForkedRanks(2, [*SETTINGS, "evaluation.interval=0"], folder=folder)
+    ranks.wait_until(lambda: last_step(folder / RUN) >= 7)
+    command = [sys.executable, ROOT / "launch" / "stop.py", RUN, "--wait"]
+    asked = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert asked.returncode == 0, asked.stderr
+    assert json.loads((folder / RUN / "state.json").read_text())["status"] == "stopped"
+    ended = ranks.wait(30)
+    assert "stopped by the STOP file" in ended.out[0]
+    check_stopped_and_resumable(folder, ended, uninterrupted)
+    nothing = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert (nothing.returncode, nothing.stderr.count("the run is not running")) == (1, 1)
+
+
+def test_a_signal_before_the_first_step_ends_without_a_checkpoint(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+    ranks = ForkedRanks(2, SETTINGS, folder=folder)
+    ranks.wait_until(lambda: "ZeRO-3" in ranks.printed())  # its handlers are there by then
+    ranks.kill(signal.SIGTERM)
+    ended = ranks.wait(30)
+    assert ended.codes == [130, 130], ended.everything
+    assert "step 0 of 40" in ended.out[0]
+    assert "Traceback" not in ended.everything and "NOT saved" not in ended.everything
+    assert not (folder / RUN / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_others_end_when_a_rank_is_killed_and_the_same_command_resumes(
+    tmp_path: Path, uninterrupted: list[str], victim: int
+) -> None:
+    folder = prepared(tmp_path)
+    settings = [*SETTINGS, "evaluation.interval=0", "checkpoint.interval=5"]
+    ranks = ForkedRanks(2, settings, folder=folder)
+    ranks.wait_until(lambda: last_step(folder / RUN) >= 8)
+    ranks.processes[victim].send_signal(signal.SIGKILL)
+    ended = ranks.wait(60)
+    assert ended.codes[victim] == -signal.SIGKILL
+    assert ended.codes[1 - victim] == 1, ended.everything
+    assert "Traceback" not in ended.everything
+    assert ended.err[1 - victim].count("Another rank has ended") == 1
+    resumed = train(folder, *SETTINGS, "evaluation.interval=0", "evaluation.windows=8", ranks=2)
+    assert resumed.codes == [0, 0], resumed.everything
+    assert "resume   step 5 " in resumed.out[0] or "resume   step 10 " in resumed.out[0]
+    assert losses(folder / RUN) == uninterrupted
+
+
+@contextlib.contextmanager
+def launched(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The real launcher over two ranks, in a session of its own that is killed at the end."""
+    deepspeed = Path(sys.executable).with_name("deepspeed")
+    with (folder / "launcher.out").open("wb") as out:
+        process = subprocess.Popen(
+            [deepspeed, "--num_gpus", "2", TRAIN, *arguments],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def running(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for yet does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def wait_for(condition: Callable[[], bool], log: Path, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text(errors="replace")
+        time.sleep(0.05)
+
+
+def test_ranks_notice_that_the_deepspeed_command_was_terminated(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+    log = folder / "launcher.out"
+    state = folder / RUN / "state.json"
+    with launched(folder, *SETTINGS, "run.steps=100000", "evaluation.interval=0") as process:
+        wait_for(lambda: last_step(folder / RUN) >= 7 or process.poll() is not None, log, 120)
+        assert process.poll() is None, log.read_text()
+        rank_0 = json.loads(state.read_text())["pid"]
+        launcher = parent_of(rank_0)
+        process.terminate()
+        process.wait(10)
+        wait_for(lambda: not running(rank_0) and not running(launcher), log, 60)
+    said = log.read_text()
+    assert "stopped by the launcher is gone" in said
+    assert "Traceback" not in said
+    stopped_at = last_step(folder / RUN)
+    saved = folder / RUN / "checkpoints" / f"checkpoint_step_{stopped_at}" / "manifest.json"
+    assert saved.exists(), said
+    assert json.loads(state.read_text())["status"] == "stopped"
