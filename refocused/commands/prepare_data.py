@@ -18,6 +18,7 @@ VERBS = {
     "inspect": ("prepare_inspect", "say what token files really hold"),
     "verify": ("prepare_verify", "compare files with their manifest, or read them"),
     "manifest": ("prepare_verify", "list the files with their tokens"),
+    "recommend": ("prepare_recommend", "propose a model and a run for a data set"),
     "sync": ("prepare_transfer", "fetch a bucket's files to a folder, and go on after a kill"),
     "upload": ("prepare_transfer", "store a folder's files in a bucket, the manifest last"),
 }
