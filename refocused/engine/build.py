@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -86,4 +87,6 @@ def quieten_deepspeed() -> None:
     import deepspeed.utils.nvtx
 
     deepspeed.utils.nvtx.enable_nvtx = False
+    # DeepSpeed 0.19 calls collectives by names that torch 2.13 renamed: a warning on every rank.
+    warnings.filterwarnings("ignore", "`torch.distributed", category=FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
