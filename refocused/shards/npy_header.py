@@ -14,6 +14,16 @@ from refocused.shards.object_reader import ByteSource
 
 LARGEST_HEADER_BYTES = 10_000  # numpy's own limit for a header that is not trusted
 _LENGTH_BYTES = {1: 2, 2: 4, 3: 4}
+# What numpy raises of a header that is no dictionary of the three entries: TypeError of keys that
+# are not all text, for it sorts them.
+_MALFORMED = (
+    ValueError,
+    TypeError,
+    SyntaxError,
+    tokenize.TokenError,
+    RecursionError,
+    MemoryError,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,7 +77,7 @@ def _parsed(magic: bytes, rest: bytes, *, what: str) -> NpyHeader:
     )
     try:
         shape, column_order, dtype = parse(io.BytesIO(rest))
-    except (ValueError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError) as error:
+    except _MALFORMED as error:
         raise ShardError(
             f"{what}: its .npy header cannot be read ({error}). Write it again, or put its name "
             "in data.exclude."

@@ -194,6 +194,12 @@ def test_a_header_length_that_lies_is_refused() -> None:
     assert "4,294,967,295" in refused(content, "x.npy")
 
 
+def test_a_header_whose_keys_are_not_all_text_is_refused() -> None:
+    header = b"{'descr': '<i4', 'fortran_order': False, 40: (1,), }"
+    content = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(4)
+    assert "header cannot be read" in refused(content, "x.npy")
+
+
 def test_columns_first_is_refused() -> None:
     assert "column by column" in refused(npy_bytes(np.asfortranarray(ROWS)), "x.npy")
 
