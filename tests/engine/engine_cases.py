@@ -61,6 +61,7 @@ class Case:
     offload_optimizer: Literal["none", "cpu"] = "none"
     offload_parameters: Literal["none", "cpu"] = "none"
     initial_scale_power: int = 16
+    dropout: float = 0.0
     resumes: bool = False
     undoes_warm_up: bool = True
 
@@ -73,6 +74,8 @@ class Case:
             parts.append("all")
         if self.initial_scale_power != 16:
             parts.append(f"scale{self.initial_scale_power}")
+        if self.dropout:
+            parts.append("dropout")
         if not self.undoes_warm_up:
             parts.append("warmed")
         return "-".join(parts)
@@ -97,8 +100,9 @@ WARMED = Case(0, dtype="bf16", undoes_warm_up=False)
 OVERFLOWING = [
     Case(stage, dtype="fp16", initial_scale_power=20, resumes=True) for stage in (0, 1, 3)
 ]
-LOOKING = [Case(0), Case(3), Case(3, "gpt_neox")]
-CASES = [*EXACT, *HALF, WARMED, *OVERFLOWING]
+LOOKING = [Case(stage, family, dropout=0.5) for stage, family in ((0, "gpt2"), (3, "gpt_neox"))]
+DROPPING = Case(3, dropout=0.2, resumes=True)
+CASES = [*EXACT, *HALF, WARMED, DROPPING, *OVERFLOWING]
 
 
 def build_model(family: str, *, seed: int = 0, dropout: float = 0.0) -> CausalLM:
@@ -112,8 +116,8 @@ def build_model(family: str, *, seed: int = 0, dropout: float = 0.0) -> CausalLM
     )
 
 
-def start_engine(case: Case, world: World, *, seed: int = 0, dropout: float = 0.0) -> Engine:
-    model = build_model(case.family, seed=seed, dropout=dropout)
+def start_engine(case: Case, world: World, *, seed: int = 0) -> Engine:
+    model = build_model(case.family, seed=seed, dropout=case.dropout)
     precision = PrecisionConfig(dtype=case.dtype, initial_scale_power=case.initial_scale_power)
     settings = deepspeed_config(
         batch=BatchPlan(MICRO, ACCUMULATION, world.world_size, LENGTH),

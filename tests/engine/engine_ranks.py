@@ -92,7 +92,7 @@ def run(case: Case, world: World, scratch: Path) -> dict[str, Any]:
 
 def look_without_training(case: Case, world: World) -> dict[str, Any]:
     """Validate and predict between the micro-batches of a model with dropout."""
-    engine = start_engine(case, world, dropout=0.5)
+    engine = start_engine(case, world)
     ids = windows()[0, 0, world.rank]
     inputs, labels = ids[:, :-1], ids[:, 1:]
     validations, passes = [], []
