@@ -117,7 +117,9 @@ def build_gpt(
         config, attn_implementation="sdpa", dtype=torch.float32
     )
     if activation_checkpointing:
-        network.gradient_checkpointing_enable({"use_reentrant": False})
+        # The newer name; with the older one transformers 5.23 prints a warning on every rank.
+        newer = getattr(network, "activation_checkpointing_enable", None)
+        (newer or network.gradient_checkpointing_enable)({"use_reentrant": False})
     return CausalLM(network, chunk_tokens=chunk_tokens, document_id=document_id)
 
 
