@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ class Parser(argparse.ArgumentParser):
     def read(self, argv: Sequence[str] | None) -> argparse.Namespace:
         """Parse arguments in any order; None takes those of the process."""
         given = sys.argv[1:] if argv is None else argv
-        return self.parse_intermixed_args([_dashed(one) for one in given])
+        return self.parse_intermixed_args([dashed(one) for one in given])
 
     def error(self, message: str) -> NoReturn:
         """End with one line that says what is wrong."""
@@ -31,7 +32,13 @@ class Parser(argparse.ArgumentParser):
         self.exit(ExitCode.WRONG_USE, f"{self.prog}: {message}. See {self.prog} --help.\n")
 
 
-def _dashed(argument: str) -> str:
+def end_quietly_on_a_closed_pipe() -> None:
+    """Let `| head` end a command that prints; never for training, which must outlive its screen."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+def dashed(argument: str) -> str:
+    """Spell a long option with dashes: `--max_steps=3` becomes `--max-steps=3`."""
     match = re.match(r"--[A-Za-z_-]+", argument)
     if match is None:
         return argument
@@ -45,7 +52,7 @@ def split_overrides(arguments: Sequence[str]) -> list[str]:
         ConfigError: Something else stands among them.
     """
     for argument in arguments:
-        if not re.match(r"[A-Za-z_-]+\.[A-Za-z_-]+=", argument):
+        if not re.match(r"[A-Za-z_-]+(\.[A-Za-z0-9_-]+)+=", argument):
             raise ConfigError(
                 f"command line: {argument!r} is not understood. Settings are written "
                 "section.key=value, for example optimizer.lr=2e-4."

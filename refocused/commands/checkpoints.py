@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from refocused.commands.arguments import Parser, dashed, end_quietly_on_a_closed_pipe
+from refocused.commands.places import add_credentials, place
 from refocused.errors import BucketError, ConfigError, ExitCode, RefocusedError
 
 if TYPE_CHECKING:
@@ -23,7 +25,8 @@ _HEADINGS = ("STEP", "SAVED", "SIZE", "LOCAL", "BUCKET", "LOSS", "NOTE")
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line after the program's name; return the exit status."""
-    arguments = _parser().parse_args(argv)
+    end_quietly_on_a_closed_pipe()
+    arguments = _parser().parse_args([dashed(one) for one in argv])
     try:
         return int(_list(arguments))
     except RefocusedError as error:
@@ -31,8 +34,8 @@ def main(argv: Sequence[str]) -> int:
         return int(error.exit_code)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="checkpoints", description="The checkpoints of a run, on the disk and in the bucket."
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -40,9 +43,10 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--run", help="a run's folder or name (default: the newest below runs/)")
     shown.add_argument("--bucket", help="gs://bucket/prefix or a folder (default: the run's own)")
     shown.add_argument("--json", action="store_true", help="print JSON")
-    place = shown.add_mutually_exclusive_group()
-    place.add_argument("--local", action="store_true", help="do not ask the bucket")
-    place.add_argument("--remote", action="store_true", help="only what the bucket has")
+    either = shown.add_mutually_exclusive_group()
+    either.add_argument("--local", action="store_true", help="do not ask the bucket")
+    either.add_argument("--remote", action="store_true", help="only what the bucket has")
+    add_credentials(shown)
     return parser
 
 
@@ -133,9 +137,7 @@ def _catalog(run: Path, arguments: argparse.Namespace) -> Catalog:
         )
     if url is None or arguments.local:
         return Catalog(files.checkpoints)
-    from refocused.bucket.open import open_bucket
-
-    return Catalog(files.checkpoints, open_bucket(url), prefix)
+    return Catalog(files.checkpoints, place(url, arguments), prefix)
 
 
 def _disk_use(checkpoints: Path) -> DiskUse:

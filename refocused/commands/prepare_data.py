@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from refocused.commands.arguments import Parser
+from refocused.commands.arguments import Parser, end_quietly_on_a_closed_pipe
 from refocused.errors import ExitCode, RefocusedError
 
 # Each verb, the module that holds it, and one line about it.
@@ -26,6 +26,7 @@ VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb that the first argument names; return the exit code."""
+    end_quietly_on_a_closed_pipe()
     given = list(sys.argv[1:] if argv is None else argv)
     if not given or given[0] in ("-h", "--help"):
         print(_help())

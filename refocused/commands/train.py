@@ -10,10 +10,10 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import SILENT_RANK_SECONDS, Parser, split_overrides
+from refocused.commands.places import add_credentials
 from refocused.errors import ConfigError, ExitCode, RefocusedError
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ def build_parser() -> Parser:
     parser.add_argument("--max-steps", type=int, metavar="N", help="the same as run.steps=N")
     parser.add_argument("--dry-run", action="store_true", help="check everything, train nothing")
     parser.add_argument("--print-config", action="store_true", help="print all settings and end")
-    parser.add_argument("--gcs-credentials", type=Path, metavar="FILE", help="key file for gs://")
-    parser.add_argument("--gcp-project", metavar="ID", help="Google Cloud project")
+    add_credentials(parser)
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser
