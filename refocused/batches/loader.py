@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from refocused.batches.batch import Batch, BatchReader
+from refocused.batches.mixture import Mixture
 from refocused.batches.order import Order
 from refocused.batches.position import Position
 from refocused.batches.steps import ShardPlanner, StepWindows, steps_from
@@ -32,6 +33,7 @@ class Loader:
         rank: This rank, below `plan.world_size`.
         names: Names of all shards of the manifest, for messages.
         pin: Make page-locked tensors; needs a GPU.
+        document_id: Id that begins each document, where they are masked.
         ahead: Shards fetched beyond the block in use (`data.fetch_ahead_shards`).
         room_bytes: Most that the shards of training may take on disk: `data.disk_limit_gb` less
             the pinned shards; None: no limit.
@@ -40,7 +42,7 @@ class Loader:
 
     def __init__(
         self,
-        order: Order,
+        order: Order | Mixture,
         cache: ShardCache,
         *,
         plan: BatchPlan,
@@ -49,6 +51,7 @@ class Loader:
         pin: bool,
         ahead: int,
         room_bytes: int | None,
+        document_id: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._order = order
@@ -59,23 +62,26 @@ class Loader:
         self._pin = pin
         self._ahead = ahead
         self._room_bytes = room_bytes
+        self._document_id = document_id
         self._clock = clock
 
     def batches_from(self, position: Position) -> BatchStream:
         """Start reading at a position; close the stream when it is no longer used."""
+        order = self._order.stream_from(position)
         return BatchStream(
-            steps_from(self._order, position, plan=self._plan, rank=self._rank),
+            steps_from(order, position, plan=self._plan, rank=self._rank),
             reader=BatchReader(
                 self._cache,
                 sequence_length=self._plan.sequence_length,
                 names=self._names,
                 pin=self._pin,
+                document_id=self._document_id,
             ),
             planner=ShardPlanner(
-                self._order, self._cache, ahead=self._ahead, room_bytes=self._room_bytes
+                order, self._cache, ahead=self._ahead, room_bytes=self._room_bytes
             ),
             # A resume over fewer windows may stand beyond the end of an epoch.
-            position=position.advanced(0, windows_per_epoch=self._order.windows_per_epoch),
+            position=order.position_at(order.number_of(position)),
             clock=self._clock,
         )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -10,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from refocused.batches.permutation import derived_key, hashed, permuted, shuffled
+from refocused.batches.position import Position
 from refocused.batches.windows import WindowRange
 from refocused.errors import ShardError
 
@@ -74,6 +77,19 @@ class Order:
         self.windows_per_epoch = int(self._counts.sum())
         self.blocks_per_epoch = -(-len(ranges) // block_shards)
         self.shard_count = len(np.unique(self._shards))
+        self._layout = functools.lru_cache(maxsize=2)(self._lay_out)
+
+    def stream_from(self, position: Position) -> Order:
+        """Return itself: the stream of one source is the same from any position."""
+        return self
+
+    def number_of(self, position: Position) -> int:
+        """Return the number of the first window that is not consumed at a position."""
+        return position.epoch * self.windows_per_epoch + position.windows
+
+    def position_at(self, number: int) -> Position:
+        """Return the position at which all windows before a number are consumed."""
+        return Position(*divmod(number, self.windows_per_epoch))
 
     def locate(self, epoch: int, ks: NDArray[np.int64]) -> Located:
         """Find the windows with the numbers `ks` (shape [n], from 0) in an epoch."""
@@ -128,7 +144,21 @@ class Order:
                 yield tuple(shards[begin : begin + self.block_shards].tolist())
             epoch, first = epoch + 1, 0
 
-    def _layout(self, epoch: int) -> _Layout:
+    def block_start(self, block: int) -> int:
+        """Return the number of the first window of a block in the stream."""
+        epoch, number = divmod(block, self.blocks_per_epoch)
+        return epoch * self.windows_per_epoch + int(self._layout(epoch).block_starts[number])
+
+    def shards_between(self, oldest: int, newest: int) -> Iterator[int]:
+        """Yield the shards of some blocks, both ends included, in order of use."""
+        blocks = itertools.islice(self.blocks_from(oldest), newest - oldest + 1)
+        return itertools.chain.from_iterable(blocks)
+
+    def shards_after(self, newest: int) -> Iterator[int]:
+        """Yield the shards used after a block, in order of use, without end."""
+        return itertools.chain.from_iterable(self.blocks_from(newest + 1))
+
+    def _lay_out(self, epoch: int) -> _Layout:
         ranges = shuffled(len(self._shards), key=derived_key(self._seed, epoch, RANGE_ORDER))
         range_starts = np.concatenate(([0], np.cumsum(self._counts[ranges])))
         return _Layout(

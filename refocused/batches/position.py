@@ -14,21 +14,26 @@ class Position:
     """How much of the stream all ranks together have consumed.
 
     Attributes:
-        epoch: Whole passes over the training windows that are finished.
-        windows: Windows of the present pass that are consumed.
+        epoch: Whole passes over the training windows that are finished; of a mixture, by every
+            source.
+        windows: Windows of the present pass that are consumed; of a mixture, all since the run
+            began.
+        sources: Of a mixture, the windows consumed of each source since the run began.
     """
 
     epoch: int = 0
     windows: int = 0
+    sources: Mapping[str, int] | None = None
 
     def advanced(self, windows: int, *, windows_per_epoch: int) -> Position:
         """Return the position that many windows further on, carried over the ends of epochs."""
         epochs, rest = divmod(self.windows + windows, windows_per_epoch)
         return Position(self.epoch + epochs, rest)
 
-    def to_dict(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the form that is kept in a checkpoint's JSON."""
-        return {"epoch": self.epoch, "windows": self.windows}
+        saved: dict[str, Any] = {"epoch": self.epoch, "windows": self.windows}
+        return saved if self.sources is None else saved | {"sources": dict(self.sources)}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Position:
@@ -37,11 +42,13 @@ class Position:
         Raises:
             CheckpointError: A name is missing or unknown, or a value is not a whole number >= 0.
         """
-        right_names = set(saved) == {"epoch", "windows"}
-        if not right_names or any(type(n) is not int or n < 0 for n in saved.values()):
+        sources = saved.get("sources", {})
+        right_form = isinstance(sources, dict) and set(saved) - {"sources"} == {"epoch", "windows"}
+        numbers = [saved["epoch"], saved["windows"], *sources.values()] if right_form else []
+        if not right_form or any(type(n) is not int or n < 0 for n in numbers):
             raise CheckpointError(
-                f"the data position of the checkpoint is {dict(saved)!r}, but it must be `epoch` "
-                "and `windows`, both whole numbers from 0. The file was changed or is of another "
-                "program: resume from another checkpoint."
+                f"the data position of the checkpoint is {dict(saved)!r}, but it must be `epoch`, "
+                "`windows` and, of a mixture, `sources`, all whole numbers from 0. The file was "
+                "changed or is of another program: resume from another checkpoint."
             )
         return cls(**saved)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from refocused.batches.order import Order
 from refocused.batches.position import Position
+from refocused.batches.stream import Stream
 from refocused.config.batch_plan import BatchPlan
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class StepWindows:
 
 
 def steps_from(
-    order: Order, position: Position, *, plan: BatchPlan, rank: int
+    order: Stream, position: Position, *, plan: BatchPlan, rank: int
 ) -> Iterator[StepWindows]:
     """Yield one rank's share of the steps from a position on, without end.
 
@@ -54,24 +53,24 @@ def steps_from(
     # About one epoch at most: tiny data would have to lay out hundreds of them for the first step.
     most = min(WINDOWS_AT_ONCE // share.size, order.windows_per_epoch // plan.windows)
     at_once = max(1, most)
+    start = order.number_of(position)
     while True:
-        start = position.epoch * order.windows_per_epoch + position.windows
         starts = start + plan.windows * np.arange(at_once)
         located = order.locate_in_stream(starts[:, None, None] + share)
         blocks = order.blocks_in_stream(starts[:, None] + edges).tolist()
         for number, (first_block, last_block) in enumerate(blocks):
-            position = position.advanced(plan.windows, windows_per_epoch=order.windows_per_epoch)
+            start += plan.windows
             yield StepWindows(
                 shards=located.shards[number],
                 windows=located.windows[number],
                 first_block=first_block,
                 last_block=last_block,
-                after=position,
+                after=order.position_at(start),
             )
 
 
 def shards_wanted(
-    order: Order,
+    order: Stream,
     *,
     oldest: int,
     newest: int,
@@ -82,7 +81,7 @@ def shards_wanted(
     """Return the shards to keep local, in order of use.
 
     Args:
-        order: The order of training.
+        order: What is trained on.
         oldest: Block that may still be read by the slowest rank.
         newest: Block that is being read ahead.
         ahead: Shards wanted beyond the newest block: fewer when there are no others, or no room.
@@ -90,13 +89,10 @@ def shards_wanted(
         room_bytes: Most that all may take; the blocks themselves are wanted even beyond it, so
             that the cache can refuse with the numbers. None: no limit.
     """
-    blocks = order.blocks_from(oldest)
-    wanted = dict.fromkeys(
-        itertools.chain.from_iterable(itertools.islice(blocks, newest - oldest + 1))
-    )
+    wanted = dict.fromkeys(order.shards_between(oldest, newest))
     most = min(len(wanted) + ahead, order.shard_count)
     taken = sum(map(bytes_of, wanted))
-    later = itertools.chain.from_iterable(blocks)
+    later = order.shards_after(newest)
     while len(wanted) < most:
         shard = next(shard for shard in later if shard not in wanted)
         taken += bytes_of(shard)
@@ -115,21 +111,22 @@ class ShardPlanner:
     training, not reading, has left it.
 
     Args:
-        order: The order of training.
+        order: What is trained on.
         cache: The local shards; only the reading thread's calls reach it.
         ahead: Shards wanted beyond the block that is being read.
         room_bytes: Most that the wanted shards may take; None: no limit.
     """
 
     def __init__(
-        self, order: Order, cache: ShardCache, *, ahead: int, room_bytes: int | None
+        self, order: Stream, cache: ShardCache, *, ahead: int, room_bytes: int | None
     ) -> None:
         self._order = order
         self._cache = cache
         self._ahead = ahead
         self._room_bytes = room_bytes
         self._oldest: int | None = None
-        self._planned: tuple[int, int] | None = None
+        self._blocks: tuple[int, int] | None = None
+        self._planned: list[int] | None = None
 
     def training_on(self, step: StepWindows) -> None:
         """Say, from the training thread, that a step is handed out to be trained on."""
@@ -144,15 +141,17 @@ class ShardPlanner:
         if self._oldest is None:
             self._oldest = step.first_block
         oldest = self._oldest  # the training thread may move it on at any time
-        if (oldest, step.last_block) != self._planned:
-            self._planned = (oldest, step.last_block)
-            self._cache.plan(
-                shards_wanted(
-                    self._order,
-                    oldest=oldest,
-                    newest=step.last_block,
-                    ahead=self._ahead,
-                    bytes_of=self._cache.local_bytes,
-                    room_bytes=self._room_bytes,
-                )
-            )
+        if (oldest, step.last_block) == self._blocks:
+            return
+        self._blocks = (oldest, step.last_block)
+        wanted = shards_wanted(
+            self._order,
+            oldest=oldest,
+            newest=step.last_block,
+            ahead=self._ahead,
+            bytes_of=self._cache.local_bytes,
+            room_bytes=self._room_bytes,
+        )
+        if wanted != self._planned:
+            self._cache.plan(wanted)
+            self._planned = wanted

@@ -112,6 +112,31 @@ def test_a_resumed_stream_equals_one_that_went_on(cache, manifest):
     assert tokens_of(loader_of(cache, manifest), saved, steps=13) == whole[17:]
 
 
+def test_other_ranks_and_micro_batches_go_on_with_the_same_stream_mid_epoch(cache, manifest):
+    whole = tokens_of(loader_of(cache, manifest, micro=8, accumulation=1), Position(), steps=30)
+    saved = Position()
+    shapes = [(2, 2, 2, 5), (4, 1, 2, 6), (1, 2, 4, 7), (2, 4, 1, 12)]
+    done = 0
+    for micro, accumulation, world_size, steps in shapes:
+        ranks = []
+        for rank in range(world_size):
+            loader = loader_of(
+                cache,
+                manifest,
+                rank=rank,
+                micro=micro,
+                accumulation=accumulation,
+                world_size=world_size,
+            )
+            ranks.append(tokens_of(loader, saved, steps=steps))
+        together = [list(itertools.chain(*step)) for step in zip(*ranks, strict=True)]
+        expected = whole[done : done + steps]
+        assert [sorted(step) for step in together] == [sorted(step) for step in expected]
+        done += steps
+        saved = Position.from_dict(Position(*divmod(8 * done, WINDOWS_PER_EPOCH)).to_dict())
+        assert saved.windows > 0  # inside an epoch
+
+
 def wait_until_read_ahead(stream) -> None:
     deadline = time.monotonic() + 10
     while stream._ready.qsize() < STEPS_READY:

@@ -24,6 +24,12 @@ def test_advancing_in_parts_equals_advancing_at_once(steps, per_epoch):
 def test_survives_json():
     position = Position(3, 123_456_789_012)
     assert Position.from_dict(json.loads(json.dumps(position.to_dict()))) == position
+    assert position.to_dict() == {"epoch": 3, "windows": 123_456_789_012}
+
+
+def test_the_position_of_a_mixture_survives_json():
+    position = Position(1, 30, {"web": 20, "code": 10})
+    assert Position.from_dict(json.loads(json.dumps(position.to_dict()))) == position
 
 
 @pytest.mark.parametrize(
@@ -35,6 +41,10 @@ def test_survives_json():
         {"epoch": 1, "windows": 2.0},
         {"epoch": True, "windows": 2},
         {"epoch": "1", "windows": 2},
+        {"epoch": 1, "sources": {"web": 2}},
+        {"epoch": 1, "windows": 2, "sources": 2},
+        {"epoch": 1, "windows": 2, "sources": {"web": -2}},
+        {"epoch": 1, "windows": 2, "sources": {"web": 2.5}},
     ],
 )
 def test_refuses_a_damaged_position_showing_it(saved):

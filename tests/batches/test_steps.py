@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import itertools
 
 import numpy as np
@@ -105,6 +106,18 @@ def test_resuming_anywhere_continues_the_stream(done, micro, world_size):
         assert ours.after == theirs.after
 
 
+def test_the_stream_is_the_one_that_earlier_versions_trained_on():
+    # A checkpoint holds a position, no order: it must mean the same windows in every version.
+    ranges = [WindowRange(i, 3 * i, 50 + 17 * i) for i in range(9)]
+    order = Order(ranges, seed=1337, block_shards=4)
+    digest = hashlib.sha256()
+    steps = steps_from(order, Position(0, 11), plan=BatchPlan(4, 2, 2, 8), rank=1)
+    for step in itertools.islice(steps, 150):
+        digest.update(np.stack([step.shards, step.windows]).astype("<i8").tobytes())
+    assert step.after == Position(2, 287)
+    assert digest.hexdigest() == "feff6b6b398e691d1163e5c8efa90b23a8307b355fc2146998530bd2815bdfe8"
+
+
 def test_another_global_batch_continues_at_the_same_window():
     order = order_of(30, 30)
     before = next(steps_from(order, Position(), plan=BatchPlan(7, 1, 1, 4), rank=0))
@@ -151,6 +164,16 @@ def test_shards_ahead_are_wanted_only_as_far_as_there_is_room(room, count):
     order = order_of(*[5] * 9, block_shards=2)
     use = list(itertools.chain(*itertools.islice(order.blocks_from(0), 5)))
     assert wanted(order, oldest=0, newest=1, ahead=100, room_bytes=room) == use[:count]
+
+
+def test_a_plan_that_stays_the_same_is_not_made_again():
+    order = order_of(4, 4, 4, block_shards=1)
+    cache = RecordingCache()
+    planner = ShardPlanner(order, cache, ahead=5, room_bytes=None)
+    plan = BatchPlan(4, 1, 1, 4)
+    for step in itertools.islice(steps_from(order, Position(), plan=plan, rank=0), 2):
+        planner.reading(step)
+    assert len(cache.plans) == 1  # all shards, in order of use from the first block on
 
 
 class RecordingCache:
