@@ -227,6 +227,8 @@ class ShardCache:
                 self._waited_seconds += time.monotonic() - started
             if self._fetcher is not None:
                 self._fetcher.received(index)
+            # Or the fetcher, which looks now and then, would bring it once more after its eviction.
+            self._files.withdraw(index)
 
     def _awaited(self, index: int) -> TokenFile:
         progress: int | None = None

@@ -199,7 +199,7 @@ class Fetcher:
         """Take a request of another process for done; it asks again if it was too slow."""
         if index in self._asked_elsewhere:
             self._asked_elsewhere.discard(index)
-            self._files.answered(index)
+            self._files.withdraw(index)
 
     def _renew_asked(self) -> None:
         self._queue.ask(sorted(self._asked_here) + sorted(self._asked_elsewhere - self._asked_here))

@@ -67,8 +67,8 @@ class FetcherFiles:
                 path.unlink(missing_ok=True)
         return found
 
-    def answered(self, index: int) -> None:
-        """Forget a request: the shard is local now."""
+    def withdraw(self, index: int) -> None:
+        """Forget a request: the shard is local now; another rank that waits asks again."""
         (self._asked / str(index)).unlink(missing_ok=True)
 
     def take_lock(self) -> bool:

@@ -332,6 +332,18 @@ def test_a_reader_gets_a_shard_that_the_fetcher_has_left_behind(site: Site) -> N
     assert np.array_equal(opened(reader, 0), shard_tokens(0))
 
 
+def test_a_request_that_was_met_is_not_met_again_after_the_eviction(site: Site) -> None:
+    fetcher = site.cache(disk_limit_gb=SHARD_BYTES / 1e9)
+    reader = site.cache(fetches=False)
+    for index in range(5):  # faster than the fetcher looks for requests
+        fetcher.plan([index])
+        assert np.array_equal(opened(reader, index), shard_tokens(index))
+    fetcher.plan([9])
+    fetcher.open(9)
+    assert not list(site.folder.rglob("asked/*"))
+    assert len(site.bucket.downloads) == 6
+
+
 def test_the_fetchers_failure_reaches_the_ranks_that_wait(site: Site) -> None:
     reader = site.cache(fetches=False)
     site.bucket.corrupt.add("a/t_2.npy")
