@@ -9,6 +9,7 @@ import http.server
 import json
 import os
 import re
+import sys
 import threading
 import time
 import urllib.parse
@@ -57,6 +58,10 @@ class Fault:
         headers: Headers of that answer.
         message: Its text, in the form of the store's JSON errors.
         cut_after: Close the connection after so many bytes of the answer's body.
+        truncate_to: Answer as if the body ended here, with a length that agrees.
+        stall_after: Send so many bytes of the answer's body, then nothing for `stall_s`.
+        stall_s: How long a stall lasts, in seconds; the connection is closed after it.
+        bytes_per_second: Send the answer's body no faster.
         flip_byte: Invert this byte of the answer's body.
         strip_headers: Leave these headers out of the answer, in lower case.
         lose_reply: Let the emulator work, then close the connection without an answer.
@@ -68,6 +73,10 @@ class Fault:
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     message: str = "scripted fault"
     cut_after: int | None = None
+    truncate_to: int | None = None
+    stall_after: int | None = None
+    stall_s: float = 0.0
+    bytes_per_second: int | None = None
     flip_byte: int | None = None
     strip_headers: frozenset[str] = frozenset()
     lose_reply: bool = False
@@ -106,10 +115,7 @@ class FaultProxy:
         self._unless_exists: dict[str, str] = {}  # upload_id -> path of the object's metadata
         self._emulator_port = emulator_port
         self._lock = threading.Lock()
-        self._server = http.server.ThreadingHTTPServer(
-            ("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": self})
-        )
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": self}))
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()
@@ -201,6 +207,15 @@ class FaultProxy:
         return Answer(200, answer.headers, json.dumps(listing).encode())
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that hung up: faults make it do so."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # or each answer waits 40 ms for an acknowledgement
@@ -233,7 +248,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return Request(self.command, urllib.parse.unquote(url.path), query, headers, body)
 
     def _send(self, answer: Answer, fault: Fault) -> None:
-        body = bytearray(answer.body)
+        body = bytearray(answer.body[: fault.truncate_to])
         if fault.flip_byte is not None:
             body[fault.flip_byte] ^= 0xFF
         self.send_response(answer.status)
@@ -242,8 +257,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.send_header(key, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body if fault.cut_after is None else body[: fault.cut_after])
-        self.close_connection |= fault.cut_after is not None
+        ends = [end for end in (fault.cut_after, fault.stall_after) if end is not None]
+        with contextlib.suppress(ConnectionError):  # the client may give a stall up first
+            self._write(body[: min(ends, default=None)], fault.bytes_per_second)
+        time.sleep(fault.stall_s)
+        self.close_connection |= bool(ends)
+
+    def _write(self, body: bytearray, bytes_per_second: int | None) -> None:
+        step = max(1, bytes_per_second // 20) if bytes_per_second else max(1, len(body))
+        for start in range(0, len(body), step):
+            self.wfile.write(body[start : start + step])
+            if bytes_per_second:
+                time.sleep(step / bytes_per_second)
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing: the requests are kept in `FaultProxy.requests`."""
