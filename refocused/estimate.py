@@ -146,8 +146,8 @@ def state_memory(
     Bytes an element: 2 (16 bit) or 4 for parameters; 4 for the gradients' sum (2 in a 16-bit run
     without ZeRO); 8 for AdamW's two moments; 4 for the float32 master copy, which ZeRO keeps in
     float32 runs too; and 4 for the gradient's copy during the step of a 16-bit run (Rajbhandari et
-    al. 2020, ZeRO, 3.1, with float32 sums, plus that last copy). Stage 1 spreads the optimizer's part over the ranks, 2 the gradients, 3
-    the parameters.
+    al. 2020, ZeRO, 3.1, with float32 sums, plus that last copy). Stage 1 spreads the optimizer's
+    part over the ranks, 2 the gradients, 3 the parameters.
     """
     size = 4 if dtype == "fp32" else 2
     share = -(-parameters // ranks)

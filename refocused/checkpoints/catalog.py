@@ -14,7 +14,7 @@ from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.transfer import Progress
 from refocused.checkpoints.fetch import fetch_step
 from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest
-from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps, is_copy
+from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED, RemoteSteps, is_copy
 from refocused.checkpoints.step_directory import (
     StepDirectory,
     name_of,
@@ -27,6 +27,7 @@ from refocused.errors import CheckpointError
 
 ABSENT = "-"
 WHOLE = "ok"
+LEFT_BEHIND = "superseded"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ class CatalogEntry:
         size: Bytes of its files; None: no manifest can be read.
         created: When it was saved; None: no manifest can be read.
         local: `ok` (structure and sizes are right), `broken: ...` or `-`.
-        bucket: `ok` (committed), `NN %` (of its bytes are there), `broken: ...` or `-`.
+        bucket: `ok` (committed), `NN %` (of its bytes are there), `superseded` (training went on
+            from an earlier step), `broken: ...` or `-`.
         loss: Training loss of the step, in nats a token.
         validation_loss: Validation loss, in nats a token.
         notes: `latest`, `best`, `incomplete: ...`.
@@ -113,6 +115,24 @@ class Catalog:
         ]
         return _annotated(entries)
 
+    def supersede_after(self, step: int) -> list[str]:
+        """Mark the bucket's steps beyond a step as left behind; return their names.
+
+        Raises:
+            BucketError: The bucket cannot be listed or written.
+        """
+        if self.remote is None:
+            return []
+        objects = self.remote.scan()
+        names = [
+            name_of(later)
+            for later in sorted(objects)
+            if later > step and COMMITTED in objects[later] and SUPERSEDED not in objects[later]
+        ]
+        for name in names:
+            self.remote.supersede(name)
+        return names
+
     def resolve(self, request: str) -> ResolvedStep:
         """Find the step that `latest`, `best`, a number, a name or a path means.
 
@@ -163,6 +183,8 @@ class Catalog:
     ) -> _Found:
         """Compare the objects of one step with its manifest, reading that when it is not known."""
         assert self.remote is not None  # only its steps are judged
+        if SUPERSEDED in objects:
+            return _Found(LEFT_BEHIND, known)
         if known is None and MANIFEST not in objects:
             return _Found(f"broken: {MANIFEST} is missing")
         try:
@@ -259,6 +281,8 @@ def _troubles(entry: CatalogEntry) -> tuple[str, ...]:
     ]
     if entry.usable:
         return tuple(broken)
+    if entry.bucket == LEFT_BEHIND:
+        return ("superseded: training went on from an earlier step; ignored by resume",)
     if entry.bucket.endswith("%"):
         broken.append(f"bucket: {entry.bucket} of it")
     return (f"incomplete: {', '.join(broken)}; ignored by resume",)

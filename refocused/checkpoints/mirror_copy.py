@@ -52,6 +52,7 @@ class StepCopier:
         )
         there = self.remote.marker(name)
         if there == marker:
+            self.remote.reinstate(name)
             return True
         if there is not None:
             self._refuse_unless_superseded(step)

@@ -18,8 +18,11 @@ from refocused.checkpoints.step_directory import name_of, parse_name
 from refocused.errors import CheckpointError
 
 COMMITTED = "COMMITTED"
+SUPERSEDED = "SUPERSEDED"
 _ABOUT = b"""Checkpoints of one training run, copied here by refocused.
 A folder checkpoint_step_N without an object COMMITTED is incomplete: nothing reads it.
+One with an object SUPERSEDED was left behind when training went on from an earlier step: remove
+that object to use it again.
 """
 
 
@@ -118,6 +121,14 @@ class RemoteSteps:
         """Write the marker: from now on the step exists."""
         content = json.dumps(marker.model_dump()).encode()
         self.bucket.write(self.object_name(name, COMMITTED), content)
+
+    def supersede(self, name: str) -> None:
+        """Mark a step as left behind: no resume takes it, and nothing of it is lost."""
+        self.bucket.write(self.object_name(name, SUPERSEDED), b"", overwrite=True)
+
+    def reinstate(self, name: str) -> None:
+        """Take `supersede` back."""
+        self.bucket.delete(self.object_name(name, SUPERSEDED))
 
     def retract(self, name: str) -> None:
         """Remove a step: its marker first, so that no reader takes it for whole."""

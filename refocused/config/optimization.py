@@ -107,7 +107,8 @@ class ZeroConfig(Section):
     """How DeepSpeed spreads the training state over the ranks.
 
     Attributes:
-        stage: 0 replicates all (and sums 16-bit gradients in 16 bits; the others in 32), 1 spreads optimizer states, 2 gradients as well, 3 parameters too.
+        stage: 0 replicates all (and sums 16-bit gradients in 16 bits; the others in 32), 1
+            spreads optimizer states, 2 gradients as well, 3 parameters too.
         offload_optimizer: Where the optimizer's states live instead of the GPU.
         offload_parameters: Where parameters live between uses (stage 3).
         nvme_path: Folder on a local NVMe drive, for the offloads to `nvme`.

@@ -15,7 +15,7 @@ from refocused.checkpoints.choice import choose_step
 from refocused.checkpoints.step_directory import read_step
 from refocused.config.batch_plan import plan_batch
 from refocused.config.decode import LoadedRun, render_run
-from refocused.errors import ConfigError, ExitCode, RefocusedError
+from refocused.errors import BucketError, ConfigError, ExitCode, RefocusedError
 from refocused.training import ending, opening
 from refocused.training.assembly import (
     Job,
@@ -170,6 +170,7 @@ def _train_and_finish(job: Job, parts: Parts, state: TrainState, stop: StopReque
     config = job.loaded.config
     job.world.first_does(lambda: _begin(job.folder, render_run(config)))
     parts.saver.go_on_from(state)
+    job.world.first_does(lambda: _leave_behind(job, parts, state))
     parts.saver.start_mirror()
     parts.reporter.write_state(state, "training")
     try:
@@ -196,6 +197,25 @@ def _train_and_finish(job: Job, parts: Parts, state: TrainState, stop: StopReque
         settings=config.checkpoint,
         command=job.request.command,
     )
+
+
+def _leave_behind(job: Job, parts: Parts, state: TrainState) -> None:
+    """Keep a later resume from the mirror's steps of the way that is not taken any more."""
+    try:
+        names = assemble_catalog(job).supersede_after(state.step)
+    except BucketError as error:
+        parts.reporter.event(
+            "supersede_failed",
+            f"{error} If the mirror holds steps beyond {state.step:,}, a later resume may take "
+            "them: name the step to resume from.",
+        )
+        return
+    for name in names:
+        parts.reporter.event(
+            "supersede",
+            f"  aside    {name} in the mirror is marked SUPERSEDED, since training goes on from "
+            f"step {state.step:,}",
+        )
 
 
 def _begin(folder: Path, run_yaml: str) -> None:

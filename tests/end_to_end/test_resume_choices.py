@@ -191,3 +191,22 @@ def test_going_back_saves_anew_and_keeps_the_later_steps_beside(
         *aside,
         "superseded-checkpoint_step_20",
     ]
+
+
+def test_going_back_keeps_a_later_resume_from_the_mirrors_other_way(tmp_path: Path) -> None:
+    tiny_run(tmp_path)
+    settings = ("--config", "tiny.yaml", "checkpoint.interval=5")
+    assert train(tmp_path, *settings, "run.steps=15", ranks=1).codes == [0]
+    back = train(tmp_path, *settings, "--resume", "5", "run.steps=8", ranks=1)
+    assert back.codes == [0], back.everything
+    assert "checkpoint_step_15 in the mirror is marked SUPERSEDED" in back.out[0]
+    shutil.rmtree(tmp_path / "runs")
+    again = train(tmp_path, *settings, "run.steps=12", ranks=1)
+    assert again.codes == [0], again.everything
+    assert "resume   step 8 " in again.out[0]
+    mirror = tmp_path / "mirror" / "tiny" / "checkpoints"
+    assert not (mirror / "checkpoint_step_10" / "SUPERSEDED").exists()  # it was saved anew
+    assert (mirror / "checkpoint_step_15" / "SUPERSEDED").exists()
+    left_behind = train(tmp_path, *settings, "--resume", "15", "run.steps=20", ranks=1)
+    assert left_behind.codes == [1]
+    assert "superseded: training went on from an earlier step" in left_behind.err[0]
