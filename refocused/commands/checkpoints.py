@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser, dashed, end_quietly_on_a_closed_pipe
 from refocused.commands.places import add_credentials, place
+from refocused.commands.quantities import size_text
 from refocused.errors import BucketError, ConfigError, ExitCode, RefocusedError
 
 if TYPE_CHECKING:
@@ -180,8 +181,8 @@ def _print_table(catalog: Catalog, entries: Sequence[CatalogEntry], use: DiskUse
             print("   ".join(cells).rstrip())
     else:
         print(f"No checkpoints in {catalog.local}.")
-    left = f", {_size(use.leftovers)} in interrupted or running saves" if use.leftovers else ""
-    print(f"disk     {_size(use.steps)} in steps{left}, {_size(use.free)} free")
+    left = f", {size_text(use.leftovers)} in interrupted or running saves" if use.leftovers else ""
+    print(f"disk     {size_text(use.steps)} in steps{left}, {size_text(use.free)} free")
     if catalog.remote is not None:
         print(f"bucket   {catalog.remote.url}")
 
@@ -190,7 +191,7 @@ def _row(entry: CatalogEntry, *, now: float) -> tuple[str, ...]:
     return (
         f"{entry.step:,}",
         age(now - entry.created.timestamp()) if entry.created else "-",
-        _size(entry.size) if entry.size is not None else "-",
+        size_text(entry.size) if entry.size is not None else "-",
         entry.local.partition(":")[0],
         entry.bucket.partition(":")[0],
         f"{entry.loss:.4f}" if entry.loss is not None else "-",
@@ -209,11 +210,3 @@ def age(seconds: float) -> str:
     if days < 1:
         return f"{hours} h {minutes % 60} min ago"
     return f"{days} d {hours % 24} h ago"
-
-
-def _size(count: int) -> str:
-    """Bytes in the unit that leaves one to three digits before the point (1 kB is 1000)."""
-    for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
-        if count >= 10**power:
-            return f"{count / 10**power:.1f} {unit}"
-    return f"{count} B"

@@ -14,7 +14,7 @@ from refocused.commands.quantities import count, ratio, size_text
 from refocused.commands.reading_options import add_reading_options, data_settings
 from refocused.errors import ConfigError, ExitCode
 
-SMALL_VOCABULARY = 65_536
+USUAL_VOCABULARY = 65_536
 
 
 def add_convert_arguments(parser: Parser) -> None:
@@ -24,7 +24,7 @@ def add_convert_arguments(parser: Parser) -> None:
     add("--out", required=True, metavar="DIR_OR_URL", help="where the shards go; must be empty")
     add("--allow-pickle", action="store_true", help="read pickled arrays: they can run any code")
     add("--shard-tokens", type=count, metavar="N", help="pack the files (default: file by file)")
-    add("--vocabulary", type=count, default=SMALL_VOCABULARY, metavar="N", help="(65536: uint16)")
+    add("--vocabulary", type=count, default=USUAL_VOCABULARY, metavar="N", help="(65536: uint16)")
     add("--name", default="tokens", metavar="NAME", help="start of packed shards' names (tokens)")
     add(
         "--work-folder", type=Path, metavar="DIR", help="for what is unfinished, with a gs:// --out"

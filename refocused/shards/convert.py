@@ -20,18 +20,23 @@ from refocused.errors import ShardError
 from refocused.shards import pickled_arrays
 from refocused.shards.chunk_folders import check_chunks, named_tokenizer
 from refocused.shards.document_blocks import document_blocks
+from refocused.shards.element_types import element_type
 from refocused.shards.exclusive import exclusive_folder
 from refocused.shards.formats import ID_KEYS, TOKEN_SUFFIXES, read_layout
-from refocused.shards.manifest import MANIFEST_NAME, Manifest, read_manifest, write_manifest
+from refocused.shards.manifest import Manifest, write_manifest
 from refocused.shards.megatron import megatron_blocks
 from refocused.shards.npy_header import PickledArrayError
+from refocused.shards.packed_set import (
+    finished_manifest,
+    keep_whole_shards,
+    manifest_of,
+    remove_leftovers,
+)
 from refocused.shards.packing_journal import Journal
 from refocused.shards.packing_recipe import check_recipe
 from refocused.shards.selection import is_megatron, matches
 from refocused.shards.shard_packer import Cursor, ShardPacker, is_open_shard_whole
 from refocused.shards.token_blocks import Ids, token_blocks
-from refocused.shards.tokenize import keep_whole_shards, manifest_of
-from refocused.shards.tokenize_task import element_type
 
 STREAM = "convert"
 _NO_LIMIT = 1 << 62
@@ -89,8 +94,10 @@ def convert(
     if tokenizer == "unknown":
         tokenizer = named_tokenizer(source, listing, names) or "unknown"
     with exclusive_folder(work):
+        remove_leftovers(target, work)
         check_recipe(target, _recipe([listing[name] for name in names], data, request))
-        if target.info(MANIFEST_NAME) is None:
+        manifest = finished_manifest(target)
+        if manifest is None:
             with Journal(work / "journal.jsonl") as journal:
                 made = _Making(source, target, data, work, request, journal, listing, names)
                 made.run(progress)
@@ -98,7 +105,7 @@ def convert(
                 manifest = manifest_of(journal.rows(STREAM), dtype=dtype, tokenizer=tokenizer)
             write_manifest(target, manifest)
         shutil.rmtree(work)
-    return read_manifest(target)
+    return manifest
 
 
 @dataclasses.dataclass

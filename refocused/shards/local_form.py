@@ -9,12 +9,12 @@ import numpy as np
 
 from refocused.config.data import DataConfig
 from refocused.errors import ShardError
+from refocused.shards.element_types import SMALL_VOCABULARY
 from refocused.shards.formats import read_layout
 from refocused.shards.layout import TokenLayout
 from refocused.shards.manifest import Shard
 from refocused.shards.token_blocks import token_blocks
 
-SMALL_VOCABULARY = 1 << 16  # every id below it fits uint16
 HEADER_BYTES = 128  # of every .npy that numpy writes for one short shape
 
 

@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from refocused.bucket.bucket import BlobInfo, Bucket
+from refocused.bucket.bucket import Bucket
 from refocused.config.data import DataConfig
 from refocused.errors import ShardError
-from refocused.shards.chunk_folders import check_chunks, named_tokenizer
-from refocused.shards.formats import TEXT_SUFFIXES, TOKEN_SUFFIXES, read_layout, refusal
+from refocused.shards.chunk_folders import named_tokenizer
 from refocused.shards.id_statistics import IdCounter, IdStatistics
-from refocused.shards.layout import TokenLayout
-from refocused.shards.manifest import MANIFEST_NAME, build_manifest
 from refocused.shards.object_reader import ObjectReader
-from refocused.shards.packing_recipe import RECIPE_NAME
-from refocused.shards.selection import is_megatron, matches
-from refocused.shards.token_blocks import Ids, count_tokens, token_blocks
+from refocused.shards.report_headers import (
+    FileReport,
+    begin_id,
+    candidate_names,
+    prepared_facts,
+    read_headers,
+)
+from refocused.shards.token_blocks import Ids, token_blocks
 
 SAMPLED_FILES = 64
 MUCH_PADDING = 0.2
 _ROW_END = 1 << 40  # no id: it stands between the rows of padded files
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FileReport:
-    """What one file's headers say.
-
-    Attributes:
-        blob: The object.
-        layout: Where its ids are.
-        tokens: Real tokens.
-        rows: Rows that hold tokens; None: the file is a stream.
-    """
-
-    blob: BlobInfo
-    layout: TokenLayout
-    tokens: int
-    rows: int | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,11 +85,11 @@ def inspect_data(
         ShardError: There is no file that looks like tokens or text.
     """
     listing = {blob.name: blob for blob in bucket.list()}
-    names = _candidates(listing, data, url=bucket.url)
+    names = candidate_names(listing, data, url=bucket.url)
     problems: list[str] = []
-    files = _read_headers(bucket, [listing[name] for name in names], data, problems)
-    documents, tokenizer = _prepared_facts(bucket, listing, data, problems)
-    boundary = data.separator_id if data.separator_id is not None else _begin_id(bucket, listing)
+    files = read_headers(bucket, [listing[name] for name in names], data, problems)
+    documents, tokenizer = prepared_facts(bucket, listing, data, problems)
+    boundary = data.separator_id if data.separator_id is not None else begin_id(bucket, listing)
     counter = IdCounter()
     whole = _total(files) <= sample_tokens
     chosen = files if whole else _spread(files, SAMPLED_FILES)
@@ -125,77 +108,6 @@ def inspect_data(
     if tokenizer is None:
         tokenizer = named_tokenizer(bucket, listing, names)
     return _report(bucket.url, files, len(chosen), sample, documents, tokenizer, problems)
-
-
-def _candidates(listing: Mapping[str, BlobInfo], data: DataConfig, *, url: str) -> list[str]:
-    names = [
-        name
-        for name in sorted(listing)
-        if name.endswith((*TOKEN_SUFFIXES, ".idx", *TEXT_SUFFIXES))
-        and (not data.include or matches(name, data.include))
-        and not matches(name, data.exclude)
-    ]
-    if not names:
-        raise ShardError(
-            f"{url}: neither tokens nor text among {len(listing):,} objects. Looked for "
-            f"{', '.join('*' + suffix for suffix in (*TOKEN_SUFFIXES, *TEXT_SUFFIXES))}, at any "
-            "depth. Correct the address, or --include and --exclude."
-        )
-    return names[: data.max_files]
-
-
-def _read_headers(
-    bucket: Bucket, blobs: Sequence[BlobInfo], data: DataConfig, problems: list[str]
-) -> list[FileReport]:
-    names = {blob.name for blob in blobs}
-
-    def read(blob: BlobInfo) -> FileReport | str:
-        try:
-            if is_megatron(blob.name, names) or not blob.name.endswith(TOKEN_SUFFIXES):
-                raise ShardError(refusal(blob.name))
-            reader = ObjectReader(bucket, blob)
-            layout = read_layout(reader, name=blob.name, data=data)
-            count = count_tokens(reader, layout, name=blob.name)
-        except ShardError as error:
-            return str(error)
-        rows = count.rows
-        if rows is None and len(layout.ids.shape) == 2:
-            rows = layout.ids.shape[0]
-        return FileReport(blob, layout, count.tokens, rows)
-
-    with concurrent.futures.ThreadPoolExecutor(data.fetch_threads, "headers") as pool:
-        found = list(pool.map(read, blobs))
-    problems += [one for one in found if isinstance(one, str)]
-    return [one for one in found if isinstance(one, FileReport)]
-
-
-def _prepared_facts(
-    bucket: Bucket, listing: Mapping[str, BlobInfo], data: DataConfig, problems: list[str]
-) -> tuple[int | None, str | None]:
-    """Return the documents and the tokenizer that a manifest knows; compare it with the listing."""
-    try:
-        check_chunks(bucket, listing, data=data)
-        if MANIFEST_NAME not in listing or matches(MANIFEST_NAME, data.exclude):
-            return None, None
-        manifest = build_manifest(bucket, data, cache_file=None)
-    except ShardError as error:
-        problems.append(str(error))
-        return None, None
-    counts = [shard.documents for shard in manifest.shards]
-    known = [count for count in counts if count is not None]
-    return (sum(known) if len(known) == len(counts) else None), manifest.tokenizer
-
-
-def _begin_id(bucket: Bucket, listing: Mapping[str, BlobInfo]) -> int | None:
-    """Return the id that begins documents, where data prepared here say so."""
-    if RECIPE_NAME not in listing:
-        return None
-    try:
-        recipe = json.loads(bucket.read(RECIPE_NAME))
-    except ValueError:  # some other program's file
-        return None
-    found = recipe.get("end_of_text_id") if isinstance(recipe, dict) else None
-    return found if isinstance(found, int) else None
 
 
 def _total(files: Sequence[FileReport]) -> int:

@@ -18,18 +18,21 @@ import numpy as np
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.part_file import disk_errors
 from refocused.errors import ShardError
+from refocused.shards.element_types import element_type
 from refocused.shards.exclusive import exclusive_folder
 from refocused.shards.manifest import (
-    MANIFEST_NAME,
     Manifest,
-    Shard,
-    read_manifest,
     write_manifest,
+)
+from refocused.shards.packed_set import (
+    finished_manifest,
+    keep_whole_shards,
+    manifest_of,
+    remove_leftovers,
 )
 from refocused.shards.packing_journal import Journal
 from refocused.shards.packing_recipe import check_recipe
-from refocused.shards.shard_packer import ShardPacker, ShardRow, is_open_shard_whole
-from refocused.shards.stored import is_stored
+from refocused.shards.shard_packer import ShardPacker, is_open_shard_whole
 from refocused.shards.text_documents import BadText, Reading
 from refocused.shards.text_inputs import Task, TextFile, plan_tasks
 from refocused.shards.tokenize_task import (
@@ -37,7 +40,6 @@ from refocused.shards.tokenize_task import (
     Split,
     TaskResult,
     TaskSettings,
-    element_type,
     read_result,
     remove_result,
     run_task,
@@ -136,10 +138,11 @@ def tokenize(
     """
     tokenizer = open_tokenizer(request.tokenizer)
     with exclusive_folder(work):
-        _remove_leftovers(bucket, work)
+        remove_leftovers(bucket, work)
         check_recipe(bucket, _recipe(inputs, request, tokenizer))
-        if bucket.info(MANIFEST_NAME) is not None:
-            result = _finished(bucket)
+        finished = finished_manifest(bucket)
+        if finished is not None:
+            result = TokenizeResult(finished, len(finished.shards), 0)
         else:
             with Journal(work / "journal.jsonl") as journal:
                 made = _Making(
@@ -148,40 +151,6 @@ def tokenize(
                 result = made.run(workers)
         shutil.rmtree(work)
     return result
-
-
-def manifest_of(rows: Sequence[ShardRow], *, dtype: str, tokenizer: str) -> Manifest:
-    """Return the manifest of shards that were packed."""
-    shards = [
-        Shard(
-            name=row.name,
-            tokens=row.tokens,
-            dtype=dtype,
-            size=row.size,
-            crc32c=row.crc32c,
-            generation=None,
-            max_id=row.max_id,
-            documents=row.documents,
-        )
-        for row in rows
-    ]
-    return Manifest(tuple(sorted(shards, key=lambda shard: shard.name)), tokenizer)
-
-
-def keep_whole_shards(journal: Journal, stream: str, bucket: Bucket) -> int:
-    """Verify a stream's finished shards; forget the first bad one and what follows it.
-
-    Returns:
-        Shards that are kept.
-    """
-    rows = journal.rows(stream)
-    for number, row in enumerate(rows):
-        if not is_stored(bucket, row.name, size=row.size, crc32c=row.crc32c):
-            _log.warning("%s: it is missing or damaged, and made again", row.name)
-            bucket.delete(row.name)
-            journal.rewind(stream, shards=number)
-            return number
-    return len(rows)
 
 
 @dataclasses.dataclass
@@ -317,28 +286,6 @@ def _awaited(result: Future[TaskResult] | TaskResult) -> TaskResult:
             "A worker process ended by itself, most likely killed for its memory. Name fewer "
             "--workers, and run the same command again: it goes on from here."
         ) from None
-
-
-def _remove_leftovers(bucket: Bucket, work: Path) -> None:
-    """Remove what killed processes were writing: only the holder of the lock writes here."""
-    leftovers = list(work.glob("*.part"))
-    if Path(bucket.url) == work.parent:
-        leftovers += work.parent.glob(".*.part")
-    for path in leftovers:
-        path.unlink(missing_ok=True)
-
-
-def _finished(bucket: Bucket) -> TokenizeResult:
-    manifest = read_manifest(bucket)
-    for shard in manifest.shards:
-        if shard.crc32c is None or not is_stored(
-            bucket, shard.name, size=shard.size, crc32c=shard.crc32c
-        ):
-            raise ShardError(
-                f"{bucket.url}: it was finished, and now {shard.name} is missing or damaged. "
-                f"Remove {MANIFEST_NAME} there and run the same command again."
-            )
-    return TokenizeResult(manifest, len(manifest.shards), 0)
 
 
 def _recipe(

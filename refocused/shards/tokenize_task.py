@@ -19,13 +19,13 @@ import numpy as np
 
 from refocused.bucket.checksum import crc32c_of, extended_crc32c
 from refocused.errors import ShardError
+from refocused.shards.element_types import element_type
 from refocused.shards.text_documents import Piece, Reading, pieces
 from refocused.shards.text_inputs import Span
 from refocused.shards.tokenizers import Ids, Tokenizer, TokenizerChoice, open_tokenizer
 
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
-SMALL_VOCABULARY = 1 << 16  # every id below it fits uint16
 _HASHED_CHARACTERS = 4096
 _BUFFERED_IDS = 1 << 18
 
@@ -70,11 +70,6 @@ class TaskResult:
     def of(self, split: Split) -> SplitFile:
         """Return the file of a split."""
         return self.train if split == "train" else self.val
-
-
-def element_type(vocabulary: int) -> np.dtype[Any]:
-    """Return the element type of ids below `vocabulary`: little-endian uint16 or uint32."""
-    return np.dtype("<u2" if vocabulary <= SMALL_VOCABULARY else "<u4")
 
 
 def is_validation(text: str, *, ratio: float) -> bool:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -255,3 +256,12 @@ def test_recommend_prints_a_run_or_asks_for_tokens(
     assert run("recommend", "--tokens", 10**9, "--gpu", "GTX 1") == 2
     assert "Known are A100 40GB" in capsys.readouterr().err
     assert run("recommend", "--tokens", 10**9, "--preset", "gpt5") == 2
+
+
+def test_every_verb_that_a_message_names_is_there() -> None:
+    named = {
+        verb
+        for path in (REPOSITORY / "refocused").rglob("*.py")
+        for verb in re.findall(r"refocused prepare_data (\w+)", path.read_text())
+    }
+    assert {"tokenize", "convert", "sync", "manifest"} <= named <= set(VERBS)

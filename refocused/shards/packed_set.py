@@ -1,0 +1,84 @@
+"""A set of packed shards as a whole: what is kept of an earlier start, and its manifest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from refocused.bucket.bucket import Bucket
+from refocused.errors import ShardError
+from refocused.shards.manifest import MANIFEST_NAME, Manifest, Shard, read_manifest
+from refocused.shards.packing_journal import Journal
+from refocused.shards.shard_packer import ShardRow
+from refocused.shards.stored import is_stored
+
+_log = logging.getLogger(__name__)
+
+
+def manifest_of(rows: Sequence[ShardRow], *, dtype: str, tokenizer: str) -> Manifest:
+    """Return the manifest of shards that were packed."""
+    shards = [
+        Shard(
+            name=row.name,
+            tokens=row.tokens,
+            dtype=dtype,
+            size=row.size,
+            crc32c=row.crc32c,
+            generation=None,
+            max_id=row.max_id,
+            documents=row.documents,
+        )
+        for row in rows
+    ]
+    return Manifest(tuple(sorted(shards, key=lambda shard: shard.name)), tokenizer)
+
+
+def keep_whole_shards(journal: Journal, stream: str, bucket: Bucket) -> int:
+    """Verify a stream's finished shards; forget the first bad one and what follows it.
+
+    Returns:
+        Shards that are kept.
+    """
+    rows = journal.rows(stream)
+    for number, row in enumerate(rows):
+        if not is_stored(bucket, row.name, size=row.size, crc32c=row.crc32c):
+            _log.warning("%s: it is missing or damaged, and made again", row.name)
+            bucket.delete(row.name)
+            journal.rewind(stream, shards=number)
+            return number
+    return len(rows)
+
+
+def remove_leftovers(bucket: Bucket, work: Path) -> None:
+    """Remove what killed processes were writing: only the holder of the lock writes there.
+
+    Args:
+        bucket: Where shards go.
+        work: The work folder, whose lock is held.
+    """
+    leftovers = list(work.glob("*.part"))
+    if Path(bucket.url) == work.parent:
+        leftovers += work.parent.rglob(".*.part")
+    for path in leftovers:
+        path.unlink(missing_ok=True)
+
+
+def finished_manifest(bucket: Bucket) -> Manifest | None:
+    """Return the manifest of a finished set whose shards are all right; None: it is not finished.
+
+    Raises:
+        ShardError: A shard is missing or damaged.
+    """
+    if bucket.info(MANIFEST_NAME) is None:
+        return None
+    manifest = read_manifest(bucket)
+    for shard in manifest.shards:
+        if shard.crc32c is None or not is_stored(
+            bucket, shard.name, size=shard.size, crc32c=shard.crc32c
+        ):
+            raise ShardError(
+                f"{bucket.url}: it was finished, and now {shard.name} is missing or damaged. "
+                f"Remove {MANIFEST_NAME} there and run the same command again."
+            )
+    return manifest

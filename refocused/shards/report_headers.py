@@ -1,0 +1,114 @@
+"""What the headers, the manifest and the recipe of a data set say, file by file."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+
+from refocused.bucket.bucket import BlobInfo, Bucket
+from refocused.config.data import DataConfig
+from refocused.errors import ShardError
+from refocused.shards.chunk_folders import check_chunks
+from refocused.shards.formats import TEXT_SUFFIXES, TOKEN_SUFFIXES, read_layout, refusal
+from refocused.shards.layout import TokenLayout
+from refocused.shards.manifest import MANIFEST_NAME, build_manifest
+from refocused.shards.object_reader import ObjectReader
+from refocused.shards.packing_recipe import RECIPE_NAME
+from refocused.shards.selection import is_megatron, matches
+from refocused.shards.token_blocks import count_tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FileReport:
+    """What one file's headers say.
+
+    Attributes:
+        blob: The object.
+        layout: Where its ids are.
+        tokens: Real tokens.
+        rows: Rows that hold tokens; None: the file is a stream.
+    """
+
+    blob: BlobInfo
+    layout: TokenLayout
+    tokens: int
+    rows: int | None
+
+
+def candidate_names(listing: Mapping[str, BlobInfo], data: DataConfig, *, url: str) -> list[str]:
+    """Return the objects that look like tokens or text, in name order.
+
+    Raises:
+        ShardError: There are none.
+    """
+    names = [
+        name
+        for name in sorted(listing)
+        if name.endswith((*TOKEN_SUFFIXES, ".idx", *TEXT_SUFFIXES))
+        and (not data.include or matches(name, data.include))
+        and not matches(name, data.exclude)
+    ]
+    if not names:
+        raise ShardError(
+            f"{url}: neither tokens nor text among {len(listing):,} objects. Looked for "
+            f"{', '.join('*' + suffix for suffix in (*TOKEN_SUFFIXES, *TEXT_SUFFIXES))}, at any "
+            "depth. Correct the address, or --include and --exclude."
+        )
+    return names[: data.max_files]
+
+
+def read_headers(
+    bucket: Bucket, blobs: Sequence[BlobInfo], data: DataConfig, problems: list[str]
+) -> list[FileReport]:
+    """Read the headers of objects, many at once; add what is wrong with others to `problems`."""
+    names = {blob.name for blob in blobs}
+
+    def read(blob: BlobInfo) -> FileReport | str:
+        try:
+            if is_megatron(blob.name, names) or not blob.name.endswith(TOKEN_SUFFIXES):
+                raise ShardError(refusal(blob.name))
+            reader = ObjectReader(bucket, blob)
+            layout = read_layout(reader, name=blob.name, data=data)
+            count = count_tokens(reader, layout, name=blob.name)
+        except ShardError as error:
+            return str(error)
+        rows = count.rows
+        if rows is None and len(layout.ids.shape) == 2:
+            rows = layout.ids.shape[0]
+        return FileReport(blob, layout, count.tokens, rows)
+
+    with concurrent.futures.ThreadPoolExecutor(data.fetch_threads, "headers") as pool:
+        found = list(pool.map(read, blobs))
+    problems += [one for one in found if isinstance(one, str)]
+    return [one for one in found if isinstance(one, FileReport)]
+
+
+def prepared_facts(
+    bucket: Bucket, listing: Mapping[str, BlobInfo], data: DataConfig, problems: list[str]
+) -> tuple[int | None, str | None]:
+    """Return the documents and the tokenizer that a manifest knows; compare it with the listing."""
+    try:
+        check_chunks(bucket, listing, data=data)
+        if MANIFEST_NAME not in listing or matches(MANIFEST_NAME, data.exclude):
+            return None, None
+        manifest = build_manifest(bucket, data, cache_file=None)
+    except ShardError as error:
+        problems.append(str(error))
+        return None, None
+    counts = [shard.documents for shard in manifest.shards]
+    known = [count for count in counts if count is not None]
+    return (sum(known) if len(known) == len(counts) else None), manifest.tokenizer
+
+
+def begin_id(bucket: Bucket, listing: Mapping[str, BlobInfo]) -> int | None:
+    """Return the id that begins documents, where data prepared here say so."""
+    if RECIPE_NAME not in listing:
+        return None
+    try:
+        recipe = json.loads(bucket.read(RECIPE_NAME))
+    except ValueError:  # some other program's file
+        return None
+    found = recipe.get("end_of_text_id") if isinstance(recipe, dict) else None
+    return found if isinstance(found, int) else None
