@@ -13,6 +13,7 @@ from torch import Tensor
 
 from refocused.engine import randomness
 from refocused.engine.checkpoint_files import HashingCheckpointEngine, WrittenFile
+from refocused.errors import TrainingError
 
 TAG = "zero"
 
@@ -55,11 +56,26 @@ class Engine:
         return loss.detach()  # type: ignore[no-any-return]
 
     def update(self, learning_rate: float) -> None:
-        """Apply the accumulated gradient: one optimizer step."""
+        """Apply the accumulated gradient: one optimizer step.
+
+        Raises:
+            TrainingError: On every rank: fp16 overflows at the smallest loss scale.
+        """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         self._norm_scale = self._missing_scale()
-        self._engine.step()
+        try:
+            self._engine.step()
+        except Exception as error:  # all that DeepSpeed raises here is a bare Exception
+            if "loss scale already at minimum" not in str(error):
+                raise
+            stopping = TrainingError(
+                "Gradients overflow in fp16 even at the smallest loss scale: the weights have "
+                "diverged, or need more range. Resume from the last checkpoint with a lower "
+                "optimizer.lr, or train with precision.dtype=bf16."
+            )
+            stopping.on_every_rank = True  # the ranks agree on an overflow before they raise
+            raise stopping from error
 
     def gradient_norm(self) -> float | None:
         """Return the norm of the last step's whole gradient before clipping, where known."""
