@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
-import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from refocused.errors import ConfigError, ExitCode
@@ -32,9 +32,20 @@ class Parser(argparse.ArgumentParser):
         self.exit(ExitCode.WRONG_USE, f"{self.prog}: {message}. See {self.prog} --help.\n")
 
 
-def end_quietly_on_a_closed_pipe() -> None:
-    """Let `| head` end a command that prints; never for training, which must outlive its screen."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+@contextlib.contextmanager
+def quiet_on_a_closed_pipe() -> Iterator[None]:
+    """Let `| head` end a command that prints; never for training, which must outlive its screen.
+
+    SIGPIPE stays ignored: its own way would end the process without a word when the connection to
+    a bucket, or the pipe to a process of a pool, breaks.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is left in the buffer is written once more when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(ExitCode.FAILED)
 
 
 def dashed(argument: str) -> str:

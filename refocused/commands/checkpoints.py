@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from refocused.commands.arguments import Parser, dashed, end_quietly_on_a_closed_pipe
+from refocused.commands.arguments import Parser, dashed, quiet_on_a_closed_pipe
 from refocused.commands.places import add_credentials, place
 from refocused.commands.quantities import size_text
 from refocused.errors import BucketError, ConfigError, ExitCode, RefocusedError
@@ -26,10 +26,10 @@ _HEADINGS = ("STEP", "SAVED", "SIZE", "LOCAL", "BUCKET", "LOSS", "NOTE")
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line after the program's name; return the exit status."""
-    end_quietly_on_a_closed_pipe()
     arguments = _parser().parse_args([dashed(one) for one in argv])
     try:
-        return int(_list(arguments))
+        with quiet_on_a_closed_pipe():
+            return int(_list(arguments))
     except RefocusedError as error:
         print(error, file=sys.stderr)
         return int(error.exit_code)

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from refocused.commands.arguments import Parser, end_quietly_on_a_closed_pipe
+from refocused.commands.arguments import Parser, quiet_on_a_closed_pipe
 from refocused.errors import ExitCode, RefocusedError
 
 # Each verb, the module that holds it, and one line about it.
@@ -26,25 +26,26 @@ VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb that the first argument names; return the exit code."""
-    end_quietly_on_a_closed_pipe()
     given = list(sys.argv[1:] if argv is None else argv)
-    if not given or given[0] in ("-h", "--help"):
-        print(_help())
-        return ExitCode.OK if given else ExitCode.WRONG_USE
-    if given[0] not in VERBS:
-        print(
-            f"prepare_data: {given[0]!r} is no verb. There are: {', '.join(VERBS)}.",
-            file=sys.stderr,
-        )
-        return ExitCode.WRONG_USE
-    module, what = VERBS[given[0]]
+    with quiet_on_a_closed_pipe():
+        if not given or given[0] in ("-h", "--help"):
+            print(_help())
+            return ExitCode.OK if given else ExitCode.WRONG_USE
+        if given[0] in VERBS:
+            return _run(given[0], given[1:])
+    print(f"prepare_data: {given[0]!r} is no verb. There are: {', '.join(VERBS)}.", file=sys.stderr)
+    return ExitCode.WRONG_USE
+
+
+def _run(name: str, given: Sequence[str]) -> int:
+    module, what = VERBS[name]
     verb = importlib.import_module(f"refocused.commands.{module}")
-    parser = Parser(prog=f"prepare_data {given[0]}", description=what)
-    getattr(verb, f"add_{given[0]}_arguments")(parser)
-    arguments = parser.read(given[1:])
+    parser = Parser(prog=f"prepare_data {name}", description=what)
+    getattr(verb, f"add_{name}_arguments")(parser)
+    arguments = parser.read(given)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     try:
-        code: int = getattr(verb, f"run_{given[0]}")(arguments)
+        code: int = getattr(verb, f"run_{name}")(arguments)
     except RefocusedError as error:
         print(error, file=sys.stderr)
         return error.exit_code

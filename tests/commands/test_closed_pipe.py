@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from refocused.commands import checkpoints, prepare_data
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_a_reader_that_leaves_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "one" / "checkpoints").mkdir(parents=True)
+    for command in (["prepare_data.py", "--help"], ["checkpoints.py", "list"]):
+        reading, writing = os.pipe()
+        os.close(reading)
+        done = subprocess.run(
+            [sys.executable, REPOSITORY / "launch" / command[0], *command[1:]],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            timeout=60,
+        )
+        os.close(writing)
+        assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_broken_connections_stay_errors_and_do_not_end_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepare_data.main(["--help"])
+    checkpoints.main(["list"])
+    assert signal.getsignal(signal.SIGPIPE) == signal.SIG_IGN
