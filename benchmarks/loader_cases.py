@@ -1,0 +1,285 @@
+"""Our loader and its rivals behind one face: from a saved state to batches of 8 x 2048."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from token_samples import (
+    ROWS,
+    SEQUENCE_LENGTH,
+    SHARD_TOKENS,
+    SHARDS,
+    VOCABULARY,
+    litdata_folder,
+    mosaic_folder,
+    npy_folder,
+    npz_folder,
+    one_file,
+    without_pictures,
+)
+from torch.utils.data import DataLoader, Dataset
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+LENGTH = SEQUENCE_LENGTH + 1
+WINDOWS_OF_SHARD = (SHARD_TOKENS - 1) // SEQUENCE_LENGTH
+WINDOWS = SHARDS * WINDOWS_OF_SHARD
+STEPS_OF_EPOCH = WINDOWS // ROWS
+
+
+class LoaderCase(Protocol):
+    """One way to read. `prepare` imports and makes the files; only what follows is timed."""
+
+    def prepare(self, work: Path) -> None:
+        """Import what it needs and make its files."""
+        ...
+
+    def state_at(self, step: int) -> Any:
+        """Return what it would save after that many steps; None when it cannot resume."""
+        ...
+
+    def open(self, state: Any) -> Iterator[Pair]:
+        """Construct everything, and yield inputs and labels, int64 `[8, 2048]`, from there on."""
+        ...
+
+
+class Ours:
+    """`.npy` shards that are local already, through `build_data` as training does it."""
+
+    def prepare(self, work: Path) -> None:
+        """Make the files, and fetch them once, so that the index is present."""
+        from refocused.training import data  # noqa: F401 - its import is not construction
+
+        self._source, self._cache = npy_folder(work), work / "cache"
+        if not self._cache.exists():
+            for _ in itertools.islice(self.open(0), STEPS_OF_EPOCH):
+                pass
+
+    def state_at(self, step: int) -> int:
+        """Return the step: the position follows from it."""
+        return step
+
+    def open(self, state: int) -> Iterator[Pair]:
+        """Build the data part of a run and read from a position."""
+        from refocused.batches.position import Position
+        from refocused.config.batch_plan import BatchPlan
+        from refocused.config.data import DataConfig
+        from refocused.training.data import build_data
+        from refocused.world import World
+
+        parts = build_data(
+            DataConfig(source=str(self._source), cache=str(self._cache)),
+            plan=BatchPlan(ROWS, 1, 1, SEQUENCE_LENGTH),
+            world=World(),
+            vocabulary=VOCABULARY,
+            seed=1,
+            evaluation_windows=0,
+            credentials_file=None,
+            project=None,
+        )
+        stream = parts.loader.batches_from(Position(0, state * ROWS))
+        try:
+            while True:
+                (batch,) = stream.next_step()
+                yield batch.input_ids, batch.labels
+        finally:
+            stream.close()
+            parts.cache.close()
+
+
+class OursFirstPass(Ours):
+    """Compressed `.npz` shards that are copied, checked and converted while they are read."""
+
+    def prepare(self, work: Path) -> None:
+        """Make the files and forget what an earlier pass left."""
+        from refocused.training import data  # noqa: F401
+
+        self._source, self._cache = npz_folder(work), work / "cache_of_npz"
+        shutil.rmtree(self._cache, ignore_errors=True)
+
+    def state_at(self, step: int) -> None:
+        """A first pass starts at the start."""
+        return
+
+
+class NanoGpt:
+    """karpathy/nanoGPT, train.py, get_batch: a new memory map and random windows each time."""
+
+    def prepare(self, work: Path) -> None:
+        """Make the one file."""
+        self._path = one_file(work)
+
+    def state_at(self, step: int) -> None:
+        """It keeps no position."""
+        return
+
+    def open(self, state: None) -> Iterator[Pair]:
+        """Yield random windows for ever."""
+        while True:
+            data = np.memmap(self._path, dtype=np.uint16, mode="r")
+            ix = torch.randint(len(data) - SEQUENCE_LENGTH, (ROWS,)).tolist()
+            x = torch.stack(
+                [torch.from_numpy(data[i : i + LENGTH - 1].astype(np.int64)) for i in ix]
+            )
+            y = torch.stack(
+                [torch.from_numpy(data[i + 1 : i + LENGTH].astype(np.int64)) for i in ix]
+            )
+            yield x, y
+
+
+class WindowsOfNpy(Dataset[Pair]):
+    """The usual map-style data set over memory-mapped `.npy` files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._shards = [np.load(path, mmap_mode="r") for path in sorted(folder.glob("*.npy"))]
+
+    def __len__(self) -> int:
+        return WINDOWS
+
+    def __getitem__(self, index: int) -> Pair:
+        shard, window = divmod(index, WINDOWS_OF_SHARD)
+        first = window * SEQUENCE_LENGTH
+        tokens = torch.from_numpy(self._shards[shard][first : first + LENGTH].astype(np.int64))
+        return tokens[:-1], tokens[1:]
+
+
+class TorchLoader:
+    """torch's DataLoader; to resume it reads and throws away, which is what scripts do."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+
+    def prepare(self, work: Path) -> None:
+        """Make the `.npy` files."""
+        self._folder = npy_folder(work)
+
+    def state_at(self, step: int) -> int:
+        """Return the step."""
+        return step
+
+    def open(self, state: int) -> Iterator[Pair]:
+        """Skip `state` batches, then yield."""
+        return itertools.islice(itertools.cycle(self._loader()), state, None)
+
+    def _loader(self) -> Any:
+        return DataLoader(
+            WindowsOfNpy(self._folder),
+            batch_size=ROWS,
+            shuffle=True,
+            num_workers=self._workers,
+            drop_last=True,
+            generator=torch.Generator().manual_seed(1),
+        )
+
+
+class StatefulLoader(TorchLoader):
+    """torchdata's StatefulDataLoader, resumed by its own state."""
+
+    def prepare(self, work: Path) -> None:
+        """Import torchdata."""
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        self._kind = StatefulDataLoader
+        super().prepare(work)
+
+    def state_at(self, step: int) -> Any:
+        """Read so far, and save."""
+        if not step:
+            return None
+        loader = self._loader()
+        for _ in itertools.islice(loader, step):
+            pass
+        return loader.state_dict()
+
+    def open(self, state: Any) -> Iterator[Pair]:
+        """Load the state and read epoch after epoch."""
+        loader = self._loader()
+        if state is not None:
+            loader.load_state_dict(state)
+        return _for_ever(loader)
+
+    def _loader(self) -> Any:
+        return self._kind(
+            WindowsOfNpy(self._folder),
+            batch_size=ROWS,
+            shuffle=True,
+            num_workers=self._workers,
+            drop_last=True,
+            generator=torch.Generator().manual_seed(1),
+        )
+
+
+class LitData(StatefulLoader):
+    """litdata's StreamingDataset of local chunks with its TokensLoader."""
+
+    def prepare(self, work: Path) -> None:
+        """Import litdata and make its chunks."""
+        import litdata
+
+        self._lit = litdata
+        self._folder = litdata_folder(work)
+
+    def open(self, state: Any) -> Iterator[Pair]:
+        """Widen its uint16 blocks."""
+        for block in super().open(state):
+            wide = block.to(torch.int64)
+            yield wide[:, :-1], wide[:, 1:]
+
+    def _loader(self) -> Any:
+        data = self._lit.StreamingDataset(
+            str(self._folder),
+            item_loader=self._lit.TokensLoader(block_size=LENGTH),
+            shuffle=True,
+            drop_last=True,
+        )
+        return self._lit.StreamingDataLoader(
+            data, batch_size=ROWS, num_workers=self._workers, drop_last=True
+        )
+
+
+class Mosaic(LitData):
+    """mosaicml-streaming's MDS, local."""
+
+    def prepare(self, work: Path) -> None:
+        """Import streaming and make its shards."""
+        without_pictures()
+        import streaming
+
+        self._lit = streaming
+        self._folder = mosaic_folder(work)
+        streaming.base.util.clean_stale_shared_memory()
+
+    def open(self, state: Any) -> Iterator[Pair]:
+        """Widen its uint16 rows."""
+        loader = self._loader()
+        if state is not None:
+            loader.load_state_dict(state)
+        for rows in _for_ever(loader):
+            wide = rows["tokens"].to(torch.int64)
+            yield wide[:, :-1], wide[:, 1:]
+
+    def _loader(self) -> Any:
+        data = self._lit.StreamingDataset(local=str(self._folder), shuffle=True, batch_size=ROWS)
+        return self._lit.StreamingDataLoader(data, batch_size=ROWS, num_workers=self._workers)
+
+
+CASES: dict[str, LoaderCase] = {
+    "ours, .npy": Ours(),
+    "ours, first pass of .npz": OursFirstPass(),
+    "nanoGPT memmap": NanoGpt(),
+    "torch DataLoader": TorchLoader(0),
+    "torch DataLoader, 2 workers": TorchLoader(2),
+    "torchdata StatefulDataLoader": StatefulLoader(0),
+    "litdata": LitData(0),
+    "mosaicml-streaming": Mosaic(0),
+}
+
+
+def _for_ever(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader

@@ -1,0 +1,233 @@
+"""What every benchmark needs: cases in processes of their own, their cost, tables and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MIB = 1 << 20
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+
+Record = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row of a table, measured by a process of its own.
+
+    Attributes:
+        name: As the table shows it.
+        command: Arguments of the interpreter; the last line it prints is a JSON object.
+        python: The interpreter: ours, or that of an environment of its own.
+    """
+
+    name: str
+    command: Sequence[str]
+    python: str = sys.executable
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One column of a table: a key of the records, its heading, and how a number is written."""
+
+    key: str
+    heading: str
+    form: str = "{:,.1f}"
+
+
+def measure(cases: Sequence[Case], *, repeats: int, timeout_s: float) -> dict[str, list[Record]]:
+    """Run every case `repeats` times, in turns, so that a slow minute of the machine meets all.
+
+    A case that fails is told with its last lines and left out from then on.
+    """
+    found: dict[str, list[Record]] = {case.name: [] for case in cases}
+    failed: set[str] = set()
+    for repeat in range(repeats):
+        for case in cases:
+            if case.name in failed:
+                continue
+            say(f"{repeat + 1}/{repeats}  {case.name}")
+            record = _run(case, repeat=repeat, timeout_s=timeout_s)
+            if record is None:
+                failed.add(case.name)
+            else:
+                found[case.name].append(record)
+    return {name: records for name, records in found.items() if records}
+
+
+def medians(records: Sequence[Record]) -> Record:
+    """Return the median of each number, over the records that have it."""
+    keys = dict.fromkeys(key for record in records for key in record)
+    found: Record = {}
+    for key in keys:
+        values = [record[key] for record in records if record.get(key) is not None]
+        found[key] = statistics.median(values) if values else None
+    return found
+
+
+def table(rows: Mapping[str, Record], columns: Sequence[Column], *, title: str) -> str:
+    """Write rows as an aligned text table; what a row does not have is a dash."""
+    lines = [["", *(column.heading for column in columns)]]
+    lines += [
+        [name, *(_written(row.get(c.key), c.form) for c in columns)] for name, row in rows.items()
+    ]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(columns) + 1)]
+    text = [
+        "  ".join(
+            [
+                line[0].ljust(widths[0]),
+                *(v.rjust(w) for v, w in zip(line[1:], widths[1:], strict=True)),
+            ]
+        )
+        for line in lines
+    ]
+    return "\n".join(["", title, "-" * len(title), *text])
+
+
+def write_report(path: Path, *, settings: Record, results: Record) -> None:
+    """Write all that was measured, with the machine it was measured on."""
+    report = {"machine": machine(), "settings": settings, "results": results}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    say(f"Written to {path}")
+
+
+def machine() -> Record:
+    """Say where this runs."""
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in _lines("/proc/cpuinfo")
+            if "model name" in line
+        ),
+        platform.processor(),
+    )
+    return {
+        "processor": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+    }
+
+
+def say(text: str) -> None:
+    """Print progress beside the tables."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def private_mib() -> float:
+    """Return the private memory of this process and its descendants, in MiB.
+
+    Pages that no other process has: those of the heap, and those of a file that only this process
+    maps (`Private_Clean` and `Private_Dirty` of smaps_rollup, together the unique set size).
+    """
+    kib = 0
+    for pid in family():
+        lines = _lines(f"/proc/{pid}/smaps_rollup")
+        kib += sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+    return kib / 1024
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and its living descendants, in seconds."""
+    own = time.process_time()
+    for pid in family()[1:]:
+        for line in _lines(f"/proc/{pid}/stat"):
+            fields = line.rpartition(")")[2].split()
+            own += (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
+    return own
+
+
+def family() -> list[int]:
+    """Return this process and its descendants."""
+    found = [os.getpid()]
+    for pid in found:
+        for thread in _children_files(pid):
+            found += [int(child) for line in _lines(thread) for child in line.split()]
+    return found
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Return how long a call takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def environment(folder: Path, packages: Sequence[str], *, resolve: bool) -> str | None:
+    """Make an environment that sees this one's packages and has others beside; return its Python.
+
+    Args:
+        folder: Where it goes, or lies already.
+        packages: What `pip install` gets.
+        resolve: Install what they need too; otherwise they take what this environment has.
+
+    Returns:
+        None, with a printed reason, when they cannot be had.
+    """
+    python = folder / "bin" / "python"
+    ready = folder / "ready"
+    if ready.exists():
+        return str(python)
+    say(f"Installing {' '.join(packages)} into {folder}")
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    own = next(path for path in sys.path if path.endswith("site-packages"))
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "project.pth").write_text(f"{own}\n{ROOT}\n")
+    flags = [] if resolve else ["--no-deps"]
+    command = [str(python), "-m", "pip", "install", "--quiet", *flags, *packages]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        say(f"skipped: {' '.join(packages)} cannot be installed: {done.stderr.strip()[-300:]}")
+        return None
+    ready.touch()
+    return str(python)
+
+
+def _run(case: Case, *, repeat: int, timeout_s: float) -> Record | None:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+    variables["BENCHMARK_REPEAT"] = str(repeat)
+    try:
+        done = subprocess.run(
+            [case.python, *case.command],
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=True,
+        )
+        record: Record = json.loads(done.stdout.strip().splitlines()[-1])
+    except (subprocess.SubprocessError, ValueError, IndexError) as error:
+        told = getattr(error, "stderr", None) or str(error)
+        told = told.decode(errors="replace") if isinstance(told, bytes) else told
+        lines = told.strip().splitlines()[-4:]
+        say(f"skipped: {case.name}: " + " | ".join(lines))
+        return None
+    return record
+
+
+def _written(value: Any, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _lines(path: str | Path) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):  # the process has ended since it was listed
+        return []
+
+
+def _children_files(pid: int) -> list[Path]:
+    return list(Path(f"/proc/{pid}/task").glob("*/children"))

@@ -1,0 +1,122 @@
+"""The same tokens in every form that a rival reads: made once, kept in the working folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+SHARDS = 16
+SHARD_TOKENS = 6_250_000  # 12.5 MB of uint16
+VOCABULARY = 50_257
+SEQUENCE_LENGTH = 2048
+ROWS = 8
+
+
+def shard_tokens(number: int) -> npt.NDArray[np.uint16]:
+    """Return the ids of a shard: drawn as words are, the n-th most frequent about 1/n as often."""
+    draw = np.random.default_rng(number)
+    ranks = np.exp(draw.random(SHARD_TOKENS, dtype=np.float32) * np.log(VOCABULARY))
+    ids = np.minimum(ranks.astype(np.int64) - 1, VOCABULARY - 1)
+    return (ids * 25_013 % VOCABULARY).astype(np.uint16)
+
+
+def npy_folder(work: Path) -> Path:
+    """Return the folder of 16 `.npy` shards."""
+    return _once(work / "npy", _write_npy)
+
+
+def npz_folder(work: Path) -> Path:
+    """Return the folder of 16 compressed `.npz` shards."""
+    return _once(work / "npz", _write_npz)
+
+
+def one_file(work: Path) -> Path:
+    """Return the headerless file of all tokens that nanoGPT reads."""
+    return _once(work / "bin", _write_bin) / "train.bin"
+
+
+def litdata_folder(work: Path) -> Path:
+    """Return the folder of litdata's chunks; needs litdata."""
+    return _once(work / "litdata", _write_litdata)
+
+
+def mosaic_folder(work: Path) -> Path:
+    """Return the folder of MDS shards, a sample of 2,049 tokens each; needs mosaicml-streaming."""
+    return _once(work / "mds", _write_mosaic)
+
+
+def litdata_shard(number: int):
+    """Yield a shard as litdata wants it."""
+    import torch
+
+    yield torch.from_numpy(shard_tokens(number))
+
+
+def without_pictures() -> None:
+    """Let mosaicml-streaming be imported without torchvision, which only its pictures need."""
+    import sys
+    import types
+
+    for name in ("torchvision", "torchvision.datasets", "torchvision.transforms"):
+        sys.modules[name] = types.ModuleType(name)
+    functional = types.ModuleType("torchvision.transforms.functional")
+    functional.to_tensor = None  # type: ignore[attr-defined]
+    sys.modules["torchvision.transforms.functional"] = functional
+    sys.modules["torchvision.datasets"].VisionDataset = object  # type: ignore[attr-defined]
+
+
+def _once(folder: Path, write: Callable[[Path], None]) -> Path:
+    """Make a folder unless it is whole: it gets its name when everything is in it."""
+    if not folder.exists():
+        part = folder.with_name(folder.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        write(part)
+        part.rename(folder)
+    return folder
+
+
+def _write_npy(folder: Path) -> None:
+    for number in range(SHARDS):
+        np.save(folder / f"shard_{number:02d}.npy", shard_tokens(number))
+
+
+def _write_npz(folder: Path) -> None:
+    for number in range(SHARDS):
+        np.savez_compressed(folder / f"shard_{number:02d}.npz", tokens=shard_tokens(number))
+
+
+def _write_bin(folder: Path) -> None:
+    with (folder / "train.bin").open("wb") as file:
+        for number in range(SHARDS):
+            file.write(shard_tokens(number).tobytes())
+
+
+def _write_litdata(folder: Path) -> None:
+    from litdata import TokensLoader, optimize
+
+    optimize(
+        litdata_shard,
+        list(range(SHARDS)),
+        str(folder),
+        chunk_bytes=2 * SHARD_TOKENS,
+        item_loader=TokensLoader(block_size=SEQUENCE_LENGTH + 1),
+        num_workers=1,
+    )
+
+
+def _write_mosaic(folder: Path) -> None:
+    without_pictures()
+    from streaming import MDSWriter
+
+    length = SEQUENCE_LENGTH + 1
+    columns = {"tokens": f"ndarray:uint16:{length}"}
+    with MDSWriter(out=str(folder), columns=columns, size_limit=2 * SHARD_TOKENS) as writer:
+        for number in range(SHARDS):
+            tokens = shard_tokens(number)
+            for first in range(0, SHARD_TOKENS - length, SEQUENCE_LENGTH):
+                writer.write({"tokens": tokens[first : first + length]})
