@@ -34,7 +34,7 @@ def run_sync(arguments: argparse.Namespace) -> int:
     """Fetch what the folder lacks."""
     from refocused.shards.folder_sync import Selection, sync_folder
 
-    line, started = _Line("sync"), time.monotonic()
+    line, started = ProgressLine("sync"), time.monotonic()
     selection = Selection(tuple(arguments.include), tuple(arguments.exclude), arguments.max_files)
     try:
         result = sync_folder(
@@ -62,7 +62,7 @@ def run_upload(arguments: argparse.Namespace) -> int:
     """Store what the bucket lacks."""
     from refocused.shards.folder_upload import upload_folder
 
-    line, started = _Line("upload"), time.monotonic()
+    line, started = ProgressLine("upload"), time.monotonic()
     try:
         result = upload_folder(
             arguments.folder,
@@ -74,23 +74,6 @@ def run_upload(arguments: argparse.Namespace) -> int:
         line.end()
     _print(result, time.monotonic() - started, arguments, where=arguments.target)
     return ExitCode.OK
-
-
-class _Line:
-    """A progress line whose rate leaves out what was there before."""
-
-    def __init__(self, what: str) -> None:
-        self._line = ProgressLine(what)
-        self._kept: int | None = None
-
-    def show(self, done_bytes: int, total_bytes: int, note: str) -> None:
-        if self._kept is None:
-            self._kept = done_bytes
-            self._line.keep(done_bytes)
-        self._line.show(done_bytes, total_bytes, note)
-
-    def end(self) -> None:
-        self._line.end()
 
 
 def _add_common(parser: Parser) -> None:

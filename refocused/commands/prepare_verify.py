@@ -130,6 +130,7 @@ def _with_checksums(bucket: Bucket, manifest: Manifest) -> Manifest:
     line = ProgressLine("manifest")
     total = sum(shard.size for shard in manifest.shards)
     shards, done = [], 0
+    line.show(done, total)
     for shard in manifest.shards:
         shards.append(dataclasses.replace(shard, crc32c=stored_crc32c(bucket, shard.blob)))
         done += shard.size

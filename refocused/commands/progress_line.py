@@ -16,6 +16,8 @@ LOG_SECONDS = 10.0
 class ProgressLine:
     """Shows progress in bytes: one line that moves on a terminal, a line now and then elsewhere.
 
+    The first call says where it starts from: what was done by then does not count for the rate.
+
     Args:
         what: First word of the line.
         stream: Where it goes; standard error when None.
@@ -34,16 +36,14 @@ class ProgressLine:
         self._clock = clock
         self._terminal = self._stream.isatty()
         self._started = clock()
-        self._kept_bytes = 0
+        self._kept_bytes: int | None = None
         self._shown = self._started - (0.0 if not self._terminal else TERMINAL_SECONDS)
         self._width = 0
 
-    def keep(self, done_bytes: int) -> None:
-        """Say what was done before: it counts as done, and not for the rate."""
-        self._kept_bytes = done_bytes
-
     def show(self, done_bytes: int, total_bytes: int, note: str = "") -> None:
         """Show how far it is, unless that was shown a moment ago."""
+        if self._kept_bytes is None:
+            self._kept_bytes = done_bytes
         now = self._clock()
         if now - self._shown < (TERMINAL_SECONDS if self._terminal else LOG_SECONDS):
             return
@@ -59,7 +59,7 @@ class ProgressLine:
     def text(self, done_bytes: int, total_bytes: int, note: str = "") -> str:
         """Return the line; the rate is that of this start, over all its time."""
         seconds = self._clock() - self._started
-        rate = (done_bytes - self._kept_bytes) / seconds if seconds > 0 else 0.0
+        rate = (done_bytes - (self._kept_bytes or 0)) / seconds if seconds > 0 else 0.0
         left = duration_text((total_bytes - done_bytes) / rate) if rate else "unknown"
         share = 100 * done_bytes / total_bytes if total_bytes else 100.0
         parts = [

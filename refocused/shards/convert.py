@@ -80,7 +80,7 @@ def convert(
         data: Patterns, and how files are read.
         work: Local folder for what is unfinished; removed at the end.
         request: What is wanted.
-        progress: Called with bytes done and bytes in all, after each file.
+        progress: Called with bytes done and bytes in all, at the start and after each file.
 
     Raises:
         ShardError: A file is refused or corrupt, an id is outside the vocabulary, or the target
@@ -126,6 +126,7 @@ class _Making:
         sizes = [self.listing[name].size for name in self.names]
         if self.request.shard_tokens is None and not packer.cursor.offset:
             packer.end_shard()  # of a file that was whole when the earlier start was killed
+        progress(sum(sizes[: packer.cursor.source]), sum(sizes))
         while packer.cursor.source < len(self.names):
             number = packer.cursor.source
             self._convert(self.names[number], packer)
@@ -153,7 +154,7 @@ class _Making:
             shard_name=self._shard_name,
             shard_tokens=self.request.shard_tokens or _NO_LIMIT,
             dtype=element_type(self.request.vocabulary),
-            begin_id=self.data.separator_id,
+            begin_id=None,  # whether it stands before or between documents is the files' affair
             cursor=cursor,
             note=lambda cursor, row: self.journal.note(STREAM, cursor, row),
         )

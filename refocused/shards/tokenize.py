@@ -129,7 +129,7 @@ def tokenize(
         work: Local folder for what is unfinished; removed at the end.
         request: What is wanted.
         workers: Processes.
-        progress: Called in this thread after each task.
+        progress: Called in this thread at the start and after each task.
 
     Raises:
         ShardError: A file cannot be used, the bucket holds something else, another process is at
@@ -173,6 +173,7 @@ class _Making:
             remove_result(self.work, number)
         sizes = list(itertools.accumulate(task.bytes for task in self.tasks))
         new_tokens = 0
+        self.progress(TokenizeProgress([0, *sizes][first], sizes[-1], 0, kept))
         for number, result in self._results(first, workers):
             new_tokens += sum(self._pack(packers[s], number, s, result) for s in SPLITS)
             remove_result(self.work, number)

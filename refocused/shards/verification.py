@@ -71,6 +71,7 @@ def verify_data(
     total = sum(one.blob.size for one in wanted if one.blob)
     findings: list[Finding] = []
     done = 0
+    progress(done, total)
     with concurrent.futures.ThreadPoolExecutor(data.fetch_threads, "verify") as pool:
         jobs = [pool.submit(_found, bucket, one, data, deep, vocabulary) for one in wanted]
         try:

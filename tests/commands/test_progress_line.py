@@ -21,7 +21,7 @@ class Clock:
 def test_the_rate_and_the_time_left_are_those_of_this_start() -> None:
     clock = Clock()
     line = ProgressLine("sync", stream=io.StringIO(), clock=clock)
-    line.keep(40_000_000)
+    line.show(40_000_000, 100_000_000)
     clock.now += 10
     assert line.text(60_000_000, 100_000_000, "3 of 5 objects") == (
         "sync  60.0 % | 60.0 MB of 100.0 MB | 2.0 MB/s | left 20 s | 3 of 5 objects"

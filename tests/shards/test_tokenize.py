@@ -128,6 +128,7 @@ def test_progress_reaches_the_end(texts: Path, tmp_path: Path) -> None:
     result = make(texts, tmp_path / "out", progress=progress)
     assert len(progress) > 3
     assert all(a.done_bytes < b.done_bytes for a, b in itertools.pairwise(progress))
+    assert (progress[0].done_bytes, progress[0].tokens) == (0, 0)
     assert progress[-1].done_bytes == progress[-1].total_bytes
     assert progress[-1].tokens == result.manifest.tokens == result.new_tokens
 
