@@ -30,6 +30,7 @@ class Batch:
         shards: Shape [rows]: index of the shard of each row that holds a window.
         windows: Shape [rows]: index of that window in its shard.
         names: Names of all shards of the manifest.
+        source: Source of a mixture that all rows are from, where they are of one.
     """
 
     input_ids: torch.Tensor
@@ -37,6 +38,7 @@ class Batch:
     shards: NDArray[np.int64]
     windows: NDArray[np.int64]
     names: Sequence[str]
+    source: str | None = None
 
     def describe(self) -> str:
         """Name the windows for a message: `a.npy windows 17, 90-92; b.npy window 4`."""

@@ -176,34 +176,61 @@ def choose_block_shards(
     shard_bytes: Sequence[int],
     room_bytes: int | None,
 ) -> int:
+    """Return how many shards of one source are shuffled together, as `choose_common_block_shards`.
+
+    Raises:
+        ShardError: Two blocks of the largest shards do not fit into the room.
+    """
+    return choose_common_block_shards(
+        setting, sources=[ranges], shard_bytes=shard_bytes, room_bytes=room_bytes
+    )
+
+
+def choose_common_block_shards(
+    setting: int,
+    *,
+    sources: Sequence[Sequence[WindowRange]],
+    shard_bytes: Sequence[int],
+    room_bytes: int | None,
+) -> int:
     """Return how many shards are shuffled together; nothing that changes by itself decides it.
 
-    While training leaves one block, the next one is read: two of them must be local at once.
+    While training leaves one block, the next one is read: two of each source must be local at
+    once.
 
     Args:
         setting: `data.block_shards`; 0 chooses.
-        ranges: The training windows.
+        sources: The training windows of each source.
         shard_bytes: Local size of every shard of the manifest, in its order.
         room_bytes: Most that the shards of training may take on disk: `data.disk_limit_gb` less
             the shards that are pinned; None: no limit. The free space of the disk must not be
             given here, or a resume would go on in another order.
 
     Returns:
-        At least 1. Chosen: 16, or as many of the largest shards as fit into half the room.
+        At least 1, for a source that has as many. Chosen: 16, or as many of the largest shards
+        as fit into half the room.
 
     Raises:
         ShardError: Two blocks of the largest shards do not fit into the room.
     """
-    largest_first = sorted((shard_bytes[one.shard] for one in ranges), reverse=True)
+    largest_first = [
+        sorted((shard_bytes[one.shard] for one in ranges), reverse=True) for ranges in sources
+    ]
+
+    def largest(count: int) -> int:
+        """Return the bytes that so many shards of each source take at most."""
+        return sum(sum(sizes[:count]) for sizes in largest_first)
+
     chosen = setting or LARGEST_AUTOMATIC_BLOCK
     if room_bytes is not None and not setting:
-        fitting = np.cumsum(largest_first[:chosen]) <= room_bytes // 2
-        chosen = max(1, int(fitting.sum()))
-    chosen = min(chosen, len(ranges))
-    needed = sum(largest_first[: 2 * chosen])
+        fitting = [count for count in range(1, chosen + 1) if largest(count) <= room_bytes // 2]
+        chosen = max(1, len(fitting))
+    chosen = min(chosen, max(map(len, sources)))
+    needed = largest(2 * chosen)
     if room_bytes is not None and needed > room_bytes:
         raise ShardError(
-            f"two blocks of {chosen} shards take up to {needed:,} bytes on disk, and "
+            f"two blocks of {chosen} shards{' of each source' if len(sources) > 1 else ''} take "
+            f"up to {needed:,} bytes on disk, and "
             f"data.disk_limit_gb leaves {room_bytes:,} beside the shards that validate. Raise "
             f"data.disk_limit_gb by at least {math.ceil((needed - room_bytes) / 1e6) / 1e3}"
             f"{', or lower data.block_shards' if chosen > 1 else ''}."

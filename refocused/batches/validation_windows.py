@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,8 @@ def validation_batches(
     sequence_length: int,
     names: Sequence[str],
     pin: bool = False,
+    document_id: int | None = None,
+    source: str | None = None,
 ) -> Iterator[Batch]:
     """Yield one rank's share of the validation windows.
 
@@ -65,7 +68,10 @@ def validation_batches(
     Raises:
         ShardError: A shard does not become local.
     """
-    reader = BatchReader(cache, sequence_length=sequence_length, names=names, pin=pin)
+    reader = BatchReader(
+        cache, sequence_length=sequence_length, names=names, pin=pin, document_id=document_id
+    )
     for start in range(0, len(chosen.windows), micro * world_size):
         rows = slice(start + rank * micro, start + (rank + 1) * micro)
-        yield reader.read(chosen.shards[rows], chosen.windows[rows], micro=micro)
+        batch = reader.read(chosen.shards[rows], chosen.windows[rows], micro=micro)
+        yield dataclasses.replace(batch, source=source)

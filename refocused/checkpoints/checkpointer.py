@@ -9,7 +9,7 @@ import logging
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -25,6 +25,11 @@ logger = logging.getLogger(__name__)
 
 FREE_SPACE_FACTOR = 1.2  # of the last save's size
 LEFTOVER_AGE_S = 3600.0
+MIXTURE = "data.mixture"
+MIXTURE_WAY_OUT = (
+    "set the weights back, or let every source go on where it stands, in its new share, with "
+    "--allow-change data.mixture"
+)
 T = TypeVar("T")
 
 
@@ -74,6 +79,7 @@ class RunFacts:
         parameters: Parameters of the model.
         run_yaml: The resolved run file.
         model_json: The model's shape in the transformers form.
+        data_mixture: Shares of the sources of a mixture; empty for a single source.
     """
 
     run: str
@@ -85,16 +91,32 @@ class RunFacts:
     parameters: int
     run_yaml: str
     model_json: str
+    data_mixture: str = ""
 
 
 class Checkpointer:
     """Saves and loads the step directories of one run; all ranks call every method together."""
 
-    def __init__(self, folder: Path, *, world: World, facts: RunFacts) -> None:
-        """Save below a folder, which every rank must see."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        world: World,
+        facts: RunFacts,
+        allowed_changes: Collection[str] = (),
+    ) -> None:
+        """Save below a folder, which every rank must see.
+
+        Args:
+            folder: Of all step directories.
+            world: The ranks.
+            facts: What every manifest says alike.
+            allowed_changes: Settings in which a step that is loaded may differ: `data.mixture`.
+        """
         self._folder = folder
         self._world = world
         self._facts = facts
+        self._allowed_changes = allowed_changes
         self._last_bytes = 0
 
     def save(self, owner: ShardOwner, trainer: Mapping[str, Any], *, files_done: int) -> Path:
@@ -199,6 +221,7 @@ class Checkpointer:
                 versions=dict(facts.versions),
                 data_fingerprint=facts.data_fingerprint,
                 data_order=facts.data_order,
+                data_mixture=facts.data_mixture,
                 parameters=facts.parameters,
                 validation_loss=trainer["validation_loss"],
                 loss=trainer["loss"],
@@ -218,8 +241,16 @@ class Checkpointer:
             ("parameters", manifest.parameters, facts.parameters, "set model.preset back"),
             ("data", manifest.data_fingerprint, facts.data_fingerprint, "set data.source back"),
             ("data order", manifest.data_order, facts.data_order, "set those back"),
+            (
+                MIXTURE,
+                manifest.data_mixture or "none",
+                facts.data_mixture or "none",
+                MIXTURE_WAY_OUT,
+            ),
         ):
-            if saved != now:
+            if saved != now and what in self._allowed_changes:
+                logger.warning("%s changes here: it was %s and is %s", what, saved, now)
+            elif saved != now:
                 raise CheckpointError(
                     f"{manifest.name} was saved with {what} {saved}; this run has {now}. "
                     f"To resume it, {way_out.format(saved)}; to start anew, give another --run "

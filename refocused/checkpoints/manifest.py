@@ -54,6 +54,7 @@ class CheckpointManifest(pydantic.BaseModel):
         versions: Version of each package whose files these are.
         data_fingerprint: Fingerprint of the data set trained on.
         data_order: What else decides which window comes when: seed, blocks, sequence length.
+        data_mixture: Shares of the sources of a mixture; empty for a single source.
         parameters: Parameters of the model.
         validation_loss: Mean loss on the validation windows, in nats a token; None: not measured
             (a loss that is not finite is written as None too, so that it is never the best).
@@ -77,6 +78,7 @@ class CheckpointManifest(pydantic.BaseModel):
     versions: dict[str, str]
     data_fingerprint: str
     data_order: str
+    data_mixture: str = ""
     parameters: Annotated[int, pydantic.Field(ge=0)]
     validation_loss: float | None
     loss: float | None

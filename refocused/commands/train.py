@@ -42,6 +42,15 @@ def build_parser() -> Parser:
         help="auto (default): the newest good step if there is one; latest, best, none, a step, "
         "a name or a path",
     )
+    parser.add_argument(
+        "--allow-change",
+        action="append",
+        default=[],
+        choices=["data.mixture"],
+        metavar="SETTING",
+        help="resume though this differs from the checkpoint; data.mixture: each source goes on "
+        "where it stands",
+    )
     parser.add_argument("--max-steps", type=int, metavar="N", help="the same as run.steps=N")
     parser.add_argument("--dry-run", action="store_true", help="check everything, train nothing")
     parser.add_argument("--print-config", action="store_true", help="print all settings and end")
@@ -128,6 +137,7 @@ def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int) -> int:
             dry_run=arguments.dry_run,
             credentials_file=arguments.gcs_credentials,
             project=arguments.gcp_project,
+            allowed_changes=frozenset(arguments.allow_change),
             command=_typed_command(world.world_size),
         )
         code = run(loaded, request, world)

@@ -58,12 +58,21 @@ def check_run(config: RunConfig) -> list[Misfit]:
 
 def check_shape(config: RunConfig, shape: ModelShape) -> list[Misfit]:
     """Return every setting of a run that its model's shape does not allow."""
-    if config.model.sequence_length <= shape.max_length:
-        return []
-    return [
-        Misfit(
-            "model.sequence_length",
-            f"{config.model.preset} goes up to {shape.max_length}. "
-            "Lower it, or choose another model.preset.",
+    misfits = []
+    if config.model.sequence_length > shape.max_length:
+        misfits.append(
+            Misfit(
+                "model.sequence_length",
+                f"{config.model.preset} goes up to {shape.max_length}. "
+                "Lower it, or choose another model.preset.",
+            )
         )
-    ]
+    if config.data.document_id is not None and config.data.document_id >= shape.vocabulary:
+        misfits.append(
+            Misfit(
+                "data.document_id",
+                f"{config.model.preset} knows ids up to {shape.vocabulary - 1}. Give the id that "
+                "precedes each document in the files, or choose another model.preset.",
+            )
+        )
+    return misfits

@@ -20,12 +20,21 @@ from refocused.config.document import (
     COMMAND_LINE,
     Document,
     Setting,
+    SettingPath,
     read_document,
     read_overrides,
+    without_parts,
 )
 from refocused.config.files import find_config
 from refocused.config.fragment import fragment_problems, idle_offloads, read_fragment
-from refocused.config.names import SECTIONS, unknown_section, unknown_setting, wants_text
+from refocused.config.names import (
+    SECTIONS,
+    did_you_mean,
+    field_of,
+    is_group,
+    unknown_names,
+    wants_text,
+)
 from refocused.config.problems import wanted
 from refocused.config.run import RunConfig
 from refocused.config.shape import ModelShape, load_shape
@@ -37,7 +46,7 @@ class Change:
     """A setting that the command line took over.
 
     Attributes:
-        key: `section.key`.
+        key: `section.key`, or longer inside a group.
         before: What the file says, as written, or the default.
         after: What the command line says, as written.
     """
@@ -145,7 +154,7 @@ class _Source:
         if name is not None:
             typed.settings["run", "name"] = Setting(name, name, name, COMMAND_LINE)
         problems = [*written.problems, *typed.problems]
-        problems += _unknown_names(written) + _unknown_names(typed)
+        problems += unknown_names(written) + unknown_names(typed)
         return cls(file, written, typed, problems)
 
     def decode(self) -> RunConfig | None:
@@ -192,39 +201,70 @@ class _Source:
     def changes(self) -> list[Change]:
         """List what the command line set to something else than the file."""
         changes = []
-        for (section, key), setting in self.typed.settings.items():
-            below = self.written.settings.get((section, key))
+        for path, setting in without_parts(self.typed.settings, self.typed.settings).items():
+            below = self.written.settings.get(path)
             if below is None or below.value != setting.value:
-                before = _default(section, key) if below is None else below.text
-                changes.append(Change(f"{section}.{key}", before, setting.text))
+                before = _default(path) if below is None else _one_line(below)
+                changes.append(Change(".".join(path), before, _one_line(setting)))
         return changes
+
+    def _merged(self) -> dict[SettingPath, Setting]:
+        return without_parts(self.written.settings, self.typed.settings) | self.typed.settings
 
     def _values(self) -> dict[str, dict[str, Any]]:
         values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
         values["run"]["name"] = self.file.stem
-        for (section, key), setting in (self.written.settings | self.typed.settings).items():
-            if section in SECTIONS and key in SECTIONS[section].model_fields:
-                text = wants_text(section, key)
-                values[section][key] = setting.plain if text else setting.value
+        for path, setting in self._merged().items():
+            if not (is_group(path) or field_of(path) is not None):
+                continue  # refused as unknown
+            inside: Any = values
+            for name in path[:-1]:
+                inside = inside.setdefault(name, {}) if isinstance(inside, dict) else None
+            if not isinstance(inside, dict):
+                continue  # the group itself is refused: it is set to a single value
+            if is_group(path) and _holds_parts(setting):
+                inside.setdefault(path[-1], {})
+            else:
+                inside[path[-1]] = setting.plain if wants_text(*path) else setting.value
         return values
 
-    def _setting(self, section: str, key: str) -> Setting | None:
-        return self.typed.settings.get((section, key), self.written.settings.get((section, key)))
+    def _setting(self, *path: str) -> Setting | None:
+        return self._merged().get(path)
 
     def _explain(self, error: ErrorDetails) -> str:
         """Say one of pydantic's findings with the place it was written at."""
-        section, *rest = (str(part) for part in error["loc"])
-        if not rest:  # the section's settings do not fit each other
-            return f"{self.written.sections.get(section, self.file)}: {section}: {wanted(error)}"
-        key = f"{section}.{rest[0]}"
-        setting = self._setting(section, rest[0])
-        if setting is None:
-            if error["type"] == "missing":
-                return f"{self.file}: {key} is missing"
-            return (
-                f"{self.file}: {key} = {error['input']!r} (from the file's name): {wanted(error)}"
-            )
-        return f"{setting.origin}: {key} = {_shown(setting)}: {wanted(error)}"
+        path = tuple(str(part) for part in error["loc"])
+        if len(path) == 1:  # the section's settings do not fit each other
+            return f"{self.written.sections.get(path[0], self.file)}: {path[0]}: {wanted(error)}"
+        if error["type"] == "missing" and is_group(path[:-1]):
+            return self._missing_part(path)
+        settings = self._merged()
+        while path not in settings and len(path) > 2 and not is_group(path):
+            path = path[:-1]
+        key, setting = ".".join(path), settings.get(path)
+        if is_group(path) and (setting is None or _holds_parts(setting)):
+            return f"{self._origin(path)}: {key}: {wanted(error)}"
+        if setting is not None:
+            return f"{setting.origin}: {key} = {_shown(setting)}: {wanted(error)}"
+        if error["type"] == "missing":
+            return f"{self.file}: {key} is missing"
+        return f"{self.file}: {key} = {error['input']!r} (from the file's name): {wanted(error)}"
+
+    def _missing_part(self, path: SettingPath) -> str:
+        """Say that a group lacks a setting; one that the command line began may be misspelt."""
+        group = path[:-1]
+        text = f"{self._origin(group)}: {'.'.join(path)} is missing"
+        if group in self.written.settings:
+            return text
+        siblings = [one[-1] for one in self.written.settings if one[:-1] == group[:-1]]
+        return f"{text}.{hint}" if (hint := did_you_mean(group[-1], siblings)) else text
+
+    def _origin(self, group: SettingPath) -> str:
+        """Return where a group was written, or where the first of its parts was."""
+        settings = self._merged()
+        if group in settings:
+            return settings[group].origin
+        return next(s.origin for path, s in settings.items() if path[: len(group)] == group)
 
     def _line(self, problem: str) -> float:
         """Sort by line; what is missing comes after, and the command line last."""
@@ -236,38 +276,32 @@ class _Source:
     def add_misfits(self, misfits: Iterable[Misfit]) -> None:
         """Add problems, each with the place where its setting was written."""
         for misfit in misfits:
-            section, _, key = misfit.key.partition(".")
-            setting = self._setting(section, key)
+            path = tuple(misfit.key.split("."))
+            setting = self._setting(*path)
             origin = self.file if setting is None else setting.origin
-            shown = _default(section, key) if setting is None else _shown(setting)
+            shown = _default(path) if setting is None else _shown(setting)
             self.problems.append(f"{origin}: {misfit.key} = {shown}: {misfit.message}")
 
 
-def _unknown_names(document: Document) -> list[str]:
-    problems = [
-        f"{origin}: {unknown_section(section)}"
-        for section, origin in document.sections.items()
-        if section not in SECTIONS
-    ]
-    problems += [
-        f"{origin}: {section} is a section: write its settings below it, one `key: value` a line."
-        for section, origin in document.not_groups.items()
-        if section in SECTIONS
-    ]
-    return problems + [
-        f"{setting.origin}: {unknown_setting(section, key)}"
-        for (section, key), setting in document.settings.items()
-        if section in SECTIONS and key not in SECTIONS[section].model_fields
-    ]
+def _holds_parts(setting: Setting) -> bool:
+    """Whether a group was written as one: an empty one has every line commented out."""
+    return setting.value is None or isinstance(setting.value, dict)
 
 
 def _shown(setting: Setting) -> str:
     """Write a value so that text and other things can be told apart."""
     if isinstance(setting.value, str):
         return repr(setting.value)
-    return "null" if setting.value is None else " ".join(setting.text.split())
+    return "null" if setting.value is None else _one_line(setting)
 
 
-def _default(section: str, key: str) -> str:
-    field = SECTIONS[section].model_fields[key]
-    return "not set" if field.is_required() else json.dumps(field.default)
+def _one_line(setting: Setting) -> str:
+    """Return what was written, on one line."""
+    return " ".join(setting.text.split())
+
+
+def _default(path: SettingPath) -> str:
+    field = field_of(path)
+    if field is None or field.is_required():
+        return "not set"
+    return json.dumps(field.default)

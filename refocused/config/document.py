@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import yaml
 from refocused.errors import ConfigError
 
 COMMAND_LINE = "command line"
+SettingPath = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,16 +36,17 @@ class Setting:
 
 @dataclasses.dataclass(slots=True)
 class Document:
-    """Two levels of names and their values, with everything that is wrong about their form.
+    """Names and their values, with everything that is wrong about their form.
 
     Attributes:
-        settings: Values by (section, key).
+        settings: Values by (section, key); a group of settings has its own entry and one for each
+            of its parts, (section, key, name), (section, key, name, key) and so on.
         sections: Where each section starts.
         not_groups: Where a section should be, but holds a single value.
         problems: One line each.
     """
 
-    settings: dict[tuple[str, str], Setting] = dataclasses.field(default_factory=dict)
+    settings: dict[SettingPath, Setting] = dataclasses.field(default_factory=dict)
     sections: dict[str, str] = dataclasses.field(default_factory=dict)
     not_groups: dict[str, str] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -98,30 +100,40 @@ def read_document(file: Path) -> Document:
 
 
 def read_overrides(overrides: Sequence[str]) -> Document:
-    """Read `section.key=value` arguments; a later one of the same name wins."""
+    """Read `section.key=value` arguments; a later one wins over an earlier one and its parts."""
     document = Document()
     for argument in overrides:
         name, equals, text = argument.partition("=")
-        section, dot, key = name.strip().replace("-", "_").partition(".")
-        if not (equals and dot and section and key):
+        path = tuple(name.strip().replace("-", "_").split("."))
+        if not (equals and len(path) > 1 and all(path)):
             document.problems.append(
                 f"{COMMAND_LINE}: {argument!r} is not an override. Write section.key=value, "
                 "for example optimizer.lr=3e-4."
             )
             continue
+        document.sections[path[0]] = COMMAND_LINE
+        document.settings = without_parts(document.settings, [path])
         try:
             loader = _Loader(text)
             node = loader.get_single_node()
-            setting = _setting(node, loader=loader, origin=COMMAND_LINE)
+            _add(path, node, COMMAND_LINE, document=document, loader=loader, file=None)
         except yaml.YAMLError as error:
             document.problems.append(
-                f"{COMMAND_LINE}: {section}.{key} = {text!r}: {_reason(error)} "
+                f"{COMMAND_LINE}: {'.'.join(path)} = {text!r}: {_reason(error)} "
                 "Put the value in quotes."
             )
-            continue
-        document.sections[section] = COMMAND_LINE
-        document.settings[section, key] = setting
     return document
+
+
+def without_parts(
+    settings: Mapping[SettingPath, Setting], replaced: Collection[SettingPath]
+) -> dict[SettingPath, Setting]:
+    """Return the settings but those that are part of a group that was replaced as a whole."""
+    return {
+        path: setting
+        for path, setting in settings.items()
+        if not any(path[:length] in replaced for length in range(2, len(path)))
+    }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,26 +148,40 @@ def _read_section(
     entries = _entries(section, inside=f"{name}.", file=file, problems=document.problems)
     for key, entry in entries.items():
         try:
-            setting = _setting(entry.node, loader=loader, origin=entry.origin)
+            _add((name, key), entry.node, entry.origin, document=document, loader=loader, file=file)
         except yaml.YAMLError as error:
             document.problems.append(f"{file}{_place(error)}")
-        else:
-            document.settings[name, key] = setting
+
+
+def _add(
+    path: SettingPath,
+    node: yaml.Node | None,
+    origin: str,
+    *,
+    document: Document,
+    loader: _Loader,
+    file: Path | None,
+) -> None:
+    """Add a setting and, of a group, each of its parts."""
+    document.settings[path] = _setting(node, loader=loader, origin=origin)
+    if isinstance(node, yaml.MappingNode):
+        inside = f"{'.'.join(path)}."
+        parts = _entries(node, inside=inside, file=file, problems=document.problems)
+        for key, part in parts.items():
+            _add((*path, key), part.node, part.origin, document=document, loader=loader, file=file)
 
 
 def _entries(
-    node: yaml.MappingNode, *, inside: str, file: Path, problems: list[str]
+    node: yaml.MappingNode, *, inside: str, file: Path | None, problems: list[str]
 ) -> dict[str, _Entry]:
     """Return a mapping's entries; YAML itself would let the second of two equal keys win."""
     entries: dict[str, _Entry] = {}
     for key_node, value_node in node.value:
         key = str(key_node.value)
-        origin = f"{file}:{_line(key_node)}"
+        origin = COMMAND_LINE if file is None else f"{file}:{_line(key_node)}"
         if key in entries:
-            problems.append(
-                f"{origin}: {inside}{key} is set twice, first on line "
-                f"{entries[key].origin.rpartition(':')[2]}. Keep one."
-            )
+            first = "" if file is None else f", first on line {_line_of(entries[key].origin)}"
+            problems.append(f"{origin}: {inside}{key} is set twice{first}. Keep one.")
         else:
             entries[key] = _Entry(value_node, origin)
     return entries
@@ -184,6 +210,10 @@ def _is_null(node: yaml.Node) -> bool:
 
 def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
+
+
+def _line_of(origin: str) -> str:
+    return origin.rpartition(":")[2]
 
 
 def _place(error: yaml.YAMLError) -> str:

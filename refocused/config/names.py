@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
+from refocused.config.document import Document, SettingPath
 from refocused.config.run import RunConfig
 from refocused.config.section import Section
 
@@ -94,6 +97,39 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     return f" Did you mean {near[0]}?" if near else ""
 
 
+def unknown_names(document: Document) -> list[str]:
+    """Return one line for each name of a document that no section and no setting has."""
+    problems = [
+        f"{origin}: {unknown_section(section)}"
+        for section, origin in document.sections.items()
+        if section not in SECTIONS
+    ]
+    problems += [
+        f"{origin}: {section} is a section: write its settings below it, one `key: value` a line."
+        for section, origin in document.not_groups.items()
+        if section in SECTIONS
+    ]
+    return problems + [
+        f"{setting.origin}: {problem}"
+        for path, setting in document.settings.items()
+        if path[0] in SECTIONS and (problem := _unknown_name(path, document)) is not None
+    ]
+
+
+def _unknown_name(path: SettingPath, document: Document) -> str | None:
+    """Say what is wrong with a name; None when it is known, or when what holds it is refused."""
+    if is_group(path) or field_of(path) is not None:
+        return None
+    if len(path) == 2:
+        return unknown_setting(*path)
+    holder = path[:2] if not is_group(path[:2]) else path[:4]
+    if holder != path and holder in document.settings:
+        return None
+    if field_of(path[:2]) is None:
+        return unknown_setting(*path[:2])
+    return unknown_part(path)
+
+
 def unknown_section(name: str) -> str:
     """Say that a top-level name is no section, and what may have been meant."""
     text = f"{name} is not a section."
@@ -123,10 +159,52 @@ def unknown_setting(section: str, key: str) -> str:
     )
 
 
-def wants_text(section: str, key: str) -> bool:
+def unknown_part(path: Sequence[str]) -> str:
+    """Say that a name inside a setting is no setting, and what may have been meant."""
+    text = f"{'.'.join(path)} is not a setting."
+    entry = _entry_type(path[0], path[1])
+    if entry is None or len(path) != 4:
+        holder = ".".join(path[:2] if entry is None else path[:4])
+        return f"{text} {holder} takes a value of its own."
+    inside = ".".join(path[:3])
+    near = did_you_mean(path[3], entry.model_fields)
+    if near:
+        return text + near.replace("mean ", f"mean {inside}.")
+    return f"{text} {inside} has {', '.join(entry.model_fields)}."
+
+
+def field_of(path: Sequence[str]) -> FieldInfo | None:
+    """Describe a setting; None where there is none of that name, or a group of settings."""
+    if len(path) == 2:
+        return _field(path[0], path[1])
+    entry = _entry_type(path[0], path[1])
+    return entry.model_fields.get(path[3]) if entry is not None and len(path) == 4 else None
+
+
+def is_group(path: Sequence[str]) -> bool:
+    """Tell whether a name holds further names: `data.mixture`, and each source in it."""
+    return len(path) in (2, 3) and _entry_type(path[0], path[1]) is not None
+
+
+def wants_text(*path: str) -> bool:
     """Tell whether a setting holds text, or a list of texts, and nothing else."""
-    annotation = SECTIONS[section].model_fields[key].annotation
-    return _leaf_types(annotation) - {types.NoneType, Ellipsis} == {str}
+    field = field_of(path)
+    return field is not None and (
+        _leaf_types(field.annotation) - {types.NoneType, Ellipsis} == {str}
+    )
+
+
+def _field(section: str, key: str) -> FieldInfo | None:
+    return SECTIONS[section].model_fields.get(key) if section in SECTIONS else None
+
+
+def _entry_type(section: str, key: str) -> type[Section] | None:
+    """What each entry of a setting is made of, where the setting is a group of named sections."""
+    field = _field(section, key)
+    if field is None or typing.get_origin(field.annotation) is not dict:
+        return None
+    entry: type[Section] = typing.get_args(field.annotation)[1]
+    return entry
 
 
 def _keys(section: str) -> list[str]:

@@ -71,8 +71,11 @@ def utc_now() -> str:
 
 
 def _known(record: Mapping[str, object]) -> dict[str, object]:
-    """Return a record with None for the numbers that JSON does not know."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in record.items()
-    }
+    """Return a record with None for the numbers that JSON does not know, at any depth."""
+    return {name: _known_value(value) for name, value in record.items()}
+
+
+def _known_value(value: object) -> object:
+    if isinstance(value, Mapping):
+        return _known(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -34,7 +34,7 @@ def bring(bucket: Bucket, local: LocalShards, index: int, *, folder: Path) -> No
     try:
         _download(bucket, shard, downloaded)
         max_id = write_local_form(
-            downloaded, finished, shard=shard, data=local.data, vocabulary=local.vocabulary
+            downloaded, finished, shard=shard, data=local.data(index), vocabulary=local.vocabulary
         )
         local.publish(index, finished, max_id=max_id)
     except OSError as error:

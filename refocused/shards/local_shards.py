@@ -12,6 +12,7 @@ from refocused.bucket.checksum import crc32c_of
 from refocused.config.data import DataConfig
 from refocused.shards.local_form import check_vocabulary, local_bytes, local_dtype
 from refocused.shards.manifest import Manifest, Shard
+from refocused.shards.mixture import source_of
 from refocused.shards.token_file import TokenFile
 
 FINGERPRINT_CHARACTERS = 16
@@ -48,7 +49,8 @@ class LocalShards:
         self, cache: Path, *, manifest: Manifest, data: DataConfig, vocabulary: int
     ) -> None:
         self.manifest = manifest
-        self.data = data
+        self._data = data
+        self._data_of = {name: data.of_source(name) for name in data.mixture}
         self.vocabulary = vocabulary
         self.folder = cache / manifest.fingerprint[:FINGERPRINT_CHARACTERS]
 
@@ -60,6 +62,11 @@ class LocalShards:
     def bytes(self, index: int) -> int:
         """Return the bytes of a shard's local form."""
         return local_bytes(self.manifest.shards[index], vocabulary=self.vocabulary)
+
+    def data(self, index: int) -> DataConfig:
+        """Return how a shard's file is read, which in a mixture depends on its source."""
+        name = self.manifest.shards[index].name
+        return self._data_of[source_of(name)] if self._data_of else self._data
 
     def row(self, index: int) -> LocalRow | None:
         """Return the row of a shard that is local: same object, same settings, same size."""
@@ -121,6 +128,7 @@ class LocalShards:
 
     def _source(self, index: int) -> str:
         shard: Shard = self.manifest.shards[index]
-        read_as = [self.data.dtype, self.data.pad_id, self.data.separator_id]
+        data = self.data(index)
+        read_as = [data.dtype, data.pad_id, data.separator_id]
         kind = local_dtype(shard, vocabulary=self.vocabulary)
         return json.dumps([shard.name, shard.size, shard.crc32c, shard.generation, *read_as, kind])

@@ -46,6 +46,7 @@ class Request:
         credentials_file: Key file for `gs://`.
         project: Google Cloud project.
         command: The command that was typed, for the summary.
+        allowed_changes: Settings that may differ from those of the checkpoint.
     """
 
     resume: str
@@ -53,6 +54,7 @@ class Request:
     credentials_file: Path | None
     project: str | None
     command: str
+    allowed_changes: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ def assemble_engine(job: Job) -> tuple[Engine, int]:
         dropout=config.model.dropout,
         activation_checkpointing=config.model.activation_checkpointing,
         chunk_tokens=config.model.head_chunk_tokens,
+        document_id=config.data.document_id if config.data.mask_documents else None,
     )
     parameters = counted_parameters(model)
     settings = deepspeed_config(
@@ -129,13 +132,18 @@ def assemble_engine(job: Job) -> tuple[Engine, int]:
 def assemble_parts(job: Job, data: DataParts, engine: Engine, *, parameters: int) -> Parts:
     """Bring together what the loop uses."""
     config, world = job.loaded.config, job.world
-    figures = _figures(job)
+    figures = _figures(job, data)
     throughput = Throughput(time.monotonic)
     reporter = Reporter(
         job.folder, figures=figures, engine=engine, throughput=throughput, world=world
     )
     saver = Saver(
-        Checkpointer(job.checkpoints, world=world, facts=_facts(job, data, parameters)),
+        Checkpointer(
+            job.checkpoints,
+            world=world,
+            facts=_facts(job, data, parameters),
+            allowed_changes=job.request.allowed_changes,
+        ),
         folder=job.checkpoints,
         engine=engine,
         mirror=_mirror(job) if world.is_first else None,
@@ -162,7 +170,7 @@ def assemble_parts(job: Job, data: DataParts, engine: Engine, *, parameters: int
     )
 
 
-def _figures(job: Job) -> RunFigures:
+def _figures(job: Job, data: DataParts) -> RunFigures:
     """Collect what the reporter computes with."""
     config, world = job.loaded.config, job.world
     facts = gpu_facts(world.device_name) if world.device_kind == "cuda" else None
@@ -186,6 +194,7 @@ def _figures(job: Job) -> RunFigures:
             peak_flops=facts.bf16_flops if facts else None,
         ),
         per_hour_usd=config.cost.per_hour_usd,
+        epoch_windows=data.epoch_windows,
     )
 
 
@@ -201,8 +210,8 @@ def _facts(job: Job, data: DataParts, parameters: int) -> RunFacts:
             for name in ("refocused", "torch", "deepspeed", "transformers")
         },
         data_fingerprint=data.manifest.fingerprint,
-        data_order=f"seed {config.run.seed}, blocks of {data.order.block_shards} shards, "
-        f"{data.order.windows_per_epoch} windows of {config.model.sequence_length} tokens",
+        data_order=data.order_text,
+        data_mixture=data.mixture_text,
         parameters=parameters,
         run_yaml=render_run(config),
         model_json=json.dumps(dict(job.loaded.shape.settings), indent=1),

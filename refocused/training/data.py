@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from refocused.batches.batch import Batch
 from refocused.batches.loader import Loader
-from refocused.batches.order import Order, choose_block_shards
-from refocused.batches.validation_windows import ValidationWindows, validation_batches
-from refocused.batches.windows import split_windows, window_count
+from refocused.batches.mixture import Mixture
+from refocused.batches.order import Order
+from refocused.batches.validation_windows import validation_batches
+from refocused.bucket.bucket import Bucket
 from refocused.bucket.open import open_bucket
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
 from refocused.shards.cache import ShardCache
 from refocused.shards.manifest import Manifest, build_manifest
+from refocused.shards.mixture import MixedBucket, build_mixed_manifest
 from refocused.shards.stdlib_text import prepare_stdlib
+from refocused.training.sources import (
+    Source,
+    describe_mixture,
+    describe_order,
+    files_done,
+    order_sources,
+    split_sources,
+)
 from refocused.training.state import TrainState
 from refocused.world import World
 
@@ -30,25 +41,40 @@ class DataParts:
 
     Attributes:
         manifest: All shards.
+        sources: The windows of each source; a run without a mixture has one.
         order: The order of training.
+        order_text: What decides the order, beside the data and the mixture.
         cache: The node's local shards.
         loader: Gives this rank its batches.
         validation_batches: Yields this rank's validation batches.
-        validation_windows: Windows kept for validation.
     """
 
     manifest: Manifest
-    order: Order
+    sources: Sequence[Source]
+    order: Order | Mixture
+    order_text: str
     cache: ShardCache
     loader: Loader
     validation_batches: Callable[[], Iterator[Batch]]
-    validation_windows: int
+
+    @property
+    def mixture_text(self) -> str:
+        """The shares of a mixture's sources; empty without one."""
+        return describe_mixture(self.order)
+
+    @property
+    def epoch_windows(self) -> Mapping[str, int]:
+        """Windows of one epoch of each source of a mixture, by name; none without one."""
+        return {source.name: source.windows for source in self.sources if source.name is not None}
 
     def files_done(self, state: TrainState) -> int:
-        """Count the shards of this epoch that are consumed whole: those of finished blocks."""
-        here = np.array([state.position.windows])
-        block = int(self.order.locate(state.position.epoch, here).blocks[0])
-        return block % self.order.blocks_per_epoch * self.order.block_shards
+        """Count the shards that are consumed whole in the present epoch of each source."""
+        if isinstance(self.order, Order):
+            return files_done(self.order, self.order.number_of(state.position))
+        consumed = state.position.sources or {}
+        return sum(
+            files_done(order, consumed.get(name, 0)) for name, order in self.order.orders.items()
+        )
 
 
 def build_data(
@@ -77,30 +103,21 @@ def build_data(
     Raises:
         RefocusedError: On every rank alike: the source cannot be read or does not fit the run.
     """
-    bucket = world.together(
-        lambda: open_bucket(data.source, credentials_file=credentials_file, project=project)
-    )
+    bucket = world.together(lambda: _open(data, credentials_file=credentials_file, project=project))
     cache_folder = Path(data.cache)
-
-    def describe() -> Manifest:
-        if data.prepare == "python_stdlib":
-            prepare_stdlib(bucket)
-        return build_manifest(bucket, data, cache_file=cache_folder / "counts.json")
-
-    manifest = world.first_does(describe)
-    split = split_windows(
+    manifest = world.first_does(
+        lambda: _describe(bucket, data, cache_file=cache_folder / "counts.json")
+    )
+    sources = split_sources(
         manifest,
+        data,
         sequence_length=plan.sequence_length,
-        validation_files=data.validation_files,
-        validation_fraction=data.validation_fraction,
+        evaluation_windows=evaluation_windows,
     )
-    chosen = ValidationWindows(split.validation, windows=evaluation_windows)
+    pinned = [shard for source in sources for shard in source.validation.shards_used()]
     sizes = [shard.tokens * np.dtype(shard.dtype).itemsize for shard in manifest.shards]
-    room = _room_bytes(data, sizes, pinned=chosen.shards_used())
-    blocks = choose_block_shards(
-        data.block_shards, ranges=split.train, shard_bytes=sizes, room_bytes=room
-    )
-    order = Order(split.train, seed=seed, block_shards=blocks)
+    room = _room_bytes(data, sizes, pinned=pinned)
+    order = order_sources(sources, data, seed=seed, shard_bytes=sizes, room_bytes=room)
     cache = ShardCache(
         bucket,
         manifest,
@@ -109,9 +126,10 @@ def build_data(
         vocabulary=vocabulary,
         fetches=world.is_first_on_node,
     )
-    cache.pin(chosen.shards_used())
+    cache.pin(pinned)
     names = [shard.name for shard in manifest.shards]
     pin = world.device_kind == "cuda"
+    document_id = data.document_id if data.mask_documents else None
     loader = Loader(
         order,
         cache,
@@ -119,21 +137,53 @@ def build_data(
         rank=world.rank,
         names=names,
         pin=pin,
+        document_id=document_id,
         ahead=data.fetch_ahead_shards,
         room_bytes=room,
     )
-    validation = functools.partial(
-        validation_batches,
-        chosen,
-        cache,
-        micro=plan.micro,
-        rank=world.rank,
-        world_size=world.world_size,
-        sequence_length=plan.sequence_length,
-        names=names,
-        pin=pin,
+    validations = [
+        functools.partial(
+            validation_batches,
+            source.validation,
+            cache,
+            micro=plan.micro,
+            rank=world.rank,
+            world_size=world.world_size,
+            sequence_length=plan.sequence_length,
+            names=names,
+            pin=pin,
+            document_id=document_id,
+            source=source.name,
+        )
+        for source in sources
+    ]
+    return DataParts(
+        manifest=manifest,
+        sources=sources,
+        order=order,
+        order_text=describe_order(
+            order, seed=seed, sequence_length=plan.sequence_length, document_id=document_id
+        ),
+        cache=cache,
+        loader=loader,
+        validation_batches=lambda: itertools.chain.from_iterable(one() for one in validations),
     )
-    return DataParts(manifest, order, cache, loader, validation, window_count(split.validation))
+
+
+def _open(data: DataConfig, *, credentials_file: Path | None, project: str | None) -> Bucket:
+    """Open the source, or those of the mixture as one."""
+    opened = functools.partial(open_bucket, credentials_file=credentials_file, project=project)
+    if data.source is not None:
+        return opened(data.source)
+    return MixedBucket({name: opened(one.source) for name, one in data.mixture.items()})
+
+
+def _describe(bucket: Bucket, data: DataConfig, *, cache_file: Path) -> Manifest:
+    if isinstance(bucket, MixedBucket):
+        return build_mixed_manifest(bucket, data, cache_file=cache_file)
+    if data.prepare == "python_stdlib":
+        prepare_stdlib(bucket)
+    return build_manifest(bucket, data, cache_file=cache_file)
 
 
 def _room_bytes(data: DataConfig, sizes: Sequence[int], *, pinned: Sequence[int]) -> int | None:

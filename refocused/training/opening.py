@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import refocused
+from refocused.batches.mixture import PERIOD
 from refocused.config.batch_plan import BatchPlan
+from refocused.config.data import DataConfig
 from refocused.config.decode import Change
 from refocused.config.optimization import PrecisionConfig, ZeroConfig
 from refocused.config.shape import ModelShape
@@ -49,17 +51,34 @@ def lines(
     ]
 
 
-def data_line(data: DataParts, steps: int, plan: BatchPlan) -> str:
+def data_lines(data: DataParts, config: DataConfig, steps: int, plan: BatchPlan) -> list[str]:
     """Return what is known of the data."""
     manifest = data.manifest
-    epochs = steps * plan.windows / data.order.windows_per_epoch
     size = sum(shard.size for shard in manifest.shards)
-    return (
+    windows = sum(source.windows for source in data.sources)
+    kept = sum(source.kept for source in data.sources)
+    epochs = f", {steps * plan.windows / windows:.2f} epochs in {steps:,} steps"
+    lines = [
         f"  data     {len(manifest.shards):,} shards, {_tokens(manifest.tokens)} tokens "
-        f"({size / 1e9:.2f} GB, {manifest.tokenizer}), {data.order.windows_per_epoch:,} windows to "
-        f"train and {data.validation_windows:,} to validate, {epochs:.2f} epochs in {steps:,} "
-        f"steps | {manifest.fingerprint[:16]}"
-    )
+        f"({size / 1e9:.2f} GB, {manifest.tokenizer}), {windows:,} windows to "
+        f"train and {kept:,} to validate{'' if config.mixture else epochs} | "
+        f"{manifest.fingerprint[:16]}"
+    ]
+    asked = sum(one.weight for one in config.mixture.values())
+    for source in data.sources if config.mixture else ():
+        share = source.share / PERIOD
+        lines.append(
+            f"  source   {source.name}: {share:.2%} of the windows ({source.share} in {PERIOD:,}; "
+            f"asked for {config.mixture[str(source.name)].weight / asked:.2%}), "
+            f"{source.windows:,} to train and {source.kept:,} to validate, "
+            f"{share * steps * plan.windows / source.windows:.2f} epochs in {steps:,} steps"
+        )
+    if config.mask_documents:
+        lines.append(
+            f"  mask     attention and loss stay within documents, which begin with id "
+            f"{config.document_id}"
+        )
+    return lines
 
 
 def _tokens(count: int) -> str:

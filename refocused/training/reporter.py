@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -37,6 +37,7 @@ class RunFigures:
         cadence: For the time left.
         mfu: Turns tokens a second into MFU; None where the GPU is unknown.
         per_hour_usd: Price of the machine; None: unknown.
+        epoch_windows: Windows of one epoch of each source of a mixture, by name.
     """
 
     name: str
@@ -47,6 +48,7 @@ class RunFigures:
     cadence: Cadence
     mfu: Callable[[float], float | None]
     per_hour_usd: float | None
+    epoch_windows: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 class Reporter:
@@ -95,7 +97,9 @@ class Reporter:
         state = self.booked(dataclasses.replace(state, loss=mean))
         metrics = self._metrics_of(state, mean, waited_seconds, memory or None)
         if self._metrics is not None:
-            self._metrics.write({"kind": "step", **metrics.as_record()})
+            self._metrics.write(
+                {"kind": "step", **metrics.as_record(), **self._source_progress(state)}
+            )
             logger.info("%s", metrics.as_line())
             self.write_state(
                 state,
@@ -105,19 +109,20 @@ class Reporter:
             )
         return state
 
-    def validation(self, state: TrainState, seconds: float) -> None:
-        """Report a validation."""
+    def validation(self, state: TrainState, seconds: float, by_source: Mapping[str, float]) -> None:
+        """Report a validation; `by_source` holds the loss of each source of a mixture."""
         loss = state.validation_loss
         assert loss is not None  # it was just measured
         if self._metrics is None:
             return
         best = " (best)" if state.best_step == state.step else ""
         logger.info(
-            "eval %7s val %.4f ppl %.2f%s | %s",
+            "eval %7s val %.4f ppl %.2f%s%s | %s",
             f"{state.step:,}",
             loss,
             perplexity(loss),
             best,
+            "".join(f" | {name} {own:.4f}" for name, own in by_source.items()),
             duration(seconds),
         )
         self._metrics.write(
@@ -128,6 +133,7 @@ class Reporter:
                 "validation_loss": loss,
                 "perplexity": perplexity(loss),
                 "seconds": seconds,
+                **_by_source({name: {"validation_loss": own} for name, own in by_source.items()}),
             }
         )
 
@@ -159,6 +165,17 @@ class Reporter:
         for file in (self._metrics, self._events):
             if file is not None:
                 file.close()
+
+    def _source_progress(self, state: TrainState) -> dict[str, object]:
+        """Return the tokens of each source that were trained on, and its epochs in fractions."""
+        length, consumed = self._figures.plan.sequence_length, state.position.sources or {}
+        return _by_source(
+            {
+                name: {"tokens": windows * length, "epoch": windows / epoch}
+                for name, epoch in self._figures.epoch_windows.items()
+                if (windows := consumed.get(name)) is not None
+            }
+        )
 
     def _metrics_of(
         self, state: TrainState, loss: float, waited_seconds: float, memory: float | None
@@ -203,6 +220,11 @@ class Reporter:
         waited, passed = waited_seconds - self._waited, now - self._reported_at
         self._waited, self._reported_at = waited_seconds, now
         return min(1.0, waited / passed) if passed > 0 else 0.0
+
+
+def _by_source(values: Mapping[str, object]) -> dict[str, object]:
+    """Return a record's entry for the sources of a mixture; none without one."""
+    return {"sources": dict(values)} if values else {}
 
 
 def _gpu_memory_fraction(world: World) -> float:

@@ -25,6 +25,7 @@ from refocused.training.assembly import (
     assemble_engine,
     assemble_parts,
 )
+from refocused.training.data import DataParts
 from refocused.training.loop import fetch_together, train
 from refocused.training.parts import Parts
 from refocused.training.sample import write_sample
@@ -62,7 +63,7 @@ def run(loaded: LoadedRun, request: Request, world: World) -> ExitCode:
     world.first_does(lambda: _say_opening(job))
     data = world.together(lambda: assemble_data(job))
     try:
-        world.first_does(lambda: logger.info("%s", opening.data_line(data, config.run.steps, plan)))
+        world.first_does(lambda: _say_data(job, data))
         engine, parameters = assemble_engine(job)
         parts = assemble_parts(job, data, engine, parameters=parameters)
         state = world.together(lambda: _start_or_resume(job, parts))
@@ -107,6 +108,12 @@ def _say_opening(job: Job) -> None:
         world=job.world,
         digest=_digest(loaded)[:4],
     ):
+        logger.info("%s", line)
+
+
+def _say_data(job: Job, data: DataParts) -> None:
+    config = job.loaded.config
+    for line in opening.data_lines(data, config.data, config.run.steps, job.plan):
         logger.info("%s", line)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -15,31 +16,56 @@ from refocused.training.stopping import StopRequest
 FIRST_LOSS_TOLERANCE = 0.3  # nats; a right initialisation lands within 0.1
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ValidationLoss:
+    """Mean losses over all ranks, in nats a token.
+
+    Attributes:
+        mean: Over all windows.
+        by_source: Over those of each source of a mixture.
+    """
+
+    mean: float
+    by_source: dict[str, float]
+
+
 def validate(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
     """Measure and report the validation loss; a state without one when a stop cuts it short."""
     loss = validation_loss(parts, stop)
     seconds = parts.throughput.lap("validation")
     if loss is None:
         return state
-    state = state.after_validation(loss)
-    parts.reporter.validation(state, seconds)
+    state = state.after_validation(loss.mean)
+    parts.reporter.validation(state, seconds, loss.by_source)
     return state
 
 
-def validation_loss(parts: Parts, stop: StopRequest) -> float | None:
-    """Return the mean loss a token over all ranks; None without data or when asked to stop."""
-    total = tokens = 0.0
+def validation_loss(parts: Parts, stop: StopRequest) -> ValidationLoss | None:
+    """Return the losses over all ranks; None without data or when asked to stop."""
+    sums: dict[str | None, list[float]] = {}  # by source: total loss and tokens, on this rank
     batches = iter(parts.validation_batches())
     # A rank that failed alone to read would leave the others inside a collective.
     while (batch := parts.world.together(lambda: next(batches, None))) is not None:
         loss = parts.engine.validation_loss(batch.input_ids, batch.labels)
         counted = int((batch.labels != IGNORED_LABEL).sum())
-        total += float(loss) * counted
-        tokens += counted
+        own = sums.setdefault(batch.source, [0.0, 0.0])
+        own[0] += float(loss) * counted
+        own[1] += counted
         if stop.agreed():
             return None
-    total, tokens = parts.world.total([total, tokens])
-    return total / tokens if tokens else None
+    # Every rank has batches of the same sources, in the same order.
+    flat = parts.world.total([number for own in sums.values() for number in own])
+    losses, tokens = flat[0::2], flat[1::2]
+    if not sum(tokens):
+        return None
+    return ValidationLoss(
+        mean=sum(losses) / sum(tokens),
+        by_source={
+            name: total / counted
+            for name, total, counted in zip(sums, losses, tokens, strict=True)
+            if name is not None and counted
+        },
+    )
 
 
 def check_first_loss(parts: Parts) -> float:

@@ -81,3 +81,20 @@ def test_without_validation_windows_there_are_no_batches(tmp_path):
         names=manifest.names,
     )
     assert list(batches) == []
+
+
+def test_batches_name_their_source_and_mask_documents(tmp_path):
+    manifest = FakeManifest.of(9)
+    [batch] = validation_batches(
+        ValidationWindows([WindowRange(0, 1, 1)], windows=1),
+        FolderCache(tmp_path, manifest),
+        micro=1,
+        rank=0,
+        world_size=1,
+        sequence_length=4,
+        names=manifest.names,
+        document_id=6,
+        source="web",
+    )
+    assert batch.source == "web"
+    assert batch.labels.tolist() == [[5, IGNORED_LABEL, 7, 8]]

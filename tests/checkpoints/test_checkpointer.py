@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -74,6 +75,7 @@ def test_the_manifest_tells_all_about_the_step_and_every_file_in_it(tmp_path: Pa
         "versions": {"torch": "2.13"},
         "data_fingerprint": "f00d",
         "data_order": "seed 1",
+        "data_mixture": "",
         "parameters": 1000,
         "validation_loss": 2.75,
         "loss": 2.5,
@@ -197,6 +199,12 @@ def test_a_disk_that_refuses_the_clean_up_too_fails_the_save_on_both_ranks(
         ({"parameters": 7}, "parameters 1000; this run has 7", "set model.preset back"),
         ({"data_fingerprint": "b"}, "data f00d; this run has b", "set data.source back"),
         ({"data_order": "seed 2"}, "data order seed 1; this run has seed 2", "set those back"),
+        (
+            {"data_mixture": "a 512, b 512"},
+            "data.mixture none; this run has a 512, b 512",
+            "set the weights back, or let every source go on where it stands, in its new share, "
+            "with --allow-change data.mixture",
+        ),
     ],
 )
 def test_a_step_of_another_setting_is_not_loaded(
@@ -208,6 +216,22 @@ def test_a_step_of_another_setting_is_not_loaded(
     message = str(told.value)
     assert message.startswith(f"checkpoint_step_10 was saved with {found}. ")
     assert f"To resume it, {way_out}; to start anew" in message
+
+
+def test_a_change_of_the_mixture_may_be_allowed_and_no_other_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path)
+    changed = dataclasses.replace(FACTS, data_mixture="a 512, b 512")
+    allowing = functools.partial(
+        Checkpointer, tmp_path, world=World(), allowed_changes=["data.mixture"]
+    )
+    step, owner = read_step(tmp_path / "checkpoint_step_10"), FakeOwner()
+    allowing(facts=changed).load(owner, step)
+    assert owner.loaded == b"weights"
+    assert "data.mixture changes here: it was none and is a 512, b 512" in caplog.text
+    with pytest.raises(CheckpointError, match="data order"):
+        allowing(facts=dataclasses.replace(changed, data_order="seed 2")).load(owner, step)
 
 
 def test_a_step_of_other_ranks_is_not_loaded(tmp_path: Path) -> None:

@@ -44,3 +44,11 @@ def test_a_sequence_longer_than_the_shape_is_named() -> None:
     [misfit] = check_shape(config, LOADED.shape)
     assert misfit.key == "model.sequence_length"
     assert "demo_gpt2 goes up to 256" in misfit.message
+
+
+def test_a_document_id_that_the_model_cannot_know_is_named() -> None:
+    last = LOADED.shape.vocabulary - 1
+    assert check_shape(changed(data={"document_id": last}), LOADED.shape) == []
+    [misfit] = check_shape(changed(data={"document_id": last + 1}), LOADED.shape)
+    assert misfit.key == "data.document_id"
+    assert f"knows ids up to {last}" in misfit.message

@@ -111,7 +111,7 @@ def test_an_unknown_key_names_its_line_and_what_was_meant(tmp_path: Path) -> Non
         ("run.steps=0", "run.steps = 0: at least 1 is wanted"),
         ("run.seed=[1]", "run.seed = [1]: a whole number is wanted"),
         ("data.include=a", "data.include = 'a': a list is wanted, such as [a, b]"),
-        ("data.source=", "data.source = null: text is wanted"),
+        ("data.source=", "data: source is missing: give it, or a mixture of several sources"),
         ("data.validation_fraction=2", "data.validation_fraction = 2: at most 1 is wanted"),
         ("precision.tf32=maybe", "precision.tf32 = 'maybe': true or false is wanted"),
         (
@@ -155,7 +155,9 @@ def test_a_wrong_value_in_the_file_names_its_line(tmp_path: Path) -> None:
 def test_missing_settings_are_named_even_of_a_missing_section(tmp_path: Path) -> None:
     file = written(tmp_path, SMALL_RUN.partition("batch:")[0])
     assert problems(file) == [
-        f"{file}: {key} is missing" for key in ("batch.micro", "data.source", "optimizer.lr")
+        f"{file}: batch.micro is missing",
+        f"{file}: data: source is missing: give it, or a mixture of several sources",
+        f"{file}: optimizer.lr is missing",
     ]
 
 

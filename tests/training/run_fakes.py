@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -37,12 +37,12 @@ class Clock:
         return self.now
 
 
-def batch(window: int, *, labels: int = 4, ignored: int = 0) -> Batch:
+def batch(window: int, *, labels: int = 4, ignored: int = 0, source: str | None = None) -> Batch:
     """One row of `labels` labels, of which the first `ignored` do not count."""
     ids = torch.full((1, labels), window)
     marked = ids.clone()
     marked[:, :ignored] = IGNORED_LABEL
-    return Batch(ids, marked, np.array([0]), np.array([window]), ("a.npy",))
+    return Batch(ids, marked, np.array([0]), np.array([window]), ("a.npy",), source)
 
 
 @dataclasses.dataclass
@@ -118,7 +118,7 @@ class FakeReporter:
         self.log.append(f"report {state.step}")
         return dataclasses.replace(state, loss=float(loss))
 
-    def validation(self, state: TrainState, seconds: float) -> None:
+    def validation(self, state: TrainState, seconds: float, by_source: Mapping[str, float]) -> None:
         self.log.append(f"tell {state.validation_loss}")
 
     def booked(self, state: TrainState) -> TrainState:

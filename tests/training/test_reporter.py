@@ -30,7 +30,12 @@ class Session:
     """A reporter with a clock and an engine that the test moves."""
 
     def __init__(
-        self, folder: Path, *, per_hour_usd: float | None = None, world: World | None = None
+        self,
+        folder: Path,
+        *,
+        per_hour_usd: float | None = None,
+        world: World | None = None,
+        epoch_windows: dict[str, int] | None = None,
     ) -> None:
         self.folder = folder
         self.clock = Clock()
@@ -47,6 +52,7 @@ class Session:
                 cadence=Cadence(log=1, validation=50, checkpoint=25),
                 mfu=lambda speed: speed / 1200,
                 per_hour_usd=per_hour_usd,
+                epoch_windows=epoch_windows or {},
             ),
             engine=cast("Engine", self.engine),
             throughput=self.throughput,
@@ -151,11 +157,12 @@ def test_numbers_that_json_does_not_know_are_null_in_every_file(tmp_path: Path) 
     session.engine.norm = math.inf  # after an overflow
     state = session.step(TrainState(step=1), seconds=1.0, loss=math.nan)
     state = state.after_validation(math.inf)
-    session.reporter.validation(state, 1.0)
+    session.reporter.validation(state, 1.0, {"web": math.nan})
     session.reporter.write_state(state, "training")
     step, validation = session.records()
     assert (step["loss"], step["gradient_norm"]) == (None, None)
     assert (validation["validation_loss"], validation["perplexity"]) == (None, None)
+    assert validation["sources"] == {"web": {"validation_loss": None}}
     written = session.state_file()
     assert (written["loss"], written["validation_loss"]) == (None, None)
 
@@ -165,7 +172,7 @@ def test_the_loss_is_the_mean_over_the_ranks_and_rank_0_alone_writes(tmp_path: P
         session = Session(tmp_path / str(world.rank), world=world)
         loss = [1.0, 4.0][world.rank]
         reported = session.step(TrainState(step=1), seconds=1.0, loss=loss).loss
-        session.reporter.validation(TrainState(step=1).after_validation(2.0), 1.0)
+        session.reporter.validation(TrainState(step=1).after_validation(2.0), 1.0, {})
         session.reporter.event("save", "saved")
         session.reporter.write_state(TrainState(), "training")
         session.reporter.close()
@@ -197,15 +204,31 @@ def test_a_validation_is_told_with_its_perplexity(
 ) -> None:
     session = Session(tmp_path)
     best = TrainState(step=1500, tokens=90).after_validation(2.0)
-    session.reporter.validation(best, 12.4)
-    session.reporter.validation(TrainState(step=1600, best_loss=1.0).after_validation(3.0), 150.0)
+    session.reporter.validation(best, 12.4, {})
+    worse = TrainState(step=1600, best_loss=1.0).after_validation(3.0)
+    session.reporter.validation(worse, 150.0, {"code": 2.5, "web": 3.25})
     assert [record.message for record in caplog.records] == [
         "eval   1,500 val 2.0000 ppl 7.39 (best) | 12 s",
-        "eval   1,600 val 3.0000 ppl 20.09 | 2.5 min",
+        "eval   1,600 val 3.0000 ppl 20.09 | code 2.5000 | web 3.2500 | 2.5 min",
     ]
-    record = session.records()[0]
+    record, mixed = session.records()
     assert (record["step"], record["tokens"], record["seconds"]) == (1500, 90, 12.4)
     assert record["perplexity"] == pytest.approx(math.exp(2.0))
+    assert "sources" not in record
+    assert mixed["sources"] == {"code": {"validation_loss": 2.5}, "web": {"validation_loss": 3.25}}
+
+
+def test_the_progress_of_each_source_is_told_with_every_step(tmp_path: Path) -> None:
+    session = Session(tmp_path, epoch_windows={"code": 8, "web": 50})
+    state = TrainState(step=4, position=Position(0, 24, {"code": 12, "web": 12}))
+    session.step(state, seconds=1.0)
+    assert session.records()[0]["sources"] == {
+        "code": {"tokens": 1200, "epoch": 1.5},
+        "web": {"tokens": 1200, "epoch": 0.24},
+    }
+    alone = Session(tmp_path / "alone")
+    alone.step(TrainState(step=4, position=Position(0, 24)), seconds=1.0)
+    assert "sources" not in alone.records()[0]
 
 
 def test_events_are_written_and_failures_are_warnings(

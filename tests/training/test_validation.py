@@ -14,7 +14,7 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.errors import TrainingError
 from refocused.models.gpt import build_gpt
 from refocused.training.stopping import StopRequest
-from refocused.training.validation import check_first_loss, validation_loss
+from refocused.training.validation import ValidationLoss, check_first_loss, validation_loss
 from refocused.world import World
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -44,18 +44,42 @@ def test_the_mean_is_over_tokens_so_padding_does_not_count() -> None:
         engine=FakeEngine(log, validation=by_first_token),
         validation=lambda: iter([batch(2, labels=10), batch(7, labels=10, ignored=8)]),
     )
-    assert validation_loss(parts, never(log)) == pytest.approx((10 * 2 + 2 * 7) / 12)
+    loss = validation_loss(parts, never(log))
+    assert loss is not None
+    assert loss.mean == pytest.approx((10 * 2 + 2 * 7) / 12)
+    assert loss.by_source == {}
 
 
 def test_the_mean_is_over_all_ranks() -> None:
-    def action(world: World) -> float | None:
+    def action(world: World) -> ValidationLoss | None:
         log: Log = []
         mine = [batch(2), batch(4)] if world.rank == 0 else [batch(8), batch(0, ignored=4)]
         engine = FakeEngine(log, validation=by_first_token)
         parts = parts_of(log, world=world, engine=engine, validation=lambda: iter(mine))
         return validation_loss(parts, never(log))
 
-    assert results(on_two_ranks(action)) == [pytest.approx(14 / 3)] * 2
+    losses = results(on_two_ranks(action))
+    assert [loss.mean for loss in losses if loss] == [pytest.approx(14 / 3)] * 2
+
+
+def test_each_source_has_a_loss_of_its_own_over_all_ranks() -> None:
+    def action(world: World) -> ValidationLoss | None:
+        log: Log = []
+        mine = (
+            [batch(2, source="web"), batch(5, source="web"), batch(8, source="code")]
+            if world.rank == 0
+            else [  # too few windows of one source for the second rank's last rows
+                batch(3, source="web"),
+                batch(0, ignored=4, source="web"),
+                batch(0, ignored=4, source="code"),
+            ]
+        )
+        engine = FakeEngine(log, validation=by_first_token)
+        parts = parts_of(log, world=world, engine=engine, validation=lambda: iter(mine))
+        return validation_loss(parts, never(log))
+
+    for loss in results(on_two_ranks(action)):
+        assert loss == ValidationLoss(pytest.approx(18 / 4), {"web": 10 / 3, "code": 8.0})
 
 
 def test_without_validation_data_there_is_no_loss() -> None:

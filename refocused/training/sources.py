@@ -1,0 +1,163 @@
+"""The sources of a run: each one's windows, order and share, for one source as for a mixture."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from refocused.batches.mixture import PERIOD, Mixture, shares_of, source_seed
+from refocused.batches.order import Order, choose_common_block_shards
+from refocused.batches.validation_windows import ValidationWindows
+from refocused.batches.windows import Split, WindowRange, split_windows, window_count
+from refocused.config.data import DataConfig
+from refocused.errors import ShardError
+from refocused.shards.manifest import Manifest
+from refocused.shards.mixture import split_by_source
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """The windows of one source.
+
+    Attributes:
+        name: Its name in the mixture; None for the only source of a run without one.
+        share: Windows of it in 1,024.
+        train: The windows that train, by shards of the run's manifest.
+        kept: Windows kept for validation.
+        validation: Those of them that are validated on.
+    """
+
+    name: str | None
+    share: int
+    train: Sequence[WindowRange]
+    kept: int
+    validation: ValidationWindows
+
+    @property
+    def windows(self) -> int:
+        """Windows that train: those of one epoch."""
+        return window_count(self.train)
+
+
+def split_sources(
+    manifest: Manifest, data: DataConfig, *, sequence_length: int, evaluation_windows: int
+) -> list[Source]:
+    """Divide each source's windows into those that train and those that validate.
+
+    A validation takes its windows from the sources by their shares, at least one from each that
+    keeps any.
+
+    Args:
+        manifest: All shards.
+        data: The data section.
+        sequence_length: Tokens of a window.
+        evaluation_windows: Windows of one validation.
+
+    Raises:
+        ShardError: A pattern names no shard, or no window is left to train or to validate on.
+    """
+    if not data.mixture:
+        split = _split(manifest, data, sequence_length)
+        return [_source(None, PERIOD, split, evaluation_windows)]
+    shares = shares_of({name: one.weight for name, one in data.mixture.items()})
+    sources = []
+    for name, (first, own) in split_by_source(manifest).items():
+        try:
+            split = _split(own, data.of_source(name), sequence_length)
+        except ShardError as error:
+            raise ShardError(f"data.mixture.{name}: {error}") from None
+        split = Split(_moved(split.train, first), _moved(split.validation, first))
+        windows = max(1, round(evaluation_windows * shares[name] / PERIOD))
+        sources.append(_source(name, shares[name], split, windows))
+    return sources
+
+
+def order_sources(
+    sources: Sequence[Source],
+    data: DataConfig,
+    *,
+    seed: int,
+    shard_bytes: Sequence[int],
+    room_bytes: int | None,
+) -> Order | Mixture:
+    """Return the order of the only source, or of all woven together.
+
+    Raises:
+        ShardError: Two blocks of each source do not fit into the room.
+    """
+    block_shards = choose_common_block_shards(
+        data.block_shards,
+        sources=[source.train for source in sources],
+        shard_bytes=shard_bytes,
+        room_bytes=room_bytes,
+    )
+    if not data.mixture:
+        return Order(sources[0].train, seed=seed, block_shards=block_shards)
+    orders = {
+        str(source.name): Order(
+            source.train, seed=source_seed(seed, str(source.name)), block_shards=block_shards
+        )
+        for source in sources
+    }
+    weights = {name: one.weight for name, one in data.mixture.items()}
+    return Mixture(orders, weights=weights, seed=seed)
+
+
+def describe_order(
+    order: Order | Mixture, *, seed: int, sequence_length: int, document_id: int | None
+) -> str:
+    """Return what decides, beside the data and the shares of a mixture, which window comes when.
+
+    A resume is refused where this text differs.
+    """
+    one = next(iter(order.orders.values())) if isinstance(order, Mixture) else order
+    windows = (
+        ", ".join(f"{name} {own.windows_per_epoch}" for name, own in order.orders.items())
+        if isinstance(order, Mixture)
+        else str(order.windows_per_epoch)
+    )
+    documents = "" if document_id is None else f", documents masked by id {document_id}"
+    return (
+        f"seed {seed}, blocks of {one.block_shards} shards, {windows} windows of "
+        f"{sequence_length} tokens{documents}"
+    )
+
+
+def describe_mixture(order: Order | Mixture) -> str:
+    """Return the shares of a mixture's sources; nothing without one."""
+    if not isinstance(order, Mixture):
+        return ""
+    shares = ", ".join(f"{name} {share}" for name, share in order.shares.items())
+    return f"{shares} of {PERIOD} windows"
+
+
+def files_done(order: Order, consumed: int) -> int:
+    """Count the shards of a source's present epoch that are consumed whole, block by block."""
+    block = int(order.blocks_in_stream(np.array([consumed]))[0])
+    return block % order.blocks_per_epoch * order.block_shards
+
+
+def _split(manifest: Manifest, data: DataConfig, sequence_length: int) -> Split:
+    return split_windows(
+        manifest,
+        sequence_length=sequence_length,
+        validation_files=data.validation_files,
+        validation_fraction=data.validation_fraction,
+    )
+
+
+def _source(name: str | None, share: int, split: Split, windows: int) -> Source:
+    return Source(
+        name=name,
+        share=share,
+        train=split.train,
+        kept=window_count(split.validation),
+        validation=ValidationWindows(split.validation, windows=windows),
+    )
+
+
+def _moved(ranges: Sequence[WindowRange], first: int) -> tuple[WindowRange, ...]:
+    """Count shards from the beginning of the whole manifest."""
+    return tuple(dataclasses.replace(one, shard=one.shard + first) for one in ranges)

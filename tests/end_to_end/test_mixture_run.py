@@ -1,0 +1,145 @@
+"""A run over several sources, and one within documents: told, resumed exactly, never by mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from forked import train
+from ranks import metrics, write_tokens
+from tiny import tiny_run
+
+pytestmark = pytest.mark.slow
+RUN = Path("runs") / "tiny"
+WEIGHTS = {"web": 0.75, "code": 0.25}
+MIXTURE = """\
+data:
+  cache: cache
+  validation_fraction: 0.1
+  disk_limit_gb: 3.2e-5  # blocks of one shard
+  mixture:
+    web: {source: web, weight: 0.75}
+    code: {source: code, weight: 0.25, include: [shard_*]}
+"""
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """The tiny run over two sources, of which one has a file too many."""
+    file = tiny_run(tmp_path)
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if not line.startswith("data:")) + MIXTURE)
+    write_tokens(tmp_path / "web", shards=6, tokens=3000, vocabulary=512)
+    write_tokens(tmp_path / "code", shards=2, tokens=1500, vocabulary=512, seed=1)
+    np.save(tmp_path / "code" / "other.npy", np.full(5000, 511, np.uint16))
+    return tmp_path
+
+
+def start(folder: Path, *settings: str, ranks: int = 2) -> Any:
+    # A constant rate, so that where a run is meant to end does not change its steps.
+    always = ["checkpoint.mirror=null", "schedule.kind=constant", "schedule.warmup_steps=0"]
+    return train(folder, "--config", "tiny.yaml", *always, *settings, ranks=ranks)
+
+
+def told(folder: Path, kind: str = "step") -> dict[int, Any]:
+    records = metrics(folder / RUN, kind)
+    return {step: record["sources"] for step, record in records.items()}
+
+
+def losses(run: Path) -> dict[int, str]:
+    return {step: float(record["loss"]).hex() for step, record in metrics(run).items()}
+
+
+def position(folder: Path, step: int) -> dict[str, Any]:
+    file = folder / RUN / "checkpoints" / f"checkpoint_step_{step}" / "trainer.json"
+    found: dict[str, Any] = json.loads(file.read_text())["position"]
+    return found
+
+
+def test_a_mixture_is_trained_in_its_shares_and_told_by_source(mixed: Path) -> None:
+    ended = start(mixed)
+    assert ended.codes == [0, 0], ended.everything
+    assert "source   code: 25.00% of the windows (256 in 1,024; asked for 25.00%)" in ended.out[0]
+    assert "source   web: 75.00% of the windows" in ended.out[0]
+    sources = told(mixed)
+    for step in range(1, 21):
+        tokens = {name: own["tokens"] for name, own in sources[step].items()}
+        assert sum(tokens.values()) == step * 8 * 32
+        for name, weight in WEIGHTS.items():
+            assert abs(tokens[name] - weight * step * 8 * 32) < 2 * 32
+    consumed = position(mixed, 20)["sources"]
+    assert consumed == {name: own["tokens"] // 32 for name, own in sources[20].items()}
+    windows = {"code": 82, "web": 502}  # nine tenths of 92 and 558, rounded down
+    for name, own in sources[20].items():
+        assert own["epoch"] == consumed[name] / windows[name]
+    for step, record in metrics(mixed / RUN, "validation").items():
+        by_source = told(mixed, "validation")[step]
+        assert set(by_source) == {"code", "web"}
+        # 8 windows: 2 and 6.
+        both = [by_source[name]["validation_loss"] for name in ("code", "web")]
+        assert record["validation_loss"] == pytest.approx((2 * both[0] + 6 * both[1]) / 8)
+
+
+def test_a_mixture_resumes_exactly_on_any_accumulation_and_in_no_other_shares(
+    mixed: Path,
+) -> None:
+    whole = start(mixed, "run.directory=whole", "run.steps=16")
+    assert whole.codes == [0, 0], whole.everything
+    first = start(mixed, "run.steps=16", "checkpoint.interval=7", "--max-steps", "7")
+    assert first.codes == [0, 0], first.everything
+
+    refused = start(mixed, "run.steps=16", "data.mixture.web.weight=0.25")
+    assert refused.codes == [1, 1], refused.everything
+    assert (
+        "was saved with data.mixture code 256, web 768 of 1024 windows; this run has code 512, "
+        "web 512 of 1024 windows" in refused.everything
+    )
+    assert "--allow-change data.mixture" in refused.everything
+
+    resumed = start(mixed, "run.steps=16")
+    assert resumed.codes == [0, 0], resumed.everything
+    assert losses(mixed / RUN) == losses(mixed / "whole" / "tiny")
+    assert position(mixed, 16)["sources"] == {"code": 32, "web": 96}
+
+
+def test_an_allowed_change_of_weights_goes_on_where_every_source_stood(mixed: Path) -> None:
+    first = start(mixed, "--max-steps", "10")
+    assert first.codes == [0, 0], first.everything
+    before = position(mixed, 10)["sources"]
+    changed = start(
+        mixed, "data.mixture.web.weight=0.25", "--allow-change", "data.mixture", "--max-steps", "14"
+    )
+    assert changed.codes == [0, 0], changed.everything
+    assert "data.mixture changes here: it was code 256, web 768" in changed.everything
+    after = position(mixed, 14)["sources"]
+    assert {name: after[name] - before[name] for name in before} == {"code": 16, "web": 16}
+    again = start(mixed, "data.mixture.web.weight=0.25", "--max-steps", "16")
+    assert again.codes == [0, 0], again.everything  # the new shares are the run's own now
+    assert position(mixed, 16)["windows"] == 16 * 8
+
+
+def test_a_source_that_cannot_be_used_is_named(mixed: Path) -> None:
+    short = start(mixed, "data.mixture.code.validation_files=[nothing_*]", ranks=1)
+    assert short.codes == [1]
+    assert "'nothing_*'" in short.everything
+    limited = start(mixed, "data.disk_limit_gb=1e-5", ranks=1)
+    assert limited.codes == [1]
+    assert "of each source take up to" in limited.everything
+
+
+def test_a_run_within_documents_says_so_and_resumes_only_as_one(tmp_path: Path) -> None:
+    tiny_run(tmp_path)
+    masked = ["data.mask_documents=true", "data.document_id=14"]
+    plain = start(tmp_path, "run.directory=plain", "--max-steps", "2", ranks=1)
+    ended = start(tmp_path, *masked, "--max-steps", "2", ranks=1)
+    assert ended.codes == [0], ended.everything
+    assert "mask     attention and loss stay within documents" in ended.out[0]
+    assert "mask " not in plain.out[0]
+    assert losses(tmp_path / RUN) != losses(tmp_path / "plain" / "tiny")
+    refused = start(tmp_path, "--max-steps", "3", ranks=1)
+    assert refused.codes == [1], refused.everything
+    assert "documents masked by id 14; this run has" in refused.everything
+    assert start(tmp_path, *masked, "--max-steps", "3", ranks=1).codes == [0]

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from refocused.batches.mixture import Mixture
+from refocused.batches.order import Order
+from refocused.config.data import DataConfig
+from refocused.errors import ShardError
+from refocused.shards.manifest import Manifest, Shard
+from refocused.training.sources import (
+    Source,
+    describe_mixture,
+    describe_order,
+    files_done,
+    order_sources,
+    split_sources,
+)
+
+LENGTH = 4
+
+
+def manifest_of(**windows: int) -> Manifest:
+    """Shards of so many windows; `web_a` is a.npy of the source web."""
+    return Manifest(
+        tuple(
+            Shard(f"{name.replace('_', '/')}.npy", LENGTH * count + 1, "uint16", 1, 1, None)
+            for name, count in windows.items()
+        ),
+        "bytes",
+    )
+
+
+MIXED = manifest_of(code_a=10, code_val=4, web_a=30, web_b=50, web_val=20)
+ALONE = manifest_of(a=10, val=4)
+
+
+def mixture(weight: float = 1.0, **code: Any) -> DataConfig:
+    return DataConfig(
+        mixture={
+            "web": {"source": "w", "weight": 3 * weight, "validation_files": ["val*"]},
+            "code": {"source": "c", "weight": weight, **code},
+        }
+    )
+
+
+def split(manifest: Manifest, data: DataConfig, windows: int = 8) -> list[Source]:
+    return split_sources(manifest, data, sequence_length=LENGTH, evaluation_windows=windows)
+
+
+def order_of(data: DataConfig, manifest: Manifest = MIXED, room: int | None = None) -> Any:
+    sizes = [2 * shard.tokens for shard in manifest.shards]
+    sources = split(manifest, data)
+    return order_sources(sources, data, seed=7, shard_bytes=sizes, room_bytes=room)
+
+
+def test_each_source_is_divided_by_its_own_names_and_counts_shards_of_the_whole() -> None:
+    code, web = split(MIXED, mixture(validation_files=["val.npy"]))
+    assert (code.name, code.share, code.windows, code.kept) == ("code", 256, 10, 4)
+    assert (web.name, web.share, web.windows, web.kept) == ("web", 768, 80, 20)
+    assert {one.shard for one in code.train} == {0}
+    assert {one.shard for one in web.train} == {2, 3}
+    assert code.validation.shards_used() == [1]
+    assert web.validation.shards_used() == [4]
+
+
+def test_a_validation_takes_its_windows_by_the_shares() -> None:
+    code, web = split(MIXED, mixture(validation_files=["val*"]))
+    assert (len(code.validation.windows), len(web.validation.windows)) == (2, 6)
+    code, web = split(MIXED, mixture(validation_files=["val*"]), windows=1)
+    assert (len(code.validation.windows), len(web.validation.windows)) == (1, 1)
+
+
+def test_a_source_may_keep_nothing_for_validation() -> None:
+    code, _ = split(MIXED, mixture())
+    assert (code.kept, code.windows, len(code.validation.windows)) == (0, 14, 0)
+
+
+def test_what_is_wrong_with_a_source_names_it() -> None:
+    with pytest.raises(ShardError, match=r"^data\.mixture\.code: data\.validation_files: 'none'"):
+        split(MIXED, mixture(validation_files=["none"]))
+
+
+def test_without_a_mixture_there_is_one_source_and_its_plain_order() -> None:
+    data = DataConfig(source="x", validation_files=("val*",))
+    [source] = split(ALONE, data)
+    assert (source.name, source.windows, source.kept) == (None, 10, 4)
+    order = order_of(data, ALONE)
+    assert isinstance(order, Order)
+    plain = Order(source.train, seed=7, block_shards=1)
+    numbers = np.arange(30)
+    assert np.array_equal(
+        order.locate_in_stream(numbers).windows, plain.locate_in_stream(numbers).windows
+    )
+    text = describe_order(order, seed=7, sequence_length=LENGTH, document_id=None)
+    # Checkpoints of every version hold this text.
+    assert text == "seed 7, blocks of 1 shards, 10 windows of 4 tokens"
+    assert describe_mixture(order) == ""
+
+
+def test_the_texts_of_a_mixture_tell_order_and_shares_apart() -> None:
+    orders = [order_of(mixture()), order_of(mixture(2.0))]  # the same shares
+    texts = {
+        describe_order(order, seed=7, sequence_length=LENGTH, document_id=50256) for order in orders
+    }
+    assert texts == {
+        "seed 7, blocks of 2 shards, code 14, web 80 windows of 4 tokens, documents masked by id "
+        "50256"
+    }
+    assert {describe_mixture(order) for order in orders} == {"code 256, web 768 of 1024 windows"}
+
+
+def test_sources_of_one_mixture_are_shuffled_differently_and_alike_in_every_mixture() -> None:
+    order = order_of(mixture())
+    assert isinstance(order, Mixture)
+    twin = manifest_of(code_a=30, code_b=50, web_a=30, web_b=50, web_val=20)
+    code, web = order_of(mixture(), twin).orders.values()
+    numbers = np.arange(80)
+    assert not np.array_equal(
+        code.locate_in_stream(numbers).windows, web.locate_in_stream(numbers).windows
+    )
+    before = order.orders["web"].locate_in_stream(numbers)
+    assert np.array_equal(web.locate_in_stream(numbers).windows, before.windows)
+
+
+def test_the_blocks_of_all_sources_fit_into_the_room_together() -> None:
+    # Two blocks of one shard: code 82 + 34, web 402 + 242 bytes.
+    needed = 82 + 34 + 402 + 242
+    assert order_of(mixture(), room=needed).orders["web"].block_shards == 1
+    with pytest.raises(ShardError, match=rf"of each source take up to {needed} bytes"):
+        order_of(mixture(), room=needed - 1)
+    assert order_of(mixture(), room=2 * needed).orders["web"].block_shards == 2
+
+
+def test_files_are_done_with_their_block() -> None:
+    order = order_of(mixture())
+    web = Order(split(MIXED, mixture())[1].train, seed=0, block_shards=1)
+    first = web.block_start(1)
+    assert [files_done(web, consumed) for consumed in (0, first - 1, first, 79)] == [0, 0, 1, 1]
+    assert files_done(web, 80) == 0  # the next epoch begins
+    assert files_done(order.orders["code"], 0) == 0
