@@ -32,7 +32,8 @@ def test_the_config_folder_of_the_run_file_comes_first(tmp_path: Path) -> None:
 def test_a_missing_file_names_a_near_one_and_all_there_are(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as failure:
         find_config("deepspeed", "nvmee", beside=tmp_path / "runs" / "mine.yaml")
-    assert "no file nvmee.json. Did you mean nvme? There are gather_once_a_step" in str(failure.value)
+    wanted = "no file nvmee.json. Did you mean nvme? There are gather_once_a_step"
+    assert wanted in str(failure.value)
 
 
 def test_a_missing_path_is_not_searched_for_by_its_last_part() -> None:

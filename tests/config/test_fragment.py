@@ -56,7 +56,8 @@ def test_what_the_trainer_fixes_is_refused() -> None:
         ),
         (
             {"comms_logger": {"zzz": 1}},
-            "comms_logger.zzz is not taken here. There are enabled, prof_all, prof_ops, verbose, debug.",
+            "comms_logger.zzz is not taken here. "
+            "There are enabled, prof_all, prof_ops, verbose, debug.",
         ),
         (
             {"zero_optimization": {"reduce_bucket_size": "auto"}},
