@@ -101,7 +101,7 @@ def _convert(
             if block.size:
                 max_id = max(max_id, int(block.max()))
             # An id too large for the type wraps here; the caller refuses the file by `max_id`.
-            local.write(block.astype(dtype).tobytes())
+            local.write(block.astype(dtype, copy=False).data)
         local.flush()
         os.fsync(local.fileno())
     return tokens, max_id
