@@ -36,8 +36,9 @@ from measuring import (
 )
 
 SHORTEST_S, LONGEST_S = 1.5, 12.0
-BESIDE_OURS = ("torchdata", "litdata", "lightning-utilities", "boto3", "tifffile", "obstore")
-FOR_MOSAIC = (
+LITDATA_NEEDS = ("boto3", "tifffile", "obstore")
+RIVALS = ("torchdata", "litdata", "lightning-utilities")
+MOSAIC = (
     "mosaicml-streaming",
     "Brotli",
     "cramjam",
@@ -106,24 +107,24 @@ def measure_loader(name: str, work: Path) -> Record:
     import torch
 
     torch.empty(1)
-    imported = private_mib()
+    imported = private_mib(work)
     from loader_cases import CASES, STEPS_OF_EPOCH
 
     case = CASES[name]
     case.prepare(work)
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), cpu_seconds()
     batches = case.open(case.state_at(0))
     next(batches)
     found: Record = {"first_batch_s": time.perf_counter() - began}
     if name == "ours, first pass of .npz":
-        cpu, wall = 0.0, began  # what was fetched and converted before it counts
+        cpu, wall = cpu_began, began  # what was fetched and converted before it counts
     else:
         cpu, wall = cpu_seconds(), time.perf_counter()
     early = None
     for step in itertools.count(1):
         next(batches)
         if step == STEPS_OF_EPOCH // 10:
-            early = private_mib()
+            early = private_mib(work)
         elapsed = time.perf_counter() - wall
         if elapsed > LONGEST_S or (step >= STEPS_OF_EPOCH - 2 and elapsed > SHORTEST_S):
             break
@@ -134,8 +135,10 @@ def measure_loader(name: str, work: Path) -> Record:
     found["tokens_per_second"] = tokens / elapsed
     found["tokens_per_cpu_second"] = tokens / used
     found["epochs"] = step / STEPS_OF_EPOCH
-    found["private_mib"] = private_mib() - imported
-    found["growth_mib"] = None if early is None else private_mib() - imported - (early - imported)
+    found["private_mib"] = private_mib(work) - imported
+    found["growth_mib"] = (
+        None if early is None else private_mib(work) - imported - (early - imported)
+    )
     del batches
     draw = random.Random(int(os.environ.get("BENCHMARK_REPEAT", "0")))
     state = case.state_at(draw.randrange(1, STEPS_OF_EPOCH // 2))
@@ -205,18 +208,14 @@ def _median_of(call: Callable[[], object], *, times: int = 30) -> float:
 def _cases(chosen: argparse.Namespace) -> list[Case]:
     from loader_cases import CASES
 
-    beside = environment(chosen.work / "environment", BESIDE_OURS[3:], resolve=True) and (
-        environment(chosen.work / "rivals", BESIDE_OURS[:3], resolve=False)
-    )
+    beside = environment(chosen.work / "rivals", whole=LITDATA_NEEDS, alone=RIVALS)
     pythons = {
         "torchdata StatefulDataLoader": beside,
         "litdata": beside,
         "mosaicml-streaming": None,
     }
     if chosen.with_mosaic:
-        pythons["mosaicml-streaming"] = environment(
-            chosen.work / "mosaic", FOR_MOSAIC, resolve=False
-        )
+        pythons["mosaicml-streaming"] = environment(chosen.work / "mosaic", alone=MOSAIC)
     else:
         say("skipped: mosaicml-streaming is measured with --with-mosaic")
     command = [__file__, "--work", str(chosen.work), "--case"]

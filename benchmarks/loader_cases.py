@@ -102,9 +102,9 @@ class OursFirstPass(Ours):
         self._source, self._cache = npz_folder(work), work / "cache_of_npz"
         shutil.rmtree(self._cache, ignore_errors=True)
 
-    def state_at(self, step: int) -> None:
-        """A first pass starts at the start."""
-        return
+    def state_at(self, step: int) -> int | None:
+        """A first pass starts at the start, and nowhere else."""
+        return None if step else 0
 
 
 class NanoGpt:
@@ -164,7 +164,7 @@ class TorchLoader:
 
     def open(self, state: int) -> Iterator[Pair]:
         """Skip `state` batches, then yield."""
-        return itertools.islice(itertools.cycle(self._loader()), state, None)
+        return itertools.islice(_for_ever(self._loader()), state, None)
 
     def _loader(self) -> Any:
         return DataLoader(

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-MIB = 1 << 20
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 Record = dict[str, Any]
@@ -126,16 +125,22 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def private_mib() -> float:
-    """Return the private memory of this process and its descendants, in MiB.
+def private_mib(data: Path) -> float:
+    """Return the memory that reading costs this process and its descendants, in MiB.
 
-    Pages that no other process has: those of the heap, and those of a file that only this process
-    maps (`Private_Clean` and `Private_Dirty` of smaps_rollup, together the unique set size).
+    Their heaps, what they share with each other counted once, and the pages of files below `data`
+    that they map; code is left out, because other programs on the machine share it or not.
     """
-    kib = 0
+    kib, counts = 0, False
     for pid in family():
-        lines = _lines(f"/proc/{pid}/smaps_rollup")
-        kib += sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+        for line in _lines(f"/proc/{pid}/smaps"):
+            fields = line.split()
+            if not fields[0].endswith(":"):  # a mapping's first line: addresses, ..., its file
+                path = fields[5] if len(fields) > 5 else ""
+                is_file = path.startswith("/") and not path.startswith("/dev/shm")
+                counts = not is_file or path.startswith(str(data.resolve()))
+            elif fields[0] == "Pss:" and counts:
+                kib += int(fields[1])
     return kib / 1024
 
 
@@ -165,13 +170,15 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def environment(folder: Path, packages: Sequence[str], *, resolve: bool) -> str | None:
+def environment(
+    folder: Path, *, whole: Sequence[str] = (), alone: Sequence[str] = ()
+) -> str | None:
     """Make an environment that sees this one's packages and has others beside; return its Python.
 
     Args:
         folder: Where it goes, or lies already.
-        packages: What `pip install` gets.
-        resolve: Install what they need too; otherwise they take what this environment has.
+        whole: Packages that bring what they need.
+        alone: Packages that take what is there, whatever they ask for.
 
     Returns:
         None, with a printed reason, when they cannot be had.
@@ -180,17 +187,19 @@ def environment(folder: Path, packages: Sequence[str], *, resolve: bool) -> str 
     ready = folder / "ready"
     if ready.exists():
         return str(python)
-    say(f"Installing {' '.join(packages)} into {folder}")
+    say(f"Installing {' '.join([*whole, *alone])} into {folder}")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     own = next(path for path in sys.path if path.endswith("site-packages"))
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "project.pth").write_text(f"{own}\n{ROOT}\n")
-    flags = [] if resolve else ["--no-deps"]
-    command = [str(python), "-m", "pip", "install", "--quiet", *flags, *packages]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        say(f"skipped: {' '.join(packages)} cannot be installed: {done.stderr.strip()[-300:]}")
-        return None
+    for packages in (whole, ("--no-deps", *alone) if alone else ()):
+        if not packages:
+            continue
+        command = [str(python), "-m", "pip", "install", "--quiet", *packages]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            say(f"skipped: {' '.join(packages)}: {done.stderr.strip()[-300:]}")
+            return None
     ready.touch()
     return str(python)
 

@@ -89,7 +89,7 @@ def main() -> None:
 def compare(chosen: argparse.Namespace) -> None:
     """Run the cases against one store, print the tables, and write everything down."""
     source = npy_folder(chosen.work)
-    gcsfs = environment(chosen.work / "gcsfs", ("gcsfs",), resolve=True)
+    gcsfs = environment(chosen.work / "gcsfs", whole=["gcsfs"])
     syncs = [name for name in CASES if name not in ("loop", "rank")]
     pythons = dict.fromkeys(syncs, sys.executable) | {"gcsfs": gcsfs}
     with shaped_store(source, Shape()) as store:
@@ -118,7 +118,9 @@ def measure_loops(chosen: argparse.Namespace) -> list[Record]:
     rate = LINK_ABOVE_NEED * need
     with shaped_store(npy_folder(chosen.work), Shape(stream_rate=rate, total_rate=rate)) as store:
         command = [__file__, "--work", str(chosen.work), "--store", store, "--case", "loop"]
-        return measure([Case("loop", command)], repeats=chosen.repeats, timeout_s=180)["loop"]
+        return measure([Case("loop", command)], repeats=min(3, chosen.repeats), timeout_s=180)[
+            "loop"
+        ]
 
 
 def measure_node(work: Path, store: str) -> Record:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import shutil
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,15 +61,17 @@ def litdata_shard(number: int):
 
 def without_pictures() -> None:
     """Let mosaicml-streaming be imported without torchvision, which only its pictures need."""
-    import sys
-    import types
-
-    for name in ("torchvision", "torchvision.datasets", "torchvision.transforms"):
-        sys.modules[name] = types.ModuleType(name)
-    functional = types.ModuleType("torchvision.transforms.functional")
-    functional.to_tensor = None  # type: ignore[attr-defined]
-    sys.modules["torchvision.transforms.functional"] = functional
-    sys.modules["torchvision.datasets"].VisionDataset = object  # type: ignore[attr-defined]
+    stands_in = {
+        "torchvision": {},
+        "torchvision.datasets": {"VisionDataset": object},
+        "torchvision.transforms": {},
+        "torchvision.transforms.functional": {"to_tensor": None},
+    }
+    for name, contents in stands_in.items():
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        vars(module).update(contents)
+        sys.modules[name] = module
 
 
 def _once(folder: Path, write: Callable[[Path], None]) -> Path:
