@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from refocused.batches.batch import Batch, BatchReader
+from refocused.batches.device_copies import Copies, DeviceCopier
 from refocused.batches.mixture import Mixture
 from refocused.batches.order import Order
 from refocused.batches.position import Position
@@ -34,6 +35,7 @@ class Loader:
         names: Names of all shards of the manifest, for messages.
         pin: Make page-locked tensors; needs a GPU.
         document_id: Id that begins each document, where they are masked.
+        copier: Brings batches to the GPU ahead of their use; None: they stay where they are read.
         ahead: Shards fetched beyond the block in use (`data.fetch_ahead_shards`).
         room_bytes: Most that the shards of training may take on disk: `data.disk_limit_gb` less
             the pinned shards; None: no limit.
@@ -52,6 +54,7 @@ class Loader:
         ahead: int,
         room_bytes: int | None,
         document_id: int | None = None,
+        copier: DeviceCopier | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._order = order
@@ -63,6 +66,7 @@ class Loader:
         self._ahead = ahead
         self._room_bytes = room_bytes
         self._document_id = document_id
+        self._copier = copier
         self._clock = clock
 
     def batches_from(self, position: Position) -> BatchStream:
@@ -82,6 +86,7 @@ class Loader:
             ),
             # A resume over fewer windows may stand beyond the end of an epoch.
             position=order.position_at(order.number_of(position)),
+            copier=self._copier,
             clock=self._clock,
         )
 
@@ -101,6 +106,7 @@ class BatchStream:
         reader: BatchReader,
         planner: ShardPlanner,
         position: Position,
+        copier: DeviceCopier | None,
         clock: Callable[[], float],
     ) -> None:
         self.position = position
@@ -108,6 +114,7 @@ class BatchStream:
         self._steps = steps
         self._reader = reader
         self._planner = planner
+        self._copier = copier
         self._clock = clock
         # Two queues in C: a condition in Python costs more than reading the batch does.
         self._ready: queue.SimpleQueue[_Read | Exception] = queue.SimpleQueue()
@@ -138,6 +145,9 @@ class BatchStream:
         self._planner.training_on(read.step)
         self._room.put(None)
         self.position = read.step.after
+        if isinstance(read.batches, Copies):
+            assert self._copier is not None  # it began them
+            return self._copier.hand_over(read.batches)
         return read.batches
 
     def close(self) -> None:
@@ -160,12 +170,13 @@ class BatchStream:
         self._room.get()
         return not self._closed
 
-    def _read(self, step: StepWindows) -> list[Batch]:
+    def _read(self, step: StepWindows) -> list[Batch] | Copies:
         self._planner.reading(step)
-        return [
+        batches = [
             self._reader.read(shards, windows, micro=len(shards))
             for shards, windows in zip(step.shards, step.windows, strict=True)
         ]
+        return batches if self._copier is None else self._copier.begin(batches)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -173,4 +184,4 @@ class _Read:
     """A step and its batches."""
 
     step: StepWindows
-    batches: list[Batch]
+    batches: list[Batch] | Copies

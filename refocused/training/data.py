@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from refocused.batches.batch import Batch
+from refocused.batches.device_copies import DeviceCopier
 from refocused.batches.loader import Loader
 from refocused.batches.mixture import Mixture
 from refocused.batches.order import Order
@@ -138,6 +139,7 @@ def build_data(
         names=names,
         pin=pin,
         document_id=document_id,
+        copier=DeviceCopier(world.device) if pin else None,
         ahead=data.fetch_ahead_shards,
         room_bytes=room,
     )
