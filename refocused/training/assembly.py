@@ -26,7 +26,12 @@ from refocused.engine.engine import Engine
 from refocused.engine.randomness import seed_everything
 from refocused.estimate import flops_per_token, mfu_fraction
 from refocused.hardware import gpu_facts
-from refocused.models.gpt import build_gpt, counted_parameters
+from refocused.models.gpt import (
+    DEFAULT_INITIALIZER_RANGE,
+    build_gpt,
+    counted_parameters,
+    untrained_loss,
+)
 from refocused.monitoring.throughput import Throughput
 from refocused.training.cadence import Cadence
 from refocused.training.data import DataParts, build_data
@@ -132,6 +137,7 @@ def assemble_engine(job: Job) -> tuple[Engine, int]:
 def assemble_parts(job: Job, data: DataParts, engine: Engine, *, parameters: int) -> Parts:
     """Bring together what the loop uses."""
     config, world = job.loaded.config, job.world
+    rows = job.loaded.shape.padded_vocabulary(config.model.vocabulary_multiple)
     figures = _figures(job, data)
     throughput = Throughput(time.monotonic)
     reporter = Reporter(
@@ -166,7 +172,14 @@ def assemble_parts(job: Job, data: DataParts, engine: Engine, *, parameters: int
         throughput=throughput,
         reporter=reporter,
         saver=saver,
-        vocabulary_rows=job.loaded.shape.padded_vocabulary(config.model.vocabulary_multiple),
+        vocabulary_rows=rows,
+        untrained_loss=untrained_loss(
+            rows=rows,
+            width=job.loaded.shape.width,
+            initializer_range=job.loaded.shape.settings.get(
+                "initializer_range", DEFAULT_INITIALIZER_RANGE
+            ),
+        ),
     )
 
 

@@ -24,7 +24,8 @@ class Parts:
     Attributes:
         validation_batches: Yields this rank's validation batches, the same ones at every call;
             none without validation data.
-        vocabulary_rows: Rows of the embedding, padding included: V of the first loss.
+        vocabulary_rows: Rows of the embedding, padding included.
+        untrained_loss: What a right initialisation gives on random tokens, in nats.
     """
 
     world: World
@@ -40,3 +41,4 @@ class Parts:
     reporter: Reporter
     saver: Saver
     vocabulary_rows: int
+    untrained_loss: float

@@ -14,7 +14,13 @@ from refocused.config.files import REPOSITORY_CONFIG
 from refocused.config.shape import load_shape
 from refocused.errors import ConfigError
 from refocused.estimate import count_parameters
-from refocused.models.gpt import CausalLM, build_gpt, counted_parameters, document_positions
+from refocused.models.gpt import (
+    CausalLM,
+    build_gpt,
+    counted_parameters,
+    document_positions,
+    untrained_loss,
+)
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {
@@ -262,3 +268,23 @@ def test_positions_begin_anew_with_each_document() -> None:
         [0, 1, 2, 0, 1, 2],
         [0, 1, 2, 3, 4, 5],
     ]
+
+
+@pytest.mark.parametrize("width", [64, 1024])
+def test_the_untrained_loss_of_a_wide_model_is_above_ln_v(width: int) -> None:
+    torch.manual_seed(0)
+    shape = {"model_type": "gpt2", "n_positions": 512, "n_embd": width, "n_layer": 2, "n_head": 2}
+    model = build_gpt(
+        shape, vocabulary=2048, dropout=0.0, activation_checkpointing=False, chunk_tokens=512
+    )
+    tokens = torch.randint(2048, (4, 513))
+    with torch.no_grad():
+        loss = float(model(tokens[:, :-1], tokens[:, 1:]))
+    expected = untrained_loss(rows=2048, width=width, initializer_range=0.02)
+    assert expected - math.log(2048) == pytest.approx(width * 0.0002)
+    assert loss == pytest.approx(expected, abs=0.1)
+
+
+def test_weights_drawn_too_wide_do_not_widen_what_is_expected() -> None:
+    wide = untrained_loss(rows=512, width=64, initializer_range=1.0)
+    assert wide == pytest.approx(math.log(512) + 1.0)

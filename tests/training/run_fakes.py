@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -176,5 +177,6 @@ def parts_of(
         "reporter": FakeReporter(log),
         "saver": FakeSaver(log),
         "vocabulary_rows": 512,
+        "untrained_loss": math.log(512),
     }
     return Parts(**cast("Any", parts | changes))
