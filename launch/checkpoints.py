@@ -1,4 +1,4 @@
-"""Lists the checkpoints of a run: `python launch/checkpoints.py list`."""
+"""Shows and moves the checkpoints of a run: `python launch/checkpoints.py list`."""
 
 import sys
 from pathlib import Path

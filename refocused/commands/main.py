@@ -8,7 +8,7 @@ import sys
 COMMANDS = {
     "train": "train a run (started by deepspeed on several ranks)",
     "prepare_data": "make, inspect, convert and move token files",
-    "checkpoints": "list a run's checkpoints, here and in the bucket",
+    "checkpoints": "show, check, move and compare a run's checkpoints",
     "stop": "ask a run to save and stop",
 }
 

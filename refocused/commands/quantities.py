@@ -37,6 +37,19 @@ def duration_text(seconds: float) -> str:
     return f"{days} d {hours % 24} h"
 
 
+def age(seconds: float) -> str:
+    """Say how long ago something was, in its two largest units; the future counts as now."""
+    minutes = max(0, int(seconds // 60))
+    hours, days = minutes // 60, minutes // 1440
+    if minutes < 1:
+        return "just now"
+    if hours < 1:
+        return f"{minutes} min ago"
+    if days < 1:
+        return f"{hours} h {minutes % 60} min ago"
+    return f"{days} d {hours % 24} h ago"
+
+
 def count(text: str) -> int:
     """Read a number of at least 1: `100000000`, `100_000_000`, `1e8` or `100M`."""
     match = re.fullmatch(r"([0-9][0-9_,]*\.?[0-9]*(?:e[0-9]+)?)([kmbgt]?)", text.lower())

@@ -15,7 +15,7 @@ from refocused.checkpoints.mirror_status import MirrorFiles, MirrorStatus
 from refocused.checkpoints.process_identity import this_process
 from refocused.checkpoints.remote_steps import RemoteSteps
 from refocused.checkpoints.staging import remove_step
-from refocused.commands.checkpoints import age, main
+from refocused.commands.checkpoints import main
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -140,20 +140,6 @@ def test_remote_without_a_known_bucket_asks_for_one(capsys: pytest.CaptureFixtur
     assert "--bucket gs://bucket/prefix" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (-5, "just now"),
-        (59, "just now"),
-        (125, "2 min ago"),
-        (3 * 3600 + 600, "3 h 10 min ago"),
-        (3 * 86400 + 7200, "3 d 2 h ago"),
-    ],
-)
-def test_ages_are_said_in_two_units(seconds: float, text: str) -> None:
-    assert age(seconds) == text
-
-
 def test_the_script_runs_from_any_folder_and_loads_no_torch(run: Path) -> None:
     make_step(run / "checkpoints", 10)
     script = str(REPOSITORY / "launch" / "checkpoints.py")
@@ -180,3 +166,24 @@ def test_help_imports_nothing_but_the_command(run: Path) -> None:
     )
     assert "--remote" in done.stdout
     assert "pydantic" not in done.stderr
+
+
+def test_without_a_mirrors_word_the_run_files_own_mirror_is_asked(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mirror(run, tmp_path / "bucket", 10)
+    MirrorFiles(run).status.unlink()
+    text = f"run: {{name: new}}\ncheckpoint: {{mirror: {tmp_path / 'bucket'}}}\n"
+    (run / "run.yaml").write_text(text)
+    assert main(["list", "--json"]) == 0
+    assert [step["bucket"] for step in json.loads(capsys.readouterr().out)["steps"]] == ["ok"]
+
+
+def test_help_names_the_verbs_and_an_unknown_one_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--help"]) == 0
+    assert "show every step" in capsys.readouterr().out
+    assert main([]) == 2
+    assert main(["lst"]) == 2
+    assert "'lst' is no verb. There are: list" in capsys.readouterr().err

@@ -5,6 +5,7 @@ import argparse
 import pytest
 
 from refocused.commands.quantities import (
+    age,
     count,
     count_text,
     duration_text,
@@ -59,3 +60,17 @@ def test_shares_and_positive_numbers() -> None:
         for text in texts:
             with pytest.raises(argparse.ArgumentTypeError):
                 read(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-5, "just now"),
+        (59, "just now"),
+        (125, "2 min ago"),
+        (3 * 3600 + 600, "3 h 10 min ago"),
+        (3 * 86400 + 7200, "3 d 2 h ago"),
+    ],
+)
+def test_ages_are_said_in_two_units(seconds: float, text: str) -> None:
+    assert age(seconds) == text

@@ -1,0 +1,119 @@
+"""`checkpoints list`: every step of a run, and the disk they take."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from refocused.commands.arguments import Parser
+from refocused.commands.quantities import age, size_text
+from refocused.commands.run_catalog import (
+    add_place_options,
+    add_run_options,
+    catalog_of,
+    listed,
+    run_of,
+)
+
+if TYPE_CHECKING:
+    from refocused.checkpoints.catalog import Catalog, CatalogEntry
+
+_HEADINGS = ("STEP", "SAVED", "SIZE", "LOCAL", "BUCKET", "LOSS", "NOTE")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DiskUse:
+    """Bytes of a run's checkpoints on the disk.
+
+    Attributes:
+        steps: In step directories.
+        leftovers: In what interrupted saves, downloads and removals left, or are using now.
+        free: Free on that disk.
+    """
+
+    steps: int
+    leftovers: int
+    free: int
+
+
+def add_list_arguments(parser: Parser) -> None:
+    """Describe the command line."""
+    add_run_options(parser)
+    add_place_options(parser)
+
+
+def run_list(arguments: argparse.Namespace) -> int:
+    """Show the steps; the exit code says whether the bucket could be asked."""
+    run = run_of(arguments)
+    catalog = catalog_of(run, arguments)
+    listing = listed(catalog, arguments)
+    use = _disk_use(catalog.local)
+    if arguments.json:
+        _print_json(run, catalog, listing.entries, use)
+    else:
+        _print_table(catalog, listing.entries, use)
+    return listing.outcome
+
+
+def as_record(entry: CatalogEntry) -> dict[str, Any]:
+    """Return an entry for JSON."""
+    return dataclasses.asdict(entry) | {"created": entry.created and entry.created.isoformat()}
+
+
+def _disk_use(checkpoints: Path) -> DiskUse:
+    from refocused.bucket.part_file import free_bytes
+    from refocused.checkpoints.staging import leftovers
+    from refocused.checkpoints.step_directory import step_paths
+
+    return DiskUse(
+        steps=sum(_bytes_below(path) for path in step_paths(checkpoints)),
+        leftovers=sum(_bytes_below(path) for path in leftovers(checkpoints)),
+        free=free_bytes(checkpoints),
+    )
+
+
+def _bytes_below(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _print_json(run: Path, catalog: Catalog, entries: Sequence[CatalogEntry], use: DiskUse) -> None:
+    content = {
+        "run": str(run),
+        "bucket": catalog.remote.url if catalog.remote else None,
+        "steps": [as_record(entry) for entry in entries],
+        "disk_bytes": dataclasses.asdict(use),
+    }
+    print(json.dumps(content, indent=1))
+
+
+def _print_table(catalog: Catalog, entries: Sequence[CatalogEntry], use: DiskUse) -> None:
+    now = time.time()
+    rows = [_HEADINGS, *(_row(entry, now=now) for entry in reversed(entries))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    if entries:
+        for row in rows:
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            print("   ".join(cells).rstrip())
+    else:
+        print(f"No checkpoints in {catalog.local}.")
+    left = f", {size_text(use.leftovers)} in interrupted or running saves" if use.leftovers else ""
+    print(f"disk     {size_text(use.steps)} in steps{left}, {size_text(use.free)} free")
+    if catalog.remote is not None:
+        print(f"bucket   {catalog.remote.url}")
+
+
+def _row(entry: CatalogEntry, *, now: float) -> tuple[str, ...]:
+    return (
+        f"{entry.step:,}",
+        age(now - entry.created.timestamp()) if entry.created else "-",
+        size_text(entry.size) if entry.size is not None else "-",
+        entry.local.partition(":")[0],
+        entry.bucket.partition(":")[0],
+        f"{entry.loss:.4f}" if entry.loss is not None else "-",
+        ", ".join(entry.notes),
+    )

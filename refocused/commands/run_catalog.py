@@ -1,0 +1,162 @@
+"""The run that a command line names, and the catalog of its checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from refocused.commands.arguments import Parser
+from refocused.commands.places import add_credentials, place
+from refocused.errors import BucketError, ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from refocused.checkpoints.catalog import Catalog, CatalogEntry
+
+RUNS = Path("runs")
+
+
+def add_run_options(parser: Parser) -> None:
+    """Add what names a run and its bucket, and `--json`."""
+    add = parser.add_argument
+    add("--run", help="a run's folder or name (default: the newest below runs/)")
+    add("--bucket", metavar="URL", help="gs://bucket/prefix or a folder (default: the run's own)")
+    add("--json", action="store_true", help="print JSON")
+    add_credentials(parser)
+
+
+def add_place_options(parser: Parser) -> None:
+    """Add what confines a command to one of the two places."""
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--local", action="store_true", help="do not ask the bucket")
+    either.add_argument("--remote", action="store_true", help="only what the bucket has")
+
+
+def find_run(request: str | None, *, must_exist: bool = True) -> Path:
+    """Return the folder of a run.
+
+    Args:
+        request: A folder, or a name below `runs/`; None: the newest run there.
+        must_exist: Refuse a run without a folder (one only in a bucket has none).
+
+    Raises:
+        ConfigError: There is no such run.
+    """
+    runs = [path for path in RUNS.iterdir() if path.is_dir()] if RUNS.is_dir() else []
+    if request is None:
+        if not runs:
+            raise ConfigError(
+                f"There is no run below {RUNS.absolute()}. Name one: --run FOLDER, or for a run "
+                "that is only in a bucket: --run NAME --bucket gs://bucket/prefix"
+            )
+        return max(runs, key=_last_change)
+    for folder in (Path(request).expanduser(), RUNS / request):
+        if folder.is_dir():
+            return folder
+    if not must_exist:
+        return RUNS / request
+    near = difflib.get_close_matches(request, [path.name for path in runs], n=3, cutoff=0.4)
+    hint = f"Near: {', '.join(near)}." if near else f"{RUNS} holds {len(runs)} other runs."
+    raise ConfigError(f"--run {request}: there is no such folder, nor {RUNS / request}. {hint}")
+
+
+def run_of(arguments: argparse.Namespace) -> Path:
+    """Return the folder of the run that the command line names.
+
+    Raises:
+        ConfigError: There is no such run, and no bucket is named that may have it.
+    """
+    return find_run(arguments.run, must_exist=arguments.bucket is None)
+
+
+def catalog_of(
+    run: Path, arguments: argparse.Namespace, *, checkpoints: Path | None = None
+) -> Catalog:
+    """Return a run's catalog, with its bucket when one is known and may be asked.
+
+    Args:
+        run: The run's folder.
+        arguments: With the options of `add_run_options`, and perhaps of `add_place_options`.
+        checkpoints: Where the local steps are; None: in the run's own folder.
+
+    Raises:
+        ConfigError: Only the bucket is wanted and none is known.
+        BucketError: The bucket's address is none.
+    """
+    from refocused.checkpoints.catalog import Catalog
+    from refocused.checkpoints.mirror_status import MirrorFiles
+    from refocused.checkpoints.remote_steps import prefix_of
+
+    local = checkpoints or MirrorFiles(run).checkpoints
+    if getattr(arguments, "local", False):
+        return Catalog(local)
+    if arguments.bucket is not None:
+        known: tuple[str, str] | None = arguments.bucket, prefix_of(run.absolute().name)
+    else:
+        known = _own_mirror(run)
+    if known is None:
+        if getattr(arguments, "remote", False):
+            raise ConfigError(
+                f"--remote: {run} has no mirror. Name the bucket: --bucket gs://bucket/prefix"
+            )
+        return Catalog(local)
+    url, prefix = known
+    return Catalog(local, place(url, arguments), prefix)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Listing:
+    """The steps of a run as far as they could be seen.
+
+    Attributes:
+        entries: Ascending by step.
+        outcome: Exit code: OK, or that of the failure that left the bucket's steps out.
+    """
+
+    entries: list[CatalogEntry]
+    outcome: ExitCode
+
+
+def listed(catalog: Catalog, arguments: argparse.Namespace) -> Listing:
+    """List the steps; those on the disk alone, with a message, when the bucket cannot be read.
+
+    Raises:
+        BucketError: It cannot be read and only the bucket is wanted.
+    """
+    try:
+        entries = catalog.entries()
+    except BucketError as error:
+        if arguments.remote:
+            raise
+        print(f"{error}\nOnly the local steps are shown.", file=sys.stderr)
+        catalog.remote = None
+        return Listing(catalog.entries(), error.exit_code)
+    if arguments.remote:
+        entries = [entry for entry in entries if entry.bucket != "-"]
+    return Listing(entries, ExitCode.OK)
+
+
+def _own_mirror(run: Path) -> tuple[str, str] | None:
+    """Address and prefix that the mirror said, else those of the run file; None without one."""
+    from refocused.checkpoints.mirror_status import MirrorFiles
+    from refocused.checkpoints.remote_steps import prefix_of
+    from refocused.config.document import read_document
+
+    status = MirrorFiles(run).read_status()
+    if status is not None:
+        return status.bucket, status.prefix
+    if not (run / "run.yaml").is_file():
+        return None
+    settings = read_document(run / "run.yaml").settings
+    mirror, name = settings.get(("checkpoint", "mirror")), settings.get(("run", "name"))
+    if mirror is None or mirror.value is None:
+        return None
+    return mirror.plain, prefix_of(name.plain if name else run.absolute().name)
+
+
+def _last_change(run: Path) -> float:
+    """When a run last got something; saving changes the folder of its checkpoints only."""
+    return max(path.stat().st_mtime for path in (run, run / "checkpoints") if path.exists())
