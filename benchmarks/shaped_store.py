@@ -15,6 +15,7 @@ import multiprocessing
 import threading
 import time
 import urllib.parse
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -54,6 +55,13 @@ def shaped_store(folder: Path, shape: Shape) -> Iterator[str]:
     finally:
         process.terminate()
         process.join()
+
+
+def asked_for(store: str) -> dict[str, int]:
+    """Return how often each object of a store was downloaded since the last call."""
+    with urllib.request.urlopen(f"{store}/gets") as answer:
+        found: dict[str, int] = json.load(answer)
+    return found
 
 
 def serve(folder: str, shape: Shape, sender) -> None:
