@@ -143,8 +143,33 @@ class Catalog:
         if "/" in request:
             directory = read_step(Path(request).expanduser())
             return ResolvedStep(directory.step, directory.path)
-        entry = self._choose(request, self.entries())
+        entries = self.entries()
+        entry = self.find(request, entries)
+        if not entry.usable:
+            raise CheckpointError(
+                f"{entry.name} cannot be used: {'; '.join(entry.notes)}. "
+                f"{_nearest(request, entries)}"
+            )
         return ResolvedStep(entry.step, self.local / entry.name if entry.local == WHOLE else None)
+
+    def find(self, request: str, entries: Sequence[CatalogEntry]) -> CatalogEntry:
+        """Find `latest`, `best`, a number or a name among entries, usable or not.
+
+        Raises:
+            CheckpointError: There is no such step; the nearest are named.
+        """
+        if request in ("latest", "best"):
+            chosen = [entry for entry in entries if request in entry.notes]
+            if not chosen:
+                raise CheckpointError(self._nothing(request))
+            return chosen[0]
+        step = _requested_step(request)
+        for entry in entries:
+            if entry.step == step:
+                return entry
+        raise CheckpointError(
+            f"There is no checkpoint {request!r} in {self._places()}. {_nearest(request, entries)}"
+        )
 
     def fetch(
         self,
@@ -203,25 +228,6 @@ class Catalog:
         if lost:
             return _Found(f"broken: {lost} of {len(manifest.files)} files are lost", manifest)
         return _Found(WHOLE, manifest)
-
-    def _choose(self, request: str, entries: Sequence[CatalogEntry]) -> CatalogEntry:
-        if request in ("latest", "best"):
-            chosen = [entry for entry in entries if request in entry.notes]
-            if not chosen:
-                raise CheckpointError(self._nothing(request))
-            return chosen[0]
-        step = _requested_step(request)
-        for entry in entries:
-            if entry.step == step and entry.usable:
-                return entry
-            if entry.step == step:
-                raise CheckpointError(
-                    f"{entry.name} cannot be used: {'; '.join(entry.notes)}. "
-                    f"{_nearest(request, entries)}"
-                )
-        raise CheckpointError(
-            f"There is no checkpoint {request!r} in {self._places()}. {_nearest(request, entries)}"
-        )
 
     def _nothing(self, request: str) -> str:
         if request == "best":

@@ -13,6 +13,7 @@ from refocused.errors import ExitCode, RefocusedError
 # Each verb, the module that holds it, and one line about it.
 VERBS = {
     "list": ("checkpoints_list", "show every step, newest first"),
+    "info": ("checkpoints_info", "show all that is known about one step"),
 }
 
 

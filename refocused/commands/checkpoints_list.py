@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from refocused.commands.arguments import Parser
 from refocused.commands.quantities import age, size_text
-from refocused.commands.run_catalog import (
-    add_place_options,
-    add_run_options,
-    catalog_of,
-    listed,
-    run_of,
-)
+from refocused.commands.run_catalog import add_run_options, catalog_of, listed, run_of
 
 if TYPE_CHECKING:
     from refocused.checkpoints.catalog import Catalog, CatalogEntry
@@ -44,7 +38,9 @@ class DiskUse:
 def add_list_arguments(parser: Parser) -> None:
     """Describe the command line."""
     add_run_options(parser)
-    add_place_options(parser)
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--local", action="store_true", help="do not ask the bucket")
+    either.add_argument("--remote", action="store_true", help="only what the bucket has")
 
 
 def run_list(arguments: argparse.Namespace) -> int:

@@ -28,11 +28,9 @@ def add_run_options(parser: Parser) -> None:
     add_credentials(parser)
 
 
-def add_place_options(parser: Parser) -> None:
-    """Add what confines a command to one of the two places."""
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("--local", action="store_true", help="do not ask the bucket")
-    either.add_argument("--remote", action="store_true", help="only what the bucket has")
+def add_local_option(parser: Parser) -> None:
+    """Add what confines a command to the disk."""
+    parser.add_argument("--local", action="store_true", help="do not ask the bucket")
 
 
 def find_run(request: str | None, *, must_exist: bool = True) -> Path:
@@ -79,7 +77,7 @@ def catalog_of(
 
     Args:
         run: The run's folder.
-        arguments: With the options of `add_run_options`, and perhaps of `add_place_options`.
+        arguments: With the options of `add_run_options`, and perhaps `--local` and `--remote`.
         checkpoints: Where the local steps are; None: in the run's own folder.
 
     Raises:
@@ -129,14 +127,51 @@ def listed(catalog: Catalog, arguments: argparse.Namespace) -> Listing:
     try:
         entries = catalog.entries()
     except BucketError as error:
-        if arguments.remote:
+        if getattr(arguments, "remote", False):
             raise
-        print(f"{error}\nOnly the local steps are shown.", file=sys.stderr)
+        print(f"{error}\nOnly the local steps are looked at.", file=sys.stderr)
         catalog.remote = None
         return Listing(catalog.entries(), error.exit_code)
-    if arguments.remote:
+    if getattr(arguments, "remote", False):
         entries = [entry for entry in entries if entry.bucket != "-"]
     return Listing(entries, ExitCode.OK)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FoundStep:
+    """The step that a command line names.
+
+    Attributes:
+        catalog: Where it was found.
+        entry: What both places say of it; it may be broken.
+        outcome: Exit code: OK, or that of the failure that left the bucket out.
+    """
+
+    catalog: Catalog
+    entry: CatalogEntry
+    outcome: ExitCode
+
+
+def find_step(request: str, arguments: argparse.Namespace) -> FoundStep:
+    """Find `latest`, `best`, a number or a name in the run, or a path in its folder.
+
+    Args:
+        request: As typed.
+        arguments: With the options of `add_run_options`, and perhaps `--local`.
+
+    Raises:
+        CheckpointError: There is no such step; the nearest are named.
+        ConfigError: There is no such run.
+    """
+    if "/" in request:
+        from refocused.checkpoints.catalog import Catalog
+
+        path = Path(request).expanduser()
+        catalog = Catalog(path.parent)
+        return FoundStep(catalog, catalog.find(path.name, catalog.entries()), ExitCode.OK)
+    catalog = catalog_of(run_of(arguments), arguments)
+    listing = listed(catalog, arguments)
+    return FoundStep(catalog, catalog.find(request, listing.entries), listing.outcome)
 
 
 def _own_mirror(run: Path) -> tuple[str, str] | None:

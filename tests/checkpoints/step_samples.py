@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import random
 from pathlib import Path
 
@@ -72,6 +73,33 @@ def make_step(
     staging.create()
     fill(staging.path, seed=step if seed is None else seed, size=size)
     return staging.commit(manifest_for(staging.path, step, **changes))
+
+
+def make_readable_step(
+    checkpoints: Path, step: int, *, settings: dict[str, object] | None = None, **changes: object
+) -> StepDirectory:
+    """Commit a step whose training state and settings can be read.
+
+    `changes` are fields of the training state; the two losses go into the manifest too.
+    """
+    trainer = {
+        "step": step,
+        "tokens": 1024 * step,
+        "position": {"epoch": 0, "windows": 4 * step},
+        "loss": 2.5,
+        "validation_loss": None,
+        "best_loss": None,
+        "best_step": None,
+        "seconds": 90.0,
+        "cost_usd": None,
+    } | changes
+    staging = Staging(checkpoints, step=step, token="t")
+    staging.create()
+    fill(staging.path, seed=step)
+    (staging.path / "trainer.json").write_text(json.dumps(trainer))
+    (staging.path / "run.yaml").write_text(json.dumps(settings or {"run": {"name": "sample"}}))
+    losses = {name: trainer[name] for name in ("loss", "validation_loss")}
+    return staging.commit(manifest_for(staging.path, step, **losses))
 
 
 def flip_byte(path: Path) -> None:

@@ -111,7 +111,7 @@ def test_a_bucket_that_cannot_be_read_is_told_and_the_disk_is_shown(
     shown = capsys.readouterr()
     assert shown.out.splitlines()[1].startswith("10 ")
     assert "does not exist" in shown.err
-    assert "Only the local steps are shown." in shown.err
+    assert "Only the local steps are looked at." in shown.err
     assert main(["list", "--bucket", gone, "--remote"]) == 1
     assert capsys.readouterr().out == ""
 

@@ -1,0 +1,83 @@
+"""A run with step directories and a mirror, for the tests of the checkpoints command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints.step_samples import make_readable_step, make_step
+
+from refocused.bucket.directory import DirectoryBucket
+from refocused.checkpoints.mirror_copy import StepCopier
+from refocused.checkpoints.mirror_status import MirrorFiles, MirrorStatus
+from refocused.checkpoints.process_identity import this_process
+from refocused.checkpoints.remote_steps import RemoteSteps
+from refocused.checkpoints.staging import remove_step
+from refocused.checkpoints.step_directory import StepDirectory
+from refocused.commands.checkpoints import main
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SampleRun:
+    """The run `one` below runs/ of the current folder."""
+
+    folder: Path
+    bucket: Path
+    capture: pytest.CaptureFixture[str]
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def save(self, step: int, **changes: Any) -> StepDirectory:
+        """Commit a step of random files."""
+        return make_step(self.checkpoints, step, **changes)
+
+    def save_readable(self, step: int, **changes: Any) -> StepDirectory:
+        """Commit a step whose small files can be read."""
+        return make_readable_step(self.checkpoints, step, **changes)
+
+    def tell_of_mirror(self) -> None:
+        """Make the bucket known as the run's own, as its mirror would."""
+        self.bucket.mkdir(exist_ok=True)
+        status = MirrorStatus(
+            bucket=str(self.bucket),
+            prefix=f"{self.folder.name}/checkpoints",
+            process=this_process(),
+            heartbeat=0.0,
+        )
+        MirrorFiles(self.folder).status.write_text(status.model_dump_json())
+
+    def mirror(self, step: StepDirectory, *, keep: bool = True) -> None:
+        """Copy a step to the bucket, and remove the local one unless it is kept."""
+        self.tell_of_mirror()
+        remote = RemoteSteps(DirectoryBucket(self.bucket), f"{self.folder.name}/checkpoints")
+        copier = StepCopier(remote, stopping=lambda: False, report=lambda _done, _total: None)
+        assert copier.copy(step)
+        if not keep:
+            remove_step(step.path)
+
+    def there(self, step: int, file: str = "") -> Path:
+        """Where the bucket keeps a file of a step."""
+        name = f"checkpoint_step_{step}"
+        return self.bucket / self.folder.name / "checkpoints" / name / file
+
+    def local_steps(self) -> list[int]:
+        """Steps on the disk."""
+        found = self.checkpoints.glob("checkpoint_step_*")
+        return sorted(int(path.name.rpartition("_")[2]) for path in found)
+
+    def command(self, *arguments: object) -> tuple[int, str, str]:
+        """Run a verb; return its exit code, standard output and standard error."""
+        code = main([str(argument) for argument in arguments])
+        out, err = self.capture.readouterr()
+        return code, out, err
+
+    def command_json(self, *arguments: object, code: int = 0) -> Any:
+        """Run a verb with --json; return what it printed."""
+        found, out, err = self.command(*arguments, "--json")
+        assert found == code, err
+        return json.loads(out)
