@@ -61,7 +61,11 @@ class FetcherFiles:
         """Return the shards that were asked for within the last 10 s; forget older ones."""
         found = []
         for path in sorted(self._asked.glob("*")) if self._asked.exists() else []:
-            if now - path.stat().st_mtime < ASK_LASTS_SECONDS:
+            try:
+                asked = path.stat().st_mtime
+            except FileNotFoundError:  # withdrawn by its rank since it was listed
+                continue
+            if now - asked < ASK_LASTS_SECONDS:
                 found.append(int(path.name))
             else:
                 path.unlink(missing_ok=True)
