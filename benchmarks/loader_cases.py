@@ -49,7 +49,14 @@ class LoaderCase(Protocol):
 
 
 class Ours:
-    """`.npy` shards that are local already, through `build_data` as training does it."""
+    """`.npy` shards that are local already, through `build_data` as training does it.
+
+    Args:
+        accumulation: Batches of a step; the reading thread hands over a step at a time.
+    """
+
+    def __init__(self, *, accumulation: int = 8) -> None:
+        self._accumulation = accumulation
 
     def prepare(self, work: Path) -> None:
         """Make the files, and fetch them once, so that the index is present."""
@@ -74,7 +81,7 @@ class Ours:
 
         parts = build_data(
             DataConfig(source=str(self._source), cache=str(self._cache)),
-            plan=BatchPlan(ROWS, 1, 1, SEQUENCE_LENGTH),
+            plan=BatchPlan(ROWS, self._accumulation, 1, SEQUENCE_LENGTH),
             world=World(),
             vocabulary=VOCABULARY,
             seed=1,
@@ -85,8 +92,8 @@ class Ours:
         stream = parts.loader.batches_from(Position(0, state * ROWS))
         try:
             while True:
-                (batch,) = stream.next_step()
-                yield batch.input_ids, batch.labels
+                for batch in stream.next_step():
+                    yield batch.input_ids, batch.labels
         finally:
             stream.close()
             parts.cache.close()
@@ -270,6 +277,7 @@ class Mosaic(LitData):
 
 CASES: dict[str, LoaderCase] = {
     "ours, .npy": Ours(),
+    "ours, .npy, steps of one batch": Ours(accumulation=1),
     "ours, first pass of .npz": OursFirstPass(),
     "nanoGPT memmap": NanoGpt(),
     "torch DataLoader": TorchLoader(0),
