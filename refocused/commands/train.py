@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from refocused.commands.arguments import SILENT_RANK_SECONDS, Parser, split_overrides
+from refocused.commands.arguments import SILENT_RANK_SECONDS, Parser, dashed, split_overrides
 from refocused.commands.places import add_credentials
 from refocused.errors import ConfigError, ExitCode, RefocusedError
 
@@ -138,7 +138,7 @@ def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int) -> int:
             credentials_file=arguments.gcs_credentials,
             project=arguments.gcp_project,
             allowed_changes=frozenset(arguments.allow_change),
-            command=_typed_command(world.world_size),
+            command=_command_to_go_on(sys.argv[1:], world.world_size),
         )
         code = run(loaded, request, world)
         world.leave()
@@ -157,9 +157,21 @@ def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int) -> int:
     return code
 
 
-def _typed_command(ranks: int) -> str:
-    """Return the command that starts this run again."""
-    given = [one for one in sys.argv[1:] if not one.startswith("--local_rank")]
+def _command_to_go_on(typed: Sequence[str], ranks: int) -> str:
+    """Return the command that takes this run up again where it ended.
+
+    That is what was typed without `--resume`: `none` would begin anew, and a step would leave
+    everything after it behind.
+    """
+    given, is_request = [], False
+    for word in typed:
+        option, equals, _ = dashed(word).partition("=")
+        if is_request:
+            is_request = False
+        elif len(option) > len("--r") and "--resume".startswith(option):
+            is_request = not equals
+        elif option != "--local-rank":
+            given.append(word)
     return shlex.join(["deepspeed", "--num_gpus", str(ranks), "launch/train.py", *given])
 
 

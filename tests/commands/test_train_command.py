@@ -236,3 +236,13 @@ def test_every_end_has_its_code_and_its_words(
     assert train._train(train._load(namespace), namespace, 0) == code
     said = capsys.readouterr().err
     assert said.startswith(told) if told else said == ""
+
+
+@pytest.mark.parametrize(
+    "request_", [["--resume", "100"], ["--resume=none"], ["--res", "best"], []]
+)
+def test_the_command_to_go_on_does_not_go_back_again(request_: list[str]) -> None:
+    typed = ["--local_rank=0", "--config", "demo", *request_, "--run", "a b", "run.steps=9"]
+    assert train._command_to_go_on(typed, 2) == (
+        "deepspeed --num_gpus 2 launch/train.py --config demo --run 'a b' run.steps=9"
+    )
