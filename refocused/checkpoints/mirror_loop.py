@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 5.0
 FIRST_WAIT_SECONDS = 1.0
+MOST_DOUBLINGS = 30
 _REFUSALS = (RefusedRequestError, PermissionError, NotADirectoryError, FileExistsError)
 
 
@@ -38,7 +39,10 @@ def is_refusal(error: BaseException) -> bool:
 
 def wait_seconds(failures: int, *, refused: bool, longest: float) -> float:
     """How long to wait after so many failures in a row: doubling, or the longest at once."""
-    return longest if refused else min(FIRST_WAIT_SECONDS * 2.0 ** (failures - 1), longest)
+    if refused:
+        return longest
+    doublings = min(failures - 1, MOST_DOUBLINGS)  # a bucket may be down for thousands of attempts
+    return min(FIRST_WAIT_SECONDS * 2.0**doublings, longest)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -301,6 +301,7 @@ def test_the_mirror_loads_no_torch() -> None:
 def test_waits_double_up_to_the_longest_and_a_refusal_waits_that_at_once() -> None:
     waits = [wait_seconds(failures, refused=False, longest=5.0) for failures in (1, 2, 3, 4, 99)]
     assert waits == [1.0, 2.0, 4.0, 5.0, 5.0]
+    assert wait_seconds(5000, refused=False, longest=5.0) == 5.0
     assert wait_seconds(1, refused=True, longest=5.0) == 5.0
 
 
