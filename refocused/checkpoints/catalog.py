@@ -210,7 +210,7 @@ class Catalog:
         assert self.remote is not None  # only its steps are judged
         if SUPERSEDED in objects:
             return _Found(LEFT_BEHIND, known)
-        if known is None and MANIFEST not in objects:
+        if MANIFEST not in objects and (known is None or COMMITTED in objects):
             return _Found(f"broken: {MANIFEST} is missing")
         try:
             manifest = known or self.remote.manifest(name_of(step))

@@ -103,6 +103,15 @@ def test_an_object_lost_after_the_commit_is_seen(
         catalog.fetch(10)
 
 
+def test_a_marked_copy_without_its_manifest_is_broken_though_the_step_is_here(
+    catalog: Catalog, local: Path, bucket: DirectoryBucket
+) -> None:
+    mirrored(bucket, make_step(local, 10))
+    there(bucket, 10, "manifest.json").unlink()
+    [entry] = catalog.entries()
+    assert (entry.local, entry.bucket) == ("ok", "broken: manifest.json is missing")
+
+
 def test_an_empty_place_has_no_entries(catalog: Catalog) -> None:
     assert catalog.entries() == []
 
