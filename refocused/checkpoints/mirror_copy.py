@@ -16,6 +16,15 @@ from refocused.errors import BucketError, CheckpointError
 REPORT_SECONDS = 1.0
 
 
+def marker_of(step: StepDirectory) -> Marker:
+    """The content of COMMITTED for a local step."""
+    return Marker(
+        files=len(step.manifest.files),
+        bytes=step.manifest.total_bytes,
+        manifest_crc32c=crc32c_of(step.path / MANIFEST),
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepCopier:
     """Copies steps to a bucket, one at a time, several files at once.
@@ -44,12 +53,7 @@ class StepCopier:
                 name that may not be replaced.
             BucketError: The bucket cannot be read or written.
         """
-        name, manifest = step.path.name, step.manifest
-        marker = Marker(
-            files=len(manifest.files),
-            bytes=manifest.total_bytes,
-            manifest_crc32c=crc32c_of(step.path / MANIFEST),
-        )
+        name, manifest, marker = step.path.name, step.manifest, marker_of(step)
         there = self.remote.marker(name)
         if there == marker:
             self.remote.reinstate(name)
@@ -62,6 +66,12 @@ class StepCopier:
         self._require_whole(name, manifest)
         self.remote.commit(name, marker)
         return True
+
+    def repair(self, step: StepDirectory) -> bool:
+        """Copy what was lost of a copy after it was marked; otherwise as `copy`."""
+        if self.remote.marker(step.path.name) == marker_of(step):
+            self.remote.unmark(step.path.name)
+        return self.copy(step)
 
     def _refuse_unless_superseded(self, step: StepDirectory) -> None:
         """A run that went back and saved a step again replaces its own copy, nobody else's."""

@@ -122,6 +122,10 @@ class RemoteSteps:
         content = json.dumps(marker.model_dump()).encode()
         self.bucket.write(self.object_name(name, COMMITTED), content)
 
+    def unmark(self, name: str) -> None:
+        """Take the marker away: nothing reads the step until it is committed again."""
+        self.bucket.delete(self.object_name(name, COMMITTED))
+
     def supersede(self, name: str) -> None:
         """Mark a step as left behind: no resume takes it, and nothing of it is lost."""
         self.bucket.write(self.object_name(name, SUPERSEDED), b"", overwrite=True)

@@ -126,6 +126,32 @@ def test_a_step_damaged_here_is_not_marked(
     assert COMMITTED not in objects(bucket)
 
 
+@pytest.mark.parametrize("lost", ["trainer.json", "manifest.json"])
+def test_a_marked_copy_that_lost_an_object_is_repaired(
+    bucket: RecordingBucket, step: StepDirectory, lost: str
+) -> None:
+    copy(bucket, step)
+    whole = objects(bucket)
+    (Path(bucket.url) / "run" / "checkpoint_step_10" / lost).unlink()
+    remote = RemoteSteps(bucket, "run/")
+    copier = StepCopier(remote, stopping=lambda: False, report=lambda _done, _total: None)
+    assert copier.repair(step)
+    assert objects(bucket) == whole
+
+
+def test_a_repair_does_not_touch_the_copy_of_another_run(
+    bucket: RecordingBucket, step: StepDirectory
+) -> None:
+    copy(bucket, step)
+    before = objects(bucket)
+    other = make_step(step.path.parents[1] / "other", 10, seed=99, run="other")
+    remote = RemoteSteps(bucket, "run/")
+    copier = StepCopier(remote, stopping=lambda: False, report=lambda _done, _total: None)
+    with pytest.raises(CheckpointError, match="is another checkpoint, of run sample"):
+        copier.repair(other)
+    assert objects(bucket) == before
+
+
 def test_a_step_saved_again_by_the_same_run_replaces_its_copy(
     bucket: RecordingBucket, step: StepDirectory
 ) -> None:

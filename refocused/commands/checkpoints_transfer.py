@@ -1,0 +1,254 @@
+"""`checkpoints download` and `upload`: steps between the bucket and the disk."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from refocused.commands.arguments import Parser
+from refocused.commands.progress_line import ProgressLine
+from refocused.commands.quantities import count, duration_text, size_text
+from refocused.commands.run_catalog import add_run_options, catalog_of, find_run, run_of
+from refocused.errors import CheckpointError, ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from refocused.checkpoints.catalog import Catalog, CatalogEntry
+    from refocused.checkpoints.mirror_copy import StepCopier
+    from refocused.checkpoints.remote_steps import RemoteSteps
+    from refocused.checkpoints.step_directory import StepDirectory
+
+
+def add_download_arguments(parser: Parser) -> None:
+    """Describe the command line."""
+    add = parser.add_argument
+    add("step", metavar="STEP", help="latest, best, a number or a name")
+    add("--to", type=Path, metavar="DIR", help="folder that gets it (default: the run's own)")
+    add("--threads", type=count, default=8, metavar="N", help="files at once (8)")
+    add_run_options(parser)
+
+
+def run_download(arguments: argparse.Namespace) -> int:
+    """Fetch a step from the bucket unless it is on the disk, every byte right."""
+    from refocused.checkpoints.step_directory import name_of
+
+    run = run_of(arguments)
+    catalog = catalog_of(run, arguments, checkpoints=arguments.to)
+    remote = _require_bucket(catalog, run)
+    started = time.monotonic()
+    found = catalog.resolve(_name(arguments.step))
+    if arguments.to is not None:
+        _refuse_another(remote, catalog.local / name_of(found.step))
+    here = _whole_here(found.path) if found.path is not None else None
+    step = here or _fetch(catalog, found.step, arguments.threads)
+    seconds = time.monotonic() - started
+    if arguments.json:
+        content = {
+            "step": step.step,
+            "path": str(step.path),
+            "files": len(step.manifest.files),
+            "bytes": step.manifest.total_bytes,
+            "downloaded": here is None,
+            "seconds": seconds,
+        }
+        print(json.dumps(content, indent=1))
+        return ExitCode.OK
+    size = f"{len(step.manifest.files)} files, {size_text(step.manifest.total_bytes)}"
+    how = "was here already" if here else f"downloaded in {duration_text(seconds)}"
+    print(f"{step.path}: {size}, all verified, {how}")
+    return ExitCode.OK
+
+
+def add_upload_arguments(parser: Parser) -> None:
+    """Describe the command line."""
+    add = parser.add_argument
+    add("step", metavar="STEP", help="all, latest, best, a number or a name")
+    add("--threads", type=count, default=4, metavar="N", help="files at once (4)")
+    add_run_options(parser)
+
+
+def run_upload(arguments: argparse.Namespace) -> int:
+    """Complete in the bucket what is on the disk; the exit code says whether all of it is there."""
+    from refocused.checkpoints.atomic import FileLock
+    from refocused.checkpoints.mirror_status import MirrorFiles
+
+    run = find_run(arguments.run)
+    catalog = catalog_of(run, arguments)
+    remote = _require_bucket(catalog, run)
+    lock = FileLock(MirrorFiles(run).lock)
+    if not lock.acquire():
+        raise CheckpointError(
+            f"Another process is copying the steps of {run} to a bucket: its mirror, or another "
+            "upload. It needs no help; see how far it is: python launch/checkpoints.py list"
+        )
+    started = time.monotonic()
+    try:
+        result = _upload(catalog, remote, _wanted(catalog, arguments.step), arguments.threads)
+    finally:
+        lock.release()
+    seconds = time.monotonic() - started
+    if arguments.json:
+        content = {"bucket": remote.url, **dataclasses.asdict(result), "seconds": seconds}
+        print(json.dumps(content, indent=1))
+    else:
+        _print_uploads(result, remote.url, seconds)
+    return ExitCode.FAILED if result.failed else ExitCode.OK
+
+
+@dataclasses.dataclass(slots=True)
+class UploadResult:
+    """What became of each step.
+
+    Attributes:
+        uploaded: Steps that were completed.
+        there: Steps that needed nothing.
+        failed: Steps that cannot be copied, with the reason.
+    """
+
+    uploaded: list[int] = dataclasses.field(default_factory=list)
+    there: list[int] = dataclasses.field(default_factory=list)
+    failed: dict[int, str] = dataclasses.field(default_factory=dict)
+
+
+def _require_bucket(catalog: Catalog, run: Path) -> RemoteSteps:
+    if catalog.remote is None:
+        raise ConfigError(f"{run} has no mirror. Name the bucket: --bucket gs://bucket/prefix")
+    return catalog.remote
+
+
+def _name(request: str) -> str:
+    if "/" in request:
+        raise ConfigError(
+            f"{request}: a path names a step on a disk; give its number or name, and the run that "
+            "it belongs to with --run."
+        )
+    return request
+
+
+def _whole_here(path: Path) -> StepDirectory | None:
+    """Return a local step when every byte of it is right."""
+    from refocused.checkpoints.step_directory import read_step
+    from refocused.checkpoints.verify import describe, verify
+
+    step = read_step(path)
+    problems = verify(step, deep=True)
+    if not problems:
+        return step
+    print(f"{path} is corrupt: {describe(problems)}. It is fetched again.", file=sys.stderr)
+    return None
+
+
+def _fetch(catalog: Catalog, number: int, threads: int) -> StepDirectory:
+    from refocused.checkpoints.step_directory import name_of
+
+    line = ProgressLine(f"download {number:,}")
+    marker = catalog.remote.marker(name_of(number)) if catalog.remote else None
+    if marker is not None:
+        line.show(0, marker.bytes)
+    try:
+        return catalog.fetch(
+            number,
+            threads=threads,
+            progress=lambda progress: line.show(progress.done_bytes, progress.total_bytes),
+            replace=True,
+        )
+    finally:
+        line.end()
+
+
+def _refuse_another(remote: RemoteSteps, path: Path) -> None:
+    """Keep what `--to` has of that name, unless it is a copy, perhaps damaged, of the same step."""
+    from refocused.bucket.checksum import crc32c_of
+    from refocused.checkpoints.manifest import MANIFEST
+
+    if not path.exists():
+        return
+    marker, manifest = remote.marker(path.name), path / MANIFEST
+    same = manifest.is_file() and marker and crc32c_of(manifest) == marker.manifest_crc32c
+    if not same:
+        raise CheckpointError(
+            f"{path} exists and is not a copy of {remote.url}/{path.name}. Remove it, or name "
+            "another folder with --to."
+        )
+
+
+def _wanted(catalog: Catalog, request: str) -> list[CatalogEntry]:
+    """The steps to copy, newest first: it is the one that a resume needs."""
+    entries = catalog.entries()
+    if request != "all":
+        chosen = catalog.find(_name(request), entries)
+        if chosen.local == "-":
+            raise CheckpointError(
+                f"{chosen.name} is not in {catalog.local}, so there is nothing to upload. "
+                "See what is where: python launch/checkpoints.py list"
+            )
+        return [chosen]
+    return [entry for entry in reversed(entries) if entry.local != "-"]
+
+
+def _upload(
+    catalog: Catalog, remote: RemoteSteps, entries: Sequence[CatalogEntry], threads: int
+) -> UploadResult:
+    """Copy steps; one that is damaged here does not keep the others back."""
+    result = UploadResult()
+    remote.introduce()
+    for entry in entries:
+        try:
+            moved = _upload_one(catalog, remote, entry, threads)
+        except CheckpointError as error:
+            result.failed[entry.step] = str(error)
+            print(error, file=sys.stderr)
+            continue
+        (result.uploaded if moved else result.there).append(entry.step)
+    return result
+
+
+def _upload_one(catalog: Catalog, remote: RemoteSteps, entry: CatalogEntry, threads: int) -> bool:
+    """Complete one step in the bucket; return whether anything had to be sent."""
+    from refocused.checkpoints.mirror_copy import StepCopier
+    from refocused.checkpoints.step_directory import read_step
+
+    if entry.local != "ok":
+        if entry.bucket == "ok":
+            return False
+        raise CheckpointError(
+            f"{catalog.local / entry.name} is {entry.local}. It is not copied to the bucket; "
+            "remove it when nothing of it is needed."
+        )
+    line = ProgressLine(f"upload {entry.step:,}")
+    reports: list[int] = []
+
+    def report(done_bytes: int, total_bytes: int) -> None:
+        reports.append(done_bytes)
+        line.show(done_bytes, total_bytes)
+
+    copier = StepCopier(remote, stopping=lambda: False, report=report, threads=threads)
+    step = read_step(catalog.local / entry.name)
+    try:
+        _copy(copier, step, entry)
+    finally:
+        line.end()
+    return bool(reports)
+
+
+def _copy(copier: StepCopier, step: StepDirectory, entry: CatalogEntry) -> None:
+    if entry.bucket.startswith("broken"):
+        copier.repair(step)
+    else:
+        copier.copy(step)
+
+
+def _print_uploads(result: UploadResult, url: str, seconds: float) -> None:
+    for steps, what in ((result.uploaded, "uploaded"), (result.there, "there already")):
+        if steps:
+            print(f"{what}: {', '.join(f'{step:,}' for step in steps)}")
+    if result.failed:
+        print(f"failed: {', '.join(f'{step:,}' for step in result.failed)}")
+    whole = len(result.uploaded) + len(result.there)
+    wanted = whole + len(result.failed)
+    print(f"{url}: {whole} of {wanted} steps are whole there ({duration_text(seconds)})")
