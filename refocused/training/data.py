@@ -8,8 +8,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from refocused.batches.batch import Batch
 from refocused.batches.device_copies import DeviceCopier
 from refocused.batches.loader import Loader
@@ -21,6 +19,7 @@ from refocused.bucket.open import open_bucket
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
 from refocused.shards.cache import ShardCache
+from refocused.shards.local_form import local_bytes
 from refocused.shards.manifest import Manifest, build_manifest
 from refocused.shards.mixture import MixedBucket, build_mixed_manifest
 from refocused.shards.stdlib_text import prepare_stdlib
@@ -116,7 +115,7 @@ def build_data(
         evaluation_windows=evaluation_windows,
     )
     pinned = [shard for source in sources for shard in source.validation.shards_used()]
-    sizes = [shard.tokens * np.dtype(shard.dtype).itemsize for shard in manifest.shards]
+    sizes = [local_bytes(shard, vocabulary=vocabulary) for shard in manifest.shards]
     room = _room_bytes(data, sizes, pinned=pinned)
     order = order_sources(sources, data, seed=seed, shard_bytes=sizes, room_bytes=room)
     cache = ShardCache(

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from refocused.batches.order import Order
+from refocused.config.batch_plan import BatchPlan
+from refocused.config.data import DataConfig
+from refocused.errors import ShardError
+from refocused.shards.local_form import HEADER_BYTES
+from refocused.training.data import DataParts, build_data
+from refocused.world import World
+
+TOKENS = 1000
+SHARDS = 4
+
+
+def built(folder: Path, **settings: object) -> DataParts:
+    (folder / "tokens").mkdir()
+    for number in range(SHARDS):
+        ids = np.random.default_rng(number).integers(0, 512, TOKENS)
+        np.save(folder / "tokens" / f"{number}.npy", ids.astype(np.int32))
+    given = {"source": str(folder / "tokens"), "cache": str(folder / "cache"), **settings}
+    return build_data(
+        DataConfig.model_validate(given),
+        plan=BatchPlan(micro=2, accumulation=1, world_size=1, sequence_length=10),
+        world=World(),
+        vocabulary=512,
+        seed=1,
+        evaluation_windows=8,
+        credentials_file=None,
+        project=None,
+    )
+
+
+@pytest.mark.parametrize(("shards", "block"), [(2, 1), (4, 2)])
+def test_room_is_counted_in_the_bytes_of_the_local_form(
+    tmp_path: Path, shards: int, block: int
+) -> None:
+    room = shards * (2 * TOKENS + HEADER_BYTES)  # int32 in the source, uint16 on this disk
+    data = built(tmp_path, disk_limit_gb=room / 1e9, fetch_ahead_shards=1)
+    try:
+        assert isinstance(data.order, Order)
+        assert data.order.block_shards == block
+        stream = data.loader.batches_from(data.order.position_at(0))
+        assert len(stream.next_step()) == 1
+        stream.close()
+    finally:
+        data.cache.close()
+
+
+def test_room_for_less_than_two_blocks_is_refused(tmp_path: Path) -> None:
+    room = 2 * (2 * TOKENS + HEADER_BYTES) - 1
+    with pytest.raises(ShardError, match="two blocks of 1 shards"):
+        built(tmp_path, disk_limit_gb=room / 1e9)
