@@ -46,11 +46,12 @@ def check_run(config: RunConfig) -> list[Misfit]:
                 f"not a multiple of batch.micro = {batch.micro}: no number of GPUs can share it.",
             )
         )
-    if config.evaluation.sample_prompt is not None and config.data.tokenizer == "unknown":
+    if config.evaluation.sample_prompt is not None and config.data.tokenizer != "bytes":
         misfits.append(
             Misfit(
                 "evaluation.sample_prompt",
-                "a sample cannot be encoded without data.tokenizer. Name it, or drop the sample.",
+                "a sample is written and read as bytes, which needs data.tokenizer = bytes, and it "
+                f"is {config.data.tokenizer}. Drop the sample.",
             )
         )
     return misfits

@@ -32,7 +32,8 @@ class EvaluationConfig(Section):
     Attributes:
         interval: Steps between validations; 0 validates only at the end.
         windows: Windows of one validation over all ranks, always the same ones.
-        sample_prompt: Text that the finished model continues in the summary; None: no sample.
+        sample_prompt: Text that the finished model continues in the summary; None: no sample. Only
+            of models of bytes (`data.tokenizer: bytes`).
         sample_tokens: Tokens of that sample.
     """
 

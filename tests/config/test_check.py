@@ -28,6 +28,7 @@ def changed(**sections: dict[str, Any]) -> RunConfig:
         ),
         ({"batch": {"micro": 4, "windows": 18}}, "batch.windows"),
         ({"data": {"tokenizer": "unknown"}}, "evaluation.sample_prompt"),
+        ({"data": {"tokenizer": "gpt2"}}, "evaluation.sample_prompt"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(sections: dict[str, Any], key: str) -> None:
