@@ -15,14 +15,15 @@ class CheckpointConfig(Section):
         keep: Newest step directories kept locally, beside the best one; at least 2.
         mirror: `gs://bucket/prefix` or a folder that gets a copy of every step directory; None: no
             copy.
-        drain_minutes: Longest wait at the end for the mirror to finish its queue.
+        drain_minutes: Longest wait at the end for the mirror to finish its queue; the other ranks
+            wait too, and give up after two hours.
         max_failed_saves: Failed saves in a row that stop the run.
     """
 
     interval: CountOrZero = 1000
     keep: Count = pydantic.Field(default=5, ge=2)
     mirror: str | None = None
-    drain_minutes: NotNegative = 30.0
+    drain_minutes: NotNegative = pydantic.Field(default=30.0, le=100)
     max_failed_saves: Count = 3
 
 

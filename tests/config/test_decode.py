@@ -123,6 +123,7 @@ def test_an_unknown_key_names_its_line_and_what_was_meant(tmp_path: Path) -> Non
             "run.name=../x",
             "run.name = '../x': a run's name is letters, digits, '.', '_' and '-', at most 100",
         ),
+        ("checkpoint.drain_minutes=180", "drain_minutes = 180: at most 100 is wanted"),
         ("batch.accumulation=2", "batch: give either accumulation or windows"),
         (
             "schedule.warmup_steps=100",
