@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
-from refocused.checkpoints.catalog import Catalog, CatalogEntry
+from refocused.checkpoints.catalog import WHOLE, Catalog, CatalogEntry, ResolvedStep
 from refocused.checkpoints.step_directory import StepDirectory, read_step
-from refocused.checkpoints.verify import describe, verify
+from refocused.checkpoints.verify import FileProblem, describe, verify
 from refocused.errors import BucketError, CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -73,11 +74,13 @@ def _entries(catalog: Catalog) -> list[CatalogEntry]:
 
 
 def _named(catalog: Catalog, request: str) -> StepDirectory:
-    found = catalog.resolve(request)
+    found = _resolved(catalog, request)
     if found.path is None:
         return _fetched(catalog, found.step)
     step = read_step(found.path)
     problems = verify(step, deep=True)
+    if problems and "/" not in request and _in_bucket(catalog, found.step):
+        return _fetched_again(catalog, step, problems)
     if problems:
         raise CheckpointError(
             f"{step.path} is corrupt: {describe(problems)}. Choose another step, or --resume "
@@ -86,18 +89,48 @@ def _named(catalog: Catalog, request: str) -> StepDirectory:
     return step
 
 
+def _resolved(catalog: Catalog, request: str) -> ResolvedStep:
+    """Find what is meant; a bucket that is down does not hide a step of that number on this disk.
+
+    Which step is the best cannot be said without it.
+    """
+    try:
+        return catalog.resolve(request)
+    except BucketError as error:
+        if request == "best":
+            raise
+        try:
+            found = Catalog(catalog.local).resolve(request)
+        except CheckpointError:
+            raise error from None
+        logger.warning("%s Only the checkpoints on this disk are looked at.", error)
+        catalog.remote = None
+        return found
+
+
+def _in_bucket(catalog: Catalog, step: int) -> bool:
+    return any(entry.step == step and entry.bucket == WHOLE for entry in catalog.entries())
+
+
 def _verified(catalog: Catalog, entry: CatalogEntry) -> StepDirectory:
-    if entry.local == "ok":
+    if entry.local == WHOLE:
         step = read_step(catalog.local / entry.name)
         problems = verify(step, deep=True)
         if not problems:
             return step
-        if entry.bucket != "ok":
+        if entry.bucket != WHOLE:
             raise CheckpointError(f"{step.path} is corrupt: {describe(problems)}.")
-        logger.warning(
-            "%s is corrupt: %s. It is fetched from the bucket again.", step.path, describe(problems)
-        )
+        return _fetched_again(catalog, step, problems)
     return _fetched(catalog, entry.step)
+
+
+def _fetched_again(
+    catalog: Catalog, step: StepDirectory, problems: Sequence[FileProblem]
+) -> StepDirectory:
+    logger.warning(
+        "%s is corrupt: %s. It is fetched from the bucket again.", step.path, describe(problems)
+    )
+    return _fetched(catalog, step.step)
 
 
 def _fetched(catalog: Catalog, step: int) -> StepDirectory:

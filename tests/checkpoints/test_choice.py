@@ -143,12 +143,13 @@ def test_a_step_that_only_the_bucket_has_is_fetched(local: Path, bucket: Directo
     assert chosen(catalog, "auto") == 30
 
 
+@pytest.mark.parametrize("request_", ["auto", "20"])
 def test_a_step_that_is_corrupt_here_and_whole_in_the_bucket_is_fetched_again(
-    local: Path, bucket: DirectoryBucket, caplog: pytest.LogCaptureFixture
+    local: Path, bucket: DirectoryBucket, request_: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_step(local, 10)
     flip_byte(mirrored(bucket, make_step(local, 20)).path / SHARD)
-    assert chosen(Catalog(local, bucket, PREFIX), "auto") == 20
+    assert chosen(Catalog(local, bucket, PREFIX), request_) == 20
     (told,) = warnings(caplog)
     assert "checkpoint_step_20 is corrupt" in told
     assert "fetched from the bucket again" in told
@@ -170,12 +171,13 @@ class DownBucket(DirectoryBucket):
         raise BucketError("the bucket is down.")
 
 
+@pytest.mark.parametrize("request_", ["auto", "10"])
 def test_a_bucket_that_is_down_is_done_without_where_a_step_is_here(
-    local: Path, bucket: DirectoryBucket, caplog: pytest.LogCaptureFixture
+    local: Path, bucket: DirectoryBucket, request_: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_step(local, 10)
     down = DownBucket(Path(bucket.url))
-    assert chosen(Catalog(local, down, PREFIX), "auto") == 10
+    assert chosen(Catalog(local, down, PREFIX), request_) == 10
     assert warnings(caplog) == [
         "the bucket is down. Only the checkpoints on this disk are looked at."
     ]
@@ -187,3 +189,12 @@ def test_a_bucket_that_is_down_stops_a_run_that_has_nothing_here(
     with pytest.raises(BucketError, match="whether the mirror has one is not known"):
         choose_step(Catalog(local, DownBucket(Path(bucket.url)), PREFIX), "auto")
     assert choose_step(Catalog(local, DownBucket(Path(bucket.url)), PREFIX), "none") is None
+
+
+@pytest.mark.parametrize("request_", ["20", "best"])
+def test_a_bucket_that_is_down_is_said_where_only_it_could_answer(
+    local: Path, bucket: DirectoryBucket, request_: str
+) -> None:
+    make_step(local, 10, validation_loss=2.0)
+    with pytest.raises(BucketError, match="the bucket is down"):
+        choose_step(Catalog(local, DownBucket(Path(bucket.url)), PREFIX), request_)
