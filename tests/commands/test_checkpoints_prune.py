@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from commands.run_samples import SampleRun
+
+from refocused.checkpoints.remote_steps import COMMITTED
+from refocused.checkpoints.staging import remove_step
+
+
+class Terminal(io.StringIO):
+    """Standard input at which somebody sits."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_newest_and_the_best_stay(sample_run: SampleRun) -> None:
+    for step, loss in ((900, 3.0), (1000, 2.0), (8000, None), (9500, 2.5), (10000, 2.6)):
+        sample_run.save(step, validation_loss=loss)
+    content = sample_run.command_json("prune", "--keep", "2", "--yes")
+    assert (content["removed"], content["kept"]) == ([900, 8000], [1000, 9500, 10000])
+    assert content["bytes"] == 14000
+    assert sample_run.local_steps() == [1000, 9500, 10000]
+
+
+def test_two_stay_whatever_is_asked(sample_run: SampleRun) -> None:
+    for step in (10, 20, 30):
+        sample_run.save(step)
+    assert sample_run.command("prune", "--keep", "1", "--yes")[0] == 0
+    assert sample_run.local_steps() == [20, 30]
+
+
+def test_a_broken_step_does_not_count_among_those_kept(sample_run: SampleRun) -> None:
+    for step in (10, 20, 30):
+        sample_run.save(step)
+    sample_run.save(40).trainer.unlink()
+    assert sample_run.command("prune", "--keep", "2", "--yes")[0] == 0
+    assert sample_run.local_steps() == [20, 30, 40]
+
+
+def test_what_the_mirror_lacks_is_never_removed(sample_run: SampleRun) -> None:
+    for step in (10, 20, 30, 40, 50, 60):
+        saved = sample_run.save(step)
+        if step in (10, 30, 40):
+            sample_run.mirror(saved)
+    sample_run.there(30, COMMITTED).unlink()
+    again = sample_run.checkpoints / "checkpoint_step_40"
+    remove_step(again)
+    sample_run.save(40, seed=99, created="2026-11-28T00:00:00Z")  # the bucket has another save
+    content = sample_run.command_json("prune", "--keep", "2", "--yes")
+    assert (content["removed"], content["unmirrored"]) == ([10], [20, 30, 40])
+    assert sample_run.local_steps() == [20, 30, 40, 50, 60]
+
+
+def test_a_bucket_that_cannot_be_asked_keeps_everything(sample_run: SampleRun) -> None:
+    for step in (10, 20, 30):
+        sample_run.mirror(sample_run.save(step))
+    sample_run.bucket.rename("away")
+    code, out, err = sample_run.command("prune", "--keep", "2", "--yes")
+    assert (code, out) == (1, "")
+    assert "does not exist" in err
+    assert sample_run.local_steps() == [10, 20, 30]
+
+
+def test_a_dry_run_says_what_would_go_and_leaves_it(sample_run: SampleRun) -> None:
+    for step in (10, 20, 30):
+        sample_run.save(step)
+    code, out, _ = sample_run.command("prune", "--keep", "2", "--dry-run")
+    assert code == 0
+    assert out.splitlines() == [
+        "would be removed: 10",
+        "kept: 20, 30",
+        "1 of 3 steps, 7.0 kB would be removed",
+    ]
+    assert sample_run.local_steps() == [10, 20, 30]
+
+
+def test_without_a_terminal_nothing_goes_unless_told_so_before(
+    sample_run: SampleRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (10, 20, 30):
+        sample_run.save(step)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    code, _, err = sample_run.command("prune", "--keep", "2")
+    assert code == 2
+    assert "add --yes" in err
+    assert sample_run.local_steps() == [10, 20, 30]
+
+
+@pytest.mark.parametrize(("answer", "left"), [("y\n", [20, 30]), ("\n", [10, 20, 30])])
+def test_on_a_terminal_it_is_asked(
+    sample_run: SampleRun, monkeypatch: pytest.MonkeyPatch, answer: str, left: list[int]
+) -> None:
+    for step in (10, 20, 30):
+        sample_run.save(step)
+    monkeypatch.setattr("sys.stdin", Terminal(answer))
+    code, _, err = sample_run.command("prune", "--keep", "2")
+    assert code == (0 if left == [20, 30] else 1)
+    assert "This will remove 1 of 3 steps, 7.0 kB: 10. Go on? [y/N]" in err
+    assert sample_run.local_steps() == left
+
+
+def test_a_disk_that_does_not_let_go_is_told(
+    sample_run: SampleRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (10, 20, 30, 40):
+        sample_run.save(step)
+    rename = Path.rename
+
+    def refusing(path: Path, target: Path) -> Path:
+        if path.name == "checkpoint_step_10":
+            raise PermissionError(13, "Permission denied", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refusing)
+    content = sample_run.command_json("prune", "--keep", "2", "--yes", code=1)
+    assert (content["removed"], content["failed"]) == ([20], {"10": "Permission denied"})
+    assert content["bytes"] == 7000
+
+
+def test_how_many_stay_has_to_be_said(sample_run: SampleRun) -> None:
+    with pytest.raises(SystemExit) as end:
+        sample_run.command("prune")
+    assert end.value.code == 2
