@@ -19,7 +19,8 @@ class BlobInfo:
         size: Bytes.
         crc32c: CRC-32C (Castagnoli) of the whole content as an unsigned integer; None where the
             store does not keep one (a folder does not).
-        generation: The store's version of the object; None where there are no versions.
+        generation: The store's version of the object (in a folder, when the file was last changed,
+            in ns since 1970); None where it is not known.
     """
 
     name: str

@@ -64,7 +64,7 @@ class DirectoryBucket:
         if _is_hidden(name) or not path.is_file():
             return None
         with disk_errors(path):
-            return BlobInfo(name=name, size=path.stat().st_size)
+            return _blob(name, path)
 
     def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
         """Return `length` bytes from offset `start`; fewer when the object ends before.
@@ -84,15 +84,15 @@ class DirectoryBucket:
             BucketError: Other bytes are there already, or the disk is full.
         """
         target = self._writable_path(name)
-        stored = BlobInfo(name=name, size=len(content))
         checksum = extended_crc32c(0, content)
         if target.exists() and not overwrite:
             _require_same(target, len(content), checksum)
-            return stored
-        with _temporary(target, needed_bytes=len(content)) as file:
-            file.write(content)
-            _publish(file, target, checksum, overwrite=overwrite)
-        return stored
+        else:
+            with _temporary(target, needed_bytes=len(content)) as file:
+                file.write(content)
+                _publish(file, target, checksum, overwrite=overwrite)
+        with disk_errors(target):
+            return _blob(name, target)
 
     def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
         """Copy a file to a new name; done already when the same bytes are there.
@@ -111,7 +111,7 @@ class DirectoryBucket:
             size = source.stat().st_size
             if target.exists():
                 _require_same(target, size, crc32c_of(source) if crc32c is None else crc32c)
-                return BlobInfo(name=name, size=size)
+                return _blob(name, target)
         with _temporary(target, needed_bytes=size) as file:
             found = _copy(source, file)
             if crc32c not in (None, found):
@@ -120,7 +120,8 @@ class DirectoryBucket:
                     "The file changed or is damaged; it was not stored."
                 )
             _publish(file, target, found, overwrite=False)
-        return BlobInfo(name=name, size=target.stat().st_size)
+        with disk_errors(target):
+            return _blob(name, target)
 
     def download(self, blob: BlobInfo, target: Path) -> int:
         """Copy an object to `target` through `<target>.part`; return its CRC-32C.
@@ -169,7 +170,7 @@ class DirectoryBucket:
                     self._require_inside(path)
                 # A file may go between its name and its size; then it is not there.
                 if path.is_file():
-                    yield BlobInfo(name=name, size=path.stat().st_size)
+                    yield _blob(name, path)
 
     def _path(self, name: str) -> Path:
         path = self._root / checked_name(name, where=self.url)
@@ -204,6 +205,12 @@ class DirectoryBucket:
 
 def _is_hidden(name: str) -> bool:
     return name.endswith(PART_SUFFIX) or any(part.startswith(".") for part in name.split("/"))
+
+
+def _blob(name: str, path: Path) -> BlobInfo:
+    """Describe a file; the time of its last change tells it from another one of the same size."""
+    found = path.stat()
+    return BlobInfo(name=name, size=found.st_size, generation=found.st_mtime_ns)
 
 
 def _raise(error: OSError) -> None:

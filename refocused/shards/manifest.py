@@ -34,7 +34,8 @@ class Shard:
         dtype: Narrowest local element type that surely holds the ids: `uint16` or `uint32`.
         size: Bytes of the object.
         crc32c: Checksum of the object; None where the store keeps none.
-        generation: The store's version of the object; None where there are no versions.
+        generation: The store's version of the object; None where it is not known. It does not
+            count when shards are compared: a copy has another one.
         max_id: Largest id, when known before the file arrives.
         documents: Documents in it, when known.
     """
@@ -44,7 +45,7 @@ class Shard:
     dtype: str
     size: int
     crc32c: int | None
-    generation: int | None
+    generation: int | None = dataclasses.field(compare=False)
     max_id: int | None = None
     documents: int | None = None
 

@@ -17,10 +17,10 @@ TOKENS = 1000
 SHARDS = 4
 
 
-def built(folder: Path, **settings: object) -> DataParts:
-    (folder / "tokens").mkdir()
+def built(folder: Path, *, largest: int = 511, **settings: object) -> DataParts:
+    (folder / "tokens").mkdir(exist_ok=True)
     for number in range(SHARDS):
-        ids = np.random.default_rng(number).integers(0, 512, TOKENS)
+        ids = np.random.default_rng(number).integers(0, largest + 1, TOKENS)
         np.save(folder / "tokens" / f"{number}.npy", ids.astype(np.int32))
     given = {"source": str(folder / "tokens"), "cache": str(folder / "cache"), **settings}
     return build_data(
@@ -55,3 +55,15 @@ def test_room_for_less_than_two_blocks_is_refused(tmp_path: Path) -> None:
     room = 2 * (2 * TOKENS + HEADER_BYTES) - 1
     with pytest.raises(ShardError, match="two blocks of 1 shards"):
         built(tmp_path, disk_limit_gb=room / 1e9)
+
+
+def test_a_folder_written_anew_with_files_of_the_same_size_is_read_anew(tmp_path: Path) -> None:
+    for largest in (511, 0):
+        data = built(tmp_path, largest=largest)
+        stream = data.loader.batches_from(data.order.position_at(0))
+        try:
+            [batch] = stream.next_step()
+        finally:
+            stream.close()
+            data.cache.close()
+        assert bool(batch.input_ids.any()) == bool(largest)
