@@ -43,7 +43,7 @@ def test_a_mirror_folder_that_cannot_be_written(tmp_path: Path) -> None:
     shown = listed(tmp_path)
     assert shown.returncode == 1
     assert "mirror/below: the folder does not exist" in shown.stderr
-    assert "Only the local steps are shown." in shown.stderr
+    assert "Only the local steps are looked at." in shown.stderr
     assert places(shown.stdout) == {20: ["ok", "-"], 10: ["ok", "-"]}
 
     obstacle.unlink()
