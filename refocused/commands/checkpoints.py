@@ -16,6 +16,7 @@ VERBS = {
     "info": ("checkpoints_info", "show all that is known about one step"),
     "verify": ("checkpoints_verify", "compare steps with their manifests"),
     "prune": ("checkpoints_prune", "remove old steps from the disk"),
+    "compare": ("checkpoints_compare", "show how two steps differ"),
     "plot": ("checkpoints_plot", "draw the losses of a run"),
     "download": ("checkpoints_transfer", "fetch a step from the bucket, verified"),
     "upload": ("checkpoints_transfer", "complete in the bucket what a mirror did not"),

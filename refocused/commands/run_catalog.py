@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -153,25 +154,38 @@ class FoundStep:
 
 
 def find_step(request: str, arguments: argparse.Namespace) -> FoundStep:
-    """Find `latest`, `best`, a number or a name in the run, or a path in its folder.
+    """Find one step as `find_steps` does."""
+    return find_steps([request], arguments)[0]
+
+
+def find_steps(requests: Sequence[str], arguments: argparse.Namespace) -> list[FoundStep]:
+    """Find `latest`, `best`, numbers or names in the run, and paths in their own folders.
 
     Args:
-        request: As typed.
+        requests: As typed.
         arguments: With the options of `add_run_options`, and perhaps `--local`.
 
     Raises:
         CheckpointError: There is no such step; the nearest are named.
         ConfigError: There is no such run.
     """
-    if "/" in request:
-        from refocused.checkpoints.catalog import Catalog
+    from refocused.checkpoints.catalog import Catalog
 
-        path = Path(request).expanduser()
-        catalog = Catalog(path.parent)
-        return FoundStep(catalog, catalog.find(path.name, catalog.entries()), ExitCode.OK)
-    catalog = catalog_of(run_of(arguments), arguments)
-    listing = listed(catalog, arguments)
-    return FoundStep(catalog, catalog.find(request, listing.entries), listing.outcome)
+    catalog = listing = None
+    found = []
+    for request in requests:
+        if "/" in request:
+            path = Path(request).expanduser()
+            beside = Catalog(path.parent)
+            entry = beside.find(path.name, beside.entries())
+            found.append(FoundStep(beside, entry, ExitCode.OK))
+            continue
+        if catalog is None or listing is None:
+            catalog = catalog_of(run_of(arguments), arguments)
+            listing = listed(catalog, arguments)
+        entry = catalog.find(request, listing.entries)
+        found.append(FoundStep(catalog, entry, listing.outcome))
+    return found
 
 
 def _own_mirror(run: Path) -> tuple[str, str] | None:

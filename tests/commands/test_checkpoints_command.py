@@ -15,7 +15,7 @@ from refocused.checkpoints.mirror_status import MirrorFiles, MirrorStatus
 from refocused.checkpoints.process_identity import this_process
 from refocused.checkpoints.remote_steps import RemoteSteps
 from refocused.checkpoints.staging import remove_step
-from refocused.commands.checkpoints import main
+from refocused.commands.checkpoints import VERBS, main
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -156,16 +156,18 @@ def test_the_script_runs_from_any_folder_and_loads_no_torch(run: Path) -> None:
     assert not imported & {"torch", "google.cloud.storage", "checkpoints"}
 
 
-def test_help_imports_nothing_but_the_command(run: Path) -> None:
+@pytest.mark.parametrize("verb", [[], *([verb] for verb in VERBS)])
+def test_help_imports_nothing_but_the_command(run: Path, verb: list[str]) -> None:
     script = str(REPOSITORY / "launch" / "checkpoints.py")
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", script, "list", "--help"],
+        [sys.executable, "-X", "importtime", script, *verb, "--help"],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert "--remote" in done.stdout
-    assert "pydantic" not in done.stderr
+    assert "usage: checkpoints" in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert not imported & {"torch", "matplotlib", "google", "numpy", "yaml", "pydantic"}
 
 
 def test_without_a_mirrors_word_the_run_files_own_mirror_is_asked(
