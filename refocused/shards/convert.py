@@ -165,8 +165,9 @@ class _Making:
         return _target_name(self.names[number])
 
     def _convert(self, name: str, packer: ShardPacker) -> None:
-        skipped = packer.cursor.offset
+        skipped, found = packer.cursor.offset, 0
         for block in self._blocks(name):
+            found += len(block)
             ids = block[skipped:]
             skipped -= len(block) - len(ids)
             if len(ids) and (largest := int(ids.max())) >= self.request.vocabulary:
@@ -176,6 +177,8 @@ class _Making:
                 )
             if len(ids):
                 packer.add(ids)
+        if not found:  # as training would; and shards are named by their number
+            raise ShardError(f"{name}: it holds no tokens. Exclude it.")
 
     def _blocks(self, name: str) -> Iterator[Ids]:
         separator = self.data.separator_id

@@ -63,6 +63,13 @@ def ragged(rows: list[Any]) -> np.ndarray[Any, Any]:
     return array
 
 
+def test_a_file_of_padding_alone_is_refused_and_no_other_takes_its_name(site: Site) -> None:
+    for name, rows in {"a": [[1, 0]], "b": [[0, 0]], "c": [[3, 0]]}.items():
+        site.put(f"{name}.npz", npz_bytes(data=np.array(rows, np.int32)))
+    with pytest.raises(ShardError, match=r"b\.npz: it holds no tokens"):
+        site.convert(pad_id=0)
+
+
 def test_every_form_becomes_streams_under_its_own_name(site: Site) -> None:
     ids = np.array([[1, 2, 0], [3, 0, 0]], np.int32)
     site.put("x/a.npz", npz_bytes(input_ids=ids, sequence_lengths=np.array([2, 1], np.int32)))
