@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from checkpoints.step_samples import flip_byte, make_step
 from commands.run_samples import SampleRun
+from fakes import Emulator
 
 from refocused.checkpoints.atomic import FileLock
 from refocused.checkpoints.mirror_status import MirrorFiles
@@ -153,3 +154,22 @@ def test_an_upload_does_not_work_beside_the_runs_mirror(sample_run: SampleRun) -
     assert "its mirror, or another upload" in err
     lock.release()
     assert sample_run.command("upload", "all")[0] == 0
+
+
+@pytest.mark.bucket
+def test_an_object_store_gets_steps_shows_damage_and_gives_them_back(
+    sample_run: SampleRun, emulator: Emulator
+) -> None:
+    bucket = ("--bucket", f"{emulator.url}/mirror")
+    for step in (10, 20, 30):
+        sample_run.save(step)
+    assert sample_run.command_json("upload", "all", *bucket)["uploaded"] == [30, 20, 10]
+    assert sample_run.command_json("prune", "--keep", "2", "--yes", *bucket)["removed"] == [10]
+    assert sample_run.command("verify", "all", *bucket)[0] == 0
+    emulator.put("mirror/one/checkpoints/checkpoint_step_20/trainer.json", b"x" * 1000)
+    code, out, _ = sample_run.command("verify", "all", *bucket)
+    assert code == 3
+    assert "bucket trainer.json has CRC-32C" in out
+    assert sample_run.command_json("upload", "20", *bucket)["uploaded"] == [20]
+    assert sample_run.command_json("download", "10", *bucket)["downloaded"] is True
+    assert sample_run.command("verify", "all", "--deep", *bucket)[0] == 0
