@@ -14,7 +14,8 @@ from refocused.batches.device_copies import Copies, DeviceCopier
 from refocused.batches.mixture import Mixture
 from refocused.batches.order import Order
 from refocused.batches.position import Position
-from refocused.batches.steps import ShardPlanner, StepWindows, steps_from
+from refocused.batches.steps import Pace, ShardPlanner, StepWindows, steps_from
+from refocused.batches.stream import Stream
 from refocused.config.batch_plan import BatchPlan
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ class Loader:
         ahead: Shards fetched beyond the block in use (`data.fetch_ahead_shards`).
         room_bytes: Most that the shards of training may take on disk: `data.disk_limit_gb` less
             the pinned shards; None: no limit.
+        ahead_seconds: Time of training whose shards are fetched ahead when that is more than
+            `ahead` (`data.fetch_ahead_seconds`); None: time is not looked at.
+        ahead_bytes: Most that the shards ahead may take (`data.fetch_ahead_gb`); None: no limit.
         clock: Seconds from any origin; measures waiting.
     """
 
@@ -53,6 +57,8 @@ class Loader:
         pin: bool,
         ahead: int,
         room_bytes: int | None,
+        ahead_seconds: float | None = None,
+        ahead_bytes: int | None = None,
         document_id: int | None = None,
         copier: DeviceCopier | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -65,6 +71,8 @@ class Loader:
         self._pin = pin
         self._ahead = ahead
         self._room_bytes = room_bytes
+        self._ahead_seconds = ahead_seconds
+        self._ahead_bytes = ahead_bytes
         self._document_id = document_id
         self._copier = copier
         self._clock = clock
@@ -81,13 +89,23 @@ class Loader:
                 pin=self._pin,
                 document_id=self._document_id,
             ),
-            planner=ShardPlanner(
-                order, self._cache, ahead=self._ahead, room_bytes=self._room_bytes
-            ),
+            planner=self._planner(order),
             # A resume over fewer windows may stand beyond the end of an epoch.
             position=order.position_at(order.number_of(position)),
             copier=self._copier,
             clock=self._clock,
+        )
+
+    def _planner(self, order: Stream) -> ShardPlanner:
+        windows_per_shard = order.windows_per_epoch / order.shard_count
+        return ShardPlanner(
+            order,
+            self._cache,
+            ahead=self._ahead,
+            room_bytes=self._room_bytes,
+            ahead_seconds=self._ahead_seconds,
+            ahead_bytes=self._ahead_bytes,
+            pace=Pace(shards_per_step=self._plan.windows / windows_per_shard, clock=self._clock),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -77,6 +78,7 @@ def shards_wanted(
     ahead: int,
     bytes_of: Callable[[int], int],
     room_bytes: int | None,
+    ahead_bytes: int | None = None,
 ) -> list[int]:
     """Return the shards to keep local, in order of use.
 
@@ -88,18 +90,50 @@ def shards_wanted(
         bytes_of: Local bytes of a shard.
         room_bytes: Most that all may take; the blocks themselves are wanted even beyond it, so
             that the cache can refuse with the numbers. None: no limit.
+        ahead_bytes: Most that those beyond the newest block may take; None: no limit.
     """
     wanted = dict.fromkeys(order.shards_between(oldest, newest))
     most = min(len(wanted) + ahead, order.shard_count)
-    taken = sum(map(bytes_of, wanted))
+    taken = in_use = sum(map(bytes_of, wanted))
     later = order.shards_after(newest)
     while len(wanted) < most:
         shard = next(shard for shard in later if shard not in wanted)
         taken += bytes_of(shard)
         if room_bytes is not None and taken > room_bytes:
             break
+        if ahead_bytes is not None and taken - in_use > ahead_bytes:
+            break
         wanted[shard] = None
     return list(wanted)
+
+
+class Pace:
+    """How fast training uses shards, measured from the steps that were handed out.
+
+    Args:
+        shards_per_step: Shards' worth of windows in one step.
+        clock: Seconds from any origin.
+    """
+
+    def __init__(self, *, shards_per_step: float, clock: Callable[[], float]) -> None:
+        self._shards_per_step = shards_per_step
+        self._clock = clock
+        self._began: float | None = None
+        self._steps = 0
+
+    def step(self) -> None:
+        """Count a step; the first one, which may have waited for its shards, starts the clock."""
+        if self._began is None:
+            self._began = self._clock()
+        else:
+            self._steps += 1
+
+    def shards_in(self, seconds: float) -> int:
+        """Return the shards that so many seconds of training use; 0 while the pace is unknown."""
+        if self._began is None or not self._steps:
+            return 0
+        passed = max(self._clock() - self._began, 1e-9)
+        return math.ceil(self._steps / passed * seconds * self._shards_per_step)
 
 
 class ShardPlanner:
@@ -115,22 +149,39 @@ class ShardPlanner:
         cache: The local shards; only the reading thread's calls reach it.
         ahead: Shards wanted beyond the block that is being read.
         room_bytes: Most that the wanted shards may take; None: no limit.
+        ahead_seconds: Time of training whose shards are wanted beyond that block, when it takes
+            more than `ahead`; None: it is not looked at.
+        ahead_bytes: Most that the shards beyond that block may take; None: no limit.
+        pace: Turns seconds into shards; needed for `ahead_seconds`.
     """
 
     def __init__(
-        self, order: Stream, cache: ShardCache, *, ahead: int, room_bytes: int | None
+        self,
+        order: Stream,
+        cache: ShardCache,
+        *,
+        ahead: int,
+        room_bytes: int | None,
+        ahead_seconds: float | None = None,
+        ahead_bytes: int | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self._order = order
         self._cache = cache
         self._ahead = ahead
         self._room_bytes = room_bytes
+        self._ahead_seconds = ahead_seconds
+        self._ahead_bytes = ahead_bytes
+        self._pace = pace
         self._oldest: int | None = None
-        self._blocks: tuple[int, int] | None = None
+        self._planned_for: tuple[int, int, int] | None = None
         self._planned: list[int] | None = None
 
     def training_on(self, step: StepWindows) -> None:
         """Say, from the training thread, that a step is handed out to be trained on."""
         self._oldest = step.first_block
+        if self._pace is not None:
+            self._pace.step()
 
     def reading(self, step: StepWindows) -> None:
         """Say, from the reading thread, that a step is about to be read.
@@ -141,17 +192,25 @@ class ShardPlanner:
         if self._oldest is None:
             self._oldest = step.first_block
         oldest = self._oldest  # the training thread may move it on at any time
-        if (oldest, step.last_block) == self._blocks:
+        ahead = self._shards_ahead()
+        if (oldest, step.last_block, ahead) == self._planned_for:
             return
-        self._blocks = (oldest, step.last_block)
+        self._planned_for = (oldest, step.last_block, ahead)
         wanted = shards_wanted(
             self._order,
             oldest=oldest,
             newest=step.last_block,
-            ahead=self._ahead,
+            ahead=ahead,
             bytes_of=self._cache.local_bytes,
             room_bytes=self._room_bytes,
+            ahead_bytes=self._ahead_bytes,
         )
         if wanted != self._planned:
             self._cache.plan(wanted)
             self._planned = wanted
+
+    def _shards_ahead(self) -> int:
+        """Never fewer than before: what was fetched for a faster pace is not given up again."""
+        if self._ahead_seconds is not None and self._pace is not None:
+            self._ahead = max(self._ahead, self._pace.shards_in(self._ahead_seconds))
+        return self._ahead

@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 
 import pydantic
 
-from refocused.config.section import Count, CountOrZero, Fraction, Positive, Section, Whole
+from refocused.config.section import (
+    Count,
+    CountOrZero,
+    Fraction,
+    NotNegative,
+    Positive,
+    Section,
+    Whole,
+)
 
 TokenType = Literal["uint16", "uint32", "int32", "int64"]
 
@@ -71,7 +79,11 @@ class DataConfig(Section):
         mask_documents: Train within documents alone: no token attends to another document, and
             `document_id` is not predicted where one ends.
         block_shards: Shards whose windows are shuffled together; 0: chosen from `disk_limit_gb`.
-        fetch_ahead_shards: Shards fetched ahead of their use.
+        fetch_ahead_shards: Shards fetched ahead of their use, beyond the block in use.
+        fetch_ahead_seconds: Time of training whose shards are fetched ahead when that is more, at
+            the pace measured so far: how long the bucket may be away unnoticed.
+        fetch_ahead_gb: Most that the shards ahead may take, in 1e9 bytes; None: what
+            `disk_limit_gb` leaves.
         fetch_timeout_s: Longest wait for one shard without progress, in seconds.
         fetch_threads: Downloads at once.
     """
@@ -94,6 +106,8 @@ class DataConfig(Section):
     mask_documents: bool = False
     block_shards: CountOrZero = 0
     fetch_ahead_shards: Count = 4
+    fetch_ahead_seconds: NotNegative = 300.0
+    fetch_ahead_gb: Positive | None = None
     fetch_timeout_s: Positive = 600.0
     fetch_threads: Whole = pydantic.Field(default=8, ge=1, le=64)
 

@@ -141,6 +141,8 @@ def build_data(
         copier=DeviceCopier(world.device) if pin else None,
         ahead=data.fetch_ahead_shards,
         room_bytes=room,
+        ahead_seconds=data.fetch_ahead_seconds,
+        ahead_bytes=None if data.fetch_ahead_gb is None else int(data.fetch_ahead_gb * 1e9),
     )
     validations = [
         functools.partial(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from refocused.batches.order import Order
 from refocused.batches.position import Position
-from refocused.batches.steps import ShardPlanner, shards_wanted, steps_from
+from refocused.batches.steps import Pace, ShardPlanner, shards_wanted, steps_from
 from refocused.batches.windows import WindowRange
 from refocused.config.batch_plan import BatchPlan
 
@@ -205,3 +205,46 @@ def test_a_block_stays_planned_until_training_has_left_it():
     planner.training_on(steps[2])
     planner.reading(steps[4])
     assert cache.plans[2:] == [use[2:7]]
+
+
+@pytest.mark.parametrize(("limit", "count"), [(None, 8), (25, 4), (9, 2)])
+def test_a_limit_in_bytes_holds_for_the_shards_ahead_alone(limit, count):
+    order = order_of(*[10] * 8, block_shards=2)
+    found = shards_wanted(
+        order,
+        oldest=0,
+        newest=0,
+        ahead=6,
+        bytes_of=lambda shard: 10,
+        room_bytes=None,
+        ahead_bytes=limit,
+    )
+    assert len(found) == count
+
+
+def test_the_pace_tells_how_many_shards_a_time_takes():
+    now = [10.0]
+    pace = Pace(shards_per_step=0.25, clock=lambda: now[0])
+    assert pace.shards_in(60) == 0
+    for _ in range(9):  # the first one starts the clock
+        pace.step()
+    now[0] = 14.0
+    assert pace.shards_in(60) == 30  # 8 steps in 4 s, each a quarter of a shard
+
+
+def test_a_fast_training_has_more_fetched_ahead_and_never_fewer_again():
+    order = order_of(*[10] * 40, block_shards=1)
+    cache = RecordingCache()
+    now = [0.0]
+    pace = Pace(shards_per_step=1.0, clock=lambda: now[0])
+    planner = ShardPlanner(order, cache, ahead=2, room_bytes=None, ahead_seconds=5.0, pace=pace)
+    lengths = []
+    steps = steps_from(order, Position(), plan=BatchPlan(10, 1, 1, 4), rank=0)
+    for number, step in enumerate(itertools.islice(steps, 12)):
+        planner.training_on(step)
+        planner.reading(step)
+        lengths.append(len(cache.plans[-1]))
+        now[0] += 0.5 if number < 6 else 50.0
+    assert lengths[0] == 3  # the block and two ahead, while the pace is unknown
+    assert max(lengths) == 11  # two shards a second for five seconds, and the block
+    assert lengths[-1] == 11
