@@ -127,8 +127,9 @@ def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int) -> int:
     logs.start_screen(rank)
     try:
         world = join_world(loaded.config.run.device)
-        # Told what to use, DeepSpeed does not search for it with warnings on every rank.
-        os.environ.setdefault("DS_ACCELERATOR", world.device_kind)
+        # Told what to use, DeepSpeed does not search for it with warnings on every rank; what an
+        # environment for CPU trials had left here would make it compute elsewhere than we do.
+        os.environ["DS_ACCELERATOR"] = world.device_kind
         from refocused.training.assembly import Request
         from refocused.training.run import run
 
