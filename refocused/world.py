@@ -189,7 +189,10 @@ def join_world(asked_device: str) -> World:
     kind = choose_device(asked_device, local_world_size=alone.local_world_size, gpus=gpus)
     if kind == "cuda":
         torch.cuda.set_device(alone.local_rank)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", alone.local_rank))
+        # A rank alone has nobody to connect to, and NCCL fails at that on some machines as soon as
+        # the device is bound (DeepSpeed issue 8248).
+        bound = torch.device("cuda", alone.local_rank) if alone.world_size > 1 else None
+        dist.init_process_group("nccl", device_id=bound)
         control: Any = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
     else:
         if "OMP_NUM_THREADS" not in os.environ:  # or every rank takes all cores

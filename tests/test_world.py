@@ -7,7 +7,13 @@ import pytest
 from ranks import ROOT, Ranks
 
 from refocused.errors import ConfigError, RefocusedError, ShardError
-from refocused.world import World, choose_device, lost_connection, ranks_from_environment
+from refocused.world import (
+    World,
+    choose_device,
+    join_world,
+    lost_connection,
+    ranks_from_environment,
+)
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +144,22 @@ def test_more_ranks_than_gpus_are_refused_with_the_numbers(asked: str) -> None:
 def test_a_machine_without_gpus_is_named_as_such() -> None:
     with pytest.raises(ConfigError, match=r"torch sees no GPU .*\(2 ranks.*nvidia-smi.*device=cpu"):
         choose_device("cuda", local_world_size=2, gpus=0)
+
+
+@pytest.mark.parametrize(("size", "bound"), [("1", None), ("2", "cuda:1")])
+def test_a_gpu_is_bound_where_there_are_others_to_connect_to(
+    size: str, bound: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: list[Any] = []
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": size}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.set_device", joined.append)
+    monkeypatch.setattr(
+        "torch.distributed.init_process_group", lambda kind, device_id: joined.append(device_id)
+    )
+    monkeypatch.setattr("torch.distributed.new_group", lambda backend, timeout: backend)
+    world = join_world("auto")
+    assert (world.device_kind, world._control) == ("cuda", "gloo")
+    assert joined[0] == 1
+    assert (joined[1] and str(joined[1])) == bound
