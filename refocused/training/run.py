@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +58,7 @@ def run(loaded: LoadedRun, request: Request, world: World) -> ExitCode:
     )
     folder = Path(config.run.directory) / config.run.name
     world.together(lambda: _open_folder(folder, world))
+    _require_one_folder(folder, world)
     stop = StopRequest(world, stop_file=folder / "STOP", interruption_notice=INTERRUPTED)
     stop.install()
     job = Job(loaded, request, plan, world, folder)
@@ -81,6 +83,33 @@ def _open_folder(folder: Path, world: World) -> None:
     """Make the run's folder and log into it."""
     with _writing(folder):
         logs.start_files(folder / "logs", world.rank)
+
+
+def _require_one_folder(folder: Path, world: World) -> None:
+    """Refuse machines that do not share the run's folder: their ranks could never save together.
+
+    Raises:
+        ConfigError: On every rank; a file that rank 0 wrote is not there for another.
+    """
+    sign = folder / world.broadcast(f".seen-{secrets.token_hex(4)}")
+
+    def write() -> None:
+        with _writing(folder):
+            sign.touch()
+
+    def look() -> None:
+        if not sign.exists():
+            raise ConfigError(
+                f"The run's folder {folder.absolute()} is another one on this machine than on "
+                "that of rank 0. Set run.directory to a folder on a disk that all machines share."
+            )
+
+    world.first_does(write)
+    try:
+        world.together(look)
+    finally:
+        if world.is_first:
+            sign.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
