@@ -43,6 +43,7 @@ class Engine:
         # Rank 0 alone copies two scripts: raising there would leave the others in a collective.
         copy_scripts = self._files.bearing(deepspeed_engine._copy_recovery_script)
         self._engine._copy_recovery_script = copy_scripts
+        self._engine.clip_fp32_gradients = self._clip_keeping_the_norm
 
     def accumulate(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Add one micro-batch's gradient; return its loss `[]`, still on the device."""
@@ -137,6 +138,12 @@ class Engine:
     def close(self) -> None:
         """Give back what the engine holds."""
         self._engine.destroy()
+
+    def _clip_keeping_the_norm(self) -> None:
+        """Clip as DeepSpeed does at stage 0 in float32, where it throws the norm away."""
+        self._engine._global_grad_norm = torch.nn.utils.clip_grad_norm_(
+            self._engine.module.parameters(), self._engine.gradient_clipping()
+        )
 
     def _missing_scale(self) -> float:
         """Return the loss scale where DeepSpeed 0.19 leaves it to us, otherwise 1.
