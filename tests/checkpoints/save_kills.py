@@ -1,0 +1,140 @@
+"""Saving killed at random moments, again and again: what it leaves, and what a resume finds.
+
+    .venv/bin/python tests/checkpoints/save_kills.py FOLDER --kills 100
+
+Two ranks (threads of one process) save through the real Checkpointer and writer, and thin out what
+is old. A process that has imported everything forks each life, so that it takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from checkpoints.fake_owner import FACTS
+from thread_ranks import on_two_ranks
+
+from refocused.batches.position import Position
+from refocused.checkpoints.catalog import Catalog
+from refocused.checkpoints.checkpointer import Checkpointer
+from refocused.checkpoints.choice import choose_step
+from refocused.checkpoints.retention import KeptStep, to_remove
+from refocused.checkpoints.staging import clean_leftovers, leftovers, remove_step
+from refocused.checkpoints.step_directory import name_of, rank_file, read_step, step_paths
+from refocused.checkpoints.verify import describe, verify
+from refocused.engine.checkpoint_files import HashingCheckpointEngine
+from refocused.engine.engine import ShardsWritten
+from refocused.training.state import TrainState
+from refocused.world import World
+
+LONGEST_LIFE_S = 0.15  # a few saves
+
+
+@dataclasses.dataclass
+class Report:
+    """What the kills did; the two lists must be empty.
+
+    Attributes:
+        kills: Processes killed.
+        interrupted: Of those, how many left a directory that was being written or removed.
+        saved: Steps that were told as saved.
+        broken: Visible steps that were not whole.
+        lost: Resumes that found less than what was told as saved.
+    """
+
+    kills: int = 0
+    interrupted: int = 0
+    saved: int = 0
+    broken: list[str] = dataclasses.field(default_factory=list)
+    lost: list[str] = dataclasses.field(default_factory=list)
+
+
+class SmallShards:
+    """One rank's part of the state, written as the engine writes its files."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._tensors = {"masters": torch.full((3000,), float(rank)), "moments": torch.rand(6000)}
+
+    def save_shards(self, folder: Path) -> ShardsWritten:
+        writer = HashingCheckpointEngine()
+        writer.save(self._tensors, str(folder / f"zero/rank_{self._rank}_optim_states.pt"))
+        writer.save({"random": torch.rand(8)}, str(folder / rank_file(self._rank)))
+        return ShardsWritten(tuple(writer.written), tuple(writer.errors))
+
+    def load_shards(self, folder: Path) -> None:
+        raise NotImplementedError  # nothing here loads
+
+
+def run_kills(folder: Path, *, kills: int, seed: int) -> Report:
+    """Kill `kills` processes that save."""
+    chance, report = random.Random(seed), Report(kills=kills)
+    told = 0
+    for _ in range(kills):
+        told = max(told, _one_life(folder, told + 1, chance.uniform(0.0, LONGEST_LIFE_S)))
+        for path in step_paths(folder):
+            if problems := verify(read_step(path), deep=True):
+                report.broken.append(f"{path.name}: {describe(problems)}")
+        found = choose_step(Catalog(folder), "auto")
+        resumed = found.step if found is not None else 0
+        if resumed < told:
+            report.lost.append(f"{told} was saved, {resumed} is found")
+        told = max(told, resumed)  # one that was committed and not told any more
+        report.interrupted += bool(leftovers(folder))
+        clean_leftovers(folder, older_than_s=-1, now=time.time())
+    report.saved = told
+    return report
+
+
+def _one_life(folder: Path, first: int, seconds: float) -> int:
+    """Fork a process that saves, and kill it; return the last step that it told as saved."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        on_two_ranks(lambda world: _save_forever(world, folder, first, writing))
+        os._exit(1)  # it never ends by itself
+    os.close(writing)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with os.fdopen(reading) as pipe:
+        return max(map(int, pipe.read().split()), default=0)
+
+
+def _save_forever(world: World, folder: Path, first: int, told: int) -> None:
+    checkpointer = Checkpointer(folder, world=world, facts=FACTS)
+    owner = SmallShards(world.rank)
+    for step in itertools.count(first):
+        state = TrainState(step=step, tokens=step, position=Position(0, step), loss=1.0)
+        checkpointer.save(owner, state.as_record(), files_done=0)
+        if world.is_first:
+            os.write(told, f"{step}\n".encode())
+            _thin_out(folder)
+
+
+def _thin_out(folder: Path) -> None:
+    steps = [read_step(path).step for path in step_paths(folder)]
+    for step in to_remove([KeptStep(step=step, verified=True) for step in steps], keep=2):
+        remove_step(folder / name_of(step))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    report = run_kills(chosen.folder, kills=chosen.kills, seed=chosen.seed)
+    print(json.dumps(dataclasses.asdict(report)))

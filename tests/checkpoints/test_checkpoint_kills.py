@@ -1,0 +1,46 @@
+"""Kill -9 at random moments of saving and of uploading: nothing that is visible is ever broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import Emulator, Fault
+
+pytestmark = pytest.mark.slow
+
+
+def report_of(script: str, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
+
+
+def test_saving(tmp_path: Path) -> None:
+    report = report_of("save_kills.py", str(tmp_path / "checkpoints"), "--kills", "100")
+    assert report["kills"] == 100
+    assert report["interrupted"] > 0  # the kills met saves halfway
+    assert report["saved"] > 0
+    assert (report["broken"], report["lost"]) == ([], [])
+
+
+@pytest.mark.bucket
+def test_uploading(tmp_path: Path, emulator: Emulator) -> None:
+    emulator.proxy.script(lambda request: request.is_upload, Fault(lose_reply=True), times=3)
+    report = report_of(
+        "upload_kills.py", str(tmp_path / "run"), "--bucket", emulator.url, "--kills", "30"
+    )
+    assert report["kills"] == 30
+    assert report["interrupted"] > 0  # the kills met uploads halfway
+    assert report["broken"] == []
+    assert report["committed"] == report["steps"] == 30

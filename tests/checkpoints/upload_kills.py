@@ -1,0 +1,145 @@
+"""The mirror killed at random moments, again and again: what it leaves in the bucket.
+
+    STORAGE_EMULATOR_HOST=... .venv/bin/python tests/checkpoints/upload_kills.py FOLDER \
+        --bucket gs://NAME --kills 30
+
+The mirror's own loop runs in a process that is forked from one that has imported everything. Now
+and then a step is saved again, as by a run that went back, so that its copy is being replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from checkpoints.step_samples import START, make_step
+
+from refocused.bucket.open import open_bucket
+from refocused.checkpoints.manifest import MANIFEST
+from refocused.checkpoints.mirror_loop import MirrorLoop
+from refocused.checkpoints.mirror_status import MirrorSettings
+from refocused.checkpoints.process_identity import this_process
+from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps
+from refocused.checkpoints.remote_verify import verify_remote
+from refocused.checkpoints.staging import remove_step
+from refocused.checkpoints.step_directory import name_of
+from refocused.checkpoints.verify import describe
+
+PREFIX = "sample/checkpoints"
+LONGEST_LIFE_S = 0.25  # about one step's upload
+PATIENCE_S = 60.0
+AGAIN_EVERY = 4  # kills after which an older step is saved once more
+
+
+@dataclasses.dataclass
+class Report:
+    """What the kills did; `broken` must be empty and every step committed.
+
+    Attributes:
+        kills: Mirrors killed.
+        interrupted: Of those, how many left a step in the bucket without its marker.
+        replaced: Steps that were saved again under their name.
+        broken: Marked steps that were not whole.
+        committed: Steps that were in the bucket in the end, as they are on the disk.
+        steps: Steps on the disk in the end.
+    """
+
+    kills: int = 0
+    interrupted: int = 0
+    replaced: int = 0
+    broken: list[str] = dataclasses.field(default_factory=list)
+    committed: int = 0
+    steps: int = 0
+
+
+def run_kills(folder: Path, bucket: str, *, kills: int, seed: int) -> Report:
+    """Kill `kills` mirrors, then let one finish."""
+    chance, report = random.Random(seed), Report(kills=kills)
+    settings = MirrorSettings(
+        run=folder, bucket=bucket, prefix=PREFIX, training=this_process(), scan_seconds=0.01
+    )
+    checkpoints = settings.files.checkpoints
+    checkpoints.mkdir(parents=True)
+    for kill in range(1, kills + 1):
+        make_step(checkpoints, kill, size=200_000)
+        if kill % AGAIN_EVERY == 0:
+            _save_again(checkpoints, chance.randint(max(1, kill - AGAIN_EVERY), kill), kill)
+            report.replaced += 1
+        mirror = _start(settings)
+        time.sleep(chance.uniform(0.02, LONGEST_LIFE_S))
+        os.kill(mirror, signal.SIGKILL)
+        os.waitpid(mirror, 0)
+        _check(bucket, report)
+    settings.files.drain.write_text("finish")
+    _end(_start(settings))
+    remote = RemoteSteps(open_bucket(bucket), PREFIX)
+    for step in range(1, kills + 1):
+        mine = (checkpoints / name_of(step) / MANIFEST).read_bytes()
+        there = remote.objects(name_of(step))
+        whole = COMMITTED in there and verify_remote(remote, name_of(step), deep=True) == []
+        same = whole and remote.bucket.read(there[MANIFEST].name) == mine
+        report.committed += same
+    report.steps = kills
+    return report
+
+
+def _save_again(checkpoints: Path, step: int, kill: int) -> None:
+    remove_step(checkpoints / name_of(step))
+    created = START.replace(year=START.year + 1 + kill)
+    make_step(checkpoints, step, size=200_000, seed=1000 + kill, token="again", created=created)
+
+
+def _start(settings: MirrorSettings) -> int:
+    """Fork a mirror; its own words go to a file."""
+    mirror = os.fork()
+    if not mirror:
+        words = os.open(settings.run / "mirror.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(words, 1)
+        os.dup2(words, 2)
+        MirrorLoop(settings).run()
+        os._exit(0)
+    return mirror
+
+
+def _end(mirror: int) -> None:
+    """Wait until a mirror has finished its queue."""
+    deadline = time.monotonic() + PATIENCE_S
+    while os.waitpid(mirror, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(mirror, signal.SIGKILL)
+            os.waitpid(mirror, 0)
+            sys.exit("the mirror did not finish its queue")
+        time.sleep(0.01)
+
+
+def _check(bucket: str, report: Report) -> None:
+    remote = RemoteSteps(open_bucket(bucket), PREFIX)
+    unmarked = False
+    for step, objects in remote.scan().items():
+        if COMMITTED not in objects:
+            unmarked = True
+        elif problems := verify_remote(remote, name_of(step), deep=True):
+            report.broken.append(f"{name_of(step)}: {describe(problems)}")
+    report.interrupted += unmarked
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--bucket", required=True)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    shutil.rmtree(chosen.folder, ignore_errors=True)
+    report = run_kills(chosen.folder, chosen.bucket, kills=chosen.kills, seed=chosen.seed)
+    print(json.dumps(dataclasses.asdict(report)))
