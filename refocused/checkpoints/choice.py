@@ -5,7 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from refocused.checkpoints.catalog import WHOLE, Catalog, CatalogEntry, ResolvedStep
+from refocused.checkpoints.catalog import (
+    ABSENT,
+    LEFT_BEHIND,
+    WHOLE,
+    Catalog,
+    CatalogEntry,
+    ResolvedStep,
+)
 from refocused.checkpoints.step_directory import StepDirectory, read_step
 from refocused.checkpoints.verify import FileProblem, describe, verify
 from refocused.errors import BucketError, CheckpointError
@@ -33,8 +40,10 @@ def choose_step(catalog: Catalog, request: str) -> StepDirectory | None:
     if request not in ("auto", "latest"):
         return _named(catalog, request)
     entries = _entries(catalog)
-    usable = [entry for entry in reversed(entries) if entry.usable]
-    for entry in usable:
+    for entry in reversed(entries):
+        if not entry.usable:
+            _tell_passed_over(entry)
+            continue
         try:
             return _verified(catalog, entry)
         except CheckpointError as error:
@@ -51,6 +60,16 @@ def choose_step(catalog: Catalog, request: str) -> StepDirectory | None:
             "or none."
         )
     return None
+
+
+def _tell_passed_over(entry: CatalogEntry) -> None:
+    """Say why a step is not even tried; one that was left behind on purpose needs no word."""
+    if entry.bucket != LEFT_BEHIND or entry.local != ABSENT:
+        logger.warning(
+            "%s cannot be used: %s. The step before it is tried.",
+            entry.name,
+            "; ".join(entry.notes),
+        )
 
 
 def _entries(catalog: Catalog) -> list[CatalogEntry]:

@@ -8,7 +8,11 @@ from pathlib import Path
 
 from refocused.bucket.checksum import crc32c_of
 from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest, FileRecord
+from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED
 from refocused.checkpoints.step_directory import StepDirectory, rank_file
+
+# Beside the files of the manifest: itself, and what a copy taken from a bucket brings along.
+_BESIDE = frozenset({MANIFEST, COMMITTED, SUPERSEDED})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ def _not_in_manifest(step: StepDirectory) -> list[FileProblem]:
     return [
         FileProblem(name, "is there but not in the manifest")
         for name in names
-        if name not in step.manifest.files and name != MANIFEST and not _is_hidden(name)
+        if name not in step.manifest.files and name not in _BESIDE and not _is_hidden(name)
     ]
 
 

@@ -30,6 +30,7 @@ from refocused.training.data import DataParts
 from refocused.training.loop import fetch_together, train
 from refocused.training.parts import Parts
 from refocused.training.sample import write_sample
+from refocused.training.sole_trainer import claim_run
 from refocused.training.state import TrainState
 from refocused.training.stopping import StopRequest
 from refocused.training.validation import check_first_loss
@@ -59,6 +60,8 @@ def run(loaded: LoadedRun, request: Request, world: World) -> ExitCode:
     folder = Path(config.run.directory) / config.run.name
     world.together(lambda: _open_folder(folder, world))
     _require_one_folder(folder, world)
+    if not request.dry_run:
+        world.first_does(lambda: _claim(folder))
     stop = StopRequest(world, stop_file=folder / "STOP", interruption_notice=INTERRUPTED)
     stop.install()
     job = Job(loaded, request, plan, world, folder)
@@ -83,6 +86,11 @@ def _open_folder(folder: Path, world: World) -> None:
     """Make the run's folder and log into it."""
     with _writing(folder):
         logs.start_files(folder / "logs", world.rank)
+
+
+def _claim(folder: Path) -> None:
+    with _writing(folder):
+        claim_run(folder)
 
 
 def _require_one_folder(folder: Path, world: World) -> None:

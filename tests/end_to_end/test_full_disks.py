@@ -90,6 +90,25 @@ def test_a_run_whose_last_step_is_not_saved_has_failed(
     assert ended.out[0].count("the last step is NOT saved (see the warnings above)") == 1
 
 
+def test_a_read_only_disk_costs_the_saves_that_meet_it(
+    tmp_path: Path, small_disk: SmallDisk
+) -> None:
+    tiny_run(tmp_path)
+    checkpoints = small_disk(tmp_path / "runs" / "tiny" / "checkpoints", 65536)
+    subprocess.run(["mount", "-o", "remount,ro", checkpoints], check=True)
+    ranks = ForkedRanks(2, [*SETTINGS, "checkpoint.max_failed_saves=1000"], folder=tmp_path)
+    try:
+        ranks.wait_until(lambda: "checkpoint_step_4 was not saved" in ranks.printed("err"))
+        subprocess.run(["mount", "-o", "remount,rw", checkpoints], check=True)
+        ended = ranks.wait(60)
+    finally:
+        ranks.kill()
+    assert ended.codes == [0, 0], ended.everything
+    assert "checkpoint_step_4 was not saved: Read-only file system" in ended.err[0]
+    assert "Traceback" not in ended.everything and ended.err[1] == ""
+    assert (checkpoints / "checkpoint_step_20" / "manifest.json").exists()
+
+
 def test_a_run_folder_without_room_is_named(tmp_path: Path, small_disk: SmallDisk) -> None:
     tiny_run(tmp_path)
     fill(small_disk(tmp_path / "runs", 64))

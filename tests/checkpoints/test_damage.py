@@ -1,0 +1,137 @@
+"""What can happen to a saved step on the disk: each damage is found, named, and gone round."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints.step_samples import START, flip_byte, make_step
+
+from refocused.bucket.directory import DirectoryBucket
+from refocused.checkpoints.catalog import Catalog
+from refocused.checkpoints.choice import choose_step
+from refocused.checkpoints.mirror_copy import StepCopier
+from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps
+from refocused.checkpoints.staging import clean_leftovers, remove_step
+from refocused.checkpoints.step_directory import StepDirectory, name_of
+from refocused.errors import CheckpointError
+
+OPTIMIZER = "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+RANK = "ranks/rank_00001.pt"
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def rewrite_schema(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 99}))
+
+
+def empty_directory(path: Path) -> None:
+    shutil.rmtree(path.parent)
+    path.parent.mkdir()
+
+
+Damage = tuple[str, Callable[[Path], object]]
+DAMAGES: dict[str, Damage] = {
+    "an optimizer shard is missing": (OPTIMIZER, Path.unlink),
+    "a rank's own state is missing": (RANK, Path.unlink),
+    "a shard is cut in half": (OPTIMIZER, truncate),
+    "a shard is empty": (OPTIMIZER, lambda path: path.write_bytes(b"")),
+    "one byte of a shard is flipped": (OPTIMIZER, flip_byte),
+    "one byte of a rank's own state is flipped": (RANK, flip_byte),
+    "one byte of the training state is flipped": ("trainer.json", flip_byte),
+    "the manifest is missing": ("manifest.json", Path.unlink),
+    "the manifest is torn": ("manifest.json", truncate),
+    "the manifest is empty": ("manifest.json", lambda path: path.write_bytes(b"")),
+    "the manifest is of another version": ("manifest.json", rewrite_schema),
+    "the directory is empty": ("manifest.json", empty_directory),
+}
+
+
+@pytest.fixture(autouse=True)
+def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    logger = logging.getLogger("refocused")
+    before, logger.propagate = logger.propagate, True
+    yield
+    logger.propagate = before
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "checkpoints"
+
+
+def copy_to_bucket(bucket: DirectoryBucket, step: StepDirectory) -> None:
+    copier = StepCopier(
+        RemoteSteps(bucket, "sample/checkpoints"), stopping=lambda: False, report=lambda *_: None
+    )
+    assert copier.copy(step)
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("request_", ["auto", "latest"])
+def test_a_damaged_newest_step_is_named_and_the_one_before_is_taken(
+    local: Path, damage: Damage, request_: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_step(local, 9500)
+    file, spoil = damage
+    spoil(make_step(local, 10_000).path / file)
+    chosen = choose_step(Catalog(local), request_)
+    assert chosen is not None and chosen.step == 9500
+    (told,) = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "checkpoint_step_10000" in told and file in told
+    assert "The step before it is tried." in told
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_step_that_was_named_is_refused(local: Path, damage: Damage) -> None:
+    make_step(local, 9500)
+    file, spoil = damage
+    spoil(make_step(local, 10_000).path / file)
+    with pytest.raises(CheckpointError, match=r"checkpoint_step_10000") as told:
+        choose_step(Catalog(local), "10000")
+    assert file in str(told.value)
+
+
+@pytest.mark.parametrize("content", ["checkpoint_step_5", "", "checkpoint_step_99"])
+def test_a_file_called_latest_means_nothing(local: Path, content: str) -> None:
+    make_step(local, 5)
+    make_step(local, 10)
+    (local / "latest").write_text(content)
+    chosen = choose_step(Catalog(local), "latest")
+    assert chosen is not None and chosen.step == 10
+
+
+def test_a_step_saved_by_a_clock_that_went_back_is_still_the_newest(local: Path) -> None:
+    make_step(local, 10)
+    make_step(local, 20, created=START - datetime.timedelta(days=400))
+    (local / ".tmp-checkpoint_step_30-a").mkdir()
+    # The leftover's time lies in the future now: nobody can say that it is old.
+    assert clean_leftovers(local, older_than_s=3600, now=START.timestamp()) == []
+    chosen = choose_step(Catalog(local), "auto")
+    assert chosen is not None and chosen.step == 20
+
+
+@pytest.mark.parametrize("name", [name_of(10), "my copy"])
+def test_a_copy_made_by_hand_out_of_the_bucket_is_a_checkpoint(
+    tmp_path: Path, local: Path, name: str
+) -> None:
+    (tmp_path / "bucket").mkdir()
+    bucket = DirectoryBucket(tmp_path / "bucket")
+    copy_to_bucket(bucket, make_step(local, 10))
+    remove_step(local / name_of(10))
+    there = tmp_path / "bucket" / "sample" / "checkpoints" / name_of(10)
+    assert (there / COMMITTED).exists()
+    shutil.copytree(there, tmp_path / "elsewhere" / name)
+    chosen = choose_step(Catalog(local), str(tmp_path / "elsewhere" / name))
+    assert chosen is not None and chosen.step == 10
+    shutil.copytree(there, local / name_of(10))
+    chosen = choose_step(Catalog(local), "auto")
+    assert chosen is not None and chosen.path.parent == local
