@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -14,6 +12,7 @@ from refocused.batches.device_copies import Copies, DeviceCopier
 from refocused.batches.mixture import Mixture
 from refocused.batches.order import Order
 from refocused.batches.position import Position
+from refocused.batches.read_ahead import ReadAhead
 from refocused.batches.steps import Pace, ShardPlanner, StepWindows, steps_from
 from refocused.batches.stream import Stream
 from refocused.config.batch_plan import BatchPlan
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from refocused.shards.cache import ShardCache
 
 STEPS_READY = 2  # one being copied to the device, one behind it; reading is far faster than a step
-CLOSING_SECONDS = 1.0  # a thread that waits for a shard is left to end with the process
 
 
 class Loader:
@@ -129,22 +127,24 @@ class BatchStream:
     ) -> None:
         self.position = position
         self.wait_seconds = 0.0
-        self._steps = steps
         self._reader = reader
         self._planner = planner
         self._copier = copier
         self._clock = clock
-        # Two queues in C: a condition in Python costs more than reading the batch does.
-        self._ready: queue.SimpleQueue[_Read | Exception] = queue.SimpleQueue()
-        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._closed = False
-        for _ in range(STEPS_READY):
-            self._room.put(None)
-        self._thread = threading.Thread(target=self._read_ahead, name="batches", daemon=True)
-        self._thread.start()
+        self._ahead = ReadAhead(
+            (self._read(step) for step in steps),
+            ready=STEPS_READY,
+            taken=lambda read: planner.training_on(read.step),
+        )
 
-    def next_step(self) -> list[Batch]:
+    def next_step(self, patience_seconds: float | None = None) -> list[Batch] | None:
         """Return this rank's micro-batches of the next step, in the order of accumulation.
+
+        Args:
+            patience_seconds: How long to wait for them; None: until they are there.
+
+        Returns:
+            None when they are not there in time: ask again, or stop.
 
         Raises:
             RefocusedError: What the reading thread met (a `ShardError`, for example), after the
@@ -152,16 +152,10 @@ class BatchStream:
             RuntimeError: The stream was closed.
         """
         began = self._clock()
-        read = self._ready.get()
+        read = self._ahead.take(patience_seconds)
         self.wait_seconds += self._clock() - began
-        if self._closed:
-            self._ready.put(read)  # for whoever else waits
-            raise RuntimeError("next_step() of a BatchStream that was closed")
-        if isinstance(read, Exception):
-            self._ready.put(read)  # nothing follows: the next call finds it again
-            raise read
-        self._planner.training_on(read.step)
-        self._room.put(None)
+        if read is None:
+            return None
         self.position = read.step.after
         if isinstance(read.batches, Copies):
             assert self._copier is not None  # it began them
@@ -170,31 +164,15 @@ class BatchStream:
 
     def close(self) -> None:
         """End the reading thread; one that waits for a shard is not waited for."""
-        self._closed = True
-        self._room.put(None)
-        self._ready.put(RuntimeError("closed"))
-        self._thread.join(timeout=CLOSING_SECONDS)
+        self._ahead.close()
 
-    def _read_ahead(self) -> None:
-        try:
-            while self._has_room():
-                step = next(self._steps)
-                self._ready.put(_Read(step, self._read(step)))
-        except Exception as error:  # raised again by next_step, in the thread that can act on it
-            self._ready.put(error)
-
-    def _has_room(self) -> bool:
-        """Wait until another step may be read; False when the stream is closed."""
-        self._room.get()
-        return not self._closed
-
-    def _read(self, step: StepWindows) -> list[Batch] | Copies:
+    def _read(self, step: StepWindows) -> _Read:
         self._planner.reading(step)
         batches = [
             self._reader.read(shards, windows, micro=len(shards))
             for shards, windows in zip(step.shards, step.windows, strict=True)
         ]
-        return batches if self._copier is None else self._copier.begin(batches)
+        return _Read(step, batches if self._copier is None else self._copier.begin(batches))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

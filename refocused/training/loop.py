@@ -8,9 +8,9 @@ import dataclasses
 import torch
 
 from refocused.batches.batch import Batch
-from refocused.batches.loader import BatchStream
 from refocused.engine.schedule import learning_rate
-from refocused.errors import RefocusedError, TrainingError
+from refocused.errors import TrainingError
+from refocused.training.fetching import fetch_together
 from refocused.training.parts import Parts
 from refocused.training.state import TrainState
 from refocused.training.stopping import StopReason, StopRequest
@@ -31,10 +31,14 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
     Raises:
         RefocusedError: On every rank alike: bad data, a non-finite loss, saves that keep failing.
     """
-    stopping = stop.agreed()
+    stopping, loss = stop.agreed(), None
     with contextlib.closing(parts.loader.batches_from(state.position)) as batches:
         while state.step < parts.total_steps and not stopping:
-            loss = take_step(parts, batches, state)
+            micro_batches = fetch_together(parts.world, batches.next_step, stop)
+            if micro_batches is None:
+                state = save_where_it_waited(parts, state, loss, batches.wait_seconds)
+                return Outcome(state, stop.agreed())
+            loss = take_step(parts, micro_batches, state)
             state = state.after_step(parts.plan, batches.position)
             parts.throughput.lap("step")
             stopping = stop.agreed()
@@ -49,9 +53,8 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
     return Outcome(state, stopping)
 
 
-def take_step(parts: Parts, batches: BatchStream, state: TrainState) -> torch.Tensor:
+def take_step(parts: Parts, micro_batches: list[Batch], state: TrainState) -> torch.Tensor:
     """Make one optimizer step; return this rank's mean loss `[]`, still on the device."""
-    micro_batches = fetch_together(parts, batches)
     losses = [parts.engine.accumulate(batch.input_ids, batch.labels) for batch in micro_batches]
     loss = torch.stack(losses).mean()
     stop_unless_finite(parts, loss, micro_batches, state.step + 1)
@@ -66,20 +69,22 @@ def take_step(parts: Parts, batches: BatchStream, state: TrainState) -> torch.Te
     return loss
 
 
-def fetch_together(parts: Parts, batches: BatchStream) -> list[Batch]:
-    """Return this rank's micro-batches of the next step, or raise on every rank alike.
+def save_where_it_waited(
+    parts: Parts, state: TrainState, loss: torch.Tensor | None, waited_seconds: float
+) -> TrainState:
+    """Report and save the last finished step, when training stops before the next one's data.
 
-    A rank that failed alone would leave the others inside a collective.
+    Args:
+        parts: The run's parts.
+        state: After that step.
+        loss: Of that step; None when this session has made none: then nothing is to be saved.
+        waited_seconds: Time that batches were waited for, in all.
     """
-    error: RefocusedError | None = None
-    micro_batches: list[Batch] = []
-    try:
-        micro_batches = batches.next_step()
-    except RefocusedError as raised:
-        error = raised
-    if any(parts.world.largest([error is not None])):
-        parts.world.raise_together(error)
-    return micro_batches
+    if loss is None:
+        return state
+    if not parts.cadence.log_due(state.step):
+        state = parts.reporter.step(state, loss, waited_seconds)
+    return parts.saver.save(state)
 
 
 def stop_unless_finite(

@@ -27,7 +27,8 @@ from refocused.training.assembly import (
     assemble_parts,
 )
 from refocused.training.data import DataParts
-from refocused.training.loop import fetch_together, train
+from refocused.training.fetching import fetch_together
+from refocused.training.loop import train
 from refocused.training.parts import Parts
 from refocused.training.sample import write_sample
 from refocused.training.sole_trainer import claim_run
@@ -73,7 +74,8 @@ def run(loaded: LoadedRun, request: Request, world: World) -> ExitCode:
         parts = assemble_parts(job, data, engine, parameters=parameters)
         state = world.together(lambda: _start_or_resume(job, parts))
         if request.dry_run:
-            _read_first_step(parts, state)
+            if not _read_first_step(parts, state, stop):
+                return stop.agreed().exit_code
             world.first_does(lambda: _write_to_mirror(job))
             parts.reporter.event("dry_run", "done  dry run: everything is in place, no step taken")
             return ExitCode.OK
@@ -196,10 +198,10 @@ def _chosen_path(catalog: Catalog, request: str) -> Path | None:
     return None if step is None else step.path
 
 
-def _read_first_step(parts: Parts, state: TrainState) -> None:
-    """Fetch and read the batches that training would begin with."""
+def _read_first_step(parts: Parts, state: TrainState, stop: StopRequest) -> bool:
+    """Fetch and read the batches that training would begin with; False when asked to stop."""
     with contextlib.closing(parts.loader.batches_from(state.position)) as batches:
-        fetch_together(parts, batches)
+        return fetch_together(parts.world, batches.next_step, stop) is not None
 
 
 def _write_to_mirror(job: Job) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import torch
 
-from refocused.batches.batch import IGNORED_LABEL
+from refocused.batches.batch import IGNORED_LABEL, Batch
+from refocused.batches.read_ahead import ReadAhead
 from refocused.errors import TrainingError
+from refocused.training.fetching import fetch_together
 from refocused.training.parts import Parts
 from refocused.training.state import TrainState
 from refocused.training.stopping import StopRequest
 
+BATCHES_READY = 2
 FIRST_LOSS_TOLERANCE = 0.3  # nats; a right initialisation lands within 0.1 of the formula
 
 
@@ -43,16 +48,18 @@ def validate(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
 def validation_loss(parts: Parts, stop: StopRequest) -> ValidationLoss | None:
     """Return the losses over all ranks; None without data or when asked to stop."""
     sums: dict[str | None, list[float]] = {}  # by source: total loss and tokens, on this rank
-    batches = iter(parts.validation_batches())
-    # A rank that failed alone to read would leave the others inside a collective.
-    while (batch := parts.world.together(lambda: next(batches, None))) is not None:
-        loss = parts.engine.validation_loss(batch.input_ids, batch.labels)
-        counted = int((batch.labels != IGNORED_LABEL).sum())
-        own = sums.setdefault(batch.source, [0.0, 0.0])
-        own[0] += float(loss) * counted
-        own[1] += counted
-        if stop.agreed():
-            return None
+    with contextlib.closing(ReadAhead(_one_by_one(parts), ready=BATCHES_READY)) as ahead:
+        while batches := fetch_together(parts.world, ahead.take, stop):
+            (batch,) = batches
+            loss = parts.engine.validation_loss(batch.input_ids, batch.labels)
+            counted = int((batch.labels != IGNORED_LABEL).sum())
+            own = sums.setdefault(batch.source, [0.0, 0.0])
+            own[0] += float(loss) * counted
+            own[1] += counted
+            if stop.agreed():
+                return None
+    if batches is None:
+        return None
     # Every rank has batches of the same sources, in the same order.
     flat = parts.world.total([number for own in sums.values() for number in own])
     losses, tokens = flat[0::2], flat[1::2]
@@ -66,6 +73,12 @@ def validation_loss(parts: Parts, stop: StopRequest) -> ValidationLoss | None:
             if name is not None and counted
         },
     )
+
+
+def _one_by_one(parts: Parts) -> Iterator[list[Batch]]:
+    """Yield each validation batch, and nothing in the end."""
+    yield from ([batch] for batch in parts.validation_batches())
+    yield []
 
 
 def check_first_loss(parts: Parts) -> float:

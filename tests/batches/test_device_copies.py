@@ -142,7 +142,7 @@ def test_a_stream_copies_ahead_in_its_own_thread_and_hands_over_in_order(tmp_pat
     assert tokens(loader_of(tmp_path, copier), 6) == tokens(loader_of(tmp_path, None), 6)
     here = threading.current_thread().name
     assert copier.handed == [(number, here) for number in range(6)]
-    assert copier.begun[:6] == [(number, "batches") for number in range(6)]
+    assert copier.begun[:6] == [(number, "read ahead") for number in range(6)]
     assert len(copier.begun) <= 6 + STEPS_READY + 1
 
 

@@ -139,7 +139,7 @@ def test_other_ranks_and_micro_batches_go_on_with_the_same_stream_mid_epoch(cach
 
 def wait_until_read_ahead(stream) -> None:
     deadline = time.monotonic() + 10
-    while stream._ready.qsize() < STEPS_READY:
+    while stream._ahead._ready.qsize() < STEPS_READY:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -165,8 +165,8 @@ def test_reading_ahead_is_bounded(cache, manifest):
     with contextlib.closing(loader_of(cache, manifest).batches_from(Position())) as stream:
         wait_until_read_ahead(stream)
         time.sleep(0.05)  # in which a thread without bounds reads on
-        assert stream._ready.qsize() == STEPS_READY
-        assert next(stream._steps).after == Position(0, 4 * (STEPS_READY + 1))
+        assert stream._ahead._ready.qsize() == STEPS_READY
+        assert next(stream._ahead._items).step.after == Position(0, 4 * (STEPS_READY + 1))
 
 
 def test_an_error_while_reading_is_raised_itself_after_the_steps_before_it(cache, manifest):
@@ -193,7 +193,7 @@ def test_close_ends_the_thread_that_waits_for_room(cache, manifest):
     stream = loader_of(cache, manifest).batches_from(Position())
     wait_until_read_ahead(stream)
     stream.close()
-    assert not stream._thread.is_alive()
+    assert not stream._ahead._thread.is_alive()
     with pytest.raises(RuntimeError, match="closed"):
         stream.next_step()
 
@@ -207,11 +207,11 @@ def test_close_returns_while_a_shard_is_awaited_and_the_thread_ends_after(cache,
     stream = loader_of(cache, manifest).batches_from(Position())
     assert cache.waiting.wait(timeout=10)
     stream.close()
-    assert stream._thread.is_alive()
-    assert stream._thread.daemon  # it cannot keep the process from ending
+    assert stream._ahead._thread.is_alive()
+    assert stream._ahead._thread.daemon  # it cannot keep the process from ending
     cache.arrived.set()
-    stream._thread.join(timeout=10)
-    assert not stream._thread.is_alive()
+    stream._ahead._thread.join(timeout=10)
+    assert not stream._ahead._thread.is_alive()
 
 
 def test_close_wakes_whoever_waits_for_a_step(cache, manifest):
@@ -226,14 +226,31 @@ def test_close_wakes_whoever_waits_for_a_step(cache, manifest):
     cache.arrived.set()
 
 
+def test_a_step_that_is_not_there_in_time_can_be_asked_for_again(cache, manifest):
+    cache.late = first_shard(manifest)
+    with contextlib.closing(loader_of(cache, manifest).batches_from(Position())) as stream:
+        assert cache.waiting.wait(timeout=10)
+        assert stream.next_step(patience_seconds=0.01) is None
+        assert stream.position == Position()
+        cache.arrived.set()
+        first = stream.next_step()
+        assert stream.position == Position(0, 4)
+    cache.late = None
+    with contextlib.closing(loader_of(cache, manifest).batches_from(Position())) as stream:
+        for batch, same in zip(first, stream.next_step(), strict=True):
+            assert torch.equal(batch.input_ids, same.input_ids)
+
+
 def test_waiting_is_measured_by_the_given_clock(cache, manifest):
+    cache.late = first_shard(manifest)
     readings = itertools.count(step=0.25)
     loader = loader_of(cache, manifest, clock=lambda: next(readings))
     with contextlib.closing(loader.batches_from(Position())) as stream:
         assert stream.wait_seconds == 0
         for _ in range(3):
-            stream.next_step()
+            assert stream.next_step(patience_seconds=0.01) is None
         assert stream.wait_seconds == 3 * 0.25
+        cache.arrived.set()
 
 
 def test_a_position_beyond_a_shrunken_epoch_starts_in_the_next(cache, manifest):

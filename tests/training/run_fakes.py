@@ -79,17 +79,21 @@ class FakeEngine:
 
 @dataclasses.dataclass
 class FakeStream:
-    """Batches of two passes a step; a step may fail instead."""
+    """Batches of two passes a step; a step may fail instead, or not come."""
 
     log: Log
     position: Position
     failing: dict[int, RefocusedError]
+    missing_from: int
     wait_seconds: float = 0.0
 
-    def next_step(self) -> list[Batch]:
+    def next_step(self, patience_seconds: float | None = None) -> list[Batch] | None:
         first = self.position.windows
         if first in self.failing:
             raise self.failing[first]
+        if first >= self.missing_from:
+            self.log.append("waits")
+            return None
         self.position = Position(0, first + 2)
         return [batch(first), batch(first + 1)]
 
@@ -99,13 +103,14 @@ class FakeStream:
 
 @dataclasses.dataclass
 class FakeLoader:
-    """Opens streams."""
+    """Opens streams; the steps that begin with some windows fail, and from one on none comes."""
 
     log: Log
     failing: dict[int, RefocusedError] = dataclasses.field(default_factory=dict)
+    missing_from: int = 10**9
 
     def batches_from(self, position: Position) -> FakeStream:
-        return FakeStream(self.log, position, self.failing)
+        return FakeStream(self.log, position, self.failing, self.missing_from)
 
 
 @dataclasses.dataclass

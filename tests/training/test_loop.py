@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import cast
 
 import pytest
 from run_fakes import FakeEngine, FakeLoader, FakeSaver, FakeStop, Log, batch, parts_of
-from thread_ranks import on_two_ranks
+from thread_ranks import on_two_ranks, results
 
 from refocused.batches.position import Position
 from refocused.engine.schedule import learning_rate
@@ -132,6 +133,57 @@ def test_bad_data_on_one_rank_is_raised_on_both_before_any_pass_of_that_step() -
         assert str(ended.error) == "rank 1: b.npy is corrupt"
         assert ended.error.on_every_rank
         assert log == ["accumulate 0", "accumulate 1", rate(0, 6), "close"]
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_stop_ends_the_wait_of_one_rank_on_both_after_the_step_before(
+    late: int, asked: int
+) -> None:
+    logs: list[Log] = [[], []]
+
+    def action(world: World) -> Outcome:
+        log = logs[world.rank]
+        loader = FakeLoader(log, missing_from=4 if world.rank == late else 10**9)
+        parts = parts_of(log, world=world, loader=loader)
+        # Asked for on one rank, which has its batches or not, after the other has waited.
+        stop = OneAsks(logs[late], "waits", world=world, asks=world.rank == asked)
+        return train(parts, TrainState(), cast("StopRequest", stop))
+
+    outcomes = results(on_two_ranks(action))
+    for outcome, log in zip(outcomes, logs, strict=True):
+        assert happened(log, "update") == [rate(0, 6), rate(1, 6)]
+        assert log[-3:] == ["report 2", "save 2", "close"]
+        assert (outcome.state.step, outcome.state.position) == (2, Position(0, 4))
+        assert outcome.stopped is StopReason.SIGNAL
+    assert logs[1 - late] == [entry for entry in logs[late] if entry != "waits"]
+
+
+@dataclasses.dataclass
+class OneAsks(FakeStop):
+    """A reason to stop on one of the ranks, agreed on by all."""
+
+    world: World = dataclasses.field(default_factory=World)
+    asks: bool = True
+
+    def agreed(self) -> StopReason:
+        own = super().agreed() if self.asks else StopReason.NONE
+        return StopReason(int(self.world.largest([own])[0]))
+
+
+def test_a_stop_before_the_data_of_the_first_step_saves_nothing() -> None:
+    log: Log = []
+    outcome = run(parts_of(log, loader=FakeLoader(log, missing_from=0)), log, stop_when="waits")
+    assert log == ["waits", "close"]
+    assert (outcome.state, outcome.stopped) == (TrainState(), StopReason.SIGNAL)
+
+
+def test_a_step_that_was_reported_and_saved_is_not_reported_again_when_the_next_waits() -> None:
+    log: Log = []
+    cadence = Cadence(log=1, validation=0, checkpoint=1)
+    parts = parts_of(log, cadence=cadence, loader=FakeLoader(log, missing_from=2))
+    run(parts, log, stop_when="waits")
+    assert happened(log, "report") == ["report 1"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
