@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import difflib
-import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.transfer import Progress
+from refocused.checkpoints.aliases import ROLES, by_role, is_role, tier_notes
 from refocused.checkpoints.fetch import fetch_step
 from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest
 from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED, RemoteSteps, is_copy
+from refocused.checkpoints.retention import best_of
 from refocused.checkpoints.step_directory import (
     StepDirectory,
     name_of,
@@ -22,6 +23,7 @@ from refocused.checkpoints.step_directory import (
     read_step,
     step_paths,
 )
+from refocused.checkpoints.tiers import Tier
 from refocused.checkpoints.verify import describe, verify
 from refocused.errors import CheckpointError
 
@@ -44,7 +46,9 @@ class CatalogEntry:
             from an earlier step), `broken: ...` or `-`.
         loss: Training loss of the step, in nats a token.
         validation_loss: Validation loss, in nats a token.
-        notes: `latest`, `best`, `incomplete: ...`.
+        bucket_bytes: Bytes of its objects in the bucket, whole or not.
+        tiers: Why it was saved; none when no manifest can be read.
+        notes: `latest`, `best`, `final`, `epoch E`, `emergency`, `incomplete: ...`.
     """
 
     step: int
@@ -55,6 +59,8 @@ class CatalogEntry:
     bucket: str
     loss: float | None
     validation_loss: float | None
+    bucket_bytes: int = 0
+    tiers: tuple[Tier, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -82,6 +88,7 @@ class _Found:
 
     state: str = ABSENT
     manifest: CheckpointManifest | None = None
+    objects_bytes: int = 0
 
 
 class Catalog:
@@ -106,7 +113,10 @@ class Catalog:
         here = {_step_of(path): _look(path) for path in step_paths(self.local)}
         objects = self.remote.scan() if self.remote is not None else {}
         there = {
-            step: self._judge(step, found, here.get(step, _Found()).manifest)
+            step: dataclasses.replace(
+                self._judge(step, found, here.get(step, _Found()).manifest),
+                objects_bytes=sum(blob.size for blob in found.values()),
+            )
             for step, found in objects.items()
         }
         entries = [
@@ -118,6 +128,8 @@ class Catalog:
     def supersede_after(self, step: int) -> list[str]:
         """Mark the bucket's steps beyond a step as left behind; return their names.
 
+        Also those that are not committed: the mirror of an earlier start may be about to.
+
         Raises:
             BucketError: The bucket cannot be listed or written.
         """
@@ -127,7 +139,7 @@ class Catalog:
         names = [
             name_of(later)
             for later in sorted(objects)
-            if later > step and COMMITTED in objects[later] and SUPERSEDED not in objects[later]
+            if later > step and SUPERSEDED not in objects[later]  # also one that is on its way
         ]
         for name in names:
             self.remote.supersede(name)
@@ -153,16 +165,16 @@ class Catalog:
         return ResolvedStep(entry.step, self.local / entry.name if entry.local == WHOLE else None)
 
     def find(self, request: str, entries: Sequence[CatalogEntry]) -> CatalogEntry:
-        """Find `latest`, `best`, a number or a name among entries, usable or not.
+        """Find a role such as `latest` or `best`, a number or a name among entries, usable or not.
 
         Raises:
             CheckpointError: There is no such step; the nearest are named.
         """
-        if request in ("latest", "best"):
-            chosen = [entry for entry in entries if request in entry.notes]
-            if not chosen:
+        if is_role(request):
+            chosen = by_role(request, entries)
+            if chosen is None:
                 raise CheckpointError(self._nothing(request))
-            return chosen[0]
+            return chosen
         step = _requested_step(request)
         for entry in entries:
             if entry.step == step:
@@ -230,10 +242,15 @@ class Catalog:
         return _Found(WHOLE, manifest)
 
     def _nothing(self, request: str) -> str:
-        if request == "best":
+        if request in ("best", "best_model"):
             return (
                 f"No usable checkpoint in {self._places()} has a validation loss, so none is the "
                 "best. Choose latest, or a step: python launch/checkpoints.py list"
+            )
+        if request != "latest":
+            return (
+                f"No usable checkpoint in {self._places()} is what {request} stands for. See what "
+                "each was saved for: python launch/checkpoints.py list"
             )
         return (
             f"There is no usable checkpoint in {self._places()}. "
@@ -273,8 +290,11 @@ def _entry(step: int, here: _Found, there: _Found) -> CatalogEntry:
         bucket=there.state,
         loss=manifest.loss if manifest else None,
         validation_loss=manifest.validation_loss if manifest else None,
+        bucket_bytes=there.objects_bytes,
+        tiers=manifest.tiers if manifest else (),
     )
-    return dataclasses.replace(entry, notes=_troubles(entry))
+    labels = tier_notes(manifest.tiers, epoch=manifest.epoch) if manifest else ()
+    return dataclasses.replace(entry, notes=_troubles(entry) + labels)
 
 
 def _troubles(entry: CatalogEntry) -> tuple[str, ...]:
@@ -296,16 +316,12 @@ def _troubles(entry: CatalogEntry) -> tuple[str, ...]:
 
 def _annotated(entries: Sequence[CatalogEntry]) -> list[CatalogEntry]:
     usable = [entry for entry in entries if entry.usable]
-    measured = {entry.step: entry.validation_loss for entry in usable}
-    finite = {
-        step: loss for step, loss in measured.items() if loss is not None and math.isfinite(loss)
-    }
-    best = min(finite, key=lambda step: (finite[step], -step)) if finite else None
+    best = best_of({entry.step: entry.validation_loss for entry in usable})
     latest = usable[-1].step if usable else None
     marks = {"latest": latest, "best": best}
     return [
         dataclasses.replace(
-            entry, notes=entry.notes + tuple(note for note, at in marks.items() if at == entry.step)
+            entry, notes=tuple(note for note, at in marks.items() if at == entry.step) + entry.notes
         )
         for entry in entries
     ]
@@ -326,5 +342,5 @@ def _nearest(request: str, entries: Sequence[CatalogEntry]) -> str:
         wanted = int(max(numbers, key=len))
         near = sorted(names, key=lambda name: abs(int(name.rpartition("_")[2]) - wanted))[:3]
     else:
-        near = difflib.get_close_matches(request, [*names, "latest", "best"], n=3) or names[-3:]
+        near = difflib.get_close_matches(request, [*names, *ROLES], n=3) or names[-3:]
     return f"Nearest: {', '.join(near)}."

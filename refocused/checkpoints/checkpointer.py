@@ -18,6 +18,7 @@ from refocused.checkpoints.atomic import fsync_path, write_bytes_atomic
 from refocused.checkpoints.manifest import CheckpointManifest, FileRecord
 from refocused.checkpoints.staging import Staging, clean_leftovers
 from refocused.checkpoints.step_directory import StepDirectory, name_of
+from refocused.checkpoints.tiers import Tier
 from refocused.errors import CheckpointError, RefocusedError
 from refocused.world import World
 
@@ -119,7 +120,14 @@ class Checkpointer:
         self._allowed_changes = allowed_changes
         self._last_bytes = 0
 
-    def save(self, owner: ShardOwner, trainer: Mapping[str, Any], *, files_done: int) -> Path:
+    def save(
+        self,
+        owner: ShardOwner,
+        trainer: Mapping[str, Any],
+        *,
+        files_done: int,
+        tiers: Sequence[Tier] = (Tier.ROLLING,),
+    ) -> Path:
         """Write and commit one step directory; return its path.
 
         Args:
@@ -127,6 +135,7 @@ class Checkpointer:
             trainer: The training state for `trainer.json`; its step, position, tokens and losses
                 go into the manifest too.
             files_done: Token files of this epoch that are consumed.
+            tiers: Why it is saved.
 
         Raises:
             CheckpointError: On every rank; nothing is left behind, and training may go on.
@@ -147,7 +156,7 @@ class Checkpointer:
             raise failed
         files = {name: record for part, _ in gathered for name, record in part.items()}
         return self._first_does(
-            lambda: self._commit(staging, files, trainer, files_done).path, staging
+            lambda: self._commit(staging, files, trainer, files_done, tiers).path, staging
         )
 
     def load(self, owner: ShardOwner, step: StepDirectory) -> dict[str, Any]:
@@ -199,6 +208,7 @@ class Checkpointer:
         files: dict[str, FileRecord],
         trainer: Mapping[str, Any],
         files_done: int,
+        tiers: Sequence[Tier],
     ) -> StepDirectory:
         facts = self._facts
         write_bytes_atomic(
@@ -215,6 +225,7 @@ class Checkpointer:
                 epoch=int(trainer["position"]["epoch"]),
                 files_done=files_done,
                 created=datetime.datetime.now(datetime.UTC),
+                tiers=tuple(tiers),
                 world_size=self._world.world_size,
                 zero_stage=facts.zero_stage,
                 dtype=facts.dtype,

@@ -8,6 +8,7 @@ from typing import Annotated
 import pydantic
 
 from refocused.bucket.bucket import checked_name
+from refocused.checkpoints.tiers import Tier
 from refocused.errors import BucketError, CheckpointError
 
 SCHEMA_VERSION = 1
@@ -48,6 +49,8 @@ class CheckpointManifest(pydantic.BaseModel):
         epoch: Passes over the data that are complete.
         files_done: Token files of this epoch that are consumed.
         created: When it was saved.
+        tiers: Why it was saved; in a manifest of an earlier version, which names none, the
+            interval.
         world_size: Ranks that saved it.
         zero_stage: ZeRO stage it was saved under.
         dtype: `bf16`, `fp16` or `fp32`; DeepSpeed's file names depend on it.
@@ -72,6 +75,7 @@ class CheckpointManifest(pydantic.BaseModel):
     epoch: Annotated[int, pydantic.Field(ge=0)]
     files_done: Annotated[int, pydantic.Field(ge=0)]
     created: pydantic.AwareDatetime
+    tiers: tuple[Tier, ...] = (Tier.ROLLING,)
     world_size: Annotated[int, pydantic.Field(ge=1)]
     zero_stage: Annotated[int, pydantic.Field(ge=0, le=3)]
     dtype: str

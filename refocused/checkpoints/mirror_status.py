@@ -108,6 +108,9 @@ class MirrorStatus(pydantic.BaseModel):
         mirrored: Local steps that the bucket holds whole, with their marker.
         waiting: Committed local steps that it does not hold yet, oldest first; the first is the
             one being copied.
+        skipped: Older ones of those that it does not hold, rolling saves that wait until nothing
+            newer does; at the end nobody waits for them.
+        unwanted: Local steps that `keep_remote` would remove at once.
         failed: Steps that cannot be copied, with the reason: damaged here, or another step of
             that name there.
         done_bytes: Bytes of the first waiting step that the bucket holds.
@@ -125,6 +128,8 @@ class MirrorStatus(pydantic.BaseModel):
     heartbeat: float
     mirrored: tuple[int, ...] = ()
     waiting: tuple[int, ...] = ()
+    skipped: tuple[int, ...] = ()
+    unwanted: tuple[int, ...] = ()
     failed: dict[int, str] = {}
     done_bytes: int = 0
     total_bytes: int = 0

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest, parse_manifest
 from refocused.errors import CheckpointError
 
-_NAMES = re.compile(r"checkpoint_step_(\d+)|checkpoint-epoch\d+-step(\d+)-files\d+")
+# The directory's own name, and the names that other trainers give to the same thing.
+_NAMES = re.compile(
+    r"checkpoint_step_(\d+)|checkpoint-epoch\d+-step(\d+)-files\d+"
+    r"|final_checkpoint_step_(\d+)|rolling_step_(\d+)"
+)
 
 
 def name_of(step: int) -> str:
@@ -20,7 +27,7 @@ def name_of(step: int) -> str:
 def parse_name(name: str) -> int | None:
     """The step that a directory name or an alias speaks of, or None when it is neither."""
     match = _NAMES.fullmatch(name)
-    return int(match[1] or match[2]) if match else None
+    return int(next(filter(None, match.groups()))) if match else None
 
 
 def rank_file(rank: int) -> str:
@@ -107,3 +114,30 @@ def step_paths(checkpoints: Path) -> list[Path]:
     found = {path: parse_name(path.name) for path in checkpoints.iterdir() if path.is_dir()}
     named = [(step, path) for path, step in found.items() if step is not None]
     return [path for step, path in sorted(named) if path.name == name_of(step)]
+
+
+@contextlib.contextmanager
+def in_use(path: Path) -> Iterator[None]:
+    """Keep a step from being removed, by this process or another, while it is read.
+
+    The lock is gone with the process that holds it, however that ends.
+
+    Raises:
+        OSError: The step has no manifest (any more).
+    """
+    with (path / MANIFEST).open("rb") as manifest:
+        with contextlib.suppress(OSError):  # a network disk without locks
+            fcntl.flock(manifest, fcntl.LOCK_SH)
+        yield
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether somebody is reading a step as `in_use` says."""
+    try:
+        with (path / MANIFEST).open("rb") as manifest:
+            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -84,12 +84,15 @@ def run_prune(arguments: argparse.Namespace) -> int:
 
 def _kept_step(catalog: Catalog, entry: CatalogEntry) -> KeptStep:
     from refocused.checkpoints.retention import KeptStep
+    from refocused.checkpoints.step_directory import is_in_use
 
     return KeptStep(
         step=entry.step,
         verified=entry.local == "ok",
         mirrored=None if catalog.remote is None else _is_mirrored(catalog, entry),
+        tiers=frozenset(entry.tiers),
         best="best" in entry.notes,
+        in_use=is_in_use(catalog.local / entry.name),
     )
 
 

@@ -12,7 +12,9 @@ class CheckpointConfig(Section):
 
     Attributes:
         interval: Steps between saves; 0 saves only at the end and when the run is stopped.
-        keep: Newest step directories kept locally, beside the best one; at least 2.
+        keep: Newest of these saves kept locally, at least 2; beside them stay the best step, the
+            last one of the run, the newest of an interruption, and what the mirror lacks.
+        keep_epochs: Save at the end of every epoch of the data too, and keep those steps.
         mirror: `gs://bucket/prefix` or a folder that gets a copy of every step directory; None: no
             copy.
         drain_minutes: Longest wait at the end for the mirror to finish its queue; the other ranks
@@ -22,6 +24,7 @@ class CheckpointConfig(Section):
 
     interval: CountOrZero = 1000
     keep: Count = pydantic.Field(default=5, ge=2)
+    keep_epochs: bool = False
     mirror: str | None = None
     drain_minutes: NotNegative = pydantic.Field(default=30.0, le=100)
     max_failed_saves: Count = 3

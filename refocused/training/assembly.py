@@ -197,6 +197,7 @@ def _figures(job: Job, data: DataParts) -> RunFigures:
             log=config.log.interval,
             validation=config.evaluation.interval,
             checkpoint=config.checkpoint.interval,
+            keep_epochs=config.checkpoint.keep_epochs,
         ),
         mfu=functools.partial(
             mfu_fraction,

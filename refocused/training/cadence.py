@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from refocused.checkpoints.tiers import Tier
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cadence:
@@ -13,11 +15,13 @@ class Cadence:
         log: Between log lines.
         validation: Between validations.
         checkpoint: Between saves.
+        keep_epochs: The end of an epoch is followed by a save too.
     """
 
     log: int
     validation: int
     checkpoint: int
+    keep_epochs: bool = False
 
     def log_due(self, step: int) -> bool:
         """Whether this step ends with a log line."""
@@ -30,6 +34,25 @@ class Cadence:
     def checkpoint_due(self, step: int) -> bool:
         """Whether this step is followed by a save."""
         return _due(step, self.checkpoint)
+
+    def reasons_to_save(
+        self, step: int, *, last: bool, epoch_ended: bool, stopping: bool
+    ) -> tuple[Tier, ...]:
+        """Return the labels of the save that follows a step; none: there is no save.
+
+        Args:
+            step: Optimizer steps made.
+            last: It is the run's last one.
+            epoch_ended: A pass over the data was completed in it.
+            stopping: Training ends after it, whatever else is due.
+        """
+        due = {
+            Tier.ROLLING: self.checkpoint_due(step),
+            Tier.EPOCH: self.keep_epochs and epoch_ended,
+            Tier.FINAL: last,
+        }
+        tiers = tuple(tier for tier, is_due in due.items() if is_due)
+        return tiers or ((Tier.EMERGENCY,) if stopping else ())
 
     def validations_left(self, step: int, total_steps: int) -> int:
         """Count the validations after a step; the last step always has one."""

@@ -8,6 +8,7 @@ import dataclasses
 import torch
 
 from refocused.batches.batch import Batch
+from refocused.checkpoints.tiers import Tier
 from refocused.engine.schedule import learning_rate
 from refocused.errors import TrainingError
 from refocused.training.fetching import fetch_together
@@ -39,6 +40,7 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
                 state = save_where_it_waited(parts, state, loss, batches.wait_seconds)
                 return Outcome(state, stop.agreed())
             loss = take_step(parts, micro_batches, state)
+            epoch = state.position.epoch
             state = state.after_step(parts.plan, batches.position)
             parts.throughput.lap("step")
             stopping = stop.agreed()
@@ -48,8 +50,14 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
             if last or parts.cadence.validation_due(state.step):
                 state = validate(parts, state, stop)
                 stopping = stop.agreed()
-            if last or parts.cadence.checkpoint_due(state.step) or stopping:
-                state = parts.saver.save(state)
+            tiers = parts.cadence.reasons_to_save(
+                state.step,
+                last=last,
+                epoch_ended=state.position.epoch > epoch,
+                stopping=bool(stopping),
+            )
+            if tiers:
+                state = parts.saver.save(state, tiers)
     return Outcome(state, stopping)
 
 
@@ -84,7 +92,7 @@ def save_where_it_waited(
         return state
     if not parts.cadence.log_due(state.step):
         state = parts.reporter.step(state, loss, waited_seconds)
-    return parts.saver.save(state)
+    return parts.saver.save(state, (Tier.EMERGENCY,))
 
 
 def stop_unless_finite(

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from refocused.checkpoints.checkpointer import Checkpointer
 from refocused.checkpoints.mirror import CheckpointMirror
 from refocused.checkpoints.mirror_status import MirrorStatus
-from refocused.checkpoints.retention import KeptStep, to_remove
-from refocused.checkpoints.staging import remove_step, set_aside
-from refocused.checkpoints.step_directory import (
-    StepDirectory,
-    name_of,
-    parse_name,
-    read_step,
-    step_paths,
-)
+from refocused.checkpoints.staging import set_aside
+from refocused.checkpoints.step_directory import StepDirectory, in_use, parse_name, step_paths
+from refocused.checkpoints.thinning import disk_is_low, thin_out
+from refocused.checkpoints.tiers import Tier
 from refocused.config.outputs import CheckpointConfig
 from refocused.engine.engine import Engine
 from refocused.errors import CheckpointError
@@ -71,8 +66,12 @@ class Saver:
         self._failures = 0
         self.saved_step: int | None = None
 
-    def save(self, state: TrainState) -> TrainState:
+    def save(self, state: TrainState, tiers: Sequence[Tier] = (Tier.ROLLING,)) -> TrainState:
         """Save a state; return it with its time and money booked.
+
+        Args:
+            state: What is saved, beside the engine's own.
+            tiers: Why.
 
         Raises:
             CheckpointError: On every rank, after `checkpoint.max_failed_saves` failures in a row.
@@ -82,7 +81,10 @@ class Saver:
         state = self._world.broadcast(self._reporter.booked(state))
         try:
             self._checkpointer.save(
-                self._engine, state.as_record(), files_done=self._files_done(state)
+                self._engine,
+                state.as_record(),
+                files_done=self._files_done(state),
+                tiers=tiers,
             )
         except CheckpointError as error:
             self._bear(error)
@@ -98,7 +100,8 @@ class Saver:
         Raises:
             CheckpointError: It was saved under other ranks, stage, precision or data.
         """
-        state = TrainState.from_record(self._checkpointer.load(self._engine, step))
+        with in_use(step.path):
+            state = TrainState.from_record(self._checkpointer.load(self._engine, step))
         if step.path.parent.resolve() == self._folder.resolve():
             self.saved_step = state.step
         return state
@@ -169,34 +172,10 @@ class Saver:
             step=state.step,
             seconds=seconds,
         )
-        self._thin_out(state)
-
-    def _thin_out(self, state: TrainState) -> None:
-        """Remove what retention does not keep; a step that the mirror lacks stays."""
-        status = self._mirror.status() if self._mirror is not None else None
-        mirrored = set(status.mirrored) if status else set()
-        steps = []
-        for path in step_paths(self._folder):
-            step = parse_name(path.name)
-            assert step is not None  # step_paths yields no other names
-            steps.append(
-                KeptStep(
-                    step=step,
-                    verified=_readable(path),
-                    mirrored=None if self._mirror is None else step in mirrored,
-                    best=step == state.best_step,
-                )
-            )
-        for step in to_remove(steps, keep=self._settings.keep):
-            try:
-                remove_step(self._folder / name_of(step))
-            except OSError as error:
-                logger.warning("%s could not be removed: %s", name_of(step), error)
-
-
-def _readable(path: Path) -> bool:
-    try:
-        read_step(path)
-    except CheckpointError:
-        return False
-    return True
+        thin_out(
+            self._folder,
+            keep=self._settings.keep,
+            mirrored=self._mirror is not None,
+            status=self._mirror.status() if self._mirror is not None else None,
+            disk_low=disk_is_low(self._folder),
+        )

@@ -156,6 +156,34 @@ def test_a_step_only_in_the_bucket_has_no_path_yet(
     assert catalog.resolve("10").path is None
 
 
+@pytest.mark.parametrize(
+    ("request_", "step"),
+    [
+        ("latest_backup", 9500),
+        ("best_model", 20),
+        ("epoch_00001", 20),
+        ("epoch_2", 9500),
+        ("final", 10000),
+        ("final_checkpoint_step_10000", 10000),
+        ("rolling_step_009500", 9500),
+    ],
+)
+def test_the_names_of_other_trainers_are_found_too(local: Path, request_: str, step: int) -> None:
+    make_step(local, 20, validation_loss=2.0, epoch=1, tiers=["epoch"])
+    make_step(local, 9500, validation_loss=2.0, epoch=2, tiers=["rolling", "epoch"])
+    make_step(local, 10000, epoch=2, tiers=["final"])
+    assert Catalog(local).resolve(request_).step == step
+    notes = [entry.notes for entry in Catalog(local).entries()]
+    assert notes == [("best", "epoch 1"), ("epoch 2",), ("latest", "final")]
+
+
+@pytest.mark.parametrize("request_", ["epoch_3", "latest_backup", "final", "best_model"])
+def test_a_role_that_no_step_has_is_told(local: Path, request_: str) -> None:
+    make_step(local, 20)
+    with pytest.raises(CheckpointError, match="No usable checkpoint in"):
+        Catalog(local).resolve(request_)
+
+
 @pytest.mark.parametrize("request_", ["1260", "checkpoint-step1260", "checkpoint_step_1260 "])
 def test_a_miss_names_the_nearest_steps(local: Path, request_: str) -> None:
     for saved in (10, 1000, 1500, 2000, 12500):

@@ -27,6 +27,13 @@ def test_a_manifest_survives_its_own_json(tmp_path: Path) -> None:
     assert manifest.total_bytes == 7000
 
 
+def test_a_manifest_without_labels_is_of_a_rolling_save(fields: dict[str, object]) -> None:
+    del fields["tiers"]
+    assert parsed(fields).tiers == ("rolling",)
+    with pytest.raises(CheckpointError, match=r"tiers\.0: .*rolling.*found 'hourly'"):
+        parsed(fields | {"tiers": ["hourly"]})
+
+
 def test_the_alias_tells_epoch_step_and_files(fields: dict[str, object]) -> None:
     assert parsed(fields).alias == "checkpoint-epoch1-step20-files2"
 

@@ -73,6 +73,7 @@ def test_the_manifest_tells_all_about_the_step_and_every_file_in_it(tmp_path: Pa
         "zero_stage": 3,
         "dtype": "bf16",
         "versions": {"torch": "2.13"},
+        "tiers": ("rolling",),
         "data_fingerprint": "f00d",
         "data_order": "seed 1",
         "data_mixture": "",

@@ -14,6 +14,9 @@ from refocused.errors import CheckpointError
     [
         ("checkpoint_step_50000", 50000),
         ("checkpoint-epoch0-step10000-files2", 10000),
+        ("final_checkpoint_step_100", 100),
+        ("rolling_step_010000", 10000),
+        ("checkpoint_step_0", 0),
         ("checkpoint-step1250", None),
         ("checkpoint_step_5x", None),
         (".tmp-checkpoint_step_5-ab", None),

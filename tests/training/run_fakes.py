@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from refocused.batches.batch import IGNORED_LABEL, Batch
 from refocused.batches.position import Position
+from refocused.checkpoints.tiers import Tier
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.errors import RefocusedError
@@ -79,12 +80,16 @@ class FakeEngine:
 
 @dataclasses.dataclass
 class FakeStream:
-    """Batches of two passes a step; a step may fail instead, or not come."""
+    """Batches of two passes a step; a step may fail instead, or not come.
+
+    Windows are counted on over the ends of epochs, as those of a mixture are.
+    """
 
     log: Log
     position: Position
     failing: dict[int, RefocusedError]
     missing_from: int
+    windows_per_epoch: int = 0
     wait_seconds: float = 0.0
 
     def next_step(self, patience_seconds: float | None = None) -> list[Batch] | None:
@@ -94,7 +99,8 @@ class FakeStream:
         if first >= self.missing_from:
             self.log.append("waits")
             return None
-        self.position = Position(0, first + 2)
+        epochs = (first + 2) // self.windows_per_epoch if self.windows_per_epoch else 0
+        self.position = Position(epochs, first + 2)
         return [batch(first), batch(first + 1)]
 
     def close(self) -> None:
@@ -108,9 +114,12 @@ class FakeLoader:
     log: Log
     failing: dict[int, RefocusedError] = dataclasses.field(default_factory=dict)
     missing_from: int = 10**9
+    windows_per_epoch: int = 0
 
     def batches_from(self, position: Position) -> FakeStream:
-        return FakeStream(self.log, position, self.failing, self.missing_from)
+        return FakeStream(
+            self.log, position, self.failing, self.missing_from, self.windows_per_epoch
+        )
 
 
 @dataclasses.dataclass
@@ -140,10 +149,12 @@ class FakeSaver:
 
     log: Log
     saved: list[TrainState] = dataclasses.field(default_factory=list)
+    tiers: list[list[str]] = dataclasses.field(default_factory=list)
 
-    def save(self, state: TrainState) -> TrainState:
+    def save(self, state: TrainState, tiers: Sequence[Tier]) -> TrainState:
         self.log.append(f"save {state.step}")
         self.saved.append(state)
+        self.tiers.append([tier.value for tier in tiers])
         return state
 
 

@@ -87,6 +87,30 @@ def test_a_stop_in_the_middle_reports_and_saves_once_and_ends() -> None:
     assert outcome.stopped is StopReason.SIGNAL
 
 
+def test_every_save_is_labelled_with_its_reasons() -> None:
+    log: Log = []
+    cadence = Cadence(log=0, validation=0, checkpoint=3, keep_epochs=True)
+    loader = FakeLoader(log, windows_per_epoch=4)  # two steps
+    parts = parts_of(log, total_steps=7, cadence=cadence, loader=loader)
+    run(parts, log)
+    saver = cast("FakeSaver", parts.saver)
+    labels = dict(zip((state.step for state in saver.saved), saver.tiers, strict=True))
+    assert labels == {
+        2: ["epoch"],
+        3: ["rolling"],
+        4: ["epoch"],
+        6: ["rolling", "epoch"],
+        7: ["final"],
+    }
+
+
+def test_a_stop_is_an_emergency() -> None:
+    log: Log = []
+    parts = parts_of(log)
+    run(parts, log, stop_when="accumulate 1")
+    assert cast("FakeSaver", parts.saver).tiers == [["emergency"]]
+
+
 def test_a_stop_during_a_validation_cuts_it_short_and_saves() -> None:
     log: Log = []
     cadence = Cadence(log=0, validation=2, checkpoint=0)

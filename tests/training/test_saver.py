@@ -28,6 +28,8 @@ class FakeStatus:
 
     mirrored: tuple[int, ...] = ()
     waiting: tuple[int, ...] = ()
+    skipped: tuple[int, ...] = ()
+    unwanted: tuple[int, ...] = ()
     last_error: str | None = None
 
 
@@ -173,9 +175,10 @@ def test_so_many_failures_in_a_row_stop_the_run_on_both_ranks(tmp_path: Path) ->
 def test_only_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     session = Session(tmp_path)
     session.save(10)
-    session.save(20, 30, 40, 50, best_loss=1.0, best_step=20)
+    session.save(20, validation_loss=1.0)
+    session.save(30, 40, 50, validation_loss=1.5)
     assert session.there() == [20, 40, 50]
-    session.save(60, best_loss=0.5, best_step=60)
+    session.save(60, validation_loss=0.5)
     assert session.there() == [50, 60]
 
 
@@ -203,7 +206,7 @@ def test_a_step_that_cannot_be_removed_does_not_stop_training(
     def refuse(path: Path) -> None:
         raise OSError("busy")
 
-    monkeypatch.setattr("refocused.training.saver.remove_step", refuse)
+    monkeypatch.setattr("refocused.checkpoints.thinning.remove_step", refuse)
     session = Session(tmp_path)
     session.save(10, 20, 30)
     assert session.there() == [10, 20, 30]

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoints.step_samples import make_step
+
+from refocused.checkpoints.mirror_status import MirrorStatus
+from refocused.checkpoints.process_identity import this_process
+from refocused.checkpoints.step_directory import in_use, is_in_use, step_paths
+from refocused.checkpoints.thinning import disk_is_low, local_steps, thin_out
+
+
+def there(folder: Path) -> list[int]:
+    return [int(path.name.rpartition("_")[2]) for path in step_paths(folder)]
+
+
+def status(**facts: tuple[int, ...]) -> MirrorStatus:
+    return MirrorStatus(bucket="b", prefix="p", process=this_process(), heartbeat=0.0, **facts)
+
+
+def test_labels_and_the_best_decide_what_stays(tmp_path: Path) -> None:
+    make_step(tmp_path, 10, validation_loss=1.0)
+    make_step(tmp_path, 20, tiers=["epoch"])
+    make_step(tmp_path, 30, validation_loss=2.0)
+    make_step(tmp_path, 40, tiers=["emergency"])
+    for step in (50, 60, 9000, 10000):
+        make_step(tmp_path, step)
+    assert thin_out(tmp_path, keep=2, mirrored=False, status=None) == [30, 50, 60]
+    assert there(tmp_path) == [10, 20, 40, 9000, 10000]
+
+
+def test_a_step_that_is_read_stays_until_that_is_over(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        make_step(tmp_path, step)
+    with in_use(tmp_path / "checkpoint_step_10"):
+        assert is_in_use(tmp_path / "checkpoint_step_10")
+        assert thin_out(tmp_path, keep=2, mirrored=False, status=None) == []
+    assert thin_out(tmp_path, keep=2, mirrored=False, status=None) == [10]
+
+
+def test_what_is_mirrored_is_what_the_mirror_says(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        make_step(tmp_path, step)
+    said = status(mirrored=(1, 6), waiting=(5,), skipped=(3, 4), unwanted=(2,))
+    steps = local_steps(tmp_path, mirrored=True, status=said)
+    assert [step.mirrored for step in steps] == [True, None, False, False, False, True]
+    assert [step.skipped for step in steps] == [False, False, True, True, False, False]
+    assert all(not step.mirrored for step in local_steps(tmp_path, mirrored=True, status=None))
+    assert thin_out(tmp_path, keep=2, mirrored=True, status=None) == []
+    assert thin_out(tmp_path, keep=2, mirrored=True, status=said) == [1, 2]
+    assert thin_out(tmp_path, keep=2, mirrored=True, status=said, disk_low=True) == [3, 4]
+
+
+def test_a_disk_is_low_below_the_room_of_two_more_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not disk_is_low(tmp_path)  # nothing is known of the size of a save
+    size = make_step(tmp_path, 10).manifest.total_bytes
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2 * size))
+    assert disk_is_low(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3 * size))
+    assert not disk_is_low(tmp_path)
