@@ -15,6 +15,7 @@ from refocused.models.head_loss import LossHead
 FAMILIES = ("gpt2", "gpt_neox")
 LARGEST_LOGIT_TERM = 1.0  # nats; beyond it the weights are drawn too wide to train from
 DEFAULT_INITIALIZER_RANGE = 0.02  # of both families in transformers
+NETWORK_PREFIX = "network."  # of the parameters of `CausalLM`, before transformers' own names
 
 
 class CausalLM(nn.Module):

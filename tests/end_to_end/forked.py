@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ranks import Ended, Ranks, free_port
@@ -27,11 +27,12 @@ _PRELOADED = [
     "refocused.training.run",
     "transformers.models.gpt2.modeling_gpt2",
 ]
+Command = Callable[[list[str]], int]
 _context = multiprocessing.get_context("forkserver")
 
 
 class ForkedRanks(Ranks):
-    """As `Ranks`, for `launch/train.py` alone and without the seconds of its imports."""
+    """As `Ranks`, for a function in place of a script and without the seconds of its imports."""
 
     def __init__(
         self,
@@ -42,8 +43,12 @@ class ForkedRanks(Ranks):
         others: Mapping[int, Sequence[str]] | None = None,
         environment: Mapping[str, str] | None = None,
         local_ranks: Sequence[int] | None = None,
+        command: Command | None = None,
     ) -> None:
-        """Start ranks with the same arguments, but those that `others` gives to single ranks."""
+        """Start ranks with the same arguments, but those that `others` gives to single ranks.
+
+        They train, as `launch/train.py` does, unless there is another command.
+        """
         _start_server()
         self._logs = folder / f"ranks-{time.monotonic_ns()}"
         self._logs.mkdir(parents=True)
@@ -60,6 +65,7 @@ class ForkedRanks(Ranks):
                 folder=folder,
                 logs=self._logs,
                 environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
+                command=command or _train,
             )
             for rank, local_rank in enumerate(local_ranks or range(count))
         ]
@@ -69,12 +75,18 @@ class ForkedRank:
     """One rank, with the part of `subprocess.Popen` that `Ranks` uses."""
 
     def __init__(
-        self, arguments: list[str], *, folder: Path, logs: Path, environment: Mapping[str, str]
+        self,
+        arguments: list[str],
+        *,
+        folder: Path,
+        logs: Path,
+        environment: Mapping[str, str],
+        command: Command,
     ) -> None:
         for kind in ("out", "err"):
             (logs / f"{environment['RANK']}.{kind}").touch()
         self._process = _context.Process(
-            target=_train, args=(arguments, folder, logs, dict(environment)), daemon=True
+            target=_run, args=(command, arguments, folder, logs, dict(environment)), daemon=True
         )
         self._process.start()
 
@@ -125,13 +137,19 @@ def _start_server() -> None:
             os.environ[name] = value
 
 
-def _train(arguments: list[str], folder: Path, logs: Path, environment: dict[str, str]) -> None:
+def _run(
+    command: Command, arguments: list[str], folder: Path, logs: Path, environment: dict[str, str]
+) -> None:
     """Be a rank: its environment, its folder, its own output files, and the command."""
     os.environ.update(environment)
     os.chdir(folder)
     for stream, kind in ((sys.stdout, "out"), (sys.stderr, "err")):
         file = logs / f"{environment['RANK']}.{kind}"
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream.fileno())
+    sys.exit(command(arguments))
+
+
+def _train(arguments: list[str]) -> int:
     from refocused.commands.train import main
 
-    sys.exit(main(arguments))
+    return main(arguments)

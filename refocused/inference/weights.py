@@ -1,0 +1,80 @@
+"""The weights of a saved step, one tensor or one piece of it at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from refocused.checkpoints.step_directory import StepDirectory
+from refocused.checkpoints.verify import describe, verify
+from refocused.errors import CheckpointError
+from refocused.inference.layout import Layout, find_layout
+from refocused.inference.zero_files import ZeroFiles
+from refocused.models.gpt import NETWORK_PREFIX
+
+PIECE_ELEMENTS = 2**22
+
+
+class StepWeights:
+    """The float32 masters of every parameter, and the buffers, under transformers' names.
+
+    Attributes:
+        step: Where they come from.
+        shapes: The shape of each tensor, padding rows of the vocabulary included, in the model's
+            order; tied ones under one name.
+        ties: Further names, and the name under which their tensor is stored.
+    """
+
+    def __init__(self, step: StepDirectory, files: ZeroFiles, layout: Layout) -> None:
+        """Read through a layout; see `open_weights`."""
+        self.step = step
+        self._files = files
+        self._parameters = {_plain(name): found for name, found in layout.parameters.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: found.shape for name, found in self._parameters.items()
+        }
+        self.ties: Mapping[str, str] = {
+            _plain(other): _plain(name) for other, name in layout.ties.items()
+        }
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """Yield a tensor's elements in order, `[at most PIECE_ELEMENTS]` a piece.
+
+        A piece is a view of the file: it has to be used before the next one is asked for.
+        """
+        for part in self._parameters[name].fragments:
+            for start in range(0, part.count, PIECE_ELEMENTS):
+                count = min(PIECE_ELEMENTS, part.count - start)
+                yield self._files.elements(part.file, part.keys, part.start + start, count)
+
+    def tensor(self, name: str, *, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return one whole tensor, rounded to `dtype`."""
+        whole = torch.empty(self.shapes[name], dtype=dtype)
+        flat, filled = whole.view(-1), 0
+        for piece in self.pieces(name):
+            flat[filled : filled + len(piece)] = piece
+            filled += len(piece)
+        return whole
+
+
+def open_weights(step: StepDirectory) -> StepWeights:
+    """Verify every byte of a step, and find its weights.
+
+    Raises:
+        CheckpointError: A file of it is damaged or missing, or is not as DeepSpeed writes it.
+    """
+    problems = verify(step, deep=True)
+    if problems:
+        raise CheckpointError(
+            f"{step.path} is corrupt: {describe(problems)}. "
+            "Choose another step: python launch/checkpoints.py list"
+        )
+    files = ZeroFiles(step)
+    return StepWeights(step, files, find_layout(files, step.manifest))
+
+
+def _plain(name: str) -> str:
+    """Return transformers' own name of a tensor of our wrapper."""
+    return name.removeprefix(NETWORK_PREFIX)

@@ -1,0 +1,142 @@
+"""DeepSpeed's checkpoint files, read without DeepSpeed: mapped, and never unpickled freely."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refocused.checkpoints.step_directory import StepDirectory
+from refocused.errors import CheckpointError
+
+TOUCHED_BYTES = 64 * 2**20  # read through the maps before they are dropped and made anew
+_OPTIMIZER_FILE = re.compile(r"zero/(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+_MODEL_FILE = re.compile(r"zero/(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
+
+Key = str | int
+
+
+class FragmentAddress:
+    """Stands for DeepSpeed's class of that purpose: where a rank's part of a parameter lies.
+
+    Attributes:
+        start: First element in the rank's flat partition.
+        numel: Elements.
+    """
+
+    start: int
+    numel: int
+
+
+class _LossScaler:
+    """Stands for DeepSpeed's loss scalers; nothing of them is read."""
+
+
+# All that these files name beyond what torch itself allows (deepspeed 0.19.8); an enumeration's
+# member is rebuilt from its number.
+_STAND_INS: list[Any] = [
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (FragmentAddress, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (_LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (_LossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+]
+
+
+def load_mapped(path: Path) -> dict[str, Any]:
+    """Read a file that `torch.save` wrote; its tensors stay on the disk until they are used.
+
+    Raises:
+        CheckpointError: It holds objects that are not known here, or is no such file.
+    """
+    try:
+        with torch.serialization.safe_globals(_STAND_INS):
+            content: dict[str, Any] = torch.load(
+                path, map_location="cpu", mmap=True, weights_only=True
+            )
+    except pickle.UnpicklingError as error:
+        raise _unknown(path, f"it names what may not be rebuilt: {_named(str(error))}") from None
+    except (RuntimeError, EOFError, OSError) as error:
+        raise _unknown(path, str(error).splitlines()[0]) from None
+    return content
+
+
+def _named(complaint: str) -> str:
+    """Take the name of a class or function out of what torch says of it."""
+    found = re.search(r"GLOBAL (\S+)", complaint)
+    return found[1] if found else "its content is no tensors and plain values"
+
+
+def _unknown(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read as a file of DeepSpeed 0.19: {what:.200}. "
+        "Use the version of refocused that wrote the checkpoint, or choose another step."
+    )
+
+
+class ZeroFiles:
+    """The files of one step below `zero/`, mapped while they are in use.
+
+    What is read through a map counts as memory of this process until the map is gone, so that all
+    maps are dropped after every `TOUCHED_BYTES`.
+
+    Attributes:
+        model: Path of each rank's model file below the step directory; of rank 0 alone where it
+            holds the whole module (stages 0 to 2).
+        optimizer: Path of each rank's optimizer file; none at stage 0.
+    """
+
+    def __init__(self, step: StepDirectory) -> None:
+        """Name the files as the manifest does.
+
+        Raises:
+            CheckpointError: A rank's file is not among them.
+        """
+        self._step = step
+        self.model = _by_rank(step, _MODEL_FILE)
+        self.optimizer = _by_rank(step, _OPTIMIZER_FILE)
+        ranks = step.manifest.world_size
+        self._require(self.model, ranks if step.manifest.zero_stage == 3 else 1, "model")
+        self._require(self.optimizer, ranks if step.manifest.zero_stage else 0, "optimizer")
+        self._mapped: dict[str, dict[str, Any]] = {}
+        self._touched_bytes = 0
+
+    def content(self, file: str) -> dict[str, Any]:
+        """All that a file holds."""
+        if file not in self._mapped:
+            self._mapped[file] = load_mapped(self._step.path / file)
+        return self._mapped[file]
+
+    def elements(self, file: str, keys: Sequence[Key], start: int, count: int) -> Tensor:
+        """Return some elements `[count]` of the flattened tensor below `keys`; use it at once."""
+        if self._touched_bytes > TOUCHED_BYTES:
+            self.drop()
+        found: Any = self.content(file)
+        for key in keys:
+            found = found[key]
+        tensor: Tensor = found
+        self._touched_bytes += count * tensor.element_size()
+        return tensor.detach().flatten()[start : start + count]
+
+    def drop(self) -> None:
+        """Let go of all maps; they come back when they are asked for."""
+        self._mapped.clear()
+        self._touched_bytes = 0
+
+    def _require(self, found: Sequence[str], count: int, what: str) -> None:
+        if len(found) != count:
+            manifest = self._step.manifest
+            raise CheckpointError(
+                f"{self._step.path} lists {len(found)} {what} files in zero/; ZeRO stage "
+                f"{manifest.zero_stage} on {manifest.world_size} ranks writes {count}. "
+                "Choose another step: python launch/checkpoints.py list"
+            )
+
+
+def _by_rank(step: StepDirectory, form: re.Pattern[str]) -> list[str]:
+    matches = [match for name in step.manifest.files if (match := form.fullmatch(name))]
+    return [match[0] for match in sorted(matches, key=lambda match: int(match[1] or 0))]
