@@ -30,6 +30,16 @@ class ConfigError(RefocusedError):
     exit_code = ExitCode.WRONG_USE
 
 
+class StoppedEarlyError(RefocusedError):
+    """Every rank was asked to stop before training began; not a failure."""
+
+    def __init__(self, text: str, exit_code: ExitCode = ExitCode.INTERRUPTED) -> None:
+        """Raised on every rank alike; `exit_code` says for what kind of reason."""
+        super().__init__(text)
+        self.exit_code = exit_code
+        self.on_every_rank = True
+
+
 class BucketError(RefocusedError):
     """The object store, or an object in it, cannot be listed, read or written."""
 

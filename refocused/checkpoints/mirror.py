@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import secrets
@@ -14,13 +15,26 @@ from pathlib import Path
 import refocused
 from refocused.checkpoints.atomic import write_bytes_atomic
 from refocused.checkpoints.mirror_status import MirrorSettings, MirrorStatus
-from refocused.checkpoints.process_identity import ProcessIdentity, identify
+from refocused.checkpoints.process_identity import LAUNCH_VARIABLE, ProcessIdentity, identify
 from refocused.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 START_SECONDS = 60.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DrainRequest:
+    """A wish that the mirror finishes: the token of the answer, and when waiting ends.
+
+    Attributes:
+        token: What the mirror repeats when it has finished.
+        deadline: On the monotonic clock, in seconds.
+    """
+
+    token: str
+    deadline: float
 
 
 class CheckpointMirror:
@@ -77,19 +91,58 @@ class CheckpointMirror:
         Returns:
             Whether every committed step is in the bucket.
         """
-        token = secrets.token_hex(8)
-        write_bytes_atomic(self._files.drain, token.encode())
-        deadline = time.monotonic() + timeout_s
+        request = self.request_drain(timeout_s)
+        return bool(self.await_drain(request, timeout_s, progress))
+
+    def request_drain(self, timeout_s: float) -> DrainRequest | None:
+        """Ask the mirror to finish its queue and end; None when there is no room to ask.
+
+        It does the same unasked, when the processes that train are gone.
+        """
+        request = DrainRequest(secrets.token_hex(8), time.monotonic() + timeout_s)
+        try:
+            write_bytes_atomic(self._files.drain, request.token.encode())
+        except OSError as error:
+            logger.warning(
+                "The mirror could not be asked to finish: %s (%s). It goes on in the background.",
+                error.strerror,
+                self._files.drain,
+            )
+            return None
+        return request
+
+    def await_drain(
+        self,
+        request: DrainRequest | None,
+        slice_s: float,
+        progress: Callable[[MirrorStatus], None] | None = None,
+    ) -> bool | None:
+        """Wait for a while for the mirror to finish.
+
+        Args:
+            request: What `request_drain` gave.
+            slice_s: Longest wait of this call, in seconds.
+            progress: Told the status every `POLL_SECONDS`.
+
+        Returns:
+            Whether every committed step is in the bucket; None when it is too early to say.
+        """
+        if request is None:
+            return False
+        pause_at = time.monotonic() + slice_s
         while True:
-            status = self.status()
-            if status is not None and status.drained == token:
+            status, now = self.status(), time.monotonic()
+            if status is not None and status.drained == request.token:
                 return not status.failed
-            if time.monotonic() >= deadline:
+            if now >= request.deadline:
                 return False
+            if now >= pause_at:
+                return None
             if status is not None and progress is not None:
                 progress(status)
-            self._restart_for_drain(token)
-            time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+            self._restart_for_drain(request.token)
+            left = min(request.deadline, pause_at) - time.monotonic()
+            time.sleep(min(POLL_SECONDS, max(0.0, left)))
 
     def _restart_for_drain(self, token: str) -> None:
         """A mirror that answered between two looks has ended rightly and is not started again."""
@@ -122,7 +175,11 @@ class CheckpointMirror:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with this package findable from any folder; a process of its own sees no GPU."""
+    """Ours, with this package findable from any folder; a process of its own sees no GPU.
+
+    It does not belong to the launch either, whose supervisor ends all that do.
+    """
     root = str(Path(refocused.__file__).parents[1])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+    own = {name: value for name, value in os.environ.items() if name != LAUNCH_VARIABLE}
+    return {**own, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
-import shlex
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from refocused.commands.arguments import SILENT_RANK_SECONDS, Parser, dashed, split_overrides
+from refocused.commands.arguments import SILENT_RANK_SECONDS, Parser, split_overrides
 from refocused.commands.places import add_credentials
+from refocused.commands.typed_command import command_to_go_on
 from refocused.errors import ConfigError, ExitCode, RefocusedError
 
 if TYPE_CHECKING:
     from refocused.config.decode import LoadedRun
+    from refocused.training.session import Session
+    from refocused.world import World
 
 
 def build_parser() -> Parser:
@@ -65,24 +68,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", "0"))
     arguments = build_parser().read(argv)
     try:
-        loaded = _load(arguments)
+        loaded = load(arguments)
         if arguments.print_config:
             if rank == 0:
                 _print_config(loaded)
             return ExitCode.OK
     except RefocusedError as error:
         return _refuse(error, rank)
-    code = _train(loaded, arguments, rank)
+    from refocused.training.session import begin_session
+
+    session = begin_session(rank)
+    code = _train(loaded, arguments, rank, session)
+    session.presence.leave(code)
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the screen may be gone; the run has outlived it
+            stream.flush()
     # An ordinary end runs the destructors of gloo's threads, which abort the process now and then
     # ("terminate called without an active exception", in 4 of 16 ends with torch 2.13); the
     # launcher takes that for a failed run.
     os._exit(code)
 
 
-def _load(arguments: argparse.Namespace) -> LoadedRun:
+def load(arguments: argparse.Namespace) -> LoadedRun:
+    """Read the run file that the command line names, with its changes.
+
+    Raises:
+        ConfigError: Something in either cannot be.
+    """
     from refocused.config.decode import load_run
 
     overrides = split_overrides(arguments.overrides)
@@ -119,7 +132,7 @@ def _print_config(loaded: LoadedRun) -> None:
         print(f"# {line}")
 
 
-def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int) -> int:
+def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int, session: Session) -> int:
     """Join the other ranks and train; every failure is said before this returns."""
     from refocused import logs
     from refocused.world import join_world, lost_connection
@@ -139,14 +152,12 @@ def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int) -> int:
             credentials_file=arguments.gcs_credentials,
             project=arguments.gcp_project,
             allowed_changes=frozenset(arguments.allow_change),
-            command=_command_to_go_on(sys.argv[1:], world.world_size),
+            command=_command(world, session),
         )
-        code = run(loaded, request, world)
+        code = run(loaded, request, world, session)
         world.leave()
     except RefocusedError as error:
         return _refuse(error, rank)
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
     except Exception as error:
         lost = lost_connection(error)
         if lost is not None:
@@ -158,22 +169,17 @@ def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int) -> int:
     return code
 
 
-def _command_to_go_on(typed: Sequence[str], ranks: int) -> str:
-    """Return the command that takes this run up again where it ended.
-
-    That is what was typed without `--resume`: `none` would begin anew, and a step would leave
-    everything after it behind.
-    """
-    given, is_request = [], False
-    for word in typed:
-        option, equals, _ = dashed(word).partition("=")
-        if is_request:
-            is_request = False
-        elif len(option) > len("--r") and "--resume".startswith(option):
-            is_request = not equals
-        elif option != "--local-rank":
-            given.append(word)
-    return shlex.join(["deepspeed", "--num_gpus", str(ranks), "launch/train.py", *given])
+def _command(world: World, session: Session) -> str:
+    """Return the command that goes on from where this one ends."""
+    if session.launch is not None:
+        return session.launch.command
+    return command_to_go_on(
+        sys.argv[1:],
+        ranks=world.world_size,
+        ranks_here=world.local_world_size,
+        runner=session.ancestors.command_line,
+        environment=session.ancestors.environment,
+    )
 
 
 def _refuse(error: RefocusedError, rank: int) -> int:
@@ -188,5 +194,6 @@ def _refuse(error: RefocusedError, rank: int) -> int:
     first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     if rank == 0 or not (error.on_every_rank or (configuration and not first_here)):
         prefix = "" if rank == 0 else f"rank {rank}: "
-        print(f"{prefix}{error}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the screen may be gone
+            print(f"{prefix}{error}", file=sys.stderr, flush=True)
     return error.exit_code

@@ -62,6 +62,15 @@ class CostConfig(Section):
 
     Attributes:
         per_hour_usd: Price of the whole machine (all GPUs of this run) an hour; None: unknown.
+        budget_usd: What the run may cost over all its sessions: then it is saved and stops, with
+            exit code 4; None: no limit. Needs `per_hour_usd`.
     """
 
     per_hour_usd: Positive | None = None
+    budget_usd: Positive | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _priced_when_limited(self) -> CostConfig:
+        if self.budget_usd is not None and self.per_hour_usd is None:
+            raise ValueError("budget_usd needs per_hour_usd, the price of the machine")
+        return self

@@ -17,7 +17,7 @@ from refocused.config.optimization import (
     ZeroConfig,
 )
 from refocused.config.outputs import CheckpointConfig, CostConfig, EvaluationConfig, LogConfig
-from refocused.config.section import Count, CountOrZero, Section
+from refocused.config.section import Count, CountOrZero, Positive, Section
 
 
 def _safe_name(value: str) -> str:
@@ -35,6 +35,8 @@ class RunSection(Section):
         steps: Optimizer steps of the whole run.
         seed: Seed of the initial weights, the dropout and the order of the data.
         device: `cuda` refuses to start without GPUs; `auto` takes them when there are any.
+        time_limit_hours: Of one session, from the command's start: then the run is saved and
+            stops, with exit code 4; None: no limit.
     """
 
     name: Annotated[str, pydantic.AfterValidator(_safe_name)]
@@ -42,6 +44,7 @@ class RunSection(Section):
     steps: Count
     seed: CountOrZero = 1337
     device: Literal["auto", "cuda", "cpu"] = "auto"
+    time_limit_hours: Positive | None = None
 
 
 class RunConfig(Section):

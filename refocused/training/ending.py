@@ -12,6 +12,7 @@ from refocused.monitoring.metrics import duration, perplexity
 from refocused.training.loop import Outcome
 from refocused.training.parts import Parts
 from refocused.training.state import TrainState
+from refocused.training.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +22,7 @@ INTERRUPTED_DRAIN_S = 5.0  # the launcher kills a stopping rank after 30 s; the 
 def finish(
     parts: Parts,
     outcome: Outcome,
+    stop: StopRequest,
     *,
     sample: str | None,
     folder: Path,
@@ -32,13 +34,16 @@ def finish(
     Args:
         parts: The run's parts.
         outcome: How training ended.
+        stop: Ends the wait for the mirror too, which then goes on by itself.
         sample: What the model writes; None: nothing was asked for.
         folder: The run's folder.
         settings: How long to wait for the mirror.
         command: What was typed: typed again, it resumes.
     """
-    limit = INTERRUPTED_DRAIN_S if outcome.stopped else settings.drain_minutes * 60
-    mirrored = parts.saver.drain(limit, _Progress())
+    if outcome.stopped:
+        mirrored = parts.saver.drain(INTERRUPTED_DRAIN_S, _Progress())
+    else:
+        mirrored = parts.saver.drain(settings.drain_minutes * 60, _Progress(), stop.agreed)
     code = outcome.stopped.exit_code
     if not mirrored and not outcome.stopped:
         code = ExitCode.NOT_MIRRORED
@@ -49,7 +54,13 @@ def finish(
             logger.info("%s", line)
     status = "stopped" if outcome.stopped else "finished"
     parts.reporter.event(status, "", step=outcome.state.step, exit_code=code)
-    parts.reporter.write_state(outcome.state, status, mirrored=mirrored)
+    parts.reporter.write_state(
+        outcome.state,
+        status,
+        exit_code=code,
+        stopped_by=outcome.stopped.name if outcome.stopped else None,
+        mirrored=mirrored,
+    )
     parts.reporter.close()
     return code
 

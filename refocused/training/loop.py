@@ -15,7 +15,7 @@ from refocused.training.fetching import fetch_together
 from refocused.training.parts import Parts
 from refocused.training.state import TrainState
 from refocused.training.stopping import StopReason, StopRequest
-from refocused.training.validation import validate
+from refocused.training.validation import make_up_validation, validate
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +33,9 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
         RefocusedError: On every rank alike: bad data, a non-finite loss, saves that keep failing.
     """
     stopping, loss = stop.agreed(), None
+    if state.step == parts.total_steps and not stopping:
+        state = make_up_validation(parts, state, stop)
+        stopping = stop.agreed()
     with contextlib.closing(parts.loader.batches_from(state.position)) as batches:
         while state.step < parts.total_steps and not stopping:
             micro_batches = fetch_together(parts.world, batches.next_step, stop)
@@ -47,7 +50,7 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
             last = state.step == parts.total_steps
             if last or parts.cadence.log_due(state.step) or stopping:
                 state = parts.reporter.step(state, loss, batches.wait_seconds)
-            if last or parts.cadence.validation_due(state.step):
+            if not stopping and (last or parts.cadence.validation_due(state.step)):
                 state = validate(parts, state, stop)
                 stopping = stop.agreed()
             tiers = parts.cadence.reasons_to_save(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -72,6 +73,7 @@ class Reporter:
         self._cost_before: float | None = None
         self._waited = self._reported_at = 0.0
         self._state_file = folder / "state.json"
+        self._latest: TrainState | None = None
         self._metrics = self._events = None
         if world.is_first:
             self._metrics = JsonLines(folder / "logs" / "training_metrics.jsonl")
@@ -89,6 +91,10 @@ class Reporter:
         if price is not None:
             cost = (cost or 0.0) + session / 3600 * price
         return dataclasses.replace(state, seconds=self._seconds_before + session, cost_usd=cost)
+
+    def spent_usd(self) -> float:
+        """Return the run's money so far, over all sessions."""
+        return self.booked(TrainState()).cost_usd or 0.0
 
     def step(self, state: TrainState, loss: torch.Tensor, waited_seconds: float) -> TrainState:
         """Read the loss from the device, report the step, return the state with what was read."""
@@ -142,11 +148,12 @@ class Reporter:
         if self._events is not None:
             self._events.write({"kind": kind, "text": text, **facts})
             if text:
-                level = logging.WARNING if kind.endswith("failed") else logging.INFO
+                level = logging.WARNING if kind.endswith(("failed", "warning")) else logging.INFO
                 logger.log(level, "%s", text)
 
     def write_state(self, state: TrainState, status: str, **facts: object) -> None:
         """Replace `state.json`, which tells other programs where the run is."""
+        self._latest = state
         if self._world.is_first:
             write_state(
                 self._state_file,
@@ -154,11 +161,24 @@ class Reporter:
                     "run": self._figures.name,
                     "status": status,
                     "pid": os.getpid(),
+                    "host": socket.gethostname(),
                     "total_steps": self._figures.total_steps,
                     **state.as_record(),
                     **facts,
                 },
             )
+
+    def write_failure(self, state: TrainState, error: BaseException, exit_code: int) -> None:
+        """Say in `state.json` and in the events that the run failed, and where.
+
+        Args:
+            state: Where the session began; what was reported since counts more.
+            error: Why.
+            exit_code: What the command will end with.
+        """
+        state = self._latest or state
+        self.event("failed", "", error=str(error), step=state.step, exit_code=exit_code)
+        self.write_state(state, "failed", exit_code=exit_code)
 
     def close(self) -> None:
         """Close the files."""

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from refocused.checkpoints.choice import choose_step
 from refocused.checkpoints.step_directory import read_step
 from refocused.config.batch_plan import plan_batch
 from refocused.config.decode import LoadedRun, render_run
+from refocused.config.run import RunConfig
 from refocused.errors import BucketError, ConfigError, ExitCode, RefocusedError
 from refocused.training import ending, opening
 from refocused.training.assembly import (
@@ -28,9 +30,11 @@ from refocused.training.assembly import (
 )
 from refocused.training.data import DataParts
 from refocused.training.fetching import fetch_together
-from refocused.training.loop import train
+from refocused.training.limits import Budget, time_limit
+from refocused.training.loop import Outcome, train
 from refocused.training.parts import Parts
 from refocused.training.sample import write_sample
+from refocused.training.session import Session
 from refocused.training.sole_trainer import claim_run
 from refocused.training.state import TrainState
 from refocused.training.stopping import StopRequest
@@ -39,17 +43,13 @@ from refocused.world import World
 
 logger = logging.getLogger(__name__)
 
-INTERRUPTED = (
-    "^C    stopping after this step and saving; the launcher allows 30 s. A STOP file in the run's "
-    "folder stops without a limit."
-)
 
-
-def run(loaded: LoadedRun, request: Request, world: World) -> ExitCode:
+def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> ExitCode:
     """Carry out a run on this rank; all ranks call it alike.
 
     Raises:
-        RefocusedError: On every rank alike, where the run cannot start or go on.
+        RefocusedError: On every rank alike, where the run cannot start or go on, or was asked to
+            stop before it trained.
     """
     world.together(lambda: _agree_on_configuration(loaded, world))
     config = loaded.config
@@ -61,27 +61,54 @@ def run(loaded: LoadedRun, request: Request, world: World) -> ExitCode:
     folder = Path(config.run.directory) / config.run.name
     world.together(lambda: _open_folder(folder, world))
     _require_one_folder(folder, world)
+    session.presence.tell(run=str(folder))
     if not request.dry_run:
         world.first_does(lambda: _claim(folder))
-    stop = StopRequest(world, stop_file=folder / "STOP", interruption_notice=INTERRUPTED)
-    stop.install()
+    stop = StopRequest(
+        world,
+        stop_file=None if request.dry_run else folder / "STOP",  # that of the run beside it
+        signals=session.signals,
+        ancestors=session.ancestors,
+    )
     job = Job(loaded, request, plan, world, folder)
     world.first_does(lambda: _say_opening(job))
+    stop.leave_if_asked()
     data = world.together(lambda: assemble_data(job))
     try:
         world.first_does(lambda: _say_data(job, data))
+        stop.leave_if_asked()
         engine, parameters = assemble_engine(job)
         parts = assemble_parts(job, data, engine, parameters=parameters)
+        stop.leave_if_asked()
         state = world.together(lambda: _start_or_resume(job, parts))
+        stop.leave_if_asked()
         if request.dry_run:
             if not _read_first_step(parts, state, stop):
                 return stop.agreed().exit_code
             world.first_does(lambda: _write_to_mirror(job))
             parts.reporter.event("dry_run", "done  dry run: everything is in place, no step taken")
             return ExitCode.OK
-        return _train_and_finish(job, parts, state, stop)
+        _keep_to_limits(config, parts, stop, session)
+        session.presence.tell(training=True)
+        session.signals.notice = session.interruption_notice
+        return _train_and_finish(job, parts, state, stop, session)
     finally:
         data.cache.close()
+
+
+def _keep_to_limits(config: RunConfig, parts: Parts, stop: StopRequest, session: Session) -> None:
+    """Let the run's limits of time and money end it."""
+    hours, budget = config.run.time_limit_hours, config.cost.budget_usd
+    if hours is not None:
+        stop.obey(time_limit(hours, began_seconds=session.began_seconds, clock=time.monotonic))
+    if budget is not None:
+        stop.obey(
+            Budget(
+                budget,
+                spent_usd=parts.reporter.spent_usd,
+                warn=lambda text: parts.reporter.event("budget_warning", text),
+            )
+        )
 
 
 def _open_folder(folder: Path, world: World) -> None:
@@ -91,8 +118,10 @@ def _open_folder(folder: Path, world: World) -> None:
 
 
 def _claim(folder: Path) -> None:
+    """Be the one that trains the run; an earlier wish to stop it is forgotten."""
     with _writing(folder):
         claim_run(folder)
+        (folder / "STOP").unlink(missing_ok=True)
 
 
 def _require_one_folder(folder: Path, world: World) -> None:
@@ -211,7 +240,9 @@ def _write_to_mirror(job: Job) -> None:
         remote.introduce()
 
 
-def _train_and_finish(job: Job, parts: Parts, state: TrainState, stop: StopRequest) -> ExitCode:
+def _train_and_finish(
+    job: Job, parts: Parts, state: TrainState, stop: StopRequest, session: Session
+) -> ExitCode:
     """Train, drain the mirror, say how it ended."""
     config = job.loaded.config
     job.world.first_does(lambda: _begin(job.folder, render_run(config)))
@@ -221,11 +252,17 @@ def _train_and_finish(job: Job, parts: Parts, state: TrainState, stop: StopReque
     parts.reporter.write_state(state, "training")
     try:
         outcome = train(parts, state, stop)
-    except RefocusedError as error:
-        parts.reporter.event("failed", "", error=str(error))
-        parts.reporter.write_state(state, "failed")
+        session.presence.tell(reason=outcome.stopped.name)
+        return _finish(job, parts, outcome, stop)
+    except BaseException as error:
+        code = error.exit_code if isinstance(error, RefocusedError) else ExitCode.FAILED
+        parts.reporter.write_failure(state, error, code)
         raise
-    sample = None
+
+
+def _finish(job: Job, parts: Parts, outcome: Outcome, stop: StopRequest) -> ExitCode:
+    """Write the sample, then end the run."""
+    config, sample = job.loaded.config, None
     if config.evaluation.sample_prompt is not None and not outcome.stopped:
         sample = write_sample(
             parts.engine,
@@ -238,6 +275,7 @@ def _train_and_finish(job: Job, parts: Parts, state: TrainState, stop: StopReque
     return ending.finish(
         parts,
         outcome,
+        stop,
         sample=sample,
         folder=job.folder,
         settings=config.checkpoint,
@@ -265,7 +303,6 @@ def _leave_behind(job: Job, parts: Parts, state: TrainState) -> None:
 
 
 def _begin(folder: Path, run_yaml: str) -> None:
-    """Write the resolved run file, and forget an earlier wish to stop."""
+    """Write the resolved run file."""
     with _writing(folder):
         (folder / "run.yaml").write_text(run_yaml)
-        (folder / "STOP").unlink(missing_ok=True)

@@ -25,6 +25,9 @@ from refocused.world import World
 logger = logging.getLogger(__name__)
 
 
+DRAIN_SLICE_S = 1.0  # between two looks at whether somebody wants to wait no longer
+
+
 class Saver:
     """Saves the state, keeps the mirror going and removes old steps; all ranks call together."""
 
@@ -124,11 +127,35 @@ class Saver:
         self._checkpointer.clean()
         self._world.first_does(lambda: self._mirror.start() if self._mirror else None)
 
-    def drain(self, timeout_s: float, progress: Callable[[MirrorStatus], None]) -> bool:
-        """Wait on rank 0 until the bucket holds everything; return whether it does, everywhere."""
-        return self._world.first_does(
-            lambda: self._mirror.drain(timeout_s, progress) if self._mirror else True
+    def drain(
+        self,
+        timeout_s: float,
+        progress: Callable[[MirrorStatus], None],
+        given_up: Callable[[], int] = lambda: 0,
+    ) -> bool:
+        """Wait until the bucket holds everything; return whether it does, everywhere.
+
+        Args:
+            timeout_s: Longest wait, in seconds.
+            progress: Told on rank 0 how far it is.
+            given_up: Whether to wait no longer; the same on every rank, which all ask it about
+                every second.
+        """
+        request = self._world.first_does(
+            lambda: self._mirror.request_drain(timeout_s) if self._mirror else None
         )
+        while True:
+            finished = self._world.first_does(
+                lambda: (
+                    self._mirror.await_drain(request, DRAIN_SLICE_S, progress)
+                    if self._mirror
+                    else True
+                )
+            )
+            if finished is not None:
+                return finished
+            if given_up():
+                return False
 
     def _set_aside(self, step: int) -> None:
         for path in step_paths(self._folder):

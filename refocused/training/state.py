@@ -11,6 +11,8 @@ from refocused.batches.position import Position
 from refocused.config.batch_plan import BatchPlan
 from refocused.errors import CheckpointError
 
+NEWER_FIELDS = {"validation_step"}  # which checkpoints of earlier versions do not have
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainState:
@@ -22,6 +24,7 @@ class TrainState:
         position: Where the next batch begins in the data.
         loss: Training loss of the last step that was read.
         validation_loss: The last one; None before the first.
+        validation_step: Step of the last validation that was completed.
         best_loss: Lowest validation loss so far.
         best_step: Step of the lowest validation loss.
         seconds: Time spent training since the first start, in all sessions.
@@ -37,6 +40,7 @@ class TrainState:
     best_step: int | None = None
     seconds: float = 0.0
     cost_usd: float | None = None
+    validation_step: int | None = None
 
     def after_step(self, plan: BatchPlan, position: Position) -> TrainState:
         """Return the state one optimizer step later."""
@@ -50,13 +54,16 @@ class TrainState:
         return dataclasses.replace(
             self,
             validation_loss=loss,
+            validation_step=self.step,
             best_loss=loss if better else self.best_loss,
             best_step=self.step if better else self.best_step,
         )
 
     def as_record(self) -> dict[str, Any]:
-        """Return the state for JSON."""
-        record = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """Return the state for JSON, which has no NaN and no infinity: those become None."""
+        record = {
+            field.name: _known(getattr(self, field.name)) for field in dataclasses.fields(self)
+        }
         return record | {"position": self.position.to_dict()}
 
     @classmethod
@@ -67,10 +74,16 @@ class TrainState:
             CheckpointError: A field is missing or unknown.
         """
         names = {field.name for field in dataclasses.fields(cls)}
-        if set(record) != names:
-            odd = ", ".join(sorted(names ^ set(record)))
+        odd_names = (names - NEWER_FIELDS - set(record)) | (set(record) - names)
+        if odd_names:
+            odd = ", ".join(sorted(odd_names))
             raise CheckpointError(
                 f"The checkpoint's trainer.json differs from this version's form in: {odd}. "
                 "Resume with the version of refocused that wrote it, or from another checkpoint."
             )
         return cls(**{**record, "position": Position.from_dict(record["position"])})
+
+
+def _known(value: Any) -> Any:
+    """Return None for a number that JSON does not know."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -45,6 +45,18 @@ def validate(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
     return state
 
 
+def make_up_validation(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
+    """Validate a finished run that was stopped after its last step, before it could.
+
+    The result is reported and is in `state.json`; the saved step stays as it is, for step
+    directories are never written again.
+    """
+    if state.validation_step == state.step:
+        return state
+    parts.throughput.lap("save")  # what came before is no part of the validation
+    return validate(parts, state, stop)
+
+
 def validation_loss(parts: Parts, stop: StopRequest) -> ValidationLoss | None:
     """Return the losses over all ranks; None without data or when asked to stop."""
     sums: dict[str | None, list[float]] = {}  # by source: total loss and tokens, on this rank

@@ -15,6 +15,10 @@ import refocused.world
 from refocused.commands import arguments, train
 from refocused.config.decode import load_run
 from refocused.errors import BucketError, ConfigError, ExitCode, RefocusedError, TrainingError
+from refocused.training.ancestors import Ancestors
+from refocused.training.launch import Presence
+from refocused.training.session import Session
+from refocused.training.signals import Signals
 from refocused.world import World
 
 RUN = """
@@ -46,7 +50,7 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def printed(file: str, *argv: str) -> dict[str, Any]:
     """The settings that the command line comes to."""
     namespace = train.build_parser().read(["--config", file, *argv])
-    return train._load(namespace).config.model_dump()
+    return train.load(namespace).config.model_dump()
 
 
 @pytest.mark.parametrize("option", ["--max-steps", "--max_steps"])
@@ -210,7 +214,6 @@ def quiet_logger() -> Iterator[None]:
         (ExitCode.OK, 0, ""),
         (ExitCode.NOT_MIRRORED, 5, ""),
         (ExitCode.INTERRUPTED, 130, ""),
-        (KeyboardInterrupt(), 130, ""),
         (TrainingError("diverged"), 1, "diverged\n"),
         (RuntimeError("[gloo/transport/tcp/pair.cc:5] Connection closed"), 1, "Another rank has"),
         (RuntimeError("shapes differ"), 1, "ERROR This should not have happened:\n"),
@@ -233,16 +236,7 @@ def test_every_end_has_its_code_and_its_words(
     monkeypatch.setattr(refocused.world, "join_world", lambda asked: World())
     monkeypatch.setattr(refocused.training.run, "run", run)
     namespace = train.build_parser().read(["--config", file])
-    assert train._train(train._load(namespace), namespace, 0) == code
+    session = Session(Signals(speaks=False), Ancestors(None), Presence(None, 0), 0.0, None)
+    assert train._train(train.load(namespace), namespace, 0, session) == code
     said = capsys.readouterr().err
     assert said.startswith(told) if told else said == ""
-
-
-@pytest.mark.parametrize(
-    "request_", [["--resume", "100"], ["--resume=none"], ["--res", "best"], []]
-)
-def test_the_command_to_go_on_does_not_go_back_again(request_: list[str]) -> None:
-    typed = ["--local_rank=0", "--config", "demo", *request_, "--run", "a b", "run.steps=9"]
-    assert train._command_to_go_on(typed, 2) == (
-        "deepspeed --num_gpus 2 launch/train.py --config demo --run 'a b' run.steps=9"
-    )

@@ -4,10 +4,10 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from run_fakes import FakeReporter, FakeSaver, Log, parts_of
+from run_fakes import FakeReporter, FakeSaver, FakeStop, Log, parts_of
 
 from refocused.checkpoints.mirror_status import MirrorStatus
 from refocused.checkpoints.process_identity import this_process
@@ -16,7 +16,7 @@ from refocused.errors import ExitCode
 from refocused.training.ending import INTERRUPTED_DRAIN_S, finish
 from refocused.training.loop import Outcome
 from refocused.training.state import TrainState
-from refocused.training.stopping import StopReason
+from refocused.training.stopping import StopReason, StopRequest
 
 DONE = TrainState(step=6, tokens=48_000, best_loss=2.0, best_step=4, seconds=750.0, cost_usd=12.345)
 
@@ -38,10 +38,16 @@ class EndingSaver(FakeSaver):
     saved_step: int | None = 6
     last_save_failed: bool = False
     waited: float = -1.0
+    may_be_given_up: bool = False
     statuses: tuple[MirrorStatus, ...] = ()
 
-    def drain(self, timeout_s: float, progress: Callable[[MirrorStatus], None]) -> bool:
-        self.waited = timeout_s
+    def drain(
+        self,
+        timeout_s: float,
+        progress: Callable[[MirrorStatus], None],
+        given_up: Callable[[], int] | None = None,
+    ) -> bool:
+        self.waited, self.may_be_given_up = timeout_s, given_up is not None
         for status in self.statuses:
             progress(status)
         return self.mirrored
@@ -71,6 +77,7 @@ def end(
     return finish(
         parts,
         outcome,
+        cast("StopRequest", FakeStop(saver.log)),
         sample=sample,
         folder=Path("runs/sample"),
         settings=settings,
@@ -87,6 +94,7 @@ def end(
         ({"mirrored": False}, StopReason.STOP_FILE, ExitCode.INTERRUPTED),
         ({"last_save_failed": True, "saved_step": 4}, StopReason.NONE, ExitCode.FAILED),
         ({"last_save_failed": True, "saved_step": 4}, StopReason.SIGNAL, ExitCode.FAILED),
+        ({"mirrored": False}, StopReason.BUDGET, ExitCode.LIMIT_REACHED),
     ],
 )
 def test_the_exit_code_says_how_it_ended(
@@ -96,7 +104,8 @@ def test_the_exit_code_says_how_it_ended(
     assert end(EndingSaver(log, **changes), stopped=stopped) == code
     status = "stopped" if stopped else "finished"
     mirrored = changes.get("mirrored", True)
-    assert log == [f"{status}: ", f"state {status} {{'mirrored': {mirrored}}}", "closed"]
+    facts = {"exit_code": code, "stopped_by": stopped.name if stopped else None}
+    assert log == [f"{status}: ", f"state {status} {facts | {'mirrored': mirrored}}", "closed"]
 
 
 def test_an_interrupted_run_does_not_wait_for_its_mirror_as_long() -> None:
@@ -104,6 +113,8 @@ def test_an_interrupted_run_does_not_wait_for_its_mirror_as_long() -> None:
     end(finished)
     end(interrupted, stopped=StopReason.SIGNAL)
     assert (finished.waited, interrupted.waited) == (120.0, INTERRUPTED_DRAIN_S)
+    # Its wait is short already; that of a finished run can be cut short by the first signal.
+    assert (finished.may_be_given_up, interrupted.may_be_given_up) == (True, False)
 
 
 def test_the_summary_of_a_finished_run(caplog: pytest.LogCaptureFixture) -> None:

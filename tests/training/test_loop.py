@@ -130,9 +130,23 @@ def test_a_stop_before_the_first_step_does_nothing() -> None:
 
 def test_a_finished_run_takes_no_step() -> None:
     log: Log = []
-    state = TrainState(step=6, position=Position(0, 12))
+    state = TrainState(step=6, position=Position(0, 12), validation_step=6)
     assert run(parts_of(log), log, state=state).state == state
     assert log == ["close"]
+
+
+def test_a_stop_at_the_last_step_saves_it_and_the_next_session_validates() -> None:
+    log: Log = []
+    parts = parts_of(log, total_steps=2)
+    outcome = run(parts, log, stop_when="accumulate 3")
+    assert happened(log, "validate", "tell", "save") == ["save 2"]
+    assert outcome.stopped is StopReason.SIGNAL
+    assert (outcome.state.step, outcome.state.validation_step) == (2, None)
+
+    log.clear()
+    outcome = run(parts, log, state=outcome.state)
+    assert log == ["validate", "tell 2.0", "close"]
+    assert (outcome.stopped, outcome.state.best_step) == (StopReason.NONE, 2)
 
 
 def test_a_resumed_run_goes_on_where_it_stood() -> None:

@@ -39,7 +39,7 @@ class FakeMirror:
 
     log: Log
     said: FakeStatus | None = None
-    drains: bool = True
+    drains: bool | None = True  # None: it never gets there
 
     def start(self) -> None:
         self.log.append("mirror started")
@@ -51,8 +51,14 @@ class FakeMirror:
     def status(self) -> FakeStatus | None:
         return self.said
 
-    def drain(self, timeout_s: float, progress: Callable[[Any], None]) -> bool:
+    def request_drain(self, timeout_s: float) -> str:
         self.log.append(f"drain {timeout_s:.0f}")
+        return "request"
+
+    def await_drain(
+        self, request: str, slice_s: float, progress: Callable[[Any], None]
+    ) -> bool | None:
+        assert request == "request"
         return self.drains
 
 
@@ -264,6 +270,22 @@ def test_the_mirror_belongs_to_rank_0_and_both_hear_of_its_end(tmp_path: Path) -
 
     assert results(on_two_ranks(action)) == [False, False]
     assert mirror.log == ["mirror started", "mirror looked after", "drain 60"]
+
+
+def test_the_wait_for_the_mirror_ends_on_both_ranks_when_they_agree_on_it(tmp_path: Path) -> None:
+    mirror = FakeMirror([], drains=None)
+    asked = [0, 0]
+
+    def action(world: World) -> bool:
+        def given_up() -> int:
+            asked[world.rank] += 1
+            return asked[world.rank] == 3
+
+        session = Session(tmp_path, world=world, mirror=mirror if world.is_first else None)
+        return session.saver.drain(60.0, lambda status: None, given_up)
+
+    assert results(on_two_ranks(action)) == [False, False]
+    assert asked == [3, 3]
 
 
 def test_without_a_mirror_everything_is_where_it_should_be(tmp_path: Path) -> None:

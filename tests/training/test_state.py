@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -29,7 +30,20 @@ def test_a_state_survives_the_trip_through_json() -> None:
     assert TrainState.from_record(json.loads(json.dumps(fresh.as_record()))) == fresh
 
 
-@pytest.mark.parametrize("name", list(STATE.as_record()))
+def test_a_step_of_an_earlier_version_lacks_what_came_later() -> None:
+    record = STATE.as_record()
+    del record["validation_step"]
+    assert TrainState.from_record(record) == STATE
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_json_gets_no_number_that_other_parsers_refuse(value: float) -> None:
+    state = dataclasses.replace(STATE, loss=value, validation_loss=value)
+    record = TrainState.from_record(json.loads(json.dumps(state.as_record(), allow_nan=False)))
+    assert record == dataclasses.replace(STATE, loss=None, validation_loss=None)
+
+
+@pytest.mark.parametrize("name", sorted(set(STATE.as_record()) - {"validation_step"}))
 def test_a_missing_field_is_named(name: str) -> None:
     record = STATE.as_record()
     del record[name]
@@ -57,6 +71,7 @@ def test_a_step_moves_the_counters_and_nothing_else() -> None:
 def test_the_lowest_validation_loss_is_the_best() -> None:
     better = STATE.after_validation(3.3)
     assert (better.validation_loss, better.best_loss, better.best_step) == (3.3, 3.3, 12)
+    assert better.validation_step == 12
     worse = STATE.after_validation(3.45)
     assert (worse.validation_loss, worse.best_loss, worse.best_step) == (3.45, 3.4, 10)
     first = TrainState(step=1).after_validation(9.0)

@@ -1,61 +1,52 @@
 from __future__ import annotations
 
-import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
-import pytest
 from thread_ranks import on_two_ranks, results
 
-from refocused.errors import ExitCode
-from refocused.training import stopping
+from refocused.errors import ExitCode, StoppedEarlyError
+from refocused.training.ancestors import Ancestors
+from refocused.training.signals import Signals
 from refocused.training.stopping import StopReason, StopRequest
 from refocused.world import World
 
-NOTICE = "^C stopping after this step"
+
+class Family:
+    """Ancestors that a test lets go."""
+
+    gone = False
 
 
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """Put the process's own signal handlers back."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
-
-
-def request(tmp_path: Path, world: World | None = None) -> StopRequest:
-    return StopRequest(world or World(), stop_file=tmp_path / "STOP", interruption_notice=NOTICE)
+def request(
+    tmp_path: Path,
+    world: World | None = None,
+    signals: Signals | None = None,
+    family: Family | None = None,
+) -> StopRequest:
+    return StopRequest(
+        world or World(),
+        stop_file=tmp_path / "STOP",
+        signals=signals or Signals(speaks=False),
+        ancestors=cast("Ancestors", family or Family()),
+    )
 
 
 def test_without_a_reason_training_goes_on(tmp_path: Path) -> None:
     stop = request(tmp_path)
     assert stop.agreed() is StopReason.NONE
     assert not stop.agreed()
+    stop.leave_if_asked()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_asks_to_stop_and_says_so_once(
-    tmp_path: Path, handlers: None, number: int, capfd: pytest.CaptureFixture[str]
-) -> None:
-    stop = request(tmp_path)
-    stop.install()
-    os.kill(os.getpid(), number)
-    os.kill(os.getpid(), number)
+def test_a_signal_asks_to_stop(tmp_path: Path) -> None:
+    signals = Signals(speaks=False)
+    stop = request(tmp_path, signals=signals)
+    assert stop.agreed() is StopReason.NONE
+    signals.receive(signal.SIGTERM)
     assert stop.agreed() is StopReason.SIGNAL
     assert stop.agreed() is StopReason.SIGNAL
-    assert capfd.readouterr().err.count(NOTICE) == 1
-
-
-def test_only_the_first_rank_speaks_at_a_signal(
-    tmp_path: Path, handlers: None, capfd: pytest.CaptureFixture[str]
-) -> None:
-    stop = request(tmp_path, World(rank=1, world_size=2))
-    stop.install()
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert capfd.readouterr().err == ""
 
 
 def test_a_stop_file_is_enough(tmp_path: Path) -> None:
@@ -64,28 +55,50 @@ def test_a_stop_file_is_enough(tmp_path: Path) -> None:
     assert stop.agreed() is StopReason.STOP_FILE
 
 
-def test_the_launchers_end_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = (41, 40)
-    monkeypatch.setattr(stopping, "_launcher_chain", lambda: chain)
-    stop = request(tmp_path)
+def test_the_launchers_end_is_noticed(tmp_path: Path) -> None:
+    family = Family()
+    stop = request(tmp_path, family=family)
     assert stop.agreed() is StopReason.NONE
-    chain = (41, 1)  # the command behind the launcher was killed: init adopted the launcher
+    family.gone = True
     assert stop.agreed() is StopReason.PARENT_GONE
 
 
-def test_without_a_launcher_a_parents_end_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    assert stopping._launcher_chain() == ()
+def test_a_limit_is_obeyed_and_a_person_counts_more(tmp_path: Path) -> None:
+    signals = Signals(speaks=False)
+    stop = request(tmp_path, signals=signals)
+    given = [StopReason.NONE]
+    stop.obey(lambda: StopReason.NONE)
+    stop.obey(lambda: given[0])
+    assert stop.agreed() is StopReason.NONE
+    given[0] = StopReason.BUDGET
+    assert stop.agreed() is StopReason.BUDGET
+    given[0] = StopReason.NONE
+    assert stop.agreed() is StopReason.BUDGET  # what was said stands
+    signals.receive(signal.SIGTERM)
+    assert stop.agreed() is StopReason.SIGNAL
+
+
+def test_limits_are_asked_on_rank_0_alone(tmp_path: Path) -> None:
+    asked = []
+
+    def action(world: World) -> StopReason:
+        stop = request(tmp_path, world)
+        stop.obey(lambda: asked.append(world.rank) or StopReason.TIME_LIMIT)  # type: ignore[func-returns-value]
+        return stop.agreed()
+
+    assert results(on_two_ranks(action)) == [StopReason.TIME_LIMIT] * 2
+    assert asked == [0]
 
 
 def test_two_ranks_agree_on_the_largest_reason(tmp_path: Path) -> None:
     (tmp_path / "STOP").touch()
 
     def action(world: World) -> list[StopReason]:
-        stop = request(tmp_path, world)
+        signals = Signals(speaks=False)
+        stop = request(tmp_path, world, signals)
         before = stop.agreed()  # rank 0 sees the file, rank 1 does not look
         if world.rank == 1:
-            stop._on_signal(signal.SIGTERM, None)
+            signals.receive(signal.SIGTERM)
         return [before, stop.agreed()]
 
     expected = [StopReason.STOP_FILE, StopReason.SIGNAL]
@@ -102,7 +115,23 @@ def test_a_file_that_only_another_rank_sees_does_not_count(tmp_path: Path) -> No
     assert results(on_two_ranks(action)) == [StopReason.NONE, StopReason.NONE]
 
 
-def test_every_reason_has_a_text_and_the_code_of_an_interruption() -> None:
+def test_before_training_both_ranks_leave_when_one_was_asked(tmp_path: Path) -> None:
+    def action(world: World) -> None:
+        signals = Signals(speaks=False)
+        if world.rank == 1:
+            signals.receive(signal.SIGTERM)
+        request(tmp_path, world, signals).leave_if_asked()
+
+    for ended in on_two_ranks(action):
+        assert isinstance(ended.error, StoppedEarlyError)
+        assert ended.error.on_every_rank
+        assert ended.error.exit_code is ExitCode.INTERRUPTED
+        assert str(ended.error).startswith("Stopped by a signal before training began")
+
+
+def test_every_reason_has_a_text_and_a_code() -> None:
+    limits = {StopReason.TIME_LIMIT, StopReason.BUDGET}
     for reason in StopReason:
         assert bool(reason.text) is bool(reason)
-        assert reason.exit_code == (ExitCode.INTERRUPTED if reason else ExitCode.OK)
+        code = ExitCode.LIMIT_REACHED if reason in limits else ExitCode.INTERRUPTED
+        assert reason.exit_code == (code if reason else ExitCode.OK)
