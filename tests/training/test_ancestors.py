@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,9 +68,17 @@ def test_the_end_of_the_supervisor_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_was_typed_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    with subprocess.Popen(["sleep", "60"], env={"CUDA_VISIBLE_DEVICES": "2,3"}) as child:
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(
+        command,
+        env={"CUDA_VISIBLE_DEVICES": "2,3"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
         chain(monkeypatch, 41, child.pid)
         family = Ancestors(None)
-        assert family.command_line == ["sleep", "60"]
+        assert family.command_line == command
         assert family.environment == {"CUDA_VISIBLE_DEVICES": "2,3"}
         child.kill()
