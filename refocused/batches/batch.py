@@ -31,6 +31,8 @@ class Batch:
         windows: Shape [rows]: index of that window in its shard.
         names: Names of all shards of the manifest.
         source: Source of a mixture that all rows are from, where they are of one.
+        counted_labels: Labels that are not ignored, where documents are masked and rows differ in
+            it; None: all of a training batch.
     """
 
     input_ids: torch.Tensor
@@ -39,6 +41,7 @@ class Batch:
     windows: NDArray[np.int64]
     names: Sequence[str]
     source: str | None = None
+    counted_labels: int | None = None
 
     def describe(self) -> str:
         """Name the windows for a message: `a.npy windows 17, 90-92; b.npy window 4`."""
@@ -110,9 +113,13 @@ class BatchReader:
         self._fill(inputs, labels, shards, windows)
         inputs[len(shards) :] = 0
         labels[len(shards) :] = IGNORED_LABEL
+        counted_labels = None
         if self._document_id is not None:
             labels[labels == self._document_id] = IGNORED_LABEL
-        return Batch(both[0], both[1], shards, windows, self._names)
+            counted_labels = int(np.count_nonzero(labels != IGNORED_LABEL))
+        return Batch(
+            both[0], both[1], shards, windows, self._names, counted_labels=counted_labels
+        )
 
     def _fill(
         self,

@@ -45,12 +45,19 @@ class Engine:
         self._engine._copy_recovery_script = copy_scripts
         self._engine.clip_fp32_gradients = self._clip_keeping_the_norm
 
-    def accumulate(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """Add one micro-batch's gradient; return its loss `[]`, still on the device."""
+    def accumulate(self, input_ids: Tensor, labels: Tensor, *, weight: float = 1.0) -> Tensor:
+        """Add one micro-batch's gradient; return its weighted loss `[]`, still on the device.
+
+        Args:
+            input_ids: Tokens `[B, T]`.
+            labels: The tokens that follow `[B, T]`; -100 is not counted.
+            weight: Factor of the loss: 1 where every micro-batch of the step has as many labels.
+        """
         loss = self._engine(
             input_ids.to(self._device, non_blocking=True),
             labels.to(self._device, non_blocking=True),
         )
+        loss = loss * weight
         self._engine.backward(loss * self._missing_scale())
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -16,6 +17,7 @@ from refocused.training.parts import Parts
 from refocused.training.state import TrainState
 from refocused.training.stopping import StopReason, StopRequest
 from refocused.training.validation import make_up_validation, validate
+from refocused.world import World
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,7 +68,11 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
 
 def take_step(parts: Parts, micro_batches: list[Batch], state: TrainState) -> torch.Tensor:
     """Make one optimizer step; return this rank's mean loss `[]`, still on the device."""
-    losses = [parts.engine.accumulate(batch.input_ids, batch.labels) for batch in micro_batches]
+    weights = label_weights(parts.world, [batch.counted_labels for batch in micro_batches])
+    losses = [
+        parts.engine.accumulate(batch.input_ids, batch.labels, weight=weight)
+        for batch, weight in zip(micro_batches, weights, strict=True)
+    ]
     loss = torch.stack(losses).mean()
     stop_unless_finite(parts, loss, micro_batches, state.step + 1)
     parts.engine.update(
@@ -78,6 +84,23 @@ def take_step(parts: Parts, micro_batches: list[Batch], state: TrainState) -> to
         )
     )
     return loss
+
+
+def label_weights(world: World, counted: Sequence[int | None]) -> list[float]:
+    """Return the factors of the micro-batches' mean losses that let every label count the same.
+
+    The step's loss is the mean of the mean losses of all micro-batches of all ranks, in which a
+    label among few would count more than one among many.
+
+    Args:
+        world: The ranks; where labels are ignored, every rank must call.
+        counted: Labels of each micro-batch of this rank; None: no label is ignored anywhere.
+    """
+    known = [labels for labels in counted if labels is not None]
+    if not known:
+        return [1.0] * len(counted)
+    mean = world.total([sum(known)])[0] / (len(known) * world.world_size)
+    return [labels / mean if mean else 1.0 for labels in known]
 
 
 def save_where_it_waited(

@@ -101,3 +101,4 @@ def test_where_a_masked_document_ends_there_is_no_label(tmp_path, manifest):
     assert batch.input_ids[0].tolist() == [9, 1, 2, 9, 9, 3, 4, 5]
     assert batch.labels[0].tolist() == [1, 2, none, none, 3, 4, 5, none]
     assert batch.labels[1].tolist() == [none] * 8
+    assert batch.counted_labels == 5

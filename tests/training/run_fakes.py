@@ -59,7 +59,8 @@ class FakeEngine:
     scale: float | None = None
     skipped_steps: int = 0
 
-    def accumulate(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+    def accumulate(self, input_ids: Tensor, labels: Tensor, *, weight: float) -> Tensor:
+        assert weight == 1.0
         self.log.append(f"accumulate {int(input_ids[0, 0])}")
         return torch.tensor(self.training_loss(self.updates + 1))
 

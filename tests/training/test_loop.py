@@ -12,7 +12,7 @@ from refocused.batches.position import Position
 from refocused.engine.schedule import learning_rate
 from refocused.errors import ShardError, TrainingError
 from refocused.training.cadence import Cadence
-from refocused.training.loop import Outcome, train
+from refocused.training.loop import Outcome, label_weights, train
 from refocused.training.parts import Parts
 from refocused.training.state import TrainState
 from refocused.training.stopping import StopReason, StopRequest
@@ -244,3 +244,23 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_both_before_the_update(valu
         assert "lower optimizer.lr" in message
         assert happened(log, "update") == [rate(0, 6)]
         assert log[-1] == "close"
+
+
+def test_every_label_of_a_step_counts_the_same() -> None:
+    counted = ([10, 2], [4, 0])
+    found = results(on_two_ranks(lambda world: label_weights(world, counted[world.rank])))
+    assert found == [[10 / 4, 2 / 4], [4 / 4, 0.0]]
+    # The mean over micro-batches of weight x mean loss is the mean over all labels.
+    means = ([1.0, 5.0], [2.0, 0.0])
+    weighted = [w * m for rank in (0, 1) for w, m in zip(found[rank], means[rank], strict=True)]
+    assert sum(weighted) / 4 == pytest.approx((10 * 1.0 + 2 * 5.0 + 4 * 2.0) / 16)
+
+
+def test_a_step_without_any_label_has_no_weights_that_are_not_finite() -> None:
+    alone = World(rank=0, local_rank=0, world_size=1, local_world_size=1)
+    assert label_weights(alone, [0, 0]) == [1.0, 1.0]
+
+
+def test_where_no_label_is_ignored_the_ranks_need_not_talk() -> None:
+    apart = World(rank=0, local_rank=0, world_size=2, local_world_size=2)
+    assert label_weights(apart, [None, None]) == [1.0, 1.0]
