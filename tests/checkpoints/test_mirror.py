@@ -238,6 +238,19 @@ def test_a_damaged_step_is_told_and_does_not_hold_up_the_others(place: Place) ->
     assert place.committed() == [20]
 
 
+def test_a_step_removed_while_it_is_copied_is_no_failure_and_gets_no_marker(place: Place) -> None:
+    mirror = place.mirror()
+    mirror.start()
+    step = make_step(place.checkpoints, 10, size=4_000_000)
+    until((place.bucket / PREFIX / "checkpoint_step_10" / "manifest.json").exists)
+    remove_step(step.path)
+    make_step(place.checkpoints, 20)
+    until(place.says(lambda status: 20 in status.mirrored))
+    assert place.status().failed == {}
+    assert place.status().alive
+    assert set(place.committed()) <= {10, 20}  # 10 only when all of it had been read before
+
+
 def test_a_step_saved_again_is_copied_again(place: Place) -> None:
     old = make_step(place.checkpoints, 10)
     mirror = place.mirror()

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from refocused.bucket.open import open_bucket
 from refocused.checkpoints.catalog import Catalog
 from refocused.checkpoints.mirror_copy import StepCopier
 from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps
+from refocused.checkpoints.remote_verify import verify_remote
 from refocused.checkpoints.staging import remove_step
 from refocused.checkpoints.step_directory import StepDirectory
 from refocused.checkpoints.verify import verify
@@ -225,3 +228,34 @@ def test_an_object_changed_in_the_store_before_the_marker_is_sent_again(
     emulator.put("mirror/run/checkpoint_step_10/trainer.json", b"x" * 1000)
     assert copy(bucket, step)
     assert bucket.read("run/checkpoint_step_10/trainer.json") == step.trainer.read_bytes()
+
+
+def test_two_mirrors_of_one_step_make_one_whole_copy(
+    emulator: Emulator, step: StepDirectory
+) -> None:
+    """As of two machines with a copy of the same run; each finishes or stops with a reason."""
+    bucket = open_bucket(emulator.url)
+    with ThreadPoolExecutor(2) as threads:
+        for future in [threads.submit(copy, bucket, step) for _ in range(2)]:
+            assert future.result()
+    assert verify_remote(RemoteSteps(bucket, "run/"), "checkpoint_step_10", deep=True) == []
+    assert RemoteSteps(bucket, "run/").marker("checkpoint_step_10") is not None
+
+
+def test_two_runs_that_meet_under_one_name_leave_nothing_that_is_taken_for_whole_and_is_not(
+    emulator: Emulator, step: StepDirectory, tmp_path: Path
+) -> None:
+    other = make_step(tmp_path / "other", 10, seed=1, run="other")
+    bucket = open_bucket(emulator.url)
+
+    def attempt(mine: StepDirectory) -> None:
+        with contextlib.suppress(CheckpointError, BucketError):
+            copy(bucket, mine)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(attempt, [step, other]))
+    found = {entry.step: entry for entry in Catalog(tmp_path / "new", bucket, "run/").entries()}
+    if 10 in found and found[10].bucket == "ok":
+        fetched = Catalog(tmp_path / "new", bucket, "run/").fetch(10)
+        assert verify(fetched, deep=True) == []
+        assert fetched.manifest in (step.manifest, other.manifest)
