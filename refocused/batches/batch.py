@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from refocused.batches.batch_memory import BatchMemory
+
 if TYPE_CHECKING:
     from refocused.shards.cache import ShardCache
 
@@ -86,7 +88,7 @@ class BatchReader:
         self._cache = cache
         self._sequence_length = sequence_length
         self._names = names
-        self._pin = pin
+        self._memory = BatchMemory(pin=pin)
         self._document_id = document_id
         self._stages = {
             np.dtype(kind): np.empty((0, sequence_length + 1), kind) for kind in LOCAL_TYPES
@@ -95,9 +97,7 @@ class BatchReader:
     def read(self, shards: NDArray[np.int64], windows: NDArray[np.int64], *, micro: int) -> Batch:
         """Read one micro-batch; rows beyond the given windows are zeros with ignored labels.
 
-        Each batch has memory of its own. Pinned memory comes from torch's caching host allocator,
-        which gives it out again only when the copies to the GPU that read it are over; a ring of
-        buffers could not know that.
+        Each batch has memory of its own for as long as one of its tensors is used.
 
         Args:
             shards: Shape [rows], at most `micro`: index of each window's shard.
@@ -107,8 +107,7 @@ class BatchReader:
         Raises:
             ShardError: A shard does not become local.
         """
-        shape = (2, micro, self._sequence_length)
-        both = torch.empty(shape, dtype=torch.int64, pin_memory=self._pin)
+        both = self._memory.empty((2, micro, self._sequence_length))
         inputs, labels = both.numpy()
         self._fill(inputs, labels, shards, windows)
         inputs[len(shards) :] = 0
@@ -120,6 +119,10 @@ class BatchReader:
         return Batch(
             both[0], both[1], shards, windows, self._names, counted_labels=counted_labels
         )
+
+    def has_open(self, shards: NDArray[np.int64]) -> bool:
+        """Whether windows of these shards (any shape) are read without waiting."""
+        return self._cache.has_open(shards.ravel().tolist())
 
     def _fill(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,11 @@ from refocused.config.batch_plan import BatchPlan
 if TYPE_CHECKING:
     from refocused.shards.cache import ShardCache
 
-STEPS_READY = 2  # one being copied to the device, one behind it; reading is far faster than a step
+GROUPS_READY = 2  # one being copied to the device, one behind it; reading is far faster than a step
+# Small steps are read and handed over several at once: a change of threads costs as much as
+# reading 8 windows of 2,048 tokens does.
+GROUP_TOKENS = 1 << 17
+GROUPS_IN_SHARD = 8  # at least: what is read ahead must not reach over more than two blocks
 
 
 class Loader:
@@ -88,11 +93,18 @@ class Loader:
                 document_id=self._document_id,
             ),
             planner=self._planner(order),
+            steps_at_once=self._steps_at_once(order),
             # A resume over fewer windows may stand beyond the end of an epoch.
             position=order.position_at(order.number_of(position)),
             copier=self._copier,
             clock=self._clock,
         )
+
+    def _steps_at_once(self, order: Stream) -> int:
+        """Return the steps of a group: one where they are large, or the shards small."""
+        tokens = self._plan.micro * self._plan.accumulation * self._plan.sequence_length
+        steps_in_shard = order.windows_per_epoch // order.shard_count // self._plan.windows
+        return max(1, min(GROUP_TOKENS // tokens, steps_in_shard // GROUPS_IN_SHARD))
 
     def _planner(self, order: Stream) -> ShardPlanner:
         windows_per_shard = order.windows_per_epoch / order.shard_count
@@ -121,20 +133,24 @@ class BatchStream:
         *,
         reader: BatchReader,
         planner: ShardPlanner,
+        steps_at_once: int,
         position: Position,
         copier: DeviceCopier | None,
         clock: Callable[[], float],
     ) -> None:
         self.position = position
         self.wait_seconds = 0.0
+        self._steps = steps
+        self._steps_at_once = steps_at_once
         self._reader = reader
         self._planner = planner
         self._copier = copier
         self._clock = clock
+        self._handed_over: collections.deque[_Read] = collections.deque()
         self._ahead = ReadAhead(
-            (self._read(step) for step in steps),
-            ready=STEPS_READY,
-            taken=lambda read: planner.training_on(read.step),
+            self._groups(),
+            ready=GROUPS_READY,
+            taken=lambda group: planner.training_on([read.step for read in group]),
         )
 
     def next_step(self, patience_seconds: float | None = None) -> list[Batch] | None:
@@ -148,14 +164,17 @@ class BatchStream:
 
         Raises:
             RefocusedError: What the reading thread met (a `ShardError`, for example), after the
-                steps that it had read before.
+                steps that it had handed over before.
             RuntimeError: The stream was closed.
         """
-        began = self._clock()
-        read = self._ahead.take(patience_seconds)
-        self.wait_seconds += self._clock() - began
-        if read is None:
-            return None
+        if not self._handed_over:
+            began = self._clock()
+            group = self._ahead.take(patience_seconds)
+            self.wait_seconds += self._clock() - began
+            if group is None:
+                return None
+            self._handed_over.extend(group)
+        read = self._handed_over.popleft()
         self.position = read.step.after
         if isinstance(read.batches, Copies):
             assert self._copier is not None  # it began them
@@ -165,6 +184,18 @@ class BatchStream:
     def close(self) -> None:
         """End the reading thread; one that waits for a shard is not waited for."""
         self._ahead.close()
+
+    def _groups(self) -> Iterator[list[_Read]]:
+        """Yield steps that are handed over together; none waits for the shards of a later one."""
+        group: list[_Read] = []
+        for step in self._steps:
+            if group and not self._reader.has_open(step.shards):
+                yield group
+                group = []
+            group.append(self._read(step))
+            if len(group) == self._steps_at_once:
+                yield group
+                group = []
 
     def _read(self, step: StepWindows) -> _Read:
         self._planner.reading(step)

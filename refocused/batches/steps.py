@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -121,12 +121,12 @@ class Pace:
         self._began: float | None = None
         self._steps = 0
 
-    def step(self) -> None:
-        """Count a step; the first one, which may have waited for its shards, starts the clock."""
+    def step(self, steps: int = 1) -> None:
+        """Count steps; the first, which may have waited for their shards, start the clock."""
         if self._began is None:
             self._began = self._clock()
         else:
-            self._steps += 1
+            self._steps += steps
 
     def shards_in(self, seconds: float) -> int:
         """Return the shards that so many seconds of training use; 0 while the pace is unknown."""
@@ -177,11 +177,11 @@ class ShardPlanner:
         self._planned_for: tuple[int, int, int] | None = None
         self._planned: list[int] | None = None
 
-    def training_on(self, step: StepWindows) -> None:
-        """Say, from the training thread, that a step is handed out to be trained on."""
-        self._oldest = step.first_block
+    def training_on(self, steps: Sequence[StepWindows]) -> None:
+        """Say, from the training thread, that some steps are next to be trained on."""
+        self._oldest = steps[0].first_block
         if self._pace is not None:
-            self._pace.step()
+            self._pace.step(len(steps))
 
     def reading(self, step: StepWindows) -> None:
         """Say, from the reading thread, that a step is about to be read.

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +38,7 @@ class FolderCache:
 
     def __init__(self, folder: Path, manifest: FakeManifest) -> None:
         self.plans: list[list[int]] = []
+        self.opened: set[int] = set()
         self.broken: int | None = None
         self.late: int | None = None
         self.arrived = threading.Event()
@@ -50,9 +51,13 @@ class FolderCache:
 
     def plan(self, needed: Sequence[int]) -> None:
         self.plans.append(list(needed))
+        self.opened &= set(needed)
 
     def local_bytes(self, index: int) -> int:
         return 2 * self._manifest.shards[index].tokens
+
+    def has_open(self, indices: Iterable[int]) -> bool:
+        return self.opened.issuperset(indices)
 
     def open(self, index: int) -> TokenFile:
         if index == self.broken:
@@ -62,5 +67,6 @@ class FolderCache:
             self.arrived.wait()
         if self.plans and index not in self.plans[-1]:
             raise ShardError(f"shard {index} was opened, but the plan is {self.plans[-1]}")
+        self.opened.add(index)
         name = self._manifest.shards[index].name
         return TokenFile(self._folder / name, name=name)

@@ -11,7 +11,7 @@ from fake_cache import FakeManifest, FolderCache
 
 from refocused.batches.batch import Batch
 from refocused.batches.device_copies import Copies, DeviceCopier
-from refocused.batches.loader import STEPS_READY, Loader
+from refocused.batches.loader import GROUPS_READY, Loader
 from refocused.batches.order import Order
 from refocused.batches.position import Position
 from refocused.batches.windows import split_windows
@@ -143,7 +143,7 @@ def test_a_stream_copies_ahead_in_its_own_thread_and_hands_over_in_order(tmp_pat
     here = threading.current_thread().name
     assert copier.handed == [(number, here) for number in range(6)]
     assert copier.begun[:6] == [(number, "read ahead") for number in range(6)]
-    assert len(copier.begun) <= 6 + STEPS_READY + 1
+    assert len(copier.begun) <= 6 + GROUPS_READY + 1
 
 
 def test_a_copy_that_cannot_be_begun_is_raised_where_it_is_waited_for(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from fake_cache import SHARD_STRIDE, FakeManifest, FolderCache
 
 from refocused.batches.batch import BatchReader
-from refocused.batches.loader import STEPS_READY, Loader
+from refocused.batches.loader import GROUPS_READY, Loader
 from refocused.batches.order import Order
 from refocused.batches.position import Position
 from refocused.batches.steps import steps_from
@@ -139,14 +139,17 @@ def test_other_ranks_and_micro_batches_go_on_with_the_same_stream_mid_epoch(cach
 
 def wait_until_read_ahead(stream) -> None:
     deadline = time.monotonic() + 10
-    while stream._ahead._ready.qsize() < STEPS_READY:
+    while stream._ahead._ready.qsize() < GROUPS_READY:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-def test_a_slower_rank_finds_its_shards_though_the_planning_rank_reads_ahead(cache, manifest):
+@pytest.mark.parametrize("tokens", [(45, 60, 33, 80, 4, 55), (900, 980, 1000, 800, 4, 960)])
+def test_a_slower_rank_finds_its_shards_though_the_planning_rank_reads_ahead(tmp_path, tokens):
     # FolderCache refuses what is not in the last plan. Rank 1 only reads, one step behind the
     # steps that rank 0 has begun to train on.
+    manifest = FakeManifest.of(*tokens)
+    cache = FolderCache(tmp_path, manifest)
     plan = BatchPlan(2, 1, 2, SEQUENCE_LENGTH)
     slow_steps = steps_from(order_of(manifest), Position(), plan=plan, rank=1)
     slow_reader = BatchReader(
@@ -154,7 +157,7 @@ def test_a_slower_rank_finds_its_shards_though_the_planning_rank_reads_ahead(cac
     )
     planning = loader_of(cache, manifest, accumulation=1, world_size=2)
     with contextlib.closing(planning.batches_from(Position())) as stream:
-        for step in itertools.islice(slow_steps, 40):
+        for step in itertools.islice(slow_steps, 40 * max(tokens) // 80):
             stream.next_step()
             wait_until_read_ahead(stream)
             slow_reader.read(step.shards[0], step.windows[0], micro=2)
@@ -165,8 +168,43 @@ def test_reading_ahead_is_bounded(cache, manifest):
     with contextlib.closing(loader_of(cache, manifest).batches_from(Position())) as stream:
         wait_until_read_ahead(stream)
         time.sleep(0.05)  # in which a thread without bounds reads on
-        assert stream._ahead._ready.qsize() == STEPS_READY
-        assert next(stream._ahead._items).step.after == Position(0, 4 * (STEPS_READY + 1))
+        assert stream._ahead._ready.qsize() == GROUPS_READY
+        assert next(stream._ahead._items)[0].step.after == Position(0, 4 * (GROUPS_READY + 1))
+
+
+@pytest.fixture
+def large_manifest() -> FakeManifest:
+    return FakeManifest.of(900, 980, 1000, 960)  # 15 groups of single-window steps and more
+
+
+def test_small_steps_are_handed_over_together_and_equal_those_of_other_sizes(
+    tmp_path, large_manifest
+):
+    cache = FolderCache(tmp_path, large_manifest)
+    wanted = tokens_of(loader_of(cache, large_manifest, micro=64), Position(), steps=15)
+    small = loader_of(cache, large_manifest, micro=1, accumulation=1)
+    with contextlib.closing(small.batches_from(Position())) as stream:
+        rows, windows = [], order_of(large_manifest).windows_per_epoch
+        for number in range(15 * 128):  # two epochs
+            (batch,) = stream.next_step()
+            rows += batch.input_ids.tolist()
+            assert stream.position == Position().advanced(number + 1, windows_per_epoch=windows)
+        assert len(stream._ahead.take()) > 1
+    assert rows == list(itertools.chain(*wanted))
+
+
+def test_a_step_is_handed_over_though_the_next_one_waits_for_a_shard(tmp_path, large_manifest):
+    cache = FolderCache(tmp_path, large_manifest)
+    order = order_of(large_manifest)
+    shards = order.locate(0, np.arange(8)).shards.tolist()
+    cache.late = next(shard for shard in shards if shard != shards[0])
+    small = loader_of(cache, large_manifest, micro=1, accumulation=1)
+    with contextlib.closing(small.batches_from(Position())) as stream:
+        for shard in itertools.takewhile(lambda shard: shard != cache.late, shards):
+            assert stream.next_step(patience_seconds=10)[0].shards.tolist() == [shard]
+        assert stream.next_step(patience_seconds=0.01) is None
+        cache.arrived.set()
+        assert stream.next_step(patience_seconds=10)[0].shards.tolist() == [cache.late]
 
 
 def test_an_error_while_reading_is_raised_itself_after_the_steps_before_it(cache, manifest):

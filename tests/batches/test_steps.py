@@ -198,11 +198,11 @@ def test_a_block_stays_planned_until_training_has_left_it():
     for step in steps[:3]:
         planner.reading(step)
     assert cache.plans == [use[:3], use[:5]]  # reading is in block 1, training not begun
-    planner.training_on(steps[0])
-    planner.training_on(steps[1])
+    planner.training_on([steps[0]])
+    planner.training_on([steps[1]])
     planner.reading(steps[3])
     assert len(cache.plans) == 2
-    planner.training_on(steps[2])
+    planner.training_on([steps[2]])
     planner.reading(steps[4])
     assert cache.plans[2:] == [use[2:7]]
 
@@ -241,7 +241,7 @@ def test_a_fast_training_has_more_fetched_ahead_and_never_fewer_again():
     lengths = []
     steps = steps_from(order, Position(), plan=BatchPlan(10, 1, 1, 4), rank=0)
     for number, step in enumerate(itertools.islice(steps, 12)):
-        planner.training_on(step)
+        planner.training_on([step])
         planner.reading(step)
         lengths.append(len(cache.plans[-1]))
         now[0] += 0.5 if number < 6 else 50.0

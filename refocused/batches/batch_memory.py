@@ -1,0 +1,40 @@
+"""The memory of batches: given out anew when the last tensor that used it is gone."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Shape = tuple[int, ...]
+
+
+class BatchMemory:
+    """Gives out zero-copy tensors and takes their memory back.
+
+    The allocator of C would be asked by one thread and given back to by another, several MiB at a
+    time: its heap creeps up over the epochs, and every batch finds pages that are new to it.
+
+    Args:
+        pin: Page-locked memory: comes from torch's caching host allocator, which gives it out
+            again only when the copies to the GPU that read it are over; nothing here could know.
+    """
+
+    def __init__(self, *, pin: bool) -> None:
+        self._pin = pin
+        self._free: dict[Shape, list[NDArray[np.int64]]] = {}
+
+    def empty(self, shape: Shape) -> torch.Tensor:
+        """Return an int64 tensor of any content, whose memory no living tensor shares."""
+        if self._pin:
+            return torch.empty(shape, dtype=torch.int64, pin_memory=True)
+        free = self._free.setdefault(shape, [])
+        try:
+            memory = free.pop()
+        except IndexError:
+            memory = np.empty(shape, np.int64)
+        lent = memory.view()  # lives as long as a tensor, or a view of one, uses it
+        weakref.finalize(lent, free.append, memory).atexit = False
+        return torch.from_numpy(lent)
