@@ -139,9 +139,12 @@ class Presence:
             temporary.replace(path)
 
     def leave(self, exit_code: int) -> None:
-        """Say what this rank ends with; rank 0 also removes what a dead supervisor left."""
+        """Say what this rank ends with, and remove what a dead supervisor left.
+
+        Every rank does: the first one may fail where another writes its last note.
+        """
         self.tell(exit_code=exit_code)
-        if self._launch is not None and self._note.rank == 0 and not self._launch.supervisor.alive:
+        if self._launch is not None and not self._launch.supervisor.alive:
             self._launch.remove()
 
 

@@ -5,8 +5,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
-
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "train.sh"
 
 
@@ -16,40 +14,22 @@ def program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def started(folder: Path, *argv: str, gpus: int, **environment: str) -> list[str]:
-    """What the script gives to `deepspeed`, on a machine with so many GPUs."""
-    (folder / "launch").mkdir()
-    shutil.copy(SCRIPT, folder / "launch")
-    program(folder / "launch" / "setup_environment.sh", "exit 0")
-    program(folder / ".venv" / "bin" / "python", "echo 12345")
-    program(folder / ".venv" / "bin" / "deepspeed", 'printf "%s\\n" "${DS_ACCELERATOR:--}" "$@"')
-    lines = "".join(f"echo 'GPU {number}: NVIDIA H100'\n" for number in range(gpus))
-    program(folder / "bin" / "nvidia-smi", f"{lines}exit 0")
-    known = {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+def test_the_script_sets_up_and_hands_all_its_arguments_to_the_supervisor(tmp_path: Path) -> None:
+    (tmp_path / "launch").mkdir()
+    shutil.copy(SCRIPT, tmp_path / "launch")
+    program(tmp_path / "launch" / "setup_environment.sh", "echo set up")
+    program(tmp_path / ".venv" / "bin" / "python", 'pwd; printf "%s\\n" "$@"; exit 5')
     done = subprocess.run(
-        [str(folder / "launch" / "train.sh"), *argv],
-        env=known | environment,
+        [str(tmp_path / "launch" / "train.sh"), "--restarts", "3", "--config", "a b"],
+        cwd="/",
+        env={"PATH": os.environ["PATH"]},
         capture_output=True,
         text=True,
-        check=True,
     )
-    return done.stdout.splitlines()
-
-
-@pytest.mark.parametrize(
-    ("gpus", "environment", "expected"),
-    [
-        (8, {}, ["-", "--num_gpus", "8"]),
-        (8, {"RANKS": "4"}, ["-", "--num_gpus", "4"]),
-        (8, {"CUDA_VISIBLE_DEVICES": "4,5"}, ["-"]),
-        (8, {"RANKS": "2", "CUDA_VISIBLE_DEVICES": "4,5"}, ["-", "--num_gpus", "2"]),
-        (0, {}, ["cpu", "--num_gpus", "2"]),
-        (0, {"CUDA_VISIBLE_DEVICES": "0"}, ["cpu", "--num_gpus", "2"]),
-    ],
-)
-def test_there_is_a_rank_for_each_gpu_that_may_be_used(
-    tmp_path: Path, gpus: int, environment: dict[str, str], expected: list[str]
-) -> None:
-    given = started(tmp_path, "--config", "a b", gpus=gpus, **environment)
-    assert given[: given.index("--master_port")] == expected
-    assert given[-3:] == ["launch/train.py", "--config", "a b"]
+    assert done.stdout.splitlines() == [
+        "set up",
+        str(tmp_path),
+        *("-P", "-m", "refocused.commands.launch"),
+        *("--restarts", "3", "--config", "a b"),
+    ]
+    assert done.returncode == 5

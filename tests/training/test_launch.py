@@ -61,10 +61,10 @@ def test_a_note_that_cannot_be_written_stops_nobody(launch: Launch) -> None:
     presence.leave(0)
 
 
-def test_rank_0_cleans_up_after_a_supervisor_that_was_killed(launch: Launch) -> None:
-    orphaned = launch.model_copy(update={"supervisor": ProcessIdentity(pid=1, started=999)})
-    Presence(orphaned, 1).leave(130)
+def test_ranks_clean_up_after_a_supervisor_that_was_killed(launch: Launch) -> None:
+    Presence(launch, 0).leave(130)
     assert launch.folder.exists()
+    orphaned = launch.model_copy(update={"supervisor": ProcessIdentity(pid=1, started=999)})
     Presence(orphaned, 0).leave(130)
     assert not launch.folder.exists()
 

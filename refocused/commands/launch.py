@@ -1,0 +1,219 @@
+"""`launch/train.sh` after the set-up: trains under a supervisor that tells the truth at the end."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from refocused.checkpoints.step_directory import parse_name, step_paths
+from refocused.commands import train
+from refocused.commands.arguments import Parser, dashed
+from refocused.commands.quantities import count
+from refocused.commands.supervision import Verdict, may_restart
+from refocused.commands.supervisor import StopSignals, Supervisor
+from refocused.commands.typed_command import VISIBLE, without_resume
+from refocused.errors import ExitCode, RefocusedError
+from refocused.training.launch import Launch
+
+GRACE_SECONDS = 300
+SPOT_GRACE_SECONDS = 25  # a spot machine is gone about 30 s after its notice
+RESTART_PAUSE_SECONDS = 3.0  # until GPUs and ports are free again
+CPU_RANKS = 2
+SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "train.py"
+
+
+def build_parser() -> Parser:
+    """Describe the command line; what is not its own goes to `launch/train.py`."""
+    parser = Parser(
+        prog="train.sh",
+        description="Train under a supervisor: signals reach all ranks at once, nothing is left "
+        "behind, and the exit code is that of the run. All other arguments go to launch/train.py.",
+        allow_abbrev=False,
+        add_help=False,
+    )
+    add = parser.add_argument
+    add("--help", "-h", action="store_true", help="show this, then the options of train.py")
+    add(
+        "--grace",
+        type=count,
+        metavar="SECONDS",
+        help=f"time to save after a signal, then everything is killed ({GRACE_SECONDS})",
+    )
+    add(
+        "--spot",
+        action="store_true",
+        help=f"for machines that are taken away: --grace {SPOT_GRACE_SECONDS}",
+    )
+    add(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start again after a crash, and give up after N starts in a row that ended without "
+        "a newer checkpoint (0: never)",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    began = time.monotonic()
+    given = [dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
+    own, arguments = build_parser().parse_known_args(given)
+    if own.help:
+        build_parser().print_help()
+        train.build_parser().print_help()
+        return ExitCode.OK
+    wanted = train.build_parser().read(arguments)
+    try:
+        section = train.load(wanted).config.run  # wrong use is said before anything starts
+    except RefocusedError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    signals = StopSignals()
+    signals.install()
+    launches = _Launches(
+        typed=given,
+        arguments=arguments,
+        run=Path(section.directory) / section.name,
+        grace_seconds=own.grace or (SPOT_GRACE_SECONDS if own.spot else GRACE_SECONDS),
+        signals=signals,
+        began_seconds=began,
+    )
+    return launches.until_the_end(restarts=own.restarts)
+
+
+class _Launches:
+    """The launches of one command: the first, and those after a crash."""
+
+    def __init__(
+        self,
+        *,
+        typed: Sequence[str],
+        arguments: Sequence[str],
+        run: Path,
+        grace_seconds: float,
+        signals: StopSignals,
+        began_seconds: float,
+    ) -> None:
+        self._again = _again(typed, os.environ)
+        self._arguments = list(arguments)
+        self._run = run
+        self._grace_seconds = grace_seconds
+        self._signals = signals
+        self._began_seconds = began_seconds
+
+    def until_the_end(self, *, restarts: int) -> int:
+        """Launch, again after a crash if that is allowed; return the true exit code."""
+        fruitless = 0
+        while True:
+            before = newest_step(self._run)
+            verdict = self._launch()
+            fruitless = 0 if newest_step(self._run) > before else fruitless + 1
+            if verdict.text:
+                say(verdict.text)
+            if (
+                self._signals.times
+                or (self._run / "STOP").exists()
+                or not may_restart(verdict, allowed=restarts, fruitless=fruitless)
+            ):
+                break
+            say(f"Starting again after step {newest_step(self._run):,} (--restarts {restarts}).")
+            time.sleep(RESTART_PAUSE_SECONDS)
+        if verdict.text or verdict.crashed:
+            say(f"{_saved(newest_step(self._run))}: {self._again}")
+        return verdict.code
+
+    def _launch(self) -> Verdict:
+        launch = Launch.create(
+            began_seconds=self._began_seconds,
+            grace_seconds=self._grace_seconds,
+            command=self._again,
+        )
+        environment = training_environment(os.environ, gpus=count_gpus())
+        command = deepspeed_command(environment, gpus=count_gpus())
+        try:
+            verdict = Supervisor(
+                launch,
+                [*command, str(SCRIPT), *self._arguments],
+                environment=environment,
+                signals=self._signals,
+                say=say,
+            ).run()
+            if any(note.training for note in launch.notes()):
+                # What was asked for is done: to resume from there once more would lose steps.
+                self._arguments = without_resume(self._arguments)
+            return verdict
+        finally:
+            launch.remove()
+
+
+def say(text: str) -> None:
+    """Tell a person, who may have closed the terminal."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
+def count_gpus() -> int:
+    """Count the machine's GPUs, as its driver lists them."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    listed = subprocess.run([tool, "--list-gpus"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU") for line in listed.stdout.splitlines())
+
+
+def training_environment(environment: Mapping[str, str], *, gpus: int) -> dict[str, str]:
+    """Return the environment to train in."""
+    chosen = {"PYTHONWARNINGS": "ignore", **environment}
+    if not gpus and not environment.get("RANKS"):
+        # Or DeepSpeed searches for a GPU in every process, with warnings.
+        chosen["DS_ACCELERATOR"] = "cpu"
+    return chosen
+
+
+def deepspeed_command(environment: Mapping[str, str], *, gpus: int) -> list[str]:
+    """Return what starts one rank a GPU, or two on a machine without any.
+
+    Told a number, DeepSpeed takes the first GPUs, whatever CUDA_VISIBLE_DEVICES says; so that is
+    left to it, unless `RANKS` insists on a number.
+    """
+    ranks = environment.get("RANKS")
+    if not ranks and not gpus:
+        ranks = str(CPU_RANKS)
+    elif not ranks and not environment.get(VISIBLE):
+        ranks = str(gpus)
+    numbered = ["--num_gpus", ranks] if ranks else []
+    with socket.socket() as free:  # a port of its own, so that two runs here do not meet
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    deepspeed = str(Path(sys.executable).with_name("deepspeed"))
+    return [deepspeed, *numbered, "--master_port", port, "--log_level", "critical"]
+
+
+def newest_step(run: Path) -> int:
+    """Return the newest step saved in a run's folder; 0 without any."""
+    return max((parse_name(path.name) or 0 for path in step_paths(run / "checkpoints")), default=0)
+
+
+def _saved(step: int) -> str:
+    return f"The last checkpoint is step {step:,}. Resume" if step else "Nothing is saved. Again"
+
+
+def _again(typed: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Return the command that resumes, with the variables that chose the GPUs."""
+    chosen = [f"{name}={environment[name]}" for name in (VISIBLE, "RANKS") if environment.get(name)]
+    return shlex.join([*chosen, "launch/train.sh", *without_resume(typed)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

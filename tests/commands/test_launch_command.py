@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from refocused.commands import launch
+from refocused.errors import ExitCode
+
+RUN = """
+run: {steps: 20, device: cpu}
+model: {preset: gpt2_tiny, sequence_length: 32}
+batch: {micro: 2, accumulation: 2}
+data: {source: tokens}
+optimizer: {lr: 3e-3}
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "environment", "expected"),
+    [
+        (8, {}, ["--num_gpus", "8"]),
+        (8, {"RANKS": "4"}, ["--num_gpus", "4"]),
+        (8, {"CUDA_VISIBLE_DEVICES": "4,5"}, []),
+        (8, {"RANKS": "2", "CUDA_VISIBLE_DEVICES": "4,5"}, ["--num_gpus", "2"]),
+        (0, {}, ["--num_gpus", "2"]),
+        (0, {"CUDA_VISIBLE_DEVICES": "0"}, ["--num_gpus", "2"]),
+    ],
+)
+def test_there_is_a_rank_for_each_gpu_that_may_be_used(
+    gpus: int, environment: dict[str, str], expected: list[str]
+) -> None:
+    command = launch.deepspeed_command(environment, gpus=gpus)
+    assert command[1 : command.index("--master_port")] == expected
+    assert command[0] == str(Path(sys.executable).with_name("deepspeed"))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "environment", "accelerator"),
+    [(8, {}, None), (0, {}, "cpu"), (0, {"RANKS": "2"}, None)],
+)
+def test_without_a_gpu_deepspeed_is_told_not_to_look_for_one(
+    gpus: int, environment: dict[str, str], accelerator: str | None
+) -> None:
+    chosen = launch.training_environment(environment, gpus=gpus)
+    assert chosen.get("DS_ACCELERATOR") == accelerator
+    assert chosen["PYTHONWARNINGS"] == "ignore"
+
+
+@pytest.mark.parametrize("lines", [0, 8])
+def test_gpus_are_those_that_the_driver_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: int
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    listed = "".join(f"GPU {number}: NVIDIA H100\\n" for number in range(lines))
+    tool.write_text(f'#!/bin/sh\nprintf "{listed or "No devices were found"}"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert launch.count_gpus() == lines
+
+
+def test_a_machine_without_the_driver_has_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert launch.count_gpus() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--learning-rate", "3"], "unrecognized arguments"),
+        (["--grace", "soon"], "--grace"),
+        (["optimizer.lrr=1"], "Did you mean optimizer.lr?"),
+    ],
+)
+def test_wrong_use_is_said_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    file = tmp_path / "tiny.yaml"
+    file.write_text(RUN)
+    try:
+        code = launch.main(["--config", str(file), *arguments])
+    except SystemExit as ended:
+        code = int(str(ended.code))
+    assert code == ExitCode.WRONG_USE
+    assert told in capsys.readouterr().err
+
+
+def test_help_shows_both_commands_and_needs_no_torch() -> None:
+    program = (
+        "import sys; from refocused.commands.launch import main; code = main(['--help']);"
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    for option in ("--restarts", "--spot", "--grace", "--resume", "--max-steps"):
+        assert option in shown.stdout
+
+
+def test_the_newest_step_is_that_on_the_disk(tmp_path: Path) -> None:
+    assert launch.newest_step(tmp_path) == 0
+    for name in ("checkpoint_step_950", "checkpoint_step_1000", "superseded-checkpoint_step_2000"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert launch.newest_step(tmp_path) == 1000
+
+
+def test_the_way_on_keeps_what_chose_the_gpus() -> None:
+    typed = ["--spot", "--config", "demo", "--resume", "none"]
+    environment = {"CUDA_VISIBLE_DEVICES": "4,5", "RANKS": "2", "HOME": "/"}
+    assert launch._again(typed, environment) == (
+        "CUDA_VISIBLE_DEVICES=4,5 RANKS=2 launch/train.sh --spot --config demo"
+    )

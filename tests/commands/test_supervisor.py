@@ -1,0 +1,198 @@
+"""The supervisor over a process tree like DeepSpeed's: whoever is signalled, it ends all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+STAND_IN = Path(__file__).with_name("rank_stand_in.py")
+RUN = Path("runs/stand_in")
+# The real command, with the stand-in for DeepSpeed and without a run file.
+COMMAND = """
+import pathlib, sys
+from refocused.commands import launch, supervision
+supervision.LAST_RANKS_SECONDS = supervision.HURRIED_SECONDS = 2.0
+launch.RESTART_PAUSE_SECONDS = 0.0
+launch.SCRIPT = sys.argv[1]
+launch.deepspeed_command = lambda environment, gpus: [
+    sys.executable, sys.argv[1], "deepspeed", sys.argv[2]
+]
+signals = launch.StopSignals()
+signals.install()
+print("installed", flush=True)
+launches = launch._Launches(
+    typed=["--config", "demo"],
+    arguments=["--config", "demo", "--resume", "none"],
+    run=pathlib.Path("runs/stand_in"),
+    grace_seconds=float(sys.argv[3]),
+    signals=signals,
+    began_seconds=0.0,
+)
+sys.exit(launches.until_the_end(restarts=int(sys.argv[4])))
+"""
+
+
+class Tree:
+    """The supervisor's process and what it started."""
+
+    def __init__(self, folder: Path, scenario: str, grace: float, restarts: int) -> None:
+        self.folder = folder
+        self.log = folder / "said"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", COMMAND, STAND_IN, scenario, str(grace), str(restarts)],
+                cwd=folder,
+                env={**os.environ, "TMPDIR": str(folder), "TREE": str(folder)},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def wait_for(self, *names: str) -> None:
+        deadline = time.monotonic() + 60
+        while not all((self.folder / RUN / name).exists() for name in names):
+            assert time.monotonic() < deadline and self.process.poll() is None, self.said()
+            time.sleep(0.01)
+
+    def pid(self, who: str) -> int:
+        if who == "supervisor":
+            return self.process.pid
+        if who.startswith("rank"):
+            return int((self.folder / RUN / f"pid-{who[-1]}").read_text())
+        (pid,) = (pid for pid, words in self.members().items() if who in words)
+        return pid
+
+    def members(self) -> dict[int, list[str]]:
+        """Everything that runs for this test, by its environment."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if f"TREE={self.folder}".encode() in (path / "environ").read_bytes().split(b"\0"):
+                    words = (path / "cmdline").read_text().split("\0")
+                    if any(words):  # a zombie has none
+                        found[int(path.name)] = words
+        return found
+
+    def end(self) -> int:
+        """Wait for the command; nothing of it may be left, nor its folder."""
+        code = self.process.wait(60)
+        assert self.members() == {}, self.said()
+        assert not list(self.folder.glob("refocused-launch-*"))
+        return code
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+
+@contextlib.contextmanager
+def tree(folder: Path, scenario: str, *, grace: float = 20, restarts: int = 0) -> Iterator[Tree]:
+    started = Tree(folder, scenario, grace, restarts)
+    try:
+        yield started
+    finally:
+        for pid in started.members():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        started.process.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("who", "number"),
+    [
+        ("supervisor", signal.SIGINT),
+        ("supervisor", signal.SIGTERM),
+        ("supervisor", signal.SIGHUP),
+        ("deepspeed", signal.SIGTERM),
+        ("deepspeed", signal.SIGKILL),
+        ("launcher", signal.SIGKILL),
+    ],
+    ids=lambda value: value.name if isinstance(value, signal.Signals) else value,
+)
+def test_whoever_is_signalled_the_ranks_save_and_nothing_is_left(
+    tmp_path: Path, who: str, number: signal.Signals
+) -> None:
+    with tree(tmp_path, "trains") as started:
+        started.wait_for("training-0", "training-1")
+        os.kill(started.pid(who), number)
+        assert started.end() == 130, started.said()
+    assert started.said().count("stopping after this step and saving; 20 s") <= 1
+
+
+def test_ranks_outlive_their_killed_supervisor_only_to_save(tmp_path: Path) -> None:
+    with tree(tmp_path, "trains") as started:
+        started.wait_for("training-0", "training-1")
+        os.kill(started.pid("supervisor"), signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while started.members():
+            assert time.monotonic() < deadline, started.members()
+            time.sleep(0.05)
+        assert not list(tmp_path.glob("refocused-launch-*"))
+
+
+def test_before_anything_is_open_a_signal_ends_it_at_once(tmp_path: Path) -> None:
+    with tree(tmp_path, "imports", grace=600) as started:
+        started.wait_for("pid-0", "pid-1")
+        os.kill(started.process.pid, signal.SIGINT)
+        assert started.end() == 130
+    assert "Stopped before training began; nothing was changed." in started.said()
+
+
+def test_a_rank_that_does_not_end_is_killed_when_the_grace_is_over(tmp_path: Path) -> None:
+    with tree(tmp_path, "hangs", grace=1) as started:
+        started.wait_for("training-0", "training-1")
+        os.kill(started.process.pid, signal.SIGTERM)
+        code = started.end()
+    # Rank 0 has said that all is saved; what hung afterwards does not make that untrue.
+    assert code == 130
+    assert "killing what is left (ranks 1)" in started.said()
+
+
+def test_a_second_and_a_third_signal_shorten_the_grace(tmp_path: Path) -> None:
+    with tree(tmp_path, "hangs", grace=600) as started:
+        started.wait_for("training-0", "training-1")
+        for _ in range(3):
+            os.kill(started.process.pid, signal.SIGINT)
+            time.sleep(0.4)
+        assert started.end() == 130
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_named_with_its_signal_and_the_way_on(tmp_path: Path, victim: int) -> None:
+    with tree(tmp_path, "trains") as started:
+        started.wait_for("training-0", "training-1")
+        (tmp_path / RUN / "checkpoints" / "checkpoint_step_8000").mkdir(parents=True)
+        os.kill(started.pid(f"rank {victim}"), signal.SIGKILL)
+        assert started.end() == 1, started.said()
+    # The launcher tells the signal unless another rank's end was found first.
+    assert re.search(f"^Rank {victim} was killed( by SIGKILL)?, most often", started.said(), re.M)
+    way_on = "The last checkpoint is step 8,000. Resume: launch/train.sh --config demo\n"
+    assert way_on in started.said()
+
+
+def test_what_a_rank_left_behind_is_ended(tmp_path: Path) -> None:
+    with tree(tmp_path, "helper") as started:
+        started.wait_for("training-0", "training-1")
+        assert any("sleep" in words for words in started.members().values())
+        os.kill(started.process.pid, signal.SIGTERM)
+        assert started.end() == 130
+
+
+def test_the_exit_code_is_that_of_rank_0(tmp_path: Path) -> None:
+    with tree(tmp_path, "works") as started:
+        assert started.end() == 5
+
+
+def test_a_crash_starts_again_as_long_as_steps_are_gained(tmp_path: Path) -> None:
+    with tree(tmp_path, "gains", restarts=1) as started:
+        assert started.end() == 0, started.said()
+    assert started.said().count("Starting again after step") == 2
