@@ -81,6 +81,7 @@ class RunFacts:
         run_yaml: The resolved run file.
         model_json: The model's shape in the transformers form.
         data_mixture: Shares of the sources of a mixture; empty for a single source.
+        tokenizer_json: The data's tokenizer as a `tokenizers` file; None: it does not travel.
     """
 
     run: str
@@ -93,6 +94,7 @@ class RunFacts:
     run_yaml: str
     model_json: str
     data_mixture: str = ""
+    tokenizer_json: bytes | None = None
 
 
 class Checkpointer:
@@ -216,6 +218,8 @@ class Checkpointer:
         )
         write_bytes_atomic(staging.path / "run.yaml", facts.run_yaml.encode())
         write_bytes_atomic(staging.path / "model.json", facts.model_json.encode())
+        if facts.tokenizer_json is not None:
+            write_bytes_atomic(staging.path / "tokenizer.json", facts.tokenizer_json)
         files = files | _unlisted(staging.path, files)
         step = staging.commit(
             CheckpointManifest(

@@ -72,6 +72,11 @@ class StepDirectory:
         """The resolved run file the step was trained under."""
         return self.path / "run.yaml"
 
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer of the data, as a `tokenizers` file; absent where the run had none."""
+        return self.path / "tokenizer.json"
+
     def rank_state(self, rank: int) -> Path:
         """The random generators' states of one rank."""
         return self.path / rank_file(rank)

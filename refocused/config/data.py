@@ -61,8 +61,10 @@ class DataConfig(Section):
         mixture: Several sources by name, in place of `source`; the other settings are for all.
         prepare: What makes the source when it is an empty folder; `python_stdlib` writes the
             source text of Python's own standard library as bytes.
-        tokenizer: Name of the tokenizer the tokens came from (`bytes`, `gpt2`, a file); recorded
-            in checkpoints, never guessed.
+        tokenizer: The tokenizer that the tokens came from: `bytes`, `gpt2`, or a file of the
+            `tokenizers` library; it travels in every checkpoint. Never guessed.
+        bpe_folder: Folder of GPT-2's `vocab.bpe` and `encoder.json`; None: checkpoints name gpt2
+            but do not hold it.
         cache: Folder of the local shards; one below it for each data set.
         disk_limit_gb: Most that the local shards may take, in 1e9 bytes; None: all that is free
             but 5 %.
@@ -92,6 +94,7 @@ class DataConfig(Section):
     mixture: dict[SourceName, SourceConfig] = pydantic.Field(default={})
     prepare: Literal["python_stdlib"] | None = None
     tokenizer: str = "unknown"
+    bpe_folder: str | None = None
     cache: str = "data/cache"
     disk_limit_gb: Positive | None = None
     max_files: Count | None = None
@@ -127,6 +130,14 @@ class DataConfig(Section):
             raise ValueError("source and mixture are both set; keep the one that is meant")
         if self.mixture and self.prepare is not None:
             raise ValueError("prepare fills the folder of source, which a mixture does not have")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _pairs_are_of_gpt2(self) -> DataConfig:
+        if self.bpe_folder is not None and self.tokenizer != "gpt2":
+            raise ValueError(
+                f"bpe_folder holds gpt2's files, and tokenizer is {self.tokenizer}; drop one"
+            )
         return self
 
     @pydantic.model_validator(mode="after")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -39,24 +39,38 @@ class StepWeights:
             _plain(other): _plain(name) for other, name in layout.ties.items()
         }
 
-    def pieces(self, name: str) -> Iterator[Tensor]:
+    def pieces(self, name: str, *, elements: int | None = None) -> Iterator[Tensor]:
         """Yield a tensor's elements in order, `[at most PIECE_ELEMENTS]` a piece.
 
         A piece is a view of the file: it has to be used before the next one is asked for.
+
+        Args:
+            name: Which tensor.
+            elements: Stop after so many; None: at its end.
         """
-        for part in self._parameters[name].fragments:
-            for start in range(0, part.count, PIECE_ELEMENTS):
-                count = min(PIECE_ELEMENTS, part.count - start)
+        parameter = self._parameters[name]
+        left = parameter.count if elements is None else elements
+        for part in parameter.fragments:
+            for start in range(0, min(part.count, left), PIECE_ELEMENTS):
+                count = min(PIECE_ELEMENTS, part.count - start, left - start)
                 yield self._files.elements(part.file, part.keys, part.start + start, count)
+            left -= part.count
+            if left <= 0:
+                return
 
     def tensor(self, name: str, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return one whole tensor, rounded to `dtype`."""
-        whole = torch.empty(self.shapes[name], dtype=dtype)
-        flat, filled = whole.view(-1), 0
-        for piece in self.pieces(name):
-            flat[filled : filled + len(piece)] = piece
-            filled += len(piece)
-        return whole
+        return joined(self.pieces(name), self.shapes[name], dtype=dtype)
+
+
+def joined(pieces: Iterable[Tensor], shape: tuple[int, ...], *, dtype: torch.dtype) -> Tensor:
+    """Make one tensor of its pieces, rounded to `dtype`."""
+    whole = torch.empty(shape, dtype=dtype)
+    flat, filled = whole.view(-1), 0
+    for piece in pieces:
+        flat[filled : filled + len(piece)] = piece
+        filled += len(piece)
+    return whole
 
 
 def open_weights(step: StepDirectory) -> StepWeights:

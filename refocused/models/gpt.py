@@ -101,21 +101,7 @@ def build_gpt(
     """
     import transformers
 
-    kind = shape.get("model_type")
-    settings = {key: value for key, value in shape.items() if key != "model_type"}
-    settings["vocab_size"] = vocabulary
-    settings = {"bos_token_id": None, "eos_token_id": None} | settings
-    config: Any
-    if kind == "gpt2":
-        settings |= {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-        config = transformers.GPT2Config(**settings)
-    elif kind == "gpt_neox":
-        settings |= {"hidden_dropout": dropout, "attention_dropout": dropout}
-        config = transformers.GPTNeoXConfig(**settings)
-    else:
-        raise ConfigError(
-            f"model_type {kind!r} is not built here; known are {', '.join(FAMILIES)}."
-        )
+    config = transformers_config(shape, vocabulary=vocabulary, dropout=dropout)
     config.use_cache = False
     network = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="sdpa", dtype=torch.float32
@@ -125,6 +111,32 @@ def build_gpt(
         newer = getattr(network, "activation_checkpointing_enable", None)
         (newer or network.gradient_checkpointing_enable)({"use_reentrant": False})
     return CausalLM(network, chunk_tokens=chunk_tokens, document_id=document_id)
+
+
+def transformers_config(shape: Mapping[str, Any], *, vocabulary: int, dropout: float) -> Any:
+    """Return transformers' own configuration object of a model.
+
+    Args:
+        shape: The JSON of a transformers configuration with `model_type` gpt2 or gpt_neox.
+        vocabulary: Rows of the embedding.
+        dropout: Probability at every dropout of the model.
+
+    Raises:
+        ConfigError: Another model type.
+    """
+    import transformers
+
+    kind = shape.get("model_type")
+    settings = {key: value for key, value in shape.items() if key != "model_type"}
+    settings["vocab_size"] = vocabulary
+    settings = {"bos_token_id": None, "eos_token_id": None} | settings
+    if kind == "gpt2":
+        settings |= {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+        return transformers.GPT2Config(**settings)
+    if kind == "gpt_neox":
+        settings |= {"hidden_dropout": dropout, "attention_dropout": dropout}
+        return transformers.GPTNeoXConfig(**settings)
+    raise ConfigError(f"model_type {kind!r} is not built here; known are {', '.join(FAMILIES)}.")
 
 
 def document_positions(input_ids: Tensor, *, document_id: int) -> Tensor:

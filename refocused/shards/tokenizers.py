@@ -29,7 +29,7 @@ _GPT2_DIGESTS = (
     "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 )
 # What the `tokenizers` files of the field call it, the most usual first.
-_USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
+USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
 
 
 class Tokenizer(Protocol):
@@ -77,14 +77,23 @@ def open_tokenizer(choice: TokenizerChoice) -> Tokenizer:
     if choice.name == BYTES:
         return BytesTokenizer()
     if choice.name == GPT2:
-        return GptTokenizer(_bpe_folder(choice.bpe_folder))
+        return GptTokenizer(bpe_folder(choice))
+    return FileTokenizer(tokenizers_file(choice), end_of_text=choice.end_of_text)
+
+
+def tokenizers_file(choice: TokenizerChoice) -> Path:
+    """Return the file of the `tokenizers` library that is meant.
+
+    Raises:
+        ShardError: There is none.
+    """
     file = Path(choice.name).expanduser()
     if not file.is_file():
         raise ShardError(
             f"tokenizer {choice.name!r}: there is no such file, and it is neither {GPT2} nor "
             f"{BYTES}. Name one of the two, or a tokenizer.json of the tokenizers library."
         )
-    return FileTokenizer(file, end_of_text=choice.end_of_text)
+    return file
 
 
 class BytesTokenizer:
@@ -155,7 +164,7 @@ class FileTokenizer:
     def __init__(self, file: Path, *, end_of_text: str | None) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallel part
         self.name = str(file)
-        self._tokenizer = _load(file)
+        self._tokenizer = load_file(file)
         # A file may carry the truncation and the special-token rules of its last use.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -170,7 +179,25 @@ class FileTokenizer:
         return np.array(encoded.ids, np.uint32)
 
 
-def _bpe_folder(folder: Path | None) -> Path:
+def spelt_bytes() -> dict[str, int]:
+    """Return the byte that each character means in files of byte pairs, in GPT-2's order.
+
+    Bytes that are no printable characters are spelt by characters from 256 on (openai/gpt-2,
+    src/encoder.py, bytes_to_unicode).
+    """
+    plain = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    others = [byte for byte in range(256) if byte not in plain]
+    spelt = {chr(byte): byte for byte in plain}
+    return spelt | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+def bpe_folder(choice: TokenizerChoice) -> Path:
+    """Return the folder of GPT-2's two files.
+
+    Raises:
+        ShardError: None is named, or they are not in it.
+    """
+    folder = choice.bpe_folder
     if folder is None or not all((folder / name).is_file() for name in BPE_FILES):
         where = "no folder was named" if folder is None else f"{folder} does not have them"
         raise ShardError(
@@ -191,15 +218,11 @@ def _content(file: Path) -> bytes:
 def _merge_ranks(vocab_bpe: str) -> dict[bytes, int]:
     """Return the rank of each token: single bytes in GPT-2's order, then the merges.
 
-    Bytes that are no printable characters are spelt by characters from 256 on (openai/gpt-2,
-    src/encoder.py, bytes_to_unicode). tiktoken's own loader keeps copies of files by their path in
-    the temporary folder and never looks again whether they changed, so it is not used.
+    tiktoken's own loader keeps copies of files by their path in the temporary folder and never
+    looks again whether they changed, so it is not used.
     """
-    plain = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
-    others = [byte for byte in range(256) if byte not in plain]
-    spelt = {chr(byte): byte for byte in plain}
-    spelt |= {chr(256 + number): byte for number, byte in enumerate(others)}
-    ranks = {bytes([byte]): rank for rank, byte in enumerate(plain + others)}
+    spelt = spelt_bytes()
+    ranks = {bytes([byte]): rank for rank, byte in enumerate(spelt.values())}
     for line in vocab_bpe.splitlines()[1:]:
         first, second = line.split()
         merged = bytes(spelt[character] for character in first + second)
@@ -207,7 +230,12 @@ def _merge_ranks(vocab_bpe: str) -> dict[bytes, int]:
     return ranks
 
 
-def _load(file: Path) -> Any:
+def load_file(file: Path) -> Any:
+    """Open a file of the `tokenizers` library.
+
+    Raises:
+        ShardError: It is none.
+    """
     from tokenizers import Tokenizer as LibraryTokenizer
 
     try:
@@ -226,10 +254,10 @@ def _end_of_text_id(ids: dict[str, int], *, wanted: str | None, file: Path) -> i
                 f"{file}: it has no token {wanted!r}. Name one that it has by --end-of-text."
             )
         return ids[wanted]
-    for token in _USUAL_ENDS:
+    for token in USUAL_ENDS:
         if token in ids:
             return ids[token]
     raise ShardError(
-        f"{file}: it has none of the usual end-of-text tokens ({', '.join(_USUAL_ENDS)}). Name the "
+        f"{file}: it has none of the usual end-of-text tokens ({', '.join(USUAL_ENDS)}). Name the "
         "token that separates documents by --end-of-text."
     )

@@ -33,6 +33,8 @@ from refocused.models.gpt import (
     untrained_loss,
 )
 from refocused.monitoring.throughput import Throughput
+from refocused.shards.tokenizer_files import tokenizer_file
+from refocused.shards.tokenizers import GPT2, TokenizerChoice
 from refocused.training.cadence import Cadence
 from refocused.training.data import DataParts, build_data
 from refocused.training.parts import Parts
@@ -229,7 +231,18 @@ def _facts(job: Job, data: DataParts, parameters: int) -> RunFacts:
         parameters=parameters,
         run_yaml=render_run(config),
         model_json=json.dumps(dict(job.loaded.shape.settings), indent=1),
+        tokenizer_json=job.world.first_does(lambda: _tokenizer(job)),
     )
+
+
+def _tokenizer(job: Job) -> bytes | None:
+    """Read the tokenizer that travels in the checkpoints; None where the run names no files."""
+    data = job.loaded.config.data
+    if data.tokenizer == "unknown" or (data.tokenizer == GPT2 and data.bpe_folder is None):
+        return None
+    folder = Path(data.bpe_folder).expanduser() if data.bpe_folder is not None else None
+    choice = TokenizerChoice(data.tokenizer, bpe_folder=folder)
+    return tokenizer_file(choice, vocabulary=job.loaded.shape.vocabulary)
 
 
 def _mirror(job: Job) -> CheckpointMirror | None:

@@ -93,6 +93,14 @@ def test_the_manifest_tells_all_about_the_step_and_every_file_in_it(tmp_path: Pa
     assert json.loads(step.trainer.read_text()) == STATE.as_record()
 
 
+def test_the_tokenizer_travels_in_the_step(tmp_path: Path) -> None:
+    facts = dataclasses.replace(FACTS, tokenizer_json=b"{}")
+    step = read_step(save(tmp_path, facts=facts))
+    assert step.tokenizer.read_bytes() == b"{}"
+    assert step.manifest.files["tokenizer.json"].size == 2
+    assert load(tmp_path, facts=facts)[0] == STATE
+
+
 def test_a_loss_that_is_not_finite_is_saved_and_counts_as_none(tmp_path: Path) -> None:
     save(tmp_path, validation_loss=float("nan"))
     assert read_step(tmp_path / "checkpoint_step_10").manifest.validation_loss is None

@@ -274,3 +274,10 @@ def test_a_rendered_run_reads_back_equal(
     resolved = folder / "run.yaml"
     resolved.write_text(render_run(config), encoding="utf-8")
     assert load_run(resolved).config == config
+
+
+def test_a_folder_of_byte_pairs_needs_the_tokenizer_that_they_are_of(tmp_path: Path) -> None:
+    file = written(tmp_path, SMALL_RUN)
+    assert load_run(file, ["data.bpe_folder=bpe", "data.tokenizer=gpt2"]).config.data.bpe_folder
+    [problem] = problems(file, "data.bpe_folder=bpe", "data.tokenizer=bytes")
+    assert "bpe_folder holds gpt2's files, and tokenizer is bytes" in problem

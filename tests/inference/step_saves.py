@@ -65,6 +65,25 @@ class Save:
         return "-".join([self.family, f"zero{self.stage}", self.dtype, *extras])
 
 
+# fp32, bf16 and fp16 in turns: every stage meets each of them on some number of ranks.
+PLAIN = {
+    ranks: [
+        Save(stage, family, ("fp32", "bf16", "fp16")[(stage + number + turn) % 3])
+        for number, family in enumerate(SHAPES)
+        for stage in (0, 1, 2, 3)
+    ]
+    for turn, ranks in enumerate((1, 2, 4))
+}
+SPECIAL = [
+    Save(2, "gpt_neox", "bf16", offload="cpu"),
+    Save(3, "gpt2", "bf16", offload="cpu"),
+    Save(3, "gpt2", "bf16", sub_group_size=2000),
+    Save(3, "gpt2", "bf16", frozen=True),
+    Save(2, "gpt2", "fp32", frozen=True),
+]
+SAVES = {1: PLAIN[1], 2: [*PLAIN[2], *SPECIAL], 4: PLAIN[4]}
+
+
 def save_steps(folder: Path, saves: list[Save], *, ranks: int) -> None:
     """Save a step for each, in one start of the ranks."""
     wanted = json.dumps([dataclasses.asdict(save) for save in saves])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints.step_samples import flip_byte
-from inference.step_saves import Save, save_steps, step_of, weights_of
+from inference.step_saves import PLAIN, SAVES, SPECIAL, Save, step_of, weights_of
 
 from refocused.checkpoints.step_directory import StepDirectory, read_step
 from refocused.errors import CheckpointError
@@ -20,42 +20,15 @@ from refocused.inference.weights import open_weights
 from refocused.inference.zero_files import ZeroFiles
 
 pytestmark = pytest.mark.slow
-FAMILIES = ("gpt2", "gpt_neox")
-# fp32, bf16 and fp16 in turns: every stage meets each of them on some number of ranks.
-PLAIN = {
-    ranks: [
-        Save(stage, family, ("fp32", "bf16", "fp16")[(stage + number + turn) % 3])
-        for number, family in enumerate(FAMILIES)
-        for stage in (0, 1, 2, 3)
-    ]
-    for turn, ranks in enumerate((1, 2, 4))
-}
-SPECIAL = [
-    Save(2, "gpt_neox", "bf16", offload="cpu"),
-    Save(3, "gpt2", "bf16", offload="cpu"),
-    Save(3, "gpt2", "bf16", sub_group_size=2000),
-    Save(3, "gpt2", "bf16", frozen=True),
-    Save(2, "gpt2", "fp32", frozen=True),
-]
-SAVES = {1: PLAIN[1], 2: [*PLAIN[2], *SPECIAL], 4: PLAIN[4]}
 CASES = [(ranks, save) for ranks, saves in SAVES.items() for save in saves]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    found = {}
-    for ranks, saves in SAVES.items():
-        found[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
-        save_steps(found[ranks], saves, ranks=ranks)
-    return found
 
 
 @pytest.mark.parametrize(
     ("ranks", "save"), CASES, ids=[f"{ranks}-{save.name}" for ranks, save in CASES]
 )
-def test_weights_equal_the_engines(folders: dict[int, Path], ranks: int, save: Save) -> None:
-    found = open_weights(read_step(step_of(folders[ranks], save)))
-    wanted = weights_of(folders[ranks], save)
+def test_weights_equal_the_engines(saved: dict[int, Path], ranks: int, save: Save) -> None:
+    found = open_weights(read_step(step_of(saved[ranks], save)))
+    wanted = weights_of(saved[ranks], save)
     assert list(found.shapes) == list(wanted)
     assert found.ties == (
         {"lm_head.weight": "transformer.wte.weight"} if save.family == "gpt2" else {}
@@ -66,38 +39,38 @@ def test_weights_equal_the_engines(folders: dict[int, Path], ranks: int, save: S
 
 
 def test_small_pieces_make_the_same_tensors(
-    folders: dict[int, Path], monkeypatch: pytest.MonkeyPatch
+    saved: dict[int, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights_module, "PIECE_ELEMENTS", 97)
     monkeypatch.setattr(zero_files, "TOUCHED_BYTES", 20_000)
     save = PLAIN[4][-1]
-    found = open_weights(read_step(step_of(folders[4], save)))
-    for name, weight in weights_of(folders[4], save).items():
+    found = open_weights(read_step(step_of(saved[4], save)))
+    for name, weight in weights_of(saved[4], save).items():
         assert max(len(piece) for piece in found.pieces(name)) <= 97
         assert torch.equal(found.tensor(name), weight)
         assert torch.equal(found.tensor(name, dtype=torch.bfloat16), weight.bfloat16())
 
 
 def test_a_flipped_byte_is_found_before_anything_is_loaded(
-    folders: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = tmp_path / "checkpoint_step_2"
-    shutil.copytree(step_of(folders[2], SPECIAL[0]), copy)
+    shutil.copytree(step_of(saved[2], SPECIAL[0]), copy)
     flip_byte(next(copy.glob("zero/*_rank_1_*")))
     monkeypatch.setattr(zero_files, "load_mapped", lambda path: pytest.fail(str(path)))
     with pytest.raises(CheckpointError, match=r"_rank_1_mp_rank_00_optim_states.pt has CRC-32C"):
         open_weights(read_step(copy))
 
 
-def test_a_rank_that_is_not_in_the_manifest_is_missed(folders: dict[int, Path]) -> None:
-    step = read_step(step_of(folders[2], SPECIAL[0]))
+def test_a_rank_that_is_not_in_the_manifest_is_missed(saved: dict[int, Path]) -> None:
+    step = read_step(step_of(saved[2], SPECIAL[0]))
     files = {name: record for name, record in step.manifest.files.items() if "rank_1" not in name}
     manifest = step.manifest.model_copy(update={"files": files})
     with pytest.raises(CheckpointError, match=r"1 optimizer files .* on 2 ranks writes 2"):
         ZeroFiles(StepDirectory(step.path, manifest))
 
 
-def test_weights_are_read_without_deepspeed(folders: dict[int, Path]) -> None:
+def test_weights_are_read_without_deepspeed(saved: dict[int, Path]) -> None:
     program = """
 import sys
 sys.modules["deepspeed"] = None  # importing it fails
@@ -107,8 +80,8 @@ from refocused.inference.weights import open_weights
 weights = open_weights(read_step(Path(sys.argv[1])))
 print(weights.tensor("transformer.ln_f.bias").norm().item())
 """
-    path = step_of(folders[2], SPECIAL[1])
+    path = step_of(saved[2], SPECIAL[1])
     ended = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    wanted = weights_of(folders[2], SPECIAL[1])["transformer.ln_f.bias"]
+    wanted = weights_of(saved[2], SPECIAL[1])["transformer.ln_f.bias"]
     assert float(ended.stdout) == wanted.norm().item()

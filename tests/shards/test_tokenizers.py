@@ -4,26 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from shards.text_samples import random_texts, tiny_bpe
+from shards.text_samples import random_texts, tiny_bpe, word_file
 
 from refocused.errors import ShardError
 from refocused.shards.tokenizers import TokenizerChoice, open_tokenizer
 
 TEXT = "the cat's 3 hats\n\n  <|endoftext|> Hëllo 漢字 \ud83d".encode("utf-8", "replace").decode()
-
-
-def word_file(path: Path, *, ends: str | None = "<|endoftext|>") -> Path:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {"the": 0, "cat": 1, "[UNK]": 2}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    if ends is not None:
-        tokenizer.add_special_tokens([ends])
-    tokenizer.enable_truncation(2)
-    tokenizer.enable_padding(length=9)
-    tokenizer.save(str(path))
-    return path
 
 
 def refused(choice: TokenizerChoice) -> str:

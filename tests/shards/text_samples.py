@@ -35,6 +35,20 @@ def tiny_bpe(folder: Path) -> Path:
     return folder
 
 
+def word_file(path: Path, *, ends: str | None = "<|endoftext|>") -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"the": 0, "cat": 1, "[UNK]": 2}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if ends is not None:
+        tokenizer.add_special_tokens([ends])
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(path))
+    return path
+
+
 def random_texts(number: int, *, words: int = 40, seed: int = 0) -> list[str]:
     draw = random.Random(seed)
     return [" ".join(draw.choices(WORDS, k=draw.randint(1, words))) or "x" for _ in range(number)]

@@ -1,0 +1,71 @@
+"""The model card of an export: what the model is, and what it was trained on, for how much."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from refocused.inference.model_weights import ModelWeights
+from refocused.inference.safetensors_files import Dtype
+
+
+def model_card(weights: ModelWeights, *, dtype: Dtype, parameters: int) -> str:
+    """Write the README.md of an exported model.
+
+    Args:
+        weights: Of the step.
+        dtype: What the exported weights are rounded to.
+        parameters: Of the exported model.
+    """
+    manifest, config = weights.step.manifest, weights.config
+    trainer = json.loads(weights.step.trainer.read_text())
+    rows = {
+        "run": f"{manifest.run}, step {manifest.step:,}",
+        "saved": manifest.created.isoformat(timespec="seconds"),
+        "architecture": f"{config.model_type}, {parameters:,} parameters, stored as {dtype}",
+        "context": f"trained on {weights.settings['model']['sequence_length']:,} tokens at once",
+        "vocabulary": f"{config.vocab_size:,} ids, {_tokenizer(weights.settings)}",
+        "tokens": f"{manifest.tokens:,} trained on",
+        "data": f"fingerprint {manifest.data_fingerprint}, order {manifest.data_order}",
+        "training loss": _loss(manifest.loss),
+        "validation loss": _loss(manifest.validation_loss),
+        "time": f"{trainer['seconds'] / 3600:,.2f} h of training",
+        "cost": "unknown" if trainer["cost_usd"] is None else f"${trainer['cost_usd']:,.2f}",
+        "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {manifest.run}
+
+A causal language model, pre-trained from scratch; it is not tuned to follow instructions.
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(".")
+tokenizer = AutoTokenizer.from_pretrained(".")
+```
+"""
+
+
+def _tokenizer(settings: Mapping[str, Any]) -> str:
+    return f"tokenizer {settings['data'].get('tokenizer', 'unknown')}"
+
+
+def _loss(loss: float | None) -> str:
+    """Write a loss in nats a token, with its perplexity."""
+    return (
+        "not known"
+        if loss is None
+        else f"{loss:.4f} (perplexity {math.exp(min(loss, 100.0)):,.2f})"
+    )

@@ -1,0 +1,95 @@
+"""A step's weights as transformers' own model has them: without the vocabulary's padding rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from refocused.checkpoints.step_directory import StepDirectory
+from refocused.config.shape import shape_from
+from refocused.errors import CheckpointError
+from refocused.inference.weights import StepWeights, joined, open_weights
+from refocused.models.gpt import transformers_config
+
+
+class ModelWeights:
+    """The tensors of the model that a step is, one tensor or one piece of it at a time.
+
+    Attributes:
+        step: Where they come from.
+        settings: The run file that the step was trained under.
+        config: transformers' configuration of the model; its `vocab_size` is V without padding.
+        padded: The same with the rows that were trained.
+        shapes: The shape of each tensor by transformers' name, in the model's order; tied ones
+            under one name.
+    """
+
+    def __init__(self, weights: StepWeights) -> None:
+        """Fit a step's weights to the model that its `model.json` describes.
+
+        Raises:
+            CheckpointError: They are of another model.
+        """
+        self.step: StepDirectory = weights.step
+        self.weights = weights
+        self.settings: Mapping[str, Any] = yaml.safe_load(self.step.run.read_text())
+        shape = shape_from(json.loads(self.step.model.read_text()), where=str(self.step.model))
+        model = self.settings["model"]
+        rows = shape.padded_vocabulary(model.get("vocabulary_multiple", 128))
+        dropout = model.get("dropout", 0.0)
+        self.config, self.padded = (
+            transformers_config(shape.settings, vocabulary=vocabulary, dropout=dropout)
+            for vocabulary in (shape.vocabulary, rows)
+        )
+        self._check(_shapes(self.padded))
+        wanted = _shapes(self.config)
+        self.shapes = {name: wanted[name] for name in weights.shapes}
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """Yield a tensor's elements in order, as `StepWeights.pieces` does."""
+        elements = torch.Size(self.shapes[name]).numel()
+        return self.weights.pieces(name, elements=elements)
+
+    def tensor(self, name: str, *, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return one whole tensor, rounded to `dtype`."""
+        return joined(self.pieces(name), self.shapes[name], dtype=dtype)
+
+    def _check(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
+        found = dict(self.weights.shapes)
+        found |= {other: found[name] for other, name in self.weights.ties.items()}
+        odd = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
+        if odd:
+            first = odd[0]
+            raise CheckpointError(
+                f"{self.step.path} holds another model than its model.json describes: {first} is "
+                f"{found.get(first, 'missing')}, not {wanted.get(first, 'there')} ({len(odd)} such "
+                "tensors). Use the version of refocused that wrote the checkpoint."
+            )
+
+
+def open_model_weights(step: StepDirectory) -> ModelWeights:
+    """Verify every byte of a step, and find its model's weights.
+
+    Raises:
+        CheckpointError: A file of it is damaged or missing, or is not as it should be.
+    """
+    return ModelWeights(open_weights(step))
+
+
+def network_class(config: Any) -> Any:
+    """Return transformers' class of a causal language model."""
+    import transformers
+
+    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a model, which takes no memory for that."""
+    with torch.device("meta"):
+        network = network_class(config)(config)
+    return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
