@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 
 from refocused.bucket.checksum import crc32c_of
 from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest
-from refocused.checkpoints.remote_steps import COMMITTED, Marker, RemoteSteps, is_copy
-from refocused.checkpoints.step_directory import StepDirectory
+from refocused.checkpoints.remote_steps import (
+    COMMITTED,
+    SUPERSEDED,
+    Marker,
+    RemoteSteps,
+    is_copy,
+)
+from refocused.checkpoints.step_directory import StepDirectory, in_use
 from refocused.checkpoints.verify import describe, verify
 from refocused.errors import BucketError, CheckpointError
 
@@ -46,32 +53,71 @@ class StepCopier:
         """Copy a step unless the bucket holds it; return False when told to stop before the end.
 
         The manifest goes first: it says to which save the other objects belong, so that an
-        interrupted copy can be continued. The marker goes last, after a fresh listing agreed.
+        interrupted copy can be continued. The marker goes last, after a fresh listing agreed, and
+        only if the step is still the run's: one that training leaves behind is renamed first and
+        looked for in the bucket then, so it is either not marked here or marked as left behind.
 
         Raises:
-            CheckpointError: The step is damaged here, or the bucket holds another step of its
-                name that may not be replaced.
+            CheckpointError: The step is damaged or removed here, or left behind by a run elsewhere,
+                or the bucket holds another step of its name that may not be replaced.
             BucketError: The bucket cannot be read or written.
         """
-        name, manifest, marker = step.path.name, step.manifest, marker_of(step)
-        there = self.remote.marker(name)
-        if there == marker:
-            self.remote.reinstate(name)
+        with _held(step):
+            name, marker = step.path.name, marker_of(step)
+            there = self.remote.marker(name)
+            if there == marker:
+                self._reinstate(step)
+                return True
+            if there is not None:
+                self._refuse_unless_superseded(step)
+            self._start(step, continuing=there is None)
+            if not self._send_missing(step):
+                return False
+            self._require_whole(name, step.manifest)
+            if not step.path.exists():
+                raise _removed(step)
+            self.remote.commit(name, marker)
             return True
-        if there is not None:
-            self._refuse_unless_superseded(step)
-        self._start(step, continuing=there is None)
-        if not self._send_missing(step):
-            return False
-        self._require_whole(name, manifest)
-        self.remote.commit(name, marker)
-        return True
 
-    def repair(self, step: StepDirectory) -> bool:
-        """Copy what was lost of a copy after it was marked; otherwise as `copy`."""
-        if self.remote.marker(step.path.name) == marker_of(step):
-            self.remote.unmark(step.path.name)
+    def repair(self, step: StepDirectory, damaged: Collection[str]) -> bool:
+        """Copy again what was damaged of a copy, marked or not; otherwise as `copy`.
+
+        Args:
+            step: The whole step here.
+            damaged: Files of the copy that are not what they should be, as `verify_remote` says;
+                a listing alone cannot tell that in every store.
+
+        Raises:
+            CheckpointError: As `copy`.
+            BucketError: The bucket cannot be read or written.
+        """
+        name = step.path.name
+        if self._is_ours(step):
+            self.remote.unmark(name)
+            for file in set(damaged) & {*step.manifest.files, MANIFEST}:
+                self.remote.bucket.delete(self.remote.object_name(name, file))
+            content = (step.path / MANIFEST).read_bytes()
+            self.remote.bucket.write(
+                self.remote.object_name(name, MANIFEST), content, overwrite=True
+            )
         return self.copy(step)
+
+    def _is_ours(self, step: StepDirectory) -> bool:
+        """Whether the objects are of this very save; marker and manifest may both be damaged."""
+        name = step.path.name
+        with contextlib.suppress(CheckpointError):
+            if (there := self.remote.marker(name)) is not None:
+                return there == marker_of(step)
+        with contextlib.suppress(CheckpointError):
+            objects = self.remote.objects(name)
+            return MANIFEST in objects and self.remote.manifest(name) == step.manifest
+        return False
+
+    def _reinstate(self, step: StepDirectory) -> None:
+        """Take a step back that was left behind, unless that happens just now."""
+        self.remote.reinstate(step.path.name)
+        if not step.path.exists():
+            self.remote.supersede(step.path.name)
 
     def _refuse_unless_superseded(self, step: StepDirectory) -> None:
         """A run that went back and saved a step again replaces its own copy, nobody else's."""
@@ -91,6 +137,8 @@ class StepCopier:
         objects = self.remote.objects(name)
         address = self.remote.object_name(name, MANIFEST)
         if continuing and MANIFEST in objects and self.remote.bucket.read(address) == content:
+            if SUPERSEDED in objects:
+                self._reinstate(step)
             return
         if objects:
             self.remote.retract(name)
@@ -134,7 +182,9 @@ class StepCopier:
         if self.stopping():
             return False
         problems = verify(step, deep=True, files=[file])
-        if problems and step.path.exists():
+        if problems and not step.path.exists():
+            raise _removed(step)
+        if problems:
             raise CheckpointError(
                 f"{step.path} is damaged: {describe(problems)}. It is not copied to the bucket; "
                 "remove it, or look at the disk."
@@ -151,6 +201,11 @@ class StepCopier:
             for file, record in manifest.files.items()
             if file not in objects or not is_copy(objects[file], record)
         )
+        if SUPERSEDED in objects:
+            raise CheckpointError(
+                f"{self.remote.url}/{name} was marked {SUPERSEDED} while it was copied: the run "
+                "goes on from an earlier step somewhere else. It is not committed."
+            )
         foreign = sorted(set(objects) - expected - {COMMITTED})
         for file in foreign:
             self.remote.bucket.delete(objects[file].name)
@@ -161,3 +216,19 @@ class StepCopier:
                 f"({max(len(wrong), 1)} such objects). Something else writes to this prefix; "
                 "it is sent again."
             )
+
+
+@contextlib.contextmanager
+def _held(step: StepDirectory) -> Iterator[None]:
+    """Keep retention from removing a step while it is copied."""
+    try:
+        with in_use(step.path):
+            yield
+    except FileNotFoundError:
+        raise _removed(step) from None
+
+
+def _removed(step: StepDirectory) -> CheckpointError:
+    return CheckpointError(
+        f"{step.path} was removed while it was copied; the copy is not committed."
+    )

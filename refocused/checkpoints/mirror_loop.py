@@ -13,12 +13,14 @@ from types import FrameType
 from refocused.bucket.google_faults import RefusedRequestError
 from refocused.bucket.open import open_bucket
 from refocused.checkpoints.atomic import FileLock, write_json_atomic
-from refocused.checkpoints.manifest import MANIFEST
+from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest
 from refocused.checkpoints.mirror_copy import StepCopier
-from refocused.checkpoints.mirror_status import MirrorSettings, MirrorStatus
+from refocused.checkpoints.mirror_queue import CopyOrder, copy_order
+from refocused.checkpoints.mirror_status import BLOCKED, MirrorSettings, MirrorStatus
 from refocused.checkpoints.process_identity import this_process
-from refocused.checkpoints.remote_steps import RemoteSteps
-from refocused.checkpoints.step_directory import parse_name, read_step, step_paths
+from refocused.checkpoints.remote_retention import RemoteRetention, kept_steps
+from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED, RemoteSteps
+from refocused.checkpoints.step_directory import name_of, parse_name, read_step, step_paths
 from refocused.errors import BucketError, CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -67,8 +69,12 @@ class MirrorLoop:
         self._files = settings.files
         self._stopping = False  # a plain flag: an Event's lock is not safe in a signal handler
         self._settled: dict[str, _Settled] = {}
+        self._manifests: dict[str, tuple[tuple[int, int], CheckpointManifest | None]] = {}
+        self._unwanted: frozenset[int] = frozenset()
+        self._copying: int | None = None
+        self._newest_there: int | None = None
         self._failures = 0
-        self._introduced = False
+        self._acquainted = False
         self._draining = False
         self._status = MirrorStatus(
             bucket=settings.bucket, prefix=settings.prefix, process=this_process(), heartbeat=0.0
@@ -81,9 +87,14 @@ class MirrorLoop:
         self._remote = RemoteSteps(bucket, settings.prefix)
         self._copier = StepCopier(
             self._remote,
-            stopping=lambda: self._stopping,
+            stopping=self._must_stop_copying,
             report=self._report,
             threads=settings.threads,
+        )
+        self._retention = (
+            RemoteRetention(self._remote, keep=settings.keep_remote)
+            if settings.keep_remote is not None
+            else None
         )
 
     def run(self) -> None:
@@ -97,8 +108,11 @@ class MirrorLoop:
                 return
         while not self._stopping:
             self._observe_requests()
-            if waiting := self._waiting():
-                self._attempt(waiting[0])
+            order = self._order()
+            if order.wanted:
+                self._attempt(order.wanted[0])
+            elif order.skipped and not self._draining:
+                self._attempt(order.skipped[0])
             elif self._draining:
                 self._tell(drained=self._token())
                 return
@@ -114,20 +128,66 @@ class MirrorLoop:
             limit = max(self._settings.drain_seconds, 0.001) if draining else 0.0
             signal.setitimer(signal.ITIMER_REAL, limit)
 
-    def _attempt(self, path: Path | None) -> None:
+    def _attempt(self, step: int | None) -> None:
         """Copy one step, or just see that the bucket can be written; wait when that fails."""
+        self._copying = step
         self._tell()
         try:
-            if not self._introduced:
-                self._remote.introduce()
-                self._introduced = True
-            if path is not None:
-                self._copy(path)
+            if not self._acquainted:
+                self._make_acquaintance()
+            elif step is not None:
+                self._copy(self._files.checkpoints / name_of(step))
         except (BucketError, OSError) as error:
+            self._copying = None
             self._wait_after(error)
         else:
+            self._copying = None
             self._failures = 0
             self._tell(last_error=None, done_bytes=0, total_bytes=0)
+
+    def _make_acquaintance(self) -> None:
+        """See that the bucket can be written, and what it has."""
+        self._remote.introduce()
+        there = [
+            step
+            for step, objects in self._remote.scan().items()
+            if COMMITTED in objects and SUPERSEDED not in objects
+        ]
+        self._point_to(max(there, default=None))
+        self._thin_out()
+        self._acquainted = True
+
+    def _point_to(self, step: int | None) -> None:
+        """Name the newest step in the bucket; it is a hint, so a failure is only noted."""
+        if step is None or (self._newest_there is not None and step <= self._newest_there):
+            return
+        self._newest_there = step
+        try:
+            self._remote.point_to(name_of(step))
+        except BucketError as error:
+            logger.warning("the pointer to the newest step is not written: %s", error)
+
+    def _thin_out(self) -> None:
+        """Remove old steps from the bucket, and find out which local ones it need not get."""
+        if self._retention is None:
+            return
+        order = self._order()
+        removed = self._retention.thin_out(in_use={*order.wanted, *order.skipped})
+        for step in removed:
+            logger.info("%s is removed from the bucket", name_of(step))
+            self._settled.pop(name_of(step), None)
+        lacking = {
+            step: manifest
+            for step in (*order.wanted, *order.skipped, *removed)
+            if (manifest := self._manifest(self._files.checkpoints / name_of(step))) is not None
+        }
+        self._unwanted |= self._retention.unwanted(lacking)
+
+    def _must_stop_copying(self) -> bool:
+        """Whether to stop before the next object: at the end, and when a newer step waits."""
+        order = self._order()
+        put_back = self._copying in order.skipped and (self._draining or bool(order.wanted))
+        return self._stopping or put_back
 
     def _copy(self, path: Path) -> None:
         signature = _signature(path)
@@ -136,6 +196,8 @@ class MirrorLoop:
             if signature is not None and self._copier.copy(read_step(path)):
                 logger.info("%s is mirrored, %.1f s", path.name, time.monotonic() - started)
                 self._settled[path.name] = _Settled(signature, None)
+                self._point_to(_step(path))
+                self._thin_out()
         except (CheckpointError, BucketError, OSError) as error:
             if _signature(path) is None:
                 return  # retention removed the step meanwhile
@@ -149,12 +211,12 @@ class MirrorLoop:
         refused = is_refusal(error)
         longest = self._settings.longest_wait_seconds
         wait = wait_seconds(self._failures, refused=refused, longest=longest)
-        text = f"blocked: {error}" if refused else str(error)
+        text = f"{BLOCKED}{error}" if refused else str(error)
         logger.warning("%s; next attempt in %.0f s", text, wait)
         until = time.monotonic() + wait
         while (left := until - time.monotonic()) > 0 and not self._stopping:
             self._observe_requests()
-            if self._draining and not self._waiting():
+            if self._draining and not self._order().wanted:
                 return  # a bucket that is down keeps nobody waiting when there is nothing to send
             self._tell(last_error=text)
             time.sleep(min(self._settings.scan_seconds, left))
@@ -163,13 +225,35 @@ class MirrorLoop:
         self._observe_requests()
         self._tell(done_bytes=done_bytes, total_bytes=total_bytes)
 
-    def _waiting(self) -> list[Path]:
-        """Committed steps that are neither mirrored nor hopeless, oldest first."""
-        return [
-            path
+    def _order(self) -> CopyOrder:
+        """The committed steps that are neither mirrored nor hopeless nor unwanted."""
+        paths = {
+            _step(path): path
             for path in step_paths(self._files.checkpoints)
-            if _signature(path) is not None and self._verdict(path) is None
-        ]
+            if _signature(path) is not None
+        }
+        manifests = {step: self._manifest(path) for step, path in paths.items()}
+        known = kept_steps(manifests, whole=set(manifests), in_use=())
+        return copy_order(
+            [
+                step
+                for step in known
+                if self._verdict(paths[step.step]) is None and step.step not in self._unwanted
+            ]
+        )
+
+    def _manifest(self, path: Path) -> CheckpointManifest | None:
+        """Return a step's manifest, read once; None: it cannot be used, or the step is gone."""
+        signature, known = _signature(path), self._manifests.get(path.name)
+        if signature is None:
+            return None
+        if known is None or known[0] != signature:
+            try:
+                known = signature, read_step(path).manifest
+            except CheckpointError:
+                known = signature, None
+            self._manifests[path.name] = known
+        return known[1]
 
     def _verdict(self, path: Path) -> _Settled | None:
         """What is settled about a step; None once its manifest is another file."""
@@ -182,7 +266,11 @@ class MirrorLoop:
         steps = {_step(path): settled for path, settled in known.items() if settled is not None}
         changes["mirrored"] = tuple(step for step, was in steps.items() if was.failure is None)
         changes["failed"] = {step: was.failure for step, was in steps.items() if was.failure}
-        changes["waiting"] = tuple(_step(path) for path in self._waiting())
+        order = self._order()
+        first = [step for step in order.wanted if step == self._copying]
+        others = [step for step in order.wanted if step != self._copying]
+        changes["waiting"], changes["skipped"] = (*first, *others), order.skipped
+        changes["unwanted"] = tuple(sorted(self._unwanted))
         status = self._status.model_copy(update=changes)
         now = time.time()
         fresh = self._files.status.exists() and now - status.heartbeat < HEARTBEAT_SECONDS

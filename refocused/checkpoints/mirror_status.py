@@ -9,6 +9,8 @@ import pydantic
 
 from refocused.checkpoints.process_identity import ProcessIdentity
 
+BLOCKED = "blocked: "
+
 
 class MirrorSettings(pydantic.BaseModel):
     """Everything the background process needs to know.
@@ -26,6 +28,7 @@ class MirrorSettings(pydantic.BaseModel):
         longest_wait_seconds: Longest wait between two attempts when the bucket is down, and every
             wait when it refuses us.
         threads: Uploads at once.
+        keep_remote: Newest rolling steps that stay in the bucket; None: all stay.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
@@ -40,6 +43,7 @@ class MirrorSettings(pydantic.BaseModel):
     scan_seconds: float = 1.0
     longest_wait_seconds: float = 60.0
     threads: int = 4
+    keep_remote: int | None = None
 
     @pydantic.field_validator("run", "credentials_file")
     @classmethod
@@ -106,14 +110,14 @@ class MirrorStatus(pydantic.BaseModel):
         process: The mirror itself.
         heartbeat: Unix time of this status, in seconds.
         mirrored: Local steps that the bucket holds whole, with their marker.
-        waiting: Committed local steps that it does not hold yet, oldest first; the first is the
-            one being copied.
+        waiting: Committed local steps that it does not hold yet, in the order in which they are
+            copied; the first is the one being copied.
         skipped: Older ones of those that it does not hold, rolling saves that wait until nothing
             newer does; at the end nobody waits for them.
         unwanted: Local steps that `keep_remote` would remove at once.
         failed: Steps that cannot be copied, with the reason: damaged here, or another step of
             that name there.
-        done_bytes: Bytes of the first waiting step that the bucket holds.
+        done_bytes: Bytes of the step being copied that the bucket holds.
         total_bytes: Bytes of that step.
         last_error: Why the last attempt failed (`blocked: ...` when trying again cannot help by
             itself); None once an attempt succeeds.
@@ -140,3 +144,23 @@ class MirrorStatus(pydantic.BaseModel):
     def alive(self) -> bool:
         """Whether the mirror that wrote this still runs."""
         return self.process.alive
+
+    @property
+    def blocked(self) -> bool:
+        """Whether trying again cannot help by itself: no permission, no such bucket."""
+        return (self.last_error or "").startswith(BLOCKED)
+
+    def progress(self, saved: int) -> str:
+        """Say up to which step the bucket has the run, and what is left.
+
+        Args:
+            saved: The newest local step, which this status may not know of yet.
+        """
+        newest = max(self.mirrored, default=None)
+        known = {*self.mirrored, *self.unwanted, *self.failed}
+        behind = len({*self.waiting, *self.skipped, saved} - known)
+        text = "nothing mirrored yet" if newest is None else f"mirrored up to step {newest:,}"
+        parts = [text, f"{behind} behind"] if behind else [text]
+        if self.failed:
+            parts.append(f"{len(self.failed)} cannot be copied")
+        return ", ".join([*parts, f"last error: {self.last_error}"] if self.last_error else parts)

@@ -19,10 +19,13 @@ from refocused.errors import CheckpointError
 
 COMMITTED = "COMMITTED"
 SUPERSEDED = "SUPERSEDED"
+POINTER = "latest/pointer.json"
 _ABOUT = b"""Checkpoints of one training run, copied here by refocused.
 A folder checkpoint_step_N without an object COMMITTED is incomplete: nothing reads it.
 One with an object SUPERSEDED was left behind when training went on from an earlier step: remove
 that object to use it again.
+latest/pointer.json names the newest step that was copied. It is a hint and comes last in a listing:
+--resume gs://.../latest/ looks for the newest whole step by itself.
 """
 
 
@@ -121,6 +124,15 @@ class RemoteSteps:
         """Write the marker: from now on the step exists."""
         content = json.dumps(marker.model_dump()).encode()
         self.bucket.write(self.object_name(name, COMMITTED), content)
+
+    def point_to(self, name: str) -> None:
+        """Name a step as the newest, for those who look for it with a listing; only a hint.
+
+        The prefix `latest/` is the last of a listing, where `checkpoint_step_9500` comes behind
+        `checkpoint_step_10000`.
+        """
+        content = json.dumps({"name": name, "step": parse_name(name)}).encode()
+        self.bucket.write(f"{self._below}{POINTER}", content, overwrite=True)
 
     def unmark(self, name: str) -> None:
         """Take the marker away: nothing reads the step until it is committed again."""

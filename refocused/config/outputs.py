@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import pydantic
 
 from refocused.config.section import Count, CountOrZero, NotNegative, Positive, Section
+
+
+def _all_or_number(value: object) -> Literal["all"] | int:
+    if value == "all":
+        return "all"
+    try:
+        return _TWO_OR_MORE.validate_python(value)
+    except pydantic.ValidationError:
+        raise ValueError("`all`, or a whole number from 2, is wanted") from None
+
+
+_TWO_OR_MORE: pydantic.TypeAdapter[int] = pydantic.TypeAdapter(
+    Annotated[Count, pydantic.Field(ge=2)]
+)
+AllOrNumber = Annotated[Literal["all"] | int, pydantic.PlainValidator(_all_or_number)]
 
 
 class CheckpointConfig(Section):
@@ -17,6 +34,7 @@ class CheckpointConfig(Section):
         keep_epochs: Save at the end of every epoch of the data too, and keep those steps.
         mirror: `gs://bucket/prefix` or a folder that gets a copy of every step directory; None: no
             copy.
+        keep_remote: As `keep`, in the mirror; `all`: nothing is removed there.
         drain_minutes: Longest wait at the end for the mirror to finish its queue; the other ranks
             wait too, and give up after two hours.
         max_failed_saves: Failed saves in a row that stop the run.
@@ -26,6 +44,7 @@ class CheckpointConfig(Section):
     keep: Count = pydantic.Field(default=5, ge=2)
     keep_epochs: bool = False
     mirror: str | None = None
+    keep_remote: AllOrNumber = "all"
     drain_minutes: NotNegative = pydantic.Field(default=30.0, le=100)
     max_failed_saves: Count = 3
 

@@ -259,6 +259,7 @@ def _mirror(job: Job) -> CheckpointMirror | None:
             credentials_file=job.request.credentials_file,
             project=job.request.project,
             drain_seconds=checkpoint.drain_minutes * 60,
+            keep_remote=None if checkpoint.keep_remote == "all" else checkpoint.keep_remote,
         )
     )
 

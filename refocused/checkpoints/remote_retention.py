@@ -1,0 +1,116 @@
+"""Removing old steps from a bucket: what retention has to know of them, and doing what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from refocused.bucket.bucket import BlobInfo
+from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest
+from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED, RemoteSteps, is_copy
+from refocused.checkpoints.retention import KeptStep, best_of, to_remove
+from refocused.checkpoints.step_directory import name_of
+from refocused.checkpoints.tiers import Tier
+from refocused.errors import CheckpointError
+
+
+class RemoteRetention:
+    """The steps of one run in a bucket, of which the newest few stay.
+
+    Steps that are marked as left behind are neither counted nor removed: they are a person's.
+    """
+
+    def __init__(self, remote: RemoteSteps, *, keep: int) -> None:
+        """Keep the newest `keep` rolling steps below a prefix, and what retention never removes."""
+        self._remote = remote
+        self._keep = keep
+        self._manifests: dict[int, tuple[BlobInfo, CheckpointManifest | None]] = {}
+
+    def steps(self, *, in_use: Collection[int] = ()) -> list[KeptStep]:
+        """List the steps; manifests that were read once are not read again.
+
+        Args:
+            in_use: Steps that are being copied, or are about to be.
+
+        Raises:
+            BucketError: The bucket cannot be read.
+        """
+        manifests, whole = {}, set()
+        for step, objects in self._remote.scan().items():
+            if SUPERSEDED in objects:
+                continue
+            manifest = manifests[step] = self._manifest(step, objects)
+            if manifest is not None and COMMITTED in objects and _has_all(objects, manifest):
+                whole.add(step)
+        return kept_steps(manifests, whole=whole, in_use=in_use)
+
+    def thin_out(self, *, in_use: Collection[int] = ()) -> list[int]:
+        """Remove what is not kept, each step's marker first; return the steps that went.
+
+        Raises:
+            BucketError: The bucket cannot be read or written; what is half removed is unmarked.
+        """
+        doomed = to_remove(self.steps(in_use=in_use), keep=self._keep)
+        for step in doomed:
+            self._remote.retract(name_of(step))
+        return doomed
+
+    def unwanted(self, lacking: Mapping[int, CheckpointManifest]) -> set[int]:
+        """Return those of the local steps that would be removed as soon as they were copied.
+
+        Args:
+            lacking: The local steps that the bucket does not hold.
+
+        Raises:
+            BucketError: The bucket cannot be read.
+        """
+        there = {step.step for step in self.steps() if step.verified}
+        manifests = {step: self._manifests[step][1] for step in there} | dict(lacking)
+        together = kept_steps(manifests, whole=set(manifests), in_use=())
+        return set(to_remove(together, keep=self._keep)) & set(lacking)
+
+    def _manifest(self, step: int, objects: Mapping[str, BlobInfo]) -> CheckpointManifest | None:
+        """Return a step's manifest; None: it has none, or one that cannot be used."""
+        blob = objects.get(MANIFEST)
+        if blob is None:
+            return None
+        known = self._manifests.get(step)
+        if known is None or known[0] != blob:
+            try:
+                known = blob, self._remote.manifest(name_of(step))
+            except CheckpointError:
+                known = blob, None
+            self._manifests[step] = known
+        return known[1]
+
+
+def kept_steps(
+    manifests: Mapping[int, CheckpointManifest | None],
+    *,
+    whole: Collection[int],
+    in_use: Collection[int],
+) -> list[KeptStep]:
+    """Say of each step what retention has to know; the best is that of the whole ones."""
+    best = best_of(
+        {
+            step: found.validation_loss
+            for step, found in manifests.items()
+            if found and step in whole
+        }
+    )
+    return [
+        KeptStep(
+            step=step,
+            verified=step in whole,
+            tiers=frozenset(found.tiers if found else {Tier.ROLLING}),
+            best=step == best,
+            in_use=step in in_use,
+        )
+        for step, found in manifests.items()
+    ]
+
+
+def _has_all(objects: Mapping[str, BlobInfo], manifest: CheckpointManifest) -> bool:
+    return all(
+        file in objects and is_copy(objects[file], record)
+        for file, record in manifest.files.items()
+    )
