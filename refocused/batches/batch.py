@@ -116,9 +116,7 @@ class BatchReader:
         if self._document_id is not None:
             labels[labels == self._document_id] = IGNORED_LABEL
             counted_labels = int(np.count_nonzero(labels != IGNORED_LABEL))
-        return Batch(
-            both[0], both[1], shards, windows, self._names, counted_labels=counted_labels
-        )
+        return Batch(both[0], both[1], shards, windows, self._names, counted_labels=counted_labels)
 
     def has_open(self, shards: NDArray[np.int64]) -> bool:
         """Whether windows of these shards (any shape) are read without waiting."""

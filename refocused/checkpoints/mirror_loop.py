@@ -72,6 +72,7 @@ class MirrorLoop:
         self._manifests: dict[str, tuple[tuple[int, int], CheckpointManifest | None]] = {}
         self._unwanted: frozenset[int] = frozenset()
         self._copying: int | None = None
+        self._filling_in = False
         self._newest_there: int | None = None
         self._failures = 0
         self._acquainted = False
@@ -112,7 +113,9 @@ class MirrorLoop:
             if order.wanted:
                 self._attempt(order.wanted[0])
             elif order.skipped and not self._draining:
+                self._filling_in = True
                 self._attempt(order.skipped[0])
+                self._filling_in = False
             elif self._draining:
                 self._tell(drained=self._token())
                 return
@@ -184,10 +187,10 @@ class MirrorLoop:
         self._unwanted |= self._retention.unwanted(lacking)
 
     def _must_stop_copying(self) -> bool:
-        """Whether to stop before the next object: at the end, and when a newer step waits."""
-        order = self._order()
-        put_back = self._copying in order.skipped and (self._draining or bool(order.wanted))
-        return self._stopping or put_back
+        """Whether to stop before the next object: at once, or where a step fills in a pause."""
+        if self._stopping or not self._filling_in:
+            return self._stopping
+        return self._draining or bool(self._order().wanted)
 
     def _copy(self, path: Path) -> None:
         signature = _signature(path)
@@ -234,12 +237,15 @@ class MirrorLoop:
         }
         manifests = {step: self._manifest(path) for step, path in paths.items()}
         known = kept_steps(manifests, whole=set(manifests), in_use=())
+        verdicts = {step: self._verdict(path) for step, path in paths.items()}
         return copy_order(
             [
                 step
                 for step in known
-                if self._verdict(paths[step.step]) is None and step.step not in self._unwanted
-            ]
+                if verdicts[step.step] is None and step.step not in self._unwanted
+            ],
+            there=[step for step, was in verdicts.items() if was and was.failure is None],
+            copying=None if self._filling_in else self._copying,
         )
 
     def _manifest(self, path: Path) -> CheckpointManifest | None:
@@ -267,9 +273,7 @@ class MirrorLoop:
         changes["mirrored"] = tuple(step for step, was in steps.items() if was.failure is None)
         changes["failed"] = {step: was.failure for step, was in steps.items() if was.failure}
         order = self._order()
-        first = [step for step in order.wanted if step == self._copying]
-        others = [step for step in order.wanted if step != self._copying]
-        changes["waiting"], changes["skipped"] = (*first, *others), order.skipped
+        changes["waiting"], changes["skipped"] = order.wanted, order.skipped
         changes["unwanted"] = tuple(sorted(self._unwanted))
         status = self._status.model_copy(update=changes)
         now = time.time()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from refocused.checkpoints.retention import KeptStep
 from refocused.checkpoints.tiers import Tier
@@ -25,19 +25,27 @@ class CopyOrder:
     skipped: tuple[int, ...]
 
 
-def copy_order(lacking: Sequence[KeptStep]) -> CopyOrder:
-    """Put the newest first, since a resume needs it; with more than two behind, skip old ones.
+def copy_order(
+    lacking: Sequence[KeptStep], *, there: Collection[int] = (), copying: int | None = None
+) -> CopyOrder:
+    """Put the newest first, since a resume needs it, and skip what two newer ones replace.
 
     Args:
         lacking: The local steps that the bucket does not hold, in any order.
+        there: The local steps that it holds.
+        copying: The step that is being copied, which is finished: otherwise a mirror that is slower
+            than the saves would never finish one.
     """
     newest_first = sorted(lacking, key=lambda step: -step.step)
+    newest = sorted({*there, *(step.step for step in lacking)}, reverse=True)[:MOST_BEHIND]
     skipped = {
         step.step
-        for step in newest_first[MOST_BEHIND:]
-        if not (step.best or step.tiers & {Tier.EPOCH, Tier.FINAL})
+        for step in newest_first
+        if step.step not in (*newest, copying)
+        and not (step.best or step.tiers & {Tier.EPOCH, Tier.FINAL})
     }
+    first = [step.step for step in newest_first if step.step == copying]
     return CopyOrder(
-        wanted=tuple(step.step for step in newest_first if step.step not in skipped),
+        wanted=(*first, *(s.step for s in newest_first if s.step not in {*skipped, copying})),
         skipped=tuple(step.step for step in newest_first if step.step in skipped),
     )

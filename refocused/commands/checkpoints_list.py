@@ -83,6 +83,7 @@ def _print_json(run: Path, catalog: Catalog, entries: Sequence[CatalogEntry], us
         "bucket": catalog.remote.url if catalog.remote else None,
         "steps": [as_record(entry) for entry in entries],
         "disk_bytes": dataclasses.asdict(use),
+        "bucket_bytes": sum(entry.bucket_bytes for entry in entries) if catalog.remote else None,
     }
     print(json.dumps(content, indent=1))
 
@@ -100,7 +101,8 @@ def _print_table(catalog: Catalog, entries: Sequence[CatalogEntry], use: DiskUse
     left = f", {size_text(use.leftovers)} in interrupted or running saves" if use.leftovers else ""
     print(f"disk     {size_text(use.steps)} in steps{left}, {size_text(use.free)} free")
     if catalog.remote is not None:
-        print(f"bucket   {catalog.remote.url}")
+        there = sum(entry.bucket_bytes for entry in entries)
+        print(f"bucket   {size_text(there)} in {catalog.remote.url}")
 
 
 def _row(entry: CatalogEntry, *, now: float) -> tuple[str, ...]:

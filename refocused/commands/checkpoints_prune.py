@@ -1,4 +1,4 @@
-"""`checkpoints prune`: removes old steps from the disk, as training does with `checkpoint.keep`."""
+"""`checkpoints prune`: removes old steps from the disk or the bucket, as training itself does."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser
 from refocused.commands.quantities import count, size_text
-from refocused.commands.run_catalog import add_run_options, catalog_of, find_run
-from refocused.errors import ConfigError, ExitCode
+from refocused.commands.run_catalog import add_run_options, catalog_of, find_run, run_of
+from refocused.errors import BucketError, ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from refocused.checkpoints.catalog import Catalog, CatalogEntry
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(slots=True)
 class PruneResult:
-    """What became of the local steps.
+    """What became of the steps.
 
     Attributes:
         removed: Steps that went, or would go.
@@ -46,40 +47,104 @@ def add_prune_arguments(parser: Parser) -> None:
         type=count,
         required=True,
         metavar="N",
-        help="newest whole steps that stay, at least 2; also the best, and what the mirror lacks",
+        help="newest rolling steps that stay, and 2 steps at least; the best, the ends of epochs "
+        "and of the run, and what the mirror lacks stay too",
     )
+    add("--remote", action="store_true", help="remove from the bucket, not from the disk")
     add("--yes", action="store_true", help="do not ask")
     add("--dry-run", action="store_true", help="remove nothing, say what would go")
     add_run_options(parser)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrunedPlace:
+    """The disk or the bucket.
+
+    Attributes:
+        where: For people.
+        steps: What retention has to know of each step there.
+        sizes: Bytes of each step there.
+        remove: Removes one; raises OSError or BucketError.
+    """
+
+    where: str
+    steps: list[KeptStep]
+    sizes: Mapping[int, int]
+    remove: Callable[[int], None]
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
     """Remove what retention does not keep; the exit code says whether all of it went."""
     from refocused.checkpoints.retention import to_remove
 
-    catalog = catalog_of(find_run(arguments.run), arguments)
-    entries = {entry.step: entry for entry in catalog.entries() if entry.local != "-"}
-    steps = [_kept_step(catalog, entry) for entry in entries.values()]
-    doomed = to_remove(steps, keep=arguments.keep)
-    free_of_mirror = [dataclasses.replace(step, mirrored=None) for step in steps]
+    place = _bucket(arguments) if arguments.remote else _disk(arguments)
+    doomed = to_remove(place.steps, keep=arguments.keep)
+    free_of_mirror = [dataclasses.replace(step, mirrored=None) for step in place.steps]
     result = PruneResult(
         removed=doomed,
-        kept=sorted(set(entries) - set(doomed)),
+        kept=sorted({step.step for step in place.steps} - set(doomed)),
         unmirrored=sorted(set(to_remove(free_of_mirror, keep=arguments.keep)) - set(doomed)),
         failed={},
-        bytes=sum(entries[step].size or 0 for step in doomed),
+        bytes=sum(place.sizes[step] for step in doomed),
     )
     if doomed and not arguments.dry_run:
-        if not (arguments.yes or _agreed(result)):
+        if not (arguments.yes or _agreed(result, place.where)):
             print("Nothing was removed.", file=sys.stderr)
             return ExitCode.FAILED
-        _remove(catalog, [entries[step] for step in doomed], result)
+        _remove(place, result)
     if arguments.json:
-        content = dataclasses.asdict(result) | {"dry_run": arguments.dry_run}
+        content = dataclasses.asdict(result) | {"dry_run": arguments.dry_run, "where": place.where}
         print(json.dumps(content, indent=1))
     else:
-        _print(result, dry_run=arguments.dry_run)
+        _print(result, place.where, dry_run=arguments.dry_run)
     return ExitCode.FAILED if result.failed else ExitCode.OK
+
+
+def _disk(arguments: argparse.Namespace) -> PrunedPlace:
+    from refocused.checkpoints.staging import remove_step
+    from refocused.checkpoints.step_directory import name_of
+
+    catalog = catalog_of(find_run(arguments.run), _without_remote(arguments))
+    entries = [entry for entry in catalog.entries() if entry.local != "-"]
+    return PrunedPlace(
+        where=str(catalog.local),
+        steps=[_kept_step(catalog, entry) for entry in entries],
+        sizes={entry.step: entry.size or 0 for entry in entries},
+        remove=lambda step: remove_step(catalog.local / name_of(step)),
+    )
+
+
+def _without_remote(arguments: argparse.Namespace) -> argparse.Namespace:
+    """The bucket is asked for what it holds, and does not have to be known."""
+    return argparse.Namespace(**{**vars(arguments), "remote": False})
+
+
+def _bucket(arguments: argparse.Namespace) -> PrunedPlace:
+    from refocused.checkpoints.remote_retention import RemoteRetention
+    from refocused.checkpoints.step_directory import name_of
+
+    run = run_of(arguments)
+    remote = catalog_of(run, arguments).remote
+    assert remote is not None  # catalog_of refuses --remote without one
+    steps = RemoteRetention(remote, keep=arguments.keep).steps(in_use=_on_their_way(run))
+    objects = remote.scan()
+    return PrunedPlace(
+        where=remote.url,
+        steps=steps,
+        sizes={
+            step.step: sum(blob.size for blob in objects.get(step.step, {}).values())
+            for step in steps
+        },
+        remove=lambda step: remote.retract(name_of(step)),
+    )
+
+
+def _on_their_way(run: Path) -> list[int]:
+    """Steps that the run's mirror is copying, or is about to."""
+    from refocused.checkpoints.mirror_status import MirrorFiles
+
+    status = MirrorFiles(run).read_status()
+    return [*status.waiting, *status.skipped] if status is not None and status.alive else []
 
 
 def _kept_step(catalog: Catalog, entry: CatalogEntry) -> KeptStep:
@@ -109,14 +174,14 @@ def _is_mirrored(catalog: Catalog, entry: CatalogEntry) -> bool:
     return catalog.remote.marker(entry.name) == marker_of(read_step(catalog.local / entry.name))
 
 
-def _agreed(result: PruneResult) -> bool:
+def _agreed(result: PruneResult, where: str) -> bool:
     """Ask on a terminal.
 
     Raises:
         ConfigError: There is none, and nobody has agreed beforehand.
     """
     steps = ", ".join(f"{step:,}" for step in result.removed)
-    what = f"remove {_share(result)}: {steps}"
+    what = f"remove {_share(result)} in {where}: {steps}"
     if not sys.stdin.isatty():
         raise ConfigError(
             f"This would {what}. Nobody can be asked here: add --yes to do it, or --dry-run."
@@ -125,20 +190,18 @@ def _agreed(result: PruneResult) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _remove(catalog: Catalog, entries: Sequence[CatalogEntry], result: PruneResult) -> None:
-    from refocused.checkpoints.staging import remove_step
-
-    for entry in entries:
+def _remove(place: PrunedPlace, result: PruneResult) -> None:
+    for step in list(result.removed):
         try:
-            remove_step(catalog.local / entry.name)
-        except OSError as error:
-            result.failed[entry.step] = error.strerror or str(error)
-            result.removed.remove(entry.step)
-            result.bytes -= entry.size or 0
-            print(f"{catalog.local / entry.name} was not removed: {error}", file=sys.stderr)
+            place.remove(step)
+        except (OSError, BucketError) as error:
+            result.failed[step] = getattr(error, "strerror", None) or str(error)
+            result.removed.remove(step)
+            result.bytes -= place.sizes[step]
+            print(f"step {step:,} in {place.where} was not removed: {error}", file=sys.stderr)
 
 
-def _print(result: PruneResult, *, dry_run: bool) -> None:
+def _print(result: PruneResult, where: str, *, dry_run: bool) -> None:
     verb = "would be removed" if dry_run else "removed"
     rows = {
         verb: result.removed,
@@ -148,7 +211,7 @@ def _print(result: PruneResult, *, dry_run: bool) -> None:
     for what, steps in rows.items():
         if steps:
             print(f"{what}: {', '.join(f'{step:,}' for step in steps)}")
-    print(f"{_share(result)} {verb}")
+    print(f"{where}: {_share(result)} {verb}")
 
 
 def _share(result: PruneResult) -> str:

@@ -68,6 +68,7 @@ def add_upload_arguments(parser: Parser) -> None:
     """Describe the command line."""
     add = parser.add_argument
     add("step", metavar="STEP", help="all, latest, best, a number or a name")
+    add("--deep", action="store_true", help="read what a bucket keeps no checksums of, a folder")
     add("--threads", type=count, default=4, metavar="N", help="files at once (4)")
     add_run_options(parser)
 
@@ -88,7 +89,7 @@ def run_upload(arguments: argparse.Namespace) -> int:
         )
     started = time.monotonic()
     try:
-        result = _upload(catalog, remote, _wanted(catalog, arguments.step), arguments.threads)
+        result = _upload(catalog, remote, _wanted(catalog, arguments.step), arguments)
     finally:
         lock.release()
     seconds = time.monotonic() - started
@@ -192,14 +193,17 @@ def _wanted(catalog: Catalog, request: str) -> list[CatalogEntry]:
 
 
 def _upload(
-    catalog: Catalog, remote: RemoteSteps, entries: Sequence[CatalogEntry], threads: int
+    catalog: Catalog,
+    remote: RemoteSteps,
+    entries: Sequence[CatalogEntry],
+    arguments: argparse.Namespace,
 ) -> UploadResult:
     """Copy steps; one that is damaged here does not keep the others back."""
     result = UploadResult()
     remote.introduce()
     for entry in entries:
         try:
-            moved = _upload_one(catalog, remote, entry, threads)
+            moved = _upload_one(catalog, remote, entry, arguments)
         except CheckpointError as error:
             result.failed[entry.step] = str(error)
             print(error, file=sys.stderr)
@@ -208,7 +212,9 @@ def _upload(
     return result
 
 
-def _upload_one(catalog: Catalog, remote: RemoteSteps, entry: CatalogEntry, threads: int) -> bool:
+def _upload_one(
+    catalog: Catalog, remote: RemoteSteps, entry: CatalogEntry, arguments: argparse.Namespace
+) -> bool:
     """Complete one step in the bucket; return whether anything had to be sent."""
     from refocused.checkpoints.mirror_copy import StepCopier
     from refocused.checkpoints.step_directory import read_step
@@ -227,18 +233,26 @@ def _upload_one(catalog: Catalog, remote: RemoteSteps, entry: CatalogEntry, thre
         reports.append(done_bytes)
         line.show(done_bytes, total_bytes)
 
-    copier = StepCopier(remote, stopping=lambda: False, report=report, threads=threads)
+    copier = StepCopier(remote, stopping=lambda: False, report=report, threads=arguments.threads)
     step = read_step(catalog.local / entry.name)
     try:
-        _copy(copier, step, entry)
+        _copy(copier, step, entry, deep=arguments.deep)
     finally:
         line.end()
     return bool(reports)
 
 
-def _copy(copier: StepCopier, step: StepDirectory, entry: CatalogEntry) -> None:
-    if entry.bucket.startswith("broken"):
-        copier.repair(step)
+def _copy(copier: StepCopier, step: StepDirectory, entry: CatalogEntry, *, deep: bool) -> None:
+    """Copy a step; of a copy that is there, what is damaged."""
+    from refocused.checkpoints.remote_verify import verify_remote
+    from refocused.checkpoints.verify import describe
+
+    problems = verify_remote(copier.remote, entry.name, deep=deep) if entry.bucket != "-" else []
+    if problems:
+        print(
+            f"{copier.remote.url}/{entry.name}: {describe(problems)}. Sent again.", file=sys.stderr
+        )
+        copier.repair(step, [problem.file for problem in problems])
     else:
         copier.copy(step)
 

@@ -52,6 +52,7 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
             last = state.step == parts.total_steps
             if last or parts.cadence.log_due(state.step) or stopping:
                 state = parts.reporter.step(state, loss, batches.wait_seconds)
+                parts.saver.watch_mirror()
             if not stopping and (last or parts.cadence.validation_due(state.step)):
                 state = validate(parts, state, stop)
                 stopping = stop.agreed()

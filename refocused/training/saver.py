@@ -67,6 +67,7 @@ class Saver:
         self._world = world
         self._files_done = files_done
         self._failures = 0
+        self._mirror_blocked = False
         self.saved_step: int | None = None
 
     def save(self, state: TrainState, tiers: Sequence[Tier] = (Tier.ROLLING,)) -> TrainState:
@@ -126,6 +127,21 @@ class Saver:
         """Start the background copy, and remove what killed saves left."""
         self._checkpointer.clean()
         self._world.first_does(lambda: self._mirror.start() if self._mirror else None)
+
+    def watch_mirror(self) -> None:
+        """Tell once when the bucket refuses the mirror, and once when it takes it again."""
+        status = self._mirror.status() if self._mirror is not None else None
+        if status is None or status.blocked == self._mirror_blocked:
+            return
+        self._mirror_blocked = status.blocked
+        if status.blocked:
+            self._reporter.event(
+                "mirror_failed",
+                f"mirror {status.last_error} Training goes on, and every step stays on this disk "
+                "until the mirror has it.",
+            )
+        else:
+            self._reporter.event("mirror_recovered", "mirror goes on: the bucket takes it again")
 
     def drain(
         self,
@@ -189,10 +205,7 @@ class Saver:
         if self._mirror is not None:
             self._mirror.ensure_alive()
             status = self._mirror.status()
-            behind = len(status.waiting) if status else 0
-            waiting = f" | upload queued ({behind} waiting)" if behind else " | upload queued"
-            if status and status.last_error:
-                waiting += f": {status.last_error}"
+            waiting = f" | {status.progress(state.step) if status else 'upload queued'}"
         self._reporter.event(
             "save",
             f"save {state.step:>7,} local {duration(seconds)}{waiting}",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -48,7 +49,10 @@ class Place:
         self.mirrors: list[CheckpointMirror] = []
 
     def mirror(
-        self, training: ProcessIdentity | None = None, drain_seconds: float = 20.0
+        self,
+        training: ProcessIdentity | None = None,
+        drain_seconds: float = 20.0,
+        keep_remote: int | None = None,
     ) -> CheckpointMirror:
         mirror = CheckpointMirror(
             MirrorSettings(
@@ -59,6 +63,7 @@ class Place:
                 drain_seconds=drain_seconds,
                 scan_seconds=0.05,
                 longest_wait_seconds=0.2,
+                keep_remote=keep_remote,
             )
         )
         self.mirrors.append(mirror)
@@ -141,7 +146,7 @@ def test_kill_9_at_any_moment_marks_nothing_that_is_not_whole(place: Place) -> N
     generator = random.Random(1)
     partial = 0
     for step in range(1, 13):
-        make_step(place.checkpoints, step, size=1_500_000)
+        make_step(place.checkpoints, step, size=1_500_000, tiers=["epoch"])  # none is skipped
         begun = place.bucket / PREFIX / f"checkpoint_step_{step}"
         until(begun.exists)
         time.sleep(generator.uniform(0.0, 0.03))
@@ -200,6 +205,7 @@ def test_drain_gives_up_when_its_time_is_over(place: Place) -> None:
     make_step(place.checkpoints, 10)
     mirror = place.mirror()
     mirror.start()
+    until(place.says(lambda status: status.waiting))
     seen: list[MirrorStatus] = []
     assert not mirror.drain(1.0, seen.append)
     assert seen[-1].waiting == (10,)
@@ -232,7 +238,7 @@ def test_a_damaged_step_is_told_and_does_not_hold_up_the_others(place: Place) ->
     make_step(place.checkpoints, 20)
     mirror = place.mirror()
     mirror.start()
-    until(place.says(lambda status: status.mirrored == (20,)))
+    until(place.says(lambda status: status.mirrored == (20,) and status.failed))
     assert "trainer.json has CRC-32C" in place.status().failed[10]
     assert not mirror.drain(PATIENCE_SECONDS)
     assert place.committed() == [20]
@@ -327,3 +333,54 @@ def test_a_refusal_is_known_by_its_cause() -> None:
     except BucketError as error:
         assert is_refusal(error)
     assert not is_refusal(BucketError("given up after 10 attempts"))
+
+
+def test_a_mirror_far_behind_takes_the_newest_and_skips_what_it_replaces(place: Place) -> None:
+    place.bucket.write_text("a file where the folder should be")
+    make_step(place.checkpoints, 10, tiers=["epoch"])
+    for step in (20, 30, 40, 9500, 10000):
+        make_step(place.checkpoints, step)
+    mirror = place.mirror()
+    mirror.start()
+    until(place.says(lambda status: status.blocked))
+    status = place.status()
+    said = status.heartbeat
+    assert (status.waiting, status.skipped) == ((10000, 9500, 10), (40, 30, 20))
+    assert (
+        status.progress(10000) == f"nothing mirrored yet, 6 behind, last error: {status.last_error}"
+    )
+    (place.run / "mirror.drain").write_text("x")  # at the end nobody waits for what is skipped
+    until(place.says(lambda status: status.heartbeat > said))
+    place.bucket.unlink()
+    assert mirror.drain(PATIENCE_SECONDS)
+    assert place.committed() == [10, 9500, 10000]
+    assert place.status().progress(10000) == "mirrored up to step 10,000, 3 behind"
+
+
+def test_what_was_skipped_is_copied_once_nothing_newer_waits(place: Place) -> None:
+    for step in (10, 20, 30, 40):
+        make_step(place.checkpoints, step)
+    place.mirror().start()
+    until(place.says(lambda status: len(status.mirrored) == 4))
+    assert place.committed() == [10, 20, 30, 40]
+
+
+def test_the_newest_few_stay_in_the_bucket_and_the_pointer_names_the_newest(place: Place) -> None:
+    for step in (10, 20, 30, 40):
+        make_step(place.checkpoints, step, tiers=["epoch" if step == 10 else "rolling"])
+    mirror = place.mirror(keep_remote=2)
+    mirror.start()
+    until(place.says(lambda status: {10, 30, 40} <= set(status.mirrored)))
+    make_step(place.checkpoints, 9500)
+    until(place.says(lambda status: status.mirrored == (10, 40, 9500)))
+    assert mirror.drain(PATIENCE_SECONDS)
+    assert place.committed() == [10, 40, 9500]
+    assert {20, 30} <= {*place.status().unwanted, *place.status().skipped}
+    pointer = json.loads((place.bucket / PREFIX / "latest" / "pointer.json").read_text())
+    assert pointer == {"name": "checkpoint_step_9500", "step": 9500}
+    names = sorted(path.name for path in (place.bucket / PREFIX).iterdir())
+    assert names[-1] == "latest"  # what `ls | tail -1` shows
+    again = place.mirror(keep_remote=2)  # a new start does not send again what was removed
+    again.start()
+    assert again.drain(PATIENCE_SECONDS)
+    assert place.committed() == [10, 40, 9500]

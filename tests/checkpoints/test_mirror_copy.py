@@ -3,7 +3,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,8 +19,8 @@ from refocused.checkpoints.catalog import Catalog
 from refocused.checkpoints.mirror_copy import StepCopier
 from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps
 from refocused.checkpoints.remote_verify import verify_remote
-from refocused.checkpoints.staging import remove_step
-from refocused.checkpoints.step_directory import StepDirectory
+from refocused.checkpoints.staging import remove_step, set_aside
+from refocused.checkpoints.step_directory import StepDirectory, is_in_use
 from refocused.checkpoints.verify import verify
 from refocused.errors import BucketError, CheckpointError
 
@@ -55,6 +55,13 @@ def step(tmp_path: Path) -> StepDirectory:
 def copy(bucket: Bucket, step: StepDirectory, stopping: Callable[[], bool] = lambda: False) -> bool:
     remote = RemoteSteps(bucket, "run/")
     return StepCopier(remote, stopping=stopping, report=lambda _done, _total: None).copy(step)
+
+
+def repaired(bucket: Bucket, step: StepDirectory) -> bool:
+    remote = RemoteSteps(bucket, "run/")
+    problems = verify_remote(remote, step.path.name, deep=True)
+    copier = StepCopier(remote, stopping=lambda: False, report=lambda _done, _total: None)
+    return copier.repair(step, [problem.file for problem in problems])
 
 
 def objects(bucket: DirectoryBucket) -> dict[str, bytes]:
@@ -136,10 +143,36 @@ def test_a_marked_copy_that_lost_an_object_is_repaired(
     copy(bucket, step)
     whole = objects(bucket)
     (Path(bucket.url) / "run" / "checkpoint_step_10" / lost).unlink()
-    remote = RemoteSteps(bucket, "run/")
-    copier = StepCopier(remote, stopping=lambda: False, report=lambda _done, _total: None)
-    assert copier.repair(step)
+    bucket.sent.clear()
+    assert repaired(bucket, step)
     assert objects(bucket) == whole
+    assert bucket.sent == [lost] * (lost != "manifest.json")
+
+
+@pytest.mark.parametrize("damage", [flip_byte, lambda path: path.write_bytes(b"cut")])
+@pytest.mark.parametrize(
+    ("damaged", "marked"),
+    [("trainer.json", True), ("trainer.json", False), ("manifest.json", True), (COMMITTED, True)],
+)
+def test_what_is_damaged_in_a_bucket_is_found_and_repaired(
+    bucket: RecordingBucket,
+    step: StepDirectory,
+    damaged: str,
+    damage: Callable[[Path], None],
+    marked: bool,
+) -> None:
+    copy(bucket, step)
+    whole = objects(bucket)
+    there = Path(bucket.url) / "run" / "checkpoint_step_10"
+    damage(there / damaged)
+    if not marked:
+        (there / COMMITTED).unlink()
+    found = verify_remote(RemoteSteps(bucket, "run/"), step.path.name, deep=True)
+    assert damaged in {problem.file for problem in found}
+    bucket.sent.clear()
+    assert repaired(bucket, step)
+    assert objects(bucket) == whole
+    assert len(bucket.sent) <= 1  # a damaged manifest accuses the file that it is wrong about
 
 
 def test_a_repair_does_not_touch_the_copy_of_another_run(
@@ -148,10 +181,8 @@ def test_a_repair_does_not_touch_the_copy_of_another_run(
     copy(bucket, step)
     before = objects(bucket)
     other = make_step(step.path.parents[1] / "other", 10, seed=99, run="other")
-    remote = RemoteSteps(bucket, "run/")
-    copier = StepCopier(remote, stopping=lambda: False, report=lambda _done, _total: None)
     with pytest.raises(CheckpointError, match="is another checkpoint, of run sample"):
-        copier.repair(other)
+        repaired(bucket, other)
     assert objects(bucket) == before
 
 
@@ -203,6 +234,97 @@ def test_a_step_is_not_confused_with_one_whose_name_it_begins(
     remote.retract("checkpoint_step_10")
     assert sorted(remote.scan()) == [100]
     assert COMMITTED in remote.objects("checkpoint_step_100")
+
+
+class Rewinding(RecordingBucket):
+    """A run goes back to an earlier step at one moment of a copy, as its start does."""
+
+    def __init__(self, path: Path, local: Path, moment: str) -> None:
+        super().__init__(path)
+        self.local = local
+        self.moment = moment
+
+    def write(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
+        self._maybe(f"before {Path(name).name}")
+        blob = super().write(name, content, overwrite=overwrite)
+        self._maybe(f"after {Path(name).name}")
+        return blob
+
+    def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
+        blob = super().upload(source, name, crc32c=crc32c)
+        self._maybe(f"after {Path(name).name}")
+        return blob
+
+    def list(self, prefix: str = "") -> Iterator[BlobInfo]:
+        found = list(super().list(prefix))
+        if len(found) == 8:  # all but the marker
+            self._maybe("after the last look")
+        return iter(found)
+
+    def _maybe(self, moment: str) -> None:
+        if moment == self.moment:
+            self.moment = ""
+            set_aside(self.local / "checkpoint_step_10")
+            plain = DirectoryBucket(Path(self.url))
+            Catalog(self.local, plain, "run").supersede_after(5)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "before manifest.json",
+        "after manifest.json",
+        "after trainer.json",
+        "after the last look",
+        f"before {COMMITTED}",
+        f"after {COMMITTED}",
+    ],
+)
+def test_a_step_that_training_leaves_behind_while_it_is_copied_is_never_taken(
+    tmp_path: Path, step: StepDirectory, moment: str
+) -> None:
+    (tmp_path / "bucket").mkdir()
+    bucket = Rewinding(tmp_path / "bucket", step.path.parent, moment)
+    copier = StepCopier(
+        RemoteSteps(bucket, "run/"),
+        stopping=lambda: False,
+        report=lambda _done, _total: None,
+        threads=1,
+    )
+    with contextlib.suppress(CheckpointError):
+        copier.copy(step)
+    assert bucket.moment == ""  # it happened
+    assert not any(entry.usable for entry in Catalog(step.path.parent, bucket, "run").entries())
+
+
+def test_a_step_that_a_run_elsewhere_leaves_behind_is_not_committed(
+    bucket: RecordingBucket, step: StepDirectory
+) -> None:
+    def mark_once() -> bool:
+        if len(bucket.sent) == 1:
+            RemoteSteps(bucket, "run").supersede(step.path.name)
+        return False
+
+    with pytest.raises(CheckpointError, match="was marked SUPERSEDED while it was copied"):
+        copy(bucket, step, stopping=mark_once)
+    assert COMMITTED not in objects(bucket)
+
+
+def test_a_step_taken_back_is_reinstated(bucket: RecordingBucket, step: StepDirectory) -> None:
+    assert not copy(bucket, step, stopping=lambda: len(bucket.sent) >= 2)
+    RemoteSteps(bucket, "run").supersede(step.path.name)
+    assert copy(bucket, step)
+    assert Catalog(step.path.parent, bucket, "run").resolve("latest").step == 10
+
+
+def test_a_step_is_not_removed_while_it_is_copied(
+    bucket: RecordingBucket, step: StepDirectory
+) -> None:
+    used = []
+    assert copy(bucket, step, stopping=lambda: used.append(is_in_use(step.path)) is not None)
+    assert used
+    assert all(used)
+    assert not is_in_use(step.path)
 
 
 @pytest.mark.bucket

@@ -33,6 +33,7 @@ from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps
 from refocused.checkpoints.remote_verify import verify_remote
 from refocused.checkpoints.staging import remove_step
 from refocused.checkpoints.step_directory import name_of
+from refocused.checkpoints.tiers import Tier
 from refocused.checkpoints.verify import describe
 
 PREFIX = "sample/checkpoints"
@@ -71,7 +72,7 @@ def run_kills(folder: Path, bucket: str, *, kills: int, seed: int) -> Report:
     checkpoints = settings.files.checkpoints
     checkpoints.mkdir(parents=True)
     for kill in range(1, kills + 1):
-        make_step(checkpoints, kill, size=200_000)
+        make_step(checkpoints, kill, size=200_000, tiers=[Tier.EPOCH])  # none is skipped
         if kill % AGAIN_EVERY == 0:
             _save_again(checkpoints, chance.randint(max(1, kill - AGAIN_EVERY), kill), kill)
             report.replaced += 1
@@ -96,7 +97,15 @@ def run_kills(folder: Path, bucket: str, *, kills: int, seed: int) -> Report:
 def _save_again(checkpoints: Path, step: int, kill: int) -> None:
     remove_step(checkpoints / name_of(step))
     created = START.replace(year=START.year + 1 + kill)
-    make_step(checkpoints, step, size=200_000, seed=1000 + kill, token="again", created=created)
+    make_step(
+        checkpoints,
+        step,
+        size=200_000,
+        seed=1000 + kill,
+        token="again",
+        created=created,
+        tiers=[Tier.EPOCH],
+    )
 
 
 def _start(settings: MirrorSettings) -> int:

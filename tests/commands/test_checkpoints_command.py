@@ -64,7 +64,7 @@ def test_the_table_shows_both_places_newest_first(
     assert lines[2].split()[-6:] == ["7.0", "kB", "ok", "-", "2.8702", "latest"]
     assert lines[3].split()[-6:] == ["21.0", "MB", "-", "ok", "2.5000", "best"]
     assert "5.0 kB in interrupted or running saves" in lines[4]
-    assert lines[5] == f"bucket   {tmp_path}/bucket/new/checkpoints"
+    assert lines[5] == f"bucket   21.0 MB in {tmp_path}/bucket/new/checkpoints"
 
 
 def test_the_json_holds_every_step_ascending(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,7 +73,7 @@ def test_a_dry_run_says_what_would_go_and_leaves_it(sample_run: SampleRun) -> No
     assert out.splitlines() == [
         "would be removed: 10",
         "kept: 20, 30",
-        "1 of 3 steps, 7.0 kB would be removed",
+        "runs/one/checkpoints: 1 of 3 steps, 7.0 kB would be removed",
     ]
     assert sample_run.local_steps() == [10, 20, 30]
 
@@ -99,8 +99,32 @@ def test_on_a_terminal_it_is_asked(
     monkeypatch.setattr("sys.stdin", Terminal(answer))
     code, _, err = sample_run.command("prune", "--keep", "2")
     assert code == (0 if left == [20, 30] else 1)
-    assert "This will remove 1 of 3 steps, 7.0 kB: 10. Go on? [y/N]" in err
+    told = "This will remove 1 of 3 steps, 7.0 kB in runs/one/checkpoints: 10. Go on? [y/N]"
+    assert told in err
     assert sample_run.local_steps() == left
+
+
+def test_in_the_bucket_the_same_stay_and_what_is_on_its_way_too(sample_run: SampleRun) -> None:
+    for step in (10, 20, 30, 40, 50, 60):
+        changes = {"validation_loss": 1.0} if step == 10 else {}
+        tiers = ["epoch"] if step == 20 else ["rolling"]
+        sample_run.mirror(sample_run.save(step, tiers=tiers, **changes), keep=step > 50)
+    sample_run.there(30, COMMITTED).unlink()  # half of an upload that nobody finishes
+    content = sample_run.command_json("prune", "--remote", "--keep", "2", "--yes")
+    assert (content["removed"], content["kept"]) == ([30, 40], [10, 20, 50, 60])
+    assert content["where"] == f"{sample_run.bucket}/one/checkpoints"
+    assert not sample_run.there(40).exists()
+    assert sample_run.local_steps() == [60]
+    listed = sample_run.command_json("list")
+    assert [step["step"] for step in listed["steps"]] == [10, 20, 50, 60]
+    assert listed["bucket_bytes"] > 4 * 7000
+
+
+def test_pruning_a_bucket_that_is_not_known_is_refused(sample_run: SampleRun) -> None:
+    sample_run.save(10)
+    code, _, err = sample_run.command("prune", "--remote", "--keep", "2", "--yes")
+    assert code == 2
+    assert "has no mirror. Name the bucket" in err
 
 
 def test_a_disk_that_does_not_let_go_is_told(

@@ -152,6 +152,9 @@ class FakeSaver:
     saved: list[TrainState] = dataclasses.field(default_factory=list)
     tiers: list[list[str]] = dataclasses.field(default_factory=list)
 
+    def watch_mirror(self) -> None:
+        pass
+
     def save(self, state: TrainState, tiers: Sequence[Tier]) -> TrainState:
         self.log.append(f"save {state.step}")
         self.saved.append(state)

@@ -13,6 +13,8 @@ from thread_ranks import on_two_ranks, results
 
 from refocused.batches.position import Position
 from refocused.checkpoints.checkpointer import Checkpointer
+from refocused.checkpoints.mirror_status import MirrorStatus
+from refocused.checkpoints.process_identity import this_process
 from refocused.checkpoints.step_directory import parse_name, read_step, step_paths
 from refocused.config.outputs import CheckpointConfig
 from refocused.errors import CheckpointError
@@ -22,15 +24,8 @@ from refocused.training.state import TrainState
 from refocused.world import World
 
 
-@dataclasses.dataclass
-class FakeStatus:
-    """What the background copy says."""
-
-    mirrored: tuple[int, ...] = ()
-    waiting: tuple[int, ...] = ()
-    skipped: tuple[int, ...] = ()
-    unwanted: tuple[int, ...] = ()
-    last_error: str | None = None
+def said_by_mirror(**facts: Any) -> MirrorStatus:
+    return MirrorStatus(bucket="b", prefix="p", process=this_process(), heartbeat=0.0, **facts)
 
 
 @dataclasses.dataclass
@@ -38,7 +33,7 @@ class FakeMirror:
     """A background copy that does what the test says."""
 
     log: Log
-    said: FakeStatus | None = None
+    said: MirrorStatus | None = None
     drains: bool | None = True  # None: it never gets there
 
     def start(self) -> None:
@@ -48,7 +43,7 @@ class FakeMirror:
         self.log.append("mirror looked after")
         return False
 
-    def status(self) -> FakeStatus | None:
+    def status(self) -> MirrorStatus | None:
         return self.said
 
     def request_drain(self, timeout_s: float) -> str:
@@ -189,7 +184,7 @@ def test_only_the_newest_and_the_best_stay(tmp_path: Path) -> None:
 
 
 def test_a_step_that_the_mirror_lacks_stays(tmp_path: Path) -> None:
-    mirror = FakeMirror([], FakeStatus(mirrored=(20,)))
+    mirror = FakeMirror([], said_by_mirror(mirrored=(20,)))
     session = Session(tmp_path, mirror=mirror)
     session.save(10, 20, 30, 40)
     assert session.there() == [10, 30, 40]
@@ -223,17 +218,36 @@ def test_a_step_that_cannot_be_removed_does_not_stop_training(
     ("said", "told"),
     [
         (None, "| upload queued"),
-        (FakeStatus(), "| upload queued"),
-        (FakeStatus(waiting=(5, 10)), "| upload queued (2 waiting)"),
-        (FakeStatus(last_error="403"), "| upload queued: 403"),
+        (said_by_mirror(), "| nothing mirrored yet, 1 behind"),
+        (said_by_mirror(mirrored=(5, 10)), "| mirrored up to step 10"),
+        (
+            said_by_mirror(mirrored=(1000,), waiting=(5,), last_error="503"),
+            "| mirrored up to step 1,000, 2 behind, last error: 503",
+        ),
+        (said_by_mirror(mirrored=(4,), failed={10: "cut"}), "to step 4, 1 cannot be copied"),
     ],
 )
-def test_a_save_tells_how_the_mirror_is(tmp_path: Path, said: FakeStatus | None, told: str) -> None:
+def test_a_save_tells_how_the_mirror_is(
+    tmp_path: Path, said: MirrorStatus | None, told: str
+) -> None:
     mirror = FakeMirror([], said)
     session = Session(tmp_path, mirror=mirror)
     session.save(10)
     assert session.log[0].endswith(told)
     assert mirror.log == ["mirror looked after"]
+
+
+def test_a_bucket_that_refuses_is_told_once_and_so_is_its_end(tmp_path: Path) -> None:
+    mirror = FakeMirror([])
+    session = Session(tmp_path, mirror=mirror)
+    blocked = said_by_mirror(last_error="blocked: 403, no storage.objects.create.")
+    told = []
+    for mirror.said in (None, said_by_mirror(last_error="503"), blocked, blocked, said_by_mirror()):
+        session.saver.watch_mirror()
+        told.append(len(session.log))
+    assert told == [0, 0, 1, 1, 2]
+    assert session.log[0].startswith("mirror_failed: mirror blocked: 403, no storage")
+    assert session.log[1].startswith("mirror_recovered: ")
 
 
 def test_later_steps_are_set_aside_when_training_goes_on_from_an_earlier_one(

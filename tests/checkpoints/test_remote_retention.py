@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpoints.step_samples import flip_byte, make_step
+from fakes import Emulator
+
+from refocused.bucket.bucket import Bucket
+from refocused.bucket.directory import DirectoryBucket
+from refocused.bucket.open import open_bucket
+from refocused.checkpoints.mirror_copy import StepCopier
+from refocused.checkpoints.remote_retention import RemoteRetention
+from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps
+from refocused.checkpoints.remote_verify import verify_remote
+from refocused.errors import BucketError
+
+
+class BreakingBucket(DirectoryBucket):
+    """Ends after so many removals, as a killed process would."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.removals_left: int | None = None
+        self.reads: list[str] = []
+
+    def delete(self, name: str) -> None:
+        if self.removals_left is not None:
+            if not self.removals_left:
+                raise BucketError("killed")
+            self.removals_left -= 1
+        super().delete(name)
+
+    def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
+        self.reads.append(name)
+        return super().read(name, start=start, length=length)
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> BreakingBucket:
+    (tmp_path / "bucket").mkdir()
+    return BreakingBucket(tmp_path / "bucket")
+
+
+def mirrored(bucket: Bucket, local: Path, step: int, **changes: object) -> None:
+    saved = make_step(local, step, **changes)
+    remote = RemoteSteps(bucket, "run")
+    copier = StepCopier(remote, stopping=lambda: False, report=lambda _done, _total: None)
+    assert copier.copy(saved)
+
+
+def test_labels_and_the_best_decide_what_stays_there(
+    bucket: BreakingBucket, tmp_path: Path
+) -> None:
+    mirrored(bucket, tmp_path, 10, validation_loss=1.0)
+    mirrored(bucket, tmp_path, 20, tiers=["epoch"])
+    mirrored(bucket, tmp_path, 30, tiers=["emergency"])
+    mirrored(bucket, tmp_path, 40, tiers=["emergency"])
+    for step in (50, 9500, 10000, 10500):
+        mirrored(bucket, tmp_path, step)
+    remote = RemoteSteps(bucket, "run")
+    remote.supersede("checkpoint_step_10500")
+    assert RemoteRetention(remote, keep=2).thin_out() == [30, 50]
+    assert sorted(remote.scan()) == [10, 20, 40, 9500, 10000, 10500]
+
+
+def test_a_half_uploaded_step_goes_when_nobody_is_at_it(
+    bucket: BreakingBucket, tmp_path: Path
+) -> None:
+    for step in (10, 20, 30, 40):
+        mirrored(bucket, tmp_path, step)
+    remote = RemoteSteps(bucket, "run")
+    remote.unmark("checkpoint_step_10")
+    remote.unmark("checkpoint_step_40")
+    retention = RemoteRetention(remote, keep=2)
+    assert retention.thin_out(in_use=[10]) == []
+    assert retention.thin_out() == [10]  # the newer one may still be of use
+    assert sorted(remote.scan()) == [20, 30, 40]
+
+
+def test_manifests_are_read_once(bucket: BreakingBucket, tmp_path: Path) -> None:
+    for step in (10, 20):
+        mirrored(bucket, tmp_path, step)
+    retention = RemoteRetention(RemoteSteps(bucket, "run"), keep=2)
+    bucket.reads.clear()
+    retention.steps()
+    assert len(bucket.reads) == 2
+    retention.steps()
+    assert len(bucket.reads) == 2
+
+
+def test_a_step_whose_manifest_is_torn_does_not_count(
+    bucket: BreakingBucket, tmp_path: Path
+) -> None:
+    for step in (10, 20, 30):
+        mirrored(bucket, tmp_path, step)
+    flip_byte(Path(bucket.url) / "run" / "checkpoint_step_20" / "manifest.json")
+    (Path(bucket.url) / "run" / "checkpoint_step_20" / "manifest.json").write_text("{")
+    assert RemoteRetention(RemoteSteps(bucket, "run"), keep=2).thin_out() == []
+
+
+def test_a_removal_that_ends_at_any_moment_leaves_no_marked_step_that_is_broken(
+    bucket: BreakingBucket, tmp_path: Path
+) -> None:
+    for step in (10, 20, 30):
+        mirrored(bucket, tmp_path, step)
+    remote = RemoteSteps(bucket, "run")
+    ends = 0
+    while 10 in remote.scan():
+        bucket.removals_left = 2  # the marker, which may be gone, and one more
+        try:
+            RemoteRetention(remote, keep=2).thin_out()
+        except BucketError:
+            ends += 1
+        for step, objects in remote.scan().items():
+            if COMMITTED in objects:
+                assert verify_remote(remote, f"checkpoint_step_{step}", deep=True) == []
+            else:
+                assert step == 10
+    assert ends > 5
+    assert sorted(remote.scan()) == [20, 30]
+
+
+def test_a_local_step_that_would_be_removed_at_once_is_not_wanted(
+    bucket: BreakingBucket, tmp_path: Path
+) -> None:
+    for step in (40, 50):
+        mirrored(bucket, tmp_path, step)
+    lacking = {
+        step: make_step(tmp_path, step, **changes).manifest
+        for step, changes in (
+            (10, {"validation_loss": 1.0}),
+            (20, {}),
+            (30, {"tiers": ["final"]}),
+            (60, {}),
+        )
+    }
+    retention = RemoteRetention(RemoteSteps(bucket, "run"), keep=2)
+    assert retention.unwanted(lacking) == {20}
+
+
+@pytest.mark.bucket
+def test_an_object_store_is_thinned_out_and_removing_twice_is_no_error(
+    emulator: Emulator, tmp_path: Path
+) -> None:
+    bucket = open_bucket(f"{emulator.url}/mirror")
+    for step in (10, 20, 30):
+        mirrored(bucket, tmp_path, step)
+    remote = RemoteSteps(bucket, "run")
+    assert RemoteRetention(remote, keep=2).thin_out() == [10]
+    remote.retract("checkpoint_step_10")
+    assert sorted(remote.scan()) == [20, 30]
