@@ -10,6 +10,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -61,9 +62,31 @@ class ShardOwner(Protocol):
         """Write this rank's part below a folder; failures are returned."""
         ...
 
+    def copy_shards(self, folder: Path) -> Callable[[], Written]:
+        """Copy this rank's part to host memory; return what writes it below a folder."""
+        ...
+
     def load_shards(self, folder: Path) -> None:
         """Take this rank's part back from a folder."""
         ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SavedStep:
+    """A step that was saved, and what it took.
+
+    Attributes:
+        step: The step directory.
+        write_seconds: Time in which the slowest rank hashed, wrote and flushed its files.
+    """
+
+    step: StepDirectory
+    write_seconds: float
+
+    @property
+    def path(self) -> Path:
+        """The step directory's path."""
+        return self.step.path
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,6 +120,20 @@ class RunFacts:
     tokenizer_json: bytes | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _BeingSaved:
+    """A step between its staging directory's creation and its commit."""
+
+    staging: Staging
+    trainer: Mapping[str, Any]
+    files_done: int
+    tiers: Sequence[Tier]
+
+    @property
+    def step(self) -> int:
+        return int(self.trainer["step"])
+
+
 class Checkpointer:
     """Saves and loads the step directories of one run; all ranks call every method together."""
 
@@ -121,6 +158,8 @@ class Checkpointer:
         self._facts = facts
         self._allowed_changes = allowed_changes
         self._last_bytes = 0
+        self._begun: tuple[_BeingSaved, Future[tuple[Written, float]]] | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def save(
         self,
@@ -129,8 +168,8 @@ class Checkpointer:
         *,
         files_done: int,
         tiers: Sequence[Tier] = (Tier.ROLLING,),
-    ) -> Path:
-        """Write and commit one step directory; return its path.
+    ) -> SavedStep:
+        """Write and commit one step directory.
 
         Args:
             owner: What is saved.
@@ -142,24 +181,55 @@ class Checkpointer:
         Raises:
             CheckpointError: On every rank; nothing is left behind, and training may go on.
         """
-        token = self._world.broadcast(secrets.token_hex(4))
-        staging = Staging(self._folder, step=int(trainer["step"]), token=token)
-        self._first_does(lambda: self._prepare(staging), staging)
-        written = owner.save_shards(staging.path)
-        records = {
-            str(file.path.relative_to(staging.path)): FileRecord(size=file.size, crc32c=file.crc32c)
-            for file in written.files
-        }
-        error = _save_error(staging, written.errors) if written.errors else None
-        gathered = self._world.gather((records, error))
-        failed = next((problem for _, problem in gathered if problem is not None), None)
-        if failed is not None:
-            self._world.first_does(staging.discard)
-            raise failed
-        files = {name: record for part, _ in gathered for name, record in part.items()}
-        return self._first_does(
-            lambda: self._commit(staging, files, trainer, files_done, tiers).path, staging
+        being_saved = self._start(trainer, files_done, tiers)
+        return self._complete(
+            being_saved, _timed(lambda: owner.save_shards(being_saved.staging.path))
         )
+
+    def begin(
+        self,
+        owner: ShardOwner,
+        trainer: Mapping[str, Any],
+        *,
+        files_done: int,
+        tiers: Sequence[Tier] = (Tier.ROLLING,),
+    ) -> None:
+        """Copy the state and let a thread write it; `finish` commits it. Arguments as of `save`.
+
+        Raises:
+            CheckpointError: On every rank; nothing is left behind, and training may go on.
+        """
+        assert self._begun is None, "one save at a time: the copy's memory is used again"
+        being_saved = self._start(trainer, files_done, tiers)
+        write = owner.copy_shards(being_saved.staging.path)
+        self._begun = being_saved, self._writer.submit(_timed, write)
+
+    @property
+    def begun_step(self) -> int | None:
+        """The step that is being written in the background; None: there is none."""
+        return None if self._begun is None else self._begun[0].step
+
+    def finish(self, *, wait: bool) -> SavedStep | None:
+        """Commit the step that was begun, once every rank has written its part.
+
+        Without a step that was begun the ranks exchange nothing.
+
+        Args:
+            wait: Wait for the files; otherwise return when a rank is still writing.
+
+        Returns:
+            None when there was nothing to commit yet.
+
+        Raises:
+            CheckpointError: On every rank; nothing is left behind, and training may go on.
+        """
+        if self._begun is None:
+            return None
+        being_saved, writing = self._begun
+        if not wait and any(self._world.largest([not writing.done()])):
+            return None
+        self._begun = None
+        return self._complete(being_saved, writing.result())
 
     def load(self, owner: ShardOwner, step: StepDirectory) -> dict[str, Any]:
         """Bring a verified step back; return the content of its `trainer.json`.
@@ -176,6 +246,34 @@ class Checkpointer:
         """Remove what killed saves and removals left behind."""
         self._world.first_does(
             lambda: clean_leftovers(self._folder, older_than_s=LEFTOVER_AGE_S, now=time.time())
+        )
+
+    def _start(
+        self, trainer: Mapping[str, Any], files_done: int, tiers: Sequence[Tier]
+    ) -> _BeingSaved:
+        """Make the staging directory of a step."""
+        token = self._world.broadcast(secrets.token_hex(4))
+        staging = Staging(self._folder, step=int(trainer["step"]), token=token)
+        self._first_does(lambda: self._prepare(staging), staging)
+        return _BeingSaved(staging, trainer, files_done, tiers)
+
+    def _complete(self, being_saved: _BeingSaved, writing: tuple[Written, float]) -> SavedStep:
+        """Gather what every rank wrote, and commit it or remove it."""
+        staging, (written, seconds) = being_saved.staging, writing
+        records = {
+            str(file.path.relative_to(staging.path)): FileRecord(size=file.size, crc32c=file.crc32c)
+            for file in written.files
+        }
+        error = _save_error(staging, written.errors) if written.errors else None
+        gathered = self._world.gather((records, error, seconds))
+        failed = next((problem for _, problem, _ in gathered if problem is not None), None)
+        if failed is not None:
+            self._world.first_does(staging.discard)
+            raise failed
+        files = {name: record for part, _, _ in gathered for name, record in part.items()}
+        slowest = max(seconds for _, _, seconds in gathered)
+        return self._first_does(
+            lambda: SavedStep(self._commit(being_saved, files), slowest), staging
         )
 
     def _first_does(self, action: Callable[[], T], staging: Staging) -> T:
@@ -204,15 +302,8 @@ class Checkpointer:
             )
         staging.create()
 
-    def _commit(
-        self,
-        staging: Staging,
-        files: dict[str, FileRecord],
-        trainer: Mapping[str, Any],
-        files_done: int,
-        tiers: Sequence[Tier],
-    ) -> StepDirectory:
-        facts = self._facts
+    def _commit(self, being_saved: _BeingSaved, files: dict[str, FileRecord]) -> StepDirectory:
+        facts, staging, trainer = self._facts, being_saved.staging, being_saved.trainer
         write_bytes_atomic(
             staging.path / "trainer.json", json.dumps(dict(trainer), indent=1).encode()
         )
@@ -224,12 +315,12 @@ class Checkpointer:
         step = staging.commit(
             CheckpointManifest(
                 run=facts.run,
-                name=name_of(int(trainer["step"])),
-                step=int(trainer["step"]),
+                name=name_of(being_saved.step),
+                step=being_saved.step,
                 epoch=int(trainer["position"]["epoch"]),
-                files_done=files_done,
+                files_done=being_saved.files_done,
                 created=datetime.datetime.now(datetime.UTC),
-                tiers=tuple(tiers),
+                tiers=tuple(being_saved.tiers),
                 world_size=self._world.world_size,
                 zero_stage=facts.zero_stage,
                 dtype=facts.dtype,
@@ -271,6 +362,12 @@ class Checkpointer:
                     f"To resume it, {way_out.format(saved)}; to start anew, give another --run "
                     "name or --resume none."
                 )
+
+
+def _timed(write: Callable[[], Written]) -> tuple[Written, float]:
+    """Return what was written, and the seconds it took."""
+    began = time.monotonic()
+    return write(), time.monotonic() - began
 
 
 def _unlisted(folder: Path, listed: Mapping[str, FileRecord]) -> dict[str, FileRecord]:

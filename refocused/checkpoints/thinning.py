@@ -84,11 +84,11 @@ def local_steps(
     return steps
 
 
-def disk_is_low(checkpoints: Path) -> bool:
-    """Whether the disk has less room than the next two saves may need."""
+def disk_is_low(checkpoints: Path, *, saves: float = LOW_DISK_SAVES) -> bool:
+    """Whether the disk has less room than so many saves like the last one; unknown before one."""
     paths = step_paths(checkpoints)
     sizes = [manifest.total_bytes for manifest, _ in map(_readable, paths[-1:]) if manifest]
-    return shutil.disk_usage(checkpoints).free < LOW_DISK_SAVES * max(sizes, default=0)
+    return shutil.disk_usage(checkpoints).free < saves * max(sizes, default=0)
 
 
 def _is_mirrored(step: int, status: MirrorStatus | None) -> bool | None:

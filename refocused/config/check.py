@@ -46,6 +46,14 @@ def check_run(config: RunConfig) -> list[Misfit]:
                 f"not a multiple of batch.micro = {batch.micro}: no number of GPUs can share it.",
             )
         )
+    if config.checkpoint.in_background and config.zero.offload_optimizer == "nvme":
+        misfits.append(
+            Misfit(
+                "checkpoint.async",
+                "zero.offload_optimizer = nvme keeps states on the drive, which cannot be copied "
+                "to host memory. Set it to false.",
+            )
+        )
     if config.evaluation.sample_prompt is not None and config.data.tokenizer != "bytes":
         misfits.append(
             Misfit(

@@ -167,10 +167,10 @@ def unknown_part(path: Sequence[str]) -> str:
         holder = ".".join(path[:2] if entry is None else path[:4])
         return f"{text} {holder} takes a value of its own."
     inside = ".".join(path[:3])
-    near = did_you_mean(path[3], entry.model_fields)
+    near = did_you_mean(path[3], settings_of(entry))
     if near:
         return text + near.replace("mean ", f"mean {inside}.")
-    return f"{text} {inside} has {', '.join(entry.model_fields)}."
+    return f"{text} {inside} has {', '.join(settings_of(entry))}."
 
 
 def field_of(path: Sequence[str]) -> FieldInfo | None:
@@ -178,7 +178,7 @@ def field_of(path: Sequence[str]) -> FieldInfo | None:
     if len(path) == 2:
         return _field(path[0], path[1])
     entry = _entry_type(path[0], path[1])
-    return entry.model_fields.get(path[3]) if entry is not None and len(path) == 4 else None
+    return settings_of(entry).get(path[3]) if entry is not None and len(path) == 4 else None
 
 
 def is_group(path: Sequence[str]) -> bool:
@@ -194,8 +194,13 @@ def wants_text(*path: str) -> bool:
     )
 
 
+def settings_of(section: type[Section]) -> dict[str, FieldInfo]:
+    """Describe a section's settings by the names that a run file gives them."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
+
+
 def _field(section: str, key: str) -> FieldInfo | None:
-    return SECTIONS[section].model_fields.get(key) if section in SECTIONS else None
+    return settings_of(SECTIONS[section]).get(key) if section in SECTIONS else None
 
 
 def _entry_type(section: str, key: str) -> type[Section] | None:
@@ -208,7 +213,7 @@ def _entry_type(section: str, key: str) -> type[Section] | None:
 
 
 def _keys(section: str) -> list[str]:
-    return list(SECTIONS[section].model_fields) if section in SECTIONS else []
+    return list(settings_of(SECTIONS[section])) if section in SECTIONS else []
 
 
 def _homes(key: str) -> list[str]:

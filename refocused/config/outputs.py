@@ -38,6 +38,9 @@ class CheckpointConfig(Section):
         drain_minutes: Longest wait at the end for the mirror to finish its queue; the other ranks
             wait too, and give up after two hours.
         max_failed_saves: Failed saves in a row that stop the run.
+        in_background: Written as `async`: training waits only for a copy of the state in host
+            memory, which is written while it goes on. The copy's memory is kept (12 bytes a
+            parameter, shared by the ranks). A save at the end or for a stop is waited for.
     """
 
     interval: CountOrZero = 1000
@@ -47,6 +50,7 @@ class CheckpointConfig(Section):
     keep_remote: AllOrNumber = "all"
     drain_minutes: NotNegative = pydantic.Field(default=30.0, le=100)
     max_failed_saves: Count = 3
+    in_background: bool = pydantic.Field(default=False, alias="async")
 
 
 class EvaluationConfig(Section):

@@ -10,7 +10,9 @@ import pydantic
 class Section(pydantic.BaseModel):
     """A frozen group of settings that refuses unknown names."""
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, serialize_by_alias=True
+    )
 
 
 def _number(value: Any) -> Any:

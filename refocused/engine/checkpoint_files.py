@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
 import google_crc32c
+import numpy as np
 import torch
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+
+from refocused.engine.host_copy import HostMemory, wait_for_copies
+
+BLOCK_BYTES = 4 * 1024 * 1024  # hashed while they are still in the processor's cache
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,12 +47,8 @@ class HashingWriter:
     def write(self, content: Any) -> int:
         """Write bytes or a buffer; return its length, also after a failure."""
         view = memoryview(content).cast("B")
-        if self.error is None:
-            try:
-                self._file.write(view)
-                self._crc = google_crc32c.extend(self._crc, bytes(view))
-            except OSError as error:
-                self.error = error
+        for start in range(0, len(view), BLOCK_BYTES):
+            self._write_block(view[start : start + BLOCK_BYTES])
         self.size += len(view)
         return len(view)
 
@@ -57,6 +60,17 @@ class HashingWriter:
                 os.fsync(self._file.fileno())
             except OSError as error:
                 self.error = error
+
+    def _write_block(self, block: memoryview) -> None:
+        if self.error is not None:
+            return
+        try:
+            self._file.write(block)
+        except OSError as error:
+            self.error = error
+            return
+        # The hash function takes no memoryview; an array is another view of the same bytes.
+        self._crc = google_crc32c.extend(self._crc, np.frombuffer(block, np.uint8))
 
     @property
     def crc32c(self) -> int:
@@ -79,11 +93,33 @@ def save_hashed(content: Any, path: Path) -> WrittenFile:
     return WrittenFile(path, writer.size, writer.crc32c)
 
 
+def copy_hashed(source: Path, target: Path) -> WrittenFile:
+    """Copy a file to a new one, in folders that are made for it.
+
+    Raises:
+        OSError: The disk is full, read-only or failing.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as read, target.open("xb") as file:
+        writer = HashingWriter(file)
+        while writer.error is None and (block := read.read(BLOCK_BYTES)):
+            writer.write(block)
+        writer.flush()
+        if writer.error is not None:
+            raise writer.error
+    return WrittenFile(target, writer.size, writer.crc32c)
+
+
 class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """DeepSpeed's checkpoint engine over `save_hashed`.
 
     An error on one rank must not leave the others inside a collective, so that it is kept in
     `errors` for the owner to gather.
+
+    Attributes:
+        written: Files of this save that are on the disk.
+        errors: Why others are not.
+        copies: The content of files, when `copying` instead of writing.
     """
 
     def __init__(self) -> None:
@@ -91,15 +127,62 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.name = "refocused"
         self.written: list[WrittenFile] = []
         self.errors: list[OSError] = []
+        self.copies: list[tuple[Any, Path]] = []
+        self._copying = False
+        self._memory: dict[str, HostMemory] = {}
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Start a save: forget the last one's files."""
-        self.written, self.errors = [], []
+        self.written, self.errors, self.copies = [], [], []
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file, or keep the reason why not."""
+        with self._keeping_errors():
+            if self._copying:
+                self.copies.append((self._copied(state_dict, Path(path).name), Path(path)))
+            else:
+                self.written.append(save_hashed(state_dict, Path(path)))
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Let `save` copy content to host memory, where it stays until the next save's copy."""
+        self._copying = True
         try:
-            self.written.append(save_hashed(state_dict, Path(path)))
+            yield
+            wait_for_copies()
+        finally:
+            self._copying = False
+
+    def write_copies(self) -> None:
+        """Write what was copied."""
+        for content, path in self.copies:
+            with self._keeping_errors():
+                self.written.append(save_hashed(content, path))
+        self.copies = []
+
+    def save_swapped(self, source: Path, target: Path) -> None:
+        """Copy the optimizer's states from an NVMe drive, or keep the reason why not.
+
+        Gradients lie beside them, and are not part of the state.
+        """
+        with self._keeping_errors():
+            for file in sorted(path for path in source.rglob("*") if path.is_file()):
+                name = file.relative_to(source)
+                if "gradient" not in str(name):
+                    self.written.append(copy_hashed(file, target / name))
+
+    def _copied(self, content: Any, name: str) -> Any:
+        try:
+            return self._memory.setdefault(name, HostMemory()).copy(content)
+        except RuntimeError as error:  # torch has no class of its own for a lack of host memory
+            self._memory.clear()
+            reason = str(error).partition("\n")[0]
+            raise OSError(errno.ENOMEM, f"no copy in host memory: {reason}", name) from error
+
+    @contextlib.contextmanager
+    def _keeping_errors(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             self.errors.append(error)
 
@@ -107,10 +190,8 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Wrap a function of DeepSpeed's that writes a file: its failure is kept, not raised."""
 
         def borne(folder: str) -> None:
-            try:
+            with self._keeping_errors():
                 write(folder)
-            except OSError as error:
-                self.errors.append(error)
 
         return borne
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class Engine:
         self._device = device
         self._norm_scale = 1.0
         self._rank_file = f"ranks/rank_{rank:05d}.pt"
+        self._swap_folder = f"offloaded_tensors/rank{rank:02d}"  # where DeepSpeed looks for it
         self._files = HashingCheckpointEngine()
         self._engine.checkpoint_engine = self._files
         # Rank 0 alone copies two scripts: raising there would leave the others in a collective.
@@ -128,9 +130,24 @@ class Engine:
         Only between two steps: an unfinished accumulation is not saved. A failure to write is
         returned, not raised, so that the other ranks are not left inside a collective.
         """
-        self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
-        self._files.save(randomness.capture(), str(folder / self._rank_file))
-        return ShardsWritten(tuple(self._files.written), tuple(self._files.errors))
+        self._save(folder)
+        return self._written()
+
+    def copy_shards(self, folder: Path) -> Callable[[], ShardsWritten]:
+        """Copy what `save_shards` writes to host memory; every rank must call.
+
+        Returns:
+            What writes the copy, to be called once, by any thread, before the next copy is made:
+            that one takes the same memory.
+        """
+        with self._files.copying():
+            self._save(folder)
+
+        def write() -> ShardsWritten:
+            self._files.write_copies()
+            return self._written()
+
+        return write
 
     def load_shards(self, folder: Path) -> None:
         """Take over the state that `save_shards` wrote; every rank must call.
@@ -141,6 +158,23 @@ class Engine:
             path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
         assert path is not None, f"DeepSpeed found nothing in {folder / TAG}"
         randomness.restore(torch.load(folder / self._rank_file, weights_only=True))
+
+    def _save(self, folder: Path) -> None:
+        """Hand this rank's part to `_files`."""
+        # DeepSpeed would copy an NVMe drive's files itself, and raise on one rank alone.
+        is_swapped = self._engine.zero_nvme_offload_optimizer()
+        self._engine.zero_nvme_offload_optimizer = lambda: False
+        try:
+            self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+        finally:
+            del self._engine.zero_nvme_offload_optimizer
+        if is_swapped:
+            swapped = Path(self._engine.optimizer.optimizer_swapper.swap_folder)
+            self._files.save_swapped(swapped, folder / TAG / self._swap_folder)
+        self._files.save(randomness.capture(), str(folder / self._rank_file))
+
+    def _written(self) -> ShardsWritten:
+        return ShardsWritten(tuple(self._files.written), tuple(self._files.errors))
 
     def close(self) -> None:
         """Give back what the engine holds."""

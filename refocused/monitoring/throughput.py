@@ -31,8 +31,13 @@ class Throughput:
         self._count = 0
         self._others: dict[Activity, list[float]] = {"validation": [], "save": []}
 
-    def lap(self, activity: Activity) -> float:
-        """Book the time since the last call on an activity; return it in seconds."""
+    def lap(self, activity: Activity, *, continued: bool = False) -> float:
+        """Book the time since the last call on an activity; return it in seconds.
+
+        Args:
+            activity: What it was spent on.
+            continued: It belongs to the last validation or save, and is not another one.
+        """
         now = self._clock()
         seconds, self._last = now - self._last, now
         if activity == "step":
@@ -40,6 +45,8 @@ class Throughput:
             if self._count == WARM_UP_STEPS + 1:
                 self._steps.clear()
             self._steps.append(seconds)
+        elif continued:
+            self._others[activity][-1] += seconds
         else:
             self._others[activity].append(seconds)
         return seconds

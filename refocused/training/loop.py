@@ -38,7 +38,10 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
     if state.step == parts.total_steps and not stopping:
         state = make_up_validation(parts, state, stop)
         stopping = stop.agreed()
-    with contextlib.closing(parts.loader.batches_from(state.position)) as batches:
+    with (
+        parts.saver.finishing(),
+        contextlib.closing(parts.loader.batches_from(state.position)) as batches,
+    ):
         while state.step < parts.total_steps and not stopping:
             micro_batches = fetch_together(parts.world, batches.next_step, stop)
             if micro_batches is None:
@@ -49,6 +52,7 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
             state = state.after_step(parts.plan, batches.position)
             parts.throughput.lap("step")
             stopping = stop.agreed()
+            parts.saver.commit()
             last = state.step == parts.total_steps
             if last or parts.cadence.log_due(state.step) or stopping:
                 state = parts.reporter.step(state, loss, batches.wait_seconds)
@@ -63,7 +67,7 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
                 stopping=bool(stopping),
             )
             if tiers:
-                state = parts.saver.save(state, tiers)
+                state = parts.saver.save(state, tiers, wait=last or bool(stopping))
     return Outcome(state, stopping)
 
 

@@ -74,9 +74,10 @@ class Reporter:
         self._waited = self._reported_at = 0.0
         self._state_file = folder / "state.json"
         self._latest: TrainState | None = None
-        self._metrics = self._events = None
+        self._metrics = self._performance = self._events = None
         if world.is_first:
             self._metrics = JsonLines(folder / "logs" / "training_metrics.jsonl")
+            self._performance = JsonLines(folder / "logs" / "performance_metrics.jsonl")
             self._events = JsonLines(folder / "logs" / "events.jsonl")
 
     def begin(self, state: TrainState) -> None:
@@ -143,6 +144,11 @@ class Reporter:
             }
         )
 
+    def performance(self, kind: str, step: int, **figures: object) -> None:
+        """Record what something cost; its kind opens the names of its figures."""
+        if self._performance is not None:
+            self._performance.write({"kind": kind, "step": step, **figures})
+
     def event(self, kind: str, text: str, **facts: object) -> None:
         """Record something that happened; the screen gets its text, unless that is empty."""
         if self._events is not None:
@@ -182,7 +188,7 @@ class Reporter:
 
     def close(self) -> None:
         """Close the files."""
-        for file in (self._metrics, self._events):
+        for file in (self._metrics, self._performance, self._events):
             if file is not None:
                 file.close()
 

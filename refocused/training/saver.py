@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from refocused.checkpoints.checkpointer import Checkpointer
+from refocused.checkpoints.checkpointer import FREE_SPACE_FACTOR, Checkpointer, SavedStep
 from refocused.checkpoints.mirror import CheckpointMirror
 from refocused.checkpoints.mirror_status import MirrorStatus
-from refocused.checkpoints.staging import set_aside
+from refocused.checkpoints.retention import FEWEST
+from refocused.checkpoints.staging import clean_leftovers, set_aside
 from refocused.checkpoints.step_directory import StepDirectory, in_use, parse_name, step_paths
 from refocused.checkpoints.thinning import disk_is_low, thin_out
 from refocused.checkpoints.tiers import Tier
 from refocused.config.outputs import CheckpointConfig
 from refocused.engine.engine import Engine
-from refocused.errors import CheckpointError
+from refocused.errors import CheckpointError, RefocusedError
 from refocused.monitoring.metrics import duration
 from refocused.monitoring.throughput import Throughput
 from refocused.training.reporter import Reporter
@@ -23,6 +26,8 @@ from refocused.training.state import TrainState
 from refocused.world import World
 
 logger = logging.getLogger(__name__)
+
+ABANDONED_S = 60.0  # without a write: a save or download that was killed
 
 
 DRAIN_SLICE_S = 1.0  # between two looks at whether somebody wants to wait no longer
@@ -68,35 +73,77 @@ class Saver:
         self._files_done = files_done
         self._failures = 0
         self._mirror_blocked = False
+        self._stall_seconds = 0.0
         self.saved_step: int | None = None
 
-    def save(self, state: TrainState, tiers: Sequence[Tier] = (Tier.ROLLING,)) -> TrainState:
+    def save(
+        self, state: TrainState, tiers: Sequence[Tier] = (Tier.ROLLING,), *, wait: bool = True
+    ) -> TrainState:
         """Save a state; return it with its time and money booked.
 
         Args:
             state: What is saved, beside the engine's own.
             tiers: Why.
+            wait: Return when it is on the disk, also with `checkpoint.async`.
 
         Raises:
             CheckpointError: On every rank, after `checkpoint.max_failed_saves` failures in a row.
         """
+        self._finish_the_one_before(state.step)
         if self.saved_step == state.step:
             return state
+        self._world.first_does(self._make_room)
         state = self._world.broadcast(self._reporter.booked(state))
+        record, files_done = state.as_record(), self._files_done(state)
         try:
-            self._checkpointer.save(
-                self._engine,
-                state.as_record(),
-                files_done=self._files_done(state),
-                tiers=tiers,
+            if self._settings.in_background and not wait:
+                self._checkpointer.begin(self._engine, record, files_done=files_done, tiers=tiers)
+                self._stall_seconds = self._throughput.lap("save")
+                return state
+            saved = self._checkpointer.save(
+                self._engine, record, files_done=files_done, tiers=tiers
             )
         except CheckpointError as error:
+            self._throughput.lap("save")
             self._bear(error)
             return state
-        seconds = self._throughput.lap("save")
-        self._failures, self.saved_step = 0, state.step
-        self._world.first_does(lambda: self._after(state, seconds))
+        self._stall_seconds = self._throughput.lap("save")
+        self._tell(saved)
         return state
+
+    def commit(self, *, wait: bool = False) -> None:
+        """Commit the save that is being written in the background, once all ranks have written.
+
+        Without such a save nothing is done, and nothing exchanged.
+
+        Args:
+            wait: Wait for the files.
+
+        Raises:
+            CheckpointError: On every rank, after `checkpoint.max_failed_saves` failures in a row.
+        """
+        if self._checkpointer.begun_step is None:
+            return
+        try:
+            saved = self._checkpointer.finish(wait=wait)
+        except CheckpointError as error:
+            self._throughput.lap("save", continued=True)
+            self._bear(error)
+            return
+        if saved is not None:
+            self._tell(saved)
+
+    @contextlib.contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Leave no save half done, also when training ends by an error that all ranks share."""
+        try:
+            yield
+        except RefocusedError as error:
+            if error.on_every_rank:
+                with contextlib.suppress(CheckpointError):
+                    self.commit(wait=True)
+            raise
+        self.commit(wait=True)
 
     def load(self, step: StepDirectory) -> TrainState:
         """Bring the engine back to a verified step; return the state that belongs to it.
@@ -186,8 +233,27 @@ class Saver:
                     step=found,
                 )
 
+    def _finish_the_one_before(self, step: int) -> None:
+        """Wait for a save that is still being written: the copy's memory is needed."""
+        self.commit()
+        unfinished = self._checkpointer.begun_step
+        if unfinished is not None and unfinished != step:
+            self._reporter.event(
+                "save_late",
+                f"save {unfinished:>7,} is still being written, and step {step:,} waits for it to "
+                "be saved; a longer checkpoint.interval or a faster disk avoids that",
+                step=unfinished,
+            )
+        self.commit(wait=True)
+
+    def _make_room(self) -> None:
+        """Remove what is needed least when the disk lacks room for another save."""
+        with contextlib.suppress(OSError):  # the save that follows says what is wrong
+            if disk_is_low(self._folder, saves=FREE_SPACE_FACTOR):
+                clean_leftovers(self._folder, older_than_s=ABANDONED_S, now=time.time())
+                self._thin_out(keep=FEWEST, disk_low=True)
+
     def _bear(self, error: CheckpointError) -> None:
-        self._throughput.lap("save")
         self._failures += 1
         given_up = self._failures >= self._settings.max_failed_saves
         text = "" if given_up else f"{error} Training goes on."
@@ -200,22 +266,47 @@ class Saver:
             stopping.on_every_rank = True
             raise stopping from error
 
-    def _after(self, state: TrainState, seconds: float) -> None:
+    def _tell(self, saved: SavedStep) -> None:
+        """Remove what is old, and say what was saved and what that cost."""
+        step, size = saved.step.step, saved.step.manifest.total_bytes
+        self._failures, self.saved_step = 0, step
+        upload = self._world.first_does(lambda: self._make_way(step))
+        stall = self._stall_seconds + self._throughput.lap("save", continued=True)
+        local = duration(stall)
+        if self._settings.in_background:
+            local = f"{duration(saved.write_seconds)}, stall {local}"
+        self._reporter.event(
+            "save",
+            f"save {step:>7,} local {local}{upload}",
+            step=step,
+            stall_seconds=stall,
+            write_seconds=saved.write_seconds,
+            bytes=size,
+        )
+        self._reporter.performance(
+            "save",
+            step,
+            save_stall_seconds=stall,
+            save_write_seconds=saved.write_seconds,
+            save_bytes=size,
+            save_bytes_per_second=size / saved.write_seconds if saved.write_seconds else None,
+        )
+
+    def _make_way(self, step: int) -> str:
+        """Keep the mirror going and remove old steps; return what the mirror says."""
         waiting = ""
         if self._mirror is not None:
             self._mirror.ensure_alive()
             status = self._mirror.status()
-            waiting = f" | {status.progress(state.step) if status else 'upload queued'}"
-        self._reporter.event(
-            "save",
-            f"save {state.step:>7,} local {duration(seconds)}{waiting}",
-            step=state.step,
-            seconds=seconds,
-        )
+            waiting = f" | {status.progress(step) if status else 'upload queued'}"
+        self._thin_out(keep=self._settings.keep, disk_low=disk_is_low(self._folder))
+        return waiting
+
+    def _thin_out(self, *, keep: int, disk_low: bool) -> None:
         thin_out(
             self._folder,
-            keep=self._settings.keep,
+            keep=keep,
             mirrored=self._mirror is not None,
             status=self._mirror.status() if self._mirror is not None else None,
-            disk_low=disk_is_low(self._folder),
+            disk_low=disk_low,
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from refocused.bucket.checksum import crc32c_of
@@ -28,13 +30,14 @@ FACTS = RunFacts(
 
 @dataclasses.dataclass
 class FakeOwner:
-    """One rank's part of the state: `content`; its disk may be full, and may hide a file."""
+    """One rank's part of the state: `content`; its disk may be full, slow, and may hide a file."""
 
     rank: int = 0
     content: bytes = b"weights"
     disk_is_full: bool = False
     tells_too_much: bool = False
     loaded: bytes | None = None
+    may_write: threading.Event | None = None
 
     def save_shards(self, folder: Path) -> ShardsWritten:
         shard, state = folder / f"zero/rank_{self.rank}.pt", folder / rank_file(self.rank)
@@ -50,6 +53,15 @@ class FakeOwner:
             WrittenFile(state, state.stat().st_size, crc32c_of(state)),
         )
         return ShardsWritten(files, ())
+
+    def copy_shards(self, folder: Path) -> Callable[[], ShardsWritten]:
+        copy = dataclasses.replace(self)
+
+        def write() -> ShardsWritten:
+            assert copy.may_write is None or copy.may_write.wait(20)
+            return copy.save_shards(folder)
+
+        return write
 
     def load_shards(self, folder: Path) -> None:
         self.loaded = (folder / "zero" / f"rank_{self.rank}.pt").read_bytes()

@@ -2,8 +2,9 @@
 
     .venv/bin/python tests/checkpoints/save_kills.py FOLDER --kills 100
 
-Two ranks (threads of one process) save through the real Checkpointer and writer, and thin out what
-is old. A process that has imported everything forks each life, so that it takes milliseconds.
+Two ranks (threads of one process) save through the real Checkpointer and writer, every other step
+in the background, and thin out what is old. A process that has imported everything forks each life,
+so that it takes milliseconds.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -69,6 +71,12 @@ class SmallShards:
         self._tensors = {"masters": torch.full((3000,), float(rank)), "moments": torch.rand(6000)}
 
     def save_shards(self, folder: Path) -> ShardsWritten:
+        return self.copy_shards(folder)()
+
+    def copy_shards(self, folder: Path) -> Callable[[], ShardsWritten]:
+        return lambda: self._write(folder)
+
+    def _write(self, folder: Path) -> ShardsWritten:
         writer = HashingCheckpointEngine()
         writer.save(self._tensors, str(folder / f"zero/rank_{self._rank}_optim_states.pt"))
         writer.save({"random": torch.rand(8)}, str(folder / rank_file(self._rank)))
@@ -118,7 +126,12 @@ def _save_forever(world: World, folder: Path, first: int, told: int) -> None:
     owner = SmallShards(world.rank)
     for step in itertools.count(first):
         state = TrainState(step=step, tokens=step, position=Position(0, step), loss=1.0)
-        checkpointer.save(owner, state.as_record(), files_done=0)
+        if step % 2:
+            checkpointer.save(owner, state.as_record(), files_done=0)
+        else:
+            checkpointer.begin(owner, state.as_record(), files_done=0)
+            while checkpointer.finish(wait=False) is None:
+                time.sleep(0.001)
         if world.is_first:
             os.write(told, f"{step}\n".encode())
             _thin_out(folder)

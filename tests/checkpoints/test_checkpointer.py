@@ -43,7 +43,7 @@ def save(
 ) -> Path:
     checkpointer = Checkpointer(folder, world=world or World(), facts=facts)
     state = dataclasses.replace(STATE, **changes)
-    return checkpointer.save(owner or FakeOwner(), state.as_record(), files_done=4)
+    return checkpointer.save(owner or FakeOwner(), state.as_record(), files_done=4).path
 
 
 def load(folder: Path, *, facts: RunFacts = FACTS, world: World | None = None) -> Any:
@@ -167,7 +167,7 @@ def test_a_save_that_will_not_fit_is_not_begun(
     assert str(tmp_path) in str(told.value)
     assert left_in(tmp_path) == ["checkpoint_step_10"]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=130_000))
-    assert checkpointer.save(FakeOwner(), later, files_done=0).exists()
+    assert checkpointer.save(FakeOwner(), later, files_done=0).path.exists()
 
 
 def test_a_folder_that_cannot_be_made_fails_the_save_on_both_ranks(tmp_path: Path) -> None:

@@ -92,8 +92,8 @@ HALF = [
     *(Case(stage, dtype="bf16", resumes=True) for stage in (0, 1, 2, 3)),
     Case(1, "gpt_neox", "bf16"),
     Case(3, "gpt_neox", "bf16"),
-    Case(1, dtype="bf16", offload_optimizer="cpu"),
-    Case(3, dtype="bf16", offload_optimizer="cpu", offload_parameters="cpu"),
+    Case(1, dtype="bf16", offload_optimizer="cpu", resumes=True),
+    Case(3, dtype="bf16", offload_optimizer="cpu", offload_parameters="cpu", resumes=True),
     *(Case(stage, dtype="fp16") for stage in (0, 1, 2, 3)),
 ]
 WARMED = Case(0, dtype="bf16", undoes_warm_up=False)

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,10 @@ from refocused.world import World, join_world
 
 
 def train(engine: Engine, world: World, steps: range, folder: Path | None) -> list[dict[str, Any]]:
-    """Make some of the steps; after `SAVED_AT` of them save, where there is a folder."""
+    """Make some of the steps; after `SAVED_AT` of them save, where there is a folder.
+
+    A copy made at the same time is written to another one when the steps are done.
+    """
     records = []
     for step in steps:
         micro_losses = []
@@ -58,7 +62,26 @@ def train(engine: Engine, world: World, steps: range, folder: Path | None) -> li
         if folder is not None and step + 1 == SAVED_AT:
             written = engine.save_shards(folder)
             assert not written.errors, written.errors
+            write_copy = engine.copy_shards(copy_of(folder))
+    if folder is not None:
+        written = write_copy()
+        assert not written.errors, written.errors
     return records
+
+
+def copy_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}-copy")
+
+
+def tensors_in(folder: Path) -> dict[str, bytes]:
+    """The bytes of every tensor in the files below a folder."""
+    found = {}
+    for path in sorted(folder.rglob("*.pt")):
+        with zipfile.ZipFile(path) as file:
+            for name in file.namelist():
+                if "/data/" in name:
+                    found[f"{path.relative_to(folder)}/{name}"] = file.read(name)
+    return found
 
 
 def run(case: Case, world: World, scratch: Path) -> dict[str, Any]:
@@ -75,6 +98,7 @@ def run(case: Case, world: World, scratch: Path) -> dict[str, Any]:
     folder = scratch / case.name
     if case.resumes and world.is_first:
         (folder / "ranks").mkdir(parents=True)
+        (copy_of(folder) / "ranks").mkdir(parents=True)
     world.barrier()
     steps = train(engine, world, range(len(RATES)), folder if case.resumes else None)
     found: dict[str, Any] = {
@@ -83,6 +107,8 @@ def run(case: Case, world: World, scratch: Path) -> dict[str, Any]:
     }
     engine.close()
     if case.resumes:
+        world.barrier()
+        found["copy is the same"] = tensors_in(folder) == tensors_in(copy_of(folder))
         engine = start_engine(case, world, seed=99)
         engine.load_shards(folder)
         found["resumed"] = train(engine, world, range(SAVED_AT, len(RATES)), None)

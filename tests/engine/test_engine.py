@@ -103,6 +103,13 @@ def test_a_new_engine_goes_on_bit_for_bit_from_the_shards(found: Found, case: Ca
     assert found[case.name]["resumed"] == found[case.name]["steps"][SAVED_AT:]
 
 
+@named([case for case in CASES if case.resumes])
+def test_a_copy_written_steps_later_holds_the_tensors_of_its_step_bit_for_bit(
+    found: Found, case: Case
+) -> None:
+    assert found[case.name]["copy is the same"]
+
+
 @named(OVERFLOWING)
 def test_an_overflow_skips_the_update_and_lowers_the_scale(found: Found, case: Case) -> None:
     steps = found[case.name]["steps"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -129,6 +130,7 @@ class FakeReporter:
 
     log: Log
     seconds: float = 7.0
+    figures: list[dict[str, object]] = dataclasses.field(default_factory=list)
 
     def step(self, state: TrainState, loss: Tensor, waited_seconds: float) -> TrainState:
         self.log.append(f"report {state.step}")
@@ -139,6 +141,9 @@ class FakeReporter:
 
     def booked(self, state: TrainState) -> TrainState:
         return dataclasses.replace(state, seconds=self.seconds)
+
+    def performance(self, kind: str, step: int, **figures: object) -> None:
+        self.figures.append({"kind": kind, "step": step, **figures})
 
     def event(self, kind: str, text: str, **facts: object) -> None:
         self.log.append(f"{kind}: {text}")
@@ -151,13 +156,22 @@ class FakeSaver:
     log: Log
     saved: list[TrainState] = dataclasses.field(default_factory=list)
     tiers: list[list[str]] = dataclasses.field(default_factory=list)
+    waited: list[bool] = dataclasses.field(default_factory=list)
+    commits: int = 0
 
     def watch_mirror(self) -> None:
         pass
 
-    def save(self, state: TrainState, tiers: Sequence[Tier]) -> TrainState:
+    def commit(self) -> None:
+        self.commits += 1
+
+    def finishing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def save(self, state: TrainState, tiers: Sequence[Tier], *, wait: bool = True) -> TrainState:
         self.log.append(f"save {state.step}")
         self.saved.append(state)
+        self.waited.append(wait)
         self.tiers.append([tier.value for tier in tiers])
         return state
 

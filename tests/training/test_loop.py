@@ -47,6 +47,22 @@ def test_a_step_accumulates_all_its_passes_and_then_updates() -> None:
     assert outcome.stopped is StopReason.NONE
 
 
+def test_only_the_last_save_is_waited_for_and_each_step_commits_what_is_written() -> None:
+    parts = parts_of([], total_steps=7, cadence=Cadence(log=0, validation=0, checkpoint=3))
+    run(parts, [])
+    saver = cast("FakeSaver", parts.saver)
+    assert [state.step for state in saver.saved] == [3, 6, 7]
+    assert saver.waited == [False, False, True]
+    assert saver.commits == 7
+
+
+def test_a_save_for_a_stop_is_waited_for() -> None:
+    log: Log = []
+    parts = parts_of(log, total_steps=7, cadence=Cadence(log=0, validation=0, checkpoint=3))
+    run(parts, log, stop_when="accumulate 5")
+    assert cast("FakeSaver", parts.saver).waited == [True]
+
+
 def happened(log: Log, *words: str) -> list[str]:
     return [entry for entry in log if entry.split()[0] in words]
 

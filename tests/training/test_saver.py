@@ -68,6 +68,7 @@ class Session:
         mirror: FakeMirror | None = None,
         keep: int = 2,
         max_failed_saves: int = 3,
+        in_background: bool = False,
     ) -> None:
         self.folder = folder
         self.log: Log = []
@@ -75,13 +76,16 @@ class Session:
         world = world or World()
         self.owner = FakeOwner(world.rank)
         self.throughput = Throughput(self.clock)
+        self.reporter = FakeReporter(self.log)
         self.saver = Saver(
             Checkpointer(folder, world=world, facts=FACTS),
             folder=folder,
             engine=cast("Any", self.owner),
             mirror=cast("Any", mirror),
-            settings=CheckpointConfig(keep=keep, max_failed_saves=max_failed_saves),
-            reporter=cast("Any", FakeReporter(self.log)),
+            settings=CheckpointConfig.model_validate(
+                {"keep": keep, "max_failed_saves": max_failed_saves, "async": in_background}
+            ),
+            reporter=cast("Any", self.reporter),
             throughput=self.throughput,
             world=world,
             files_done=lambda state: state.step // 10,
@@ -121,6 +125,30 @@ def test_a_save_is_told_with_the_time_that_it_took(tmp_path: Path) -> None:
     session.clock.now += 1.0
     session.throughput.lap("step")
     assert session.throughput.seconds_left(steps=1, validations=0, saves=1) == 5.0
+
+
+def test_what_a_save_cost_is_recorded(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    write = session.owner.save_shards
+
+    def slowly(folder: Path) -> Any:
+        session.clock.now += 4.0
+        return write(folder)
+
+    session.owner.save_shards = slowly  # type: ignore[method-assign]
+    session.save(10)
+    (record,) = session.reporter.figures
+    size = read_step(tmp_path / "checkpoint_step_10").manifest.total_bytes
+    seconds = record["save_write_seconds"]
+    assert isinstance(seconds, float) and seconds > 0  # measured where it is written
+    assert record == {
+        "kind": "save",
+        "step": 10,
+        "save_stall_seconds": 4.0,
+        "save_write_seconds": seconds,
+        "save_bytes": size,
+        "save_bytes_per_second": size / seconds,
+    }
 
 
 def test_the_same_step_is_saved_once(tmp_path: Path) -> None:
