@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser
+from refocused.commands.local_steps import fetch_shown, refuse_another
 from refocused.commands.progress_line import ProgressLine
 from refocused.commands.quantities import count, duration_text, size_text
 from refocused.commands.run_catalog import add_run_options, catalog_of, find_run, run_of
@@ -43,9 +44,9 @@ def run_download(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     found = catalog.resolve(_name(arguments.step))
     if arguments.to is not None:
-        _refuse_another(remote, catalog.local / name_of(found.step))
+        refuse_another(remote, catalog.local / name_of(found.step))
     here = _whole_here(found.path) if found.path is not None else None
-    step = here or _fetch(catalog, found.step, arguments.threads)
+    step = here or fetch_shown(catalog, found.step, threads=arguments.threads)
     seconds = time.monotonic() - started
     if arguments.json:
         content = {
@@ -142,40 +143,6 @@ def _whole_here(path: Path) -> StepDirectory | None:
         return step
     print(f"{path} is corrupt: {describe(problems)}. It is fetched again.", file=sys.stderr)
     return None
-
-
-def _fetch(catalog: Catalog, number: int, threads: int) -> StepDirectory:
-    from refocused.checkpoints.step_directory import name_of
-
-    line = ProgressLine(f"download {number:,}")
-    marker = catalog.remote.marker(name_of(number)) if catalog.remote else None
-    if marker is not None:
-        line.show(0, marker.bytes)
-    try:
-        return catalog.fetch(
-            number,
-            threads=threads,
-            progress=lambda progress: line.show(progress.done_bytes, progress.total_bytes),
-            replace=True,
-        )
-    finally:
-        line.end()
-
-
-def _refuse_another(remote: RemoteSteps, path: Path) -> None:
-    """Keep what `--to` has of that name, unless it is a copy, perhaps damaged, of the same step."""
-    from refocused.bucket.checksum import crc32c_of
-    from refocused.checkpoints.manifest import MANIFEST
-
-    if not path.exists():
-        return
-    marker, manifest = remote.marker(path.name), path / MANIFEST
-    same = manifest.is_file() and marker and crc32c_of(manifest) == marker.manifest_crc32c
-    if not same:
-        raise CheckpointError(
-            f"{path} exists and is not a copy of {remote.url}/{path.name}. Remove it, or name "
-            "another folder with --to."
-        )
 
 
 def _wanted(catalog: Catalog, request: str) -> list[CatalogEntry]:

@@ -159,7 +159,7 @@ def find_step(request: str, arguments: argparse.Namespace) -> FoundStep:
 
 
 def find_steps(requests: Sequence[str], arguments: argparse.Namespace) -> list[FoundStep]:
-    """Find `latest`, `best`, numbers or names in the run, and paths in their own folders.
+    """Find `latest`, `best`, numbers or names in the run, paths and addresses where they say.
 
     Args:
         requests: As typed.
@@ -168,17 +168,13 @@ def find_steps(requests: Sequence[str], arguments: argparse.Namespace) -> list[F
     Raises:
         CheckpointError: There is no such step; the nearest are named.
         ConfigError: There is no such run.
+        BucketError: An address names a bucket that cannot be listed.
     """
-    from refocused.checkpoints.catalog import Catalog
-
     catalog = listing = None
     found = []
     for request in requests:
         if "/" in request:
-            path = Path(request).expanduser()
-            beside = Catalog(path.parent)
-            entry = beside.find(path.name, beside.entries())
-            found.append(FoundStep(beside, entry, ExitCode.OK))
+            found.append(_found_by_place(request, arguments))
             continue
         if catalog is None or listing is None:
             catalog = catalog_of(run_of(arguments), arguments)
@@ -186,6 +182,20 @@ def find_steps(requests: Sequence[str], arguments: argparse.Namespace) -> list[F
         entry = catalog.find(request, listing.entries)
         found.append(FoundStep(catalog, entry, listing.outcome))
     return found
+
+
+def _found_by_place(request: str, arguments: argparse.Namespace) -> FoundStep:
+    """Find a step by its path, or by its address, whose copy here is where `download` puts it."""
+    from refocused.checkpoints.catalog import Catalog
+
+    if "://" in request:
+        parent, _, name = request.rstrip("/").rpartition("/")
+        run = parent.removesuffix("/checkpoints").rpartition("/")[2]
+        catalog = Catalog(RUNS / run / "checkpoints", place(parent, arguments))
+    else:
+        path = Path(request).expanduser()
+        catalog, name = Catalog(path.parent), path.name
+    return FoundStep(catalog, catalog.find(name, catalog.entries()), ExitCode.OK)
 
 
 def _own_mirror(run: Path) -> tuple[str, str] | None:

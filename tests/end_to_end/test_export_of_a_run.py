@@ -1,0 +1,113 @@
+"""From a trained run to a model that transformers load, and to how far training moved it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from forked import train
+from tiny import tiny_run
+
+from refocused.commands.checkpoints import main
+from refocused.commands.local_steps import model_source
+from refocused.inference.model import load_model
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of bytes, its mirror, and nothing else that it needs."""
+    folder = tmp_path_factory.mktemp("trained")
+    tiny_run(folder)
+    settings = ["data.tokenizer=bytes", "precision.dtype=bf16", "zero.stage=3"]
+    ended = train(folder, "--config", "tiny.yaml", *settings, ranks=2)
+    assert ended.codes == [0, 0], ended.everything
+    return folder
+
+
+def command(capture: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert main(arguments) == code
+    out, err = capture.readouterr()
+    return out if code == 0 else err
+
+
+def test_a_run_is_exported_with_its_tokenizer(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(trained)
+    out = tmp_path / "model"
+    told = json.loads(command(capsys, "export", "latest", str(out), "--json"))
+    assert (told["step"], told["folder"]) == (20, str(out))
+    assert told["logit_difference"] < 1e-5
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    network = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert told["parameters"] == network.num_parameters()
+    ids = tokenizer("def \u6f22", return_tensors="pt")["input_ids"]
+    assert ids[0].tolist() == list("def \u6f22".encode())
+    written = network.generate(ids, max_new_tokens=5, do_sample=False)
+    loaded = load_model(out, dtype="bf16")
+    assert loaded.network.generate(ids, max_new_tokens=5, do_sample=False).equal(written)
+    refused = command(capsys, "export", "latest", str(out), code=1)
+    assert f"{out} exists already" in refused
+
+
+def test_a_step_that_is_only_in_the_bucket_is_exported(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bucket = str(trained / "mirror")
+    arguments = ("--run", "tiny", "--bucket", bucket, "--dtype", "fp32")
+    printed = command(capsys, "export", "10", "model", *arguments)
+    assert printed.startswith("model: step 10, ")
+    assert "transformers loads the same weights" in printed
+    assert (tmp_path / "runs" / "tiny" / "checkpoints" / "checkpoint_step_10").is_dir()
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["dtype"] == "float32"
+
+
+def test_another_tokenizer_must_fit_and_none_is_a_choice(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(trained)
+    out = str(tmp_path / "model")
+    refused = command(capsys, "export", "10", out, "--tokenizer", "gpt2", code=1)
+    assert "built from vocab.bpe and encoder.json" in refused
+    command(capsys, "export", "10", out, "--no-tokenizer", "--no-compare")
+    assert not (tmp_path / "model" / "tokenizer.json").exists()
+
+
+def test_the_weights_of_two_steps_are_compared(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(trained)
+    rows = json.loads(command(capsys, "compare", "10", "20", "--weights", "--json"))["weights"]
+    named = {row["name"]: row for row in rows}
+    assert list(named)[-1] == "all" and named["all"]["tensors"] == 28
+    assert named["transformer.h.*.mlp.c_fc.weight"]["tensors"] == 2
+    squares = sum(row["difference"] ** 2 for row in rows[:-1])
+    assert named["all"]["difference"] ** 2 == pytest.approx(squares)
+    assert 0 < named["all"]["relative"] < 1
+    printed = command(capsys, "compare", "20", "20", "--weights").splitlines()
+    assert printed[-1].split()[:2] == ["all", "28"]
+    assert printed[-1].split()[-2:] == ["0", "0.00%"]
+    assert "weights" not in json.loads(command(capsys, "compare", "10", "20", "--json"))
+
+
+def test_a_model_is_found_by_its_run_its_step_or_its_folder(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import argparse
+
+    monkeypatch.chdir(trained)
+    options = {"bucket": None, "gcs_credentials": None, "gcp_project": None, "local": False}
+    arguments = argparse.Namespace(run=None, **options)
+    latest = Path("runs/tiny/checkpoints/checkpoint_step_20")
+    for request in ("tiny", "runs/tiny", "latest", str(latest), str(trained / latest)):
+        assert model_source(request, arguments).resolve() == (trained / latest).resolve()
+    (tmp_path / "config.json").write_text("{}")
+    assert model_source(str(tmp_path), arguments) == tmp_path
+    assert load_model(latest).tokenizer("a").input_ids == [97]
