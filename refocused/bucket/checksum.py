@@ -7,7 +7,7 @@ from pathlib import Path
 
 import google_crc32c
 
-BLOCK_BYTES = 4 * 1024 * 1024
+BLOCK_BYTES = 256 * 1024  # stays in the processor's cache, and is held once by each thread
 
 
 def crc32c_of(path: Path) -> int:

@@ -15,9 +15,9 @@ import numpy.typing as npt
 from refocused.errors import ShardError
 from refocused.shards.layout import ArrayPlace, TokenLayout
 from refocused.shards.object_reader import ByteSource
-from refocused.shards.zip_members import opened_zip
+from refocused.shards.zip_members import member_reader, opened_zip
 
-BLOCK_IDS = 1 << 20  # at most 8 MiB of int64 at once
+BLOCK_IDS = 1 << 17  # at most 1 MiB of int64 at once: it stays in the processor's cache
 LONGEST_ROW = 1 << 22
 
 Ids = npt.NDArray[Any]
@@ -103,13 +103,14 @@ def _blocks(
     """Yield an array `rows` rows at a time, or that many elements of it when `flat`."""
     shape = (place.elements,) if flat else place.shape
     row_bytes = place.dtype.itemsize * math.prod(shape[1:])
-    source: ByteSource = file
     if place.member is not None and archive is not None:
-        source = archive.open(place.member)
-    source.seek(place.offset)
+        read = member_reader(file, archive, place.member, offset=place.offset)
+    else:
+        file.seek(place.offset)
+        read = file.read
     for first in range(0, shape[0], rows):
         count = min(rows, shape[0] - first)
-        content = source.read(count * row_bytes)
+        content = read(count * row_bytes)
         if len(content) != count * row_bytes:
             raise ShardError(
                 f"{name}: it ends before its header says. Write the file again, or put its name "
@@ -117,7 +118,7 @@ def _blocks(
             )
         yield np.frombuffer(content, place.dtype).reshape(count, *shape[1:])
     if place.member is not None:
-        source.read(1)  # at its end, zipfile compares the member's CRC-32
+        read(1)  # at its end, zipfile compares the member's CRC-32
 
 
 def _rows_at_once(layout: TokenLayout, *, name: str) -> int:
