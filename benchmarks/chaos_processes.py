@@ -12,7 +12,8 @@ from pathlib import Path
 
 MARK = "REFOCUSED_CHAOS"
 
-COMMAND, LAUNCHER, RANK, MIRROR, OTHER = "command", "launcher", "rank", "mirror", "other"
+SUPERVISOR, COMMAND, LAUNCHER = "supervisor", "command", "launcher"
+RANK, MIRROR, OTHER = "rank", "mirror", "other"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +23,8 @@ class Process:
     Attributes:
         pid: Its process id.
         session: What the mark says: which start it belongs to.
-        role: `command` (what a person typed), `launcher` (DeepSpeed's inner one), `rank`,
-            `mirror` or `other`.
+        role: `supervisor` (of launch/train.sh), `command` (`deepspeed`), `launcher` (DeepSpeed's
+            inner one), `rank`, `mirror` or `other`.
     """
 
     pid: int
@@ -73,6 +74,8 @@ def _role(arguments: list[str]) -> str:
     """Tell what a process is by its command line."""
     if "refocused.checkpoints.mirror_process" in arguments:
         return MIRROR
+    if "refocused.commands.launch" in arguments:
+        return SUPERVISOR
     if "deepspeed.launcher.launch" in arguments:
         return LAUNCHER
     if any(Path(argument).name == "deepspeed" for argument in arguments):

@@ -80,18 +80,25 @@ class Site:
         """The records of the steps."""
         return self.run / "logs" / "training_metrics.jsonl"
 
-    def start(self, session: str, *changes: str) -> subprocess.Popen[bytes]:
-        """Type the command; what it says goes to `SESSION.log`."""
-        deepspeed = Path(sys.executable).with_name("deepspeed")
+    def start(
+        self, session: str, *changes: str, supervised: bool = False
+    ) -> subprocess.Popen[bytes]:
+        """Type the command, `deepspeed` or what `launch/train.sh` ends in.
+
+        What it says goes to `SESSION.log`.
+        """
+        deepspeed = str(Path(sys.executable).with_name("deepspeed"))
         ranks = ["--num_gpus", "2", "--master_port", str(free_port()), "--log_level", "error"]
-        train = [str(ROOT / "launch" / "train.py"), "--config", "chaos.yaml", *changes]
+        plain = [deepspeed, *ranks, str(ROOT / "launch" / "train.py")]
+        command = [sys.executable, "-P", "-m", "refocused.commands.launch"] if supervised else plain
         with (self.folder / f"{session}.log").open("wb") as log:
             return subprocess.Popen(
-                [deepspeed, *ranks, *train],
+                [*command, "--config", "chaos.yaml", *changes],
                 cwd=self.folder,
                 env={
                     **os.environ,
                     MARK: session,
+                    "RANKS": "2",
                     "PYTHONPATH": str(ROOT),
                     "PYTHONWARNINGS": "ignore",
                     "OMP_NUM_THREADS": "1",

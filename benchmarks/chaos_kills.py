@@ -1,0 +1,304 @@
+"""Killing a training: whom, when, and what came of each start of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from chaos_processes import (
+    COMMAND,
+    LAUNCHER,
+    MIRROR,
+    RANK,
+    SUPERVISOR,
+    Process,
+    kill,
+    living,
+    wait_until,
+)
+from chaos_site import Site, steps_made
+from measuring import say
+
+SESSION_SECONDS = 240.0  # of one start, until its kill has come and its processes are gone
+VANISHING_SECONDS = 90.0  # for all processes of a start whose command or rank was killed
+AT_ONCE_SHARE = 0.5  # of the kills of those above the ranks, followed by a start at once
+SUPERVISED_SHARE = 0.5  # of the starts whose victim any start has
+ASYNC_SHARE = 0.5  # of the starts that save in the background
+DRAIN_SECONDS = 120.0
+
+IN_STEPS, IN_SAVE, IN_UPLOAD, IN_START, IN_DOWNLOAD = "steps", "save", "upload", "start", "download"
+ONE_RANK, ALL_RANKS = "one rank", "all ranks"
+MOMENTS = (IN_STEPS, IN_SAVE, IN_UPLOAD, IN_START, IN_DOWNLOAD)
+VICTIMS = (ONE_RANK, ALL_RANKS, LAUNCHER, COMMAND, SUPERVISOR, MIRROR)
+NEEDS_START = (IN_START, IN_DOWNLOAD)  # moments of a start, in which there is no mirror yet
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """Whom to kill, and when."""
+
+    victim: str
+    moment: str
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What the kills did.
+
+    Attributes:
+        kills: How often each was done.
+        starts: How often the command was typed.
+        resumes: Starts that said from which step they go on.
+        machines_lost: Folders of the run that were taken away.
+        steps_lost: Steps that were made again, over all resumes.
+        broken: Visible steps, here or in the store, that were not whole.
+        odd: What should not have happened: a start that ended by itself, a process that stayed.
+    """
+
+    kills: Counter[Kill] = dataclasses.field(default_factory=Counter)
+    starts: int = 0
+    resumes: int = 0
+    machines_lost: int = 0
+    steps_lost: int = 0
+    broken: list[str] = dataclasses.field(default_factory=list)
+    odd: list[str] = dataclasses.field(default_factory=list)
+
+
+def deck(kills: int, chance: random.Random) -> list[Kill]:
+    """Return so many kills: every pair of victim and moment, shuffled, again and again."""
+    pairs = [
+        Kill(victim, moment)
+        for victim in VICTIMS
+        for moment in MOMENTS
+        if not (victim == MIRROR and moment in NEEDS_START)
+    ]
+    drawn: list[Kill] = []
+    while len(drawn) < kills:
+        chance.shuffle(pairs)
+        drawn += pairs
+    return drawn[:kills]
+
+
+class Session:
+    """One start of the command, until it is killed or ends."""
+
+    def __init__(
+        self, place: Site, number: int, chance: random.Random, *, supervised: bool
+    ) -> None:
+        self.place = place
+        self.name = f"{place.mark}-{number}"
+        self.chance = chance
+        self._already_made = len(steps_made(place.run))
+        self._already_written = place.metrics.stat().st_size if place.metrics.exists() else 0
+        self.supervised = supervised
+        changes = ["checkpoint.async=true"] if chance.random() < ASYNC_SHARE else []
+        self.command = place.start(self.name, *changes, supervised=supervised)
+        self.began = time.monotonic()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the command has."""
+        return self.command.poll() is not None
+
+    @property
+    def late(self) -> bool:
+        """Whether it has taken longer than any start should."""
+        return time.monotonic() - self.began > SESSION_SECONDS
+
+    def made(self) -> list[int]:
+        """Return the steps of this start."""
+        return steps_made(self.place.run)[self._already_made :]
+
+    def count(self) -> int:
+        """Count the steps of this start; quick, for it is asked again and again."""
+        try:
+            with self.place.metrics.open("rb") as file:
+                file.seek(self._already_written)
+                return file.read().count(b'"kind": "step"')
+        except FileNotFoundError:
+            return 0
+
+    def resumed(self) -> int | None:
+        """Return the step from which it said that it goes on; 0 from the beginning."""
+        said = self.place.said(self.name)
+        found = re.search(r"resume   step ([\d,]+)", said)
+        if found:
+            return int(found[1].replace(",", ""))
+        return 0 if "from step 0" in said else None
+
+    def processes(self) -> list[Process]:
+        """Return what is left of this start, its mirror among them."""
+        return [process for process in living(self.name) if process.session == self.name]
+
+    def reach(self, moment: str, *, start_seconds: float) -> bool:
+        """Wait for a moment, and a random while in it; return False when the start has ended."""
+        if moment == IN_START:
+            return self._sleep(self.chance.uniform(0.3, start_seconds))
+        if moment == IN_DOWNLOAD:
+            return self._until(self._is_downloading) and self._sleep(self.chance.uniform(0, 1.0))
+        enough = self.count() + self.chance.randint(1, 8)
+        if not self._until(lambda: self.count() >= enough):
+            return False
+        if moment == IN_SAVE:
+            return self._until(self._is_saving) and self._sleep(self.chance.uniform(0, 0.03))
+        if moment == IN_UPLOAD:
+            seen = len(self.place.store.proxy.requests)
+            return self._until(lambda: self._is_uploading(seen)) and self._sleep(
+                self.chance.uniform(0, 0.2)
+            )
+        return self._sleep(self.chance.uniform(0, 0.1))
+
+    def kill(self, victim: str) -> bool:
+        """Kill one of its processes, or all its ranks; return False when there is none."""
+        roles = {ONE_RANK: RANK, ALL_RANKS: RANK}
+        wait_until(lambda: bool(self._playing(roles.get(victim, victim))), seconds=30, poll=0.1)
+        chosen = self._playing(roles.get(victim, victim))
+        if victim == ONE_RANK and chosen:
+            chosen = [self.chance.choice(chosen)]
+        kill(chosen)
+        return bool(chosen)
+
+    def _playing(self, role: str) -> list[Process]:
+        return [process for process in self.processes() if process.role == role]
+
+    def _is_saving(self) -> bool:
+        staged = self.place.checkpoints.glob(".tmp-*")
+        return any(not path.name.endswith("-fetch") for path in staged)
+
+    def _is_downloading(self) -> bool:
+        return any(self.place.checkpoints.glob(".tmp-*-fetch")) or self.count() > 0
+
+    def _is_uploading(self, seen: int) -> bool:
+        return any(request.is_upload for request in self.place.store.proxy.requests[seen:])
+
+    def _until(self, condition: Callable[[], bool]) -> bool:
+        return wait_until(
+            lambda: self.ended or self.late or condition(), seconds=SESSION_SECONDS, poll=0.005
+        ) and not (self.ended or self.late)
+
+    def _sleep(self, seconds: float) -> bool:
+        return not wait_until(lambda: self.ended, seconds=seconds, poll=0.005)
+
+
+class Chaos:
+    """Carries out the kills of a deck, start by start."""
+
+    def __init__(self, place: Site, chance: random.Random, *, start_seconds: float) -> None:
+        self.place = place
+        self.chance = chance
+        self.outcome = Outcome()
+        self._start_seconds = start_seconds
+        self._last_made = 0  # the last step before the present start
+
+    def run(self, kills: list[Kill], *, until: float) -> None:
+        """Do the kills, one or more a start, then let the training end.
+
+        Args:
+            kills: What is to be done, in any order that fits.
+            until: Time (`time.monotonic`) after which no further kill begins.
+        """
+        while kills and time.monotonic() < until and not self._is_finished():
+            first = kills.pop()
+            if first.moment == IN_DOWNLOAD:
+                self._lose_machine()
+            supervised = first.victim == SUPERVISOR or self.chance.random() < SUPERVISED_SHARE
+            session = self._start(supervised=supervised)
+            self._disturb(session, first, kills)
+            self._account(session)
+        self._wait_for_the_end()
+
+    def _start(self, *, supervised: bool) -> Session:
+        self.outcome.starts += 1
+        self.place.store.proxy.requests.clear()
+        return Session(self.place, self.outcome.starts, self.chance, supervised=supervised)
+
+    def _disturb(self, session: Session, wanted: Kill, kills: list[Kill]) -> None:
+        """Kill until the start is over: a killed mirror is not the end of it."""
+        while True:
+            if not session.reach(wanted.moment, start_seconds=self._start_seconds):
+                self._note_end(session, wanted)
+                return
+            if wanted.moment == IN_DOWNLOAD and session.count():
+                wanted = Kill(wanted.victim, IN_STEPS)  # there was nothing to download yet
+            killed = session.kill(wanted.victim)
+            at = max(steps_made(self.place.run), default=0)
+            say(
+                f"start {self.outcome.starts:>3}  step {at:>4}  kill {wanted.victim} in "
+                f"{wanted.moment}{'' if killed else ': nobody there'}"
+            )
+            self.outcome.kills[wanted] += killed
+            if wanted.victim != MIRROR:
+                break
+            wanted = self._next_in_training(session, kills)
+        at_once = (
+            wanted.victim in (LAUNCHER, COMMAND, SUPERVISOR)
+            and self.chance.random() < AT_ONCE_SHARE
+        )
+        if not at_once:
+            self._wait_until_gone()
+            self.outcome.broken += self.place.broken()
+        session.command.wait(SESSION_SECONDS)
+
+    def _next_in_training(self, session: Session, kills: list[Kill]) -> Kill:
+        for kill_ in reversed(kills):
+            possible = session.supervised or kill_.victim != SUPERVISOR
+            if possible and kill_.moment not in NEEDS_START:
+                kills.remove(kill_)
+                return kill_
+        return Kill(ALL_RANKS, IN_STEPS)
+
+    def _note_end(self, session: Session, wanted: Kill) -> None:
+        """A start that ended before its kill: right only when the training is finished."""
+        if session.late:
+            self.outcome.odd.append(f"{session.name} never came to {wanted.moment}")
+            kill(session.processes())
+        self._wait_until_gone()
+        code = session.command.wait(SESSION_SECONDS)
+        if not self._is_finished():
+            words = " | ".join(self.place.said(session.name).splitlines()[-6:])
+            self.outcome.odd.append(f"{session.name} ended by itself with code {code}: {words}")
+
+    def _account(self, session: Session) -> None:
+        resumed, made = session.resumed(), session.made()
+        if resumed is not None:
+            self.outcome.resumes += resumed > 0
+            self.outcome.steps_lost += max(0, self._last_made - resumed)
+            self._last_made = max(made, default=resumed)
+
+    def _lose_machine(self) -> None:
+        """Everything of the run that is not in the store is gone, the mirror's process too."""
+        self._wait_until_gone()
+        kill(living(self.place.mark))
+        wait_until(lambda: not living(self.place.mark), seconds=VANISHING_SECONDS, poll=0.3)
+        self.outcome.machines_lost += 1
+        self.place.lose_machine(self.outcome.machines_lost)
+
+    def _wait_until_gone(self) -> None:
+        """Wait until only mirrors are left; whoever else stays is noted, and killed."""
+
+        def staying() -> list[Process]:
+            return [process for process in living(self.place.mark) if process.role != MIRROR]
+
+        if not wait_until(lambda: not staying(), seconds=VANISHING_SECONDS, poll=0.3):
+            self.outcome.odd += [f"{p.role} {p.pid} of {p.session} stayed" for p in staying()]
+            kill(staying())
+
+    def _is_finished(self) -> bool:
+        return max(steps_made(self.place.run), default=0) >= self.place.steps
+
+    def _wait_for_the_end(self) -> None:
+        session = self._start(supervised=True)
+        code = session.command.wait(20 * SESSION_SECONDS)
+        self._account(session)
+        if code:
+            words = " | ".join(self.place.said(session.name).splitlines()[-6:])
+            self.outcome.odd.append(f"the last start ended with code {code}: {words}")
+        self._wait_until_gone()
+        if not wait_until(lambda: not living(self.place.mark), seconds=DRAIN_SECONDS, poll=0.3):
+            self.outcome.odd += [f"mirror {p.pid} stayed" for p in living(self.place.mark)]
+        self.outcome.broken += self.place.broken()
+        self.place.harvest()
