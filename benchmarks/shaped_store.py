@@ -57,11 +57,23 @@ def shaped_store(folder: Path, shape: Shape) -> Iterator[str]:
         process.join()
 
 
-def asked_for(store: str) -> dict[str, int]:
-    """Return how often each object of a store was downloaded since the last call."""
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What an object was asked for.
+
+    Attributes:
+        requests: Downloads of it, or of ranges of it.
+        share: Bytes asked for, of its own.
+    """
+
+    requests: int
+    share: float
+
+
+def asked_for(store: str) -> dict[str, Asked]:
+    """Return what each object of a store was asked for since the last call."""
     with urllib.request.urlopen(f"{store}/gets") as answer:
-        found: dict[str, int] = json.load(answer)
-    return found
+        return {name: Asked(*found) for name, found in json.load(answer).items()}
 
 
 def serve(folder: str, shape: Shape, sender) -> None:
@@ -82,14 +94,27 @@ class Server(http.server.ThreadingHTTPServer):
         self.objects = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
         self.metadata = {name: _described(name, body) for name, body in self.objects.items()}
         self.gets: Counter[str] = Counter()
+        self.asked_bytes: Counter[str] = Counter()
         self.shape = shape
         self._free_at = 0.0
         self._lock = threading.Lock()
 
-    def counted(self, name: str) -> None:
-        """Count a download of an object."""
+    def counted(self, name: str, size: int) -> None:
+        """Count a download of an object or of a range of it."""
         with self._lock:
             self.gets[name] += 1
+            self.asked_bytes[name] += size
+
+    def forget_counts(self) -> dict[str, tuple[int, float]]:
+        """Return the downloads of each object and their share of its bytes; count anew."""
+        with self._lock:
+            found = {
+                name: (count, self.asked_bytes[name] / len(self.objects[name]))
+                for name, count in self.gets.items()
+            }
+            self.gets.clear()
+            self.asked_bytes.clear()
+        return found
 
     def wait_for_turn(self, size: int) -> None:
         """Wait until all streams together may have sent this much more."""
@@ -115,8 +140,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         query = urllib.parse.parse_qs(url.query)
         name = urllib.parse.unquote(url.path.rpartition("/o/")[2]) if "/o/" in url.path else ""
         if url.path == "/gets":
-            self._send_json(dict(self.server.gets))
-            self.server.gets.clear()
+            self._send_json(self.server.forget_counts())
             return
         time.sleep(self.server.shape.latency_s)
         if name and query.get("alt") == ["media"]:
@@ -136,12 +160,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _send_object(self, name: str) -> None:
         body = memoryview(self.server.objects[name])
-        self.server.counted(name)
         asked = self.headers.get("Range")
         first, last = 0, len(body) - 1
         if asked:
             start, _, end = asked.removeprefix("bytes=").partition("-")
             first, last = int(start), min(int(end or last), last)
+        self.server.counted(name, last - first + 1)
         self.send_response(206 if asked else 200)
         metadata = self.server.metadata[name]
         self.send_header("X-Goog-Hash", f"crc32c={metadata['crc32c']}")

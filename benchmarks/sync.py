@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/sync.py [--repeats 5] [--json FILE]
 
 The store is shaped: 30 ms before each answer, 20 MB/s for each stream. Then the data wait of a
-training-like loop on a link 1.5 times as fast as it needs, and the requests for each object when
-eight ranks read on one node.
+training-like loop on a link 1.5 times as fast as it needs, and how much of each object is asked for
+when eight ranks read on one node.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 
 from measuring import (
@@ -51,8 +50,9 @@ LOOP_COLUMNS = (
 )
 NODE_COLUMNS = (
     Column("objects", "objects", "{:.0f}"),
-    Column("fewest", "fewest GETs", "{:.0f}"),
-    Column("most", "most GETs", "{:.0f}"),
+    Column("least", "least of one asked", "{:.3f}"),
+    Column("most", "most", "{:.3f}"),
+    Column("gets", "requests", "{:.0f}"),
     Column("wall_s", "seconds", "{:.2f}"),
 )
 
@@ -95,7 +95,7 @@ def compare(chosen: argparse.Namespace) -> None:
     )
     loops = measure_loops(chosen)
     print(table({"ours": medians(loops)}, LOOP_COLUMNS, title="A loop on a link at 1.5 x its need"))
-    print(table({f"{RANKS} ranks": node}, NODE_COLUMNS, title="Requests for each object of a node"))
+    print(table({f"{RANKS} ranks": node}, NODE_COLUMNS, title="Each object's bytes, by a node"))
     results = {"sync": records, "loop": loops, "node": node}
     write_report(chosen.json, settings={"repeats": chosen.repeats}, results=results)
 
@@ -112,7 +112,7 @@ def measure_loops(chosen: argparse.Namespace) -> list[Record]:
 
 
 def measure_node(work: Path, store: str) -> Record:
-    """Let eight ranks of one node read every shard through one cache folder; count the requests."""
+    """Let eight ranks of one node read every shard through one cache; count what they ask for."""
     asked_for(store)
     folder = work / "node"
     shutil.rmtree(folder, ignore_errors=True)
@@ -133,11 +133,12 @@ def measure_node(work: Path, store: str) -> Record:
     for process in reversed(ranks):
         if process.wait(120):
             raise SystemExit("a rank of the node failed")
-    counts = Counter(asked_for(store))
+    asked = asked_for(store).values()
     return {
-        "objects": len(counts),
-        "fewest": min(counts.values()),
-        "most": max(counts.values()),
+        "objects": len(asked),
+        "least": min(one.share for one in asked),
+        "most": max(one.share for one in asked),
+        "gets": sum(one.requests for one in asked),
         "wall_s": time.perf_counter() - began,
     }
 

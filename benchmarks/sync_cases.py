@@ -39,7 +39,7 @@ def _timed(sync: Callable[[], object], folder: Path) -> Record:
         "wall_s": wall,
         "cpu_s": cpu,
         "megabytes_per_second": wanted / wall / 1e6,
-        "gets": sum(asked_for(store).values()),
+        "gets": sum(asked.requests for asked in asked_for(store).values()),
     }
 
 

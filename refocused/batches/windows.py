@@ -97,7 +97,11 @@ def split_windows(
 def _named_shards(shards: Sequence[Shard], patterns: Sequence[str]) -> set[int]:
     named: set[int] = set()
     for pattern in patterns:
-        found = {i for i, shard in enumerate(shards) if matches(shard.name, [pattern])}
+        found = {
+            index
+            for index, shard in enumerate(shards)
+            if any(matches(file.name, [pattern]) for file in shard.files)
+        }
         if not found:
             some = ", ".join(shard.name for shard in shards[:NAMES_SHOWN])
             raise ShardError(

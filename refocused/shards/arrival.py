@@ -2,49 +2,134 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import shutil
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
+from refocused.bucket.checksum import crc32c_of
 from refocused.errors import BucketError, ShardError
 from refocused.shards.local_form import write_local_form
 from refocused.shards.local_shards import LocalShards
 from refocused.shards.manifest import Shard
+from refocused.shards.shared_jobs import Job
+
+SMALLEST_RANGE_BYTES = 1 << 20  # below this, the latency of a request costs most of its time
+LARGEST_RANGE_BYTES = 1 << 23
 
 
 class PassingError(BucketError):
     """The bucket cannot be reached now; the same request may work later."""
 
 
-def bring(bucket: Bucket, local: LocalShards, index: int, *, folder: Path) -> None:
-    """Download one shard, turn it into the local form, and publish it.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrival:
+    """A shard on its way.
 
-    Args:
+    Attributes:
         bucket: Where it comes from.
         local: Where it goes.
         index: Which one.
         folder: Existing folder for unfinished files, on the same disk.
-
-    Raises:
-        PassingError: The bucket cannot be reached now.
-        ShardError: The object is gone, has changed, is corrupt, or does not fit the run.
     """
-    shard = local.manifest.shards[index]
-    downloaded, finished = folder / f"{index}.object", folder / f"{index}.npy"
-    try:
-        _download(bucket, shard, downloaded)
-        max_id = write_local_form(
-            downloaded, finished, shard=shard, data=local.data(index), vocabulary=local.vocabulary
-        )
-        local.publish(index, finished, max_id=max_id)
-    except OSError as error:
-        raise ShardError(
-            f"{shard.name}: {error} while it was written below {local.folder}. Free space there, "
-            "or set data.cache to another disk."
-        ) from None
-    finally:
-        downloaded.unlink(missing_ok=True)
-        finished.unlink(missing_ok=True)
+
+    bucket: Bucket
+    local: LocalShards
+    index: int
+    folder: Path
+
+    @property
+    def shard(self) -> Shard:
+        """What the manifest says of it."""
+        return self.local.manifest.shards[self.index]
+
+    def jobs(self, *, ways: int) -> list[Job]:
+        """Return what brings its files, in any order and at once.
+
+        A file that an earlier attempt brought is not brought again.
+
+        Args:
+            ways: Ranges that a large lone file is divided into, so that as many threads can
+                bring it; 1: it comes whole.
+        """
+        files = self.shard.files
+        divisible = len(files) == 1 and self.shard.crc32c is not None
+        if divisible and ways > 1 and self.shard.size >= 2 * SMALLEST_RANGE_BYTES:
+            return self._ranges(ways)
+        return [
+            functools.partial(_download, self.bucket, file, path)
+            for file, path in zip(files, self._paths(), strict=True)
+            if not path.exists()
+        ]
+
+    def finish(self) -> None:
+        """Turn what was brought into the local form, and publish it.
+
+        Raises:
+            PassingError: The bucket cannot be reached now.
+            ShardError: The object is gone, has changed, is corrupt, or does not fit the run.
+        """
+        shard, paths = self.shard, self._paths()
+        finished = self.folder / f"{self.index}.npy"
+        if self._ranged.exists():
+            self._join(paths[0])
+        try:
+            max_id = write_local_form(
+                paths,
+                finished,
+                shard=shard,
+                data=self.local.data(self.index),
+                vocabulary=self.local.vocabulary,
+            )
+            self.local.publish(self.index, finished, max_id=max_id)
+        except OSError as error:
+            raise ShardError(
+                f"{shard.name}: {error} while it was written below {self.local.folder}. Free "
+                "space there, or set data.cache to another disk."
+            ) from None
+        finally:
+            for path in (finished, *paths):
+                path.unlink(missing_ok=True)
+
+    def _paths(self) -> list[Path]:
+        count = len(self.shard.files)
+        return [self.folder / f"{self.index}.{part}.object" for part in range(count)]
+
+    @property
+    def _ranged(self) -> Path:
+        return self.folder / f"{self.index}.ranges"
+
+    def _ranges(self, ways: int) -> list[Job]:
+        size = self.shard.size
+        length = min(max(-(-size // ways), SMALLEST_RANGE_BYTES), LARGEST_RANGE_BYTES)
+        with self._ranged.open("wb") as file:
+            file.truncate(size)
+        return [
+            functools.partial(self._read_range, start, min(length, size - start))
+            for start in range(0, size, length)
+        ]
+
+    def _read_range(self, start: int, length: int) -> None:
+        try:
+            content = self.bucket.read(self.shard.name, start=start, length=length)
+        except BucketError as error:
+            _explain(self.bucket, self.shard, error)
+        with self._ranged.open("r+b") as file:
+            file.seek(start)
+            file.write(content)
+
+    def _join(self, path: Path) -> None:
+        """Take the ranges for the object when they have its checksum; otherwise fetch it whole.
+
+        No range is checked by itself, and each may be of another version of the object.
+        """
+        if crc32c_of(self._ranged) == self.shard.crc32c:
+            self._ranged.replace(path)
+            return
+        self._ranged.unlink()
+        _download(self.bucket, self.shard, path)
 
 
 def require_space(local: LocalShards, index: int, *, free_bytes: int) -> None:
@@ -67,6 +152,16 @@ def free_bytes(folder: Path) -> int:
     """Return what may still be written on a folder's disk: what is free but 5 % of the disk."""
     usage = shutil.disk_usage(folder)
     return usage.free - usage.total // 20
+
+
+def progress_in(folder: Path) -> int:
+    """Return a number that changes when bytes arrive, into holes of a file too."""
+    found = 0
+    for path in folder.glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # finished since it was listed
+            status = path.stat()
+            found += status.st_size + status.st_blocks
+    return found
 
 
 def _download(bucket: Bucket, shard: Shard, target: Path) -> None:

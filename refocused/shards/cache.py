@@ -81,7 +81,8 @@ class ShardCache:
         silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
         for shard in manifest.shards:
-            check_vocabulary(shard, shard.max_id or 0, vocabulary=vocabulary)
+            for file in shard.files:
+                check_vocabulary(file, file.max_id or 0, vocabulary=vocabulary)
         self._manifest = manifest
         self._data = data
         self._silence_seconds = silence_seconds

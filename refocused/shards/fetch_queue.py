@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 
 class FetchQueue:
@@ -45,14 +45,26 @@ class FetchQueue:
         """Leave a shard alone until a time, after a failure."""
         self._paused_until[index] = until
 
-    def following(self, *, now: float) -> int | None:
-        """Return the shard to fetch now: asked, in use, pinned, then the rest of the plan."""
-        order = (*self._asked, *self._planned[:1], *self._pinned, *self._planned[1:])
-        for index in order:
+    def following(self, *, now: float, shared: Collection[int] = ()) -> int | None:
+        """Return the shard to work for now: asked, in use, pinned, then the rest of the plan.
+
+        So the whole link is given to what is needed first.
+
+        Args:
+            now: Time, of the same clock as the pauses.
+            shared: Shards on their way that another thread can help with.
+        """
+        for index in (*self._asked, *self._planned[:2], *self._pinned, *self._planned[2:]):
             waiting = self._paused_until.get(index, now) > now
-            if index not in self.present and index not in self.busy and not waiting:
+            begun = index in self.present or index in self.busy
+            if index in shared or not (begun or waiting):
                 return index
         return None
+
+    def ready(self) -> int:
+        """Return how many shards, from the one in use on, are local without a gap."""
+        missing = (place for place, i in enumerate(self._planned) if i not in self.present)
+        return next(missing, len(self._planned))
 
     def missing(self) -> int:
         """Return how many wanted shards are not local."""

@@ -9,15 +9,15 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 
 from refocused.bucket.bucket import Bucket
 from refocused.errors import RefocusedError, ShardError
-from refocused.shards.arrival import PassingError, bring, free_bytes, require_space
+from refocused.shards.arrival import Arrival, PassingError, free_bytes, progress_in, require_space
 from refocused.shards.fetch_queue import FetchQueue
 from refocused.shards.fetcher_state import FetcherFiles, FetcherState
 from refocused.shards.local_shards import LocalShards
+from refocused.shards.shared_jobs import SharedJobs
 
 KEEPER_SECONDS = 0.2
 SIGN_SECONDS = 1.0
@@ -25,6 +25,9 @@ ATTEMPTS = 2
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
+# Until so many shards are ready, one large object comes by ranges over all threads at once; then
+# each comes whole, several beside each other, which costs fewer requests.
+HURRIED_SHARDS = 4
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +63,9 @@ class Fetcher:
         self._changed = threading.Condition()
         self._signing = threading.Lock()
         self._queue = FetchQueue(local.bytes)
+        self._shared: dict[int, SharedJobs] = {}
+        self._beginning = False
+        self._ways = threads
         self._attempts: dict[int, int] = {}
         self._asked_here: set[int] = set()
         self._asked_elsewhere: set[int] = set()
@@ -131,7 +137,7 @@ class Fetcher:
         """
         with self._changed:
             self._stopped = True
-            self._changed.notify_all()
+            self._cancel(PassingError(f"{self._local.folder}: closed before this arrived."))
         deadline = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
@@ -209,7 +215,7 @@ class Fetcher:
         state = FetcherState(
             pid=os.getpid(),
             time=time.time(),
-            progress=self.fetched + _bytes_in(self._folder),
+            progress=self.fetched + progress_in(self._folder),
             error=str(self.failure) if self.failure else None,
             trouble=self.trouble,
         )
@@ -218,31 +224,79 @@ class Fetcher:
             self._files.write_state(state)
 
     def _work(self) -> None:
-        while (index := self._take()) is not None:
-            try:
-                self._make_room(index)
-                bring(self._bucket, self._local, index, folder=self._folder)
-            except PassingError as error:
-                self._try_again(index, error)
-            except ShardError as error:
-                if self._attempts.get(index, 0) + 1 >= ATTEMPTS:
-                    self._fail(error)
-                self._try_again(index, error)
-            except Exception as error:  # a thread's edge: its owner is told
-                self._fail(error)
+        while (task := self._take()) is not None:
+            if isinstance(task, SharedJobs):
+                task.help()
             else:
-                self._arrived(index)
+                self._bring(task)
 
-    def _take(self) -> int | None:
-        """Wait for a shard to fetch and reserve it; None when it is time to end."""
+    def _bring(self, index: int) -> None:
+        arrival = Arrival(self._bucket, self._local, index, self._folder)
+        try:
+            with self._others_waiting():
+                self._make_room(index)
+                jobs = self._share(arrival)
+            self._run(jobs, index)
+            arrival.finish()
+        except PassingError as error:
+            self._try_again(index, error)
+        except ShardError as error:
+            if self._attempts.get(index, 0) + 1 >= ATTEMPTS:
+                self._fail(error)
+            self._try_again(index, error)
+        except Exception as error:  # a thread's edge: its owner is told
+            self._fail(error)
+        else:
+            self._arrived(index)
+
+    def _take(self) -> SharedJobs | int | None:
+        """Wait for a shard to bring, or jobs of one to help with; None when it is time to end."""
         with self._changed:
             while not self._stopped and self.failure is None:
-                index = self._queue.following(now=time.monotonic()) if self._leads else None
+                shared = {index: jobs for index, jobs in self._shared.items() if jobs.open}
+                index = None
+                if self._leads and not self._beginning:
+                    index = self._queue.following(now=time.monotonic(), shared=shared)
+                if index in shared:
+                    return shared[index]
                 if index is not None:
                     self._queue.busy.add(index)
+                    self._beginning = True  # the others wait for its jobs, or go on without them
                     return index
                 self._changed.wait(LONGEST_PAUSE_SECONDS)  # the keeper wakes it five times a second
         return None
+
+    @contextlib.contextmanager
+    def _others_waiting(self) -> Iterator[None]:
+        """Begin a shard while no other is begun: its jobs come before those of later ones."""
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._beginning = False
+                self._changed.notify_all()
+
+    def _share(self, arrival: Arrival) -> SharedJobs:
+        """Offer what brings the files of a shard to the threads that have nothing to do."""
+        with self._changed:
+            hurried = self._queue.ready() < HURRIED_SHARDS
+        work = arrival.jobs(ways=self._ways if hurried else 1)
+        jobs = SharedJobs(work, changed=self._changed)
+        with self._changed:
+            self._shared[arrival.index] = jobs
+        return jobs
+
+    def _run(self, jobs: SharedJobs, index: int) -> None:
+        try:
+            jobs.run()
+        finally:
+            with self._changed:
+                del self._shared[index]
+
+    def _cancel(self, reason: RefocusedError) -> None:
+        for jobs in self._shared.values():
+            jobs.cancel(reason)
+        self._changed.notify_all()
 
     def _make_room(self, index: int) -> None:
         """Evict what the limit and the disk ask for; the reservation is counted already."""
@@ -284,14 +338,6 @@ class Fetcher:
                 folder = self._local.folder
                 error = ShardError(f"The fetcher of {folder} failed: {error!r}. Start again.")
             self.failure = self.failure or error
-            self._changed.notify_all()
+            self._cancel(self.failure)
         if self._leads:
             self._sign()
-
-
-def _bytes_in(folder: Path) -> int:
-    found = 0
-    for path in folder.glob("*"):
-        with contextlib.suppress(FileNotFoundError):  # finished since it was listed
-            found += path.stat().st_size
-    return found

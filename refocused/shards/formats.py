@@ -35,10 +35,12 @@ def read_layout(file: ByteSource, *, name: str, data: DataConfig) -> TokenLayout
     Args:
         file: The open file, local or in a bucket.
         name: Object name: its end says the form, messages repeat it.
-        data: `dtype` for headerless files; `pad_id` and `separator_id` for rows.
+        data: `dtype` for headerless files; `pad_id` and `separator_id` for rows, which
+            `mask_documents` needs.
 
     Raises:
-        ShardError: The form is refused, a header lies, or the ids are no whole numbers.
+        ShardError: The form is refused, a header lies, the ids are no whole numbers, or documents
+            are to be masked and nothing would tell where a row ends.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -54,7 +56,7 @@ def read_layout(file: ByteSource, *, name: str, data: DataConfig) -> TokenLayout
         layout = _bin_layout(file, name=name, size=size, data=data)
     else:
         raise ShardError(refusal(name))
-    return _with_separators(layout, data)
+    return _with_separators(layout, data, name=name)
 
 
 def refusal(name: str) -> str:
@@ -76,12 +78,18 @@ def refusal(name: str) -> str:
     )
 
 
-def _with_separators(layout: TokenLayout, data: DataConfig) -> TokenLayout:
+def _with_separators(layout: TokenLayout, data: DataConfig, *, name: str) -> TokenLayout:
     """Add the separator to padded rows: whole rows and streams bring their own."""
     if len(layout.ids.shape) == 1:
         return dataclasses.replace(layout, pad_id=None)
     if not layout.padded:
         return layout
+    if data.mask_documents and data.separator_id is None and layout.ids.shape[0] > 1:
+        raise ShardError(
+            f"{name}: its padded rows are documents, and with data.mask_documents nothing would "
+            f"tell where one ends. Set data.separator_id={data.document_id}, which puts the id "
+            "between rows, or data.mask_documents=false."
+        )
     return dataclasses.replace(layout, separator_id=data.separator_id)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -45,63 +48,90 @@ def check_vocabulary(shard: Shard, max_id: int, *, vocabulary: int) -> None:
 
 
 def write_local_form(
-    source: Path, target: Path, *, shard: Shard, data: DataConfig, vocabulary: int
+    sources: Sequence[Path], target: Path, *, shard: Shard, data: DataConfig, vocabulary: int
 ) -> int:
-    """Turn a downloaded file into the local form; return its largest id.
+    """Turn downloaded files into the local form of one shard; return its largest id.
 
-    A file that has the form already is moved, not copied; otherwise `source` stays. `target` may
-    be left half written when this raises.
+    A lone file that has the form already is moved, not copied; otherwise `sources` stay. `target`
+    may be left half written when this raises.
+
+    Args:
+        sources: The local copies of `shard.files`, in order.
+        target: The local form.
+        shard: What the manifest says of them.
+        data: How files are read.
+        vocabulary: Ids that the model knows.
 
     Raises:
-        ShardError: The file is refused or corrupt, has another number of tokens than the manifest
-            says, or an id outside the vocabulary.
+        ShardError: A file is refused or corrupt, has another number of tokens than the manifest
+            says, is read in another way, or holds an id outside the vocabulary.
     """
     dtype = np.dtype(local_dtype(shard, vocabulary=vocabulary)).newbyteorder("<")
-    with source.open("rb") as file:
-        layout = read_layout(file, name=shard.name, data=data)
-    if _is_local_form(layout, dtype):
-        written, max_id = _measure(source, layout, name=shard.name)
-    else:
-        written, max_id = _convert(source, target, layout, shard=shard, dtype=dtype)
-    if written != shard.tokens:
-        raise ShardError(
-            f"{shard.name}: {written:,} tokens are in it, and the manifest says {shard.tokens:,}. "
-            "Prepare the data again, or put its name in data.exclude."
-        )
-    check_vocabulary(shard, max_id, vocabulary=vocabulary)
-    if _is_local_form(layout, dtype):
-        source.replace(target)
+    if len(sources) == 1:
+        with sources[0].open("rb") as file:
+            layout = _checked_layout(file, shard, data=data)
+            if _is_local_form(layout, dtype):
+                max_id = _copy(file, layout, None, shard=shard, vocabulary=vocabulary)
+                sources[0].replace(target)
+                return max_id
+    header = {"descr": dtype.str, "fortran_order": False, "shape": (shard.tokens,)}
+    max_id = 0
+    with target.open("wb") as local:
+        np.lib.format.write_array_header_1_0(local, header)
+        out = _Out(local, dtype)
+        for source, part in zip(sources, shard.files, strict=True):
+            with source.open("rb") as file:
+                layout = _checked_layout(file, part, data=data)
+                found = _copy(file, layout, out, shard=part, vocabulary=vocabulary)
+            max_id = max(max_id, found)
+        local.flush()
+        os.fsync(local.fileno())
     return max_id
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Out:
+    """Where ids go, and as what."""
+
+    file: BinaryIO
+    dtype: np.dtype[np.generic]
+
+
+def _checked_layout(file: BinaryIO, shard: Shard, *, data: DataConfig) -> TokenLayout:
+    layout = read_layout(file, name=shard.name, data=data)
+    counted = (shard.pad_id, shard.separator_id)
+    given = (layout.pad_id, layout.separator_id)
+    if counted != given:  # a manifest of an earlier version, or of somebody else
+        raise ShardError(
+            f"{shard.name}: its rows are read with the padding and separator ids {given}, and the "
+            f"manifest counted them with {counted}. Write the manifest again: "
+            "refocused prepare_data manifest --write"
+        )
+    return layout
 
 
 def _is_local_form(layout: TokenLayout, dtype: np.dtype[np.generic]) -> bool:
     return layout.kind == "npy" and len(layout.ids.shape) == 1 and layout.ids.dtype == dtype
 
 
-def _measure(source: Path, layout: TokenLayout, *, name: str) -> tuple[int, int]:
+def _copy(
+    file: BinaryIO, layout: TokenLayout, out: _Out | None, *, shard: Shard, vocabulary: int
+) -> int:
+    """Write a file's ids, or only look at them; return the largest once all is checked."""
     tokens, max_id = 0, 0
-    with source.open("rb") as file:
-        for block in token_blocks(file, layout, name=name):
-            tokens += len(block)
+    for block in token_blocks(file, layout, name=shard.name):
+        tokens += len(block)
+        if tokens > shard.tokens:  # more than the space that was checked
+            break
+        if block.size:
             max_id = max(max_id, int(block.max()))
-    return tokens, max_id
-
-
-def _convert(
-    source: Path, target: Path, layout: TokenLayout, *, shard: Shard, dtype: np.dtype[np.generic]
-) -> tuple[int, int]:
-    header = {"descr": dtype.str, "fortran_order": False, "shape": (shard.tokens,)}
-    tokens, max_id = 0, 0
-    with source.open("rb") as file, target.open("wb") as local:
-        np.lib.format.write_array_header_1_0(local, header)
-        for block in token_blocks(file, layout, name=shard.name):
-            tokens += len(block)
-            if tokens > shard.tokens:  # more than the space that was checked
-                break
-            if block.size:
-                max_id = max(max_id, int(block.max()))
-            # An id too large for the type wraps here; the caller refuses the file by `max_id`.
-            local.write(block.astype(dtype, copy=False).data)
-        local.flush()
-        os.fsync(local.fileno())
-    return tokens, max_id
+        if out is not None:
+            # An id too large for the type wraps here; it is refused below.
+            out.file.write(block.astype(out.dtype, copy=False).data)
+    if tokens != shard.tokens:
+        raise ShardError(
+            f"{shard.name}: {tokens:,} tokens are in it, and the manifest says "
+            f"{shard.tokens:,}. Prepare the data again, or put its name in data.exclude."
+        )
+    check_vocabulary(shard, max_id, vocabulary=vocabulary)
+    return max_id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ from refocused.bucket.bucket import checked_name
 from refocused.bucket.checksum import crc32c_of
 from refocused.config.data import DataConfig
 from refocused.shards.local_form import check_vocabulary, local_bytes, local_dtype
-from refocused.shards.manifest import Manifest, Shard
+from refocused.shards.manifest import Manifest
 from refocused.shards.mixture import source_of
 from refocused.shards.token_file import TokenFile
 
@@ -23,7 +24,7 @@ class LocalRow:
     """What is known of one local file; written after it, so that it speaks of a whole file.
 
     Attributes:
-        source: The object it came from and the settings it was read with.
+        source: What it came from, and the type that it has here.
         size: Bytes of the local file.
         crc32c: Checksum of the local file.
         max_id: Largest id in it.
@@ -52,7 +53,11 @@ class LocalShards:
         self._data = data
         self._data_of = {name: data.of_source(name) for name in data.mixture}
         self.vocabulary = vocabulary
-        self.folder = cache / manifest.fingerprint[:FINGERPRINT_CHARACTERS]
+        # Two runs that read the same data differently must not take turns in one folder.
+        wide = any(local_dtype(one, vocabulary=vocabulary) != "uint16" for one in manifest.shards)
+        key = manifest.fingerprint[:FINGERPRINT_CHARACTERS]
+        self.folder = cache / (f"{key}-uint32" if wide else key)
+        self._sources: dict[int, str] = {}
 
     def path(self, index: int) -> Path:
         """Return where a shard's local form lies, or will."""
@@ -127,8 +132,10 @@ class LocalShards:
         return path.with_name(f"{path.name}.json")
 
     def _source(self, index: int) -> str:
-        shard: Shard = self.manifest.shards[index]
-        data = self.data(index)
-        read_as = [data.dtype, data.pad_id, data.separator_id]
-        kind = local_dtype(shard, vocabulary=self.vocabulary)
-        return json.dumps([shard.name, shard.size, shard.crc32c, shard.generation, *read_as, kind])
+        if index not in self._sources:
+            shard = self.manifest.shards[index]
+            generations = [file.generation for file in shard.files]
+            kind = local_dtype(shard, vocabulary=self.vocabulary)
+            described = json.dumps([*shard.fingerprint_row(), generations, kind])
+            self._sources[index] = hashlib.sha256(described.encode()).hexdigest()
+        return self._sources[index]

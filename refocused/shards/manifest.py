@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,21 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shard:
-    """One file of tokens.
+    """One file of tokens, or several short ones that are local as one.
 
     Attributes:
-        name: Object name below the source.
+        name: Object name below the source; of several, a name that says which.
         tokens: Real tokens: no padding, separators between rows included.
         dtype: Narrowest local element type that surely holds the ids: `uint16` or `uint32`.
-        size: Bytes of the object.
+        size: Bytes of the object, or of all.
         crc32c: Checksum of the object; None where the store keeps none.
         generation: The store's version of the object; None where it is not known. It does not
             count when shards are compared: a copy has another one.
         max_id: Largest id, when known before the file arrives.
         documents: Documents in it, when known.
+        pad_id: Id whose trailing run in each row was taken for padding; None: none is.
+        separator_id: Id put between rows; None: none is.
+        parts: The files that it is packed from, in order; empty: it is one file.
     """
 
     name: str
@@ -48,11 +51,35 @@ class Shard:
     generation: int | None = dataclasses.field(compare=False)
     max_id: int | None = None
     documents: int | None = None
+    pad_id: int | None = None
+    separator_id: int | None = None
+    parts: tuple[Shard, ...] = ()
+
+    @property
+    def files(self) -> tuple[Shard, ...]:
+        """The files that it is made of: its parts, or itself."""
+        return self.parts or (self,)
 
     @property
     def blob(self) -> BlobInfo:
-        """The object as the bucket knows it."""
+        """The object of a file as the bucket knows it."""
         return BlobInfo(self.name, self.size, self.crc32c, self.generation)
+
+    def renamed(self, rename: Callable[[str], str]) -> Shard:
+        """Return the shard with other names for itself and its parts."""
+        parts = tuple(part.renamed(rename) for part in self.parts)
+        return dataclasses.replace(self, name=rename(self.name), parts=parts)
+
+    def fingerprint_row(self) -> list[object]:
+        """Return what decides its tokens: name, checksum or size, tokens, dtype, reading, parts.
+
+        How rows are read and parts are named only where there are such.
+        """
+        content = f"size {self.size}" if self.crc32c is None else f"crc32c {self.crc32c}"
+        row: list[object] = [self.name, content, self.tokens, self.dtype]
+        if (self.pad_id, self.separator_id) != (None, None):
+            row.append({"pad_id": self.pad_id, "separator_id": self.separator_id})
+        return row + [part.fingerprint_row() for part in self.parts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +87,8 @@ class Manifest:
     """All shards in name order.
 
     Attributes:
-        shards: The files; an index into them names a shard everywhere.
+        shards: One for each file, or, for a run, as `pack_chunks` makes them of files; an index
+            into them names a shard everywhere.
         tokenizer: Name of the tokenizer that made the tokens.
     """
 
@@ -74,12 +102,10 @@ class Manifest:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hexadecimal) over each shard's name, checksum or size, tokens and dtype."""
+        """SHA-256 (hexadecimal) over what decides each shard's tokens."""
         digest = hashlib.sha256()
         for shard in self.shards:
-            content = f"size {shard.size}" if shard.crc32c is None else f"crc32c {shard.crc32c}"
-            row = json.dumps([shard.name, content, shard.tokens, shard.dtype])
-            digest.update(row.encode() + b"\n")
+            digest.update(json.dumps(shard.fingerprint_row()).encode() + b"\n")
         return digest.hexdigest()
 
 
@@ -113,11 +139,8 @@ def build_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Path | None)
 
 
 def manifest_to_json(manifest: Manifest) -> str:
-    """Return the text of a `manifest.json`."""
-    rows = [
-        {key: value for key, value in dataclasses.asdict(shard).items() if key != "generation"}
-        for shard in manifest.shards
-    ]
+    """Return the text of a `manifest.json`, which has one row for each file."""
+    rows = [_row(shard) for shard in manifest.shards]
     content = {
         "schema": SCHEMA,
         "tokenizer": manifest.tokenizer,
@@ -167,6 +190,16 @@ def read_manifest(bucket: Bucket) -> Manifest:
     return manifest_from_json(bucket.read(MANIFEST_NAME), where=where)
 
 
+def _row(shard: Shard) -> dict[str, Any]:
+    assert not shard.parts, "packed shards are made by each run for itself"
+    row = dataclasses.asdict(shard)
+    del row["generation"], row["parts"]
+    for key in ("pad_id", "separator_id"):
+        if row[key] is None:
+            del row[key]
+    return row
+
+
 def _shard(blob: BlobInfo, facts: HeaderFacts) -> Shard:
     return Shard(
         name=blob.name,
@@ -176,6 +209,8 @@ def _shard(blob: BlobInfo, facts: HeaderFacts) -> Shard:
         crc32c=blob.crc32c,
         generation=blob.generation,
         documents=facts.documents,
+        pad_id=facts.pad_id,
+        separator_id=facts.separator_id,
     )
 
 
@@ -185,6 +220,8 @@ def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobI
     rows = {shard.name: shard for shard in written.shards}
     chosen = [rows[name] for name in chosen_names(rows, data=data, url=bucket.url)]
     _check_listing(chosen, listing, url=bucket.url)
+    for shard in chosen:
+        _check_reading(shard, data, url=bucket.url)
     _log.info("%s: %d shards by its %s", bucket.url, len(chosen), MANIFEST_NAME)
     shards = tuple(_as_listed(shard, listing[shard.name]) for shard in chosen)
     return Manifest(shards, written.tokenizer)
@@ -203,6 +240,17 @@ def _check_tokenizer(manifest: Manifest, data: DataConfig, *, url: str) -> None:
             f"{url}: its {MANIFEST_NAME} says tokenizer {manifest.tokenizer!r}, and data.tokenizer "
             f"is {data.tokenizer!r}. Set data.tokenizer to what made the tokens, or another source."
         )
+
+
+def _check_reading(shard: Shard, data: DataConfig, *, url: str) -> None:
+    for key in ("pad_id", "separator_id"):
+        counted, given = getattr(shard, key), getattr(data, key)
+        if counted is not None and counted != given:
+            raise ShardError(
+                f"{url}: its {MANIFEST_NAME} counted {shard.name} with {key} {counted}, and "
+                f"data.{key} is {given}. Set data.{key}={counted}, or write the manifest again "
+                "with the other id: refocused prepare_data manifest --write"
+            )
 
 
 def _check_listing(shards: list[Shard], listing: Mapping[str, BlobInfo], *, url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.config.data import DataConfig
 from refocused.errors import ShardError
-from refocused.shards.manifest import Manifest, build_manifest
+from refocused.shards.chunk_packs import build_run_manifest
+from refocused.shards.manifest import Manifest
 
 
 def name_in_mixture(source: str, name: str) -> str:
@@ -84,19 +86,19 @@ class MixedBucket:
 def build_mixed_manifest(
     bucket: MixedBucket, data: DataConfig, *, cache_file: Path | None
 ) -> Manifest:
-    """Describe the token files of all sources, those of one source together.
+    """Describe the shards of a run over all sources, those of one source together.
 
     Raises:
         ShardError: As for a single source; or the tokens are those of different tokenizers.
         BucketError: A source cannot be listed or read.
     """
     manifests = {
-        name: build_manifest(source, data.of_source(name), cache_file=cache_file)
+        name: build_run_manifest(source, data.of_source(name), cache_file=cache_file)
         for name, source in bucket.sources.items()
     }
     return Manifest(
         tuple(
-            dataclasses.replace(shard, name=name_in_mixture(name, shard.name))
+            shard.renamed(functools.partial(name_in_mixture, name))
             for name, manifest in manifests.items()
             for shard in manifest.shards
         ),
@@ -115,10 +117,7 @@ def split_by_source(manifest: Manifest) -> dict[str, tuple[int, Manifest]]:
     )
     for source, group in indexed:
         numbered = list(group)
-        shards = (
-            dataclasses.replace(shard, name=shard.name.removeprefix(name_in_mixture(source, "")))
-            for _, shard in numbered
-        )
+        shards = (shard.renamed(lambda name: name.partition("/")[2]) for _, shard in numbered)
         parts[source] = numbered[0][0], Manifest(tuple(shards), manifest.tokenizer)
     return parts
 

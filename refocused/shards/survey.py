@@ -17,7 +17,7 @@ from refocused.shards.formats import read_layout
 from refocused.shards.object_reader import ObjectReader
 from refocused.shards.token_blocks import count_tokens
 
-SCHEMA = 1
+SCHEMA = 2
 NAMED_FAILURES = 5
 
 _log = logging.getLogger(__name__)
@@ -31,11 +31,15 @@ class HeaderFacts:
         tokens: Real tokens, separators included.
         dtype: `uint16` or `uint32`: holds whatever the stored type can hold.
         documents: Filled rows of a padded file; None: the headers do not say.
+        pad_id: Id that marks the padding of rows; None: none does.
+        separator_id: Id put between rows; None: none is.
     """
 
     tokens: int
     dtype: str
     documents: int | None
+    pad_id: int | None
+    separator_id: int | None
 
 
 def survey(
@@ -90,7 +94,13 @@ def _read_facts(bucket: Bucket, blob: BlobInfo, data: DataConfig) -> HeaderFacts
     file = ObjectReader(bucket, blob)
     layout = read_layout(file, name=blob.name, data=data)
     count = count_tokens(file, layout, name=blob.name)
-    return HeaderFacts(count.tokens, layout.local_dtype, count.rows)
+    return HeaderFacts(
+        tokens=count.tokens,
+        dtype=layout.local_dtype,
+        documents=count.rows,
+        pad_id=layout.pad_id,
+        separator_id=layout.separator_id,
+    )
 
 
 def _together(failures: list[str], *, total: int, url: str) -> str:
@@ -102,8 +112,8 @@ def _together(failures: list[str], *, total: int, url: str) -> str:
 
 
 def _key(blob: BlobInfo, data: DataConfig) -> str:
-    """Name an object's content, and the settings that its counts depend on."""
-    read_as = [data.dtype, data.pad_id, data.separator_id]
+    """Name an object's content, and the settings that its counts, or its refusal, depend on."""
+    read_as = [data.dtype, data.pad_id, data.separator_id, data.mask_documents]
     return json.dumps([blob.name, blob.size, blob.crc32c, blob.generation, *read_as])
 
 

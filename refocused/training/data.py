@@ -19,8 +19,9 @@ from refocused.bucket.open import open_bucket
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
 from refocused.shards.cache import ShardCache
+from refocused.shards.chunk_packs import build_run_manifest
 from refocused.shards.local_form import local_bytes
-from refocused.shards.manifest import Manifest, build_manifest
+from refocused.shards.manifest import Manifest
 from refocused.shards.mixture import MixedBucket, build_mixed_manifest
 from refocused.shards.stdlib_text import prepare_stdlib
 from refocused.training.sources import (
@@ -186,7 +187,7 @@ def _describe(bucket: Bucket, data: DataConfig, *, cache_file: Path) -> Manifest
         return build_mixed_manifest(bucket, data, cache_file=cache_file)
     if data.prepare == "python_stdlib":
         prepare_stdlib(bucket)
-    return build_manifest(bucket, data, cache_file=cache_file)
+    return build_run_manifest(bucket, data, cache_file=cache_file)
 
 
 def _room_bytes(data: DataConfig, sizes: Sequence[int], *, pinned: Sequence[int]) -> int | None:

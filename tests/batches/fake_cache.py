@@ -19,6 +19,10 @@ class FakeShard:
     tokens: int
     dtype: str = "uint16"
 
+    @property
+    def files(self) -> tuple[FakeShard, ...]:
+        return (self,)
+
 
 @dataclasses.dataclass
 class FakeManifest:

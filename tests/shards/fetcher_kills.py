@@ -17,15 +17,20 @@ import time
 from pathlib import Path
 
 import numpy as np
-from shard_samples import WatchedBucket, npy_bytes, npz_bytes, settings
+import torch
+from shard_samples import WatchedBucket, npy_bytes, npz_bytes, pt_bytes, settings
 
 from refocused.bucket.bucket import BlobInfo
+from refocused.shards import chunk_packs
 from refocused.shards.cache import ShardCache
+from refocused.shards.chunk_packs import build_run_manifest
 from refocused.shards.local_shards import LocalShards
-from refocused.shards.manifest import Manifest, build_manifest
+from refocused.shards.manifest import Manifest
 
 SHARDS = 60
 TOKENS = 40_000
+FIRST_PACK, CHUNKS = 50, 8  # the last shards are packed from chunks
+chunk_packs.PACKED_TOKENS = TOKENS
 VOCABULARY = 50_000
 LONGEST_LIFE_S = 0.06  # about a third of what fetching all takes
 
@@ -76,17 +81,22 @@ class Site:
         self.cache_folder = folder / "cache"
         self.bucket = LoggedBucket(folder / "source", self.log)
         for index in range(SHARDS):
-            if index % 3:
+            if index >= FIRST_PACK:
+                for number, ids in enumerate(np.split(shard_tokens(index), CHUNKS)):
+                    chunk = (index - FIRST_PACK) * CHUNKS + number
+                    content = pt_bytes(torch.from_numpy(ids.astype(np.int64)))
+                    self.bucket.put(f"u/chunk_{chunk:06d}.pt", content)
+            elif index % 3:
                 self.bucket.put(f"t_{index:03d}.npy", npy_bytes(shard_tokens(index)))
             else:  # takes the way through a conversion
                 self.bucket.put(f"t_{index:03d}.npz", npz_bytes(tokens=shard_tokens(index)))
         self.data = settings(fetch_threads=4)
-        self.manifest: Manifest = build_manifest(self.bucket, self.data, cache_file=None)
+        self.manifest: Manifest = build_run_manifest(self.bucket, self.data, cache_file=None)
+        assert len(self.manifest.shards) == SHARDS
         self.local = LocalShards(
             self.cache_folder, manifest=self.manifest, data=self.data, vocabulary=VOCABULARY
         )
-        by_name = {f"t_{index:03d}": shard_tokens(index) for index in range(SHARDS)}
-        self._tokens = [by_name[shard.name[:5]] for shard in self.manifest.shards]
+        self._tokens = [shard_tokens(index) for index in range(SHARDS)]  # names are in this order
 
     def cache(self) -> ShardCache:
         return ShardCache(
@@ -151,10 +161,11 @@ def _one_life(site: Site, seconds: float) -> None:
 
 
 def _check(site: Site, report: Report, before: set[int], logged: int) -> None:
-    names = [shard.name for shard in site.manifest.shards]
-    report.wrong += [names[index] for index in site.whole() if site.is_wrong(index)]
+    shards = site.manifest.shards
+    report.wrong += [shards[index].name for index in site.whole() if site.is_wrong(index)]
     fetched = set(site.downloads()[logged:])
-    report.again += [names[index] for index in before if names[index] in fetched]
+    files = {index: {file.name for file in shards[index].files} for index in before}
+    report.again += [shards[index].name for index in before if files[index] & fetched]
 
 
 if __name__ == "__main__":

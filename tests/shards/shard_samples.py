@@ -79,6 +79,7 @@ class WatchedBucket:
         self.reads: list[tuple[str, int]] = []
         self.downloads: list[str] = []
         self.unreachable = False
+        self.fails_after: int | None = None  # downloads begun, that is
         self.corrupt: set[str] = set()
         self.blocked: threading.Event | None = None
         self.lock = threading.Lock()
@@ -128,5 +129,6 @@ class WatchedBucket:
         self.inner.delete(name)
 
     def _reach(self) -> None:
-        if self.unreachable:
+        is_over = self.fails_after is not None and len(self.downloads) > self.fails_after
+        if self.unreachable or is_over:
             raise BucketError(f"{self.url}: no route to host.")

@@ -172,15 +172,22 @@ def test_verify_finds_damage_of_the_same_size_and_it_is_fetched_again(site: Site
     assert cache.verify() == []
 
 
-def test_other_settings_do_not_reuse_what_was_read_with_these(site: Site) -> None:
+def test_what_is_read_otherwise_is_other_data_with_a_folder_of_its_own(site: Site) -> None:
     rows = np.array([[1, 2], [3, 0]], np.int32)
     content = npz_bytes(input_ids=rows, sequence_lengths=np.array([2, 1]))
     site.bucket.put("a/rows.npz", content)
-    for separator in (7, 8):
+    for separator in (7, 8):  # side by side: neither waits for the other
         cache = site.cache(separator_id=separator, include=["rows.npz"])
         assert opened(cache, 0).tolist() == [1, 2, separator, 3]
-        cache.close()
-    assert len(list(site.folder.iterdir())) == 1  # the same data set in the same folder
+    assert len(list(site.folder.iterdir())) == 2
+
+
+def test_settings_that_change_no_token_share_a_folder(site: Site) -> None:
+    for separator in (7, 8):
+        cache = site.cache(separator_id=separator, pad_id=separator)
+        assert np.array_equal(opened(cache, 0), shard_tokens(0))
+    assert len(list(site.folder.iterdir())) == 1
+    assert site.bucket.downloads == ["a/t_0.npy"]
 
 
 def test_a_changed_object_is_not_taken_for_the_old_one(site: Site) -> None:

@@ -16,6 +16,7 @@ from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.google_requests import ONCE
 from refocused.bucket.retry import RetryPolicy
 from refocused.errors import ShardError
+from refocused.shards import arrival
 from refocused.shards.cache import ShardCache
 from refocused.shards.manifest import build_manifest
 
@@ -166,7 +167,11 @@ def test_the_store_is_given_the_time_it_asks_for(site: Site) -> None:
     assert site.waits == [7.0]
 
 
-def test_many_threads_through_many_faults(site: Site) -> None:
+@pytest.mark.parametrize("range_bytes", [2000, arrival.SMALLEST_RANGE_BYTES])
+def test_many_threads_through_many_faults(
+    site: Site, monkeypatch: pytest.MonkeyPatch, range_bytes: int
+) -> None:
+    monkeypatch.setattr(arrival, "SMALLEST_RANGE_BYTES", range_bytes)
     cache = site.cache(fetch_threads=8)
     for fault in (
         Fault(status=503),

@@ -85,7 +85,7 @@ def test_a_defect_in_a_thread_reaches_the_owner(
     def defect(*arguments: object, **named: object) -> None:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr("refocused.shards.fetcher.bring", defect)
+    monkeypatch.setattr("refocused.shards.arrival.Arrival.finish", defect)
     with pytest.raises(ShardError, match="ZeroDivisionError"):
         site.cache().open(0)
 

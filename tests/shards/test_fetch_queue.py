@@ -24,6 +24,22 @@ def test_what_is_awaited_comes_first_then_the_current_then_the_pinned() -> None:
     assert fetches.missing() == 5
 
 
+def test_a_shard_on_its_way_that_can_be_helped_with_comes_before_a_later_one() -> None:
+    fetches = queue(present=(3,))
+    fetches.plan([3, 4, 5, 6])
+    fetches.busy |= {4, 5}
+    assert fetches.following(now=0.0, shared={4, 5}) == 4
+    assert fetches.following(now=0.0, shared={5}) == 5
+    assert fetches.following(now=0.0) == 6
+
+
+def test_ready_is_what_is_local_without_a_gap() -> None:
+    fetches = queue(present=(3, 4, 6))
+    for plan, ready in (([3, 4, 5, 6], 2), ([5, 6], 0), ([4, 3], 2), ([], 0)):
+        fetches.plan(plan)
+        assert fetches.ready() == ready
+
+
 def test_a_paused_shard_lets_others_pass_until_its_time() -> None:
     fetches = queue()
     fetches.plan([1, 2])

@@ -17,19 +17,19 @@ from refocused.shards.local_form import (
 from refocused.shards.manifest import Shard
 
 
-def shard(name: str, tokens: int, dtype: str = "uint32") -> Shard:
-    return Shard(name, tokens, dtype, 0, None, None)
+def shard(name: str, tokens: int, dtype: str = "uint32", **known: int) -> Shard:
+    return Shard(name, tokens, dtype, 0, None, None, **known)
 
 
 def converted(
-    tmp_path: Path, content: bytes, name: str, tokens: int, vocabulary: int = 100, **changes: object
+    tmp_path: Path, content: bytes, name: str, tokens: int, vocabulary: int = 100, **changes: int
 ) -> tuple[np.ndarray, int]:
     source, target = tmp_path / "source", tmp_path / "target.npy"
     source.write_bytes(content)
     max_id = write_local_form(
-        source,
+        [source],
         target,
-        shard=shard(name, tokens),
+        shard=shard(name, tokens, **changes),
         data=settings(**changes),
         vocabulary=vocabulary,
     )
@@ -95,3 +95,16 @@ def test_the_last_id_of_the_vocabulary_is_fine() -> None:
     check_vocabulary(shard("a.npy", 1), 99, vocabulary=100)
     with pytest.raises(ShardError):
         check_vocabulary(shard("a.npy", 1), 100, vocabulary=100)
+
+
+def test_a_manifest_that_does_not_say_how_its_rows_are_read_is_refused(tmp_path: Path) -> None:
+    rows = npz_bytes(input_ids=np.array([[5], [6]]), sequence_lengths=np.array([1, 1]))
+    (tmp_path / "source").write_bytes(rows)
+    with pytest.raises(ShardError, match="Write the manifest again"):
+        write_local_form(
+            [tmp_path / "source"],
+            tmp_path / "target.npy",
+            shard=shard("a.npz", 3),
+            data=settings(separator_id=9),
+            vocabulary=100,
+        )

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,6 +104,44 @@ def test_the_fingerprint_speaks_of_content_and_nothing_else() -> None:
     others = [{"name": "b"}, {"tokens": 9}, {"dtype": "uint32"}, {"crc32c": 6}, {"crc32c": None}]
     assert len({fingerprint(), *(fingerprint(**change) for change in others)}) == 6
     assert len(fingerprint()) == 64
+
+
+def rows_of(bucket: WatchedBucket, **changes: Any) -> Manifest:
+    """The manifest of two rows of two tokens, read with other settings."""
+    rows = np.array([[1, 2, 0], [3, 4, 0]], np.int32)
+    bucket.put("rows.npy", npy_bytes(rows))
+    return build(bucket, include=["rows.npy"], **changes)
+
+
+def test_how_rows_are_read_is_part_of_the_fingerprint(bucket: WatchedBucket) -> None:
+    one, other = (rows_of(bucket, pad_id=0, separator_id=separator) for separator in (7, 8))
+    assert one.tokens == other.tokens == 5
+    assert one.fingerprint != other.fingerprint
+    full, padded = (rows_of(bucket, pad_id=pad) for pad in (None, 9))
+    assert full.tokens == padded.tokens == 6
+    assert full.fingerprint != padded.fingerprint
+
+
+def test_settings_that_no_row_is_read_with_are_not(bucket: WatchedBucket) -> None:
+    bucket.put("stream.npy", npy_bytes(np.arange(5, dtype=np.uint16)))
+    streams = [
+        build(bucket, include=["stream.npy"], separator_id=one, pad_id=one) for one in (7, 8)
+    ]
+    assert streams[0].fingerprint == streams[1].fingerprint
+
+
+def test_a_manifest_counted_with_another_separator_is_refused(bucket: WatchedBucket) -> None:
+    write_manifest(bucket, rows_of(bucket, pad_id=0, separator_id=7))
+    assert build(bucket, pad_id=0, separator_id=7).tokens == 5
+    with pytest.raises(ShardError, match=r"counted rows\.npy with separator_id 7.*is 8"):
+        build(bucket, pad_id=0, separator_id=8)
+
+
+def test_padded_rows_without_a_separator_are_no_documents_to_mask(bucket: WatchedBucket) -> None:
+    masked = {"mask_documents": True, "document_id": 5, "pad_id": 0}
+    with pytest.raises(ShardError, match=r"rows\.npy: its padded rows.*data\.separator_id=5"):
+        rows_of(bucket, **masked)
+    assert rows_of(bucket, **masked, separator_id=5).tokens == 5
 
 
 def test_json_keeps_a_manifest_and_refuses_another_schema() -> None:

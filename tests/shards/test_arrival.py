@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cache_site import Site, eventually, shard_tokens
+from shard_samples import WatchedBucket, opened
+
+from refocused.shards import arrival
+from refocused.shards.shared_jobs import SharedJobs
+
+OBJECT_BYTES = 128 + 4 * 100
+
+
+@pytest.fixture(autouse=True)
+def _small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrival, "SMALLEST_RANGE_BYTES", 100)
+
+
+def ranges_of(bucket: WatchedBucket, name: str) -> list[int]:
+    return [size for read, size in bucket.reads if read == name]
+
+
+def test_what_is_needed_first_comes_by_ranges_over_all_threads(site: Site) -> None:
+    cache = site.cache(fetch_threads=4)
+    site.bucket.reads.clear()  # those of the manifest
+    assert np.array_equal(opened(cache, 3), shard_tokens(3))
+    assert ranges_of(site.bucket, "a/t_3.npy") == [OBJECT_BYTES // 4] * 4
+    assert site.bucket.downloads == []
+
+
+def test_what_is_far_ahead_comes_whole(site: Site) -> None:
+    cache = site.cache()
+    cache.plan(range(10))
+    eventually(lambda: cache.stats().missing == 0)
+    assert 1 <= len(site.bucket.downloads) <= 6
+    assert "a/t_9.npy" in site.bucket.downloads
+    for index in range(10):
+        assert np.array_equal(opened(cache, index), shard_tokens(index))
+
+
+def test_ranges_that_do_not_fit_together_are_fetched_whole(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = site.cache()
+    monkeypatch.setattr(site.bucket, "read", lambda name, *, start, length: b"\1" * length)
+    assert np.array_equal(opened(cache, 0), shard_tokens(0))
+    assert site.bucket.downloads == ["a/t_0.npy"]
+
+
+def test_an_outage_amid_ranges_passes(site: Site) -> None:
+    cache = site.cache()
+    site.bucket.unreachable = True
+    cache.plan([0])
+    eventually(lambda: cache._fetcher is not None and cache._fetcher.trouble is not None)
+    site.bucket.unreachable = False
+    assert np.array_equal(opened(cache, 0), shard_tokens(0))
+
+
+def test_nothing_is_left_of_ranges(site: Site, tmp_path: Path) -> None:
+    cache = site.cache()
+    opened(cache, 0)
+    assert not [path for path in tmp_path.rglob("incoming/*/*") if path.is_file()]
+
+
+def test_a_helper_does_jobs_and_the_owner_gets_its_failure() -> None:
+    changed, begun, done = threading.Condition(), threading.Event(), []
+
+    def fail() -> None:
+        begun.set()
+        raise ZeroDivisionError
+
+    def wait() -> None:
+        begun.wait(10)
+        done.append("waited")
+
+    jobs = SharedJobs([wait, fail, lambda: done.append("late")], changed=changed)
+    helper = threading.Thread(target=lambda: (jobs.help(), jobs.help()))
+    owner_failed = []
+
+    def own() -> None:
+        try:
+            jobs.run()
+        except ZeroDivisionError:
+            owner_failed.append(True)
+
+    owner = threading.Thread(target=own)
+    owner.start()
+    helper.start()
+    owner.join(10)
+    helper.join(10)
+    assert owner_failed == [True]
+    assert done[0] == "waited"
+
+
+def test_cancelled_jobs_end_with_the_reason() -> None:
+    jobs = SharedJobs([lambda: None], changed=threading.Condition())
+    jobs.cancel(ZeroDivisionError())
+    assert not jobs.open
+    with pytest.raises(ZeroDivisionError):
+        jobs.run()
