@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,4 +85,6 @@ def test_processes_of_a_launch_are_found_by_their_environment(launch: Launch) ->
         assert len(found) == 2
         for one in found:
             os.kill(one.pid, 9)
+        while any(one.alive for one in found):
+            time.sleep(0.01)
     assert marked_processes(launch.folder) == []
