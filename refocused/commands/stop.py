@@ -1,16 +1,21 @@
-"""`launch/stop.py`: ask a run to save its state and stop after the step it is in."""
+"""`launch/stop.py`: ask a run to save and stop after the step it is in, or end it now."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from refocused.checkpoints.process_identity import ProcessIdentity
 from refocused.commands.arguments import Parser
-from refocused.errors import ExitCode
+from refocused.commands.run_catalog import find_run
+from refocused.errors import ConfigError, ExitCode
 
 POLL_SECONDS = 0.5
 
@@ -18,27 +23,60 @@ POLL_SECONDS = 0.5
 def build_parser() -> Parser:
     """Describe the command line."""
     parser = Parser(prog="stop", description="Ask a run to save and stop; no time limit.")
-    parser.add_argument("run", nargs="?", help="the run's folder (default: the newest in runs/)")
-    parser.add_argument("--wait", action="store_true", help="return when the run has stopped")
+    add = parser.add_argument
+    add("run", nargs="?", help="the run's folder, or its name in runs/ (default: the newest there)")
+    add("--wait", action="store_true", help="return when the run has stopped")
+    add(
+        "--now",
+        action="store_true",
+        help="kill it without saving: what came after the last checkpoint is lost",
+    )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     arguments = build_parser().read(argv)
-    folder = Path(arguments.run) if arguments.run else _newest_run(Path("runs"))
+    try:
+        folder = find_run(arguments.run) if arguments.run else _newest_run(Path("runs"))
+    except ConfigError as error:
+        print(str(error).removeprefix("--run "), file=sys.stderr)
+        return error.exit_code
     state = None if folder is None else _read_state(folder)
     if folder is None or state is None:
         print(f"{folder or 'runs'}: no run with a state.json is there.", file=sys.stderr)
         return ExitCode.WRONG_USE
+    host = state.get("host", socket.gethostname())
+    if host != socket.gethostname():
+        return _ask_from_afar(folder, str(host), needs_process=arguments.now or arguments.wait)
     if not _alive(state):
         print(f"{folder}: the run is not running (status: {state['status']}).", file=sys.stderr)
         return ExitCode.FAILED
-    (folder / "STOP").touch()
-    print(f"{folder}: asked to stop; it saves after the step it is in.")
+    (folder / "STOP").touch()  # also keeps a supervisor from starting it again
+    if arguments.now:
+        _kill(state)
+        print(f"{folder}: killed, unsaved. Its launcher ends the other ranks within a minute.")
+    else:
+        print(f"{folder}: asked to stop; it saves after the step it is in.")
     while arguments.wait and _alive(_read_state(folder) or {}):
         time.sleep(POLL_SECONDS)
     return ExitCode.OK
+
+
+def _ask_from_afar(folder: Path, host: str, *, needs_process: bool) -> int:
+    """Leave a wish for a run of another machine, whose processes cannot be seen from here."""
+    if needs_process:
+        print(f"{folder}: it trains on {host}; --now and --wait work there.", file=sys.stderr)
+        return ExitCode.WRONG_USE
+    (folder / "STOP").touch()
+    print(f"{folder}: if it still trains on {host}, it saves after the step it is in and stops.")
+    return ExitCode.OK
+
+
+def _kill(state: dict[str, object]) -> None:
+    """Kill rank 0, without which the others cannot go on."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(_rank_0(state).pid, signal.SIGKILL)
 
 
 def _newest_run(runs: Path) -> Path | None:
@@ -56,13 +94,11 @@ def _read_state(folder: Path) -> dict[str, object] | None:
 
 def _alive(state: dict[str, object]) -> bool:
     """Whether the run still trains: its rank 0 lives and has not said that it ended."""
-    pid = state.get("pid")
-    if state.get("status") != "training" or not isinstance(pid, int):
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return state.get("status") == "training" and _rank_0(state).alive
+
+
+def _rank_0(state: dict[str, object]) -> ProcessIdentity:
+    """Return the process that wrote the state; another one with its pid is not it."""
+    return ProcessIdentity.model_validate(
+        {"pid": state.get("pid", 0), "started": state.get("pid_started", 0)}
+    )

@@ -12,7 +12,7 @@ from refocused.monitoring.metrics import duration, perplexity
 from refocused.training.loop import Outcome
 from refocused.training.parts import Parts
 from refocused.training.state import TrainState
-from refocused.training.stopping import StopRequest
+from refocused.training.stopping import StopReason, StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,8 @@ def _summary(
     if sample is not None:
         lines += ["      sample of what it writes:", *(f"      | {s}" for s in sample.splitlines())]
     if state.step < parts.total_steps:
-        lines.append(f"      resume: {command}")
+        first = "raise cost.budget_usd, then " if outcome.stopped is StopReason.BUDGET else ""
+        lines.append(f"      resume: {first}{command}")
     else:
         lines.append(f"      train on: {command} --max-steps N")
     return lines

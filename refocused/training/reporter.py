@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
+from refocused.checkpoints.process_identity import this_process
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.engine.engine import Engine
@@ -74,6 +74,7 @@ class Reporter:
         self._waited = self._reported_at = 0.0
         self._state_file = folder / "state.json"
         self._latest: TrainState | None = None
+        self._process = this_process()
         self._metrics = self._performance = self._events = None
         if world.is_first:
             self._metrics = JsonLines(folder / "logs" / "training_metrics.jsonl")
@@ -166,7 +167,8 @@ class Reporter:
                 {
                     "run": self._figures.name,
                     "status": status,
-                    "pid": os.getpid(),
+                    "pid": self._process.pid,
+                    "pid_started": self._process.started,
                     "host": socket.gethostname(),
                     "total_steps": self._figures.total_steps,
                     **state.as_record(),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -9,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from refocused.checkpoints.process_identity import identify, this_process
 from refocused.commands import stop
 
 
 def run_with(folder: Path, *, when: int = 0, **state: object) -> Path:
     folder.mkdir(parents=True)
     file = folder / "state.json"
-    file.write_text(json.dumps({"status": "training", "pid": os.getpid()} | state))
+    me = this_process()
+    known = {"status": "training", "pid": me.pid, "pid_started": me.started}
+    file.write_text(json.dumps(known | state))
     os.utime(file, (1_000_000 + when,) * 2)
     return folder
 
@@ -32,6 +36,48 @@ def test_a_running_run_is_asked_to_stop(tmp_path: Path, capsys: pytest.CaptureFi
     assert stop.main([str(run)]) == 0
     assert (run / "STOP").exists()
     assert capsys.readouterr().out == f"{run}: asked to stop; it saves after the step it is in.\n"
+
+
+def test_a_name_is_looked_for_below_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = run_with(tmp_path / "runs" / "gpt2-a")
+    assert stop.main(["gpt2-a"]) == 0
+    assert (run / "STOP").exists()
+    assert stop.main(["gpt2-b"]) == 2
+    assert "gpt2-b: there is no such folder" in capsys.readouterr().err
+
+
+def test_now_kills_the_process_that_trains_and_leaves_a_wish_against_restarts(
+    tmp_path: Path,
+) -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        identity = identify(child.pid)
+        assert identity is not None
+        run = run_with(tmp_path / "sample", pid=child.pid, pid_started=identity.started)
+        assert stop.main([str(run), "--now", "--wait"]) == 0
+        assert child.wait() == -signal.SIGKILL
+    assert (run / "STOP").exists()
+
+
+def test_another_process_that_got_the_pid_is_not_killed(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        run = run_with(tmp_path / "sample", pid=child.pid, pid_started=1)
+        assert stop.main([str(run), "--now"]) == 1
+        assert child.poll() is None
+        child.kill()
+
+
+def test_a_run_of_another_machine_gets_a_wish_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_with(tmp_path / "sample", host="node-7")
+    assert stop.main([str(run), "--now"]) == 2
+    assert not (run / "STOP").exists()
+    assert stop.main([str(run)]) == 0
+    assert (run / "STOP").exists()
+    assert "node-7" in capsys.readouterr().out
 
 
 def test_without_a_name_the_newest_run_is_meant(

@@ -231,3 +231,107 @@ def test_ranks_notice_that_the_deepspeed_command_was_terminated(tmp_path: Path) 
     saved = folder / RUN / "checkpoints" / f"checkpoint_step_{stopped_at}" / "manifest.json"
     assert saved.exists(), said
     assert json.loads(state.read_text())["status"] == "stopped"
+
+
+def test_a_budget_ends_all_sessions_and_a_time_limit_this_one(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+    settings = [
+        *SETTINGS,
+        "run.steps=100000",
+        "evaluation.interval=0",
+        "cost.per_hour_usd=3600",  # a dollar a second
+    ]
+    first = train(folder, *settings, "cost.budget_usd=2", ranks=2)
+    assert first.codes == [4, 4], first.everything
+    assert "stopped by cost.budget_usd" in first.out[0]
+    step = last_step(folder / RUN)
+    state = json.loads((folder / RUN / "state.json").read_text())
+    assert (state["exit_code"], state["stopped_by"], state["step"]) == (4, "BUDGET", step)
+
+    spent = train(folder, *settings, "cost.budget_usd=2", ranks=2)
+    assert spent.codes == [4, 4], spent.everything
+    assert last_step(folder / RUN) == step  # what was spent before counts: not one more step
+    assert "resume: raise cost.budget_usd, then" in spent.out[0]
+
+    late = train(folder, *settings, "run.time_limit_hours=1e-6", ranks=2)
+    assert late.codes == [4, 4], late.everything
+    assert "stopped by run.time_limit_hours" in late.out[0]
+    assert not (folder / RUN / "STOP").exists()
+
+
+def test_a_stop_at_the_last_step_leaves_its_validation_to_the_next_session(
+    tmp_path: Path,
+) -> None:
+    folder = prepared(tmp_path)
+    settings = [*SETTINGS, "run.steps=8", "evaluation.interval=0"]
+    ranks = ForkedRanks(2, settings, folder=folder)
+    ranks.wait_until(lambda: last_step(folder / RUN) == 8)
+    ranks.kill(signal.SIGTERM)
+    ended = ranks.wait(30)
+    assert ended.codes == [130, 130], ended.everything
+    assert not metrics(folder / RUN, "validation")
+    saved = folder / RUN / "checkpoints" / "checkpoint_step_8" / "manifest.json"
+    assert saved.exists()
+    ended = train(folder, *settings, "evaluation.windows=8", ranks=2)
+    assert ended.codes == [0, 0], ended.everything
+    assert list(metrics(folder / RUN, "validation")) == [8]
+    assert "best validation loss" in ended.out[0]
+
+
+def test_under_the_supervisor_a_crash_starts_again_and_ctrl_c_saves(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+    log, state = folder / "launcher.out", folder / RUN / "state.json"
+    command = [
+        *(sys.executable, "-P", "-m", "refocused.commands.launch", "--restarts", "1"),
+        *(*SETTINGS, "run.steps=100000", "run.device=cpu", "evaluation.interval=0"),
+        "checkpoint.interval=5",
+    ]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={
+                **os.environ,
+                **{"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "RANKS": "2"},
+                **{"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)},
+            },
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    mark = f"TMPDIR={folder}".encode()
+    try:
+        wait_for(lambda: last_step(folder / RUN) >= 7 or process.poll() is not None, log, 180)
+        rank_0 = json.loads(state.read_text())["pid"]
+        os.kill(rank_0, signal.SIGKILL)
+        wait_for(
+            lambda: json.loads(state.read_text())["pid"] != rank_0 or process.poll() is not None,
+            log,
+            180,
+        )
+        begun = last_step(folder / RUN)
+        wait_for(lambda: last_step(folder / RUN) > begun or process.poll() is not None, log, 60)
+        assert process.poll() is None, log.read_text()
+        process.send_signal(signal.SIGINT)
+        code = process.wait(60)
+    finally:
+        for pid in carrying(mark):
+            os.kill(pid, signal.SIGKILL)
+    said = log.read_text()
+    assert code == 130, said
+    assert "Rank 0 was killed" in said and "Starting again after step" in said
+    assert "stopping after this step and saving; 300 s" in said
+    assert "Traceback" not in said and "exits with return code" not in said
+    assert "resume: RANKS=2 launch/train.sh --restarts 1 --config tiny.yaml" in said
+    assert list(carrying(mark)) == []
+    stopped_at = last_step(folder / RUN)
+    checkpoint = folder / RUN / "checkpoints" / f"checkpoint_step_{stopped_at}"
+    assert (checkpoint / "manifest.json").exists(), said
+
+
+def carrying(mark: bytes) -> Iterator[int]:
+    """The processes whose environment holds an entry."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in path.read_bytes().split(b"\0") and running(int(path.parent.name)):
+                yield int(path.parent.name)
