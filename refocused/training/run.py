@@ -29,6 +29,7 @@ from refocused.training.assembly import (
     assemble_parts,
 )
 from refocused.training.data import DataParts
+from refocused.training.extension import planned_steps, rate_change
 from refocused.training.fetching import fetch_together
 from refocused.training.limits import Budget, time_limit
 from refocused.training.loop import Outcome, train
@@ -219,6 +220,15 @@ def _start_or_resume(job: Job, parts: Parts) -> TrainState:
         )
     parts.reporter.begin(state)
     parts.reporter.event("resume", f"  resume   step {state.step:,} ({step.path}, verified)")
+    change = rate_change(
+        state.step,
+        planned=planned_steps(step.path / "run.yaml"),
+        total_steps=steps,
+        peak=parts.optimizer.lr,
+        schedule=parts.schedule,
+    )
+    if change is not None:
+        parts.reporter.event("schedule_warning", change)
     return state
 
 
