@@ -37,6 +37,11 @@ from refocused.shards.tokenizer_files import tokenizer_file
 from refocused.shards.tokenizers import GPT2, TokenizerChoice
 from refocused.training.cadence import Cadence
 from refocused.training.data import DataParts, build_data
+from refocused.training.host_memory import (
+    available_bytes,
+    copied_bytes,
+    require_memory_for_copies,
+)
 from refocused.training.parts import Parts
 from refocused.training.reporter import Reporter, RunFigures
 from refocused.training.saver import Saver
@@ -145,6 +150,11 @@ def assemble_parts(job: Job, data: DataParts, engine: Engine, *, parameters: int
     reporter = Reporter(
         job.folder, figures=figures, engine=engine, throughput=throughput, world=world
     )
+    if config.checkpoint.in_background:
+        copied = copied_bytes(
+            parameters, stage=config.zero.stage, dtype=config.precision.dtype, world=world
+        )
+        require_memory_for_copies(copied, world=world, available=available_bytes)
     saver = Saver(
         Checkpointer(
             job.checkpoints,
