@@ -76,7 +76,8 @@ class DataConfig(Section):
             last ones in name order.
         dtype: Element type of headerless `.bin` files, which cannot say it themselves.
         pad_id: Id that fills rows on the right in files without a mask.
-        separator_id: End-of-text id put between rows of padded files; None: nothing is put there.
+        separator_id: End-of-text id put between rows of padded files; None: nothing is put there,
+            which `mask_documents` refuses.
         document_id: End-of-text id that precedes each document in the files.
         mask_documents: Train within documents alone: no token attends to another document, and
             `document_id` is not predicted where one ends.
