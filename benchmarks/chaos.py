@@ -23,7 +23,7 @@ from pathlib import Path
 
 from chaos_kills import MOMENTS, VICTIMS, Chaos, Kill, Outcome, deck
 from chaos_processes import kill, living, wait_until
-from chaos_site import Site, changed, digest, losses, site, steps_made
+from chaos_site import Site, changed, digest, losses, missing, site, steps_made
 from measuring import Column, say, table, write_report
 
 STEPS_FOR_A_KILL = 20  # about as far as a start gets before its kill comes
@@ -45,7 +45,7 @@ def train_undisturbed(place: Site) -> float:
 def report(place: Site, outcome: Outcome, path: Path, settings: dict[str, object]) -> bool:
     """Print the tables, write the JSON; return whether everything is as it should be."""
     wanted = losses(place.reference)
-    differing = changed(wanted, place.losses)
+    differing = changed(wanted, place.losses) + missing(wanted, place.losses, "step")
     same = digest(place.run, place.steps) == digest(place.reference, place.steps)
     rows = {
         victim: {moment: outcome.kills[Kill(victim, moment)] or None for moment in MOMENTS}
@@ -65,6 +65,8 @@ def report(place: Site, outcome: Outcome, path: Path, settings: dict[str, object
         "visible steps broken": len(outcome.broken),
         "losses compared": len(wanted),
         "losses that differ": len(differing),
+        # A stop cuts a validation short, and a resume does not make it again.
+        "validations missed": len(missing(wanted, place.losses, "validation")),
         "digest equal": "yes" if same else "NO",
         "oddities": len(outcome.odd),
     }

@@ -201,9 +201,8 @@ def digest(run: Path, step: int) -> str:
         found.update(path.name.encode())
         _add(found, torch.load(path, weights_only=False))
     trainer = json.loads((folder / "trainer.json").read_text())
-    for changing in ("seconds", "cost_usd"):
-        trainer.pop(changing, None)
-    found.update(json.dumps(trainer, sort_keys=True).encode())
+    lasting = {name: trainer[name] for name in ("step", "tokens", "position", "loss")}
+    found.update(json.dumps(lasting, sort_keys=True).encode())
     return found.hexdigest()
 
 
@@ -234,6 +233,11 @@ def _drawn(chance: random.Random, share: float, is_download: bool) -> Any:
     return meets
 
 
+def missing(wanted: Sequence[tuple[str, str]], found: dict[str, set[str]], kind: str) -> list[str]:
+    """Return the records of a kind that were never written."""
+    return [key for key, _ in wanted if key.startswith(f"{kind} ") and key not in found]
+
+
 def changed(wanted: Sequence[tuple[str, str]], found: dict[str, set[str]]) -> list[str]:
-    """Return the records that were ever written otherwise than wanted, or never."""
-    return [key for key, loss in wanted if found.get(key) != {loss}]
+    """Return the records that were ever written otherwise than wanted."""
+    return [key for key, loss in wanted if found.get(key, {loss}) != {loss}]

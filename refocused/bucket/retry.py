@@ -45,14 +45,15 @@ class RetryPolicy:
         initial_s: Ceiling of the first wait, in seconds; it doubles with each failure.
         longest_s: Highest ceiling, in seconds.
         sleep: Waits for so many seconds.
-        draw: Returns a random number in [0, 1).
+        draw: Returns a random number in [0, 1); not from Python's own generator, whose state
+            belongs to the training and is saved with it: a fault of the network would change it.
     """
 
     attempts: int = 10
     initial_s: float = 0.5
     longest_s: float = 30.0
     sleep: Callable[[float], None] = time.sleep
-    draw: Callable[[], float] = random.random
+    draw: Callable[[], float] = random.SystemRandom().random
 
     def wait_s(self, failures: int, *, retry_after_s: float | None = None) -> float:
         """Return the seconds to wait after `failures` (at least 1) failures in a row."""

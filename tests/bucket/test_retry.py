@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from refocused.bucket.retry import (
@@ -23,6 +25,12 @@ def test_the_ceiling_doubles_up_to_the_longest_wait() -> None:
 def test_the_jitter_is_full() -> None:
     assert RetryPolicy(draw=lambda: 0.0).wait_s(5) == 0.0
     assert RetryPolicy(draw=lambda: 0.25).wait_s(2) == 0.25
+
+
+def test_the_jitter_leaves_the_random_state_of_the_training_alone() -> None:
+    before = random.getstate()
+    assert 0.0 <= RetryPolicy().wait_s(3) < 2.0
+    assert random.getstate() == before
 
 
 def test_the_servers_wish_is_a_lower_bound() -> None:
