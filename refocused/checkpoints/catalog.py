@@ -293,8 +293,10 @@ def _entry(step: int, here: _Found, there: _Found) -> CatalogEntry:
         bucket_bytes=there.objects_bytes,
         tiers=manifest.tiers if manifest else (),
     )
-    labels = tier_notes(manifest.tiers, epoch=manifest.epoch) if manifest else ()
-    return dataclasses.replace(entry, notes=_troubles(entry) + labels)
+    labels: tuple[str, ...] = ()
+    if manifest is not None and entry.usable:
+        labels = tier_notes(manifest.tiers, epoch=manifest.epoch)
+    return dataclasses.replace(entry, notes=labels + _troubles(entry))
 
 
 def _troubles(entry: CatalogEntry) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 
 import pydantic
@@ -150,15 +151,15 @@ class MirrorStatus(pydantic.BaseModel):
         """Whether trying again cannot help by itself: no permission, no such bucket."""
         return (self.last_error or "").startswith(BLOCKED)
 
-    def progress(self, saved: int) -> str:
+    def progress(self, saved: Collection[int]) -> str:
         """Say up to which step the bucket has the run, and what is left.
 
         Args:
-            saved: The newest local step, which this status may not know of yet.
+            saved: The local steps; the newest may not be known to this status yet.
         """
         newest = max(self.mirrored, default=None)
         known = {*self.mirrored, *self.unwanted, *self.failed}
-        behind = len({*self.waiting, *self.skipped, saved} - known)
+        behind = len(set(saved) - known)
         text = "nothing mirrored yet" if newest is None else f"mirrored up to step {newest:,}"
         parts = [text, f"{behind} behind"] if behind else [text]
         if self.failed:

@@ -121,6 +121,11 @@ def step_paths(checkpoints: Path) -> list[Path]:
     return [path for step, path in sorted(named) if path.name == name_of(step)]
 
 
+def saved_steps(checkpoints: Path) -> list[int]:
+    """The numbers of `step_paths`."""
+    return [step for path in step_paths(checkpoints) if (step := parse_name(path.name)) is not None]
+
+
 @contextlib.contextmanager
 def in_use(path: Path) -> Iterator[None]:
     """Keep a step from being removed, by this process or another, while it is read.

@@ -58,7 +58,9 @@ def find_run(request: str | None, *, must_exist: bool = True) -> Path:
     if not must_exist:
         return RUNS / request
     near = difflib.get_close_matches(request, [path.name for path in runs], n=3, cutoff=0.4)
-    hint = f"Near: {', '.join(near)}." if near else f"{RUNS} holds {len(runs)} other runs."
+    newest = [path.name for path in sorted(runs, key=_last_change, reverse=True)[:3]]
+    hint = f"Near: {', '.join(near)}." if near else f"The newest of {len(runs)} runs: "
+    hint += "" if near else f"{', '.join(newest)}." if newest else "none."
     raise ConfigError(f"--run {request}: there is no such folder, nor {RUNS / request}. {hint}")
 
 

@@ -111,8 +111,10 @@ def _summary(
     elif parts.saver.last_save_failed:
         lines.append("      the last step is NOT saved (see the warnings above)")
     if settings.mirror is not None:
+        skipped = parts.saver.skipped_uploads
         lines.append(
             f"      mirror {settings.mirror}: everything is there"
+            + (f" but {skipped} older steps that newer ones replace" if skipped else "")
             if mirrored
             else f"      mirror {settings.mirror}: NOT complete yet, see {folder}/mirror.json; the "
             "upload goes on in the background"

@@ -13,7 +13,13 @@ from refocused.checkpoints.mirror import CheckpointMirror
 from refocused.checkpoints.mirror_status import MirrorStatus
 from refocused.checkpoints.retention import FEWEST
 from refocused.checkpoints.staging import clean_leftovers, set_aside
-from refocused.checkpoints.step_directory import StepDirectory, in_use, parse_name, step_paths
+from refocused.checkpoints.step_directory import (
+    StepDirectory,
+    in_use,
+    parse_name,
+    saved_steps,
+    step_paths,
+)
 from refocused.checkpoints.thinning import disk_is_low, thin_out
 from refocused.checkpoints.tiers import Tier
 from refocused.config.outputs import CheckpointConfig
@@ -175,6 +181,12 @@ class Saver:
         self._checkpointer.clean()
         self._world.first_does(lambda: self._mirror.start() if self._mirror else None)
 
+    @property
+    def skipped_uploads(self) -> int:
+        """Local steps that the mirror left out at the end, since newer ones replace them."""
+        status = self._mirror.status() if self._mirror is not None else None
+        return len(status.skipped) if status is not None else 0
+
     def watch_mirror(self) -> None:
         """Tell once when the bucket refuses the mirror, and once when it takes it again."""
         status = self._mirror.status() if self._mirror is not None else None
@@ -270,7 +282,7 @@ class Saver:
         """Remove what is old, and say what was saved and what that cost."""
         step, size = saved.step.step, saved.step.manifest.total_bytes
         self._failures, self.saved_step = 0, step
-        upload = self._world.first_does(lambda: self._make_way(step))
+        upload = self._world.first_does(self._make_way)
         stall = self._stall_seconds + self._throughput.lap("save", continued=True)
         local = duration(stall)
         if self._settings.in_background:
@@ -292,13 +304,14 @@ class Saver:
             save_bytes_per_second=size / saved.write_seconds if saved.write_seconds else None,
         )
 
-    def _make_way(self, step: int) -> str:
+    def _make_way(self) -> str:
         """Keep the mirror going and remove old steps; return what the mirror says."""
         waiting = ""
         if self._mirror is not None:
             self._mirror.ensure_alive()
             status = self._mirror.status()
-            waiting = f" | {status.progress(step) if status else 'upload queued'}"
+            local = saved_steps(self._folder)
+            waiting = f" | {status.progress(local) if status else 'upload queued'}"
         self._thin_out(keep=self._settings.keep, disk_low=disk_is_low(self._folder))
         return waiting
 

@@ -71,6 +71,7 @@ def test_broken_steps_are_listed_with_the_reason_and_are_neither_latest_nor_best
     entries = catalog.entries()
     assert entries[0].notes == ("latest", "best")
     assert entries[1].local.startswith("broken: manifest.json is missing")
+    assert entries[2].tiers == ("rolling",)
     assert entries[2].notes == (
         "incomplete: local: trainer.json has 0 bytes, not 1,000; ignored by resume",
     )

@@ -39,6 +39,7 @@ class EndingSaver(FakeSaver):
     last_save_failed: bool = False
     waited: float = -1.0
     may_be_given_up: bool = False
+    skipped_uploads: int = 0
     statuses: tuple[MirrorStatus, ...] = ()
 
     def drain(
@@ -129,6 +130,11 @@ def test_the_summary_of_a_finished_run(caplog: pytest.LogCaptureFixture) -> None
         "      |     pass",
         "      train on: deepspeed launch/train.py --max-steps N",
     ]
+
+
+def test_the_summary_tells_what_the_mirror_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    end(EndingSaver([], skipped_uploads=3))
+    assert "everything is there but 3 older steps that newer ones replace" in caplog.text
 
 
 def test_the_summary_of_a_stopped_run_whose_upload_goes_on(

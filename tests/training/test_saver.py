@@ -250,7 +250,7 @@ def test_a_step_that_cannot_be_removed_does_not_stop_training(
         (said_by_mirror(mirrored=(5, 10)), "| mirrored up to step 10"),
         (
             said_by_mirror(mirrored=(1000,), waiting=(5,), last_error="503"),
-            "| mirrored up to step 1,000, 2 behind, last error: 503",
+            "| mirrored up to step 1,000, 1 behind, last error: 503",
         ),
         (said_by_mirror(mirrored=(4,), failed={10: "cut"}), "to step 4, 1 cannot be copied"),
     ],
