@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import logging
 import secrets
 import shutil
 import time
@@ -16,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from refocused.bucket.checksum import crc32c_of
 from refocused.checkpoints.atomic import fsync_path, write_bytes_atomic
+from refocused.checkpoints.changes import Changes, RunFacts, changes_since
 from refocused.checkpoints.manifest import CheckpointManifest, FileRecord
 from refocused.checkpoints.staging import Staging, clean_leftovers
 from refocused.checkpoints.step_directory import StepDirectory, name_of
@@ -23,15 +23,8 @@ from refocused.checkpoints.tiers import Tier
 from refocused.errors import CheckpointError, RefocusedError
 from refocused.world import World
 
-logger = logging.getLogger(__name__)
-
 FREE_SPACE_FACTOR = 1.2  # of the last save's size
 LEFTOVER_AGE_S = 3600.0
-MIXTURE = "data.mixture"
-MIXTURE_WAY_OUT = (
-    "set the weights back, or let every source go on where it stands, in its new share, with "
-    "--allow-change data.mixture"
-)
 T = TypeVar("T")
 
 
@@ -70,6 +63,15 @@ class ShardOwner(Protocol):
         """Take this rank's part back from a folder."""
         ...
 
+    def load_resharded(self, folder: Path, *, ranks: int) -> None:
+        """Take this rank's part out of what `ranks` ranks saved, under any of ZeRO 1, 2 and 3."""
+        ...
+
+    @property
+    def steps_made(self) -> int:
+        """Optimizer updates that the state has behind it."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SavedStep:
@@ -87,37 +89,6 @@ class SavedStep:
     def path(self) -> Path:
         """The step directory's path."""
         return self.step.path
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RunFacts:
-    """What every manifest of a run says alike.
-
-    Attributes:
-        run: The run's name.
-        zero_stage: ZeRO stage.
-        dtype: `bf16`, `fp16` or `fp32`.
-        versions: Version of each package whose files these are.
-        data_fingerprint: Fingerprint of the data set.
-        data_order: What else decides which window comes when.
-        parameters: Parameters of the model.
-        run_yaml: The resolved run file.
-        model_json: The model's shape in the transformers form.
-        data_mixture: Shares of the sources of a mixture; empty for a single source.
-        tokenizer_json: The data's tokenizer as a `tokenizers` file; None: it does not travel.
-    """
-
-    run: str
-    zero_stage: int
-    dtype: str
-    versions: Mapping[str, str]
-    data_fingerprint: str
-    data_order: str
-    parameters: int
-    run_yaml: str
-    model_json: str
-    data_mixture: str = ""
-    tokenizer_json: bytes | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -231,14 +202,26 @@ class Checkpointer:
         self._begun = None
         return self._complete(being_saved, writing.result())
 
-    def load(self, owner: ShardOwner, step: StepDirectory) -> dict[str, Any]:
+    def changes(self, step: StepDirectory) -> Changes:
+        """Compare a verified step with this run.
+
+        Raises:
+            CheckpointError: On every rank: it cannot be resumed under these settings.
+        """
+        return changes_since(
+            step,
+            self._facts,
+            world_size=self._world.world_size,
+            allowed=self._allowed_changes,
+        )
+
+    def load(self, owner: ShardOwner, step: StepDirectory, changes: Changes) -> dict[str, Any]:
         """Bring a verified step back; return the content of its `trainer.json`.
 
         Raises:
-            CheckpointError: It was saved under other ranks, stage, precision or data.
+            CheckpointError: On every rank: a file is not what the manifest says it is.
         """
-        self._check_fits(step.manifest)
-        owner.load_shards(step.path)
+        self._world.together(lambda: self._load(owner, step, changes))
         trainer: dict[str, Any] = json.loads(step.trainer.read_text())
         return trainer
 
@@ -275,6 +258,18 @@ class Checkpointer:
         return self._first_does(
             lambda: SavedStep(self._commit(being_saved, files), slowest), staging
         )
+
+    @staticmethod
+    def _load(owner: ShardOwner, step: StepDirectory, changes: Changes) -> None:
+        if changes.way == "exact":
+            owner.load_shards(step.path)
+        else:
+            owner.load_resharded(step.path, ranks=step.manifest.world_size)
+        if owner.steps_made != step.step:
+            raise CheckpointError(
+                f"{step.path} is of step {step.step:,}, and what was loaded from it has made "
+                f"{owner.steps_made:,} updates. Resume from another step."
+            )
 
     def _first_does(self, action: Callable[[], T], staging: Staging) -> T:
         """Let rank 0 work on the staging directory; a failure there removes it."""
@@ -337,31 +332,6 @@ class Checkpointer:
         )
         self._last_bytes = step.manifest.total_bytes
         return step
-
-    def _check_fits(self, manifest: CheckpointManifest) -> None:
-        facts = self._facts
-        for what, saved, now, way_out in (
-            ("ranks", manifest.world_size, self._world.world_size, "start with --num_gpus {}"),
-            ("zero.stage", manifest.zero_stage, facts.zero_stage, "set zero.stage={}"),
-            ("precision.dtype", manifest.dtype, facts.dtype, "set precision.dtype={}"),
-            ("parameters", manifest.parameters, facts.parameters, "set model.preset back"),
-            ("data", manifest.data_fingerprint, facts.data_fingerprint, "set data.source back"),
-            ("data order", manifest.data_order, facts.data_order, "set those back"),
-            (
-                MIXTURE,
-                manifest.data_mixture or "none",
-                facts.data_mixture or "none",
-                MIXTURE_WAY_OUT,
-            ),
-        ):
-            if saved != now and what in self._allowed_changes:
-                logger.warning("%s changes here: it was %s and is %s", what, saved, now)
-            elif saved != now:
-                raise CheckpointError(
-                    f"{manifest.name} was saved with {what} {saved}; this run has {now}. "
-                    f"To resume it, {way_out.format(saved)}; to start anew, give another --run "
-                    "name or --resume none."
-                )
 
 
 def _timed(write: Callable[[], Written]) -> tuple[Written, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 from refocused.checkpoints.catalog import (
     ABSENT,
@@ -20,7 +21,9 @@ from refocused.errors import BucketError, CheckpointError
 logger = logging.getLogger(__name__)
 
 
-def choose_step(catalog: Catalog, request: str) -> StepDirectory | None:
+def choose_step(
+    catalog: Catalog, request: str, *, passed_over: list[Path] | None = None
+) -> StepDirectory | None:
     """Return a local, verified step to resume from; None to start from scratch.
 
     `auto` takes the newest good step, or none when there has never been one; `latest` insists on
@@ -30,6 +33,7 @@ def choose_step(catalog: Catalog, request: str) -> StepDirectory | None:
     Args:
         catalog: The run's steps, here and in the bucket.
         request: `auto`, `latest`, `best`, `none`, a step, a name or a path.
+        passed_over: Gets the path of each step here that is newer than the chosen one and corrupt.
 
     Raises:
         CheckpointError: The named step does not exist or is corrupt, or every step is.
@@ -41,13 +45,14 @@ def choose_step(catalog: Catalog, request: str) -> StepDirectory | None:
         return _named(catalog, request)
     entries = _entries(catalog)
     for entry in reversed(entries):
-        if not entry.usable:
-            _tell_passed_over(entry)
-            continue
         try:
-            return _verified(catalog, entry)
+            if entry.usable:
+                return _verified(catalog, entry)
+            _tell_passed_over(entry)
         except CheckpointError as error:
             logger.warning("%s The step before it is tried.", error)
+        if passed_over is not None and entry.local != ABSENT:
+            passed_over.append(catalog.local / entry.name)
     if entries:
         raise CheckpointError(
             f"None of the {len(entries)} checkpoints in {catalog.local} can be used (the newest: "

@@ -15,6 +15,7 @@ from refocused.errors import CheckpointError
 STAGING_PREFIX = ".tmp-"
 REMOVAL_PREFIX = ".del-"
 SUPERSEDED_PREFIX = "superseded-"
+BAD_PREFIX = ".bad-"
 
 
 class Staging:
@@ -75,9 +76,15 @@ def remove_step(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def set_aside(path: Path) -> Path:
-    """Take a step out of the run's history: it gets a name that nothing reads, and stays whole."""
-    aside = path.with_name(f"{SUPERSEDED_PREFIX}{path.name}-{secrets.token_hex(4)}")
+def set_aside(path: Path, *, corrupt: bool = False) -> Path:
+    """Take a step out of the run's history: it gets a name that nothing reads, and stays as it is.
+
+    Args:
+        path: The step directory.
+        corrupt: It cannot be used; otherwise it is whole, and training goes on without it.
+    """
+    prefix = BAD_PREFIX if corrupt else SUPERSEDED_PREFIX
+    aside = path.with_name(f"{prefix}{path.name}-{secrets.token_hex(4)}")
     path.rename(aside)
     fsync_path(path.parent)
     return aside

@@ -43,16 +43,21 @@ def build_parser() -> Parser:
         default="auto",
         metavar="WHAT",
         help="auto (default): the newest good step if there is one; latest, best, none, a step, "
-        "a name or a path",
+        "a name, a path or a gs:// address",
     )
+    parser.add_argument(
+        "--resume-or-start",
+        action="store_true",
+        help="where nothing can be resumed, start from scratch as NAME-2, and leave NAME as it is",
+    )
+    parser.add_argument("--trust", action="store_true", help="resume a step that another run saved")
     parser.add_argument(
         "--allow-change",
         action="append",
         default=[],
-        choices=["data.mixture"],
         metavar="SETTING",
-        help="resume though this differs from the checkpoint; data.mixture: each source goes on "
-        "where it stands",
+        help="resume though this differs from the checkpoint, for example data, data.mixture, "
+        "run.seed, precision.dtype; may be given several times",
     )
     parser.add_argument("--max-steps", type=int, metavar="N", help="the same as run.steps=N")
     parser.add_argument("--dry-run", action="store_true", help="check everything, train nothing")
@@ -96,8 +101,10 @@ def load(arguments: argparse.Namespace) -> LoadedRun:
     Raises:
         ConfigError: Something in either cannot be.
     """
+    from refocused.checkpoints.changes import check_allowable
     from refocused.config.decode import load_run
 
+    check_allowable(arguments.allow_change)
     overrides = split_overrides(arguments.overrides)
     if arguments.max_steps is not None:
         overrides.append(f"run.steps={arguments.max_steps}")
@@ -152,6 +159,8 @@ def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int, session:
             credentials_file=arguments.gcs_credentials,
             project=arguments.gcp_project,
             allowed_changes=frozenset(arguments.allow_change),
+            trusts_others=arguments.trust,
+            or_start=arguments.resume_or_start,
             command=_command(world, session),
         )
         code = run(loaded, request, world, session)

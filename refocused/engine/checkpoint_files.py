@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
@@ -15,9 +16,14 @@ import numpy as np
 import torch
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 
 from refocused.engine.host_copy import HostMemory, wait_for_copies
+from refocused.errors import CheckpointError
 
+_DEEPSPEED_CLASSES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 BLOCK_BYTES = 4 * 1024 * 1024  # hashed while they are still in the processor's cache
 
 
@@ -110,6 +116,30 @@ def copy_hashed(source: Path, target: Path) -> WrittenFile:
     return WrittenFile(target, writer.size, writer.crc32c)
 
 
+def load_checked(path: Path, *, map_location: Any = None, mapped: bool = False) -> Any:
+    """Read a file of a checkpoint; it can hold tensors and plain values, and run no code.
+
+    Besides them DeepSpeed's files hold four small classes of its own, which are allowed by name.
+
+    Args:
+        path: The file.
+        map_location: Where its tensors go, as for `torch.load`.
+        mapped: Leave the tensors on the disk until they are used.
+
+    Raises:
+        CheckpointError: The file holds another object, or is no file of torch's.
+    """
+    try:
+        with torch.serialization.safe_globals(_DEEPSPEED_CLASSES):
+            return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).partition("\n")[0].removesuffix(".")
+        raise CheckpointError(
+            f"{path} cannot be read: {reason}. It was not written by this version of refocused; "
+            "resume from another step."
+        ) from error
+
+
 class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """DeepSpeed's checkpoint engine over `save_hashed`.
 
@@ -196,8 +226,8 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return borne
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read one file back; its digest was verified before (DeepSpeed's files hold objects)."""
-        return torch.load(path, map_location=map_location, weights_only=False)
+        """Read one file back, as `load_checked` does."""
+        return load_checked(Path(path), map_location=map_location)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Nothing to do: the step directory is committed by its owner."""

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from refocused.engine import randomness
-from refocused.engine.checkpoint_files import HashingCheckpointEngine, WrittenFile
+from refocused.engine.checkpoint_files import HashingCheckpointEngine, WrittenFile, load_checked
+from refocused.engine.optimizer import OptimizerSettings
+from refocused.engine.resharding import reshard
+from refocused.engine.saved_states import SavedStates
 from refocused.errors import TrainingError
 
 TAG = "zero"
@@ -40,6 +43,7 @@ class Engine:
         self._norm_scale = 1.0
         self._rank_file = f"ranks/rank_{rank:05d}.pt"
         self._swap_folder = f"offloaded_tensors/rank{rank:02d}"  # where DeepSpeed looks for it
+        self._settings = OptimizerSettings.of(deepspeed_engine.optimizer)
         self._files = HashingCheckpointEngine()
         self._engine.checkpoint_engine = self._files
         # Rank 0 alone copies two scripts: raising there would leave the others in a collective.
@@ -101,6 +105,11 @@ class Engine:
         """Updates that fp16 skipped because the scaled gradient overflowed."""
         return int(self._engine.skipped_steps)
 
+    @property
+    def steps_made(self) -> int:
+        """Updates made since step 0, those that fp16 skipped included."""
+        return int(self._engine.global_steps)
+
     def validation_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss of one batch without gradient or dropout; every rank must call."""
         self._engine.eval()
@@ -152,12 +161,31 @@ class Engine:
     def load_shards(self, folder: Path) -> None:
         """Take over the state that `save_shards` wrote; every rank must call.
 
-        The files' digests must have been verified: DeepSpeed's are pickled.
+        The files' digests must have been verified: a flipped bit in a tensor is loaded.
         """
         with contextlib.redirect_stdout(io.StringIO()):  # bf16 at stage 1 prints a line a rank
             path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
         assert path is not None, f"DeepSpeed found nothing in {folder / TAG}"
-        randomness.restore(torch.load(folder / self._rank_file, weights_only=True))
+        self._settings.put_back(self._engine.optimizer)
+        self._restore_randomness(folder)
+
+    def load_resharded(self, folder: Path, *, ranks: int) -> None:
+        """Take over the state that `ranks` ranks saved under ZeRO 1, 2 or 3; every rank must call.
+
+        The number of ranks, the stage (of these), the precision and the offload may be others.
+        A rank that did not save keeps the random generators it was seeded with.
+
+        Raises:
+            CheckpointError: The files are of another form, or of another model.
+        """
+        reshard(self._engine, SavedStates(folder / TAG, ranks=ranks))
+        self._settings.put_back(self._engine.optimizer)
+        self._restore_randomness(folder)
+
+    def _restore_randomness(self, folder: Path) -> None:
+        file = folder / self._rank_file
+        if file.exists():
+            randomness.restore(load_checked(file))
 
     def _save(self, folder: Path) -> None:
         """Hand this rank's part to `_files`."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -25,3 +29,32 @@ def build_optimizer(model: nn.Module, optimizer: OptimizerConfig) -> torch.optim
         eps=optimizer.eps,
         fused=True,
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """What the configuration says of an optimizer; a load puts the checkpoint's in its place.
+
+    Attributes:
+        groups: Of each parameter group all but its parameters.
+        clip: Largest norm of the gradient, where the optimizer itself clips.
+    """
+
+    groups: tuple[Mapping[str, Any], ...]
+    clip: float | None
+
+    @classmethod
+    def of(cls, optimizer: Any) -> OptimizerSettings:
+        """Read them from an optimizer that was just built."""
+        groups = tuple(
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        )
+        return cls(groups, getattr(optimizer, "clip_grad", None))
+
+    def put_back(self, optimizer: Any) -> None:
+        """Let them count again after a load."""
+        for group, configured in zip(optimizer.param_groups, self.groups, strict=True):
+            group.update(configured)
+        if self.clip is not None:
+            optimizer.clip_grad = self.clip

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from refocused.bucket.open import open_bucket
 from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.checkpointer import Checkpointer, RunFacts
+from refocused.checkpoints.changes import RunFacts
+from refocused.checkpoints.checkpointer import Checkpointer
 from refocused.checkpoints.mirror import CheckpointMirror
 from refocused.checkpoints.mirror_status import MirrorSettings
 from refocused.checkpoints.process_identity import identify
@@ -53,12 +54,14 @@ class Request:
     """What the command line asks for besides the run file.
 
     Attributes:
-        resume: `auto`, `latest`, `best`, `none`, a step, a name or a path.
+        resume: `auto`, `latest`, `best`, `none`, a step, a name, a path or a `gs://` address.
         dry_run: Build and check everything, train nothing.
         credentials_file: Key file for `gs://`.
         project: Google Cloud project.
         command: The command that was typed, for the summary.
         allowed_changes: Settings that may differ from those of the checkpoint.
+        trusts_others: A checkpoint of another run may be taken over.
+        or_start: Where nothing can be resumed, start from scratch under another name.
     """
 
     resume: str
@@ -67,6 +70,8 @@ class Request:
     project: str | None
     command: str
     allowed_changes: frozenset[str] = frozenset()
+    trusts_others: bool = False
+    or_start: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

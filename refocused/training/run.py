@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -12,9 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from refocused import logs
-from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.choice import choose_step
-from refocused.checkpoints.step_directory import read_step
 from refocused.config.batch_plan import plan_batch
 from refocused.config.decode import LoadedRun, render_run
 from refocused.config.run import RunConfig
@@ -29,17 +27,22 @@ from refocused.training.assembly import (
     assemble_parts,
 )
 from refocused.training.data import DataParts
-from refocused.training.extension import planned_steps, rate_change
 from refocused.training.fetching import fetch_together
 from refocused.training.limits import Budget, time_limit
 from refocused.training.loop import Outcome, train
 from refocused.training.parts import Parts
+from refocused.training.resuming import (
+    CannotResumeError,
+    choose,
+    in_place_of,
+    own,
+    start_or_resume,
+)
 from refocused.training.sample import write_sample
 from refocused.training.session import Session
 from refocused.training.sole_trainer import claim_run
 from refocused.training.state import TrainState
 from refocused.training.stopping import StopRequest
-from refocused.training.validation import check_first_loss
 from refocused.world import World
 
 logger = logging.getLogger(__name__)
@@ -52,6 +55,21 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
         RefocusedError: On every rank alike, where the run cannot start or go on, or was asked to
             stop before it trained.
     """
+    while True:
+        job, stop = _open(loaded, request, world, session)
+        try:
+            return _carry_out(job, stop, session)
+        except CannotResumeError as error:
+            if not request.or_start:
+                raise
+            loaded, request = in_place_of(job, error), dataclasses.replace(request, resume="auto")
+        logs.start_screen(world.rank)  # no more lines into the files of the other run
+
+
+def _open(
+    loaded: LoadedRun, request: Request, world: World, session: Session
+) -> tuple[Job, StopRequest]:
+    """Settle what is done, and take the run's folder."""
     world.together(lambda: _agree_on_configuration(loaded, world))
     config = loaded.config
     plan = world.together(
@@ -71,8 +89,15 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
         signals=session.signals,
         ancestors=session.ancestors,
     )
-    job = Job(loaded, request, plan, world, folder)
+    return Job(loaded, request, plan, world, folder), stop
+
+
+def _carry_out(job: Job, stop: StopRequest, session: Session) -> ExitCode:
+    """Build every part, resume, train, finish."""
+    world = job.world
     world.first_does(lambda: _say_opening(job))
+    stop.leave_if_asked()
+    chosen = choose(job)
     stop.leave_if_asked()
     data = world.together(lambda: assemble_data(job))
     try:
@@ -81,15 +106,16 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
         engine, parameters = assemble_engine(job)
         parts = assemble_parts(job, data, engine, parameters=parameters)
         stop.leave_if_asked()
-        state = world.together(lambda: _start_or_resume(job, parts))
+        state = start_or_resume(job, parts, chosen, stop)
         stop.leave_if_asked()
-        if request.dry_run:
+        if job.request.dry_run:
             if not _read_first_step(parts, state, stop):
                 return stop.agreed().exit_code
             world.first_does(lambda: _write_to_mirror(job))
             parts.reporter.event("dry_run", "done  dry run: everything is in place, no step taken")
             return ExitCode.OK
-        _keep_to_limits(config, parts, stop, session)
+        own(job, parts, chosen)
+        _keep_to_limits(job.loaded.config, parts, stop, session)
         session.presence.tell(training=True)
         session.signals.notice = session.interruption_notice
         return _train_and_finish(job, parts, state, stop, session)
@@ -201,40 +227,6 @@ def _digest(loaded: LoadedRun) -> str:
     """Return a SHA-256 over everything that decides what is trained."""
     parts = [render_run(loaded.config), dict(loaded.shape.settings), loaded.fragment]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _start_or_resume(job: Job, parts: Parts) -> TrainState:
-    """Return the state that training starts from, with the engine to match."""
-    steps, world = job.loaded.config.run.steps, job.world
-    path = world.first_does(lambda: _chosen_path(assemble_catalog(job), job.request.resume))
-    if path is None:
-        loss = check_first_loss(parts)
-        parts.reporter.event("start", f"  start    from step 0, untrained loss {loss:.4f}")
-        return TrainState()
-    step = world.together(lambda: read_step(path))
-    state = parts.saver.load(step)
-    if state.step > steps:
-        raise ConfigError(
-            f"{step.path.name} is beyond run.steps={steps}. Raise run.steps (or "
-            "--max-steps), or resume from an earlier step."
-        )
-    parts.reporter.begin(state)
-    parts.reporter.event("resume", f"  resume   step {state.step:,} ({step.path}, verified)")
-    change = rate_change(
-        state.step,
-        planned=planned_steps(step.path / "run.yaml"),
-        total_steps=steps,
-        peak=parts.optimizer.lr,
-        schedule=parts.schedule,
-    )
-    if change is not None:
-        parts.reporter.event("schedule_warning", change)
-    return state
-
-
-def _chosen_path(catalog: Catalog, request: str) -> Path | None:
-    step = choose_step(catalog, request)
-    return None if step is None else step.path
 
 
 def _read_first_step(parts: Parts, state: TrainState, stop: StopRequest) -> bool:

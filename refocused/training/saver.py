@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
+from refocused.batches.position import Position
 from refocused.checkpoints.checkpointer import FREE_SPACE_FACTOR, Checkpointer, SavedStep
 from refocused.checkpoints.mirror import CheckpointMirror
 from refocused.checkpoints.mirror_status import MirrorStatus
@@ -80,6 +82,7 @@ class Saver:
         self._failures = 0
         self._mirror_blocked = False
         self._stall_seconds = 0.0
+        self._corrupt: Collection[Path] = ()
         self.saved_step: int | None = None
 
     def save(
@@ -151,14 +154,27 @@ class Saver:
             raise
         self.commit(wait=True)
 
-    def load(self, step: StepDirectory) -> TrainState:
+    def load(self, step: StepDirectory, *, passed_over: Collection[Path] = ()) -> TrainState:
         """Bring the engine back to a verified step; return the state that belongs to it.
 
+        Args:
+            step: The step.
+            passed_over: Newer steps that are corrupt, as `go_on_from` will call them.
+
         Raises:
-            CheckpointError: It was saved under other ranks, stage, precision or data.
+            CheckpointError: On every rank: it cannot be resumed under this run's settings.
         """
+        self._corrupt = frozenset(passed_over)
         with in_use(step.path):
-            state = TrainState.from_record(self._checkpointer.load(self._engine, step))
+            changes = self._world.together(lambda: self._checkpointer.changes(step))
+            for line in changes.lines():
+                self._reporter.event("differs", f"  differs  {line}")
+            for text in changes.allowed:
+                logger.warning("%s", text)
+            record = self._checkpointer.load(self._engine, step, changes)
+            state = self._world.together(lambda: TrainState.from_record(record))
+        if changes.new_data:
+            state = dataclasses.replace(state, position=Position())
         if step.path.parent.resolve() == self._folder.resolve():
             self.saved_step = state.step
         return state
@@ -237,11 +253,13 @@ class Saver:
             found = parse_name(path.name)
             assert found is not None  # step_paths yields no other names
             if found > step or (found == step and self.saved_step != step):
-                aside = set_aside(path)
+                corrupt = path in self._corrupt
+                aside = set_aside(path, corrupt=corrupt)
+                why = "it is corrupt" if corrupt else f"training goes on from step {step:,}"
                 self._reporter.event(
                     "set_aside",
-                    f"  aside    {path.name} is now {aside.name}, since training goes on from step "
-                    f"{step:,}; remove it when you do not need it",
+                    f"  aside    {path.name} is now {aside.name}, since {why}; remove it when you "
+                    "do not need it",
                     step=found,
                 )
 

@@ -11,7 +11,7 @@ from refocused.batches.position import Position
 from refocused.config.batch_plan import BatchPlan
 from refocused.errors import CheckpointError
 
-NEWER_FIELDS = {"validation_step"}  # which checkpoints of earlier versions do not have
+NEWER_FIELDS = {"validation_step", "wandb_id"}  # which checkpoints of earlier versions do not have
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class TrainState:
         best_step: Step of the lowest validation loss.
         seconds: Time spent training since the first start, in all sessions.
         cost_usd: Price of that time; None while no price is known.
+        wandb_id: Under which id Weights & Biases knows the run; None: it was never told of it.
     """
 
     step: int = 0
@@ -41,6 +42,7 @@ class TrainState:
     seconds: float = 0.0
     cost_usd: float | None = None
     validation_step: int | None = None
+    wandb_id: str | None = None
 
     def after_step(self, plan: BatchPlan, position: Position) -> TrainState:
         """Return the state one optimizer step later."""

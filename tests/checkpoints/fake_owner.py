@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from refocused.bucket.checksum import crc32c_of
-from refocused.checkpoints.checkpointer import RunFacts
+from refocused.checkpoints.changes import RunFacts
 from refocused.checkpoints.step_directory import rank_file
 from refocused.engine.checkpoint_files import WrittenFile
 from refocused.engine.engine import ShardsWritten
@@ -38,6 +39,8 @@ class FakeOwner:
     tells_too_much: bool = False
     loaded: bytes | None = None
     may_write: threading.Event | None = None
+    resharded_from: int | None = None
+    steps_made: int = 0
 
     def save_shards(self, folder: Path) -> ShardsWritten:
         shard, state = folder / f"zero/rank_{self.rank}.pt", folder / rank_file(self.rank)
@@ -65,3 +68,8 @@ class FakeOwner:
 
     def load_shards(self, folder: Path) -> None:
         self.loaded = (folder / "zero" / f"rank_{self.rank}.pt").read_bytes()
+        self.steps_made = int(json.loads((folder / "trainer.json").read_text())["step"])
+
+    def load_resharded(self, folder: Path, *, ranks: int) -> None:
+        self.resharded_from = ranks
+        self.load_shards(folder)

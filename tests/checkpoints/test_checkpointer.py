@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import shutil
@@ -14,7 +13,8 @@ from checkpoints.fake_owner import FACTS, FakeOwner
 from thread_ranks import on_two_ranks, results
 
 from refocused.batches.position import Position
-from refocused.checkpoints.checkpointer import Checkpointer, RunFacts
+from refocused.checkpoints.changes import RunFacts
+from refocused.checkpoints.checkpointer import Checkpointer
 from refocused.checkpoints.step_directory import StepDirectory, read_step
 from refocused.checkpoints.verify import verify
 from refocused.errors import CheckpointError
@@ -46,11 +46,12 @@ def save(
     return checkpointer.save(owner or FakeOwner(), state.as_record(), files_done=4).path
 
 
-def load(folder: Path, *, facts: RunFacts = FACTS, world: World | None = None) -> Any:
-    owner = FakeOwner()
-    checkpointer = Checkpointer(folder, world=world or World(), facts=facts)
+def load(folder: Path, *, owner: FakeOwner | None = None, facts: RunFacts = FACTS) -> Any:
+    owner = owner or FakeOwner()
+    checkpointer = Checkpointer(folder, world=World(), facts=facts)
     step = read_step(folder / "checkpoint_step_10")
-    return TrainState.from_record(checkpointer.load(owner, step)), owner.loaded
+    record = checkpointer.load(owner, step, checkpointer.changes(step))
+    return TrainState.from_record(record), owner.loaded
 
 
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
@@ -200,53 +201,23 @@ def test_a_disk_that_refuses_the_clean_up_too_fails_the_save_on_both_ranks(
     assert [name[:5] for name in left_in(tmp_path)] == [".tmp-"]  # the next start removes it
 
 
-@pytest.mark.parametrize(
-    ("change", "found", "way_out"),
-    [
-        ({"zero_stage": 1}, "zero.stage 3; this run has 1", "set zero.stage=3"),
-        ({"dtype": "fp32"}, "precision.dtype bf16; this run has fp32", "set precision.dtype=bf16"),
-        ({"parameters": 7}, "parameters 1000; this run has 7", "set model.preset back"),
-        ({"data_fingerprint": "b"}, "data f00d; this run has b", "set data.source back"),
-        ({"data_order": "seed 2"}, "data order seed 1; this run has seed 2", "set those back"),
-        (
-            {"data_mixture": "a 512, b 512"},
-            "data.mixture none; this run has a 512, b 512",
-            "set the weights back, or let every source go on where it stands, in its new share, "
-            "with --allow-change data.mixture",
-        ),
-    ],
-)
-def test_a_step_of_another_setting_is_not_loaded(
-    tmp_path: Path, change: dict[str, Any], found: str, way_out: str
-) -> None:
+def test_ranks_that_did_not_save_it_divide_a_step_anew(tmp_path: Path) -> None:
+    results(on_two_ranks(lambda world: save(tmp_path, owner=FakeOwner(world.rank), world=world)))
+    load(tmp_path, owner=(owner := FakeOwner()))
+    assert owner.resharded_from == 2
+    save(tmp_path / "alone")
+    load(tmp_path / "alone", owner=(owner := FakeOwner()))
+    assert owner.resharded_from is None
+
+
+def test_what_is_loaded_has_to_be_of_the_manifests_step(tmp_path: Path) -> None:
+    class Lost(FakeOwner):
+        def load_shards(self, folder: Path) -> None:
+            self.steps_made = 9
+
     save(tmp_path)
-    with pytest.raises(CheckpointError) as told:
-        load(tmp_path, facts=dataclasses.replace(FACTS, **change))
-    message = str(told.value)
-    assert message.startswith(f"checkpoint_step_10 was saved with {found}. ")
-    assert f"To resume it, {way_out}; to start anew" in message
-
-
-def test_a_change_of_the_mixture_may_be_allowed_and_no_other_with_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(tmp_path)
-    changed = dataclasses.replace(FACTS, data_mixture="a 512, b 512")
-    allowing = functools.partial(
-        Checkpointer, tmp_path, world=World(), allowed_changes=["data.mixture"]
-    )
-    step, owner = read_step(tmp_path / "checkpoint_step_10"), FakeOwner()
-    allowing(facts=changed).load(owner, step)
-    assert owner.loaded == b"weights"
-    assert "data.mixture changes here: it was none and is a 512, b 512" in caplog.text
-    with pytest.raises(CheckpointError, match="data order"):
-        allowing(facts=dataclasses.replace(changed, data_order="seed 2")).load(owner, step)
-
-
-def test_a_step_of_other_ranks_is_not_loaded(tmp_path: Path) -> None:
-    save(tmp_path)
-    with pytest.raises(CheckpointError, match=r"ranks 1; this run has 4\..* --num_gpus 1;"):
-        load(tmp_path, world=World(world_size=4))
+    with pytest.raises(CheckpointError, match=r"step 10, and .* has made 9 updates"):
+        load(tmp_path, owner=Lost())
 
 
 def test_another_runs_name_or_version_does_not_matter(tmp_path: Path) -> None:

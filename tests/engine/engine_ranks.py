@@ -113,6 +113,11 @@ def run(case: Case, world: World, scratch: Path) -> dict[str, Any]:
         engine.load_shards(folder)
         found["resumed"] = train(engine, world, range(SAVED_AT, len(RATES)), None)
         engine.close()
+    if case.resumes and case.stage > 0:
+        engine = start_engine(case, world, seed=98)
+        engine.load_resharded(folder, ranks=world.world_size)
+        found["resharded"] = train(engine, world, range(SAVED_AT, len(RATES)), None)
+        engine.close()
     return found
 
 

@@ -110,6 +110,13 @@ def test_a_copy_written_steps_later_holds_the_tensors_of_its_step_bit_for_bit(
     assert found[case.name]["copy is the same"]
 
 
+@named([case for case in CASES if case.resumes and case.stage > 0])
+def test_states_divided_anew_among_as_many_ranks_go_on_bit_for_bit_too(
+    found: Found, case: Case
+) -> None:
+    assert found[case.name]["resharded"] == found[case.name]["steps"][SAVED_AT:]
+
+
 @named(OVERFLOWING)
 def test_an_overflow_skips_the_update_and_lowers_the_scale(found: Found, case: Case) -> None:
     steps = found[case.name]["steps"]

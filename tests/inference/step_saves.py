@@ -222,7 +222,7 @@ _TRAINER: dict[str, Any] = {
 
 
 def _facts(save: Save, parameters: int) -> Any:
-    from refocused.checkpoints.checkpointer import RunFacts
+    from refocused.checkpoints.changes import RunFacts
 
     settings = {
         "run": {"name": "sample", "steps": 2},

@@ -1,0 +1,148 @@
+"""Giving each rank its part of states that were saved by other ranks, or under another stage."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refocused.engine.saved_states import KINDS, MASTER, Fragment, SavedStates
+from refocused.errors import CheckpointError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlatGroup:
+    """One flat tensor of masters that this rank updates, and what lies in it."""
+
+    masters: Tensor
+    fragments: list[Fragment]
+
+
+def reshard(engine: Any, saved: SavedStates) -> None:
+    """Take over saved states into a freshly built DeepSpeed engine; every rank must call.
+
+    DeepSpeed's own way (universal checkpoints) writes all of them to the disk again, and its
+    loader gives every group the first one's weight decay and all groups of stage 3 one tensor to
+    count their steps in (0.19.8). Here each rank copies its part out of the mapped files.
+
+    Raises:
+        CheckpointError: The parameters are not those of this model.
+    """
+    optimizer = engine.optimizer
+    if getattr(optimizer, "swap_optimizer", False) or engine.zero_nvme_offload_optimizer():
+        raise CheckpointError(
+            "States offloaded to nvme are resumed under the settings they were saved with alone. "
+            "Set them back, and the number of ranks, or change to an offload to the cpu."
+        )
+    if hasattr(optimizer, "checkpoint_event_prologue"):
+        optimizer.checkpoint_event_prologue()
+    groups = list(_groups(optimizer))
+    _require_same_parameters(engine, saved)
+    with torch.no_grad():
+        for group in groups:
+            _fill(optimizer.optimizer, group, saved)
+        if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+            _lower_stage_3(optimizer)
+        else:
+            optimizer.update_lp_params()
+    if hasattr(optimizer, "checkpoint_event_epilogue"):
+        optimizer.checkpoint_event_epilogue()
+    _take_over_loss_scale(engine, saved)
+    for name, value in saved.counters.items():
+        setattr(engine, name, value)
+
+
+def _fill(adam: torch.optim.Optimizer, group: FlatGroup, saved: SavedStates) -> None:
+    """Copy masters and moments; padding stays zero."""
+    state = adam.state[group.masters]
+    for kind in KINDS:
+        if kind != MASTER and kind not in state:
+            state[kind] = torch.zeros_like(group.masters)
+        flat = group.masters.data if kind == MASTER else state[kind]
+        for part in group.fragments:
+            saved.fill(flat.narrow(0, part.place, part.size), part.name, kind, start=part.start)
+    # A tensor of its own for each group: Adam adds 1 to it in place.
+    state["step"] = torch.tensor(saved.step, dtype=torch.float32, device=group.masters.device)
+
+
+def _groups(optimizer: Any) -> Iterator[FlatGroup]:
+    """Yield what this rank updates, in the three forms that DeepSpeed keeps it in."""
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        yield from _stage_3_groups(optimizer)
+        return
+    weights, masters = (
+        (optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)
+        if hasattr(optimizer, "bf16_groups")
+        else (optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)
+    )
+    for parameters, flat in zip(weights, masters, strict=True):
+        mapped = [(one, one._hp_mapping) for one in parameters if one._hp_mapping is not None]
+        yield FlatGroup(
+            flat,
+            [
+                Fragment(
+                    name=optimizer.param_names[parameter],
+                    start=mapping.lp_fragment_address.start,
+                    size=mapping.lp_fragment_address.numel,
+                    place=mapping.hp_fragment_address.start,
+                )
+                for parameter, mapping in mapped
+            ],
+        )
+
+
+def _stage_3_groups(optimizer: Any) -> Iterator[FlatGroup]:
+    rank = torch.distributed.get_rank(group=optimizer.dp_process_group)
+    groups = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+    for parameters, flat in groups:
+        fragments, place = [], 0
+        for parameter in parameters:
+            part = parameter.partition_numel()
+            start = min(rank * part, parameter.ds_numel)
+            size = min(part, parameter.ds_numel - start)
+            fragments.append(Fragment(optimizer.param_names[parameter], start, size, place))
+            place += part
+        yield FlatGroup(flat, fragments)
+
+
+def _lower_stage_3(optimizer: Any) -> None:
+    """Round the masters into the weights that the passes compute with."""
+    for masters, flat, weights in zip(
+        optimizer.fp32_partitioned_groups_flat,
+        optimizer.fp16_partitioned_groups_flat,
+        optimizer.fp16_partitioned_groups,
+        strict=True,
+    ):
+        flat.data.copy_(masters.data)
+        for weight, values in zip(weights, optimizer.unflatten(flat, weights), strict=True):
+            weight.data = values.data
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+
+
+def _take_over_loss_scale(engine: Any, saved: SavedStates) -> None:
+    """Go on with fp16's scale; another precision has none, and bf16's stage 1 saves none."""
+    scaler = saved.globals.get("loss_scaler")
+    if engine.fp16_enabled() and scaler is not None and saved.globals["dynamic_loss_scale"]:
+        engine.optimizer.loss_scaler = scaler
+        engine.optimizer.overflow = saved.globals["overflow"]
+
+
+def _require_same_parameters(engine: Any, saved: SavedStates) -> None:
+    """Refuse states of another model before anything of them is taken over."""
+    wanted = {
+        name: getattr(parameter, "ds_numel", parameter.numel())
+        for name, parameter in engine.module.named_parameters()
+        if parameter.requires_grad
+    }
+    found = saved.sizes()
+    odd = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
+    if odd:
+        raise CheckpointError(
+            f"The checkpoint's optimizer has {found.get(odd[0], 'no')} elements of {odd[0]}, this "
+            f"model has {wanted.get(odd[0], 'none')} ({len(odd)} such parameters). Resume with the "
+            "model that it was saved with."
+        )

@@ -1,0 +1,231 @@
+"""Where training starts from: nothing, a step of this run, or one from elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+from pathlib import Path
+from typing import TypeVar
+
+from refocused.bucket.open import open_bucket
+from refocused.checkpoints.atomic import write_bytes_atomic
+from refocused.checkpoints.choice import choose_step
+from refocused.checkpoints.elsewhere import (
+    as_own,
+    bring,
+    find_elsewhere,
+    require_trust,
+    take_over,
+)
+from refocused.checkpoints.step_directory import StepDirectory, read_step
+from refocused.config.decode import LoadedRun
+from refocused.errors import CheckpointError, ConfigError, RefocusedError, TrainingError
+from refocused.training.assembly import Job, assemble_catalog
+from refocused.training.extension import planned_steps, rate_change
+from refocused.training.fetching import fetch_together
+from refocused.training.parts import Parts
+from refocused.training.state import TrainState
+from refocused.training.stopping import StopRequest
+from refocused.training.validation import check_first_loss
+
+logger = logging.getLogger(__name__)
+
+WORST_RISE = 1.0  # nats; batches differ by some tenths, and lost weights by several nats
+IN_PLACE_OF = "in-place-of"  # in the folder of a run that was started because another could not be
+
+
+E = TypeVar("E", bound=RefocusedError)
+
+
+class CannotResumeError(CheckpointError):
+    """There is something to resume from, and it cannot be resumed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chosen:
+    """What training starts from.
+
+    Attributes:
+        path: The step directory; None: from scratch.
+        passed_over: Newer steps that are corrupt.
+    """
+
+    path: Path | None
+    passed_over: tuple[Path, ...] = ()
+
+
+def choose(job: Job) -> Chosen:
+    """Find, fetch and verify the step that was asked for, on rank 0; every rank must call.
+
+    Raises:
+        RefocusedError: On every rank alike: there is none, or it cannot be used.
+    """
+    try:
+        return job.world.first_does(lambda: _choose(job))
+    except CheckpointError as error:
+        raise _on_every_rank(CannotResumeError(str(error))) from error
+
+
+def start_or_resume(job: Job, parts: Parts, chosen: Chosen, stop: StopRequest) -> TrainState:
+    """Return the state that training starts from, with the engine to match.
+
+    Raises:
+        RefocusedError: On every rank alike.
+    """
+    if chosen.path is None:
+        loss = check_first_loss(parts)
+        parts.reporter.event("start", f"  start    from step 0, untrained loss {loss:.4f}")
+        return TrainState()
+    path, steps = chosen.path, job.loaded.config.run.steps
+    step = job.world.together(lambda: read_step(path))
+    if step.step > steps:
+        raise _on_every_rank(
+            ConfigError(
+                f"{path.name} is beyond run.steps={steps}. Raise run.steps (or --max-steps), or "
+                "resume from an earlier step."
+            )
+        )
+    try:
+        state = parts.saver.load(step, passed_over=chosen.passed_over)
+    except CheckpointError as error:
+        parts.engine.close()  # another may be built, where the run goes on under another name
+        raise _on_every_rank(CannotResumeError(str(error))) from error
+    parts.reporter.begin(state)
+    parts.reporter.event("resume", f"  resume   step {state.step:,} ({path}, verified)")
+    _tell_ranks(parts, step)
+    change = rate_change(
+        state.step,
+        planned=planned_steps(step.run),
+        total_steps=steps,
+        peak=parts.optimizer.lr,
+        schedule=parts.schedule,
+    )
+    if change is not None:
+        parts.reporter.event("schedule_warning", change)
+    if state.step < steps:
+        check_resumed_loss(parts, state, stop)
+    return state
+
+
+def own(job: Job, parts: Parts, chosen: Chosen) -> None:
+    """Make a step from elsewhere this run's own before it trains on from there.
+
+    Raises:
+        RefocusedError: On every rank alike.
+    """
+    path, run = chosen.path, job.loaded.config.run.name
+    if path is None or path.parent.resolve() == job.checkpoints.resolve():
+        return
+    parts.saver.saved_step = job.world.first_does(
+        lambda: take_over(read_step(path), assemble_catalog(job), run=run).step
+    )
+
+
+def check_resumed_loss(parts: Parts, state: TrainState, stop: StopRequest) -> None:
+    """Compare the loss of the next batch with the last one that was seen before.
+
+    Raises:
+        TrainingError: On every rank: it is `WORST_RISE` nats above; nothing was trained.
+    """
+    if state.loss is None:
+        return
+    with contextlib.closing(parts.loader.batches_from(state.position)) as batches:
+        micro_batches = fetch_together(parts.world, batches.next_step, stop)
+    if micro_batches is None:
+        return  # asked to stop
+    first = micro_batches[0]
+    mine = float(parts.engine.validation_loss(first.input_ids, first.labels))
+    loss = parts.world.total([mine])[0] / parts.world.world_size
+    if not loss <= state.loss + WORST_RISE:
+        raise _on_every_rank(
+            TrainingError(
+                f"The model that was loaded has a loss of {loss:.3f} on the next batch; step "
+                f"{state.step:,} was saved with {state.loss:.3f}. What was loaded is not what was "
+                "saved, or the data are others. Nothing was trained and nothing changed: resume "
+                "from another step."
+            )
+        )
+    parts.reporter.event(
+        "resumed_loss", f"  loss     {loss:.4f} on the next batch, {state.loss:.4f} before"
+    )
+
+
+def in_place_of(job: Job, reason: CheckpointError) -> LoadedRun:
+    """Return the run that takes the place of one that cannot be resumed; every rank must call.
+
+    It is named NAME-2, NAME-3 and so on: the first that exists nowhere, or that was started in
+    NAME's place before and goes on. Nothing of any other run is touched.
+
+    Raises:
+        BucketError: On every rank: which names the mirror has cannot be told.
+    """
+    name = job.world.first_does(lambda: _free_name(job))
+    logger.warning(
+        "%s cannot be resumed: %s --resume-or-start was given: the run goes on as %s, which starts "
+        "FROM SCRATCH where it has no checkpoint yet. Nothing of %s is changed.",
+        job.folder,
+        reason,
+        job.folder.with_name(name),
+        job.folder.name,
+    )
+    return _renamed(job, name).loaded
+
+
+def _choose(job: Job) -> Chosen:
+    catalog, request = assemble_catalog(job), job.request
+    run = job.loaded.config.run.name
+    passed_over: list[Path] = []
+    trusted = functools.partial(require_trust, run=run, trusted=request.trusts_others)
+    own_request = as_own(request.resume, catalog)
+    if own_request is not None:
+        step = choose_step(catalog, own_request, passed_over=passed_over)
+        if step is not None:
+            trusted(step.manifest, where=str(step.path))
+        return Chosen(None if step is None else step.path, tuple(passed_over))
+    open_url = functools.partial(
+        open_bucket, credentials_file=request.credentials_file, project=request.project
+    )
+    found = find_elsewhere(request.resume, open_url)
+    trusted(found.manifest, where=found.where)
+    return Chosen(bring(found, catalog).path)
+
+
+def _tell_ranks(parts: Parts, step: StepDirectory) -> None:
+    saved, now = step.manifest.world_size, parts.world.world_size
+    if saved == now:
+        return
+    new = f"; {now - saved} new ranks draw their dropout from the seed" if now > saved else ""
+    parts.reporter.event("ranks", f"  ranks    {saved} -> {now}, the states are divided anew{new}")
+
+
+def _free_name(job: Job) -> str:
+    sign = job.folder / IN_PLACE_OF
+    base = sign.read_text().strip() if sign.exists() else job.folder.name
+    first = int(job.folder.name.removeprefix(f"{base}-")) + 1 if sign.exists() else 2
+    for number in itertools.count(first):
+        other = _renamed(job, f"{base}-{number}")
+        mark = other.folder / IN_PLACE_OF
+        if mark.exists() and mark.read_text().strip() == base:
+            return other.folder.name
+        if not other.folder.exists() and not assemble_catalog(other).entries():
+            other.folder.mkdir(parents=True)
+            write_bytes_atomic(mark, f"{base}\n".encode())
+            return other.folder.name
+    raise AssertionError("itertools.count ended")
+
+
+def _renamed(job: Job, name: str) -> Job:
+    """Return a run with another name and folder, and everything else alike."""
+    config = job.loaded.config
+    config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+    loaded = dataclasses.replace(job.loaded, config=config)
+    return dataclasses.replace(job, loaded=loaded, folder=job.folder.with_name(name))
+
+
+def _on_every_rank(error: E) -> E:
+    """Mark an error that every rank raises alike, so that rank 0 alone says it."""
+    error.on_every_rank = True
+    return error

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from checkpoints.fake_owner import FACTS
+from checkpoints.step_samples import fill, manifest_for
+
+from refocused.checkpoints.changes import (
+    ALLOWABLE,
+    MOST_LINES,
+    Changes,
+    RunFacts,
+    changes_since,
+    check_allowable,
+)
+from refocused.checkpoints.step_directory import StepDirectory
+from refocused.config.names import field_of, is_group
+from refocused.errors import CheckpointError, ConfigError
+
+RUN: dict[str, dict[str, Any]] = {
+    "run": {"name": "sample", "seed": 1},
+    "data": {"block_shards": 4},
+    "optimizer": {"lr": 0.1, "weight_decay": 0.1},
+    "zero": {"stage": 3, "offload_optimizer": "none"},
+}
+MODEL = {"model_type": "gpt2", "n_head": 4, "initializer_range": 0.02}
+
+
+def facts(settings: dict[str, dict[str, Any]], **changes: Any) -> RunFacts:
+    resolved = {name: section | settings.get(name, {}) for name, section in RUN.items()}
+    text = {"run_yaml": yaml.safe_dump(resolved, sort_keys=False), "model_json": json.dumps(MODEL)}
+    return dataclasses.replace(FACTS, **(text | changes))
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> StepDirectory:
+    fill(tmp_path, seed=1)
+    (tmp_path / "run.yaml").write_text(facts({}).run_yaml)
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    return StepDirectory(tmp_path, manifest_for(tmp_path, 10))
+
+
+def compared(
+    step: StepDirectory,
+    settings: dict[str, dict[str, Any]] | None = None,
+    *,
+    world_size: int = 2,
+    allowed: tuple[str, ...] = (),
+    **changes: Any,
+) -> Changes:
+    return changes_since(
+        step, facts(settings or {}, **changes), world_size=world_size, allowed=allowed
+    )
+
+
+def test_nothing_changed(step: StepDirectory) -> None:
+    same = compared(step)
+    assert (same.lines(), same.allowed, same.way, same.new_data) == ([], (), "exact", False)
+
+
+def test_settings_that_change_no_model_and_no_data_are_told(step: StepDirectory) -> None:
+    changes = compared(step, {"optimizer": {"lr": 0.2, "eps": 1e-8}, "run": {"name": "other"}})
+    assert changes.lines() == [
+        'run.name "sample" -> "other"',
+        "optimizer.lr 0.1 -> 0.2",
+        "optimizer.eps not set -> 1e-08",
+    ]
+    assert changes.way == "exact"
+
+
+def test_many_settings_are_counted(step: StepDirectory) -> None:
+    many = {f"setting_{number}": number for number in range(MOST_LINES + 3)}
+    lines = compared(step, {"optimizer": many}).lines()
+    assert len(lines) == MOST_LINES + 1
+    assert lines[-1] == "and 3 more settings"
+
+
+@pytest.mark.parametrize(
+    ("settings", "others"),
+    [
+        ({"zero": {"stage": 1}}, {"zero_stage": 1}),
+        ({"zero": {"offload_optimizer": "cpu"}}, {}),
+        ({}, {"world_size": 8}),
+    ],
+)
+def test_another_layout_divides_the_states_anew(
+    step: StepDirectory, settings: dict[str, Any], others: dict[str, Any]
+) -> None:
+    assert compared(step, settings, **others).way == "resharded"
+
+
+def test_without_zero_any_number_of_ranks_reads_the_same_file(step: StepDirectory) -> None:
+    manifest = step.manifest.model_copy(update={"zero_stage": 0})
+    plain = StepDirectory(step.path, manifest)
+    assert compared(plain, zero_stage=0, world_size=8).way == "exact"
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "found", "way_out"),
+    [
+        ({"zero_stage": 0}, {}, "zero.stage 3; this run has 0", "set zero.stage=3 (1, 2 and 3"),
+        ({"parameters": 7}, {}, "parameters 1000; this run has 7", "set model.preset back;"),
+        (
+            {"dtype": "fp32"},
+            {},
+            "precision.dtype bf16; this run has fp32",
+            "set precision.dtype=bf16, or accept what follows from it with --allow-change "
+            "precision.dtype (the masters are float32 in both);",
+        ),
+        (
+            {"data_fingerprint": "b"},
+            {},
+            "data f00d; this run has b",
+            "set data.source back, or accept what follows from it with --allow-change data "
+            "(a new pass over the data begins);",
+        ),
+        (
+            {"data_order": "seed 2"},
+            {"run": {"seed": 2}, "data": {"block_shards": 8}},
+            "data order seed 1; this run has seed 2",
+            "--allow-change run.seed --allow-change data.block_shards (a new pass",
+        ),
+        (
+            {"data_mixture": "a 512, b 512"},
+            {},
+            "data.mixture none; this run has a 512, b 512",
+            "--allow-change data.mixture (every source goes on where it stands, in its new share)",
+        ),
+        (
+            {"model_json": json.dumps(MODEL | {"n_head": 8, "initializer_range": 0.1})},
+            {},
+            "model.n_head 4; this run has 8",
+            "set model.preset back, or accept what follows from it with --allow-change "
+            "model.preset (the weights were trained for the other shape);",
+        ),
+    ],
+)
+def test_what_changes_the_model_or_the_data_is_refused_with_the_way_out(
+    step: StepDirectory,
+    change: dict[str, Any],
+    settings: dict[str, Any],
+    found: str,
+    way_out: str,
+) -> None:
+    with pytest.raises(CheckpointError) as told:
+        compared(step, settings, **change)
+    message = str(told.value)
+    assert message.startswith(f"checkpoint_step_10 was saved with {found}.")
+    assert way_out in message
+    assert message.endswith("to start anew, give another --run name or --resume none.")
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "allowed", "way", "new_data"),
+    [
+        ({"dtype": "fp32"}, {}, ("precision.dtype",), "resharded", False),
+        ({"data_fingerprint": "b"}, {}, ("data",), "exact", True),
+        ({"data_fingerprint": "b", "data_order": "seed 2"}, {}, ("data",), "exact", True),
+        ({"data_order": "seed 2"}, {"run": {"seed": 2}}, ("run.seed",), "exact", True),
+        ({"data_mixture": "a 512"}, {}, ("data.mixture",), "exact", False),
+        ({"model_json": json.dumps(MODEL | {"n_head": 8})}, {}, ("model.preset",), "exact", False),
+    ],
+)
+def test_what_is_allowed_by_name_is_taken_and_told(
+    step: StepDirectory,
+    change: dict[str, Any],
+    settings: dict[str, Any],
+    allowed: tuple[str, ...],
+    way: str,
+    new_data: bool,
+) -> None:
+    changes = compared(step, settings, allowed=allowed, **change)
+    assert (changes.way, changes.new_data) == (way, new_data)
+    assert "changes here: it was" in changes.allowed[0]
+
+
+def test_one_allowed_change_allows_no_other(step: StepDirectory) -> None:
+    with pytest.raises(CheckpointError, match="data f00d") as told:
+        compared(step, allowed=("precision.dtype",), dtype="fp32", data_fingerprint="b")
+    assert "precision" not in str(told.value)
+    seed = {"run": {"seed": 2}, "data": {"block_shards": 8}}
+    with pytest.raises(CheckpointError, match="data order"):
+        compared(step, seed, allowed=("run.seed",), data_order="seed 2")
+
+
+def test_without_zero_no_change_of_the_precision_can_be_allowed(step: StepDirectory) -> None:
+    plain = StepDirectory(step.path, step.manifest.model_copy(update={"zero_stage": 0}))
+    with pytest.raises(CheckpointError) as told:
+        compared(plain, allowed=("precision.dtype",), zero_stage=0, dtype="fp32")
+    assert "--allow-change" not in str(told.value)
+
+
+def test_every_name_that_can_be_allowed_is_a_setting() -> None:
+    check_allowable(ALLOWABLE)
+    for name in ALLOWABLE[1:]:
+        path = name.split(".")
+        assert is_group(path) or field_of(path) is not None, name
+
+
+def test_a_change_that_nothing_refuses_is_no_name_to_allow() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer.lr: .* There are data, data.mixture"):
+        check_allowable(["data", "optimizer.lr"])

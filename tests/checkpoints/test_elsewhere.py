@@ -1,0 +1,215 @@
+"""A step from a path or an address: found, verified, and made the run's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checkpoints.step_samples import flip_byte, make_step
+
+from refocused.bucket.bucket import Bucket
+from refocused.bucket.directory import DirectoryBucket
+from refocused.checkpoints.catalog import Catalog
+from refocused.checkpoints.choice import choose_step
+from refocused.checkpoints.elsewhere import (
+    as_own,
+    bring,
+    find_elsewhere,
+    require_trust,
+    take_over,
+)
+from refocused.checkpoints.manifest import MANIFEST
+from refocused.checkpoints.mirror_copy import StepCopier
+from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED, RemoteSteps, prefix_of
+from refocused.checkpoints.step_directory import StepDirectory, name_of, read_step
+from refocused.checkpoints.verify import verify
+from refocused.errors import CheckpointError
+
+SHARD = "zero/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "checkpoints"
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> DirectoryBucket:
+    (tmp_path / "bucket").mkdir()
+    return DirectoryBucket(tmp_path / "bucket")
+
+
+def mirrored(bucket: Bucket, step: StepDirectory, run: str = "sample") -> StepDirectory:
+    remote = RemoteSteps(bucket, prefix_of(run))
+    assert StepCopier(remote, stopping=lambda: False, report=lambda *_: None).copy(step)
+    return step
+
+
+def opener(tmp_path: Path) -> Callable[[str], Bucket]:
+    """Read `gs://` addresses as folders below `tmp_path`."""
+    return lambda url: DirectoryBucket(tmp_path / url.removeprefix("gs://"))
+
+
+def taken(request: str, catalog: Catalog, tmp_path: Path) -> StepDirectory:
+    found = find_elsewhere(request, opener(tmp_path))
+    return take_over(bring(found, catalog), catalog, run="mine")
+
+
+@pytest.mark.parametrize(
+    ("request_", "own"),
+    [
+        ("auto", "auto"),
+        ("checkpoint_step_10", "checkpoint_step_10"),
+        ("10", "10"),
+        ("{local}/checkpoint_step_10", "checkpoint_step_10"),
+        ("{local}/../checkpoints/checkpoint_step_10/", "checkpoint_step_10"),
+        ("{mirror}/checkpoint_step_10", "checkpoint_step_10"),
+        ("{local}", None),
+        ("{local}/my copy", None),
+        ("other/checkpoint_step_10", None),
+        ("/checkpoint_step_10", None),
+        ("gs://other/steps/checkpoint_step_10", None),
+    ],
+)
+def test_what_is_not_below_the_runs_own_steps_is_elsewhere(
+    local: Path, bucket: DirectoryBucket, request_: str, own: str | None
+) -> None:
+    catalog = Catalog(local, bucket, prefix_of("sample"))
+    assert catalog.remote is not None
+    local.mkdir(parents=True)
+    request = request_.format(local=local, mirror=catalog.remote.url)
+    assert as_own(request, catalog) == own
+
+
+def test_an_address_below_the_runs_own_mirror_is_not_elsewhere(
+    local: Path, bucket: DirectoryBucket
+) -> None:
+    bucket.url = "gs://bucket/prefix/"
+    catalog = Catalog(local, bucket, prefix_of("sample"))
+    own = "gs://bucket/prefix/sample/checkpoints/checkpoint_step_10"
+    assert as_own(f"{own}/", catalog) == "checkpoint_step_10"
+    assert as_own(own.replace("sample", "other"), catalog) is None
+
+
+@pytest.mark.parametrize(
+    "place", ["other/checkpoints/checkpoint_step_20", "other/checkpoints", "other"]
+)
+@pytest.mark.parametrize("scheme", ["", "gs://"])
+def test_a_step_a_folder_of_steps_or_a_run_is_taken_over_whole(
+    tmp_path: Path, local: Path, place: str, scheme: str
+) -> None:
+    for step in (9, 20):
+        made = make_step(tmp_path / "there" / "other" / "checkpoints", step, run="other")
+        if scheme:
+            (tmp_path / "cloud").mkdir(exist_ok=True)
+            mirrored(DirectoryBucket(tmp_path / "cloud"), made, run="other")
+    request = f"gs://cloud/{place}/" if scheme else str(tmp_path / "there" / place)
+    step = taken(request, Catalog(local), tmp_path)
+    assert step.path == local / name_of(20)
+    assert read_step(step.path).manifest.run == "mine"
+    assert verify(step, deep=True) == []
+    assert [path.name for path in local.iterdir() if path.is_dir()] == [name_of(20)]
+
+
+def test_nothing_of_the_run_changes_before_the_step_is_taken_over(
+    tmp_path: Path, local: Path
+) -> None:
+    make_step(local, 20)
+    make_step(tmp_path / "there", 20, seed=99, run="other")
+    catalog = Catalog(local)
+    found = find_elsewhere(str(tmp_path / "there"), opener(tmp_path))
+    brought = bring(found, catalog)
+    assert verify(brought, deep=True) == []
+    assert [entry.name for entry in catalog.entries()] == [name_of(20)]
+    own = choose_step(catalog, "auto")
+    assert own is not None and own.manifest.run == "sample"
+
+
+def test_what_the_run_had_there_is_set_aside_here_and_left_behind_in_the_mirror(
+    tmp_path: Path, local: Path, bucket: DirectoryBucket
+) -> None:
+    for step in (10, 20, 30):
+        mirrored(bucket, make_step(local, step))
+    make_step(tmp_path / "there", 20, seed=99, run="other")
+    catalog = Catalog(local, bucket, prefix_of("sample"))
+    step = taken(str(tmp_path / "there"), catalog, tmp_path)
+    assert step.manifest.files[SHARD] != make_step(tmp_path / "again", 20).manifest.files[SHARD]
+    assert len(list(local.glob("superseded-checkpoint_step_20-*"))) == 1
+    assert catalog.remote is not None
+    marks = {number: SUPERSEDED in objects for number, objects in catalog.remote.scan().items()}
+    assert marks == {10: False, 20: True, 30: True}
+
+
+def test_a_step_that_was_taken_over_is_mirrored_in_place_of_the_runs_own(
+    tmp_path: Path, local: Path, bucket: DirectoryBucket
+) -> None:
+    mirrored(bucket, make_step(local, 20, run="mine"), run="mine")
+    make_step(tmp_path / "there", 20, seed=99, run="other")
+    catalog = Catalog(local, bucket, prefix_of("mine"))
+    mirrored(bucket, taken(str(tmp_path / "there"), catalog, tmp_path), run="mine")
+    assert catalog.remote is not None
+    objects = catalog.remote.objects(name_of(20))
+    assert COMMITTED in objects and SUPERSEDED not in objects
+    assert catalog.remote.manifest(name_of(20)) == read_step(local / name_of(20)).manifest
+
+
+def test_a_step_is_taken_over_once(tmp_path: Path, local: Path) -> None:
+    make_step(tmp_path / "there", 20, run="other")
+    catalog = Catalog(local)
+    first = taken(str(tmp_path / "there"), catalog, tmp_path)
+    again = taken(str(tmp_path / "there"), catalog, tmp_path)
+    assert again.path == first.path
+    assert again.manifest == first.manifest
+    assert [path.name for path in local.iterdir()] == [name_of(20)]
+
+
+def test_a_step_with_a_name_of_its_own_gets_its_proper_one(tmp_path: Path, local: Path) -> None:
+    make_step(tmp_path, 20).path.rename(tmp_path / "my copy")
+    assert taken(str(tmp_path / "my copy"), Catalog(local), tmp_path).path == local / name_of(20)
+
+
+def test_a_corrupt_step_is_not_taken_over(tmp_path: Path, local: Path) -> None:
+    make_step(local, 20)
+    there = make_step(tmp_path / "there", 20, seed=99)
+    flip_byte(there.path / SHARD)
+    with pytest.raises(CheckpointError, match=f"{SHARD} has CRC-32C"):
+        taken(str(there.path), Catalog(local), tmp_path)
+    assert read_step(local / name_of(20)).manifest.run == "sample"
+
+
+def test_a_step_whose_upload_never_finished_is_not_taken_over(
+    tmp_path: Path, local: Path, bucket: DirectoryBucket
+) -> None:
+    mirrored(bucket, make_step(local, 20))
+    (tmp_path / "bucket" / prefix_of("sample") / name_of(20) / COMMITTED).unlink()
+    for place in ("sample", f"sample/checkpoints/{name_of(20)}"):
+        with pytest.raises(CheckpointError, match=r"holds none that is whole|never finished"):
+            find_elsewhere(f"gs://bucket/{place}", opener(tmp_path))
+
+
+def test_a_folder_without_a_whole_step_is_refused(tmp_path: Path) -> None:
+    (make_step(tmp_path, 20).path / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match="is no checkpoint and holds none that is whole"):
+        find_elsewhere(str(tmp_path), opener(tmp_path))
+
+
+def test_the_newest_whole_step_of_a_folder_is_meant_and_none_that_was_left_behind(
+    tmp_path: Path,
+) -> None:
+    for step in (9, 10, 20, 30):
+        make_step(tmp_path, step)
+    (tmp_path / name_of(30) / SHARD).unlink()
+    (tmp_path / name_of(20) / SUPERSEDED).touch()
+    found = find_elsewhere(str(tmp_path), opener(tmp_path))
+    assert found.manifest.step == 10
+
+
+def test_a_step_of_another_run_has_to_be_trusted(tmp_path: Path) -> None:
+    manifest = make_step(tmp_path, 20, run="other").manifest
+    require_trust(manifest, where="there", run="other", trusted=False)
+    require_trust(manifest, where="there", run="mine", trusted=True)
+    with pytest.raises(
+        CheckpointError, match=r"there was saved by run other, not by mine.*--trust"
+    ):
+        require_trust(manifest, where="there", run="mine", trusted=False)

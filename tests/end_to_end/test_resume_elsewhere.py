@@ -1,0 +1,143 @@
+"""Resuming where the step was not saved: on other ranks, under other settings, in another run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from forked import train
+from ranks import metrics
+from tiny import tiny_run
+
+from refocused.checkpoints.step_directory import read_step
+
+pytestmark = pytest.mark.slow
+UNMIRRORED = ["--config", "tiny.yaml", "checkpoint.mirror=null"]
+# Any number of ranks makes the same step of these windows; without dropout nothing is random.
+ALIKE = [
+    *UNMIRRORED,
+    "batch.accumulation=null",
+    "batch.windows=8",
+    "model.dropout=0",
+    "evaluation.interval=100",
+]
+
+
+def losses(folder: Path, run: str = "tiny") -> dict[int, float]:
+    return {step: record["loss"] for step, record in metrics(folder / "runs" / run).items()}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 20 steps on two ranks under ZeRO 3."""
+    folder = tmp_path_factory.mktemp("straight")
+    tiny_run(folder)
+    ended = train(folder, *ALIKE, ranks=2)
+    assert ended.codes == [0, 0], ended.everything
+    return folder
+
+
+@pytest.fixture
+def copied(straight: Path, tmp_path: Path) -> Path:
+    """The same run, as it was at step 10."""
+    folder = shutil.copytree(straight, tmp_path / "copy")
+    shutil.rmtree(folder / "runs" / "tiny" / "checkpoints" / "checkpoint_step_20")
+    return folder
+
+
+def test_two_ranks_then_one_then_two_train_as_two_do(straight: Path, copied: Path) -> None:
+    alone = train(copied, *ALIKE, "checkpoint.interval=5", "--max-steps", "15", ranks=1)
+    assert alone.codes == [0], alone.everything
+    assert "ranks    2 -> 1, the states are divided anew" in alone.out[0]
+    assert "differs  run.steps 20 -> 15" in alone.out[0]
+    again = train(copied, *ALIKE, ranks=2)
+    assert again.codes == [0, 0], again.everything
+    assert "1 new ranks draw their dropout from the seed" in again.out[0]
+    wanted, found = losses(straight), losses(copied)
+    # The schedule of the middle part is that of 15 steps, so that only its first loss is alike.
+    assert found[11] == pytest.approx(wanted[11], abs=1e-5)
+    assert (
+        read_step(
+            copied / "runs" / "tiny" / "checkpoints" / "checkpoint_step_20"
+        ).manifest.world_size
+        == 2
+    )
+
+
+@pytest.mark.parametrize("changed", ["zero.stage=1", "zero.stage=2", "zero.offload_optimizer=cpu"])
+def test_another_stage_or_offload_goes_on_as_the_old_one_did(
+    straight: Path, copied: Path, changed: str
+) -> None:
+    ended = train(copied, *ALIKE, changed, ranks=1)
+    assert ended.codes == [0], ended.everything
+    wanted, found = losses(straight), losses(copied)
+    assert [found[step] for step in range(11, 21)] == pytest.approx(
+        [wanted[step] for step in range(11, 21)], abs=1e-4
+    )
+
+
+def test_a_step_of_another_run_is_taken_over_and_trained_on(copied: Path) -> None:
+    steps = copied / "runs" / "tiny" / "checkpoints"
+    branch = [*ALIKE, "--run", "branch", "optimizer.lr=1e-3"]
+    ended = train(copied, *branch, "--resume", "runs/tiny", "--trust", ranks=2)
+    assert ended.codes == [0, 0], ended.everything
+    assert 'differs  run.name "tiny" -> "branch"' in ended.out[0]
+    assert "differs  optimizer.lr 0.003 -> 0.001" in ended.out[0]
+    assert sorted(losses(copied, "branch")) == list(range(11, 21))
+    taken = read_step(copied / "runs" / "branch" / "checkpoints" / "checkpoint_step_10")
+    assert taken.manifest.run == "branch"
+    assert read_step(steps / "checkpoint_step_10").manifest.run == "tiny"
+    again = train(copied, *branch, "--max-steps", "22", ranks=2)
+    assert "resume   step 20" in again.out[0]
+
+
+def test_other_data_begin_from_their_first_window_when_that_is_allowed(copied: Path) -> None:
+    ended = train(copied, *ALIKE, "run.seed=7", "--allow-change", "run.seed", ranks=2)
+    assert ended.codes == [0, 0], ended.everything
+    assert "WARN  data order changes here: it was seed 1337" in ended.err[0]
+    final = read_step(copied / "runs" / "tiny" / "checkpoints" / "checkpoint_step_20")
+    assert '"windows": 80' in final.trainer.read_text()
+
+
+def test_weights_that_are_not_those_that_were_saved_are_not_trained_on(copied: Path) -> None:
+    step = copied / "runs" / "tiny" / "checkpoints" / "checkpoint_step_10"
+    text = (step / "trainer.json").read_text()
+    loss = losses(copied)[10]
+    assert text.count(str(loss)) == 1
+    (step / "trainer.json").write_text(text.replace(str(loss), str(loss - 3)))
+    manifest = read_step(step).manifest
+    from refocused.bucket.checksum import crc32c_of
+
+    record = manifest.files["trainer.json"].model_copy(
+        update={
+            "crc32c": crc32c_of(step / "trainer.json"),
+            "size": (step / "trainer.json").stat().st_size,
+        }
+    )
+    files = manifest.files | {"trainer.json": record}
+    (step / "manifest.json").write_bytes(manifest.model_copy(update={"files": files}).to_json())
+    ended = train(copied, *ALIKE, ranks=2)
+    assert ended.codes == [1, 1], ended.everything
+    assert "Nothing was trained and nothing changed" in ended.err[0]
+    assert "Traceback" not in ended.everything
+
+
+def test_a_run_that_cannot_be_resumed_goes_on_under_another_name_when_told_to(
+    copied: Path,
+) -> None:
+    checkpoints = copied / "runs" / "tiny" / "checkpoints"
+    (checkpoints / "checkpoint_step_10" / "trainer.json").unlink()
+    before = sorted(path.name for path in checkpoints.rglob("*"))
+    told = [*ALIKE, "--resume-or-start"]
+    ended = train(copied, *told, "--max-steps", "6", ranks=2)
+    assert ended.codes == [0, 0], ended.everything
+    assert "starts FROM SCRATCH" in ended.err[0]
+    assert sorted(losses(copied, "tiny-2")) == [1, 2, 3, 4, 5, 6]
+    assert sorted(path.name for path in checkpoints.rglob("*")) == before
+    again = train(copied, *told, "--max-steps", "8", ranks=2)
+    assert again.codes == [0, 0], again.everything
+    assert "resume   step 6" in again.out[0]
+    other = train(copied, *told, "--run", "tiny-2", "zero.stage=0", "--max-steps", "8", ranks=2)
+    assert other.codes == [0, 0], other.everything
+    assert sorted(losses(copied, "tiny-3")) == list(range(1, 9))

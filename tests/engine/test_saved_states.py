@@ -1,0 +1,125 @@
+"""Files laid out as DeepSpeed lays them out, read back parameter by parameter."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
+
+from refocused.engine.optimizer import OptimizerSettings
+from refocused.engine.saved_states import KINDS, SavedStates
+from refocused.errors import CheckpointError
+
+# Two groups, as for the decay: sizes that no number of ranks below divides.
+GROUPS = [{"a.weight": (5, 7), "b.weight": (11, 3)}, {"a.bias": (7,), "b.bias": (1,)}]
+SIZES = {name: torch.Size(shape).numel() for group in GROUPS for name, shape in group.items()}
+STEP = 12.0
+
+
+def content(name: str, kind: str) -> Tensor:
+    """The flattened parameter, or a moment of it."""
+    draw = torch.Generator().manual_seed(sum(map(ord, name + kind)))
+    return torch.rand(SIZES[name], generator=draw)
+
+
+def adam(groups: list[dict[str, Tensor]]) -> dict[str, Any]:
+    states = {
+        index: {"step": torch.tensor(STEP), **{kind: group[kind] for kind in KINDS[1:]}}
+        for index, group in enumerate(groups)
+    }
+    return {"state": states, "param_groups": []}
+
+
+def padded(flat: Tensor, size: int) -> Tensor:
+    return torch.cat([flat, torch.full((size - flat.numel(),), -1.0)])
+
+
+def partitioned(rank: int, ranks: int) -> dict[str, Any]:
+    """One rank's file of ZeRO 1 and 2: a group end to end, cut into equal parts."""
+    groups, mappings = [], []
+    for named in GROUPS:
+        whole = sum(SIZES[name] for name in named)
+        part = -(-whole // (2 * ranks)) * 2
+        begin, mapping, offset = rank * part, {}, 0
+        for name in named:
+            first, last = max(offset, begin), min(offset + SIZES[name], begin + part)
+            if first < last:
+                mapping[name] = fragment_address(numel=last - first, start=first - begin)
+            offset += SIZES[name]
+        mappings.append(mapping)
+        flats = {kind: torch.cat([content(name, kind) for name in named]) for kind in KINDS}
+        groups.append(
+            {kind: padded(flat, part * ranks)[begin : begin + part] for kind, flat in flats.items()}
+        )
+    return {
+        "base_optimizer_state": adam(groups),
+        "single_partition_of_fp32_groups": [group["master"] for group in groups],
+        "param_slice_mappings": mappings,
+    }
+
+
+def sharded(rank: int, ranks: int) -> dict[str, Any]:
+    """One rank's file of ZeRO 3: each parameter cut into equal parts."""
+    groups: list[dict[str, Tensor]] = []
+    for named in GROUPS:
+        parts: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
+        for name, kind in itertools.product(named, KINDS):
+            part = -(-SIZES[name] // ranks)
+            whole = padded(content(name, kind), part * ranks)
+            parts[kind].append(whole[rank * part : (rank + 1) * part])
+        groups.append({kind: torch.cat(tensors) for kind, tensors in parts.items()})
+    return {
+        "optimizer_state_dict": adam(groups),
+        "fp32_flat_groups": [group["master"] for group in groups],
+    }
+
+
+def write(folder: Path, ranks: int, state: Any) -> None:
+    counters = {"global_steps": 12, "global_samples": 96, "skipped_steps": 0}
+    shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in GROUPS]
+    torch.save({"param_shapes": shapes, **counters}, folder / "mp_rank_00_model_states.pt")
+    for rank in range(ranks):
+        torch.save(
+            {"optimizer_state_dict": state(rank, ranks)},
+            folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+        )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("form", [partitioned, sharded])
+def test_every_element_of_every_parameter_is_found(tmp_path: Path, ranks: int, form: Any) -> None:
+    write(tmp_path, ranks, form)
+    saved = SavedStates(tmp_path, ranks=ranks)
+    assert saved.sizes() == SIZES
+    assert saved.step == STEP
+    assert saved.counters["global_steps"] == 12
+    for name, kind in itertools.product(SIZES, KINDS):
+        for start in range(0, SIZES[name], 4):
+            target = torch.full((min(6, SIZES[name] - start),), -2.0)
+            saved.fill(target, name, kind, start=start)
+            assert torch.equal(target, content(name, kind)[start : start + 6]), (name, kind, start)
+
+
+def test_more_ranks_than_saved_are_no_checkpoint_of_zero(tmp_path: Path) -> None:
+    write(tmp_path, 2, sharded)
+    with pytest.raises(CheckpointError, match="0 optimizer files of rank 2, not one"):
+        SavedStates(tmp_path, ranks=3)
+
+
+def test_settings_of_each_group_come_back_after_a_load() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    groups = [{"params": [one], "weight_decay": 0.1 * n} for n, one in enumerate(weights)]
+    optimizer = torch.optim.AdamW(groups, lr=1.0)
+    configured = OptimizerSettings.of(optimizer)
+    saved = torch.optim.AdamW([{"params": [one]} for one in weights], eps=1e-3, weight_decay=0.7)
+    optimizer.load_state_dict(saved.state_dict())
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.7, 0.7]
+    configured.put_back(optimizer)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.1]
+    assert [group["eps"] for group in optimizer.param_groups] == [1e-8, 1e-8]
+    assert all(group["params"] for group in optimizer.param_groups)
