@@ -21,6 +21,7 @@ def test_every_test_it_names_exists() -> None:
 
 
 def test_every_fault_is_there_with_a_test() -> None:
-    rows = [line for line in DOCUMENT.splitlines() if re.match(r"\| (\d+)? ?\|", line)]
+    table = DOCUMENT.partition("## All at once")[0]
+    rows = [line for line in table.splitlines() if re.match(r"\| (\d+)? ?\|", line)]
     assert [int(row.split("|")[1]) for row in rows if row.split("|")[1].strip()] == [*range(1, 38)]
     assert [row for row in rows if "::" not in row] == []
