@@ -8,7 +8,12 @@ from collections.abc import Mapping
 
 from refocused.config.shape import ModelShape
 from refocused.errors import ConfigError
-from refocused.estimate import count_parameters, flops_per_token, run_cost, tokens_per_second_at
+from refocused.estimate.work import (
+    count_parameters,
+    flops_per_token,
+    run_cost,
+    tokens_per_second_at,
+)
 
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022 (Chinchilla), table 3: about 20
 MOST_EPOCHS = 4.0  # Muennighoff et al. 2023: up to four passes are nearly as good as new data

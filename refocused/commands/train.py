@@ -117,7 +117,7 @@ def _print_config(loaded: LoadedRun) -> None:
     from refocused.config.batch_plan import plan_batch
     from refocused.config.decode import render_run
     from refocused.config.deepspeed import deepspeed_config
-    from refocused.estimate import count_parameters
+    from refocused.estimate.work import count_parameters
 
     config = loaded.config
     ranks = int(os.environ.get("WORLD_SIZE", "1"))

@@ -25,7 +25,7 @@ from refocused.config.deepspeed import deepspeed_config
 from refocused.engine.build import build_engine
 from refocused.engine.engine import Engine
 from refocused.engine.randomness import seed_everything
-from refocused.estimate import flops_per_token, mfu_fraction
+from refocused.estimate.work import flops_per_token, mfu_fraction
 from refocused.hardware import gpu_facts
 from refocused.models.gpt import (
     DEFAULT_INITIALIZER_RANGE,

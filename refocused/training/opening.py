@@ -13,7 +13,8 @@ from refocused.config.data import DataConfig
 from refocused.config.decode import Change
 from refocused.config.optimization import PrecisionConfig, ZeroConfig
 from refocused.config.shape import ModelShape
-from refocused.estimate import count_parameters, state_memory
+from refocused.estimate.states import state_memory
+from refocused.estimate.work import count_parameters
 from refocused.training.data import DataParts
 from refocused.world import World
 

@@ -6,7 +6,7 @@ from refocused.commands.recommendation import Machine, Recommendation, recommend
 from refocused.config.files import REPOSITORY_CONFIG
 from refocused.config.shape import load_shape
 from refocused.errors import ConfigError
-from refocused.estimate import flops_per_token
+from refocused.estimate.work import flops_per_token
 
 SHAPES = {
     name: load_shape(REPOSITORY_CONFIG / "models" / f"{name}.json")

@@ -13,7 +13,7 @@ from torch import Tensor
 from refocused.config.files import REPOSITORY_CONFIG
 from refocused.config.shape import load_shape
 from refocused.errors import ConfigError
-from refocused.estimate import count_parameters
+from refocused.estimate.work import count_parameters
 from refocused.models.gpt import (
     CausalLM,
     build_gpt,

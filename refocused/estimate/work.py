@@ -1,11 +1,9 @@
-"""What a run takes, by arithmetic alone: parameters, FLOPs, memory, hours, dollars."""
+"""The work of a run, by arithmetic alone: parameters, FLOPs, hours, dollars."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
-from refocused.config.optimization import ZeroConfig
 from refocused.config.shape import ModelShape
 from refocused.errors import ConfigError
 
@@ -115,55 +113,6 @@ def tokens_per_second_at(
             f"{CREDIBLE_MFU:.0%}. Assume less (0.4 is good), or measure."
         )
     return mfu_fraction * gpus * peak_flops / flops_per_token
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StateMemory:
-    """What the training state takes on one rank, in bytes, without activations.
-
-    Attributes:
-        gpu: On the device, during the optimizer's step.
-        gathered: On the device besides, while ZeRO-3 has the whole model's parameters in place.
-        host: In the host's memory, for this rank.
-        nvme: On the NVMe drive, for this rank.
-    """
-
-    gpu: int
-    gathered: int
-    host: int
-    nvme: int
-
-
-def state_memory(
-    parameters: int,
-    *,
-    zero: ZeroConfig,
-    dtype: Literal["bf16", "fp16", "fp32"],
-    ranks: int,
-) -> StateMemory:
-    """Return the memory of parameters, gradients and optimizer states on one rank.
-
-    Bytes an element: 2 (16 bit) or 4 for parameters; 4 for the gradients' sum (2 in a 16-bit run
-    without ZeRO); 8 for AdamW's two moments; 4 for the float32 master copy, which ZeRO keeps in
-    float32 runs too; and 4 for the gradient's copy during the step of a 16-bit run (Rajbhandari et
-    al. 2020, ZeRO, 3.1, with float32 sums, plus that last copy). Stage 1 spreads the optimizer's
-    part over the ranks, 2 the gradients, 3 the parameters.
-    """
-    size = 4 if dtype == "fp32" else 2
-    share = -(-parameters // ranks)
-    weights = size * (share if zero.stage == 3 else parameters)
-    gradients = (4 if zero.stage else size) * (share if zero.stage >= 2 else parameters)
-    master = 4 if dtype != "fp32" or zero.stage else 0
-    step_copy = 4 if dtype != "fp32" else 0
-    optimizer = (8 + master + step_copy) * (share if zero.stage else parameters)
-    at = {"none": 0, "cpu": 0, "nvme": 0}
-    at[zero.offload_parameters] += weights
-    at[zero.offload_optimizer] += optimizer
-    # Spread gradients wait in the host's memory for an optimizer that works there.
-    gradients_leave = zero.offload_optimizer != "none" and zero.stage >= 2
-    at["cpu" if gradients_leave else "none"] += gradients
-    gathered = size * parameters if zero.stage == 3 else 0
-    return StateMemory(gpu=at["none"], gathered=gathered, host=at["cpu"], nvme=at["nvme"])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

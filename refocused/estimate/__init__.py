@@ -1,0 +1,1 @@
+"""What a run takes, by arithmetic alone: work, memory, hours, dollars."""
