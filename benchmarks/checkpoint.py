@@ -4,7 +4,8 @@
 
 Two ranks save a real ZeRO-3 state by `torch.save`, by DeepSpeed, by us, and in the background; then
 the files of a step go to a storage emulator and back, by us and by google-cloud-storage's
-transfer_manager. Everything is measured in turns, and the medians are compared.
+transfer_manager; then a small model is trained with the mirror on and off. Everything is measured
+in turns, and the medians are compared.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from checkpoint_mirror import measure_mirror
 from measuring import ROOT, Column, Record, medians, say, seconds, table, write_report
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -33,9 +35,10 @@ TARGETS = {
     "verified": ("read", 1.1),
     "upload, ours": ("upload, transfer_manager", 1 / 0.9),
     "download, ours": ("download, transfer_manager", 1 / 0.9),
+    "step, mirror on": ("step, mirror off", 1.02),
 }
 COLUMNS = (
-    Column("wall_s", "seconds", "{:.2f}"),
+    Column("wall_s", "seconds", "{:.3f}"),
     Column("ratio", "ratio", "{:.2f}"),
     Column("target", "at most", "{:.2f}"),
 )
@@ -53,11 +56,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=chosen.work) as folder:
         saves = measure_saves(Path(folder), chosen.parameters, chosen.repeats)
         transfers = measure_transfers(Path(folder), chosen.repeats)
-    rows = compared(medians(saves) | medians(transfers))
+        steps = measure_mirror(Path(folder) / "mirror", chosen.repeats)
+    rows = compared(medians(saves) | medians(transfers) | medians(steps))
     title = f"{chosen.parameters / 1e6:.0f} M parameters on {RANKS} ranks, of {chosen.repeats}"
     print(table(rows, COLUMNS, title=title))
     settings = {"parameters": chosen.parameters, "repeats": chosen.repeats}
-    results = {"saves": saves, "transfers": transfers, "rows": rows}
+    results = {"saves": saves, "transfers": transfers, "steps": steps, "rows": rows}
     write_report(chosen.json, settings=settings, results=results)
 
 
