@@ -71,7 +71,11 @@ class Ranks:
 
     def wait(self, timeout: float = 240) -> Ended:
         deadline = time.monotonic() + timeout
-        codes = [p.wait(max(1.0, deadline - time.monotonic())) for p in self.processes]
+        try:
+            codes = [p.wait(max(1.0, deadline - time.monotonic())) for p in self.processes]
+        except subprocess.TimeoutExpired:
+            self.kill()  # or they would go on beside all tests to come
+            raise
         return Ended(codes, self._read("out"), self._read("err"))
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:

@@ -35,7 +35,7 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
         RefocusedError: On every rank alike: bad data, a non-finite loss, saves that keep failing.
     """
     stopping, loss = stop.agreed(), None
-    if state.step == parts.total_steps and not stopping:
+    if state.step and not stopping:
         state = make_up_validation(parts, state, stop)
         stopping = stop.agreed()
     with (

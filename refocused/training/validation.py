@@ -46,12 +46,13 @@ def validate(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
 
 
 def make_up_validation(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
-    """Validate a finished run that was stopped after its last step, before it could.
+    """Validate where a run was stopped after a step whose validation was due, before it could.
 
     The result is reported and is in `state.json`; the saved step stays as it is, for step
     directories are never written again.
     """
-    if state.validation_step == state.step:
+    due = state.step == parts.total_steps or parts.cadence.validation_due(state.step)
+    if not due or state.validation_step == state.step:
         return state
     parts.throughput.lap("save")  # what came before is no part of the validation
     return validate(parts, state, stop)

@@ -165,6 +165,20 @@ def test_a_stop_at_the_last_step_saves_it_and_the_next_session_validates() -> No
     assert (outcome.stopped, outcome.state.best_step) == (StopReason.NONE, 2)
 
 
+def test_a_stop_where_a_validation_was_due_leaves_it_to_the_next_session() -> None:
+    log: Log = []
+    parts = parts_of(log, total_steps=3, cadence=Cadence(log=0, validation=2, checkpoint=0))
+    outcome = run(parts, log, stop_when="accumulate 3")
+    assert happened(log, "validate", "save") == ["save 2"]
+
+    log.clear()
+    outcome = run(parts, log, state=outcome.state)
+    assert happened(log, "validate", "update", "save") == [
+        *("validate", rate(2, 3), "validate", "save 3"),
+    ]
+    assert outcome.state.validation_step == 3
+
+
 def test_a_resumed_run_goes_on_where_it_stood() -> None:
     log: Log = []
     run(parts_of(log), log, state=TrainState(step=4, tokens=32, position=Position(0, 8)))
