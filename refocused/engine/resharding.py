@@ -58,12 +58,15 @@ def reshard(engine: Any, saved: SavedStates) -> None:
 def _fill(adam: torch.optim.Optimizer, group: FlatGroup, saved: SavedStates) -> None:
     """Copy masters and moments; padding stays zero."""
     state = adam.state[group.masters]
-    for kind in KINDS:
+    for kind in KINDS if saved.step else (MASTER,):
         if kind != MASTER and kind not in state:
             state[kind] = torch.zeros_like(group.masters)
         flat = group.masters.data if kind == MASTER else state[kind]
         for part in group.fragments:
             saved.fill(flat.narrow(0, part.place, part.size), part.name, kind, start=part.start)
+    if not saved.step:
+        state.clear()  # as Adam leaves it before its first update
+        return
     # A tensor of its own for each group: Adam adds 1 to it in place.
     state["step"] = torch.tensor(saved.step, dtype=torch.float32, device=group.masters.device)
 

@@ -36,7 +36,10 @@ class Fragment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SavedGroup:
-    """One flat group of one rank: masters and both moments of the same elements."""
+    """One flat group of one rank: masters and both moments of the same elements.
+
+    Before its first update Adam has no moments: fp16 may have skipped all updates so far.
+    """
 
     tensors: Mapping[str, Tensor]
     step: float
@@ -48,7 +51,7 @@ class SavedStates:
     The files are memory-mapped: only what is copied is read, and nothing is held.
 
     Attributes:
-        step: Updates that Adam counts.
+        step: Updates that Adam counts; 0: it has no moments yet.
         globals: What the first rank's file says of the run: loss scaler, overflow.
         counters: Steps and samples as DeepSpeed counts them.
     """
@@ -152,6 +155,8 @@ def _sharded(
 
 
 def _group(master: Tensor, adam: Mapping[str, Any], index: int) -> SavedGroup:
-    moments = adam["state"][index]
+    moments = adam["state"].get(index)
+    if moments is None:
+        return SavedGroup({MASTER: master}, 0.0)
     tensors = {MASTER: master, **{kind: moments[kind] for kind in KINDS[1:]}}
     return SavedGroup(tensors, float(moments["step"]))

@@ -105,6 +105,17 @@ def test_every_element_of_every_parameter_is_found(tmp_path: Path, ranks: int, f
             assert torch.equal(target, content(name, kind)[start : start + 6]), (name, kind, start)
 
 
+def test_before_the_first_update_there_are_masters_alone(tmp_path: Path) -> None:
+    def skipped(rank: int, ranks: int) -> dict[str, Any]:
+        return sharded(rank, ranks) | {"optimizer_state_dict": {"state": {}, "param_groups": []}}
+
+    write(tmp_path, 2, skipped)
+    saved = SavedStates(tmp_path, ranks=2)
+    assert saved.step == 0
+    saved.fill(target := torch.zeros(SIZES["a.weight"]), "a.weight", "master", start=0)
+    assert torch.equal(target, content("a.weight", "master"))
+
+
 def test_more_ranks_than_saved_are_no_checkpoint_of_zero(tmp_path: Path) -> None:
     write(tmp_path, 2, sharded)
     with pytest.raises(CheckpointError, match="0 optimizer files of rank 2, not one"):
