@@ -32,7 +32,8 @@ from refocused.config.optimization import OptimizerConfig, PrecisionConfig, Zero
 from refocused.engine.build import build_engine
 from refocused.engine.engine import Engine
 from refocused.engine.host_copy import HostMemory
-from refocused.models.gpt import build_gpt, counted_parameters
+from refocused.models.build import build_model
+from refocused.models.causal_lm import counted_parameters
 from refocused.training.state import TrainState
 from refocused.world import World, join_world
 
@@ -62,7 +63,7 @@ def start_engine(parameters: int, world: World) -> Engine:
         "n_layer": max(1, round(parameters / (12 * WIDTH**2))),
         "n_head": 12,
     }
-    model = build_gpt(
+    model = build_model(
         shape,
         vocabulary=VOCABULARY,
         dropout=0.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from refocused.config.run import RunConfig
-from refocused.config.shape import ModelShape
+from refocused.config.shape import Attention, ModelShape
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,6 +82,14 @@ def check_shape(config: RunConfig, shape: ModelShape) -> list[Misfit]:
                 "data.document_id",
                 f"{config.model.preset} knows ids up to {shape.vocabulary - 1}. Give the id that "
                 "precedes each document in the files, or choose another model.preset.",
+            )
+        )
+    if config.data.mask_documents and not isinstance(shape.mixer, Attention):
+        misfits.append(
+            Misfit(
+                "data.mask_documents",
+                f"{config.model.preset} ({shape.family}) has no attention to keep within "
+                "documents. Set it to false, or choose another model.preset.",
             )
         )
     return misfits

@@ -11,7 +11,36 @@ from typing import Any, Literal, cast
 
 from refocused.errors import ConfigError
 
-Family = Literal["gpt2", "gpt_neox"]
+Family = Literal["gpt2", "gpt_neox", "resonance"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attention:
+    """Positions meet by attention.
+
+    Attributes:
+        heads: Attention heads of a block.
+        bias: Whether the projections have biases (GPT-2's always do).
+        rotary_fraction: Share of each head that is rotated; None where positions are learned.
+    """
+
+    heads: int
+    bias: bool
+    rotary_fraction: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resonators:
+    """Positions meet by a causal convolution with a sum of damped cosines.
+
+    Attributes:
+        count: Resonators of a block, F.
+    """
+
+    count: int
+
+
+Mixer = Attention | Resonators
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,12 +52,11 @@ class ModelShape:
         vocabulary: Token ids the model knows, V.
         width: Size of the residual stream, D.
         layers: Blocks, L.
-        heads: Attention heads of a block.
-        ffn_width: Inner size of the feed-forward part, F.
+        ffn_width: Inner size of the feed-forward part.
         max_length: Longest sequence, T_max.
+        learned_positions: Whether there is an embedding for each position up to T_max.
         tied: Whether the head shares the token embedding.
-        attention_bias: Whether the attention's projections have biases (GPT-2's always do).
-        rotary_fraction: Share of each head that is rotated; None where positions are learned.
+        mixer: How positions of a sequence meet inside a block, with what only that family has.
         settings: The whole file, for transformers.
     """
 
@@ -36,12 +64,11 @@ class ModelShape:
     vocabulary: int
     width: int
     layers: int
-    heads: int
     ffn_width: int
     max_length: int
+    learned_positions: bool
     tied: bool
-    attention_bias: bool
-    rotary_fraction: float | None
+    mixer: Mixer
     settings: Mapping[str, Any] = dataclasses.field(repr=False, hash=False)
 
     def padded_vocabulary(self, multiple: int) -> int:
@@ -51,34 +78,45 @@ class ModelShape:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Names:
-    """What a family calls the numbers every shape needs."""
+    """What a family calls its numbers.
+
+    Attributes:
+        mixing: Whole numbers that its mixer needs.
+        others: What it reads besides, to recognise a misspelt name.
+        ties_by_default: Whether head and embedding are one where the file does not say.
+    """
 
     width: str
     layers: str
-    heads: str
     ffn_width: str
     max_length: str
+    mixing: tuple[str, ...]
     others: tuple[str, ...]
+    ties_by_default: bool = True
 
     def required(self) -> tuple[str, ...]:
-        return ("vocab_size", self.width, self.layers, self.heads, self.max_length)
+        return ("vocab_size", self.width, self.layers, *self.mixing, self.max_length)
 
 
+_HEADS = ("n_head", "num_attention_heads")  # they share the width
+_COMMON: dict[str, Any] = {
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "ffn_width": "intermediate_size",
+    "max_length": "max_position_embeddings",
+}
 _NAMES: dict[str, _Names] = {
     "gpt2": _Names(
         width="n_embd",
         layers="n_layer",
-        heads="n_head",
         ffn_width="n_inner",
         max_length="n_positions",
+        mixing=("n_head",),
         others=("tie_word_embeddings", "activation_function", "layer_norm_epsilon"),
     ),
     "gpt_neox": _Names(
-        width="hidden_size",
-        layers="num_hidden_layers",
-        heads="num_attention_heads",
-        ffn_width="intermediate_size",
-        max_length="max_position_embeddings",
+        **_COMMON,
+        mixing=("num_attention_heads",),
         others=(
             "tie_word_embeddings",
             "attention_bias",
@@ -88,6 +126,12 @@ _NAMES: dict[str, _Names] = {
             "rope_parameters",
             "use_parallel_residual",
         ),
+        ties_by_default=False,
+    ),
+    "resonance": _Names(
+        **_COMMON,
+        mixing=("num_resonators",),
+        others=("tie_word_embeddings", "layer_norm_eps", "initializer_range"),
     ),
 }
 
@@ -127,20 +171,32 @@ def shape_from(settings: Mapping[str, Any], *, where: str) -> ModelShape:
     if problems:
         raise ConfigError("\n".join(f"{where}: {problem}" for problem in problems))
     width = settings[names.width]
-    neox = family == "gpt_neox"
+    mixer = _mixer(family, settings)
     return ModelShape(
         family=cast("Family", family),
         vocabulary=settings["vocab_size"],
         width=width,
         layers=settings[names.layers],
-        heads=settings[names.heads],
         ffn_width=settings.get(names.ffn_width) or 4 * width,
         max_length=settings[names.max_length],
-        tied=bool(settings.get("tie_word_embeddings", not neox)),
-        attention_bias=bool(settings.get("attention_bias", True)) if neox else True,
-        rotary_fraction=_rotary_fraction(settings) if neox else None,
+        learned_positions=not isinstance(mixer, Attention) or mixer.rotary_fraction is None,
+        tied=bool(settings.get("tie_word_embeddings", names.ties_by_default)),
+        mixer=mixer,
         settings=dict(settings),
     )
+
+
+def _mixer(family: str, settings: Mapping[str, Any]) -> Mixer:
+    """Read what only one family has."""
+    if family == "gpt2":
+        return Attention(settings["n_head"], bias=True, rotary_fraction=None)
+    if family == "gpt_neox":
+        return Attention(
+            settings["num_attention_heads"],
+            bias=bool(settings.get("attention_bias", True)),
+            rotary_fraction=_rotary_fraction(settings),
+        )
+    return Resonators(settings["num_resonators"])
 
 
 def _problems(settings: Mapping[str, Any], names: _Names) -> list[str]:
@@ -157,10 +213,11 @@ def _problems(settings: Mapping[str, Any], names: _Names) -> list[str]:
         for name in settings
         for near in difflib.get_close_matches(name, unused, n=1, cutoff=0.8)
     ]
-    if not problems and settings[names.width] % settings[names.heads]:
+    heads = names.mixing[0]
+    if not problems and heads in _HEADS and settings[names.width] % settings[heads]:
         problems.append(
             f"{names.width} = {settings[names.width]} is not a multiple of "
-            f"{names.heads} = {settings[names.heads]}."
+            f"{heads} = {settings[heads]}."
         )
     return problems
 

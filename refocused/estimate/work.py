@@ -6,6 +6,7 @@ import dataclasses
 
 from refocused.config.shape import ModelShape
 from refocused.errors import ConfigError
+from refocused.estimate.blocks import block_elements, block_parameters, mixing_flops
 
 # Above this share of a GPU's peak no training of a whole language model has been measured.
 CREDIBLE_MFU = 0.60
@@ -17,7 +18,7 @@ class ParameterCount:
 
     Attributes:
         tokens: Token embedding, the shape's own rows.
-        positions: Learned positions; 0 where they are rotated.
+        positions: Learned positions; 0 where there are none.
         blocks: All blocks.
         final_norm: The norm before the head.
         head: Output matrix; 0 when it is the token embedding.
@@ -50,21 +51,16 @@ class ParameterCount:
 def count_parameters(shape: ModelShape, *, vocabulary_multiple: int = 1) -> ParameterCount:
     """Count a model's parameters exactly.
 
-    With D the width and F the inner width, a block holds the attention's four matrices (4 D^2) and
-    the feed-forward's two (2 D F), their biases (4 D and F + D) and two norms (4 D).
-
     Args:
         shape: The model.
         vocabulary_multiple: The embedding's rows are padded up to a multiple of this.
     """
-    width, inner = shape.width, shape.ffn_width
-    attention = 4 * width**2 + (4 * width if shape.attention_bias else 0)
-    feed_forward = 2 * width * inner + inner + width
+    width = shape.width
     rows = shape.padded_vocabulary(vocabulary_multiple) - shape.vocabulary
     return ParameterCount(
         tokens=shape.vocabulary * width,
-        positions=shape.max_length * width if shape.rotary_fraction is None else 0,
-        blocks=shape.layers * (attention + feed_forward + 4 * width),
+        positions=shape.max_length * width if shape.learned_positions else 0,
+        blocks=shape.layers * block_parameters(shape),
         final_norm=2 * width,
         head=0 if shape.tied else shape.vocabulary * width,
         padding=rows * width * (1 if shape.tied else 2),
@@ -74,13 +70,16 @@ def count_parameters(shape: ModelShape, *, vocabulary_multiple: int = 1) -> Para
 def flops_per_token(shape: ModelShape, *, sequence_length: int) -> float:
     """Return the FLOPs of one token's forward and backward pass.
 
-    6 N + 12 L D T (Chowdhery et al. 2022, PaLM, appendix B): N counts the elements of matrix
-    products, the head once and no look-up; attention is counted in full, not its causal half;
-    recomputation is not counted. T is the sequence length.
+    6 N and what positions take to meet (Chowdhery et al. 2022, PaLM, appendix B): N counts the
+    elements of matrix products, the head once and no look-up; recomputation is not counted.
+
+    Args:
+        shape: The model.
+        sequence_length: Tokens of a window, T.
     """
-    block = 4 * shape.width**2 + 2 * shape.width * shape.ffn_width
-    in_products = shape.layers * block + shape.vocabulary * shape.width
-    return 6.0 * in_products + 12.0 * shape.layers * shape.width * sequence_length
+    in_products = shape.layers * block_elements(shape) + shape.vocabulary * shape.width
+    mixing = shape.layers * mixing_flops(shape, sequence_length=sequence_length)
+    return 6.0 * in_products + mixing
 
 
 def mfu_fraction(

@@ -11,7 +11,7 @@ from refocused.errors import CheckpointError
 from refocused.inference.model import build_network, load_network
 from refocused.inference.model_weights import ModelWeights
 from refocused.inference.safetensors_files import TORCH_DTYPES, Dtype
-from refocused.models.gpt import CausalLM
+from refocused.models.causal_lm import CausalLM
 
 CHECKED_TOKENS = 64
 STRIDE = 7919  # a prime, so that the checked tokens are spread over the vocabulary

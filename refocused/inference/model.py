@@ -15,6 +15,7 @@ from refocused.errors import CheckpointError
 from refocused.inference.model_weights import ModelWeights, network_class, open_model_weights
 from refocused.inference.safetensors_files import TORCH_DTYPES, Dtype
 from refocused.inference.tokenizer import tokenizer_of
+from refocused.models.build import register_families
 from refocused.shards.tokenizers import TokenizerChoice
 
 ATTENTION = "sdpa"  # transformers' own choice is slower on some machines
@@ -112,6 +113,7 @@ def load_network(folder: Path, *, dtype: Dtype) -> Any:
     import transformers
 
     be_quiet()
+    register_families()
     network = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=TORCH_DTYPES[dtype],

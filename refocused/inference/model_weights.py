@@ -14,7 +14,7 @@ from refocused.checkpoints.step_directory import StepDirectory
 from refocused.config.shape import shape_from
 from refocused.errors import CheckpointError
 from refocused.inference.weights import StepWeights, joined, open_weights
-from refocused.models.gpt import transformers_config
+from refocused.models.build import transformers_config
 
 
 class ModelWeights:

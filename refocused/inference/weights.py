@@ -12,7 +12,7 @@ from refocused.checkpoints.verify import describe, verify
 from refocused.errors import CheckpointError
 from refocused.inference.layout import Layout, find_layout
 from refocused.inference.zero_files import ZeroFiles
-from refocused.models.gpt import NETWORK_PREFIX
+from refocused.models.causal_lm import NETWORK_PREFIX
 
 PIECE_ELEMENTS = 2**22
 

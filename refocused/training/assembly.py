@@ -27,12 +27,8 @@ from refocused.engine.engine import Engine
 from refocused.engine.randomness import seed_everything
 from refocused.estimate.work import flops_per_token, mfu_fraction
 from refocused.hardware import gpu_facts
-from refocused.models.gpt import (
-    DEFAULT_INITIALIZER_RANGE,
-    build_gpt,
-    counted_parameters,
-    untrained_loss,
-)
+from refocused.models.build import build_model
+from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, counted_parameters, untrained_loss
 from refocused.monitoring.throughput import Throughput
 from refocused.shards.tokenizer_files import tokenizer_file
 from refocused.shards.tokenizers import GPT2, TokenizerChoice
@@ -117,7 +113,7 @@ def assemble_engine(job: Job) -> tuple[Engine, int]:
     """Build the model, alike on every rank, and partition it; also return its parameters."""
     config, shape = job.loaded.config, job.loaded.shape
     seed_everything(config.run.seed, rank=0)
-    model = build_gpt(
+    model = build_model(
         shape.settings,
         vocabulary=shape.padded_vocabulary(config.model.vocabulary_multiple),
         dropout=config.model.dropout,

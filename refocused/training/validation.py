@@ -101,7 +101,7 @@ def check_first_loss(parts: Parts) -> float:
     likely even before it has learned anything.
 
     Raises:
-        TrainingError: It is far from `models.gpt.untrained_loss`: the weights are not initialised
+        TrainingError: It is far from `untrained_loss`: the weights are not initialised
             as they should be. Nothing trained from there could be trusted.
     """
     generator = torch.Generator().manual_seed(parts.world.rank)

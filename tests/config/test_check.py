@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from refocused.config.check import check_run, check_shape
 from refocused.config.decode import load_run
 from refocused.config.run import RunConfig
+from refocused.config.shape import Resonators
 
 LOADED = load_run("demo")
 
@@ -53,3 +55,12 @@ def test_a_document_id_that_the_model_cannot_know_is_named() -> None:
     [misfit] = check_shape(changed(data={"document_id": last + 1}), LOADED.shape)
     assert misfit.key == "data.document_id"
     assert f"knows ids up to {last}" in misfit.message
+
+
+def test_documents_cannot_be_masked_where_there_is_no_attention() -> None:
+    mixed = dataclasses.replace(LOADED.shape, family="resonance", mixer=Resonators(4))
+    config = changed(data={"mask_documents": True, "document_id": 0})
+    assert check_shape(config, LOADED.shape) == []
+    [misfit] = check_shape(config, mixed)
+    assert misfit.key == "data.mask_documents"
+    assert "(resonance) has no attention" in misfit.message

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from refocused.config.shape import load_shape, shape_from
+from refocused.config.shape import Attention, Resonators, load_shape, shape_from
 from refocused.errors import ConfigError
 
 GPT2: dict[str, Any] = {
@@ -26,6 +26,14 @@ NEOX: dict[str, Any] = {
     "num_attention_heads": 4,
     "intermediate_size": 96,
 }
+RESONANCE: dict[str, Any] = {
+    "model_type": "resonance",
+    "vocab_size": 500,
+    "max_position_embeddings": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_resonators": 5,
+}
 
 
 def refusal(settings: dict[str, Any]) -> str:
@@ -36,17 +44,28 @@ def refusal(settings: dict[str, Any]) -> str:
 
 def test_gpt2_is_tied_with_learned_positions_and_four_times_its_width() -> None:
     shape = shape_from(GPT2, where="x")
-    assert (shape.width, shape.layers, shape.heads, shape.max_length) == (32, 2, 4, 64)
-    assert (shape.ffn_width, shape.tied, shape.rotary_fraction) == (128, True, None)
+    assert (shape.width, shape.layers, shape.max_length) == (32, 2, 64)
+    assert shape.mixer == Attention(4, bias=True, rotary_fraction=None)
+    assert (shape.ffn_width, shape.tied, shape.learned_positions) == (128, True, True)
     assert shape_from(GPT2 | {"n_inner": 50}, where="x").ffn_width == 50
 
 
 def test_neox_is_untied_and_rotates_under_either_name() -> None:
     shape = shape_from(NEOX, where="x")
-    assert (shape.ffn_width, shape.tied, shape.rotary_fraction) == (96, False, 0.25)
-    assert shape_from(NEOX | {"rotary_pct": 0.5}, where="x").rotary_fraction == 0.5
+    assert (shape.ffn_width, shape.tied, shape.learned_positions) == (96, False, False)
     present = {"rope_parameters": {"partial_rotary_factor": 1.0}}
-    assert shape_from(NEOX | present, where="x").rotary_fraction == 1.0
+    for settings, fraction in (({}, 0.25), ({"rotary_pct": 0.5}, 0.5), (present, 1.0)):
+        mixer = Attention(4, bias=True, rotary_fraction=fraction)
+        assert shape_from(NEOX | settings, where="x").mixer == mixer
+
+
+def test_resonance_has_resonators_in_place_of_heads() -> None:
+    shape = shape_from(RESONANCE, where="x")
+    assert shape.mixer == Resonators(5)  # which need not share the width
+    assert (shape.ffn_width, shape.tied, shape.learned_positions) == (128, True, True)
+    assert "num_resonator means nothing to transformers. Did you mean num_resonators?" in refusal(
+        {"num_resonator" if k == "num_resonators" else k: v for k, v in RESONANCE.items()}
+    )
 
 
 def test_the_whole_file_is_kept_for_transformers(tmp_path: Path) -> None:
@@ -62,7 +81,7 @@ def test_the_vocabulary_is_padded_up(multiple: int, rows: int) -> None:
 
 def test_another_family_is_refused_by_name() -> None:
     assert refusal({"model_type": "llama"}) == (
-        "x.json: model_type = 'llama' is not built here. There are gpt2, gpt_neox."
+        "x.json: model_type = 'llama' is not built here. There are gpt2, gpt_neox, resonance."
     )
 
 

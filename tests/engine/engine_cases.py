@@ -14,7 +14,8 @@ from refocused.config.deepspeed import deepspeed_config
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
 from refocused.engine.build import build_engine
 from refocused.engine.engine import Engine
-from refocused.models.gpt import CausalLM, build_gpt, counted_parameters
+from refocused.models.build import build_model
+from refocused.models.causal_lm import CausalLM, counted_parameters
 from refocused.world import World
 
 STEPS = 6
@@ -105,9 +106,9 @@ DROPPING = Case(3, dropout=0.2, resumes=True)
 CASES = [*EXACT, *HALF, WARMED, DROPPING, *OVERFLOWING]
 
 
-def build_model(family: str, *, seed: int = 0, dropout: float = 0.0) -> CausalLM:
+def fresh_model(family: str, *, seed: int = 0, dropout: float = 0.0) -> CausalLM:
     torch.manual_seed(seed)
-    return build_gpt(
+    return build_model(
         SHAPES[family],
         vocabulary=VOCABULARY,
         dropout=dropout,
@@ -117,7 +118,7 @@ def build_model(family: str, *, seed: int = 0, dropout: float = 0.0) -> CausalLM
 
 
 def start_engine(case: Case, world: World, *, seed: int = 0) -> Engine:
-    model = build_model(case.family, seed=seed, dropout=case.dropout)
+    model = fresh_model(case.family, seed=seed, dropout=case.dropout)
     precision = PrecisionConfig(dtype=case.dtype, initial_scale_power=case.initial_scale_power)
     settings = deepspeed_config(
         batch=BatchPlan(MICRO, ACCUMULATION, world.world_size, LENGTH),
@@ -158,7 +159,7 @@ class PlainRun:
 
 def train_plainly(family: str) -> PlainRun:
     """Train in float32 with transformers' own model and loss, torch's AdamW and clipping."""
-    source = build_model(family).network
+    source = fresh_model(family).network
     model = transformers.AutoModelForCausalLM.from_config(source.config)
     model.load_state_dict(source.state_dict())
     decaying = [p for name, p in model.named_parameters() if p.dim() == 2]

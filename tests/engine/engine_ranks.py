@@ -26,7 +26,7 @@ from engine_cases import (
     VOCABULARY,
     WARMED,
     Case,
-    build_model,
+    fresh_model,
     start_engine,
     windows,
 )
@@ -132,7 +132,7 @@ def look_without_training(case: Case, world: World) -> dict[str, Any]:
         validations.append(engine.validation_loss(inputs, labels).item())
     predicted = engine.next_token_logits(inputs)
     engine.update(1e-3)
-    plain = build_model(case.family).eval()
+    plain = fresh_model(case.family).eval()
     with torch.no_grad():
         wanted, loss = plain.logits(inputs)[:, -1], plain(inputs, labels).item()
     engine.close()

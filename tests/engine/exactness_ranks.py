@@ -24,14 +24,15 @@ from refocused.config.optimization import PrecisionConfig, ZeroConfig
 from refocused.engine.build import build_engine
 from refocused.engine.engine import Engine
 from refocused.engine.randomness import seed_everything
-from refocused.models.gpt import build_gpt, counted_parameters
+from refocused.models.build import build_model
+from refocused.models.causal_lm import counted_parameters
 from refocused.world import World, join_world
 
 
 def start(case: ExactnessCase, world: World, *, seed: int) -> Engine:
     """Build an engine; its weights and its ranks' random states follow from the seed."""
     torch.manual_seed(seed)
-    model = build_gpt(
+    model = build_model(
         SHAPES[case.family],
         vocabulary=VOCABULARY,
         dropout=case.dropout,

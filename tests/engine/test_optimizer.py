@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_cases import build_model
+from engine_cases import fresh_model
 from torch import nn
 
 from refocused.config.optimization import OptimizerConfig
@@ -13,7 +13,7 @@ ADAM = OptimizerConfig(lr=1e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
 def test_matrices_decay_and_biases_and_norms_do_not(family: str) -> None:
-    model = build_model(family)
+    model = fresh_model(family)
     decay = {
         id(parameter): group["weight_decay"]
         for group in build_optimizer(model, ADAM).param_groups
@@ -26,7 +26,7 @@ def test_matrices_decay_and_biases_and_norms_do_not(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
 def test_every_parameter_is_in_one_group_once(family: str) -> None:
-    model = build_model(family)
+    model = fresh_model(family)
     groups = build_optimizer(model, ADAM).param_groups
     given = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(given) == sorted(id(parameter) for parameter in model.parameters())
@@ -34,7 +34,7 @@ def test_every_parameter_is_in_one_group_once(family: str) -> None:
 
 
 def test_the_settings_reach_torch() -> None:
-    for group in build_optimizer(build_model("gpt2"), ADAM).param_groups:
+    for group in build_optimizer(fresh_model("gpt2"), ADAM).param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (1e-3, (0.8, 0.9), 1e-6)
         assert group["fused"]
 

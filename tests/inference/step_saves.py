@@ -122,7 +122,7 @@ def be_a_rank(arguments: list[str]) -> int:
 
 def _save(folder: Path, save: Save, world: Any) -> None:
     from refocused.checkpoints.checkpointer import Checkpointer
-    from refocused.models.gpt import counted_parameters
+    from refocused.models.causal_lm import counted_parameters
 
     model = _model(save)
     parameters = counted_parameters(model)
@@ -141,10 +141,10 @@ def _save(folder: Path, save: Save, world: Any) -> None:
 
 
 def _model(save: Save) -> Any:
-    from refocused.models.gpt import build_gpt
+    from refocused.models.build import build_model
 
     torch.manual_seed(0)
-    model = build_gpt(
+    model = build_model(
         SHAPES[save.family],
         vocabulary=ROWS,
         dropout=0.0,

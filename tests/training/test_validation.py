@@ -12,7 +12,7 @@ from torch import Tensor
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.errors import TrainingError
-from refocused.models.gpt import build_gpt
+from refocused.models.build import build_model
 from refocused.training.stopping import StopRequest
 from refocused.training.validation import ValidationLoss, check_first_loss, validation_loss
 from refocused.world import World
@@ -126,7 +126,7 @@ class ModelEngine(FakeEngine):
 
 def first_loss(family: str, **changes: float) -> float:
     torch.manual_seed(0)
-    model = build_gpt(
+    model = build_model(
         SHAPES[family] | changes | {"model_type": family},
         vocabulary=512,
         dropout=0.0,

@@ -14,9 +14,9 @@ from refocused.config.files import REPOSITORY_CONFIG
 from refocused.config.shape import load_shape
 from refocused.errors import ConfigError
 from refocused.estimate.work import count_parameters
-from refocused.models.gpt import (
+from refocused.models.build import build_model
+from refocused.models.causal_lm import (
     CausalLM,
-    build_gpt,
     counted_parameters,
     document_positions,
     untrained_loss,
@@ -57,7 +57,7 @@ def build(
     **changes: Any,
 ) -> CausalLM:
     torch.manual_seed(seed)
-    return build_gpt(
+    return build_model(
         SHAPES[family] | changes,
         vocabulary=vocabulary,
         dropout=dropout,
@@ -128,7 +128,7 @@ def test_projections_into_the_residual_stream_of_gpt2_start_smaller() -> None:
 def test_a_shipped_shape_has_the_parameters_that_are_counted(file: Path) -> None:
     shape = load_shape(file)
     with torch.device("meta"):
-        model = build_gpt(
+        model = build_model(
             shape.settings,
             vocabulary=shape.padded_vocabulary(128),
             dropout=0.0,
@@ -201,7 +201,7 @@ def test_the_block_class_is_the_repeated_one(family: str) -> None:
 
 def test_another_family_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(ConfigError, match="'llama' is not built here; known are gpt2, gpt_neox"):
-        build_gpt(
+        build_model(
             {"model_type": "llama"},
             vocabulary=512,
             dropout=0.0,
@@ -274,7 +274,7 @@ def test_positions_begin_anew_with_each_document() -> None:
 def test_the_untrained_loss_of_a_wide_model_is_above_ln_v(width: int) -> None:
     torch.manual_seed(0)
     shape = {"model_type": "gpt2", "n_positions": 512, "n_embd": width, "n_layer": 2, "n_head": 2}
-    model = build_gpt(
+    model = build_model(
         shape, vocabulary=2048, dropout=0.0, activation_checkpointing=False, chunk_tokens=512
     )
     tokens = torch.randint(2048, (4, 513))

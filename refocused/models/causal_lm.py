@@ -1,18 +1,15 @@
-"""GPT-2 and GPT-NeoX: transformers' bodies with our head, which returns the loss."""
+"""What a model here promises: a transformers network of any family whose head returns the loss."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from refocused.errors import ConfigError
 from refocused.models.head_loss import LossHead
 
-FAMILIES = ("gpt2", "gpt_neox")
 LARGEST_LOGIT_TERM = 1.0  # nats; beyond it the weights are drawn too wide to train from
 DEFAULT_INITIALIZER_RANGE = 0.02  # of both families in transformers
 NETWORK_PREFIX = "network."  # of the parameters of `CausalLM`, before transformers' own names
@@ -71,72 +68,6 @@ class CausalLM(nn.Module):
         """The class of the repeated block: the unit of gathering, checkpointing, compiling."""
         body = self.network.base_model
         return type(body.h[0] if hasattr(body, "h") else body.layers[0])
-
-
-def build_gpt(
-    shape: Mapping[str, Any],
-    *,
-    vocabulary: int,
-    dropout: float,
-    activation_checkpointing: bool,
-    chunk_tokens: int,
-    document_id: int | None = None,
-) -> CausalLM:
-    """Build a freshly initialised model from transformers' own configuration form.
-
-    Construction is plain, never inside `deepspeed.zero.Init`: there transformers' initialisation
-    runs on empty shards and the first loss is far from ln(V).
-
-    Args:
-        shape: The JSON of a transformers configuration with `model_type` gpt2 or gpt_neox.
-        vocabulary: Rows of the embedding, padding included.
-        dropout: Probability at every dropout of the model.
-        activation_checkpointing: Recompute each block in the backward pass.
-        chunk_tokens: Tokens whose logits exist at once in the loss.
-        document_id: Id that begins each document, to attend within documents alone; None: to
-            attend across them.
-
-    Raises:
-        ConfigError: Another model type.
-    """
-    import transformers
-
-    config = transformers_config(shape, vocabulary=vocabulary, dropout=dropout)
-    config.use_cache = False
-    network = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="sdpa", dtype=torch.float32
-    )
-    if activation_checkpointing:
-        # The newer name; with the older one transformers 5.23 prints a warning on every rank.
-        newer = getattr(network, "activation_checkpointing_enable", None)
-        (newer or network.gradient_checkpointing_enable)({"use_reentrant": False})
-    return CausalLM(network, chunk_tokens=chunk_tokens, document_id=document_id)
-
-
-def transformers_config(shape: Mapping[str, Any], *, vocabulary: int, dropout: float) -> Any:
-    """Return transformers' own configuration object of a model.
-
-    Args:
-        shape: The JSON of a transformers configuration with `model_type` gpt2 or gpt_neox.
-        vocabulary: Rows of the embedding.
-        dropout: Probability at every dropout of the model.
-
-    Raises:
-        ConfigError: Another model type.
-    """
-    import transformers
-
-    kind = shape.get("model_type")
-    settings = {key: value for key, value in shape.items() if key != "model_type"}
-    settings["vocab_size"] = vocabulary
-    settings = {"bos_token_id": None, "eos_token_id": None} | settings
-    if kind == "gpt2":
-        settings |= {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-        return transformers.GPT2Config(**settings)
-    if kind == "gpt_neox":
-        settings |= {"hidden_dropout": dropout, "attention_dropout": dropout}
-        return transformers.GPTNeoXConfig(**settings)
-    raise ConfigError(f"model_type {kind!r} is not built here; known are {', '.join(FAMILIES)}.")
 
 
 def document_positions(input_ids: Tensor, *, document_id: int) -> Tensor:

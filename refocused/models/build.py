@@ -1,0 +1,98 @@
+"""From a shape to a freshly initialised model, whichever family it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from refocused.errors import ConfigError
+from refocused.models.causal_lm import CausalLM
+
+
+def build_model(
+    settings: Mapping[str, Any],
+    *,
+    vocabulary: int,
+    dropout: float,
+    activation_checkpointing: bool,
+    chunk_tokens: int,
+    document_id: int | None = None,
+) -> CausalLM:
+    """Build a freshly initialised model from transformers' own configuration form.
+
+    Construction is plain, never inside `deepspeed.zero.Init`: there transformers' initialisation
+    runs on empty shards and the first loss is far from ln(V).
+
+    Args:
+        settings: The JSON of a transformers configuration of a family in `FAMILIES`.
+        vocabulary: Rows of the embedding, padding included.
+        dropout: Probability at every dropout of the model.
+        activation_checkpointing: Recompute each block in the backward pass.
+        chunk_tokens: Tokens whose logits exist at once in the loss.
+        document_id: Id that begins each document, to attend within documents alone; None: to
+            attend across them.
+
+    Raises:
+        ConfigError: Another model type.
+    """
+    import transformers
+
+    config = transformers_config(settings, vocabulary=vocabulary, dropout=dropout)
+    config.use_cache = False
+    network = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa", dtype=torch.float32
+    )
+    if activation_checkpointing:
+        # The newer name; with the older one transformers 5.23 prints a warning on every rank.
+        newer = getattr(network, "activation_checkpointing_enable", None)
+        (newer or network.gradient_checkpointing_enable)({"use_reentrant": False})
+    return CausalLM(network, chunk_tokens=chunk_tokens, document_id=document_id)
+
+
+def transformers_config(settings: Mapping[str, Any], *, vocabulary: int, dropout: float) -> Any:
+    """Return the configuration object that transformers builds a model from.
+
+    Args:
+        settings: The JSON of a transformers configuration of a family in `FAMILIES`.
+        vocabulary: Rows of the embedding.
+        dropout: Probability at every dropout of the model.
+
+    Raises:
+        ConfigError: Another model type.
+    """
+    kind = settings.get("model_type", "")
+    if kind not in FAMILIES:
+        raise ConfigError(
+            f"model_type {kind!r} is not built here; known are {', '.join(FAMILIES)}."
+        )
+    named = {key: value for key, value in settings.items() if key != "model_type"}
+    named["vocab_size"] = vocabulary
+    named = {"bos_token_id": None, "eos_token_id": None} | named
+    register_families()
+    return FAMILIES[kind](named, dropout)
+
+
+def register_families() -> None:
+    """Make our own families known to transformers' `Auto` classes; safe to call twice."""
+
+
+def _gpt2(settings: dict[str, Any], dropout: float) -> Any:
+    import transformers
+
+    dropouts = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    return transformers.GPT2Config(**settings | dropouts)
+
+
+def _gpt_neox(settings: dict[str, Any], dropout: float) -> Any:
+    import transformers
+
+    dropouts = {"hidden_dropout": dropout, "attention_dropout": dropout}
+    return transformers.GPTNeoXConfig(**settings | dropouts)
+
+
+FAMILIES: Mapping[str, Callable[[dict[str, Any], float], Any]] = {
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+}
