@@ -117,9 +117,14 @@ def _print_config(loaded: LoadedRun) -> None:
     from refocused.config.batch_plan import plan_batch
     from refocused.config.decode import render_run
     from refocused.config.deepspeed import deepspeed_config
+    from refocused.config.optimization import ZeroConfig
     from refocused.estimate.work import count_parameters
 
     config = loaded.config
+    print(render_run(config))
+    if not config.zero.decided or config.batch.micro == "auto":
+        print("# What DeepSpeed is given follows from the GPUs that train: --dry-run shows it.")
+        return
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     settings = deepspeed_config(
         batch=plan_batch(
@@ -127,13 +132,12 @@ def _print_config(loaded: LoadedRun) -> None:
         ),
         optimizer=config.optimizer,
         precision=config.precision,
-        zero=config.zero,
+        zero=ZeroConfig.model_validate(config.zero.model_dump()),
         parameters=count_parameters(
             loaded.shape, vocabulary_multiple=config.model.vocabulary_multiple
         ).allocated,
         fragment=loaded.fragment,
     )
-    print(render_run(config))
     print(f"# What DeepSpeed is given on {ranks} ranks:")
     for line in json.dumps(settings, indent=1).splitlines():
         print(f"# {line}")

@@ -39,16 +39,19 @@ def plan_batch(batch: BatchConfig, *, world_size: int, sequence_length: int) -> 
     """Work out the accumulation for a number of ranks.
 
     Raises:
-        ConfigError: `batch.windows` cannot be divided among the ranks.
+        ConfigError: `batch.windows` cannot be divided among the ranks, or the micro-batch is still
+            to be chosen.
     """
-    accumulation = batch.accumulation
+    micro, accumulation = batch.micro, batch.accumulation
+    if micro == "auto":
+        raise ConfigError("batch.micro=auto is chosen on the GPUs that train. Give a number here.")
     if accumulation is None:
         assert batch.windows is not None  # BatchConfig gives one of the two
-        accumulation, rest = divmod(batch.windows, batch.micro * world_size)
+        accumulation, rest = divmod(batch.windows, micro * world_size)
         if rest or not accumulation:
             raise ConfigError(
-                f"batch.windows={batch.windows} is not a multiple of batch.micro={batch.micro} x "
+                f"batch.windows={batch.windows} is not a multiple of batch.micro={micro} x "
                 f"{world_size} ranks. Set batch.windows to a multiple of "
-                f"{batch.micro * world_size}, or another batch.micro."
+                f"{micro * world_size}, or another batch.micro."
             )
-    return BatchPlan(batch.micro, accumulation, world_size, sequence_length)
+    return BatchPlan(micro, accumulation, world_size, sequence_length)

@@ -39,7 +39,7 @@ def check_run(config: RunConfig) -> list[Misfit]:
                 f"a cycle must be longer than schedule.warmup_steps = {schedule.warmup_steps}.",
             )
         )
-    if batch.windows is not None and batch.windows % batch.micro:
+    if isinstance(batch.micro, int) and batch.windows is not None and batch.windows % batch.micro:
         misfits.append(
             Misfit(
                 "batch.windows",

@@ -54,6 +54,14 @@ def deepspeed_config(
     return _merged(generated, checked_fragment(fragment, zero=zero))
 
 
+def reduce_bucket_elements(parameters: int) -> int:
+    """Return the size of the buckets in which gradients are reduced.
+
+    A bucket is allocated whole: a small model needs no more than its own size.
+    """
+    return min(_REDUCE_BUCKET, parameters)
+
+
 def _precision(precision: PrecisionConfig) -> dict[str, Any]:
     if precision.dtype == "fp32":
         return {}
@@ -88,8 +96,7 @@ def _zero(zero: ZeroConfig, *, parameters: int) -> dict[str, Any]:
     settings |= {
         "contiguous_gradients": True,
         "overlap_comm": zero.stage == 3,
-        # The bucket is allocated whole: a small model needs no more than its own size.
-        "reduce_bucket_size": min(_REDUCE_BUCKET, parameters),
+        "reduce_bucket_size": reduce_bucket_elements(parameters),
     }
     if zero.offload_optimizer != "none":
         settings["offload_optimizer"] = _offload(zero.offload_optimizer, zero.nvme_path)

@@ -15,7 +15,7 @@ import pydantic
 from pydantic_core import ErrorDetails
 
 from refocused.config.names import did_you_mean
-from refocused.config.optimization import ZeroConfig
+from refocused.config.optimization import ZeroSettings
 from refocused.config.problems import wanted
 from refocused.config.section import Count, CountOrZero, NotNegative, Section
 from refocused.errors import ConfigError
@@ -145,7 +145,7 @@ def fragment_problems(content: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def idle_offloads(content: Mapping[str, Any], *, zero: ZeroConfig) -> list[str]:
+def idle_offloads(content: Mapping[str, Any], *, zero: ZeroSettings) -> list[str]:
     """Say which offload buffers of a valid fragment belong to an offload the run has not got."""
     blocks = content.get("zero_optimization", {})
     return [
@@ -158,7 +158,7 @@ def idle_offloads(content: Mapping[str, Any], *, zero: ZeroConfig) -> list[str]:
     ]
 
 
-def checked_fragment(content: Mapping[str, Any], *, zero: ZeroConfig) -> dict[str, Any]:
+def checked_fragment(content: Mapping[str, Any], *, zero: ZeroSettings) -> dict[str, Any]:
     """Return a fragment's settings in DeepSpeed's types.
 
     Raises:

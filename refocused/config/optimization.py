@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 import pydantic
 
 from refocused.config.section import (
     Count,
+    CountOrAuto,
     CountOrZero,
     DecayRate,
     Fraction,
@@ -15,6 +16,8 @@ from refocused.config.section import (
     Positive,
     Section,
 )
+
+Dtype = Literal["bf16", "fp16", "fp32"]
 
 
 class BatchConfig(Section):
@@ -24,12 +27,13 @@ class BatchConfig(Section):
     any number of GPUs), not both.
 
     Attributes:
-        micro: Windows of one forward and backward pass on one GPU.
+        micro: Windows of one forward and backward pass on one GPU; `auto`: the most that its memory
+            holds and that divide `windows`.
         accumulation: Passes summed before one update.
         windows: Windows of one step over all GPUs.
     """
 
-    micro: Count
+    micro: CountOrAuto
     accumulation: Count | None = None
     windows: Count | None = None
 
@@ -37,6 +41,8 @@ class BatchConfig(Section):
     def _one_of_two(self) -> BatchConfig:
         if (self.accumulation is None) == (self.windows is None):
             raise ValueError("give either accumulation or windows (the global batch), one of them")
+        if self.micro == "auto" and self.windows is None:
+            raise ValueError("micro: auto needs windows (the global batch), which it divides")
         return self
 
 
@@ -97,18 +103,21 @@ class PrecisionConfig(Section):
         scale_window: fp16: steps without overflow before the scale doubles.
     """
 
-    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    dtype: Dtype = "bf16"
     tf32: bool = True
     initial_scale_power: CountOrZero = 16
     scale_window: Count = 1000
 
 
-class ZeroConfig(Section):
-    """How DeepSpeed spreads the training state over the ranks.
+class ZeroSettings(Section):
+    """How DeepSpeed spreads the training state over the ranks, with what is left to the plan.
+
+    `auto` is the fastest that fits the GPUs' memory: 1 before 2 before 3, and an offload (to `cpu`)
+    only when nothing else fits.
 
     Attributes:
         stage: 0 replicates all (and sums 16-bit gradients in 16 bits; the others in 32), 1
-            spreads optimizer states, 2 gradients as well, 3 parameters too.
+            spreads optimizer states, 2 gradients as well, 3 parameters too; `auto`: 1, 2 or 3.
         offload_optimizer: Where the optimizer's states live instead of the GPU.
         offload_parameters: Where parameters live between uses (stage 3).
         nvme_path: Folder on a local NVMe drive, for the offloads to `nvme`.
@@ -116,21 +125,34 @@ class ZeroConfig(Section):
             here owns (bucket sizes, overlap, aio).
     """
 
-    stage: Literal[0, 1, 2, 3] = 3
-    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
-    offload_parameters: Literal["none", "cpu", "nvme"] = "none"
+    stage: Literal[0, 1, 2, 3, "auto"] = 3
+    offload_optimizer: Literal["none", "cpu", "nvme", "auto"] = "none"
+    offload_parameters: Literal["none", "cpu", "nvme", "auto"] = "none"
     nvme_path: str | None = None
     fragment: str | None = None
 
     @pydantic.model_validator(mode="after")
-    def _offload_fits(self) -> ZeroConfig:
-        if self.offload_parameters != "none" and self.stage != 3:
+    def _offload_fits(self) -> Self:
+        if self.offload_parameters in ("cpu", "nvme") and self.stage not in (3, "auto"):
             raise ValueError("offload_parameters needs stage: 3")
-        if self.offload_optimizer != "none" and self.stage == 0:
+        if self.offload_optimizer in ("cpu", "nvme") and self.stage == 0:
             raise ValueError("offload_optimizer needs stage: 1, 2 or 3")
-        if self.offload_optimizer == "nvme" and self.stage != 3:
+        if self.offload_optimizer == "nvme" and self.stage not in (3, "auto"):
             raise ValueError("offload_optimizer: nvme needs stage: 3")
         uses_nvme = "nvme" in (self.offload_optimizer, self.offload_parameters)
         if uses_nvme and not self.nvme_path:
             raise ValueError("an offload to nvme needs nvme_path, a folder on a local NVMe drive")
         return self
+
+    @property
+    def decided(self) -> bool:
+        """Whether nothing is left to the plan."""
+        return "auto" not in (self.stage, self.offload_optimizer, self.offload_parameters)
+
+
+class ZeroConfig(ZeroSettings):
+    """`ZeroSettings` in which everything is decided."""
+
+    stage: Literal[0, 1, 2, 3] = 3
+    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
+    offload_parameters: Literal["none", "cpu", "nvme"] = "none"

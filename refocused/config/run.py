@@ -14,7 +14,7 @@ from refocused.config.optimization import (
     OptimizerConfig,
     PrecisionConfig,
     ScheduleConfig,
-    ZeroConfig,
+    ZeroSettings,
 )
 from refocused.config.outputs import CheckpointConfig, CostConfig, EvaluationConfig, LogConfig
 from refocused.config.section import Count, CountOrZero, Positive, Section
@@ -57,7 +57,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = ScheduleConfig()
     precision: PrecisionConfig = PrecisionConfig()
-    zero: ZeroConfig = ZeroConfig()
+    zero: ZeroSettings = ZeroSettings()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     log: LogConfig = LogConfig()

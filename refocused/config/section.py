@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 
@@ -37,6 +37,15 @@ def _whole(value: Any) -> Any:
     return number
 
 
+def _count_or_auto(value: Any) -> Any:
+    if value == "auto":
+        return value
+    number = _whole(value)
+    if isinstance(number, int) and number >= 1:
+        return number
+    raise ValueError("a whole number of at least 1 is wanted, or auto")
+
+
 Number = Annotated[float, pydantic.BeforeValidator(_number), pydantic.AllowInfNan(False)]
 Positive = Annotated[Number, pydantic.Field(gt=0)]
 NotNegative = Annotated[Number, pydantic.Field(ge=0)]
@@ -44,4 +53,5 @@ Fraction = Annotated[Number, pydantic.Field(ge=0, le=1)]
 DecayRate = Annotated[Number, pydantic.Field(ge=0, lt=1)]
 Whole = Annotated[int, pydantic.BeforeValidator(_whole), pydantic.Strict()]
 Count = Annotated[Whole, pydantic.Field(ge=1)]
+CountOrAuto = Annotated[int | Literal["auto"], pydantic.BeforeValidator(_count_or_auto)]
 CountOrZero = Annotated[Whole, pydantic.Field(ge=0)]

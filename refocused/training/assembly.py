@@ -40,6 +40,7 @@ from refocused.training.host_memory import (
     require_memory_for_copies,
 )
 from refocused.training.parts import Parts
+from refocused.training.planning import Plan
 from refocused.training.reporter import Reporter, RunFigures
 from refocused.training.saver import Saver
 from refocused.world import World
@@ -77,6 +78,7 @@ class Job:
     Attributes:
         loaded: The run file, the model's shape and DeepSpeed's extra settings.
         request: The command line.
+        planned: What of it was left to the plan, and the memory it takes.
         plan: The batch of a step.
         world: The ranks.
         folder: The run's folder.
@@ -84,6 +86,7 @@ class Job:
 
     loaded: LoadedRun
     request: Request
+    planned: Plan
     plan: BatchPlan
     world: World
     folder: Path
@@ -126,7 +129,7 @@ def assemble_engine(job: Job) -> tuple[Engine, int]:
         batch=job.plan,
         optimizer=config.optimizer,
         precision=config.precision,
-        zero=config.zero,
+        zero=job.planned.choice.zero,
         parameters=parameters,
         fragment=job.loaded.fragment,
     )
@@ -153,7 +156,10 @@ def assemble_parts(job: Job, data: DataParts, engine: Engine, *, parameters: int
     )
     if config.checkpoint.in_background:
         copied = copied_bytes(
-            parameters, stage=config.zero.stage, dtype=config.precision.dtype, world=world
+            parameters,
+            stage=job.planned.choice.zero.stage,
+            dtype=config.precision.dtype,
+            world=world,
         )
         require_memory_for_copies(copied, world=world, available=available_bytes)
     saver = Saver(
@@ -230,7 +236,7 @@ def _facts(job: Job, data: DataParts, parameters: int) -> RunFacts:
     config = job.loaded.config
     return RunFacts(
         run=config.run.name,
-        zero_stage=config.zero.stage,
+        zero_stage=job.planned.choice.zero.stage,
         dtype=config.precision.dtype,
         versions={
             name: importlib.metadata.version(name)

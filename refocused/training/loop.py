@@ -13,6 +13,7 @@ from refocused.checkpoints.tiers import Tier
 from refocused.engine.schedule import learning_rate
 from refocused.errors import TrainingError
 from refocused.training.fetching import fetch_together
+from refocused.training.out_of_memory import explaining_lack_of_memory
 from refocused.training.parts import Parts
 from refocused.training.state import TrainState
 from refocused.training.stopping import StopReason, StopRequest
@@ -47,7 +48,8 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
             if micro_batches is None:
                 state = save_where_it_waited(parts, state, loss, batches.wait_seconds)
                 return Outcome(state, stop.agreed())
-            loss = take_step(parts, micro_batches, state)
+            with explaining_lack_of_memory(parts.plan, step=state.step + 1, world=parts.world):
+                loss = take_step(parts, micro_batches, state)
             epoch = state.position.epoch
             state = state.after_step(parts.plan, batches.position)
             parts.throughput.lap("step")

@@ -11,11 +11,11 @@ from refocused.batches.mixture import PERIOD
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
 from refocused.config.decode import Change
-from refocused.config.optimization import PrecisionConfig, ZeroConfig
+from refocused.config.optimization import PrecisionConfig
 from refocused.config.shape import ModelShape
-from refocused.estimate.states import state_memory
 from refocused.estimate.work import count_parameters
 from refocused.training.data import DataParts
+from refocused.training.planning import Plan
 from refocused.world import World
 
 
@@ -25,7 +25,7 @@ def lines(
     shape: ModelShape,
     vocabulary_multiple: int,
     plan: BatchPlan,
-    zero: ZeroConfig,
+    planned: Plan,
     precision: PrecisionConfig,
     changes: Sequence[Change],
     world: World,
@@ -34,7 +34,6 @@ def lines(
     """Return what can be said before the data is looked at."""
     count = count_parameters(shape, vocabulary_multiple=vocabulary_multiple)
     padding = f" + {count.padding:,} of padding" if count.padding else ""
-    memory = state_memory(count.allocated, zero=zero, dtype=precision.dtype, ranks=world.world_size)
     unit = "GPU" if world.device_kind == "cuda" else "rank"
     ranks = f"{world.world_size} {unit}{'s' if world.world_size > 1 else ''}"
     return [
@@ -43,13 +42,46 @@ def lines(
         f"{padding} ({count.without_embeddings / 1e6:,.1f} M without embeddings)",
         f"  batch    {plan.micro} x {plan.sequence_length} x {plan.accumulation} accumulation x "
         f"{ranks} = {plan.tokens:,} tokens a step",
-        f"  memory   {memory.gpu / 1e9:,.2f} GB of states a {unit}, {memory.host / 1e9:,.2f} GB "
-        f"offloaded | ZeRO-{zero.stage}, {precision.dtype}, {world.device_name}",
+        *_memory_lines(planned, precision=precision, world=world, unit=unit),
         *(
             f"  changed  {change.key} {change.before} -> {change.after} (command line)"
             for change in changes
         ),
     ]
+
+
+def _memory_lines(
+    planned: Plan, *, precision: PrecisionConfig, world: World, unit: str
+) -> list[str]:
+    """Return what a step takes of a GPU, and what of it is not needed or not there."""
+    zero, memory = planned.choice.zero, planned.choice.memory
+    parts = [f"{memory.states / 1e9:,.2f} GB states"]
+    if memory.gathered:
+        parts.append(f"{memory.gathered / 1e9:,.2f} GB gathered")
+    if memory.activations is not None:
+        parts.append(f"{memory.activations / 1e9:,.2f} GB activations")
+    whole = f" of {planned.memory_bytes / 1e9:,.1f} GB" if planned.memory_bytes else ""
+    elsewhere = "".join(
+        f", {size / 1e9:,.2f} GB on {place}"
+        for size, place in ((memory.host, "the host"), (memory.nvme, "NVMe"))
+        if size
+    )
+    lines = [
+        f"  memory   {' + '.join(parts)}{whole} a {unit}{elsewhere} | ZeRO-{zero.stage}, "
+        f"{precision.dtype}, {world.device_name}"
+    ]
+    if planned.memory_bytes and not memory.fits(planned.memory_bytes):
+        lines.append(
+            "  WARN     by this plan the GPU's memory is not enough: batch.micro=auto and "
+            "zero.stage=auto choose what fits"
+        )
+    if planned.without_offload is not None:
+        lines.append(
+            f"  WARN     the offload is not needed: without it a step takes "
+            f"{planned.without_offload / 1e9:,.1f} GB of a {unit}. It costs 8-55 % of a step "
+            "(0.76-1.41 B on 80 GB); set zero.offload_optimizer and zero.offload_parameters to none"
+        )
+    return lines
 
 
 def data_lines(data: DataParts, config: DataConfig, steps: int, plan: BatchPlan) -> list[str]:

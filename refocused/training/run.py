@@ -31,6 +31,7 @@ from refocused.training.fetching import fetch_together
 from refocused.training.limits import Budget, time_limit
 from refocused.training.loop import Outcome, train
 from refocused.training.parts import Parts
+from refocused.training.planning import settle
 from refocused.training.resuming import (
     CannotResumeError,
     choose,
@@ -71,6 +72,7 @@ def _open(
 ) -> tuple[Job, StopRequest]:
     """Settle what is done, and take the run's folder."""
     world.together(lambda: _agree_on_configuration(loaded, world))
+    loaded, planned = settle(loaded, world)
     config = loaded.config
     plan = world.together(
         lambda: plan_batch(
@@ -89,7 +91,7 @@ def _open(
         signals=session.signals,
         ancestors=session.ancestors,
     )
-    return Job(loaded, request, plan, world, folder), stop
+    return Job(loaded, request, planned, plan, world, folder), stop
 
 
 def _carry_out(job: Job, stop: StopRequest, session: Session) -> ExitCode:
@@ -197,7 +199,7 @@ def _say_opening(job: Job) -> None:
         shape=loaded.shape,
         vocabulary_multiple=config.model.vocabulary_multiple,
         plan=job.plan,
-        zero=config.zero,
+        planned=job.planned,
         precision=config.precision,
         changes=loaded.changes,
         world=job.world,

@@ -21,9 +21,18 @@ SETTINGS = ["--config", "tiny.yaml", "checkpoint.mirror=null"]
 def test_a_dry_run_checks_everything_and_takes_no_step(tmp_path: Path) -> None:
     tiny_run(tmp_path)
     run = tmp_path / "runs" / "tiny"
-    tried = train(tmp_path, *SETTINGS, "--dry-run", ranks=2)
+    left_to_the_plan = ["batch.micro=auto", "batch.accumulation=null", "batch.windows=8"]
+    left_to_the_plan += ["zero.stage=auto", "zero.offload_optimizer=auto"]
+    tried = train(tmp_path, *SETTINGS, *left_to_the_plan, "--dry-run", ranks=2)
     assert tried.codes == [0, 0], tried.everything
-    for said in ("model    gpt2", "data     3 shards", "untrained loss 6.", "no step taken"):
+    chosen = ("4 x 32 x 1 accumulation x 2 ranks", "GB activations a rank | ZeRO-1, fp32")
+    for said in (
+        *chosen,
+        "model    gpt2",
+        "data     3 shards",
+        "untrained loss 6.",
+        "no step taken",
+    ):
         assert tried.out[0].count(said) == 1
     assert tried.out[1] + tried.err[1] == ""
     assert metrics(run) == {} and not (run / "checkpoints").exists()

@@ -1,0 +1,95 @@
+"""The memory of one forward and backward pass, by arithmetic alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from refocused.config.model import ModelConfig
+from refocused.config.optimization import Dtype
+from refocused.config.shape import Attention, ModelShape
+
+# Tensors of the inner width that eager autograd keeps for each activation function, its output
+# included; transformers writes GPT-2's tanh form out in eight operations. Others keep two.
+_KEPT_BY_ACTIVATION = {"gelu_new": 5}
+_KEPT_BY_OTHERS = 2
+# Of the residual width: GPT-2 keeps both norms' inputs and outputs, q, k, v (3) and the attention's
+# output. NeoX keeps rotated q and k besides, and a copy of the attention's output.
+_KEPT_BY_GPT2 = 8
+_KEPT_BY_NEOX = 10
+# Alive at once while a block's feed-forward part is differentiated, beside what was kept.
+_DIFFERENTIATED_INNER = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ActivationMemory:
+    """What a pass keeps on a rank, in bytes.
+
+    Attributes:
+        blocks: From the forward to the backward pass, of all blocks.
+        head: In the head, at the end of the forward pass.
+        recomputed: Of one block, while its gradient is taken.
+    """
+
+    blocks: int
+    head: int
+    recomputed: int
+
+
+def activation_memory(
+    shape: ModelShape, *, model: ModelConfig, micro: int, dtype: Dtype
+) -> ActivationMemory | None:
+    """Return what a pass keeps; None for a family without attention, which nobody has counted.
+
+    Blocks are in eager mode with sdpa attention; compiled ones keep less. Counted from what
+    autograd saves in transformers 5.23's blocks (each tensor once, however often it is saved): s
+    bytes an element, and float32 for the norms' statistics and the attention's log-sum-exp, one a
+    head.
+    Dropout keeps a mask of one byte for each element, as it does on a GPU.
+
+    Args:
+        shape: The model.
+        model: How it is computed.
+        micro: Windows of a pass.
+        dtype: What the pass computes in.
+    """
+    if not isinstance(shape.mixer, Attention):
+        return None
+    size = 4 if dtype == "fp32" else 2
+    tokens = micro * model.sequence_length
+    block = _block_bytes(shape, heads=shape.mixer.heads, size=size, drops=model.dropout > 0)
+    block *= tokens
+    head = _head_bytes(shape, model=model, tokens=tokens, size=size)
+    backward = tokens * size * (2 * shape.width + _DIFFERENTIATED_INNER * shape.ffn_width)
+    if not model.activation_checkpointing:
+        return ActivationMemory(shape.layers * block, head, backward)
+    entries = shape.layers * tokens * size * shape.width
+    return ActivationMemory(entries, head, block + backward)
+
+
+def _block_bytes(shape: ModelShape, *, heads: int, size: int, drops: bool) -> int:
+    """Return the bytes that a block keeps for each token."""
+    if shape.family == "gpt2":
+        residual = _KEPT_BY_GPT2
+        function = shape.settings.get("activation_function", "gelu_new")
+    else:
+        parallel = shape.settings.get("use_parallel_residual", True)
+        residual = _KEPT_BY_NEOX if parallel else _KEPT_BY_NEOX + 1
+        function = shape.settings.get("hidden_act", "gelu")
+    inner = _KEPT_BY_ACTIVATION.get(function, _KEPT_BY_OTHERS)
+    masks = 2 * shape.width if drops else 0
+    statistics = 4 * (4 + heads)
+    return size * (residual * shape.width + inner * shape.ffn_width) + masks + statistics
+
+
+def _head_bytes(shape: ModelShape, *, model: ModelConfig, tokens: int, size: int) -> int:
+    """Return the most that the final norm and the chunked loss hold at once.
+
+    The forward pass holds the norm's input and output, the gradient of the hidden states, that of
+    the weight in float32, and a chunk's logits: in float32 twice, for the log-sum-exp. The
+    backward pass scales the weight's gradient and casts it.
+    """
+    rows = shape.padded_vocabulary(model.vocabulary_multiple)
+    weight = rows * shape.width
+    chunk = 8 * min(model.head_chunk_tokens, tokens) * rows + size * weight
+    scaled = 4 * weight + (size * weight if size < 4 else 0) + size * tokens * shape.width
+    return 3 * size * tokens * shape.width + 4 * weight + max(chunk, scaled)

@@ -1,0 +1,132 @@
+"""The memory of a training step on one GPU, by arithmetic alone: what a run needs to fit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from refocused.config.deepspeed import reduce_bucket_elements
+from refocused.config.model import ModelConfig
+from refocused.config.optimization import Dtype, ZeroConfig
+from refocused.config.shape import ModelShape
+from refocused.estimate.activations import activation_memory
+from refocused.estimate.states import state_memory
+from refocused.estimate.work import count_parameters
+
+# What no tensor holds: the CUDA context, NCCL's buffers, cuBLAS's workspace; and the share that
+# torch's allocator loses between blocks of memory. Assumed, not measured here.
+CONTEXT_BYTES = 1.5 * 2**30
+LOST_SHARE = 0.05
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What a step takes on one rank, in bytes.
+
+    Attributes:
+        states: Parameters, gradients and optimizer states on the device, during a pass.
+        gathered: Parameters of the whole model, which ZeRO-3 gathers for a pass.
+        peak: Most of everything at once on the device; None: the family's passes are not known.
+        host: States in the host's memory.
+        nvme: States on the NVMe drive.
+    """
+
+    states: int
+    gathered: int
+    peak: int | None
+    host: int
+    nvme: int
+
+    @property
+    def activations(self) -> int | None:
+        """What the passes take at the peak, with DeepSpeed's buffers; None: not known."""
+        return None if self.peak is None else self.peak - self.states - self.gathered
+
+    def fits(self, memory_bytes: float) -> bool:
+        """Whether a device with so much memory can make the step, as far as is known."""
+        known = self.states + self.gathered if self.peak is None else self.peak
+        return known + CONTEXT_BYTES <= memory_bytes * (1 - LOST_SHARE)
+
+
+def plan_memory(
+    shape: ModelShape,
+    *,
+    model: ModelConfig,
+    micro: int,
+    zero: ZeroConfig,
+    dtype: Dtype,
+    ranks: int,
+    activation_factor: float = 1.0,
+) -> MemoryPlan:
+    """Plan the memory of a step with gradient accumulation.
+
+    The peak is the highest of three moments: the end of the forward pass, with all activations and
+    the head's; the reduction of the first full bucket of gradients, when the blocks behind it have
+    given theirs back; and the optimizer's step.
+
+    Args:
+        shape: The model.
+        model: How it is computed.
+        micro: Windows of a pass.
+        zero: How the states are spread.
+        dtype: What the passes compute in.
+        ranks: GPUs.
+        activation_factor: What was measured of a pass over what is computed for it.
+    """
+    parameters = count_parameters(shape, vocabulary_multiple=model.vocabulary_multiple).allocated
+    bucket = reduce_bucket_elements(parameters)
+    update = state_memory(parameters, zero=zero, dtype=dtype, ranks=ranks)
+    states, buffer = _states_of_a_pass(parameters, zero=zero, dtype=dtype, ranks=ranks)
+    passing = activation_memory(shape, model=model, micro=micro, dtype=dtype)
+    gathered = update.gathered if ranks > 1 or zero.offload_parameters != "none" else 0
+    if passing is None:
+        return MemoryPlan(states, gathered, None, update.host, update.nvme)
+    resident = states + gathered + buffer * bucket
+    kept = passing.blocks * activation_factor
+    early, flushed = _reduction_bytes(zero.stage, dtype=dtype, ranks=ranks)
+    reduced_later = max(0.0, 1 - bucket / parameters)
+    moments = (
+        kept + passing.head * activation_factor,
+        kept + passing.recomputed * activation_factor + early * bucket,
+        kept * reduced_later + (early + flushed) * bucket,
+    )
+    peak = max(resident + max(moments), update.gpu + buffer * bucket)
+    return MemoryPlan(states, gathered, int(peak), update.host, update.nvme)
+
+
+def _states_of_a_pass(
+    parameters: int, *, zero: ZeroConfig, dtype: Dtype, ranks: int
+) -> tuple[int, int]:
+    """Return the bytes of the states on the device at the start of a step's last pass.
+
+    And those of the buckets that DeepSpeed 0.19.8 keeps meanwhile, for each of a bucket's elements.
+    Counted on one and two ranks (`tests/estimate/test_memory.py`). Below stage 2 every rank has all
+    gradients, in 16-bit runs twice: the last pass's in 16 bits and their sum in float32.
+    """
+    size = 4 if dtype == "fp32" else 2
+    share = -(-parameters // ranks)
+    optimizer = 8 + (4 if size == 2 or zero.stage else 0)
+    weights = size * (share if zero.stage == 3 else parameters)
+    gradients, buffer = {
+        0: (size * parameters, 0),
+        1: ((4 + size) * parameters if size == 2 else 4 * parameters, 0 if size == 2 else 8),
+        2: (4 * share, size if size == 2 else 2 * size),
+        3: (4 * share, size),
+    }[zero.stage]
+    if zero.offload_parameters != "none":
+        weights = 0
+    if zero.offload_optimizer != "none":
+        return weights + (gradients if zero.stage < 2 else 0), buffer
+    return weights + gradients + optimizer * (share if zero.stage else parameters), buffer
+
+
+def _reduction_bytes(stage: int, *, dtype: Dtype, ranks: int) -> tuple[float, float]:
+    """Return what reducing takes for each element of a bucket.
+
+    First from the first gradient on, then besides while a full bucket is reduced: stage 1 sums in
+    float32 and copies the sums, stage 2 copies them, stage 3 packs a bucket and takes its share of
+    the result in float32.
+    """
+    size = 4 if dtype == "fp32" else 2
+    if stage == 3:
+        return 0, size + 4 / ranks
+    return {0: (0, 0), 1: (0, 4 + size), 2: (size if size == 2 else 0, size)}[stage]

@@ -1,0 +1,55 @@
+"""What to change when a GPU's memory is not enough."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from refocused.config.batch_plan import BatchPlan
+from refocused.errors import TrainingError
+from refocused.world import World
+
+
+@contextlib.contextmanager
+def explaining_lack_of_memory(plan: BatchPlan, *, step: int, world: World) -> Iterator[None]:
+    """Turn torch's error into ours, on the rank that it meets.
+
+    Args:
+        plan: The batch of a step.
+        step: The step that is made.
+        world: The ranks.
+
+    Raises:
+        TrainingError: The GPU's memory was not enough.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        used, total = 0.0, 0.0
+        if world.device_kind == "cuda":
+            free, whole = torch.cuda.mem_get_info(world.device)
+            used, total = (whole - free) / 2**30, whole / 2**30
+        raise TrainingError(
+            lack_of_memory(plan, rank=world.rank, step=step, used_gib=used, total_gib=total)
+        ) from error
+
+
+def lack_of_memory(
+    plan: BatchPlan, *, rank: int, step: int, used_gib: float, total_gib: float
+) -> str:
+    """Say what was not enough, and which settings take less."""
+    smaller = next((d for d in range(plan.micro // 2, 0, -1) if plan.micro % d == 0), None)
+    checkpointing = "model.activation_checkpointing=true"
+    tries = checkpointing
+    if smaller is not None:
+        accumulation = plan.accumulation * plan.micro // smaller
+        tries = (
+            f"batch.micro={smaller} (same tokens a step, {accumulation} accumulation steps: with "
+            f"batch.accumulation in the run file set that too) or {checkpointing}"
+        )
+    return (
+        f"Out of GPU memory on rank {rank} at step {step:,} ({used_gib:.1f} of {total_gib:.1f} "
+        f"GiB). Micro batch {plan.micro} x {plan.sequence_length} tokens. Try {tries}."
+    )

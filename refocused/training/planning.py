@@ -1,0 +1,123 @@
+"""Settling what the run file leaves to the plan, before anything is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+
+import torch
+
+from refocused.config.decode import LoadedRun
+from refocused.config.optimization import Dtype
+from refocused.estimate.activations import activation_memory
+from refocused.estimate.choice import Choice, choose, needless_offload
+from refocused.models.build import build_model
+from refocused.world import World
+
+DTYPES: dict[Dtype, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What was settled, and for what memory.
+
+    Attributes:
+        choice: Stage, offloads, micro-batch and the memory they take.
+        memory_bytes: Of the smallest GPU; None without GPUs.
+        without_offload: What a step would take without an offload that is not needed, in bytes.
+    """
+
+    choice: Choice
+    memory_bytes: float | None
+    without_offload: int | None
+
+
+def settle(loaded: LoadedRun, world: World) -> tuple[LoadedRun, Plan]:
+    """Return the run with nothing left to choose, and the plan; every rank must call.
+
+    A micro-batch that is to be chosen on GPUs is chosen by a real pass: its memory over that of
+    the formula corrects the formula.
+
+    Raises:
+        ConfigError: On every rank: nothing fits, or the global batch cannot be divided.
+    """
+    config, memory_bytes = loaded.config, _smallest_gpu_bytes(world)
+    factor = 1.0
+    if config.batch.micro == "auto" and memory_bytes is not None:
+        factor = world.largest([_measured_over_computed(loaded, world.device)])[0]
+    choice = world.together(
+        lambda: choose(
+            loaded.shape,
+            model=config.model,
+            batch=config.batch,
+            zero=config.zero,
+            dtype=config.precision.dtype,
+            ranks=world.world_size,
+            memory_bytes=memory_bytes,
+            activation_factor=factor,
+        )
+    )
+    bare = needless_offload(
+        choice,
+        loaded.shape,
+        model=config.model,
+        dtype=config.precision.dtype,
+        ranks=world.world_size,
+        memory_bytes=memory_bytes,
+    )
+    settled = config.model_copy(
+        update={
+            "zero": choice.zero,
+            "batch": config.batch.model_copy(update={"micro": choice.micro}),
+        }
+    )
+    plan = Plan(choice, memory_bytes, bare.peak if bare is not None else None)
+    return dataclasses.replace(loaded, config=settled), plan
+
+
+def _smallest_gpu_bytes(world: World) -> float | None:
+    """Return the memory of the smallest GPU of the run; None without GPUs."""
+    if world.device_kind != "cuda":
+        return None
+    total = torch.cuda.get_device_properties(world.device).total_memory
+    return -world.largest([-total])[0]
+
+
+def _measured_over_computed(loaded: LoadedRun, device: torch.device) -> float:
+    """Return what a pass takes on this GPU, over what is computed for it; 1 where none is.
+
+    Measured between one window and two, so that the weights and their gradients drop out.
+    """
+    config = loaded.config
+    sizes: list[int] = []
+    computed: list[int] = []
+    for micro in (1, 2):
+        expected = activation_memory(
+            loaded.shape, model=config.model, micro=micro, dtype=config.precision.dtype
+        )
+        if expected is None:
+            return 1.0
+        computed.append(expected.blocks + max(expected.head, expected.recomputed))
+    with torch.device(device):
+        model = build_model(
+            loaded.shape.settings,
+            vocabulary=loaded.shape.padded_vocabulary(config.model.vocabulary_multiple),
+            dropout=config.model.dropout,
+            activation_checkpointing=config.model.activation_checkpointing,
+            chunk_tokens=config.model.head_chunk_tokens,
+        )
+    model.to(DTYPES[config.precision.dtype])
+    for micro in (1, 2):
+        ids = torch.zeros(micro, config.model.sequence_length, dtype=torch.long, device=device)
+        model.zero_grad(set_to_none=True)
+        torch.cuda.reset_peak_memory_stats(device)
+        model(ids, ids).backward()
+        sizes.append(torch.cuda.max_memory_allocated(device))
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+    return (sizes[1] - sizes[0]) / (computed[1] - computed[0])

@@ -1,0 +1,59 @@
+"""Models and settings whose memory is planned and then counted."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from refocused.config.shape import ModelShape, shape_from
+
+ROWS, CHUNK = 1024, 128
+WIDTH, LAYERS = 128, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One way to compute a step."""
+
+    stage: Literal[0, 1, 2, 3]
+    family: Literal["gpt2", "gpt_neox"] = "gpt2"
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    activation_checkpointing: bool = False
+    micro: int = 2
+    length: int = 256
+
+    @property
+    def name(self) -> str:
+        return "-".join(str(value) for value in dataclasses.astuple(self))
+
+
+def shape_of(case: Case) -> ModelShape:
+    if case.family == "gpt2":
+        settings = {
+            "model_type": "gpt2",
+            "vocab_size": ROWS,
+            "n_positions": case.length,
+            "n_embd": WIDTH,
+            "n_layer": LAYERS,
+            "n_head": 4,
+        }
+    else:
+        settings = {
+            "model_type": "gpt_neox",
+            "vocab_size": ROWS,
+            "max_position_embeddings": case.length,
+            "hidden_size": WIDTH,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": 4,
+            "intermediate_size": 4 * WIDTH,
+        }
+    return shape_from(settings, where=case.name)
+
+
+CASES = [
+    *(Case(stage) for stage in (0, 1, 2, 3)),
+    Case(3, "gpt_neox"),
+    Case(0, "gpt_neox", activation_checkpointing=True, micro=8),
+    Case(3, dtype="fp32"),
+    *(Case(stage, micro=1, length=32) for stage in (1, 3)),
+]

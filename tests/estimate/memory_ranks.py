@@ -1,0 +1,81 @@
+"""Makes two steps in every case and writes the peaks that it counted: `memory_ranks.py OUT`."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+os.environ["DS_ACCELERATOR"] = "cpu"  # as the train command does before deepspeed is imported
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from live_memory import LiveMemory
+from memory_cases import CASES, CHUNK, ROWS, Case, shape_of
+
+from refocused.config.batch_plan import BatchPlan
+from refocused.config.deepspeed import deepspeed_config
+from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
+from refocused.engine.build import build_engine
+from refocused.models.build import build_model
+from refocused.models.causal_lm import counted_parameters
+from refocused.world import World, join_world
+
+
+def peak_of(case: Case, world: World) -> int:
+    """Return the most bytes of tensors during the second step."""
+    optimizer = OptimizerConfig(lr=1e-3)
+    precision = PrecisionConfig(dtype=case.dtype)
+    with LiveMemory() as memory:
+        model = build_model(
+            shape_of(case).settings,
+            vocabulary=ROWS,
+            dropout=0.0,
+            activation_checkpointing=case.activation_checkpointing,
+            chunk_tokens=CHUNK,
+        )
+        memory.add(*model.parameters(), *model.buffers())
+        settings = deepspeed_config(
+            batch=BatchPlan(case.micro, 2, world.world_size, case.length),
+            optimizer=optimizer,
+            precision=precision,
+            zero=ZeroConfig(stage=case.stage),
+            parameters=counted_parameters(model),
+            fragment={},
+        )
+        engine = build_engine(
+            model,
+            block_class=model.block_class,
+            settings=settings,
+            optimizer=optimizer,
+            precision=precision,
+            world=world,
+        )
+        ids = torch.randint(ROWS, (case.micro, case.length))
+        for _ in range(2):
+            gc.collect()
+            memory.peak = 0
+            for _ in range(2):
+                engine.accumulate(ids, ids)
+            engine.update(1e-3)
+    engine.close()
+    return memory.peak
+
+
+def main() -> None:
+    out, world = Path(sys.argv[1]), join_world("cpu")
+    peaks = {}
+    for case in CASES:
+        peaks[case.name] = peak_of(case, world)
+        gc.collect()
+    if world.is_first:
+        (out / "peaks.json").write_text(json.dumps(peaks))
+    world.barrier()
+    os._exit(0)  # gloo's threads abort an ordinary end now and then
+
+
+main()

@@ -1,0 +1,89 @@
+"""The plan of a step's memory against the tensors that live during one, on two DeepSpeed ranks.
+
+Measured (deepspeed 0.19.8, torch 2.13, CPU): the plan is within 2 % where blocks keep their
+activations and within 6 % where they are recomputed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from memory_cases import CASES, CHUNK, Case, shape_of
+from ranks import Ranks
+
+from refocused.config.files import find_config
+from refocused.config.model import ModelConfig
+from refocused.config.optimization import ZeroConfig
+from refocused.config.shape import load_shape
+from refocused.estimate.memory import MemoryPlan, plan_memory
+
+
+def planned(case: Case, *, ranks: int) -> MemoryPlan:
+    model = ModelConfig(
+        preset="counted",
+        sequence_length=case.length,
+        activation_checkpointing=case.activation_checkpointing,
+        head_chunk_tokens=CHUNK,
+    )
+    return plan_memory(
+        shape_of(case),
+        model=model,
+        micro=case.micro,
+        zero=ZeroConfig(stage=case.stage),
+        dtype=case.dtype,
+        ranks=ranks,
+    )
+
+
+@pytest.fixture(scope="module")
+def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    folder = tmp_path_factory.mktemp("memory")
+    script = Path(__file__).with_name("memory_ranks.py")
+    ended = Ranks(2, [str(script), str(folder)], folder=folder).wait()
+    assert ended.codes == [0, 0], ended.everything
+    counted: dict[str, int] = json.loads((folder / "peaks.json").read_text())
+    return counted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_plan_is_within_a_tenth_of_what_lives(peaks: dict[str, int], case: Case) -> None:
+    assert planned(case, ranks=2).peak == pytest.approx(peaks[case.name], rel=0.1)
+
+
+def test_a_billion_parameters_on_eight_gpus() -> None:
+    memory = plan_memory(
+        load_shape(find_config("models", "gpt2_1b")),
+        model=ModelConfig(preset="gpt2_1b", sequence_length=2048),
+        micro=4,
+        zero=ZeroConfig(stage=3),
+        dtype="bf16",
+        ranks=8,
+    )
+    assert memory.states / 1e9 == pytest.approx(18 * 0.76 / 8, rel=0.01)
+    assert memory.gathered / 1e9 == pytest.approx(2 * 0.76, rel=0.01)
+    # 24 blocks x 8,192 tokens x 2 bytes x (8 x 1,536 + 5 x 6,144), and the statistics
+    assert memory.activations is not None
+    assert memory.activations / 1e9 > 24 * 8192 * 2 * 43_008 / 1e9
+    assert memory.fits(80e9) and not memory.fits(20e9)
+
+
+def test_each_measure_takes_less_than_what_it_replaces() -> None:
+    def peak(case: Case) -> int:
+        memory = planned(case, ranks=8).peak
+        assert memory is not None
+        return memory
+
+    assert peak(Case(3)) < peak(Case(2)) < peak(Case(1)) < peak(Case(0))
+    assert peak(Case(3, activation_checkpointing=True)) < peak(Case(3))
+    assert peak(Case(3, micro=1)) < peak(Case(3))
+
+
+def test_an_offload_moves_states_to_the_host() -> None:
+    case, on_host = Case(3), ZeroConfig(stage=3, offload_optimizer="cpu")
+    model = ModelConfig(preset="counted", sequence_length=case.length)
+    memory = plan_memory(shape_of(case), model=model, micro=2, zero=on_host, dtype="bf16", ranks=8)
+    assert memory.host > 0
+    assert memory.states < planned(case, ranks=8).states
