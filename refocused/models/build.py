@@ -76,6 +76,14 @@ def transformers_config(settings: Mapping[str, Any], *, vocabulary: int, dropout
 
 def register_families() -> None:
     """Make our own families known to transformers' `Auto` classes; safe to call twice."""
+    import transformers
+
+    from refocused.models.resonance import ResonanceConfig, ResonanceForCausalLM, ResonanceModel
+
+    for config, body, network in ((ResonanceConfig, ResonanceModel, ResonanceForCausalLM),):
+        transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
+        transformers.AutoModel.register(config, body, exist_ok=True)
+        transformers.AutoModelForCausalLM.register(config, network, exist_ok=True)
 
 
 def _gpt2(settings: dict[str, Any], dropout: float) -> Any:
@@ -92,7 +100,14 @@ def _gpt_neox(settings: dict[str, Any], dropout: float) -> Any:
     return transformers.GPTNeoXConfig(**settings | dropouts)
 
 
+def _resonance(settings: dict[str, Any], dropout: float) -> Any:
+    from refocused.models.resonance import ResonanceConfig
+
+    return ResonanceConfig(**settings | {"dropout": dropout})
+
+
 FAMILIES: Mapping[str, Callable[[dict[str, Any], float], Any]] = {
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
+    "resonance": _resonance,
 }

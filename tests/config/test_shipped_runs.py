@@ -32,6 +32,11 @@ def test_every_shipped_run_loads_and_reads_back(file: Path, tmp_path: Path) -> N
         ("gpt2_1b_8xh100_fast", 8, 1_048_576, 104_857_600_000),
         ("gpt2_124m", 8, 524_288, 49_998_725_120),
         ("neox_1_2b", 8, 1_048_576, 28_311_552_000),
+        ("resonance_32k_small", 1, 1_048_576, 2_097_152_000),
+        ("resonance_32k_medium", 1, 1_048_576, 4_299_161_600),
+        ("resonance_32k_large", 1, 1_048_576, 17_196_646_400),
+        ("resonance_32k_xlarge", 1, 1_048_576, 89_548_390_400),
+        ("resonance_32k_1b", 1, 1_048_576, 24_117_248_000),
     ],
 )
 def test_the_arithmetic_of_each_run(run: str, gpus: int, tokens_a_step: int, tokens: int) -> None:
@@ -44,7 +49,7 @@ def test_the_arithmetic_of_each_run(run: str, gpus: int, tokens_a_step: int, tok
 
 
 def test_the_arithmetic_covers_every_shipped_run() -> None:
-    assert len(RUNS) == 8
+    assert len(RUNS) == 13
 
 
 def test_runs_in_the_cloud_refuse_to_start_without_gpus() -> None:

@@ -44,6 +44,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "intermediate_size": 256,
     },
+    "resonance": {
+        "model_type": "resonance",
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 64,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_resonators": 8,
+    },
 }
 
 
@@ -83,7 +91,8 @@ class Case:
 
 
 EXACT = [
-    *(Case(stage, family) for family in SHAPES for stage in (0, 1, 2, 3)),
+    *(Case(stage, family) for family in ("gpt2", "gpt_neox") for stage in (0, 1, 2, 3)),
+    *(Case(stage, "resonance") for stage in (0, 3)),
     Case(1, offload_optimizer="cpu"),
     Case(2, offload_optimizer="cpu"),
     Case(3, offload_optimizer="cpu"),
@@ -93,6 +102,7 @@ HALF = [
     *(Case(stage, dtype="bf16", resumes=True) for stage in (0, 1, 2, 3)),
     Case(1, "gpt_neox", "bf16"),
     Case(3, "gpt_neox", "bf16"),
+    Case(3, "resonance", "bf16"),
     Case(1, dtype="bf16", offload_optimizer="cpu", resumes=True),
     Case(3, dtype="bf16", offload_optimizer="cpu", offload_parameters="cpu", resumes=True),
     *(Case(stage, dtype="fp16") for stage in (0, 1, 2, 3)),

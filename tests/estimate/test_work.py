@@ -25,6 +25,8 @@ PRESETS = (
     "neox_1_2b",
     "neox_1_2b_true",
     "neox_tiny",
+    "resonance_small",
+    "resonance_xlarge",
 )
 
 
@@ -40,6 +42,11 @@ def preset(name: str) -> ModelShape:
         ("neox_1_2b_true", 1_213_022_208),
         # 257 x 192 + 256 x 192 + 4 x (12 x 192^2 + 13 x 192) + 2 x 192
         ("demo_gpt2", 1_878_336),
+        ("resonance_small", 99_820_032),
+        ("resonance_medium", 214_329_344),
+        ("resonance_large", 859_322_368),
+        ("resonance_xlarge", 4_474_671_104),
+        ("resonance_1b", 1_203_963_904),
     ],
 )
 def test_the_parameters_of_the_presets(name: str, parameters: int) -> None:
@@ -72,7 +79,9 @@ def test_transformers_builds_as_many_parameters_as_are_counted(name: str, other_
     import transformers
 
     from refocused.config.shape import shape_from
+    from refocused.models.build import register_families
 
+    register_families()
     settings: dict[str, Any] = dict(preset(name).settings)
     if other_head:
         settings["tie_word_embeddings"] = not settings["tie_word_embeddings"]
@@ -90,6 +99,16 @@ def test_flops_of_a_token_by_hand() -> None:
     # 24 x 12 x 1536^2 + 50000 x 1536 elements in products; attention 12 x 24 x 1536 x 2048
     by_hand = 6 * (679_477_248 + 76_800_000) + 905_969_664
     assert flops_per_token(preset("gpt2_1b"), sequence_length=2048) == by_hand
+
+
+def test_flops_of_a_convolving_token_grow_with_the_logarithm_of_the_length() -> None:
+    shape = preset("resonance_small")
+    # 6 x (10 x 768^2 + ...) elements in products; 3 passes of two FFTs and a product per channel
+    products = 6 * (6 * 10 * 768**2 + 50257 * 768)
+    by_hand = products + 6 * 3 * 768 * (10 * 16 + 6)
+    assert flops_per_token(shape, sequence_length=32768) == by_hand
+    longer = flops_per_token(shape, sequence_length=65536)
+    assert longer - by_hand == 6 * 3 * 768 * 10
 
 
 def test_the_known_speed_of_eight_h100s() -> None:

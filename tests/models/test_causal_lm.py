@@ -42,8 +42,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 256,
         "tie_word_embeddings": False,
     },
+    "resonance": {
+        "model_type": "resonance",
+        "vocab_size": 512,
+        "max_position_embeddings": 64,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_resonators": 8,
+    },
 }
-both_families = pytest.mark.parametrize("family", list(SHAPES))
+every_family = pytest.mark.parametrize("family", list(SHAPES))
+where_attention_is = pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
 
 
 def build(
@@ -71,7 +80,7 @@ def tokens(rows: int = 4, length: int = 64, *, seed: int = 1) -> Tensor:
     return torch.randint(512, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-@both_families
+@every_family
 def test_the_loss_is_transformers_own_on_shifted_labels(family: str) -> None:
     model, ids = build(family), tokens()
     plain = transformers.AutoModelForCausalLM.from_config(model.network.config)
@@ -87,7 +96,7 @@ def test_the_loss_is_transformers_own_on_shifted_labels(family: str) -> None:
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-7, msg=name)
 
 
-@both_families
+@every_family
 @pytest.mark.parametrize("changed", [1, 20, 47])
 def test_no_logit_depends_on_a_later_token(family: str, changed: int) -> None:
     model, ids = build(family, initializer_range=0.2), tokens(2, 48)
@@ -100,7 +109,7 @@ def test_no_logit_depends_on_a_later_token(family: str, changed: int) -> None:
     assert float(largest[changed:].min()) > 1e-4  # and every later one does see it
 
 
-@both_families
+@every_family
 def test_the_first_loss_is_that_of_a_uniform_guess(family: str) -> None:
     ids = tokens(8)
     loss = build(family)(ids[:, :-1], ids[:, 1:])
@@ -139,7 +148,7 @@ def test_a_shipped_shape_has_the_parameters_that_are_counted(file: Path) -> None
     assert counted_parameters(model) == counted.allocated
 
 
-@both_families
+@every_family
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_a_saved_model_predicts_the_same_when_transformers_reads_it(
     family: str, tied: bool, tmp_path: Path
@@ -153,14 +162,14 @@ def test_a_saved_model_predicts_the_same_when_transformers_reads_it(
         assert torch.equal(plain(ids).logits, model.logits(ids))
 
 
-@both_families
+@every_family
 def test_a_checkpointed_block_is_computed_twice_with_the_same_result(family: str) -> None:
     ids, passes, results = tokens(), [], []
     for checkpointing in (False, True):
         model = build(family, dropout=0.1, checkpointing=checkpointing)
         calls: list[object] = []
         for module in model.modules():
-            if type(module).__name__.endswith("MLP"):
+            if type(module).__name__.endswith(("MLP", "Resonators")):
                 module.register_forward_pre_hook(lambda *_, calls=calls: calls.append(None))
         torch.manual_seed(3)  # the recomputation draws the same dropout again
         loss = model(ids[:, :-1], ids[:, 1:])
@@ -172,7 +181,7 @@ def test_a_checkpointed_block_is_computed_twice_with_the_same_result(family: str
         torch.testing.assert_close(recomputed, plain, rtol=1e-6, atol=1e-8)
 
 
-@both_families
+@every_family
 def test_dropout_drops_in_training_alone(family: str) -> None:
     ids = tokens()
     dropping, plain = build(family, dropout=0.3), build(family)
@@ -186,14 +195,14 @@ def test_dropout_drops_in_training_alone(family: str) -> None:
     assert len({*losses(dropping), *losses(plain)}) == 1
 
 
-@both_families
+@every_family
 def test_the_embedding_has_the_rows_of_the_padded_vocabulary(family: str) -> None:
     model = build(family, vocabulary=640)
     assert model.network.get_input_embeddings().weight.shape == (640, 64)
     assert model.logits(tokens(1, 8)).shape == (1, 8, 640)
 
 
-@both_families
+@every_family
 def test_the_block_class_is_the_repeated_one(family: str) -> None:
     model = build(family)
     assert sum(type(module) is model.block_class for module in model.modules()) == 2
@@ -224,7 +233,7 @@ def packed_rows() -> tuple[Tensor, list[list[slice]]]:
     return ids, [[slice(*pair) for pair in itertools.pairwise(row)] for row in edges]
 
 
-@both_families
+@where_attention_is
 def test_a_masked_document_is_predicted_as_if_it_were_alone(family: str) -> None:
     ids, documents = packed_rows()
     masked = build(family, initializer_range=0.2, document_id=DOCUMENT)
@@ -242,7 +251,7 @@ def test_a_masked_document_is_predicted_as_if_it_were_alone(family: str) -> None
                     assert float((unmasked[row, document] - alone).abs().max()) > 1e-2 * scale
 
 
-@both_families
+@where_attention_is
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_no_gradient_crosses_a_masked_border(family: str, checkpointing: bool) -> None:
     ids, _ = packed_rows()
