@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from refocused.config.section import Count, Fraction, Section
 
 
@@ -17,6 +19,8 @@ class ModelConfig(Section):
             units want 64 or 128. The padding is never a label.
         activation_checkpointing: Recompute each block in the backward pass instead of keeping its
             activations: about 30 % more time for about 80 % less activation memory.
+        compile: `auto` compiles the blocks on GPUs, and says so where that fails; `on` stops then;
+            `off` runs them as they are written. The batches of training and validation use it.
         head_chunk_tokens: Tokens whose logits exist at once in the loss.
     """
 
@@ -25,4 +29,5 @@ class ModelConfig(Section):
     dropout: Fraction = 0.0
     vocabulary_multiple: Count = 128
     activation_checkpointing: bool = False
+    compile: Literal["auto", "on", "off"] = "auto"
     head_chunk_tokens: Count = 2048

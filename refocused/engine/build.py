@@ -15,6 +15,7 @@ from torch import nn
 
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig
 from refocused.engine.engine import Engine
+from refocused.engine.finite import FiniteUpdates, guard_partitioned
 from refocused.engine.optimizer import build_optimizer
 from refocused.errors import ConfigError
 from refocused.world import World
@@ -65,7 +66,29 @@ def build_engine(
             model=model, optimizer=build_optimizer(model, optimizer), config=dict(settings)
         )
     _undo_warm_up_step(engine.optimizer)
-    return Engine(engine, device=world.device, rank=world.rank)
+    guard = _guard(engine.optimizer, zero=settings["zero_optimization"], precision=precision)
+    return Engine(engine, device=world.device, rank=world.rank, guard=guard)
+
+
+def _guard(
+    optimizer: Any, *, zero: Mapping[str, Any], precision: PrecisionConfig
+) -> FiniteUpdates | None:
+    """Refuse updates on the device, where that is possible; None: DeepSpeed does it on the host.
+
+    fp16's loss scale is the host's, an offloaded gradient is there already, and DeepSpeed's 16-bit
+    optimizer without ZeRO has a check of its own.
+    """
+    is_plain = zero["stage"] == 0
+    on_the_host = precision.dtype == "fp16" or "offload_optimizer" in zero
+    if on_the_host or (is_plain and precision.dtype != "fp32"):
+        return None
+    updating = optimizer if is_plain else optimizer.optimizer
+    if not FiniteUpdates.can_guard(updating):
+        return None
+    guard = FiniteUpdates(updating)
+    if not is_plain:
+        guard_partitioned(optimizer, guard)
+    return guard
 
 
 def _undo_warm_up_step(optimizer: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from refocused.engine import randomness
 from refocused.engine.checkpoint_files import HashingCheckpointEngine, WrittenFile, load_checked
+from refocused.engine.finite import FiniteUpdates, Verdict
 from refocused.engine.optimizer import OptimizerSettings
 from refocused.engine.resharding import reshard
 from refocused.engine.saved_states import SavedStates
@@ -36,9 +38,24 @@ class Engine:
     One optimizer step is `accumulation` calls of `accumulate` and then one `update`.
     """
 
-    def __init__(self, deepspeed_engine: Any, *, device: torch.device, rank: int) -> None:
-        """Wrap an initialised DeepSpeed engine."""
+    def __init__(
+        self,
+        deepspeed_engine: Any,
+        *,
+        device: torch.device,
+        rank: int,
+        guard: FiniteUpdates | None = None,
+    ) -> None:
+        """Wrap an initialised DeepSpeed engine.
+
+        Args:
+            deepspeed_engine: What `deepspeed.initialize` returned.
+            device: Of this rank.
+            rank: This rank.
+            guard: Refuses updates on the device; None: DeepSpeed does it, and waits for the device.
+        """
         self._engine = deepspeed_engine
+        self._guard = guard
         self._device = device
         self._norm_scale = 1.0
         self._rank_file = f"ranks/rank_{rank:05d}.pt"
@@ -49,10 +66,14 @@ class Engine:
         # Rank 0 alone copies two scripts: raising there would leave the others in a collective.
         copy_scripts = self._files.bearing(deepspeed_engine._copy_recovery_script)
         self._engine._copy_recovery_script = copy_scripts
-        self._engine.clip_fp32_gradients = self._clip_keeping_the_norm
+        self._is_plain = isinstance(deepspeed_engine.optimizer, torch.optim.Optimizer)
+        self._engine.clip_fp32_gradients = lambda: None  # `_judge_and_clip` does it
 
     def accumulate(self, input_ids: Tensor, labels: Tensor, *, weight: float = 1.0) -> Tensor:
         """Add one micro-batch's gradient; return its weighted loss `[]`, still on the device.
+
+        A loss that is not finite makes the whole gradient so, on every rank once it is summed: the
+        update is refused then.
 
         Args:
             input_ids: Tokens `[B, T]`.
@@ -63,14 +84,18 @@ class Engine:
             input_ids.to(self._device, non_blocking=True),
             labels.to(self._device, non_blocking=True),
         )
-        loss = loss * weight
+        loss = loss * (weight + (loss - loss).detach())  # inf - inf is NaN, as NaN - NaN is
         self._engine.backward(loss * self._missing_scale())
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()
         return loss.detach()  # type: ignore[no-any-return]
 
-    def update(self, learning_rate: float) -> None:
-        """Apply the accumulated gradient: one optimizer step.
+    def update(self, learning_rate: float) -> Verdict:
+        """Apply the accumulated gradient, if it is finite on all ranks: one optimizer step.
+
+        Returns:
+            Whether it was applied, which may not be known yet. In fp16 an overflow is a reason not
+            to; in other precisions training is over.
 
         Raises:
             TrainingError: On every rank: fp16 overflows at the smallest loss scale.
@@ -78,6 +103,8 @@ class Engine:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         self._norm_scale = self._missing_scale()
+        if self._is_plain and not self._judge_and_clip():
+            return Verdict(False)
         try:
             self._engine.step()
         except Exception as error:  # all that DeepSpeed raises here is a bare Exception
@@ -90,6 +117,9 @@ class Engine:
             )
             stopping.on_every_rank = True  # the ranks agree on an overflow before they raise
             raise stopping from error
+        if self._guard is not None:
+            return self._guard.verdict()
+        return Verdict(not getattr(self._engine.optimizer, "overflow", False))
 
     def gradient_norm(self) -> float | None:
         """Return the norm of the last step's whole gradient before clipping, where known."""
@@ -208,11 +238,19 @@ class Engine:
         """Give back what the engine holds."""
         self._engine.destroy()
 
-    def _clip_keeping_the_norm(self) -> None:
-        """Clip as DeepSpeed does at stage 0 in float32, where it throws the norm away."""
-        self._engine._global_grad_norm = torch.nn.utils.clip_grad_norm_(
-            self._engine.module.parameters(), self._engine.gradient_clipping()
+    def _judge_and_clip(self) -> bool:
+        """Clip at stage 0 in float32, where DeepSpeed throws the norm away; False: do not update.
+
+        With a guard the answer is on the device, and True here.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(
+            self._engine.module.parameters(), self._engine.gradient_clipping() or math.inf
         )
+        self._engine._global_grad_norm = norm
+        if self._guard is None:
+            return bool(torch.isfinite(norm))
+        self._guard.judge(norm)
+        return True
 
     def _missing_scale(self) -> float:
         """Return the loss scale where DeepSpeed 0.19 leaves it to us, otherwise 1.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from refocused.errors import ConfigError
+from refocused.models.attention import register_attention
 from refocused.models.causal_lm import CausalLM
 
 
@@ -42,7 +43,7 @@ def build_model(
     config = transformers_config(settings, vocabulary=vocabulary, dropout=dropout)
     config.use_cache = False
     network = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="sdpa", dtype=torch.float32
+        config, attn_implementation=register_attention(), dtype=torch.float32
     )
     if activation_checkpointing:
         # The newer name; with the older one transformers 5.23 prints a warning on every rank.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from refocused.models.attention import document_mask
 from refocused.models.head_loss import LossHead
 
 LARGEST_LOGIT_TERM = 1.0  # nats; beyond it the weights are drawn too wide to train from
@@ -54,12 +55,14 @@ class CausalLM(nn.Module):
         return logits
 
     def _hidden(self, input_ids: Tensor) -> Tensor:
-        positions = None
+        documents: dict[str, Tensor] = {}
         if self.document_id is not None:
-            # transformers reads where documents end from positions that begin anew.
-            positions = document_positions(input_ids, document_id=self.document_id)
+            documents = {
+                "position_ids": document_positions(input_ids, document_id=self.document_id),
+                "attention_mask": document_mask(input_ids, document_id=self.document_id),
+            }
         states: Tensor = self.network.base_model(
-            input_ids=input_ids, position_ids=positions, use_cache=False
+            input_ids=input_ids, use_cache=False, **documents
         ).last_hidden_state
         return states
 

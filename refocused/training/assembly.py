@@ -23,10 +23,12 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.decode import LoadedRun, render_run
 from refocused.config.deepspeed import deepspeed_config
 from refocused.engine.build import build_engine
+from refocused.engine.compiled import Compilation, compile_blocks
 from refocused.engine.engine import Engine
 from refocused.engine.randomness import seed_everything
 from refocused.estimate.work import flops_per_token, mfu_fraction
 from refocused.hardware import gpu_facts
+from refocused.models.attention import use_fastest_attention
 from refocused.models.build import build_model
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, counted_parameters, untrained_loss
 from refocused.monitoring.throughput import Throughput
@@ -112,8 +114,24 @@ def assemble_data(job: Job) -> DataParts:
     )
 
 
-def assemble_engine(job: Job) -> tuple[Engine, int]:
-    """Build the model, alike on every rank, and partition it; also return its parameters."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Built:
+    """The model, partitioned over the ranks.
+
+    Attributes:
+        parameters: Elements of the whole model, padding included.
+        attention: What computes attention.
+        compilation: How the blocks are computed.
+    """
+
+    engine: Engine
+    parameters: int
+    attention: str
+    compilation: Compilation
+
+
+def assemble_engine(job: Job) -> Built:
+    """Build the model, alike on every rank, compile its blocks and partition it."""
     config, shape = job.loaded.config, job.loaded.shape
     seed_everything(config.run.seed, rank=0)
     model = build_model(
@@ -125,6 +143,15 @@ def assemble_engine(job: Job) -> tuple[Engine, int]:
         document_id=config.data.document_id if config.data.mask_documents else None,
     )
     parameters = counted_parameters(model)
+    attention = use_fastest_attention(job.world.device, dropout=config.model.dropout)
+    compilation = compile_blocks(
+        model,
+        block_class=model.block_class,
+        batch_shape=(job.plan.micro, job.plan.sequence_length),
+        dtype=config.precision.dtype,
+        choice=config.model.compile,
+        world=job.world,
+    )
     settings = deepspeed_config(
         batch=job.plan,
         optimizer=config.optimizer,
@@ -142,18 +169,20 @@ def assemble_engine(job: Job) -> tuple[Engine, int]:
         world=job.world,
     )
     seed_everything(config.run.seed, rank=job.world.rank)
-    return engine, parameters
+    return Built(engine, parameters, attention, compilation)
 
 
-def assemble_parts(job: Job, data: DataParts, engine: Engine, *, parameters: int) -> Parts:
+def assemble_parts(job: Job, data: DataParts, built: Built) -> Parts:
     """Bring together what the loop uses."""
     config, world = job.loaded.config, job.world
+    engine, parameters = built.engine, built.parameters
     rows = job.loaded.shape.padded_vocabulary(config.model.vocabulary_multiple)
     figures = _figures(job, data)
     throughput = Throughput(time.monotonic)
     reporter = Reporter(
         job.folder, figures=figures, engine=engine, throughput=throughput, world=world
     )
+    _say_computation(built, reporter)
     if config.checkpoint.in_background:
         copied = copied_bytes(
             parameters,
@@ -199,6 +228,18 @@ def assemble_parts(job: Job, data: DataParts, engine: Engine, *, parameters: int
                 "initializer_range", DEFAULT_INITIALIZER_RANGE
             ),
         ),
+    )
+
+
+def _say_computation(built: Built, reporter: Reporter) -> None:
+    """Tell how attention and the blocks are computed."""
+    done = built.compilation
+    reporter.event(
+        "compile_failed" if done.failed else "compute",
+        f"  compute  {built.attention}, {done.text}",
+        attention=built.attention,
+        compiled=done.is_on,
+        seconds=done.seconds,
     )
 
 

@@ -105,8 +105,7 @@ def _carry_out(job: Job, stop: StopRequest, session: Session) -> ExitCode:
     try:
         world.first_does(lambda: _say_data(job, data))
         stop.leave_if_asked()
-        engine, parameters = assemble_engine(job)
-        parts = assemble_parts(job, data, engine, parameters=parameters)
+        parts = assemble_parts(job, data, assemble_engine(job))
         stop.leave_if_asked()
         state = start_or_resume(job, parts, chosen, stop)
         stop.leave_if_asked()

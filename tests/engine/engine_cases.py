@@ -112,6 +112,12 @@ OVERFLOWING = [
     Case(stage, dtype="fp16", initial_scale_power=20, resumes=True) for stage in (0, 1, 3)
 ]
 LOOKING = [Case(stage, family, dropout=0.5) for stage, family in ((0, "gpt2"), (3, "gpt_neox"))]
+REFUSING = [
+    *(Case(stage) for stage in (0, 1, 2, 3)),
+    *(Case(stage, dtype="bf16") for stage in (0, 1, 3)),
+    Case(1, dtype="fp16"),
+    Case(3, offload_optimizer="cpu"),
+]
 DROPPING = Case(3, dropout=0.2, resumes=True)
 CASES = [*EXACT, *HALF, WARMED, DROPPING, *OVERFLOWING]
 

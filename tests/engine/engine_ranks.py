@@ -22,6 +22,7 @@ from engine_cases import (
     LENGTH,
     LOOKING,
     RATES,
+    REFUSING,
     SAVED_AT,
     VOCABULARY,
     WARMED,
@@ -144,6 +145,33 @@ def look_without_training(case: Case, world: World) -> dict[str, Any]:
     }
 
 
+def refuse_what_is_not_finite(case: Case, world: World) -> dict[str, Any]:
+    """Make a step, then one with an infinite loss of finite gradient on rank 1, then a good one."""
+    engine = start_engine(case, world)
+    seen = windows()[0, 0, 0]  # the same on every rank
+
+    def validate() -> float:
+        return engine.validation_loss(seen[:, :-1], seen[:, 1:]).item()
+
+    made, losses = [], [validate()]
+    for step in range(3):
+        spoils = step == 1 and world.rank == 1
+        for accumulated in windows()[step]:
+            ids = accumulated[world.rank]
+            if spoils:
+                hook = engine._engine.module.register_forward_hook(
+                    lambda module, inputs, loss: loss + math.inf
+                )
+            engine.accumulate(ids[:, :-1], ids[:, 1:])
+            if spoils:
+                hook.remove()
+                spoils = False
+        made.append(engine.update(1e-2))
+        losses.append(validate())
+    engine.close()
+    return {"made": world.gather([verdict.was_made() for verdict in made]), "losses": losses}
+
+
 def save_on_a_failing_disk(world: World, scratch: Path) -> dict[str, Any]:
     """Save while every file of rank 1 meets a full disk; then once more on a good one."""
     engine = start_engine(Case(3), world)
@@ -181,6 +209,8 @@ def main() -> None:
     found: dict[str, Any] = {case.name: run(case, world, scratch) for case in CASES}
     for case in LOOKING:
         found[f"look {case.name}"] = look_without_training(case, world)
+    for case in REFUSING:
+        found[f"refuse {case.name}"] = refuse_what_is_not_finite(case, world)
     found["failing disk"] = world.gather(save_on_a_failing_disk(world, scratch))
     if world.is_first:
         (out / "found.json").write_text(json.dumps(found))

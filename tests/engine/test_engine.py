@@ -22,6 +22,7 @@ from engine_cases import (
     LOOKING,
     OPTIMIZER,
     OVERFLOWING,
+    REFUSING,
     SAVED_AT,
     STEPS,
     VOCABULARY,
@@ -137,6 +138,21 @@ def test_skipped_updates_leave_the_weights_alone(found: Found) -> None:
     assert losses[0][:4] == pytest.approx(losses[3][:4], abs=1e-4)
     trained = found[Case(3, dtype="fp16").name]["steps"]
     assert losses[3][1] > trained[1]["loss"] + 0.05  # the same batch after one real update
+
+
+@named(REFUSING)
+def test_a_loss_that_is_not_finite_on_one_rank_changes_no_weight_on_any(
+    found: Found, case: Case
+) -> None:
+    refused = found[f"refuse {case.name}"]
+    untrained, trained, spoiled, after = refused["losses"]
+    assert trained < untrained
+    assert spoiled == trained
+    on_the_host = case.dtype == "fp16" or case.offload_optimizer != "none"
+    on_the_host |= (case.stage, case.dtype) == (0, "bf16")
+    # On the device nobody has asked yet, so that the next update is refused as well.
+    assert refused["made"] == [[True, False, on_the_host]] * 2
+    assert (after == spoiled) != on_the_host
 
 
 @named(LOOKING)

@@ -17,6 +17,7 @@ from refocused.batches.position import Position
 from refocused.checkpoints.tiers import Tier
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
+from refocused.engine.finite import Verdict
 from refocused.errors import RefocusedError
 from refocused.monitoring.throughput import Throughput
 from refocused.training.cadence import Cadence
@@ -50,7 +51,11 @@ def batch(window: int, *, labels: int = 4, ignored: int = 0, source: str | None 
 
 @dataclasses.dataclass
 class FakeEngine:
-    """Gives losses; the training loss is a function of the step (from 1) it belongs to."""
+    """Gives losses; the training loss is a function of the step (from 1) it belongs to.
+
+    Updates from `refuses_from` on are refused, as all ranks' engines do after a gradient that is
+    not finite on one of them.
+    """
 
     log: Log
     training_loss: Callable[[int], float] = lambda step: 1.0
@@ -59,15 +64,18 @@ class FakeEngine:
     norm: float | None = 1.5
     scale: float | None = None
     skipped_steps: int = 0
+    refuses_from: int = 10**9
 
     def accumulate(self, input_ids: Tensor, labels: Tensor, *, weight: float) -> Tensor:
         assert weight == 1.0
         self.log.append(f"accumulate {int(input_ids[0, 0])}")
         return torch.tensor(self.training_loss(self.updates + 1))
 
-    def update(self, learning_rate: float) -> None:
+    def update(self, learning_rate: float) -> Verdict:
         self.updates += 1
-        self.log.append(f"update {learning_rate:.6f}")
+        refused = self.updates >= self.refuses_from
+        self.log.append("refuse" if refused else f"update {learning_rate:.6f}")
+        return Verdict(not refused)
 
     def validation_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         self.log.append("validate")

@@ -1,0 +1,184 @@
+"""Blocks compiled one by one, tried out on one of them before the run depends on it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from refocused.errors import ConfigError
+from refocused.world import World
+
+CompileChoice = Literal["auto", "on", "off"]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+REASON_CHARACTERS = 200
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Compilation:
+    """How the blocks are computed.
+
+    Attributes:
+        is_on: Whether they are compiled.
+        text: The same, and why, for a person.
+        failed: Whether they should have been compiled, but could not be.
+        seconds: What compiling took; None when nothing was.
+    """
+
+    is_on: bool
+    text: str
+    failed: bool = False
+    seconds: float | None = None
+
+
+def compile_blocks(
+    model: nn.Module,
+    *,
+    block_class: type[nn.Module],
+    batch_shape: tuple[int, int],
+    dtype: str,
+    choice: CompileChoice,
+    world: World,
+    backend: str = "inductor",
+) -> Compilation:
+    """Compile the forward pass of every block, before DeepSpeed takes the model; all ranks call.
+
+    One graph serves all blocks. It is made here, by the first block's forward and backward pass on
+    the device and in the shapes of training, so that a compiler that is missing or fails shows
+    before the first step, and the same way on every rank. Parameters keep their names.
+
+    Args:
+        model: The model on the CPU, in float32; `forward` takes ids and labels.
+        block_class: The repeated block.
+        batch_shape: Micro-batch, `(B, T)`. Other shapes (samples, the test of the first loss) run
+            as they are written, for each would be compiled anew.
+        dtype: What the passes compute in: bf16, fp16 or fp32.
+        choice: `auto` compiles on GPUs alone, and goes on without where compiling fails.
+        world: The ranks.
+        backend: What torch.compile hands the graph to.
+
+    Raises:
+        ConfigError: On every rank: `on`, and some rank cannot compile.
+    """
+    if choice == "off":
+        return Compilation(False, "blocks run as written (model.compile=off)")
+    if choice == "auto" and world.device_kind == "cpu":
+        return Compilation(
+            False, "blocks run as written (on a CPU compiling takes longer than it gains)"
+        )
+    blocks = [module for module in model.modules() if isinstance(module, block_class)]
+    began = time.monotonic()
+    graph = _compiled(block_class, backend)
+    reasons = world.gather(
+        _failure(lambda: _try(model, blocks[0], graph, batch_shape, dtype, world))
+    )
+    reason = next((reason for reason in reasons if reason), None)
+    if reason is not None and choice == "on":
+        raise ConfigError(
+            f"The blocks cannot be compiled: {reason}. Install a C++ compiler, or set "
+            "model.compile=off."
+        )
+    if reason is not None:
+        return Compilation(
+            False, f"blocks run as written, for they cannot be compiled: {reason}", failed=True
+        )
+    for block in blocks:
+        block.forward = _dispatching(block, graph, batch_shape)
+    seconds = time.monotonic() - began
+    return Compilation(
+        True, f"{len(blocks)} blocks compiled as one graph in {seconds:.1f} s", seconds=seconds
+    )
+
+
+def _compiled(block_class: type[nn.Module], backend: str) -> Callable[..., Any]:
+    """Compile the class's own function: the block is an argument of it, and its weights inputs."""
+    return torch.compile(block_class.forward, dynamic=False, fullgraph=True, backend=backend)
+
+
+def _dispatching(
+    block: nn.Module, graph: Callable[..., Any], batch_shape: tuple[int, int]
+) -> Callable[..., Any]:
+    """Return the forward pass of a block: compiled for training's shape, as written for others."""
+    written = block.forward
+
+    def forward(hidden: Tensor, *rest: Any, **named: Any) -> Any:
+        if hidden.shape[:2] == batch_shape:
+            return graph(block, hidden, *rest, **named)
+        return written(hidden, *rest, **named)
+
+    return forward
+
+
+def _failure(attempt: Callable[[], None]) -> str | None:
+    """Return why an attempt fails; None when it does not."""
+    try:
+        attempt()
+    except Exception as error:  # a compiler fails with anything: its own, C++'s, Triton's errors
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return f"{type(error).__name__}: {' '.join(lines)[:REASON_CHARACTERS]}"
+    return None
+
+
+def _try(
+    model: nn.Module,
+    block: nn.Module,
+    graph: Callable[..., Any],
+    batch_shape: tuple[int, int],
+    dtype: str,
+    world: World,
+) -> None:
+    """Run a copy of a block forward and backward, as training will."""
+    args, named = _inputs_of(model, block, batch_shape)
+    move = _mover(world.device, DTYPES[dtype])
+    trial = copy.deepcopy(block).to(world.device, DTYPES[dtype]).train()
+    hidden, *rest = (move(value) for value in args)
+    hidden.requires_grad_()
+    output = graph(trial, hidden, *rest, **{name: move(value) for name, value in named.items()})
+    output = output[0] if isinstance(output, tuple) else output
+    output.float().sum().backward()
+
+
+class _Reached(Exception):  # noqa: N818 - no error: the way out of a forward pass
+    """A block is about to run, with these arguments."""
+
+    def __init__(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        super().__init__()
+        self.args_of_block, self.named = args, named
+
+
+def _inputs_of(
+    model: nn.Module, block: nn.Module, batch_shape: tuple[int, int]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a model hands to its first block, without computing any block."""
+
+    def stop(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        raise _Reached(args, named)
+
+    ids = torch.zeros(batch_shape, dtype=torch.long)
+    hook = block.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            model(ids, ids)
+    except _Reached as reached:
+        return reached.args_of_block, reached.named
+    finally:
+        hook.remove()
+    raise RuntimeError(f"the model does not run its {type(block).__name__}")
+
+
+def _mover(device: torch.device, dtype: torch.dtype) -> Callable[[Any], Any]:
+    """Return what brings a block's argument to the device, and numbers to the passes' precision."""
+
+    def move(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().to(device, dtype if value.is_floating_point() else None)
+        if isinstance(value, tuple):
+            return tuple(move(part) for part in value)
+        return value
+
+    return move
