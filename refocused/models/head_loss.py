@@ -69,7 +69,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if hidden_gradient is not None and weight_gradient is not None:
                 slope = _slope(logits, log_normalizer, index, mask).to(hidden.dtype)
                 torch.mm(slope, weight, out=hidden_gradient[part])
-                weight_gradient += slope.T @ rows
+                _add_product(weight_gradient, slope.T, rows)
         if wants_gradient:
             ctx.save_for_backward(hidden_gradient, weight_gradient, count)
             ctx.weight_dtype = weight.dtype
@@ -86,6 +86,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left @ right` to the total, without a temporary of its size where the types allow."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
 
 
 def _slope(logits: Tensor, log_normalizer: Tensor, index: Tensor, mask: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -61,6 +62,7 @@ class Case:
 
     Attributes:
         resumes: Save after half of the steps, and make the rest again in a new engine.
+        recomputes: Checkpoint the activations.
         undoes_warm_up: Whether the engine takes back DeepSpeed's own first update.
     """
 
@@ -73,6 +75,7 @@ class Case:
     dropout: float = 0.0
     resumes: bool = False
     undoes_warm_up: bool = True
+    recomputes: bool = False
 
     @property
     def name(self) -> str:
@@ -85,6 +88,8 @@ class Case:
             parts.append(f"scale{self.initial_scale_power}")
         if self.dropout:
             parts.append("dropout")
+        if self.recomputes:
+            parts.append("recomputed")
         if not self.undoes_warm_up:
             parts.append("warmed")
         return "-".join(parts)
@@ -122,19 +127,29 @@ DROPPING = Case(3, dropout=0.2, resumes=True)
 CASES = [*EXACT, *HALF, WARMED, DROPPING, *OVERFLOWING]
 
 
-def fresh_model(family: str, *, seed: int = 0, dropout: float = 0.0) -> CausalLM:
+def fresh_model(
+    family: str, *, seed: int = 0, dropout: float = 0.0, recomputes: bool = False
+) -> CausalLM:
     torch.manual_seed(seed)
     return build_model(
         SHAPES[family],
         vocabulary=VOCABULARY,
         dropout=dropout,
-        activation_checkpointing=False,
+        activation_checkpointing=recomputes,
         chunk_tokens=24,
     )
 
 
-def start_engine(case: Case, world: World, *, seed: int = 0) -> Engine:
-    model = fresh_model(case.family, seed=seed, dropout=case.dropout)
+def start_engine(
+    case: Case,
+    world: World,
+    *,
+    seed: int = 0,
+    prepare: Callable[[CausalLM], None] = lambda model: None,
+) -> Engine:
+    """Build a case's engine; `prepare` is called with the model first."""
+    model = fresh_model(case.family, seed=seed, dropout=case.dropout, recomputes=case.recomputes)
+    prepare(model)
     precision = PrecisionConfig(dtype=case.dtype, initial_scale_power=case.initial_scale_power)
     settings = deepspeed_config(
         batch=BatchPlan(MICRO, ACCUMULATION, world.world_size, LENGTH),

@@ -1,0 +1,100 @@
+"""Trains compiled and uncompiled engines on this rank: `compiled_ranks.py OUT`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+sys.path.insert(0, str(Path(__file__).parent))
+
+from engine_cases import LENGTH, MICRO, RATES, Case, start_engine, windows
+from torch._dynamo.utils import counters
+
+from refocused.engine.compiled import compile_blocks
+from refocused.models.causal_lm import CausalLM
+from refocused.world import World, join_world
+
+CASES = [
+    Case(0),
+    Case(1, "gpt_neox"),
+    Case(3),
+    Case(3, "gpt_neox"),
+    Case(3, dropout=0.2, recomputes=True),
+]
+
+
+def compiling(world: World, *, dtype: str) -> Callable[[CausalLM], None]:
+    def compile_all(model: CausalLM) -> None:
+        compiled = compile_blocks(
+            model,
+            block_class=model.block_class,
+            batch_shape=(MICRO, LENGTH),
+            dtype=dtype,
+            choice="on",
+            world=world,
+            backend="aot_eager",  # the graph as it is; what inductor makes of it takes a minute
+        )
+        assert compiled.is_on
+
+    return compile_all
+
+
+def train(case: Case, world: World, *, compiled: bool) -> dict[str, Any]:
+    torch._dynamo.reset()
+    counters.clear()
+    engine = start_engine(
+        case,
+        world,
+        prepare=compiling(world, dtype=case.dtype) if compiled else lambda model: None,
+    )
+    torch.manual_seed(world.rank)
+    losses, graphs = [], []
+    for step, rate in enumerate(RATES):
+        for accumulated in windows()[step]:
+            ids = accumulated[world.rank]
+            losses.append(engine.accumulate(ids[:, :-1], ids[:, 1:]).item())
+        engine.update(rate)
+        graphs.append(counters["stats"]["unique_graphs"])
+    ids = windows()[0, 0, world.rank]
+    validated = [engine.validation_loss(ids[:, :-1], ids[:, 1:]).item() for _ in range(2)]
+    graphs.append(counters["stats"]["unique_graphs"])
+    # Other shapes, as those of the first loss and of samples.
+    odd = [engine.validation_loss(ids[:1, :-1], ids[:1, 1:]).item()]
+    odd.append(engine.next_token_logits(ids[:, :7]).sum().item())
+    names = [name for name, _ in engine._engine.module.named_parameters()]
+    engine.close()
+    return {
+        "losses": losses,
+        "validated": validated,
+        "odd": odd,
+        "graphs": graphs,
+        "graphs after odd shapes": counters["stats"]["unique_graphs"],
+        "breaks": sum(counters["graph_break"].values()),
+        "names": names,
+    }
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    world = join_world("cpu")
+    found = {
+        case.name: {kind: train(case, world, compiled=kind == "compiled") for kind in KINDS}
+        for case in CASES
+    }
+    if world.is_first:
+        (out / "found.json").write_text(json.dumps(found))
+    world.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads abort an ordinary end now and then
+
+
+KINDS = ("compiled", "written")
+if __name__ == "__main__":
+    main()

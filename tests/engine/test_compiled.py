@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiled_ranks import CASES
+from engine_cases import LENGTH, MICRO, VOCABULARY, Case, fresh_model
+from ranks import Ranks
+from thread_ranks import on_two_ranks, results
+from torch import Tensor
+
+from refocused.engine import compiled
+from refocused.engine.compiled import Compilation, CompileChoice, compile_blocks
+from refocused.errors import ConfigError
+from refocused.world import World
+
+Found = dict[str, Any]
+ALONE = World(rank=0, local_rank=0, world_size=1, local_world_size=1)
+
+
+def compile_tiny(
+    choice: CompileChoice, *, backend: Any = "eager", world: World = ALONE, family: str = "gpt2"
+) -> tuple[Compilation, Any]:
+    model = fresh_model(family)
+    found = compile_blocks(
+        model,
+        block_class=model.block_class,
+        batch_shape=(MICRO, LENGTH),
+        dtype="fp32",
+        choice=choice,
+        world=world,
+        backend=backend,
+    )
+    return found, model
+
+
+def is_compiled(model: Any) -> bool:
+    blocks = [module for module in model.modules() if isinstance(module, model.block_class)]
+    changed = {"forward" in vars(block) for block in blocks}
+    assert len(changed) == 1
+    return changed.pop()
+
+
+def broken(graph: Any, inputs: Any) -> Any:
+    raise OSError("no such file: g++")
+
+
+def test_off_and_auto_on_a_cpu_leave_the_blocks_alone_and_say_so() -> None:
+    for choice, reason in (("off", "model.compile=off"), ("auto", "on a CPU")):
+        found, model = compile_tiny(choice, backend=broken)  # type: ignore[arg-type]
+        assert not found.is_on
+        assert not found.failed
+        assert reason in found.text
+        assert not is_compiled(model)
+
+
+def test_on_compiles_all_blocks_before_the_first_step() -> None:
+    found, model = compile_tiny("on")
+    assert found.is_on
+    assert found.text.startswith("2 blocks compiled as one graph")
+    assert found.seconds is not None
+    assert is_compiled(model)
+
+
+def test_on_stops_where_it_cannot_be() -> None:
+    with pytest.raises(
+        ConfigError, match=r"cannot be compiled: .*no such file: g\+\+.*compile=off"
+    ):
+        compile_tiny("on", backend=broken)
+
+
+def test_auto_goes_on_without_when_one_rank_alone_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    models: list[Any] = [None, None]
+
+    def explode(*args: Any) -> None:
+        if args[-1].rank == 1:
+            raise RuntimeError("out of registers\nand more")
+
+    def action(world: World) -> Compilation:
+        on_gpu = dataclasses.replace(world, device_kind="cuda")
+        found, models[world.rank] = compile_tiny("auto", world=on_gpu)
+        return found
+
+    monkeypatch.setattr(compiled, "_try", explode)
+    for found in results(on_two_ranks(action)):
+        assert found.failed
+        assert "cannot be compiled: RuntimeError: out of registers and more" in found.text
+    assert not any(is_compiled(model) for model in models)
+
+
+def test_what_a_block_is_given_is_found_without_computing_one() -> None:
+    model = fresh_model("gpt_neox")
+    blocks = [module for module in model.modules() if isinstance(module, model.block_class)]
+    args, named = compiled._inputs_of(model, blocks[0], (MICRO, LENGTH))
+    assert args[0].shape == (MICRO, LENGTH, 64)
+    assert isinstance(named["position_embeddings"][0], Tensor)
+    assert not blocks[0]._forward_pre_hooks
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What two ranks trained with compiled blocks and without."""
+    folder = tmp_path_factory.mktemp("compiled")
+    script = Path(__file__).with_name("compiled_ranks.py")
+    ended = Ranks(2, [str(script), str(folder)], folder=folder).wait()
+    assert ended.codes == [0, 0], ended.everything
+    measured: Found = json.loads((folder / "found.json").read_text())
+    return measured
+
+
+cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@pytest.mark.slow
+@cases
+def test_compiled_blocks_train_alike(found: Found, case: Case) -> None:
+    ours, written = found[case.name]["compiled"], found[case.name]["written"]
+    for key in ("validated", "odd") if case.dropout else ("losses", "validated", "odd"):
+        within = 0.2 if case.dropout else 1e-5
+        assert ours[key] == pytest.approx(written[key], abs=within)
+    assert ours["names"] == written["names"]
+
+
+@pytest.mark.slow
+@cases
+def test_there_is_one_graph_for_training_and_one_for_validation(found: Found, case: Case) -> None:
+    graphs = found[case.name]["compiled"]["graphs"]
+    assert graphs[-1] - graphs[-2] <= 1
+    assert graphs[-2] == graphs[1]  # none after the second step
+    assert graphs[1] <= 2  # that of the trial, and one where ZeRO's weights are another kind
+    assert found[case.name]["compiled"]["breaks"] == 0
+    assert found[case.name]["compiled"]["graphs after odd shapes"] == graphs[-1]
+    assert found[case.name]["written"]["graphs"][-1] == 0
+
+
+@pytest.mark.slow
+def test_inductor_compiles_a_block_where_there_is_a_compiler() -> None:
+    found, model = compile_tiny("on", backend="inductor")
+    plain = fresh_model("gpt2")
+    ids = torch.arange(MICRO * LENGTH).reshape(MICRO, LENGTH) % VOCABULARY
+    for one in (model, plain):
+        one(ids, ids).backward()
+    assert found.is_on
+    for ours, written in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, written.grad, rtol=1e-4, atol=1e-5)
