@@ -22,10 +22,8 @@ from refocused.models.causal_lm import CausalLM
 from refocused.world import World, join_world
 
 CASES = [
-    Case(0),
     Case(1, "gpt_neox"),
     Case(3),
-    Case(3, "gpt_neox"),
     Case(3, dropout=0.2, recomputes=True),
 ]
 
