@@ -12,6 +12,18 @@ from fakes import Emulator, emulated_bucket, emulator_server
 _bucket_numbers = itertools.count(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the tests that are marked `gpu` out, by name, where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
 @pytest.fixture(scope="session")
 def storage_server() -> Iterator[Any]:
     with emulator_server() as server:

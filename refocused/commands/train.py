@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import SILENT_RANK_SECONDS, Parser, split_overrides
 from refocused.commands.places import add_credentials
+from refocused.commands.quantities import count
 from refocused.commands.typed_command import command_to_go_on
 from refocused.errors import ConfigError, ExitCode, RefocusedError
 
@@ -60,6 +61,13 @@ def build_parser() -> Parser:
         "run.seed, precision.dtype; may be given several times",
     )
     parser.add_argument("--max-steps", type=int, metavar="N", help="the same as run.steps=N")
+    parser.add_argument(
+        "--profile",
+        type=count,
+        default=0,
+        metavar="N",
+        help="trace N steps after the first 10: a Chrome trace and a table in RUN/profile",
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, train nothing")
     parser.add_argument("--print-config", action="store_true", help="print all settings and end")
     add_credentials(parser)
@@ -165,6 +173,7 @@ def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int, session:
             allowed_changes=frozenset(arguments.allow_change),
             trusts_others=arguments.trust,
             or_start=arguments.resume_or_start,
+            profile_steps=arguments.profile,
             command=_command(world, session),
         )
         code = run(loaded, request, world, session)

@@ -29,6 +29,8 @@ class StepMetrics:
         seconds_trained: Since the run's first start, interruptions left out.
         cost_usd: Of that time.
         cost_left_usd: Of the time left.
+        mfu_refused: More came out than any run reaches, so that something it is computed from is
+            wrong; the figure is left out.
     """
 
     step: int
@@ -49,6 +51,7 @@ class StepMetrics:
     seconds_trained: float
     cost_usd: float | None
     cost_left_usd: float | None
+    mfu_refused: bool = False
 
     def as_record(self) -> dict[str, object]:
         """Return the fields under their own names, for JSON."""
@@ -74,6 +77,8 @@ class StepMetrics:
         ):
             if share is not None:
                 parts.append(f"{name} {share:.1%}")
+            elif name == "MFU" and self.mfu_refused:
+                parts.append("MFU ?")
         if self.seconds_left is not None:
             parts.append(f"left {duration(self.seconds_left)}{_dollars(self.cost_left_usd)}")
         return " | ".join(parts)

@@ -31,6 +31,7 @@ from refocused.hardware import gpu_facts
 from refocused.models.attention import use_fastest_attention
 from refocused.models.build import build_model
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, counted_parameters, untrained_loss
+from refocused.monitoring.profile import StepProfiler
 from refocused.monitoring.throughput import Throughput
 from refocused.shards.tokenizer_files import tokenizer_file
 from refocused.shards.tokenizers import GPT2, TokenizerChoice
@@ -55,6 +56,7 @@ class Request:
     Attributes:
         resume: `auto`, `latest`, `best`, `none`, a step, a name, a path or a `gs://` address.
         dry_run: Build and check everything, train nothing.
+        profile_steps: Steps to trace after the first ones; 0: none.
         credentials_file: Key file for `gs://`.
         project: Google Cloud project.
         command: The command that was typed, for the summary.
@@ -71,6 +73,7 @@ class Request:
     allowed_changes: frozenset[str] = frozenset()
     trusts_others: bool = False
     or_start: bool = False
+    profile_steps: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -221,6 +224,7 @@ def assemble_parts(job: Job, data: DataParts, built: Built) -> Parts:
         reporter=reporter,
         saver=saver,
         vocabulary_rows=rows,
+        profiler=_profiler(job, reporter),
         untrained_loss=untrained_loss(
             rows=rows,
             width=job.loaded.shape.width,
@@ -240,6 +244,18 @@ def _say_computation(built: Built, reporter: Reporter) -> None:
         attention=built.attention,
         compiled=done.is_on,
         seconds=done.seconds,
+    )
+
+
+def _profiler(job: Job, reporter: Reporter) -> StepProfiler | None:
+    """Prepare the trace that rank 0 was asked for."""
+    if not job.request.profile_steps or job.request.dry_run or not job.world.is_first:
+        return None
+    return StepProfiler(
+        job.folder / "profile",
+        steps=job.request.profile_steps,
+        on_gpu=job.world.device_kind == "cuda",
+        tell=lambda text: reporter.event("profile", f"profile {text}"),
     )
 
 

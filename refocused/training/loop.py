@@ -59,6 +59,8 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
             epoch = state.position.epoch
             state = state.after_step(parts.plan, batches.position)
             parts.throughput.lap("step")
+            if parts.profiler is not None:
+                parts.profiler.after_step(batches.wait_seconds)
             stopping = stop.agreed()
             parts.saver.commit()
             last = state.step == parts.total_steps

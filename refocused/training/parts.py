@@ -10,6 +10,7 @@ from refocused.batches.loader import Loader
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.engine.engine import Engine
+from refocused.monitoring.profile import StepProfiler
 from refocused.monitoring.throughput import Throughput
 from refocused.training.cadence import Cadence
 from refocused.training.reporter import Reporter
@@ -26,6 +27,7 @@ class Parts:
             none without validation data.
         vocabulary_rows: Rows of the embedding, padding included.
         untrained_loss: What a right initialisation gives on random tokens, in nats.
+        profiler: Traces some of this session's steps; None: on other ranks, and when not asked to.
     """
 
     world: World
@@ -42,3 +44,4 @@ class Parts:
     saver: Saver
     vocabulary_rows: int
     untrained_loss: float
+    profiler: StepProfiler | None = None

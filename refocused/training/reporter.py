@@ -15,6 +15,7 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.engine.engine import Engine
 from refocused.engine.schedule import learning_rate
+from refocused.estimate.work import CREDIBLE_MFU
 from refocused.monitoring.metrics import StepMetrics, duration, perplexity
 from refocused.monitoring.records import JsonLines, write_state
 from refocused.monitoring.throughput import Throughput
@@ -72,6 +73,7 @@ class Reporter:
         self._seconds_before = 0.0
         self._cost_before: float | None = None
         self._waited = self._reported_at = 0.0
+        self._has_doubted_mfu = False
         self._state_file = folder / "state.json"
         self._latest: TrainState | None = None
         self._process = this_process()
@@ -216,6 +218,10 @@ class Reporter:
             saves=figures.cadence.saves_left(state.step, figures.total_steps),
         )
         price = figures.per_hour_usd
+        mfu = figures.mfu(speed) if speed else None
+        refused = mfu is not None and mfu > CREDIBLE_MFU
+        if refused:
+            self._doubt_mfu(mfu)
         return StepMetrics(
             step=state.step,
             total_steps=figures.total_steps,
@@ -233,7 +239,8 @@ class Reporter:
             skipped_steps=self._engine.skipped_steps,
             step_seconds=seconds,
             tokens_per_second=speed,
-            mfu_fraction=figures.mfu(speed) if speed else None,
+            mfu_fraction=None if refused else mfu,
+            mfu_refused=refused,
             data_wait_fraction=self._wait_fraction(waited_seconds),
             gpu_memory_fraction=memory,
             seconds_left=left,
@@ -241,6 +248,17 @@ class Reporter:
             cost_usd=state.cost_usd,
             cost_left_usd=left / 3600 * price if left is not None and price else None,
         )
+
+    def _doubt_mfu(self, mfu: float | None) -> None:
+        """Say once that an MFU cannot be."""
+        if not self._has_doubted_mfu:
+            self._has_doubted_mfu = True
+            self.event(
+                "mfu_warning",
+                f"WARN  MFU {mfu:.0%} is more than any training of a whole model reaches "
+                f"({CREDIBLE_MFU:.0%}): the GPU is not the one that its name says, or steps were "
+                "not waited for. It is shown as ?",
+            )
 
     def _wait_fraction(self, waited_seconds: float) -> float:
         """Return the share of the time since the last line that batches were waited for."""

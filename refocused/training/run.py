@@ -261,6 +261,9 @@ def _train_and_finish(
         code = error.exit_code if isinstance(error, RefocusedError) else ExitCode.FAILED
         parts.reporter.write_failure(state, error, code)
         raise
+    finally:
+        if parts.profiler is not None:
+            parts.profiler.close()
 
 
 def _finish(job: Job, parts: Parts, outcome: Outcome, stop: StopRequest) -> ExitCode:

@@ -37,11 +37,13 @@ def test_a_dry_run_checks_everything_and_takes_no_step(tmp_path: Path) -> None:
     assert tried.out[1] + tried.err[1] == ""
     assert metrics(run) == {} and not (run / "checkpoints").exists()
     assert not (run / "state.json").exists()
-    trained = train(tmp_path, *SETTINGS, "--max_steps", "6", ranks=2)
+    trained = train(tmp_path, *SETTINGS, "--max_steps", "12", "--profile", "2", ranks=2)
     assert trained.codes == [0, 0], trained.everything
+    assert "profile 2 steps" in trained.out[0] and "data wait" in trained.out[0]
+    assert (run / "profile" / "steps_11-12.trace.json").exists()
     again = train(tmp_path, *SETTINGS, "--dry-run", ranks=2)
     assert again.codes == [0, 0], again.everything
-    assert "resume   step 6" in again.out[0]
+    assert "resume   step 12" in again.out[0]
     assert json.loads((run / "state.json").read_text())["status"] == "finished"
 
 

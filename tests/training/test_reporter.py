@@ -249,3 +249,17 @@ def test_events_are_written_and_failures_are_warnings(
         ("finished", ""),
     ]
     assert (events[1]["step"], events[2]["exit_code"]) == (3, 0)
+
+
+def test_an_impossible_mfu_is_left_out_and_doubted_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = Session(tmp_path)
+    caplog.set_level(logging.INFO)
+    for step in (1, 2):
+        session.step(TrainState(step=step), seconds=0.5)  # 1,200 tokens a second: 100 %
+    records = [record for record in session.records() if record["kind"] == "step"]
+    assert [record["mfu_fraction"] for record in records] == [None, None]
+    lines = [record.message for record in caplog.records]
+    assert sum("MFU ?" in line for line in lines) == 2
+    assert sum("MFU 100% is more than any training" in line for line in lines) == 1

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from refocused.monitoring.profile import Operation, Profile, StepProfiler, busy_seconds
+
+
+class Clock:
+    """Moves a tenth of a second with every step."""
+
+    def __init__(self) -> None:
+        self.now = 5.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def traced(folder: Path, *, steps: int, made: int) -> list[str]:
+    """Make some steps with a profiler beside them; return what it told."""
+    told: list[str] = []
+    clock = Clock()
+    profiler = StepProfiler(
+        folder, steps=steps, on_gpu=False, tell=told.append, clock=clock, warm_up_steps=2
+    )
+    for step in range(made):
+        name = "warming" if step < 2 else "counted" if step < 2 + steps else "after"
+        with torch.profiler.record_function(name):
+            torch.ones(64, 64) @ torch.ones(64, 64)
+        clock.now += 0.1
+        profiler.after_step(0.02 * (step + 1))
+    profiler.close()
+    return told
+
+
+def test_the_steps_after_the_warm_up_are_traced_and_no_others(tmp_path: Path) -> None:
+    (told,) = traced(tmp_path / "profile", steps=3, made=7)
+    trace = json.loads((tmp_path / "profile" / "steps_3-5.trace.json").read_text())
+    names = [event.get("name") for event in trace["traceEvents"]]
+    assert names.count("counted") == 3
+    assert not {"warming", "after"} & {*names}
+    assert told.startswith("3 steps, 0.1 s each while traced | data wait 20.0% | ")
+    assert "aten::mm" in told
+
+
+def test_the_table_is_written_beside_the_trace(tmp_path: Path) -> None:
+    (told,) = traced(tmp_path, steps=1, made=3)
+    table = (tmp_path / "steps_3-3.txt").read_text().splitlines()
+    assert table[1:] == told.splitlines()[1:]
+    assert len(table) <= 12
+
+
+@pytest.mark.parametrize("made", [0, 1, 4])
+def test_too_few_steps_write_nothing_and_say_so(tmp_path: Path, made: int) -> None:
+    (told,) = traced(tmp_path / "profile", steps=3, made=made)
+    assert told == (
+        f"not written: it takes 2 steps to warm up and 3 to trace; this session made {made}"
+    )
+    assert not (tmp_path / "profile").exists()
+
+
+def test_the_largest_ten_are_shown_with_their_shares() -> None:
+    operations = [Operation(f"kernel {n}", calls=4, seconds=(12 - n) / 78) for n in range(12)]
+    profile = Profile(2, 1.0, operations, idle_fraction=0.013, wait_fraction=0.002)
+    lines = profile.lines()
+    assert lines[0] == "2 steps, 0.5 s each while traced | idle 1.3% | data wait 0.2%"
+    assert len(lines) == 12
+    assert lines[2].split() == ["15.4%", "76.923", "2.0", "kernel", "0"]
+    assert "kernel 10" not in "\n".join(lines)
+
+
+def test_overlapping_kernels_count_once() -> None:
+    assert busy_seconds([]) == 0
+    assert busy_seconds([(3, 4), (0, 2), (1, 2.5), (1.2, 1.4)]) == pytest.approx(3.5)
+
+
+@pytest.mark.gpu
+def test_kernels_of_a_gpu_leave_some_time_idle(tmp_path: Path) -> None:
+    told: list[str] = []
+    profiler = StepProfiler(tmp_path, steps=2, on_gpu=True, tell=told.append, warm_up_steps=2)
+    matrix = torch.ones(1024, 1024, device="cuda")
+    for _ in range(4):
+        matrix @ matrix
+        profiler.after_step(0.0)
+    assert "idle" in told[0] and "gemm" in told[0]
