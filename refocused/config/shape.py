@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 from refocused.errors import ConfigError
 
-Family = Literal["gpt2", "gpt_neox", "resonance"]
+Family = Literal["gpt2", "gpt_neox", "resonance", "ten"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +40,20 @@ class Resonators:
     count: int
 
 
-Mixer = Attention | Resonators
+@dataclasses.dataclass(frozen=True, slots=True)
+class Eigenstates:
+    """Positions meet by a recurrence of complex modes.
+
+    Attributes:
+        count: Modes of a cell, K; a block has two cells at every scale.
+        scales: Tokens that are averaged before each of a block's recurrences.
+    """
+
+    count: int
+    scales: tuple[int, ...]
+
+
+Mixer = Attention | Resonators | Eigenstates
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,6 +146,18 @@ _NAMES: dict[str, _Names] = {
         mixing=("num_resonators",),
         others=("tie_word_embeddings", "layer_norm_eps", "initializer_range"),
     ),
+    "ten": _Names(
+        **_COMMON,
+        mixing=("num_eigenstates",),
+        others=(
+            "tie_word_embeddings",
+            "layer_norm_eps",
+            "initializer_range",
+            "learned_positions",
+            "scales",
+            "chunk_size",
+        ),
+    ),
 }
 
 
@@ -179,7 +204,7 @@ def shape_from(settings: Mapping[str, Any], *, where: str) -> ModelShape:
         layers=settings[names.layers],
         ffn_width=settings.get(names.ffn_width) or 4 * width,
         max_length=settings[names.max_length],
-        learned_positions=not isinstance(mixer, Attention) or mixer.rotary_fraction is None,
+        learned_positions=_learns_positions(mixer, settings),
         tied=bool(settings.get("tie_word_embeddings", names.ties_by_default)),
         mixer=mixer,
         settings=dict(settings),
@@ -196,7 +221,15 @@ def _mixer(family: str, settings: Mapping[str, Any]) -> Mixer:
             bias=bool(settings.get("attention_bias", True)),
             rotary_fraction=_rotary_fraction(settings),
         )
+    if family == "ten":
+        return Eigenstates(settings["num_eigenstates"], tuple(settings.get("scales") or (1,)))
     return Resonators(settings["num_resonators"])
+
+
+def _learns_positions(mixer: Mixer, settings: Mapping[str, Any]) -> bool:
+    if isinstance(mixer, Attention):
+        return mixer.rotary_fraction is None
+    return bool(settings.get("learned_positions", True))
 
 
 def _problems(settings: Mapping[str, Any], names: _Names) -> list[str]:
@@ -213,6 +246,9 @@ def _problems(settings: Mapping[str, Any], names: _Names) -> list[str]:
         for name in settings
         for near in difflib.get_close_matches(name, unused, n=1, cutoff=0.8)
     ]
+    scales = settings.get("scales") or [1] if "scales" in names.others else [1]
+    if not isinstance(scales, list) or any(type(s) is not int or s < 1 for s in scales):
+        problems.append(f"scales = {scales!r}: a list of whole numbers of at least 1 is wanted.")
     heads = names.mixing[0]
     if not problems and heads in _HEADS and settings[names.width] % settings[heads]:
         problems.append(

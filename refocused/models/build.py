@@ -36,10 +36,15 @@ def build_model(
             attend across them.
 
     Raises:
-        ConfigError: Another model type.
+        ConfigError: Another model type, or documents that a recurrence cannot keep apart.
     """
     import transformers
 
+    if document_id is not None and settings.get("model_type") not in MASKABLE:
+        raise ConfigError(
+            f"data.mask_documents: a model of the family {settings.get('model_type')!r} carries "
+            "what it read from one document into the next. Leave mask_documents out."
+        )
     config = transformers_config(settings, vocabulary=vocabulary, dropout=dropout)
     config.use_cache = False
     network = transformers.AutoModelForCausalLM.from_config(
@@ -80,8 +85,12 @@ def register_families() -> None:
     import transformers
 
     from refocused.models.resonance import ResonanceConfig, ResonanceForCausalLM, ResonanceModel
+    from refocused.models.ten import TenConfig, TenForCausalLM, TenModel
 
-    for config, body, network in ((ResonanceConfig, ResonanceModel, ResonanceForCausalLM),):
+    for config, body, network in (
+        (ResonanceConfig, ResonanceModel, ResonanceForCausalLM),
+        (TenConfig, TenModel, TenForCausalLM),
+    ):
         transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
         transformers.AutoModel.register(config, body, exist_ok=True)
         transformers.AutoModelForCausalLM.register(config, network, exist_ok=True)
@@ -107,8 +116,16 @@ def _resonance(settings: dict[str, Any], dropout: float) -> Any:
     return ResonanceConfig(**settings | {"dropout": dropout})
 
 
+def _ten(settings: dict[str, Any], dropout: float) -> Any:
+    from refocused.models.ten import TenConfig
+
+    return TenConfig(**settings | {"hidden_dropout": dropout})
+
+
 FAMILIES: Mapping[str, Callable[[dict[str, Any], float], Any]] = {
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
     "resonance": _resonance,
+    "ten": _ten,
 }
+MASKABLE = ("gpt2", "gpt_neox")  # attention alone can leave out earlier documents

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from refocused.config.shape import Attention, Resonators, load_shape, shape_from
+from refocused.config.files import REPOSITORY_CONFIG
+from refocused.config.shape import Attention, Eigenstates, Resonators, load_shape, shape_from
 from refocused.errors import ConfigError
 
 GPT2: dict[str, Any] = {
@@ -81,7 +82,7 @@ def test_the_vocabulary_is_padded_up(multiple: int, rows: int) -> None:
 
 def test_another_family_is_refused_by_name() -> None:
     assert refusal({"model_type": "llama"}) == (
-        "x.json: model_type = 'llama' is not built here. There are gpt2, gpt_neox, resonance."
+        "x.json: model_type = 'llama' is not built here. There are gpt2, gpt_neox, resonance, ten."
     )
 
 
@@ -116,3 +117,11 @@ def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, content: str) ->
     file.write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(ConfigError, match=r"a\.json"):
         load_shape(file)
+
+
+@pytest.mark.parametrize("scales", [4, [1, 0], [2.5], ["1"]])
+def test_scales_that_are_no_list_of_whole_numbers_are_refused(scales: object) -> None:
+    settings = json.loads((REPOSITORY_CONFIG / "models" / "ten_tiny.json").read_text())
+    assert shape_from(settings, where="ten_tiny").mixer == Eigenstates(16, (1, 2))
+    with pytest.raises(ConfigError, match=r"scales = .*: a list of whole numbers"):
+        shape_from(settings | {"scales": scales}, where="ten_tiny")

@@ -37,6 +37,13 @@ def test_every_shipped_run_loads_and_reads_back(file: Path, tmp_path: Path) -> N
         ("resonance_32k_large", 1, 1_048_576, 17_196_646_400),
         ("resonance_32k_xlarge", 1, 1_048_576, 89_548_390_400),
         ("resonance_32k_1b", 1, 1_048_576, 24_117_248_000),
+        ("ten_nano", 1, 4_096, 737_280_000),
+        ("ten_small", 1, 16_384, 2_621_440_000),
+        ("ten_medium", 1, 16_384, 4_915_200_000),
+        ("ten_small_32k", 1, 524_288, 3_198_156_800),
+        ("ten_medium_32k", 1, 524_288, 6_291_456_000),
+        ("ten_large_32k", 1, 524_288, 11_010_048_000),
+        ("ten_1b", 1, 1_048_576, 20_971_520_000),
     ],
 )
 def test_the_arithmetic_of_each_run(run: str, gpus: int, tokens_a_step: int, tokens: int) -> None:
@@ -49,7 +56,7 @@ def test_the_arithmetic_of_each_run(run: str, gpus: int, tokens_a_step: int, tok
 
 
 def test_the_arithmetic_covers_every_shipped_run() -> None:
-    assert len(RUNS) == 13
+    assert len(RUNS) == 20
 
 
 def test_runs_in_the_cloud_refuse_to_start_without_gpus() -> None:

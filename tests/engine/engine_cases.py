@@ -53,6 +53,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "num_resonators": 8,
     },
+    "ten": {
+        "model_type": "ten",
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 64,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_eigenstates": 8,
+        "scales": [1, 2],
+        "chunk_size": 8,
+    },
 }
 
 
@@ -98,6 +108,7 @@ class Case:
 EXACT = [
     *(Case(stage, family) for family in ("gpt2", "gpt_neox") for stage in (0, 1, 2, 3)),
     *(Case(stage, "resonance") for stage in (0, 3)),
+    *(Case(stage, "ten") for stage in (0, 3)),
     Case(1, offload_optimizer="cpu"),
     Case(2, offload_optimizer="cpu"),
     Case(3, offload_optimizer="cpu"),

@@ -27,6 +27,7 @@ PRESETS = (
     "neox_tiny",
     "resonance_small",
     "resonance_xlarge",
+    "ten_large_32k",
 )
 
 
@@ -47,6 +48,13 @@ def preset(name: str) -> ModelShape:
         ("resonance_large", 859_322_368),
         ("resonance_xlarge", 4_474_671_104),
         ("resonance_1b", 1_203_963_904),
+        ("ten_nano", 35_222_016),
+        ("ten_small", 126_254_080),
+        ("ten_medium", 238_434_560),
+        ("ten_small_32k", 158_759_936),
+        ("ten_medium_32k", 309_802_240),
+        ("ten_large_32k", 547_754_496),
+        ("ten_1b", 1_024_197_632),
     ],
 )
 def test_the_parameters_of_the_presets(name: str, parameters: int) -> None:
@@ -109,6 +117,15 @@ def test_flops_of_a_convolving_token_grow_with_the_logarithm_of_the_length() -> 
     assert flops_per_token(shape, sequence_length=32768) == by_hand
     longer = flops_per_token(shape, sequence_length=65536)
     assert longer - by_hand == 6 * 3 * 768 * 10
+
+
+def test_flops_of_a_token_of_eigenstates_do_not_depend_on_the_length() -> None:
+    shape = preset("ten_medium_32k")
+    modes = 2 * 160 * (1 + 1 / 2 + 1 / 4)  # averages of 2 and 4 tokens are fewer
+    products = 12 * (8 * 1280**2 + 3 * modes * 1280) + 50257 * 1280
+    by_hand = 6 * products + 12 * 24 * modes
+    assert flops_per_token(shape, sequence_length=32768) == by_hand
+    assert flops_per_token(shape, sequence_length=1024) == by_hand
 
 
 def test_the_known_speed_of_eight_h100s() -> None:

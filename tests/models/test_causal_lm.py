@@ -50,6 +50,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "num_resonators": 8,
     },
+    "ten": {
+        "model_type": "ten",
+        "vocab_size": 512,
+        "max_position_embeddings": 64,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_eigenstates": 8,
+        "chunk_size": 8,
+    },
 }
 every_family = pytest.mark.parametrize("family", list(SHAPES))
 where_attention_is = pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
@@ -169,7 +178,7 @@ def test_a_checkpointed_block_is_computed_twice_with_the_same_result(family: str
         model = build(family, dropout=0.1, checkpointing=checkpointing)
         calls: list[object] = []
         for module in model.modules():
-            if type(module).__name__.endswith(("MLP", "Resonators")):
+            if type(module).__name__.endswith(("MLP", "Resonators", "TenMixer")):
                 module.register_forward_pre_hook(lambda *_, calls=calls: calls.append(None))
         torch.manual_seed(3)  # the recomputation draws the same dropout again
         loss = model(ids[:, :-1], ids[:, 1:])

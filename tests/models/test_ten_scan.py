@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from refocused.models.ten_scan import chunked_scan, last_state, powers, sequential_scan
+from refocused.models.ten_spectrum import initial_spectrum, shifted_spectrum
+
+ROWS, MODES, LENGTH = 2, 6, 150
+TOLERANCES = [(torch.float64, 1e-10), (torch.float32, 1e-5)]
+CHUNKS = [1, 7, 32, 150, 1000]
+
+Arguments = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def sample(dtype: torch.dtype, *, length: int = LENGTH, with_state: bool = True) -> Arguments:
+    """Inputs of a size that keeps the outputs near one, two numbers of each mode, and a state."""
+    draw = torch.Generator().manual_seed(7)
+    spectrum = initial_spectrum(MODES, longest=length)
+    beta = torch.randn((ROWS, 2, MODES, length), generator=draw, dtype=torch.float64)
+    beta *= spectrum.gain[:, None]
+    state = torch.randn((ROWS, 2, MODES), generator=draw, dtype=torch.float64) * with_state
+    tensors = (beta, spectrum.log_decay, spectrum.frequency, state)
+    return tuple(tensor.to(dtype).requires_grad_() for tensor in tensors)  # type: ignore[return-value]
+
+
+def gradients(output: Tensor, arguments: Arguments) -> tuple[Tensor, ...]:
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output).cos()
+    return torch.autograd.grad((output * weights).sum(), arguments)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize(("dtype", "within"), TOLERANCES)
+def test_the_fast_form_has_the_values_and_gradients_of_the_recurrence(
+    chunk: int, dtype: torch.dtype, within: float
+) -> None:
+    arguments = sample(dtype)
+    beta, log_decay, frequency, state = arguments
+    wanted, _ = sequential_scan(beta, log_decay, frequency, state=state)
+    found = chunked_scan(beta, log_decay, frequency, chunk=chunk, state=state)
+    assert found.dtype == dtype
+    scale = float(wanted.detach().abs().max())
+    torch.testing.assert_close(found, wanted, rtol=0, atol=within * scale)
+    for mine, plain in zip(gradients(found, arguments), gradients(wanted, arguments), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=0, atol=within * float(plain.abs().max()))
+
+
+@pytest.mark.parametrize(("dtype", "within"), TOLERANCES)
+def test_the_last_state_is_that_of_the_recurrence(dtype: torch.dtype, within: float) -> None:
+    arguments = sample(dtype)
+    *modes, state = arguments
+    _, wanted = sequential_scan(*modes, state=state)
+    found = last_state(*modes, state=state)
+    scale = float(wanted.detach().abs().max())
+    torch.testing.assert_close(found, wanted, rtol=0, atol=within * scale)
+
+
+def test_a_sequence_in_pieces_is_the_sequence() -> None:
+    beta, *modes, _ = sample(torch.float64)
+    whole = chunked_scan(beta, *modes, chunk=16)
+    pieces, state = [], None
+    for piece in beta.split([1, 60, 2, 87], dim=-1):
+        pieces.append(chunked_scan(piece, *modes, chunk=16, state=state))
+        state = last_state(piece, *modes, state=state)
+    torch.testing.assert_close(torch.cat(pieces, dim=-1), whole, rtol=0, atol=1e-12)
+
+
+def test_float32_stays_right_over_32768_tokens() -> None:
+    modes, length = 8, 32768
+    spectrum = initial_spectrum(modes, longest=length)
+    draw = torch.Generator().manual_seed(1)
+    beta = torch.randn((1, 2, modes, length), generator=draw)
+    arguments = (spectrum.log_decay, spectrum.frequency)
+    exact = chunked_scan(beta.double(), *arguments, chunk=100)
+    for chunk in (64, 256):
+        found = chunked_scan(beta, *arguments, chunk=chunk)
+        error = (found - exact).abs().amax(dim=(0, 2)) / exact.abs().amax(dim=(0, 2))
+        assert float(error.max()) < 1e-5
+
+
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_the_gradient_of_token_32000_reaches_token_100(chunk: int) -> None:
+    length, first, last = 32768, 100, 32000
+    spectrum = initial_spectrum(16, longest=length)
+    beta = torch.zeros((1, 2, 16, length), requires_grad=True)
+    found = chunked_scan(beta, spectrum.log_decay, spectrum.frequency, chunk=chunk)
+    (gradient,) = torch.autograd.grad(found[0, :, last].sum(), beta)
+    lag = last - first
+    size = torch.exp(lag * spectrum.log_decay)
+    wanted = torch.stack(
+        (size * (lag * spectrum.frequency).cos(), -size * (lag * spectrum.frequency).sin())
+    )
+    torch.testing.assert_close(gradient[0, :, :, first], wanted.float(), rtol=1e-4, atol=1e-8)
+    assert float(gradient[0, :, -1, first].norm()) > 0.1  # the slowest mode: exp(-31,900 / 23,700)
+    assert not gradient[..., last + 1 :].any()
+
+
+def test_powers_are_those_of_the_multiplier() -> None:
+    log_decay, frequency = torch.tensor([-0.1, -2.0]), torch.tensor([0.5, 3.0])
+    real, imaginary = powers(log_decay, frequency, 4, step=3, dtype=torch.float64)
+    multiplier = torch.complex(log_decay.double(), frequency.double()).exp()
+    for place in range(4):
+        wanted = multiplier ** (3 * place)
+        torch.testing.assert_close(torch.complex(real, imaginary)[:, place], wanted)
+
+
+def test_horizons_are_spread_evenly_on_a_logarithmic_scale() -> None:
+    horizons = initial_spectrum(200, longest=32768).horizon_tokens
+    counts = torch.histc(horizons.log(), bins=10, min=0, max=math.log(32768))
+    assert counts.tolist() == [20] * 10
+
+
+def test_frequencies_fill_the_circle_at_short_and_long_horizons_alike() -> None:
+    frequency = initial_spectrum(200, longest=1000).frequency
+    for part in (frequency[:100], frequency[100:]):
+        counts = torch.histc(part, bins=10, min=0, max=math.pi)
+        assert counts.min() >= 9
+        assert counts.max() <= 11
+
+
+def test_the_gain_keeps_the_variance_of_every_mode() -> None:
+    modes, length = 8, 20000
+    spectrum = initial_spectrum(modes, longest=200)
+    draw = torch.Generator().manual_seed(3)
+    beta = torch.randn((1, 2, modes, length), generator=draw) * spectrum.gain[:, None].float()
+    real = chunked_scan(beta, spectrum.log_decay, spectrum.frequency, chunk=64)
+    assert ((real[0].std(dim=1) - 1).abs() < 0.15).all()
+
+
+@pytest.mark.parametrize("moved", [0.3, -0.7, 1.0])
+def test_rounding_the_learned_numbers_to_bf16_is_harmless_at_every_horizon(moved: float) -> None:
+    initial = initial_spectrum(64, longest=32768)
+    shift = torch.full((64,), moved * 1.001)
+    exact = shifted_spectrum(initial, rate_shift=shift, frequency_shift=shift)
+    rounded = shifted_spectrum(
+        initial, rate_shift=shift.bfloat16(), frequency_shift=shift.bfloat16()
+    )
+    assert float((rounded.log_decay / exact.log_decay - 1).abs().max()) < 0.004
+    horizon = -1 / exact.log_decay
+    phase = (rounded.frequency - exact.frequency).abs() * horizon
+    assert float(phase.max()) < 0.01  # radians, when the mode has forgotten
+    # What rounding nu and omega themselves would do:
+    nu = (-exact.log_decay).log()
+    assert float((nu.bfloat16().double() - nu).abs().max()) > 0.02
+    naive = (exact.frequency.bfloat16().double() - exact.frequency).abs() * horizon
+    assert float(naive.max()) > 10
