@@ -32,6 +32,8 @@ class World:
         local_rank: Number of this process on its machine.
         world_size: Processes of the run.
         local_world_size: Processes of the run on this machine.
+        node: Number of this machine among those of the run, from 0.
+        keepers: Machines that keep the run's files each on a disk of its own; 1: all share them.
         device_kind: What training computes on.
     """
 
@@ -39,6 +41,8 @@ class World:
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
+    node: int = 0
+    keepers: int = 1
     device_kind: DeviceKind = "cpu"
     _control: Any = None
 
@@ -68,6 +72,16 @@ class World:
         """Whether this rank does its machine's own work, such as fetching."""
         return self.local_rank == 0
 
+    @property
+    def keeper(self) -> int:
+        """Number of the keeper whose disk this rank writes to: rank 0's, or its own machine's."""
+        return self.node if self.keepers > 1 else 0
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this rank does the work on the disk that it writes to."""
+        return self.is_first_on_node if self.keepers > 1 else self.is_first
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.gather(None)
@@ -82,14 +96,14 @@ class World:
         dist.all_gather_object(values, value, group=self._control)
         return values
 
-    def broadcast(self, value: T) -> T:
-        """Return rank 0's value on every rank."""
+    def broadcast(self, value: T, *, source: int = 0) -> T:
+        """Return one rank's value, rank 0's by default, on every rank."""
         if self.world_size == 1:
             return value
         import torch.distributed as dist
 
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._control)
+        dist.broadcast_object_list(box, src=source, group=self._control)
         return box[0]
 
     def largest(self, numbers: Sequence[float]) -> list[float]:
@@ -123,9 +137,26 @@ class World:
         """Do something on rank 0 alone; every rank gets its result or its error."""
         return self.broadcast(self.together(lambda: action() if self.is_first else None))  # type: ignore[return-value]
 
+    def keepers_do(self, action: Callable[[], T]) -> list[T]:
+        """Do something once for each disk; every rank gets all results, by keeper, or an error."""
+        error: RefocusedError | None = None
+        results: list[T] = []
+        if self.keeps:
+            try:
+                results.append(action())
+            except RefocusedError as raised:
+                error = raised
+        told = self.gather((error, self.keeper, results))
+        self._raise_first([failed for failed, _, _ in told])
+        by_keeper = sorted(((keeper, found) for _, keeper, found in told), key=lambda one: one[0])
+        return [result for _, found in by_keeper for result in found]
+
     def raise_together(self, error: RefocusedError | None) -> None:
         """Raise on every rank when at least one rank brings an error."""
-        failed = [(rank, e) for rank, e in enumerate(self.gather(error)) if e is not None]
+        self._raise_first(self.gather(error))
+
+    def _raise_first(self, errors: Sequence[RefocusedError | None]) -> None:
+        failed = [(rank, e) for rank, e in enumerate(errors) if e is not None]
         if failed:
             rank, first = failed[0]
             shared = type(first)(str(first) if rank == 0 else f"rank {rank}: {first}")
@@ -144,12 +175,16 @@ class World:
 def ranks_from_environment(environment: dict[str, str]) -> World:
     """Read what a launcher says; without one this is the only rank."""
     size = int(environment.get("WORLD_SIZE", "1"))
+    rank = int(environment.get("RANK", "0"))
     local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or size
+    # What DeepSpeed's launcher and torchrun call the machine's number.
+    node = environment.get("CROSS_RANK") or environment.get("GROUP_RANK")
     return World(
-        rank=int(environment.get("RANK", "0")),
+        rank=rank,
         local_rank=int(environment.get("LOCAL_RANK", "0")),
         world_size=size,
         local_world_size=int(local_size),
+        node=rank // int(local_size) if node is None else int(node),
     )
 
 

@@ -38,8 +38,8 @@ class ThreadWorld(World):
     def gather(self, value: T) -> list[T]:
         return list(self._control.exchange(self.rank, value))
 
-    def broadcast(self, value: T) -> T:
-        return self.gather(value)[0]
+    def broadcast(self, value: T, *, source: int = 0) -> T:
+        return self.gather(value)[source]
 
     def largest(self, numbers: Sequence[float]) -> list[float]:
         return [float(max(column)) for column in zip(*self.gather(list(numbers)), strict=True)]
@@ -53,13 +53,19 @@ class Ended:
     error: BaseException | None = None
 
 
-def on_two_ranks(action: Callable[[World], Any]) -> list[Ended]:
-    """Let two ranks do the same, at the same time."""
+def on_two_ranks(action: Callable[[World], Any], *, machines: int = 1) -> list[Ended]:
+    """Let two ranks do the same, at the same time, on one machine or on two that share no disk."""
     meeting = Meeting(2)
 
     def one(rank: int) -> Ended:
         world = ThreadWorld(
-            rank=rank, local_rank=rank, world_size=2, local_world_size=2, _control=meeting
+            rank=rank,
+            local_rank=rank if machines == 1 else 0,
+            world_size=2,
+            local_world_size=2 // machines,
+            node=0 if machines == 1 else rank,
+            keepers=machines,
+            _control=meeting,
         )
         try:
             return Ended(result=action(world))

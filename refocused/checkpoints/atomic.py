@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from pathlib import Path
 
 
@@ -48,6 +49,17 @@ def write_json_atomic(path: Path, content: object) -> None:
     """
     text = json.dumps(content, indent=1, allow_nan=False)
     write_bytes_atomic(path, (text + "\n").encode())
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a file that never changes another name, or copy it where that cannot be done."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another disk, or one without links
+        shutil.copyfile(source, target)
+        fsync_path(target)
 
 
 class FileLock:

@@ -24,7 +24,7 @@ from refocused.checkpoints.step_directory import (
     step_paths,
 )
 from refocused.checkpoints.tiers import Tier
-from refocused.checkpoints.verify import describe, verify
+from refocused.checkpoints.verify import FileProblem, describe, verify
 from refocused.errors import CheckpointError
 
 ABSENT = "-"
@@ -41,7 +41,8 @@ class CatalogEntry:
         name: Directory name.
         size: Bytes of its files; None: no manifest can be read.
         created: When it was saved; None: no manifest can be read.
-        local: `ok` (structure and sizes are right), `broken: ...` or `-`.
+        local: `ok` (structure and sizes are right), `node N of M: its part` (that is right),
+            `broken: ...` or `-`.
         bucket: `ok` (committed), `NN %` (of its bytes are there), `superseded` (training went on
             from an earlier step), `broken: ...` or `-`.
         loss: Training loss of the step, in nats a token.
@@ -68,6 +69,11 @@ class CatalogEntry:
         """Whether training can resume from it, here or after a download."""
         return WHOLE in (self.local, self.bucket)
 
+    @property
+    def sound_here(self) -> bool:
+        """Whether this disk has what belongs on it: the step, or this machine's part of it."""
+        return self.local == WHOLE or is_part(self.local)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResolvedStep:
@@ -83,8 +89,14 @@ class ResolvedStep:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Found:
-    """What one place says of one step; `state` as in CatalogEntry."""
+class Found:
+    """What one place says of one step.
+
+    Attributes:
+        state: As in CatalogEntry.
+        manifest: None: there is none that can be read.
+        objects_bytes: Bytes of its objects in the bucket.
+    """
 
     state: str = ABSENT
     manifest: CheckpointManifest | None = None
@@ -110,20 +122,32 @@ class Catalog:
         Raises:
             BucketError: The bucket cannot be listed.
         """
-        here = {_step_of(path): _look(path) for path in step_paths(self.local)}
+        here = self.here()
         objects = self.remote.scan() if self.remote is not None else {}
         there = {
             step: dataclasses.replace(
-                self._judge(step, found, here.get(step, _Found()).manifest),
+                self._judge(step, found, here.get(step, Found()).manifest),
                 objects_bytes=sum(blob.size for blob in found.values()),
             )
             for step, found in objects.items()
         }
         entries = [
-            _entry(step, here.get(step, _Found()), there.get(step, _Found()))
+            _entry(step, here.get(step, Found()), there.get(step, Found()))
             for step in sorted({*here, *there})
         ]
         return _annotated(entries)
+
+    def local_only(self) -> Catalog:
+        """The same without the bucket."""
+        return Catalog(self.local)
+
+    def problems(self, step: StepDirectory) -> list[FileProblem]:
+        """Read every byte of a local step; return what is wrong with it."""
+        return verify(step, deep=True)
+
+    def here(self) -> dict[int, Found]:
+        """Judge every local step by its structure and sizes."""
+        return {_step_of(path): _look(path) for path in step_paths(self.local)}
 
     def supersede_after(self, step: int) -> list[str]:
         """Mark the bucket's steps beyond a step as left behind; return their names.
@@ -217,17 +241,17 @@ class Catalog:
 
     def _judge(
         self, step: int, objects: dict[str, BlobInfo], known: CheckpointManifest | None
-    ) -> _Found:
+    ) -> Found:
         """Compare the objects of one step with its manifest, reading that when it is not known."""
         assert self.remote is not None  # only its steps are judged
         if SUPERSEDED in objects:
-            return _Found(LEFT_BEHIND, known)
+            return Found(LEFT_BEHIND, known)
         if MANIFEST not in objects and (known is None or COMMITTED in objects):
-            return _Found(f"broken: {MANIFEST} is missing")
+            return Found(f"broken: {MANIFEST} is missing")
         try:
             manifest = known or self.remote.manifest(name_of(step))
         except CheckpointError as error:
-            return _Found(f"broken: {error}")
+            return Found(f"broken: {error}")
         right = {
             file: record.size
             for file, record in manifest.files.items()
@@ -236,10 +260,10 @@ class Catalog:
         lost = len(manifest.files) - len(right)
         if COMMITTED not in objects:
             percent = 100 * sum(right.values()) // max(manifest.total_bytes, 1)
-            return _Found(f"{min(percent, 99)} %", manifest)
+            return Found(f"{min(percent, 99)} %", manifest)
         if lost:
-            return _Found(f"broken: {lost} of {len(manifest.files)} files are lost", manifest)
-        return _Found(WHOLE, manifest)
+            return Found(f"broken: {lost} of {len(manifest.files)} files are lost", manifest)
+        return Found(WHOLE, manifest)
 
     def _nothing(self, request: str) -> str:
         if request in ("best", "best_model"):
@@ -261,25 +285,30 @@ class Catalog:
         return f"{self.local} or {self.remote.url}" if self.remote else str(self.local)
 
 
+def is_part(state: str) -> bool:
+    """Whether a local state is that of one machine's part of a step."""
+    return state.startswith("node ")
+
+
 def _step_of(path: Path) -> int:
     step = parse_name(path.name)
     assert step is not None  # step_paths yields no other names
     return step
 
 
-def _look(path: Path) -> _Found:
+def _look(path: Path) -> Found:
     """Judge a local step directory by its structure and sizes."""
     try:
         directory = read_step(path)
     except CheckpointError as error:
         reason = str(error).split(". ")[0].replace(f"{path}/", "")
-        return _Found(f"broken: {reason}")
+        return Found(f"broken: {reason}")
     problems = verify(directory, deep=False)
-    state = f"broken: {describe(problems)}" if problems else WHOLE
-    return _Found(state, directory.manifest)
+    state = WHOLE if directory.part is None else str(directory.part)
+    return Found(f"broken: {describe(problems)}" if problems else state, directory.manifest)
 
 
-def _entry(step: int, here: _Found, there: _Found) -> CatalogEntry:
+def _entry(step: int, here: Found, there: Found) -> CatalogEntry:
     manifest = here.manifest or there.manifest
     entry = CatalogEntry(
         step=step,
@@ -313,6 +342,8 @@ def _troubles(entry: CatalogEntry) -> tuple[str, ...]:
         return ("superseded: training went on from an earlier step; ignored by resume",)
     if entry.bucket.endswith("%"):
         broken.append(f"bucket: {entry.bucket} of it")
+    if is_part(entry.local):
+        broken.append(f"local: {entry.local}")
     return (f"incomplete: {', '.join(broken)}; ignored by resume",)
 
 

@@ -17,8 +17,9 @@ from refocused.bucket.checksum import crc32c_of
 from refocused.checkpoints.atomic import fsync_path, write_bytes_atomic
 from refocused.checkpoints.changes import Changes, RunFacts, changes_since
 from refocused.checkpoints.manifest import CheckpointManifest, FileRecord
+from refocused.checkpoints.parts import assembled
 from refocused.checkpoints.staging import Staging, clean_leftovers
-from refocused.checkpoints.step_directory import StepDirectory, name_of
+from refocused.checkpoints.step_directory import Part, StepDirectory, name_of
 from refocused.checkpoints.tiers import Tier
 from refocused.errors import CheckpointError, RefocusedError
 from refocused.world import World
@@ -116,16 +117,17 @@ class Checkpointer:
         facts: RunFacts,
         allowed_changes: Collection[str] = (),
     ) -> None:
-        """Save below a folder, which every rank must see.
+        """Save below a folder.
 
         Args:
-            folder: Of all step directories.
+            folder: Of all step directories, on the disk that the ranks share or on each keeper's.
             world: The ranks.
             facts: What every manifest says alike.
             allowed_changes: Settings in which a step that is loaded may differ: `data.mixture`.
         """
         self._folder = folder
         self._world = world
+        self._part = Part(node=world.keeper, nodes=world.keepers) if world.keepers > 1 else None
         self._facts = facts
         self._allowed_changes = allowed_changes
         self._last_bytes = 0
@@ -221,70 +223,72 @@ class Checkpointer:
         Raises:
             CheckpointError: On every rank: a file is not what the manifest says it is.
         """
-        self._world.together(lambda: self._load(owner, step, changes))
+        with assembled(step, self._world, exact=changes.way == "exact") as folder:
+            self._world.together(lambda: self._load(owner, step, changes, folder))
         trainer: dict[str, Any] = json.loads(step.trainer.read_text())
         return trainer
 
     def clean(self) -> None:
         """Remove what killed saves and removals left behind."""
-        self._world.first_does(
+        self._world.keepers_do(
             lambda: clean_leftovers(self._folder, older_than_s=LEFTOVER_AGE_S, now=time.time())
         )
 
     def _start(
         self, trainer: Mapping[str, Any], files_done: int, tiers: Sequence[Tier]
     ) -> _BeingSaved:
-        """Make the staging directory of a step."""
+        """Make the staging directory of a step, one on each keeper's disk."""
         token = self._world.broadcast(secrets.token_hex(4))
-        staging = Staging(self._folder, step=int(trainer["step"]), token=token)
-        self._first_does(lambda: self._prepare(staging), staging)
+        staging = Staging(self._folder, step=int(trainer["step"]), token=token, part=self._part)
+        self._keepers_do(lambda: self._prepare(staging), staging)
         return _BeingSaved(staging, trainer, files_done, tiers)
 
     def _complete(self, being_saved: _BeingSaved, writing: tuple[Written, float]) -> SavedStep:
         """Gather what every rank wrote, and commit it or remove it."""
         staging, (written, seconds) = being_saved.staging, writing
         records = {
-            str(file.path.relative_to(staging.path)): FileRecord(size=file.size, crc32c=file.crc32c)
+            str(file.path.relative_to(staging.path)): FileRecord(
+                size=file.size, crc32c=file.crc32c, node=self._world.keeper
+            )
             for file in written.files
         }
         error = _save_error(staging, written.errors) if written.errors else None
         gathered = self._world.gather((records, error, seconds))
         failed = next((problem for _, problem, _ in gathered if problem is not None), None)
         if failed is not None:
-            self._world.first_does(staging.discard)
+            self._world.keepers_do(staging.discard)
             raise failed
         files = {name: record for part, _, _ in gathered for name, record in part.items()}
         slowest = max(seconds for _, _, seconds in gathered)
-        return self._first_does(
-            lambda: SavedStep(self._commit(being_saved, files), slowest), staging
-        )
+        return SavedStep(self._commit(being_saved, files), slowest)
 
     @staticmethod
-    def _load(owner: ShardOwner, step: StepDirectory, changes: Changes) -> None:
+    def _load(owner: ShardOwner, step: StepDirectory, changes: Changes, folder: Path) -> None:
         if changes.way == "exact":
-            owner.load_shards(step.path)
+            owner.load_shards(folder)
         else:
-            owner.load_resharded(step.path, ranks=step.manifest.world_size)
+            owner.load_resharded(folder, ranks=step.manifest.world_size)
         if owner.steps_made != step.step:
             raise CheckpointError(
                 f"{step.path} is of step {step.step:,}, and what was loaded from it has made "
                 f"{owner.steps_made:,} updates. Resume from another step."
             )
 
-    def _first_does(self, action: Callable[[], T], staging: Staging) -> T:
-        """Let rank 0 work on the staging directory; a failure there removes it."""
+    def _keepers_do(self, action: Callable[[], T], staging: Staging) -> list[T]:
+        """Let every keeper work on its staging directory; a failure of one removes all of them."""
 
         def guarded() -> T:
             try:
                 return action()
             except OSError as error:
-                staging.discard()
                 raise _save_error(staging, [error]) from error
-            except RefocusedError:
-                staging.discard()
-                raise
 
-        return self._world.first_does(guarded)
+        try:
+            return self._world.keepers_do(guarded)
+        except RefocusedError:
+            if self._world.keeps:
+                staging.discard()
+            raise
 
     def _prepare(self, staging: Staging) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -298,6 +302,22 @@ class Checkpointer:
         staging.create()
 
     def _commit(self, being_saved: _BeingSaved, files: dict[str, FileRecord]) -> StepDirectory:
+        """Let the step exist on every keeper's disk, under one manifest, or on none."""
+        staging = being_saved.staging
+        described = self._keepers_do(lambda: self._describe(being_saved, files), staging)
+        for records in reversed(described):  # the first keeper answers for what all of them have
+            files = files | records
+        manifest = self._world.broadcast(self._manifest(being_saved, files))
+        self._keepers_do(lambda: staging.seal(manifest), staging)
+        self._keepers_do(lambda: staging.publish(manifest), staging)
+        step = StepDirectory(staging.final, manifest, self._part)
+        self._last_bytes = step.bytes
+        return step
+
+    def _describe(
+        self, being_saved: _BeingSaved, files: Mapping[str, FileRecord]
+    ) -> dict[str, FileRecord]:
+        """Write what says what the step is; return the files here that are not listed yet."""
         facts, staging, trainer = self._facts, being_saved.staging, being_saved.trainer
         write_bytes_atomic(
             staging.path / "trainer.json", json.dumps(dict(trainer), indent=1).encode()
@@ -306,32 +326,33 @@ class Checkpointer:
         write_bytes_atomic(staging.path / "model.json", facts.model_json.encode())
         if facts.tokenizer_json is not None:
             write_bytes_atomic(staging.path / "tokenizer.json", facts.tokenizer_json)
-        files = files | _unlisted(staging.path, files)
-        step = staging.commit(
-            CheckpointManifest(
-                run=facts.run,
-                name=name_of(being_saved.step),
-                step=being_saved.step,
-                epoch=int(trainer["position"]["epoch"]),
-                files_done=being_saved.files_done,
-                created=datetime.datetime.now(datetime.UTC),
-                tiers=tuple(being_saved.tiers),
-                world_size=self._world.world_size,
-                zero_stage=facts.zero_stage,
-                dtype=facts.dtype,
-                versions=dict(facts.versions),
-                data_fingerprint=facts.data_fingerprint,
-                data_order=facts.data_order,
-                data_mixture=facts.data_mixture,
-                parameters=facts.parameters,
-                validation_loss=trainer["validation_loss"],
-                loss=trainer["loss"],
-                tokens=int(trainer["tokens"]),
-                files=files,
-            )
+        return _unlisted(staging.path, files, node=self._world.keeper)
+
+    def _manifest(
+        self, being_saved: _BeingSaved, files: dict[str, FileRecord]
+    ) -> CheckpointManifest:
+        facts, trainer = self._facts, being_saved.trainer
+        return CheckpointManifest(
+            run=facts.run,
+            name=name_of(being_saved.step),
+            step=being_saved.step,
+            epoch=int(trainer["position"]["epoch"]),
+            files_done=being_saved.files_done,
+            created=datetime.datetime.now(datetime.UTC),
+            tiers=tuple(being_saved.tiers),
+            world_size=self._world.world_size,
+            zero_stage=facts.zero_stage,
+            dtype=facts.dtype,
+            versions=dict(facts.versions),
+            data_fingerprint=facts.data_fingerprint,
+            data_order=facts.data_order,
+            data_mixture=facts.data_mixture,
+            parameters=facts.parameters,
+            validation_loss=trainer["validation_loss"],
+            loss=trainer["loss"],
+            tokens=int(trainer["tokens"]),
+            files=files,
         )
-        self._last_bytes = step.manifest.total_bytes
-        return step
 
 
 def _timed(write: Callable[[], Written]) -> tuple[Written, float]:
@@ -340,14 +361,16 @@ def _timed(write: Callable[[], Written]) -> tuple[Written, float]:
     return write(), time.monotonic() - began
 
 
-def _unlisted(folder: Path, listed: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+def _unlisted(
+    folder: Path, listed: Mapping[str, FileRecord], *, node: int
+) -> dict[str, FileRecord]:
     """Describe, and push to the disk, the files that no rank hashed while writing."""
     records = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.is_file() and name not in listed:
             fsync_path(path)
-            records[name] = FileRecord(size=path.stat().st_size, crc32c=crc32c_of(path))
+            records[name] = FileRecord(size=path.stat().st_size, crc32c=crc32c_of(path), node=node)
     return records
 
 

@@ -15,7 +15,7 @@ from refocused.checkpoints.catalog import (
     ResolvedStep,
 )
 from refocused.checkpoints.step_directory import StepDirectory, read_step
-from refocused.checkpoints.verify import FileProblem, describe, verify
+from refocused.checkpoints.verify import FileProblem, describe
 from refocused.errors import BucketError, CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def _entries(catalog: Catalog) -> list[CatalogEntry]:
     try:
         return catalog.entries()
     except BucketError as error:
-        here = Catalog(catalog.local).entries()
+        here = catalog.local_only().entries()
         if not any(entry.usable for entry in here):
             raise BucketError(
                 f"{error} No checkpoint is on this disk, and whether the mirror has one is not "
@@ -102,7 +102,7 @@ def _named(catalog: Catalog, request: str) -> StepDirectory:
     if found.path is None:
         return _fetched(catalog, found.step)
     step = read_step(found.path)
-    problems = verify(step, deep=True)
+    problems = catalog.problems(step)
     if problems and "/" not in request and _in_bucket(catalog, found.step):
         return _fetched_again(catalog, step, problems)
     if problems:
@@ -124,7 +124,7 @@ def _resolved(catalog: Catalog, request: str) -> ResolvedStep:
         if request == "best":
             raise
         try:
-            found = Catalog(catalog.local).resolve(request)
+            found = catalog.local_only().resolve(request)
         except CheckpointError:
             raise error from None
         logger.warning("%s Only the checkpoints on this disk are looked at.", error)
@@ -139,7 +139,7 @@ def _in_bucket(catalog: Catalog, step: int) -> bool:
 def _verified(catalog: Catalog, entry: CatalogEntry) -> StepDirectory:
     if entry.local == WHOLE:
         step = read_step(catalog.local / entry.name)
-        problems = verify(step, deep=True)
+        problems = catalog.problems(step)
         if not problems:
             return step
         if entry.bucket != WHOLE:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
-from refocused.checkpoints.atomic import fsync_directories, fsync_path, write_bytes_atomic
+from refocused.checkpoints.atomic import (
+    fsync_directories,
+    fsync_path,
+    link_or_copy,
+    write_bytes_atomic,
+)
 from refocused.checkpoints.catalog import Catalog
 from refocused.checkpoints.fetch import fetch_step
 from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest
 from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED, RemoteSteps
 from refocused.checkpoints.staging import STAGING_PREFIX, remove_step, set_aside
 from refocused.checkpoints.step_directory import (
+    PART,
     StepDirectory,
     name_of,
     parse_name,
@@ -156,6 +161,12 @@ def _is_same(path: Path, manifest: CheckpointManifest) -> bool:
 
 def _in_folder(path: Path) -> ForeignStep:
     step = read_step(path) if (path / MANIFEST).exists() else _newest(path)
+    if step.part is not None:
+        raise CheckpointError(
+            f"{step.path} is no whole checkpoint ({step.part}). Resume from the run's mirror, or "
+            "bring the parts of all machines together in one folder, without "
+            f"{PART}, first."
+        )
     return ForeignStep(
         str(step.path), step.manifest, lambda stage: _copied(step, stage / name_of(step.step))
     )
@@ -184,7 +195,7 @@ def _copied(step: StepDirectory, target: Path) -> StepDirectory:
     try:
         for name in step.manifest.files:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            _link_or_copy(step.path / name, target / name)
+            link_or_copy(step.path / name, target / name)
         shutil.copyfile(step.path / MANIFEST, target / MANIFEST)
         fsync_directories(target)
     except OSError as error:
@@ -197,16 +208,6 @@ def _copied(step: StepDirectory, target: Path) -> StepDirectory:
     if problems:
         raise CheckpointError(f"{step.path} is corrupt: {describe(problems)}. Choose another step.")
     return copy
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:  # another disk, or one without links
-        shutil.copyfile(source, target)
-        fsync_path(target)
 
 
 def _in_bucket(url: str, open_url: Callable[[str], Bucket]) -> ForeignStep:

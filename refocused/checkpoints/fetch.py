@@ -9,11 +9,16 @@ from pathlib import Path
 from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.checksum import crc32c_of
 from refocused.bucket.transfer import Progress, download_many
-from refocused.checkpoints.atomic import FileLock, fsync_directories, fsync_path
+from refocused.checkpoints.atomic import (
+    FileLock,
+    fsync_directories,
+    fsync_path,
+    write_bytes_atomic,
+)
 from refocused.checkpoints.manifest import MANIFEST
 from refocused.checkpoints.remote_steps import COMMITTED, Marker, RemoteSteps
 from refocused.checkpoints.staging import STAGING_PREFIX, remove_step
-from refocused.checkpoints.step_directory import StepDirectory, read_step
+from refocused.checkpoints.step_directory import PART, Part, StepDirectory, read_step
 from refocused.checkpoints.verify import describe, verify
 from refocused.errors import CheckpointError
 
@@ -23,6 +28,7 @@ def fetch_step(
     name: str,
     *,
     checkpoints: Path,
+    part: Part | None = None,
     threads: int = 8,
     progress: Callable[[Progress], None] | None = None,
 ) -> StepDirectory:
@@ -35,6 +41,7 @@ def fetch_step(
         remote: Where the step is.
         name: Its directory name.
         checkpoints: Folder of the step directories.
+        part: Fetch the files of this part only; None: all.
         threads: Downloads at once.
         progress: Told how far the download is.
 
@@ -57,7 +64,7 @@ def fetch_step(
         )
     try:
         stage = checkpoints / f"{STAGING_PREFIX}{name}-fetch"
-        step = _download(remote, name, stage, marker, threads=threads, progress=progress)
+        step = _download(remote, name, stage, marker, part=part, threads=threads, progress=progress)
         return _install(step, checkpoints / name, stage)
     finally:
         lock.release()
@@ -69,6 +76,7 @@ def _download(
     stage: Path,
     marker: Marker,
     *,
+    part: Part | None,
     threads: int,
     progress: Callable[[Progress], None] | None,
 ) -> StepDirectory:
@@ -77,6 +85,7 @@ def _download(
     if MANIFEST not in objects:
         raise _broken(remote, name, f"{MANIFEST} is missing")
     _fetch_manifest(remote, objects[MANIFEST], inner / MANIFEST, marker)
+    _say_part(inner / PART, part)
     step = read_step(inner)
     files = step.manifest.files
     if (len(files), step.manifest.total_bytes) != (marker.files, marker.bytes):
@@ -86,7 +95,7 @@ def _download(
     )
     if lost:
         raise _broken(remote, name, f"{lost[0]} is missing or cut ({len(lost)} such files)")
-    wanted = [objects[problem.file] for problem in verify(step, deep=True, files=files)]
+    wanted = [objects[problem.file] for problem in verify(step, deep=True, files=step.files)]
     download_many(remote.bucket, wanted, stage, threads=threads, progress=progress)
     problems = verify(step, deep=True)
     if problems:
@@ -95,6 +104,13 @@ def _download(
                 (inner / problem.file).unlink()
         raise _broken(remote, name, describe(problems))
     return step
+
+
+def _say_part(path: Path, part: Part | None) -> None:
+    if part is None:
+        path.unlink(missing_ok=True)
+    else:
+        write_bytes_atomic(path, part.model_dump_json().encode())
 
 
 def _fetch_manifest(remote: RemoteSteps, blob: BlobInfo, target: Path, marker: Marker) -> None:
@@ -118,7 +134,7 @@ def _install(step: StepDirectory, final: Path, stage: Path) -> StepDirectory:
     step.path.rename(final)
     fsync_path(final.parent)
     shutil.rmtree(stage)
-    return StepDirectory(final, step.manifest)
+    return StepDirectory(final, step.manifest, step.part)
 
 
 def _broken(remote: RemoteSteps, name: str, what: str) -> CheckpointError:

@@ -21,12 +21,14 @@ class FileRecord(pydantic.BaseModel):
     Attributes:
         size: Bytes.
         crc32c: CRC-32C (Castagnoli) of the content as an unsigned integer.
+        node: The machine that wrote it, where each keeps its files on its own disk.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     size: Annotated[int, pydantic.Field(ge=0)]
     crc32c: Annotated[int, pydantic.Field(ge=0, lt=2**32)]
+    node: Annotated[int, pydantic.Field(ge=0, exclude_if=lambda node: node == 0)] = 0
 
 
 def _inside(files: dict[str, FileRecord]) -> dict[str, FileRecord]:

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator
 
 from refocused.bucket.checksum import crc32c_of
-from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest
+from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest, FileRecord
 from refocused.checkpoints.remote_steps import (
     COMMITTED,
     SUPERSEDED,
@@ -50,12 +50,19 @@ class StepCopier:
     threads: int = 4
 
     def copy(self, step: StepDirectory) -> bool:
-        """Copy a step unless the bucket holds it; return False when told to stop before the end.
+        """Copy a step unless the bucket holds it.
 
         The manifest goes first: it says to which save the other objects belong, so that an
         interrupted copy can be continued. The marker goes last, after a fresh listing agreed, and
         only if the step is still the run's: one that training leaves behind is renamed first and
         looked for in the bucket then, so it is either not marked here or marked as left behind.
+
+        Of a step in parts, each machine copies its own once the first one's manifest is there, and
+        the first one marks the whole. No machine waits here for another.
+
+        Returns:
+            Whether the bucket has the whole step; False when told to stop before the end, or when
+            parts of other machines are missing: then it is to be called again.
 
         Raises:
             CheckpointError: The step is damaged or removed here, or left behind by a run elsewhere,
@@ -70,8 +77,12 @@ class StepCopier:
                 return True
             if there is not None:
                 self._refuse_unless_superseded(step)
+            if step.part is not None and step.part.node > 0:
+                if there is None and self._is_started(step):
+                    self._send_missing(step)
+                return False
             self._start(step, continuing=there is None)
-            if not self._send_missing(step):
+            if not self._send_missing(step) or self._lacks_other_parts(step):
                 return False
             self._require_whole(name, step.manifest)
             if not step.path.exists():
@@ -133,20 +144,42 @@ class StepCopier:
     def _start(self, step: StepDirectory, *, continuing: bool) -> None:
         """Clear what an interrupted copy of another save left, and put our manifest there."""
         name = step.path.name
-        content = (step.path / MANIFEST).read_bytes()
         objects = self.remote.objects(name)
-        address = self.remote.object_name(name, MANIFEST)
-        if continuing and MANIFEST in objects and self.remote.bucket.read(address) == content:
+        if continuing and MANIFEST in objects and self._is_started(step):
             if SUPERSEDED in objects:
                 self._reinstate(step)
             return
         if objects:
             self.remote.retract(name)
-        self.remote.bucket.write(address, content)
+        content = (step.path / MANIFEST).read_bytes()
+        self.remote.bucket.write(self.remote.object_name(name, MANIFEST), content)
+
+    def _is_started(self, step: StepDirectory) -> bool:
+        """Whether the manifest in the bucket is that of this very save."""
+        address = self.remote.object_name(step.path.name, MANIFEST)
+        if self.remote.bucket.info(address) is None:
+            return False
+        return self.remote.bucket.read(address) == (step.path / MANIFEST).read_bytes()
+
+    def _lacks_other_parts(self, step: StepDirectory) -> bool:
+        """Whether other machines have not sent all of theirs."""
+        others = {
+            name: record
+            for name, record in step.manifest.files.items()
+            if step.part is not None and not step.part.owns(record)
+        }
+        if not others:
+            return False
+        objects = self.remote.objects(step.path.name)
+        return any(
+            name not in objects or not is_copy(objects[name], record)
+            for name, record in others.items()
+        )
 
     def _send_missing(self, step: StepDirectory) -> bool:
         """Send what the bucket lacks; return False when told to stop before the end."""
-        files, total = step.manifest.files, step.manifest.total_bytes
+        files = _own_files(step)
+        total = sum(record.size for record in files.values())
         missing = self._missing(step)
         done = total - sum(files[file].size for file in missing)
         self.report(done, total)
@@ -170,7 +203,7 @@ class StepCopier:
         """The files the bucket does not have; objects that are not what they should be go."""
         objects = self.remote.objects(step.path.name)
         missing = []
-        for file, record in step.manifest.files.items():
+        for file, record in _own_files(step).items():
             if file in objects and is_copy(objects[file], record):
                 continue
             if file in objects:
@@ -216,6 +249,12 @@ class StepCopier:
                 f"({max(len(wrong), 1)} such objects). Something else writes to this prefix; "
                 "it is sent again."
             )
+
+
+def _own_files(step: StepDirectory) -> dict[str, FileRecord]:
+    """The files that this machine answers for."""
+    part, files = step.part, step.manifest.files
+    return {name: file for name, file in files.items() if part is None or part.owns(file)}
 
 
 @contextlib.contextmanager

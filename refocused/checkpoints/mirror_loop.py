@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -71,6 +72,7 @@ class MirrorLoop:
         self._settled: dict[str, _Settled] = {}
         self._manifests: dict[str, tuple[tuple[int, int], CheckpointManifest | None]] = {}
         self._unwanted: frozenset[int] = frozenset()
+        self._awaiting: set[int] = set()
         self._copying: int | None = None
         self._filling_in = False
         self._newest_there: int | None = None
@@ -111,10 +113,10 @@ class MirrorLoop:
             self._observe_requests()
             order = self._order()
             if order.wanted:
-                self._attempt(order.wanted[0])
+                self._attempt(self._next(order.wanted))
             elif order.skipped and not self._draining:
                 self._filling_in = True
-                self._attempt(order.skipped[0])
+                self._attempt(self._next(order.skipped))
                 self._filling_in = False
             elif self._draining:
                 self._tell(drained=self._token())
@@ -130,6 +132,15 @@ class MirrorLoop:
             self._draining = draining
             limit = max(self._settings.drain_seconds, 0.001) if draining else 0.0
             signal.setitimer(signal.ITIMER_REAL, limit)
+
+    def _next(self, steps: Sequence[int]) -> int:
+        """Take the first step that waits for no other machine; the rest come again in a while."""
+        for step in steps:
+            if step not in self._awaiting:
+                return step
+        time.sleep(self._settings.scan_seconds)
+        self._awaiting.clear()
+        return steps[0]
 
     def _attempt(self, step: int | None) -> None:
         """Copy one step, or just see that the bucket can be written; wait when that fails."""
@@ -162,7 +173,8 @@ class MirrorLoop:
 
     def _point_to(self, step: int | None) -> None:
         """Name the newest step in the bucket; it is a hint, so a failure is only noted."""
-        if step is None or (self._newest_there is not None and step <= self._newest_there):
+        known = self._newest_there
+        if not self._settings.leads or step is None or (known is not None and step <= known):
             return
         self._newest_there = step
         try:
@@ -175,7 +187,8 @@ class MirrorLoop:
         if self._retention is None:
             return
         order = self._order()
-        removed = self._retention.thin_out(in_use={*order.wanted, *order.skipped})
+        in_use = {*order.wanted, *order.skipped}
+        removed = self._retention.thin_out(in_use=in_use) if self._settings.leads else []
         for step in removed:
             logger.info("%s is removed from the bucket", name_of(step))
             self._settled.pop(name_of(step), None)
@@ -196,7 +209,12 @@ class MirrorLoop:
         signature = _signature(path)
         started = time.monotonic()
         try:
-            if signature is not None and self._copier.copy(read_step(path)):
+            if signature is None:
+                return
+            step = read_step(path)
+            if not self._copier.copy(step):
+                self._awaiting |= {step.step} if step.part is not None else set()
+            else:
                 logger.info("%s is mirrored, %.1f s", path.name, time.monotonic() - started)
                 self._settled[path.name] = _Settled(signature, None)
                 self._point_to(_step(path))

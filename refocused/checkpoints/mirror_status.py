@@ -30,6 +30,8 @@ class MirrorSettings(pydantic.BaseModel):
             wait when it refuses us.
         threads: Uploads at once.
         keep_remote: Newest rolling steps that stay in the bucket; None: all stay.
+        leads: Whether old steps are removed and the newest is pointed to from here: of machines
+            that each mirror their own part, the first one does.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
@@ -45,6 +47,7 @@ class MirrorSettings(pydantic.BaseModel):
     longest_wait_seconds: float = 60.0
     threads: int = 4
     keep_remote: int | None = None
+    leads: bool = True
 
     @pydantic.field_validator("run", "credentials_file")
     @classmethod

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import shutil
 from pathlib import Path
 
 from refocused.checkpoints.atomic import fsync_directories, fsync_path, write_bytes_atomic
 from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest
-from refocused.checkpoints.step_directory import StepDirectory, name_of
+from refocused.checkpoints.step_directory import PART, Part, StepDirectory, name_of
 from refocused.checkpoints.verify import describe, verify
 from refocused.errors import CheckpointError
 
@@ -21,11 +22,22 @@ BAD_PREFIX = ".bad-"
 class Staging:
     """The hidden directory that a step is written to before it exists.
 
-    Every rank builds it from the same arguments; one of them creates and commits it.
+    Every rank builds it from the same arguments; one of those on a disk creates and commits it.
     """
 
-    def __init__(self, checkpoints: Path, *, step: int, token: str) -> None:
-        """Name the staging directory; `token` tells this attempt from others of the step."""
+    def __init__(
+        self, checkpoints: Path, *, step: int, token: str, part: Part | None = None
+    ) -> None:
+        """Name the staging directory.
+
+        Args:
+            checkpoints: Folder of the step directories.
+            step: Optimizer updates done.
+            token: Tells this attempt from others of the step.
+            part: Whose files it gets; None: all.
+        """
+        self.part = part
+        self._published = False
         self.final = checkpoints / name_of(step)
         self.path = checkpoints / f"{STAGING_PREFIX}{self.final.name}-{token}"
 
@@ -35,7 +47,12 @@ class Staging:
             (self.path / folder).mkdir(parents=True)
 
     def commit(self, manifest: CheckpointManifest) -> StepDirectory:
-        """Write the manifest and give the directory its final name, in one rename.
+        """Seal and publish; raises what they raise."""
+        self.seal(manifest)
+        return self.publish(manifest)
+
+    def seal(self, manifest: CheckpointManifest) -> None:
+        """Write the manifest: the directory has all but its final name.
 
         The files themselves must have been flushed by those who wrote them.
 
@@ -48,23 +65,32 @@ class Staging:
                 f"{self.final} exists already and a saved step is never rewritten. "
                 "Remove it, or give the run another name (run.name=...)."
             )
-        problems = verify(StepDirectory(self.path, manifest), deep=False)
+        problems = verify(StepDirectory(self.path, manifest, self.part), deep=False)
         if problems:
             raise CheckpointError(
                 f"Step {manifest.step} was not saved whole: {describe(problems)}. "
                 "Look at the disk's space and at the errors of each rank above."
             )
+        if self.part is not None:
+            write_bytes_atomic(self.path / PART, self.part.model_dump_json().encode())
         write_bytes_atomic(self.path / MANIFEST, manifest.to_json())
         fsync_directories(self.path)
+
+    def publish(self, manifest: CheckpointManifest) -> StepDirectory:
+        """Give a sealed directory its final name, in one rename."""
         self.path.rename(self.final)
+        self._published = True
         fsync_path(self.final.parent)
-        return StepDirectory(self.final, manifest)
+        return StepDirectory(self.final, manifest, self.part)
 
     def discard(self) -> None:
-        """Remove what was written; it was never visible.
+        """Remove what was written: hidden, or published where another machine could not do it too.
 
         What a failing disk does not let go stays a leftover, which `clean_leftovers` removes.
         """
+        if self._published:
+            with contextlib.suppress(OSError):
+                remove_step(self.final)
         shutil.rmtree(self.path, ignore_errors=True)
 
 

@@ -9,9 +9,19 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest, parse_manifest
+import pydantic
+
+from refocused.checkpoints.manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    FileRecord,
+    parse_manifest,
+)
 from refocused.errors import CheckpointError
 
+PART = "part.json"
+# What says what a step is; it lies in every part of one.
+DESCRIPTIONS = frozenset({"trainer.json", "run.yaml", "model.json", "tokenizer.json"})
 # The directory's own name, and the names that other trainers give to the same thing.
 _NAMES = re.compile(
     r"checkpoint_step_(\d+)|checkpoint-epoch\d+-step(\d+)-files\d+"
@@ -35,17 +45,57 @@ def rank_file(rank: int) -> str:
     return f"ranks/rank_{rank:05d}.pt"
 
 
+class Part(pydantic.BaseModel):
+    """Whose files of a step a directory holds, where machines keep them each on its own disk.
+
+    Attributes:
+        node: The machine.
+        nodes: Machines of the run; what others than these wrote is shared out among them.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    node: int
+    nodes: int
+
+    def holds(self, name: str, record: FileRecord) -> bool:
+        """Whether a file of the manifest belongs here."""
+        return name in DESCRIPTIONS or self.owns(record)
+
+    def owns(self, record: FileRecord) -> bool:
+        """Whether this machine alone answers for a file: the first one does for those of all."""
+        return record.node % self.nodes == self.node
+
+    def __str__(self) -> str:
+        return f"node {self.node} of {self.nodes}: its part"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepDirectory:
     """One committed step; nothing in it is ever written again.
 
     Attributes:
         path: The directory.
-        manifest: What its `manifest.json` says.
+        manifest: What its `manifest.json` says, of all machines.
+        part: Whose files are in it; None: all.
     """
 
     path: Path
     manifest: CheckpointManifest
+    part: Part | None = None
+
+    @property
+    def files(self) -> dict[str, FileRecord]:
+        """The manifest's files that belong into this directory."""
+        part, files = self.part, self.manifest.files
+        if part is None:
+            return files
+        return {name: record for name, record in files.items() if part.holds(name, record)}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of `files`."""
+        return sum(record.size for record in self.files.values())
 
     @property
     def step(self) -> int:
@@ -109,7 +159,19 @@ def read_step(path: Path) -> StepDirectory:
             f"{manifest_path} is of step {manifest.step}, not of the step in its folder's name. "
             f"Rename the folder to {name_of(manifest.step)}, or remove it."
         )
-    return StepDirectory(path, manifest)
+    return StepDirectory(path, manifest, _read_part(path / PART))
+
+
+def _read_part(path: Path) -> Part | None:
+    try:
+        return Part.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, pydantic.ValidationError):
+        raise CheckpointError(
+            f"{path} cannot be read, so whose files this directory holds is not known. Remove the "
+            "directory; the other machines and the mirror keep theirs."
+        ) from None
 
 
 def step_paths(checkpoints: Path) -> list[Path]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
-from refocused.checkpoints.manifest import CheckpointManifest
 from refocused.checkpoints.mirror_status import MirrorStatus
 from refocused.checkpoints.retention import KeptStep, best_of, to_remove
 from refocused.checkpoints.staging import remove_step
 from refocused.checkpoints.step_directory import (
+    StepDirectory,
     is_in_use,
     name_of,
     parse_name,
@@ -20,6 +22,7 @@ from refocused.checkpoints.step_directory import (
 from refocused.checkpoints.tiers import Tier
 from refocused.checkpoints.verify import verify
 from refocused.errors import CheckpointError
+from refocused.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -28,53 +31,88 @@ LOW_DISK_SAVES = 2.5  # two saves, and what else the disk is used for meanwhile
 
 def thin_out(
     checkpoints: Path,
+    world: World,
     *,
     keep: int,
     mirrored: bool,
     status: MirrorStatus | None,
     disk_low: bool = False,
 ) -> list[int]:
-    """Remove the local steps that retention does not keep; return those that went.
+    """Remove the steps that retention does not keep, from every keeper's disk.
 
     Args:
         checkpoints: Folder of the step directories.
+        world: The ranks, all of which must call; rank 0's answers to the next decide.
         keep: Newest rolling steps that stay.
         mirrored: The run has a mirror; what that lacks stays.
         status: What the mirror said last; None: nothing yet.
         disk_low: There may be no room for the next saves.
+
+    Returns:
+        The steps that went.
     """
-    removed = []
-    steps = local_steps(checkpoints, mirrored=mirrored, status=status)
-    for step in to_remove(steps, keep=keep, disk_low=disk_low):
+    seen = world.keepers_do(lambda: _seen(checkpoints, mirrored=mirrored, status=status))
+    doomed = to_remove(in_all_places(seen), keep=keep, disk_low=disk_low)
+    doomed = world.broadcast(doomed)
+    world.keepers_do(lambda: _remove(checkpoints, doomed))
+    return doomed
+
+
+def in_all_places(seen: Sequence[Sequence[KeptStep]]) -> list[KeptStep]:
+    """Say of each step what holds for all keepers together; the first one's word on the rest.
+
+    A step that one of them lacks, or has not whole, is whole nowhere.
+    """
+    places = [{step.step: step for step in steps} for steps in seen]
+    first = {number: step for place in reversed(places) for number, step in place.items()}
+    return [
+        dataclasses.replace(
+            step,
+            verified=all(number in place and place[number].verified for place in places),
+            in_use=any(number in place and place[number].in_use for place in places),
+        )
+        for number, step in sorted(first.items())
+    ]
+
+
+def _seen(checkpoints: Path, *, mirrored: bool, status: MirrorStatus | None) -> list[KeptStep]:
+    """Look at the steps here; a disk that cannot be read has none, so that nothing is removed."""
+    try:
+        return local_steps(checkpoints, mirrored=mirrored, status=status)
+    except OSError as error:
+        logger.warning("%s cannot be read (%s): no step is removed.", checkpoints, error.strerror)
+        return []
+
+
+def _remove(checkpoints: Path, steps: Sequence[int]) -> None:
+    for step in steps:
         try:
             remove_step(checkpoints / name_of(step))
-            removed.append(step)
         except OSError as error:
             logger.warning("%s could not be removed: %s", name_of(step), error)
-    return removed
 
 
 def local_steps(
     checkpoints: Path, *, mirrored: bool, status: MirrorStatus | None
 ) -> list[KeptStep]:
-    """Look at every step directory; arguments as of `thin_out`."""
+    """Look at every step directory here; arguments as of `thin_out`."""
     found = {path: _readable(path) for path in step_paths(checkpoints)}
     best = best_of(
         {
-            manifest.step: manifest.validation_loss
-            for manifest, whole in found.values()
-            if whole and manifest is not None
+            read.step: read.manifest.validation_loss
+            for read, whole in found.values()
+            if whole and read is not None
         }
     )
     steps = []
-    for path, (manifest, whole) in found.items():
+    for path, (read, whole) in found.items():
         step = parse_name(path.name)
         assert step is not None  # step_paths yields no other names
         steps.append(
             KeptStep(
                 step=step,
                 verified=whole,
-                tiers=frozenset(manifest.tiers if manifest else {Tier.ROLLING}),
+                tiers=frozenset(read.manifest.tiers if read else {Tier.ROLLING}),
                 mirrored=_is_mirrored(step, status) if mirrored else None,
                 skipped=status is not None and step in status.skipped,
                 best=step == best,
@@ -87,7 +125,7 @@ def local_steps(
 def disk_is_low(checkpoints: Path, *, saves: float = LOW_DISK_SAVES) -> bool:
     """Whether the disk has less room than so many saves like the last one; unknown before one."""
     paths = step_paths(checkpoints)
-    sizes = [manifest.total_bytes for manifest, _ in map(_readable, paths[-1:]) if manifest]
+    sizes = [step.bytes for step, _ in map(_readable, paths[-1:]) if step]
     return shutil.disk_usage(checkpoints).free < saves * max(sizes, default=0)
 
 
@@ -97,10 +135,10 @@ def _is_mirrored(step: int, status: MirrorStatus | None) -> bool | None:
     return None if step in status.unwanted else step in status.mirrored
 
 
-def _readable(path: Path) -> tuple[CheckpointManifest | None, bool]:
-    """Return a step's manifest, if it can be read, and whether its files have their sizes."""
+def _readable(path: Path) -> tuple[StepDirectory | None, bool]:
+    """Return a step, if its manifest can be read, and whether its files have their sizes."""
     try:
         step = read_step(path)
     except CheckpointError:
         return None, False
-    return step.manifest, not verify(step, deep=False)
+    return step, not verify(step, deep=False)

@@ -11,11 +11,11 @@ from pathlib import Path
 from refocused.bucket.checksum import crc32c_of
 from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest, FileRecord
 from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED
-from refocused.checkpoints.step_directory import StepDirectory, rank_file
+from refocused.checkpoints.step_directory import PART, StepDirectory, rank_file
 
 READERS = 4  # files read at once: one stream does not keep a fast disk busy
 # Beside the files of the manifest: itself, and what a copy taken from a bucket brings along.
-_BESIDE = frozenset({MANIFEST, COMMITTED, SUPERSEDED})
+_BESIDE = frozenset({MANIFEST, COMMITTED, SUPERSEDED, PART})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +50,8 @@ def verify(
         deep: Read every byte and compare CRC-32C; otherwise only sizes are compared, which does
             not find a flipped bit.
         files: Look at these files of the manifest only, so that the ranks can share the work;
-            None: at all of them, at the structure, and at files that should not be there.
+            None: at all that belong into the directory, at the structure, and at files that
+            should not be there.
 
     Returns:
         Every problem found, by file name; empty when all is well.
@@ -58,7 +59,7 @@ def verify(
     if files is not None:
         return _check_files(step, sorted(files), deep=deep)
     problems = _missing_from_manifest(step.manifest) + _not_in_manifest(step)
-    problems += _check_files(step, list(step.manifest.files), deep=deep)
+    problems += _check_files(step, list(step.files), deep=deep)
     return sorted(problems, key=lambda problem: problem.file)
 
 

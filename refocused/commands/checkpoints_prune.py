@@ -153,7 +153,7 @@ def _kept_step(catalog: Catalog, entry: CatalogEntry) -> KeptStep:
 
     return KeptStep(
         step=entry.step,
-        verified=entry.local == "ok",
+        verified=entry.sound_here,
         mirrored=None if catalog.remote is None else _is_mirrored(catalog, entry),
         tiers=frozenset(entry.tiers),
         best="best" in entry.notes,
@@ -169,7 +169,7 @@ def _is_mirrored(catalog: Catalog, entry: CatalogEntry) -> bool:
     assert catalog.remote is not None  # asked for before
     if entry.bucket != "ok":
         return False
-    if entry.local != "ok":
+    if not entry.sound_here:
         return True  # what is here cannot be used, what is there can
     return catalog.remote.marker(entry.name) == marker_of(read_step(catalog.local / entry.name))
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from refocused.commands.arguments import Parser
 from refocused.commands.local_steps import fetch_shown, refuse_another
@@ -99,7 +99,9 @@ def run_upload(arguments: argparse.Namespace) -> int:
         print(json.dumps(content, indent=1))
     else:
         _print_uploads(result, remote.url, seconds)
-    return ExitCode.FAILED if result.failed else ExitCode.OK
+    if result.failed:
+        return ExitCode.FAILED
+    return ExitCode.NOT_MIRRORED if result.parts else ExitCode.OK
 
 
 @dataclasses.dataclass(slots=True)
@@ -109,11 +111,13 @@ class UploadResult:
     Attributes:
         uploaded: Steps that were completed.
         there: Steps that needed nothing.
+        parts: Steps of which the bucket lacks what other machines have.
         failed: Steps that cannot be copied, with the reason.
     """
 
     uploaded: list[int] = dataclasses.field(default_factory=list)
     there: list[int] = dataclasses.field(default_factory=list)
+    parts: list[int] = dataclasses.field(default_factory=list)
     failed: dict[int, str] = dataclasses.field(default_factory=dict)
 
 
@@ -170,25 +174,25 @@ def _upload(
     remote.introduce()
     for entry in entries:
         try:
-            moved = _upload_one(catalog, remote, entry, arguments)
+            category = _upload_one(catalog, remote, entry, arguments)
         except CheckpointError as error:
             result.failed[entry.step] = str(error)
             print(error, file=sys.stderr)
             continue
-        (result.uploaded if moved else result.there).append(entry.step)
+        getattr(result, category).append(entry.step)
     return result
 
 
 def _upload_one(
     catalog: Catalog, remote: RemoteSteps, entry: CatalogEntry, arguments: argparse.Namespace
-) -> bool:
-    """Complete one step in the bucket; return whether anything had to be sent."""
+) -> Literal["uploaded", "there", "parts"]:
+    """Complete one step in the bucket; return where in the result it belongs."""
     from refocused.checkpoints.mirror_copy import StepCopier
     from refocused.checkpoints.step_directory import read_step
 
-    if entry.local != "ok":
+    if not entry.sound_here:
         if entry.bucket == "ok":
-            return False
+            return "there"
         raise CheckpointError(
             f"{catalog.local / entry.name} is {entry.local}. It is not copied to the bucket; "
             "remove it when nothing of it is needed."
@@ -203,14 +207,16 @@ def _upload_one(
     copier = StepCopier(remote, stopping=lambda: False, report=report, threads=arguments.threads)
     step = read_step(catalog.local / entry.name)
     try:
-        _copy(copier, step, entry, deep=arguments.deep)
+        whole = _copy(copier, step, entry, deep=arguments.deep)
     finally:
         line.end()
-    return bool(reports)
+    if not whole:
+        return "parts"
+    return "uploaded" if reports else "there"
 
 
-def _copy(copier: StepCopier, step: StepDirectory, entry: CatalogEntry, *, deep: bool) -> None:
-    """Copy a step; of a copy that is there, what is damaged."""
+def _copy(copier: StepCopier, step: StepDirectory, entry: CatalogEntry, *, deep: bool) -> bool:
+    """Copy a step; of a copy that is there, what is damaged. Return whether all of it is there."""
     from refocused.checkpoints.remote_verify import verify_remote
     from refocused.checkpoints.verify import describe
 
@@ -219,9 +225,8 @@ def _copy(copier: StepCopier, step: StepDirectory, entry: CatalogEntry, *, deep:
         print(
             f"{copier.remote.url}/{entry.name}: {describe(problems)}. Sent again.", file=sys.stderr
         )
-        copier.repair(step, [problem.file for problem in problems])
-    else:
-        copier.copy(step)
+        return copier.repair(step, [problem.file for problem in problems])
+    return copier.copy(step)
 
 
 def _print_uploads(result: UploadResult, url: str, seconds: float) -> None:
@@ -230,6 +235,10 @@ def _print_uploads(result: UploadResult, url: str, seconds: float) -> None:
             print(f"{what}: {', '.join(f'{step:,}' for step in steps)}")
     if result.failed:
         print(f"failed: {', '.join(f'{step:,}' for step in result.failed)}")
+    if result.parts:
+        waiting = ", ".join(f"{step:,}" for step in result.parts)
+        print(f"parts of other machines are missing: {waiting}")
+        print("upload on every machine: on node 0 first, and on it again when the others are done")
     whole = len(result.uploaded) + len(result.there)
-    wanted = whole + len(result.failed)
+    wanted = whole + len(result.failed) + len(result.parts)
     print(f"{url}: {whole} of {wanted} steps are whole there ({duration_text(seconds)})")

@@ -34,11 +34,12 @@ class StepCheck:
     Attributes:
         step: Optimizer updates done.
         name: Directory name.
-        local: `ok`, `broken` or `-`.
+        local: `ok`, `node N of M: its part` (that is right), `broken` or `-`.
         bucket: `ok`, `broken`, `superseded`, `NN %` (not all of it is there yet) or `-`.
         local_problems: What is wrong on the disk.
         bucket_problems: What is wrong in the bucket.
-        whole: Nothing is wrong, and the step is whole in one place at least.
+        whole: Nothing is wrong, and the step, or this machine's part, is whole in one place at
+            least.
     """
 
     step: int
@@ -121,7 +122,7 @@ def _check(
         bucket="broken" if there else bucket,
         local_problems=tuple(here),
         bucket_problems=tuple(there),
-        whole=not here and not there and ("ok" in (local, bucket) or bucket == "superseded"),
+        whole=not here and not there and (entry.sound_here or bucket in ("ok", "superseded")),
     )
 
 
@@ -139,7 +140,7 @@ def _local_problems(
     problems = verify(step, deep=False)
     if deep:
         known = {problem.file for problem in problems}
-        for file, record in step.manifest.files.items():
+        for file, record in step.files.items():
             if file not in known:
                 problems += verify(step, deep=True, files=[file])
             read(record.size)
@@ -154,7 +155,7 @@ def _bucket_problems(catalog: Catalog, entry: CatalogEntry, *, deep: bool) -> li
 
     assert catalog.remote is not None  # it has the step
     problems = verify_remote(catalog.remote, entry.name, deep=deep)
-    if problems or entry.local != "ok" or entry.bucket == "superseded":
+    if problems or not entry.sound_here or entry.bucket == "superseded":
         return problems
     marker = catalog.remote.marker(entry.name)
     if marker is not None and marker.manifest_crc32c != crc32c_of(

@@ -203,7 +203,7 @@ def assemble_parts(job: Job, data: DataParts, built: Built) -> Parts:
         ),
         folder=job.checkpoints,
         engine=engine,
-        mirror=_mirror(job) if world.is_first else None,
+        mirror=_mirror(job) if world.keeps else None,
         settings=config.checkpoint,
         reporter=reporter,
         throughput=throughput,
@@ -320,7 +320,7 @@ def _tokenizer(job: Job) -> bytes | None:
 
 
 def _mirror(job: Job) -> CheckpointMirror | None:
-    """Prepare the background copy, if the run has one."""
+    """Prepare the background copy from this disk, if the run has one."""
     checkpoint = job.loaded.config.checkpoint
     if checkpoint.mirror is None:
         return None
@@ -334,6 +334,7 @@ def _mirror(job: Job) -> CheckpointMirror | None:
             project=job.request.project,
             drain_seconds=checkpoint.drain_minutes * 60,
             keep_remote=None if checkpoint.keep_remote == "all" else checkpoint.keep_remote,
+            leads=job.world.is_first,
         )
     )
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from refocused.bucket.open import open_bucket
 from refocused.checkpoints.atomic import write_bytes_atomic
+from refocused.checkpoints.catalog import Catalog
 from refocused.checkpoints.choice import choose_step
 from refocused.checkpoints.elsewhere import (
     as_own,
@@ -20,6 +21,7 @@ from refocused.checkpoints.elsewhere import (
     require_trust,
     take_over,
 )
+from refocused.checkpoints.machines import decide_together
 from refocused.checkpoints.step_directory import StepDirectory, read_step
 from refocused.config.decode import LoadedRun
 from refocused.errors import CheckpointError, ConfigError, RefocusedError, TrainingError
@@ -64,7 +66,9 @@ def choose(job: Job) -> Chosen:
         RefocusedError: On every rank alike: there is none, or it cannot be used.
     """
     try:
-        return job.world.first_does(lambda: _choose(job))
+        return decide_together(
+            job.world, lambda: assemble_catalog(job), lambda catalog: _choose(job, catalog)
+        )
     except CheckpointError as error:
         raise _on_every_rank(CannotResumeError(str(error))) from error
 
@@ -174,9 +178,8 @@ def in_place_of(job: Job, reason: CheckpointError) -> LoadedRun:
     return _renamed(job, name).loaded
 
 
-def _choose(job: Job) -> Chosen:
-    catalog, request = assemble_catalog(job), job.request
-    run = job.loaded.config.run.name
+def _choose(job: Job, catalog: Catalog) -> Chosen:
+    request, run = job.request, job.loaded.config.run.name
     passed_over: list[Path] = []
     trusted = functools.partial(require_trust, run=run, trusted=request.trusts_others)
     own_request = as_own(request.resume, catalog)
@@ -185,6 +188,12 @@ def _choose(job: Job) -> Chosen:
         if step is not None:
             trusted(step.manifest, where=str(step.path))
         return Chosen(None if step is None else step.path, tuple(passed_over))
+    if job.world.keepers > 1:
+        raise CheckpointError(
+            f"--resume {request.resume}: machines that keep the run's files each on its own disk "
+            "resume from this run's steps alone. Set run.directory to a folder on a disk that all "
+            "machines share, or copy that step to this run's place in checkpoint.mirror first."
+        )
     open_url = functools.partial(
         open_bucket, credentials_file=request.credentials_file, project=request.project
     )

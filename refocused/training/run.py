@@ -7,9 +7,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-import secrets
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from refocused import logs
@@ -39,6 +37,7 @@ from refocused.training.resuming import (
     own,
     start_or_resume,
 )
+from refocused.training.run_folder import find_keepers, require_one_mirror, writing
 from refocused.training.sample import write_sample
 from refocused.training.session import Session
 from refocused.training.sole_trainer import claim_run
@@ -81,10 +80,11 @@ def _open(
     )
     folder = Path(config.run.directory) / config.run.name
     world.together(lambda: _open_folder(folder, world))
-    _require_one_folder(folder, world)
+    world = find_keepers(folder, world)
+    require_one_mirror(config.checkpoint.mirror, world)
     session.presence.tell(run=str(folder))
     if not request.dry_run:
-        world.first_does(lambda: _claim(folder))
+        world.keepers_do(lambda: _claim(folder))
     stop = StopRequest(
         world,
         stop_file=None if request.dry_run else folder / "STOP",  # that of the run beside it
@@ -112,7 +112,7 @@ def _carry_out(job: Job, stop: StopRequest, session: Session) -> ExitCode:
         if job.request.dry_run:
             if not _read_first_step(parts, state, stop):
                 return stop.agreed().exit_code
-            world.first_does(lambda: _write_to_mirror(job))
+            world.keepers_do(lambda: _write_to_mirror(job))
             parts.reporter.event("dry_run", "done  dry run: everything is in place, no step taken")
             return ExitCode.OK
         own(job, parts, chosen)
@@ -141,54 +141,15 @@ def _keep_to_limits(config: RunConfig, parts: Parts, stop: StopRequest, session:
 
 def _open_folder(folder: Path, world: World) -> None:
     """Make the run's folder and log into it."""
-    with _writing(folder):
+    with writing(folder):
         logs.start_files(folder / "logs", world.rank)
 
 
 def _claim(folder: Path) -> None:
     """Be the one that trains the run; an earlier wish to stop it is forgotten."""
-    with _writing(folder):
+    with writing(folder):
         claim_run(folder)
         (folder / "STOP").unlink(missing_ok=True)
-
-
-def _require_one_folder(folder: Path, world: World) -> None:
-    """Refuse machines that do not share the run's folder: their ranks could never save together.
-
-    Raises:
-        ConfigError: On every rank; a file that rank 0 wrote is not there for another.
-    """
-    sign = folder / world.broadcast(f".seen-{secrets.token_hex(4)}")
-
-    def write() -> None:
-        with _writing(folder):
-            sign.touch()
-
-    def look() -> None:
-        if not sign.exists():
-            raise ConfigError(
-                f"The run's folder {folder.absolute()} is another one on this machine than on "
-                "that of rank 0. Set run.directory to a folder on a disk that all machines share."
-            )
-
-    world.first_does(write)
-    try:
-        world.together(look)
-    finally:
-        if world.is_first:
-            sign.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Name the run's folder when it cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"The run's folder {folder} cannot be written: {error.strerror}. Make room there, or "
-            "set run.directory to a folder on another disk."
-        ) from error
 
 
 def _say_opening(job: Job) -> None:
@@ -248,7 +209,7 @@ def _train_and_finish(
 ) -> ExitCode:
     """Train, drain the mirror, say how it ended."""
     config = job.loaded.config
-    job.world.first_does(lambda: _begin(job.folder, render_run(config)))
+    job.world.keepers_do(lambda: _begin(job.folder, render_run(config)))
     parts.saver.go_on_from(state)
     job.world.first_does(lambda: _leave_behind(job, parts, state))
     parts.saver.start_mirror()
@@ -310,5 +271,5 @@ def _leave_behind(job: Job, parts: Parts, state: TrainState) -> None:
 
 def _begin(folder: Path, run_yaml: str) -> None:
     """Write the resolved run file."""
-    with _writing(folder):
+    with writing(folder):
         (folder / "run.yaml").write_text(run_yaml)

@@ -63,7 +63,7 @@ class Saver:
             checkpointer: Writes step directories.
             folder: Where they are.
             engine: What is saved.
-            mirror: The background copy; only rank 0 has one.
+            mirror: The background copy; each keeper has one, no other rank.
             settings: How many to keep, how many failures to bear.
             reporter: Tells.
             throughput: Books the time.
@@ -101,7 +101,7 @@ class Saver:
         self._finish_the_one_before(state.step)
         if self.saved_step == state.step:
             return state
-        self._world.first_does(self._make_room)
+        self._make_room()
         state = self._world.broadcast(self._reporter.booked(state))
         record, files_done = state.as_record(), self._files_done(state)
         try:
@@ -190,12 +190,12 @@ class Saver:
         Their names are needed for what will be saved, and a later resume must not take them for
         the newest.
         """
-        self._world.first_does(lambda: self._set_aside(state.step))
+        self._world.keepers_do(lambda: self._set_aside(state.step))
 
     def start_mirror(self) -> None:
         """Start the background copy, and remove what killed saves left."""
         self._checkpointer.clean()
-        self._world.first_does(lambda: self._mirror.start() if self._mirror else None)
+        self._world.keepers_do(lambda: self._mirror.start() if self._mirror else None)
 
     @property
     def skipped_uploads(self) -> int:
@@ -232,19 +232,22 @@ class Saver:
             given_up: Whether to wait no longer; the same on every rank, which all ask it about
                 every second.
         """
-        request = self._world.first_does(
+        requests = self._world.keepers_do(
             lambda: self._mirror.request_drain(timeout_s) if self._mirror else None
         )
+        request = requests[self._world.keeper]
         while True:
-            finished = self._world.first_does(
+            finished = self._world.keepers_do(
                 lambda: (
                     self._mirror.await_drain(request, DRAIN_SLICE_S, progress)
                     if self._mirror
                     else True
                 )
             )
-            if finished is not None:
-                return finished
+            if False in finished:
+                return False
+            if all(finished):
+                return True
             if given_up():
                 return False
 
@@ -277,11 +280,17 @@ class Saver:
         self.commit(wait=True)
 
     def _make_room(self) -> None:
-        """Remove what is needed least when the disk lacks room for another save."""
+        """Remove what is needed least when a disk lacks room for another save."""
+        if any(self._world.keepers_do(self._clean_a_low_disk)):
+            self._thin_out(keep=FEWEST, disk_low=True)
+
+    def _clean_a_low_disk(self) -> bool:
+        """Return whether this disk lacks room for another save; leftovers are removed then."""
         with contextlib.suppress(OSError):  # the save that follows says what is wrong
             if disk_is_low(self._folder, saves=FREE_SPACE_FACTOR):
                 clean_leftovers(self._folder, older_than_s=ABANDONED_S, now=time.time())
-                self._thin_out(keep=FEWEST, disk_low=True)
+                return True
+        return False
 
     def _bear(self, error: CheckpointError) -> None:
         self._failures += 1
@@ -300,7 +309,7 @@ class Saver:
         """Remove what is old, and say what was saved and what that cost."""
         step, size = saved.step.step, saved.step.manifest.total_bytes
         self._failures, self.saved_step = 0, step
-        upload = self._world.first_does(self._make_way)
+        upload = self._make_way()
         stall = self._stall_seconds + self._throughput.lap("save", continued=True)
         local = duration(stall)
         if self._settings.in_background:
@@ -323,19 +332,28 @@ class Saver:
         )
 
     def _make_way(self) -> str:
-        """Keep the mirror going and remove old steps; return what the mirror says."""
-        waiting = ""
-        if self._mirror is not None:
-            self._mirror.ensure_alive()
-            status = self._mirror.status()
-            local = saved_steps(self._folder)
-            waiting = f" | {status.progress(local) if status else 'upload queued'}"
-        self._thin_out(keep=self._settings.keep, disk_low=disk_is_low(self._folder))
-        return waiting
+        """Keep the mirrors going and remove old steps; return what the mirrors say."""
+        seen = self._world.keepers_do(
+            lambda: (self._look_after_mirror(), disk_is_low(self._folder))
+        )
+        self._thin_out(keep=self._settings.keep, disk_low=any(low for _, low in seen))
+        first, *others = (said for said, _ in seen)
+        return first + "".join(
+            f" | node {node}{said}" for node, said in enumerate(others, 1) if "last error" in said
+        )
+
+    def _look_after_mirror(self) -> str:
+        if self._mirror is None:
+            return ""
+        self._mirror.ensure_alive()
+        status = self._mirror.status()
+        local = saved_steps(self._folder)
+        return f" | {status.progress(local) if status else 'upload queued'}"
 
     def _thin_out(self, *, keep: int, disk_low: bool) -> None:
         thin_out(
             self._folder,
+            self._world,
             keep=keep,
             mirrored=self._mirror is not None,
             status=self._mirror.status() if self._mirror is not None else None,

@@ -52,7 +52,7 @@ class StopRequest:
 
         Args:
             world: The ranks.
-            stop_file: Its existence asks to stop; rank 0 looks for it. None: there is none.
+            stop_file: Its existence asks to stop, on any keeper's disk. None: there is none.
             signals: What came to this process, from its start on.
             ancestors: The processes that started it.
         """
@@ -94,8 +94,8 @@ class StopRequest:
     def _seen(self) -> StopReason:
         if self._ancestors.gone:
             return StopReason.PARENT_GONE
+        if self._world.keeps and self._stop_file is not None and self._stop_file.exists():
+            return StopReason.STOP_FILE
         if not self._world.is_first:
             return StopReason.NONE
-        if self._stop_file is not None and self._stop_file.exists():
-            return StopReason.STOP_FILE
         return max((limit() for limit in self._limits), default=StopReason.NONE)

@@ -43,11 +43,13 @@ class ForkedRanks(Ranks):
         others: Mapping[int, Sequence[str]] | None = None,
         environment: Mapping[str, str] | None = None,
         local_ranks: Sequence[int] | None = None,
+        places: Sequence[Path] | None = None,
         command: Command | None = None,
     ) -> None:
         """Start ranks with the same arguments, but those that `others` gives to single ranks.
 
-        They train, as `launch/train.py` does, unless there is another command.
+        They train, as `launch/train.py` does, unless there is another command. `places` are the
+        folders that they work in, in place of `folder`: those of machines that share no disk.
         """
         _start_server()
         self._logs = folder / f"ranks-{time.monotonic_ns()}"
@@ -62,7 +64,7 @@ class ForkedRanks(Ranks):
         self.processes = [
             ForkedRank(
                 list((others or {}).get(rank, arguments)),
-                folder=folder,
+                folder=places[rank] if places else folder,
                 logs=self._logs,
                 environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
                 command=command or _train,

@@ -1,34 +1,73 @@
-"""All ranks must see one folder of the run."""
+"""One folder of the run for all machines, or one on each; nothing between."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
-from thread_ranks import on_two_ranks
+from thread_ranks import on_two_ranks, results
 
 from refocused.errors import ConfigError
-from refocused.training.run import _require_one_folder
+from refocused.training.run_folder import find_keepers, require_one_mirror
 from refocused.world import World
 
 
+def on_two_nodes(world: World) -> World:
+    return dataclasses.replace(world, local_rank=0, local_world_size=1, node=world.rank)
+
+
+@pytest.mark.parametrize(("machines", "shared"), [(1, True), (2, True), (2, False)])
+def test_the_keepers_are_rank_0_or_the_first_rank_of_each_machine(
+    tmp_path: Path, machines: int, shared: bool
+) -> None:
+    folders = [tmp_path / "one", tmp_path / ("one" if shared else "other")]
+
+    def action(world: World) -> World:
+        if machines == 2:
+            world = on_two_nodes(world)
+        return dataclasses.replace(find_keepers(folders[world.rank], world), _control=None)
+
+    found = results(on_two_ranks(action))
+    apart = machines == 2 and not shared
+    assert [world.keepers for world in found] == [2 if apart else 1] * 2
+    assert [world.keeps for world in found] == [True, apart]
+    assert [world.keeper for world in found] == [0, int(apart)]
+    assert [list(folder.iterdir()) for folder in folders] == [[], []]
+
+
+def test_ranks_of_one_machine_see_one_folder(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+    for rank in on_two_ranks(lambda world: find_keepers(folders[world.rank], world)):
+        assert isinstance(rank.error, ConfigError)
+        assert "rank 1: The run's folder" in str(rank.error)
+        assert "a disk that all machines share" in str(rank.error)
+        assert rank.error.on_every_rank
+    assert [list(folder.iterdir()) for folder in folders] == [[], []]
+
+
+def test_machines_are_numbered_by_their_first_ranks(tmp_path: Path) -> None:
+    def action(world: World) -> int:
+        world = dataclasses.replace(on_two_nodes(world), node=(7, 3)[world.rank])
+        return find_keepers(tmp_path / str(world.rank), world).node
+
+    assert results(on_two_ranks(action)) == [0, 1]
+
+
 @pytest.mark.parametrize("shared", [True, False])
-def test_machines_that_do_not_share_the_runs_folder_are_refused(
+def test_a_mirror_that_is_another_folder_on_each_machine_is_refused(
     tmp_path: Path, shared: bool
 ) -> None:
     folders = [tmp_path / "one", tmp_path / ("one" if shared else "other")]
-    for folder in folders:
-        folder.mkdir(exist_ok=True)
 
     def action(world: World) -> None:
-        _require_one_folder(folders[world.rank], world)
+        world = dataclasses.replace(on_two_nodes(world), keepers=2)
+        require_one_mirror(None, world)
+        require_one_mirror("gs://bucket/prefix", world)
+        require_one_mirror(str(folders[world.rank]), world)
 
-    ended = on_two_ranks(action)
-    for rank in ended:
-        if shared:
-            assert rank.error is None
-        else:
-            assert isinstance(rank.error, ConfigError)
-            assert "rank 1: The run's folder" in str(rank.error)
-            assert "a disk that all machines share" in str(rank.error)
-    assert [list(folder.iterdir()) for folder in folders] == [[], []]
+    for rank in on_two_ranks(action):
+        assert (rank.error is None) == shared
+        assert shared or "another one on each machine" in str(rank.error)

@@ -1,0 +1,285 @@
+"""Machines that keep their ranks' files each on its own disk save, resume and mirror together."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoints.fake_owner import FACTS
+from checkpoints.step_samples import flip_byte
+from checkpoints.two_machines import OF_ALL, Machines, PartOwner, copy_part
+from thread_ranks import results
+
+from refocused.bucket.directory import DirectoryBucket
+from refocused.checkpoints.catalog import Catalog
+from refocused.checkpoints.checkpointer import Checkpointer
+from refocused.checkpoints.choice import choose_step
+from refocused.checkpoints.machines import decide_together
+from refocused.checkpoints.manifest import CheckpointManifest, FileRecord
+from refocused.checkpoints.parts import plan_deliveries, wanted_files
+from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps
+from refocused.checkpoints.remote_verify import verify_remote
+from refocused.checkpoints.staging import Staging
+from refocused.checkpoints.step_directory import Part, StepDirectory, in_use, read_step, step_paths
+from refocused.checkpoints.thinning import thin_out
+from refocused.checkpoints.verify import verify
+from refocused.errors import CheckpointError
+from refocused.world import World
+
+PREFIX = "sample/checkpoints"
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Machines:
+    return Machines(tmp_path)
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> RemoteSteps:
+    (tmp_path / "bucket").mkdir()
+    return RemoteSteps(DirectoryBucket(tmp_path / "bucket"), PREFIX)
+
+
+def names(machines: Machines) -> list[list[str]]:
+    """All that lies in both folders, but the lock of downloads, which stays."""
+    return [
+        sorted(path.name for path in folder.iterdir() if path.name != ".fetch.lock")
+        for folder in machines.folders
+    ]
+
+
+def test_each_machine_holds_its_part_under_the_same_manifest(machines: Machines) -> None:
+    results(machines.save(10))
+    first, second = machines.manifest(0, 10), machines.manifest(1, 10)
+    assert first == second
+    nodes = {name: record.get("node", 0) for name, record in first["files"].items()}
+    assert nodes == {
+        "model.json": 0,
+        "run.yaml": 0,
+        "trainer.json": 0,
+        "ranks/rank_00000.pt": 0,
+        "ranks/rank_00001.pt": 1,
+        "zero/notes_0.txt": 0,
+        "zero/notes_1.txt": 1,
+        OF_ALL: 0,
+        "zero/rank_0.pt": 0,
+        "zero/rank_1.pt": 1,
+    }
+    for node in range(2):
+        step = machines.part(node, 10)
+        assert step.part == Part(node=node, nodes=2)
+        assert verify(step, deep=True) == []
+        assert not (step.path / f"zero/rank_{1 - node}.pt").exists()
+        flip_byte(step.path / f"zero/rank_{node}.pt")
+        assert [problem.file for problem in verify(step, deep=True)] == [f"zero/rank_{node}.pt"]
+    (entry,) = Catalog(machines.folders[1]).entries()
+    assert entry.local == "node 1 of 2: its part" and entry.sound_here and not entry.usable
+
+
+def test_a_manifest_of_one_machine_is_what_it_always_was() -> None:
+    assert "node" not in FileRecord(size=1, crc32c=2).model_dump_json()
+    assert FileRecord.model_validate_json('{"size": 1, "crc32c": 2}').node == 0
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk_on_one_machine_costs_all_of_them_that_save(
+    machines: Machines, full: int
+) -> None:
+    for rank in machines.save(10, full=full):
+        assert isinstance(rank.error, CheckpointError)
+        assert "No space left on device" in str(rank.error)
+    assert names(machines) == [[], []]
+    results(machines.save(10))
+    assert [verify(machines.part(node, 10), deep=True) for node in range(2)] == [[], []]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_machine_that_cannot_publish_its_part_takes_the_others_back(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    publish = Staging.publish
+
+    def fails(staging: Staging, manifest: CheckpointManifest) -> StepDirectory:
+        if staging.part == Part(node=failing, nodes=2):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(staging.path))
+        return publish(staging, manifest)
+
+    results(machines.save(10))
+    with monkeypatch.context() as patched:
+        patched.setattr(Staging, "publish", fails)
+        for rank in machines.save(20):
+            assert "checkpoint_step_20 was not saved: Input/output error" in str(rank.error)
+            assert str(rank.error).startswith("rank 1: ") == (failing == 1)
+    assert names(machines) == [["checkpoint_step_10"]] * 2
+
+
+def load(machines: Machines, step: int, *, exact: bool) -> list[PartOwner]:
+    def action(world: World, folder: Path) -> PartOwner:
+        owner = PartOwner(world.rank)
+        saved = read_step(folder / f"checkpoint_step_{step}")
+        checkpointer = Checkpointer(folder, world=world, facts=FACTS)
+        changes = checkpointer.changes(saved)
+        if not exact:
+            changes = type(changes)(changes.settings, changes.allowed, "resharded", False)
+        checkpointer.load(owner, saved, changes)
+        return owner
+
+    loaded = results(machines.do(action))
+    assert names(machines) == [[f"checkpoint_step_{step}"]] * 2  # nothing is left behind
+    return loaded
+
+
+def test_each_rank_loads_its_own_part_and_what_the_first_one_wrote_for_all(
+    machines: Machines,
+) -> None:
+    results(machines.save(10))
+    for rank, owner in enumerate(load(machines, 10, exact=True)):
+        assert owner.loaded == f"weights of {rank}".encode()
+        assert owner.resharded_from is None
+        assert owner.seen == ("mp_rank_00_model_states.pt", f"notes_{rank}.txt", f"rank_{rank}.pt")
+    assert not (machines.folders[1] / "checkpoint_step_10" / OF_ALL).exists()
+
+
+def test_states_that_are_divided_anew_reach_every_machine_whole(machines: Machines) -> None:
+    results(machines.save(10))
+    for owner in load(machines, 10, exact=False):
+        assert owner.resharded_from == 2
+        assert {"rank_0.pt", "rank_1.pt"} <= set(owner.seen)
+
+
+def test_files_come_from_whoever_has_them_or_the_resume_is_refused() -> None:
+    held = {0: frozenset({"a", "b"}), 1: frozenset({"c"})}
+    wanted = {0: frozenset({"a", "c"}), 1: frozenset({"b", "c"})}
+    plan = plan_deliveries(held, wanted)
+    assert [(one.name, one.source, set(one.receivers)) for one in plan] == [
+        ("b", 0, {1}),
+        ("c", 1, {0}),
+    ]
+    with pytest.raises(CheckpointError, match="No machine has d"):
+        plan_deliveries(held, {0: frozenset({"d"})})
+
+
+def test_ranks_on_other_machines_than_before_read_all_files(machines: Machines) -> None:
+    results(machines.save(10))
+    manifest = machines.part(0, 10).manifest
+    assert "zero/rank_0.pt" not in wanted_files(manifest, [0, 1], exact=True)[1]
+    assert wanted_files(manifest, [0, 0], exact=True) == {0: frozenset(manifest.files)}
+    assert wanted_files(manifest, [0, 1, 1], exact=True)[1] == frozenset(manifest.files)
+
+
+def choose(machines: Machines, remote: RemoteSteps | None, request: str = "auto") -> int | None:
+    def action(world: World, folder: Path) -> tuple[int | None, list[Path]]:
+        def catalog() -> Catalog:
+            return Catalog(folder, remote.bucket if remote else None, PREFIX)
+
+        passed: list[Path] = []
+        step = decide_together(
+            world, catalog, lambda whole: choose_step(whole, request, passed_over=passed)
+        )
+        return None if step is None else step.step
+
+    first, second = results(machines.do(action))
+    assert first == second
+    return first  # type: ignore[no-any-return]
+
+
+def test_a_step_counts_when_every_machine_has_its_part(machines: Machines) -> None:
+    assert choose(machines, None) is None
+    results(machines.save(10, 20))
+    assert choose(machines, None) == 20
+    shutil.rmtree(machines.folders[1] / "checkpoint_step_20")
+    assert choose(machines, None) == 10
+    with pytest.raises(CheckpointError, match="node 1 has no part of it"):
+        choose(machines, None, "20")
+
+
+def test_a_flipped_byte_on_any_machine_is_found(machines: Machines, remote: RemoteSteps) -> None:
+    results(machines.save(10, 20))
+    machines.mirror(remote, 20)
+    flip_byte(machines.part(1, 20).path / "zero/rank_1.pt")
+    assert choose(machines, None) == 10
+    untouched = machines.part(0, 20).path.stat().st_ino
+    assert choose(machines, remote) == 20
+    assert machines.part(0, 20).path.stat().st_ino == untouched
+    assert verify(machines.part(1, 20), deep=True) == []
+
+
+def test_a_machine_that_lost_its_disk_fetches_its_own_part(
+    machines: Machines, remote: RemoteSteps
+) -> None:
+    results(machines.save(10))
+    machines.mirror(remote, 10)
+    shutil.rmtree(machines.folders[1])
+    assert choose(machines, remote) == 10
+    part = machines.part(1, 10)
+    assert part.part == Part(node=1, nodes=2) and verify(part, deep=True) == []
+    assert not (part.path / "zero/rank_0.pt").exists()
+    assert load(machines, 10, exact=True)[1].loaded == b"weights of 1"
+
+
+def test_saves_of_one_step_that_do_not_belong_together_are_not_mixed(machines: Machines) -> None:
+    results(machines.save(10, 20))
+    other = machines.folders[1].with_name("older")
+    machines.part(1, 20).path.rename(other)
+    shutil.rmtree(machines.part(0, 20).path)
+    results(machines.save(20))
+    shutil.rmtree(machines.part(1, 20).path)
+    other.rename(machines.folders[1] / "checkpoint_step_20")
+    assert choose(machines, None) == 10
+
+
+def test_a_refusal_on_one_machine_reaches_all(machines: Machines) -> None:
+    with pytest.raises(CheckpointError, match="There is no checkpoint"):
+        choose(machines, None, "latest")
+
+
+def test_the_marker_comes_when_every_part_is_there(machines: Machines, remote: RemoteSteps) -> None:
+    results(machines.save(10))
+    first, second = machines.part(0, 10), machines.part(1, 10)
+    assert not copy_part(remote, second)
+    assert remote.objects("checkpoint_step_10") == {}  # the first machine clears the way
+    assert not copy_part(remote, first)
+    assert not copy_part(remote, first)
+    assert COMMITTED not in remote.objects("checkpoint_step_10")
+    assert not copy_part(remote, second)
+    assert copy_part(remote, first)
+    assert copy_part(remote, second)
+    assert verify_remote(remote, "checkpoint_step_10", deep=True) == []
+    names = set(remote.objects("checkpoint_step_10")) - {COMMITTED, "manifest.json"}
+    assert names == set(first.manifest.files)
+
+
+def test_parts_of_another_save_of_the_step_are_replaced_not_mixed(
+    machines: Machines, remote: RemoteSteps
+) -> None:
+    results(machines.save(10))
+    machines.mirror(remote, 10)
+    for node in range(2):
+        shutil.rmtree(machines.part(node, 10).path)
+    results(machines.save(10))
+    remote.supersede("checkpoint_step_10")  # as a run that went back does
+    first, second = machines.part(0, 10), machines.part(1, 10)
+    assert not copy_part(remote, second)
+    assert remote.manifest("checkpoint_step_10") != second.manifest
+    machines.mirror(remote, 10)
+    assert remote.manifest("checkpoint_step_10") == first.manifest
+
+
+def test_old_steps_go_from_every_disk_alike(machines: Machines) -> None:
+    results(machines.save(10, 20, 30, 40))
+    (machines.part(1, 40).path / "zero/rank_1.pt").unlink()  # so the newest two are 20 and 30
+    reading = contextlib.ExitStack()
+    reading.enter_context(in_use(machines.part(1, 10).path))
+
+    def action(world: World, folder: Path) -> list[int]:
+        return thin_out(folder, world, keep=2, mirrored=False, status=None)
+
+    with reading:
+        assert results(machines.do(action)) == [[], []]
+    assert results(machines.do(action)) == [[10], [10]]
+    there = [[read_step(path).step for path in step_paths(f)] for f in machines.folders]
+    assert there == [[20, 30, 40]] * 2

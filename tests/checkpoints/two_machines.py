@@ -1,0 +1,93 @@
+"""Two machines that share no disk, as two ranks that are threads with a folder each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from checkpoints.fake_owner import FACTS, FakeOwner
+from thread_ranks import Ended, on_two_ranks
+
+from refocused.batches.position import Position
+from refocused.bucket.checksum import crc32c_of
+from refocused.checkpoints.checkpointer import Checkpointer
+from refocused.checkpoints.mirror_copy import StepCopier
+from refocused.checkpoints.remote_steps import RemoteSteps
+from refocused.checkpoints.step_directory import StepDirectory, read_step
+from refocused.engine.checkpoint_files import WrittenFile
+from refocused.engine.engine import ShardsWritten
+from refocused.training.state import TrainState
+from refocused.world import World
+
+OF_ALL = "zero/mp_rank_00_model_states.pt"
+
+
+@dataclasses.dataclass
+class PartOwner(FakeOwner):
+    """As DeepSpeed under ZeRO 2: the first rank writes the weights for all; all read them."""
+
+    seen: tuple[str, ...] = ()
+
+    def save_shards(self, folder: Path) -> ShardsWritten:
+        written = super().save_shards(folder)
+        if self.rank == 0 and not written.errors:
+            weights = folder / OF_ALL
+            weights.write_bytes(b"all weights")
+            file = WrittenFile(weights, weights.stat().st_size, crc32c_of(weights))
+            written = ShardsWritten((*written.files, file), ())
+        return written
+
+    def load_shards(self, folder: Path) -> None:
+        assert (folder / OF_ALL).read_bytes() == b"all weights"
+        self.seen = tuple(sorted(path.name for path in (folder / "zero").iterdir()))
+        super().load_shards(folder)
+
+
+def state(step: int) -> dict[str, Any]:
+    return TrainState(step=step, tokens=step, position=Position(0, step), loss=1.0).as_record()
+
+
+class Machines:
+    """The disks of two machines."""
+
+    def __init__(self, root: Path) -> None:
+        self.folders = [root / "machine_0" / "checkpoints", root / "machine_1" / "checkpoints"]
+
+    def do(self, action: Callable[[World, Path], Any]) -> list[Ended]:
+        return on_two_ranks(lambda world: action(world, self.folders[world.rank]), machines=2)
+
+    def save(self, *steps: int, full: int | None = None) -> list[Ended]:
+        """Save steps; the disk of machine `full` has no room."""
+
+        def action(world: World, folder: Path) -> Path:
+            owner = PartOwner(
+                world.rank,
+                content=f"weights of {world.rank}".encode(),
+                disk_is_full=world.rank == full,
+            )
+            checkpointer = Checkpointer(folder, world=world, facts=FACTS)
+            return [checkpointer.save(owner, state(step), files_done=0) for step in steps][-1].path
+
+        return self.do(action)
+
+    def part(self, node: int, step: int) -> StepDirectory:
+        return read_step(self.folders[node] / f"checkpoint_step_{step}")
+
+    def mirror(self, remote: RemoteSteps, *steps: int) -> None:
+        for step in steps:
+            outcomes = [copy_part(remote, self.part(node, step)) for node in (0, 1, 0)]
+            assert outcomes == [False, False, True]
+
+    def manifest(self, node: int, step: int) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(
+            (self.folders[node] / f"checkpoint_step_{step}" / "manifest.json").read_text()
+        )
+        return content
+
+
+def copy_part(remote: RemoteSteps, step: StepDirectory) -> bool:
+    copier = StepCopier(remote, stopping=lambda: False, report=lambda _done, _total: None)
+    return copier.copy(step)

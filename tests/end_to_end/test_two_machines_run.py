@@ -1,0 +1,171 @@
+"""A run over machines that share no disk: the same numbers, and nothing lost with one of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import ForkedRanks, train
+from ranks import Ended, metrics
+from test_full_disks import SmallDisk, fill, small_disk
+from tiny import tiny_run
+
+from refocused.checkpoints.remote_steps import COMMITTED
+from refocused.checkpoints.step_directory import read_step
+from refocused.checkpoints.verify import verify
+
+pytestmark = pytest.mark.slow
+__all__ = ["small_disk"]  # a fixture
+
+
+class Site:
+    """Two working folders, as of two machines, and the mirror that both reach."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.places = [root / "machine_0", root / "machine_1"]
+        self.runs = [place / "runs" / "tiny" for place in self.places]
+        for place in self.places:
+            place.mkdir()
+        self.settings = [
+            "--config",
+            str(tiny_run(root)),
+            f"data.source={root / 'tokens'}",
+            f"data.cache={root / 'cache'}",
+            f"checkpoint.mirror={root / 'mirror'}",
+        ]
+        self.mirrored = root / "mirror" / "tiny" / "checkpoints"
+
+    def start(self, *arguments: str) -> ForkedRanks:
+        return ForkedRanks(
+            2,
+            [*self.settings, *arguments],
+            folder=self.root,
+            places=self.places,
+            environment={"LOCAL_WORLD_SIZE": "1"},
+            local_ranks=(0, 0),
+        )
+
+    def train(self, *arguments: str, codes: tuple[int, int] = (0, 0)) -> Ended:
+        ranks = self.start(*arguments)
+        try:
+            ended = ranks.wait(60)
+        finally:
+            ranks.kill()
+        assert ended.codes == list(codes), ended.everything
+        return ended
+
+    def step(self, node: int, number: int) -> Path:
+        return self.runs[node] / "checkpoints" / f"checkpoint_step_{number}"
+
+    def forget(self, number: int) -> None:
+        """Take a step away everywhere."""
+        for path in (self.step(0, number), self.step(1, number)):
+            shutil.rmtree(path)
+        shutil.rmtree(self.mirrored / f"checkpoint_step_{number}", ignore_errors=True)
+
+    def losses(self) -> dict[int, str]:
+        return {step: float(row["loss"]).hex() for step, row in metrics(self.runs[0]).items()}
+
+
+def tensors_of(path: Path) -> list[Any]:
+    content = torch.load(path, weights_only=False)["optimizer_state_dict"]
+    found: list[Any] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        for one in value.values() if isinstance(value, dict) else ():
+            collect(one)
+        for one in value if isinstance(value, list | tuple) else ():
+            collect(one)
+
+    collect(content)
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_machine_lost_its_disk_and_the_run_goes_on_bit_for_bit(
+    tmp_path: Path, stage: int
+) -> None:
+    site = Site(tmp_path)
+    settings = [f"zero.stage={stage}", "run.steps=8", "checkpoint.interval=4"]
+    site.train(*settings)
+    wanted = site.losses()
+    assert sorted(wanted) == list(range(1, 9))
+    own_files = [sorted(path.name for path in site.step(n, 8).glob("zero/*")) for n in range(2)]
+    assert not set(own_files[0]) & set(own_files[1])
+    for node in range(2):
+        assert verify(read_step(site.step(node, 8)), deep=True) == []
+    for number in (4, 8):
+        whole = site.mirrored / f"checkpoint_step_{number}"
+        assert (whole / COMMITTED).exists() and verify(read_step(whole), deep=True) == []
+    last = [next(site.step(node, 8).glob("zero/*optim*")) for node in range(2)]
+    states = [tensors_of(path) for path in last]
+
+    site.forget(8)
+    shutil.rmtree(site.runs[1])
+    ended = site.train(*settings)
+    assert "resume   step 4" in ended.out[0]
+    assert site.losses() == wanted
+    assert verify(read_step(site.step(1, 4)), deep=True) == []
+    assert not list(site.step(1, 4).glob("ranks/rank_00000.pt"))
+    for path, before in zip(last, states, strict=True):
+        after = tensors_of(path)
+        assert len(after) == len(before) > 2
+        assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
+
+
+def test_a_single_machine_goes_on_from_the_mirror_and_two_from_there(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.settings.append("schedule.warmup_steps=2")
+    site.train("run.steps=4")
+    shutil.rmtree(site.places[1])
+    site.places[1].mkdir()
+    # The first machine alone has a part only; the mirror has all of it.
+    alone = train(site.places[0], *site.settings, "run.steps=5", "checkpoint.mirror=null")
+    assert alone.codes == [1] and "node 0 of 2: its part" in alone.everything, alone.everything
+    alone = train(site.places[0], *site.settings, "run.steps=6")
+    assert alone.codes == [0], alone.everything
+    assert "Fetching step 4" in alone.out[0] and "ranks    2 -> 1" in alone.out[0]
+    both = site.train("run.steps=8")
+    assert "ranks    1 -> 2" in both.out[0], both.everything
+    assert verify(read_step(site.step(1, 8)), deep=True) == []
+
+
+def test_one_full_disk_costs_a_save_and_training_goes_on(
+    tmp_path: Path, small_disk: SmallDisk
+) -> None:
+    site = Site(tmp_path)
+    filler = fill(small_disk(site.places[1] / "runs", 16 * 1024))
+    with filler.open("ab") as file:
+        file.truncate(15 * 1024 * 1024 + 512 * 1024)  # a machine's part takes 0.9 MB
+    ranks = site.start("checkpoint.interval=4", "checkpoint.max_failed_saves=9")
+    try:
+        ranks.wait_until(lambda: "checkpoint_step_4 was not saved" in ranks.printed("err"))
+        assert not site.step(0, 4).exists()
+        filler.unlink()
+        ended = ranks.wait(60)
+    finally:
+        ranks.kill()
+    assert ended.codes == [0, 0], ended.everything
+    assert "No space left on device" in ended.err[0] and "Training goes on." in ended.err[0]
+    assert [verify(read_step(site.step(node, 20)), deep=True) for node in range(2)] == [[], []]
+
+
+def test_a_stop_file_on_any_machine_stops_all(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    ranks = site.start("run.steps=100000", "checkpoint.interval=0")
+    try:
+        ranks.wait_until(lambda: max(metrics(site.runs[0]), default=0) >= 3)
+        (site.runs[1] / "STOP").touch()
+        ended = ranks.wait(60)
+    finally:
+        ranks.kill()
+    assert ended.codes == [130, 130], ended.everything
+    (saved,) = (site.runs[1] / "checkpoints").glob("checkpoint_step_*")
+    assert json.loads((saved / "part.json").read_text()) == {"node": 1, "nodes": 2}
