@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from ranks import ROOT, Ranks
+from thread_ranks import on_two_ranks, results
 
 from refocused.errors import ConfigError, RefocusedError, ShardError
 from refocused.world import (
@@ -41,6 +42,7 @@ def test_each_rank_knows_its_place(found: list[dict[str, Any]]) -> None:
 def test_values_reach_every_rank(found: list[dict[str, Any]]) -> None:
     assert both(found, "gather") == [{"rank": 0}, {"rank": 1}]
     assert both(found, "broadcast") == "from 0"
+    assert both(found, "broadcast of rank 1") == "from 1"
     assert both(found, "largest") == [1.0, 0.0, 2.5]
     assert both(found, "total") == [3.0, 1.0]
 
@@ -121,6 +123,34 @@ def test_the_launchers_words_are_read() -> None:
     )
     assert deepspeeds.local_world_size == 8
     assert deepspeeds.is_first_on_node and not deepspeeds.is_first
+    assert (
+        world.node,
+        deepspeeds.node,
+        ranks_from_environment(environment | {"RANK": "3"}).node,
+    ) == (
+        1,
+        1,
+        0,
+    )
+    for name in ("CROSS_RANK", "GROUP_RANK"):  # DeepSpeed's, torchrun's: machines may be uneven
+        assert ranks_from_environment(environment | {name: "2"}).node == 2
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_what_keepers_do_is_done_once_a_disk_and_known_to_all(machines: int) -> None:
+    def action(world: World) -> tuple[list[int], int]:
+        return world.keepers_do(lambda: world.rank), world.broadcast(world.rank, source=1)
+
+    assert results(on_two_ranks(action, machines=machines)) == [(list(range(machines)), 1)] * 2
+
+
+def test_a_keepers_error_reaches_every_rank_with_its_name() -> None:
+    def action(world: World) -> None:
+        world.keepers_do(lambda: fail(ShardError("gone")) if world.rank == 1 else None)
+
+    told = [rank.error for rank in on_two_ranks(action, machines=2)]
+    assert [str(error) for error in told] == ["rank 1: gone"] * 2
+    assert all(isinstance(error, ShardError) and error.on_every_rank for error in told)
     assert ranks_from_environment({}) == World()
 
 

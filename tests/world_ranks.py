@@ -42,6 +42,7 @@ def main() -> None:
         "device": world.device_kind,
         "gather": world.gather({"rank": world.rank}),
         "broadcast": world.broadcast(f"from {world.rank}"),
+        "broadcast of rank 1": world.broadcast(f"from {world.rank}", source=1),
         "largest": world.largest([world.rank, -world.rank, 2.5]),
         "total": world.total([world.rank + 1, 0.5]),
         "together": told(lambda: world.together(fails_on())),
