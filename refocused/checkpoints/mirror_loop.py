@@ -21,7 +21,13 @@ from refocused.checkpoints.mirror_status import BLOCKED, MirrorSettings, MirrorS
 from refocused.checkpoints.process_identity import this_process
 from refocused.checkpoints.remote_retention import RemoteRetention, kept_steps
 from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED, RemoteSteps
-from refocused.checkpoints.step_directory import name_of, parse_name, read_step, step_paths
+from refocused.checkpoints.step_directory import (
+    StepDirectory,
+    name_of,
+    parse_name,
+    read_step,
+    step_paths,
+)
 from refocused.errors import BucketError, CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -174,7 +180,7 @@ class MirrorLoop:
     def _point_to(self, step: int | None) -> None:
         """Name the newest step in the bucket; it is a hint, so a failure is only noted."""
         known = self._newest_there
-        if not self._settings.leads or step is None or (known is not None and step <= known):
+        if self._settings.node > 0 or step is None or (known is not None and step <= known):
             return
         self._newest_there = step
         try:
@@ -188,7 +194,7 @@ class MirrorLoop:
             return
         order = self._order()
         in_use = {*order.wanted, *order.skipped}
-        removed = self._retention.thin_out(in_use=in_use) if self._settings.leads else []
+        removed = self._retention.thin_out(in_use=in_use) if self._settings.node == 0 else []
         for step in removed:
             logger.info("%s is removed from the bucket", name_of(step))
             self._settled.pop(name_of(step), None)
@@ -213,7 +219,7 @@ class MirrorLoop:
                 return
             step = read_step(path)
             if not self._copier.copy(step):
-                self._awaiting |= {step.step} if step.part is not None else set()
+                self._await_others(step)
             else:
                 logger.info("%s is mirrored, %.1f s", path.name, time.monotonic() - started)
                 self._settled[path.name] = _Settled(signature, None)
@@ -226,6 +232,17 @@ class MirrorLoop:
                 raise
             logger.error("%s", error)
             self._settled[path.name] = _Settled(signature or (0, 0), str(error))
+
+    def _await_others(self, step: StepDirectory) -> None:
+        """Let other steps go first while parts of this one are missing, if they can still come."""
+        if step.part is None:
+            return
+        if step.part.nodes != self._settings.nodes:
+            raise CheckpointError(
+                f"{step.path} is {step.part}, and the run is on {self._settings.nodes} now. To "
+                "complete it in the bucket, start checkpoints upload on all machines that have one."
+            )
+        self._awaiting.add(step.step)
 
     def _wait_after(self, error: Exception) -> None:
         self._failures += 1

@@ -30,8 +30,9 @@ class MirrorSettings(pydantic.BaseModel):
             wait when it refuses us.
         threads: Uploads at once.
         keep_remote: Newest rolling steps that stay in the bucket; None: all stay.
-        leads: Whether old steps are removed and the newest is pointed to from here: of machines
-            that each mirror their own part, the first one does.
+        node: The machine, of those that each mirror their own part. The first one also removes old
+            steps from the bucket and points to the newest.
+        nodes: Such machines; 1: the run's folder is whole.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
@@ -47,7 +48,8 @@ class MirrorSettings(pydantic.BaseModel):
     longest_wait_seconds: float = 60.0
     threads: int = 4
     keep_remote: int | None = None
-    leads: bool = True
+    node: int = 0
+    nodes: int = 1
 
     @pydantic.field_validator("run", "credentials_file")
     @classmethod

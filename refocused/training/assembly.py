@@ -334,7 +334,8 @@ def _mirror(job: Job) -> CheckpointMirror | None:
             project=job.request.project,
             drain_seconds=checkpoint.drain_minutes * 60,
             keep_remote=None if checkpoint.keep_remote == "all" else checkpoint.keep_remote,
-            leads=job.world.is_first,
+            node=job.world.keeper,
+            nodes=job.world.keepers,
         )
     )
 

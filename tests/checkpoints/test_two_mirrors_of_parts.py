@@ -50,7 +50,8 @@ def test_a_machine_whose_mirror_was_killed_is_waited_for(tmp_path: Path) -> None
                 drain_seconds=60.0,
                 scan_seconds=0.02,
                 keep_remote=1,
-                leads=node == 0,
+                node=node,
+                nodes=2,
             )
         )
         for node in range(2)
@@ -82,3 +83,30 @@ def test_a_machine_whose_mirror_was_killed_is_waited_for(tmp_path: Path) -> None
             process = mirror._process
             if process is not None and process.alive:
                 os.kill(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_on_fewer_machines_does_not_wait_for_the_others(tmp_path: Path) -> None:
+    machines = Machines(tmp_path)
+    results(machines.save(10))
+    (tmp_path / "bucket").mkdir()
+    mirror = CheckpointMirror(
+        MirrorSettings(
+            run=machines.folders[0].parent,
+            bucket=str(tmp_path / "bucket"),
+            prefix=PREFIX,
+            training=this_process(),
+            drain_seconds=60.0,
+            scan_seconds=0.02,
+        )
+    )
+    try:
+        mirror.start()
+        assert mirror.drain(60) is False
+        status = mirror.status()
+        assert status is not None
+        assert "is node 0 of 2: its part, and the run is on 1 now" in status.failed[10]
+    finally:
+        process = mirror._process
+        if process is not None and process.alive:
+            os.kill(process.pid, signal.SIGKILL)
