@@ -32,8 +32,8 @@ class CheckpointConfig(Section):
         keep: Newest of these saves kept locally, at least 2; beside them stay the best step, the
             last one of the run, the newest of an interruption, and what the mirror lacks.
         keep_epochs: Save at the end of every epoch of the data too, and keep those steps.
-        mirror: `gs://bucket/prefix` or a folder that gets a copy of every step directory; None: no
-            copy.
+        mirror: `gs://bucket/prefix` or a folder, one for all machines, that gets a copy of every
+            step directory; None: no copy.
         keep_remote: As `keep`, in the mirror; `all`: nothing is removed there.
         drain_minutes: Longest wait at the end for the mirror to finish its queue; the other ranks
             wait too, and give up after two hours.

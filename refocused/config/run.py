@@ -31,7 +31,7 @@ class RunSection(Section):
 
     Attributes:
         name: The run's folder below `directory`; the run file's own name when not given.
-        directory: Folder of all runs.
+        directory: Folder of all runs, on a disk that all machines share or on each one's own.
         steps: Optimizer steps of the whole run.
         seed: Seed of the initial weights, the dropout and the order of the data.
         device: `cuda` refuses to start without GPUs; `auto` takes them when there are any.
