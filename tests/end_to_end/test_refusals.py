@@ -111,7 +111,7 @@ CASES = [
         (
             "optimizer.lr = 'fast'",
             "run.stepz is not a setting. Did you mean run.steps?",
-            "zero.stage = 7: one of 0, 1, 2, 3 is wanted",
+            "zero.stage = 7: one of 0, 1, 2, 3, auto is wanted",
         ),
     ),
     Case("unknown option", 2, ("--max_stepz", "3"), ("--max-stepz", "See train --help")),
