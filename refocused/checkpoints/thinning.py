@@ -88,6 +88,8 @@ def _remove(checkpoints: Path, steps: Sequence[int]) -> None:
     for step in steps:
         try:
             remove_step(checkpoints / name_of(step))
+        except FileNotFoundError:
+            continue  # another keeper alone has it
         except OSError as error:
             logger.warning("%s could not be removed: %s", name_of(step), error)
 

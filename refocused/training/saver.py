@@ -338,9 +338,12 @@ class Saver:
         )
         self._thin_out(keep=self._settings.keep, disk_low=any(low for _, low in seen))
         first, *others = (said for said, _ in seen)
-        return first + "".join(
-            f" | node {node}{said}" for node, said in enumerate(others, 1) if "last error" in said
-        )
+        troubles = [
+            f" | node {node}: {said.removeprefix(' | ')}"
+            for node, said in enumerate(others, 1)
+            if "last error" in said
+        ]
+        return first + "".join(troubles)
 
     def _look_after_mirror(self) -> str:
         if self._mirror is None:

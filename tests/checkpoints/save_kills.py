@@ -1,6 +1,6 @@
 """Saving killed at random moments, again and again: what it leaves, and what a resume finds.
 
-    .venv/bin/python tests/checkpoints/save_kills.py FOLDER --kills 100
+    .venv/bin/python tests/checkpoints/save_kills.py FOLDER [FOLDER] --kills 100
 
 Two ranks (threads of one process) save through the real Checkpointer and writer, every other step
 in the background, and thin out what is old. A process that has imported everything forks each life,
@@ -32,9 +32,10 @@ from refocused.batches.position import Position
 from refocused.checkpoints.catalog import Catalog
 from refocused.checkpoints.checkpointer import Checkpointer
 from refocused.checkpoints.choice import choose_step
-from refocused.checkpoints.retention import KeptStep, to_remove
+from refocused.checkpoints.machines import decide_together
 from refocused.checkpoints.staging import clean_leftovers, leftovers, remove_step
-from refocused.checkpoints.step_directory import name_of, rank_file, read_step, step_paths
+from refocused.checkpoints.step_directory import rank_file, read_step, step_paths
+from refocused.checkpoints.thinning import thin_out
 from refocused.checkpoints.verify import describe, verify
 from refocused.engine.checkpoint_files import HashingCheckpointEngine
 from refocused.engine.engine import ShardsWritten
@@ -52,6 +53,7 @@ class Report:
         kills: Processes killed.
         interrupted: Of those, how many left a directory that was being written or removed.
         saved: Steps that were told as saved.
+        uneven: Kills after which one machine had a step that the other had not.
         broken: Visible steps that were not whole.
         lost: Resumes that found less than what was told as saved.
     """
@@ -59,6 +61,7 @@ class Report:
     kills: int = 0
     interrupted: int = 0
     saved: int = 0
+    uneven: int = 0
     broken: list[str] = dataclasses.field(default_factory=list)
     lost: list[str] = dataclasses.field(default_factory=list)
 
@@ -86,32 +89,56 @@ class SmallShards:
         raise NotImplementedError  # nothing here loads
 
 
-def run_kills(folder: Path, *, kills: int, seed: int) -> Report:
-    """Kill `kills` processes that save."""
+def run_kills(folders: list[Path], *, kills: int, seed: int) -> Report:
+    """Kill `kills` processes that save, on one disk or on those of two machines."""
     chance, report = random.Random(seed), Report(kills=kills)
     told = 0
     for _ in range(kills):
-        told = max(told, _one_life(folder, told + 1, chance.uniform(0.0, LONGEST_LIFE_S)))
-        for path in step_paths(folder):
+        told = max(told, _one_life(folders, told + 1, chance.uniform(0.0, LONGEST_LIFE_S)))
+        paths = [step_paths(folder) for folder in folders]
+        for path in itertools.chain(*paths):
             if problems := verify(read_step(path), deep=True):
                 report.broken.append(f"{path.name}: {describe(problems)}")
-        found = choose_step(Catalog(folder), "auto")
-        resumed = found.step if found is not None else 0
+        resumed = _resume(folders)
+        report.uneven += len({tuple(path.name for path in there) for there in paths}) > 1
         if resumed < told:
             report.lost.append(f"{told} was saved, {resumed} is found")
         told = max(told, resumed)  # one that was committed and not told any more
-        report.interrupted += bool(leftovers(folder))
-        clean_leftovers(folder, older_than_s=-1, now=time.time())
+        report.interrupted += any(leftovers(folder) for folder in folders)
+        for folder in folders:
+            clean_leftovers(folder, older_than_s=-1, now=time.time())
     report.saved = told
     return report
 
 
-def _one_life(folder: Path, first: int, seconds: float) -> int:
+def _resume(folders: list[Path]) -> int:
+    """Return the step that a resume would take, with what comes after it set aside; 0: none."""
+
+    def action(world: World) -> int:
+        folder = folders[world.keeper]
+        found = decide_together(
+            world, lambda: Catalog(folder), lambda whole: choose_step(whole, "auto")
+        )
+        return found.step if found is not None else 0
+
+    chosen = on_two_ranks(action, machines=len(folders))[0]
+    if chosen.error is not None:  # nothing but a half of the very first step
+        assert "None of the 1 checkpoints" in str(chosen.error)
+    step = 0 if chosen.error is not None else int(chosen.result)
+    for path in itertools.chain(*map(step_paths, folders)):
+        if read_step(path).step > step:
+            remove_step(path)
+    return step
+
+
+def _one_life(folders: list[Path], first: int, seconds: float) -> int:
     """Fork a process that saves, and kill it; return the last step that it told as saved."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        on_two_ranks(lambda world: _save_forever(world, folder, first, writing))
+        on_two_ranks(
+            lambda world: _save_forever(world, folders, first, writing), machines=len(folders)
+        )
         os._exit(1)  # it never ends by itself
     os.close(writing)
     time.sleep(seconds)
@@ -121,7 +148,8 @@ def _one_life(folder: Path, first: int, seconds: float) -> int:
         return max(map(int, pipe.read().split()), default=0)
 
 
-def _save_forever(world: World, folder: Path, first: int, told: int) -> None:
+def _save_forever(world: World, folders: list[Path], first: int, told: int) -> None:
+    folder = folders[world.keeper]
     checkpointer = Checkpointer(folder, world=world, facts=FACTS)
     owner = SmallShards(world.rank)
     for step in itertools.count(first):
@@ -134,20 +162,14 @@ def _save_forever(world: World, folder: Path, first: int, told: int) -> None:
                 time.sleep(0.001)
         if world.is_first:
             os.write(told, f"{step}\n".encode())
-            _thin_out(folder)
-
-
-def _thin_out(folder: Path) -> None:
-    steps = [read_step(path).step for path in step_paths(folder)]
-    for step in to_remove([KeptStep(step=step, verified=True) for step in steps], keep=2):
-        remove_step(folder / name_of(step))
+        thin_out(folder, world, keep=2, mirrored=False, status=None)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folders", type=Path, nargs="+", help="one disk, or those of two machines")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
-    report = run_kills(chosen.folder, kills=chosen.kills, seed=chosen.seed)
+    report = run_kills(chosen.folders, kills=chosen.kills, seed=chosen.seed)
     print(json.dumps(dataclasses.asdict(report)))

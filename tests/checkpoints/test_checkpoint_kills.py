@@ -34,6 +34,13 @@ def test_saving(tmp_path: Path) -> None:
     assert (report["broken"], report["lost"]) == ([], [])
 
 
+def test_saving_on_two_machines_that_share_no_disk(tmp_path: Path) -> None:
+    folders = [str(tmp_path / name / "checkpoints") for name in ("one", "other")]
+    report = report_of("save_kills.py", *folders, "--kills", "40")
+    assert report["interrupted"] > 0 and report["saved"] > 0
+    assert (report["broken"], report["lost"]) == ([], [])
+
+
 @pytest.mark.bucket
 def test_uploading(tmp_path: Path, emulator: Emulator) -> None:
     emulator.proxy.script(lambda request: request.is_upload, Fault(lose_reply=True), times=3)

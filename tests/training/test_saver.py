@@ -332,3 +332,57 @@ def test_the_wait_for_the_mirror_ends_on_both_ranks_when_they_agree_on_it(tmp_pa
 
 def test_without_a_mirror_everything_is_where_it_should_be(tmp_path: Path) -> None:
     assert Session(tmp_path).saver.drain(0.0, lambda status: None)
+
+
+def on_machines(root: Path, action: Callable[[Session], Any], **settings: Any) -> list[Any]:
+    """Let each of two machines that share no disk do the same, with a folder of its own."""
+
+    def on_one(world: World) -> Any:
+        mirror = FakeMirror([], **settings) if settings else None
+        folder = root / f"machine_{world.rank}"
+        folder.mkdir(exist_ok=True)
+        return action(Session(folder, world=world, mirror=mirror))
+
+    return results(on_two_ranks(on_one, machines=2))
+
+
+def test_a_step_that_one_machine_lacks_is_set_aside_on_the_others(tmp_path: Path) -> None:
+    on_machines(tmp_path, lambda session: session.save(10, 20))
+    (tmp_path / "machine_1" / "checkpoint_step_20").rename(
+        tmp_path / "machine_1" / ".tmp-checkpoint_step_20-killed"
+    )
+
+    def go_on(session: Session) -> list[int | None]:
+        state = session.saver.load(read_step(session.folder / "checkpoint_step_10"))
+        session.saver.go_on_from(state)
+        there = session.there()
+        session.save(20)
+        return [*there, *session.there()]
+
+    assert on_machines(tmp_path, go_on) == [[10, 10, 20]] * 2
+    assert list((tmp_path / "machine_0").glob("superseded-checkpoint_step_20-*"))
+
+
+@pytest.mark.parametrize(("drains", "finished"), [(True, True), (False, False)])
+def test_the_end_waits_for_every_machines_mirror(
+    tmp_path: Path, drains: bool, finished: bool
+) -> None:
+    def drain(session: Session) -> bool:
+        mirror = cast("FakeMirror", session.saver._mirror)
+        mirror.drains = drains if session.folder.name == "machine_1" else True
+        return session.saver.drain(5.0, lambda _status: None)
+
+    assert on_machines(tmp_path, drain, drains=True) == [finished] * 2
+
+
+def test_what_is_wrong_with_another_machines_mirror_is_told_with_the_save(tmp_path: Path) -> None:
+    def save(session: Session) -> list[str]:
+        if session.folder.name == "machine_1":
+            cast("FakeMirror", session.saver._mirror).said = said_by_mirror(last_error="it is down")
+        session.save(10)
+        return session.log
+
+    first, _ = on_machines(tmp_path, save, drains=True)
+    assert first[-1].endswith(
+        "| upload queued | node 1: nothing mirrored yet, 1 behind, last error: it is down"
+    )
