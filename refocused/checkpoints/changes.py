@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import yaml
@@ -158,6 +158,7 @@ def changes_since(
     ) or manifest.zero_stage == facts.zero_stage == 0
     obstacles = [
         *_impossible(manifest, facts),
+        *_other_optimizer(settings),
         *_refused(manifest, facts, names),
         *_other_model(step, facts),
     ]
@@ -196,6 +197,15 @@ def _impossible(manifest: CheckpointManifest, facts: RunFacts) -> list[_Obstacle
             )
         )
     return found
+
+
+def _other_optimizer(settings: Sequence[Difference]) -> list[_Obstacle]:
+    """Refuse to read one kind of optimizer's states as another's."""
+    return [
+        _Obstacle(one.name, one.a or "adamw", one.b, f"set {one.name}={one.a or 'adamw'}")
+        for one in settings
+        if one.name == "optimizer.kind"
+    ]
 
 
 def _refused(

@@ -54,6 +54,13 @@ def check_run(config: RunConfig) -> list[Misfit]:
                 "to host memory. Set it to false.",
             )
         )
+    if config.optimizer.kind == "muon" and config.zero.offload_optimizer != "none":
+        misfits.append(
+            Misfit(
+                "optimizer.kind",
+                "muon gathers whole matrices on the GPU, so zero.offload_optimizer must be none.",
+            )
+        )
     if config.evaluation.sample_prompt is not None and config.data.tokenizer != "bytes":
         misfits.append(
             Misfit(

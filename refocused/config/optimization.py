@@ -47,9 +47,11 @@ class BatchConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW; only matrices decay (no biases, no norms).
+    """AdamW or Muon; only matrices decay (no biases, no norms).
 
     Attributes:
+        kind: `adamw`, or `muon` for the weights of linear layers inside blocks, with AdamW for
+            embeddings, positions, head, norms and biases; one learning rate serves both.
         lr: Peak learning rate.
         betas: Decay rates of the two moments; 1 would divide by zero in the bias correction.
         eps: Added to the root of the second moment.
@@ -57,7 +59,7 @@ class OptimizerConfig(Section):
         clip: Largest norm of the whole gradient; 0 clips nothing.
     """
 
-    kind: Literal["adamw"] = "adamw"
+    kind: Literal["adamw", "muon"] = "adamw"
     lr: Positive
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     eps: Positive = 1e-8

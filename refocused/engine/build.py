@@ -16,6 +16,7 @@ from torch import nn
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig
 from refocused.engine.engine import Engine
 from refocused.engine.finite import FiniteUpdates, guard_partitioned
+from refocused.engine.muon import tell_layouts
 from refocused.engine.optimizer import build_optimizer
 from refocused.errors import ConfigError
 from refocused.world import World
@@ -63,9 +64,12 @@ def build_engine(
         deepspeed.utils.set_z3_leaf_modules(model, [block_class])
     with contextlib.redirect_stdout(io.StringIO()):  # bf16 at stage 1 prints twenty lines
         engine, *_ = deepspeed.initialize(
-            model=model, optimizer=build_optimizer(model, optimizer), config=dict(settings)
+            model=model,
+            optimizer=build_optimizer(model, optimizer, block_class=block_class),
+            config=dict(settings),
         )
     _undo_warm_up_step(engine.optimizer)
+    tell_layouts(engine.optimizer, stage=settings["zero_optimization"]["stage"])
     guard = _guard(engine.optimizer, zero=settings["zero_optimization"], precision=precision)
     return Engine(engine, device=world.device, rank=world.rank, guard=guard)
 

@@ -1,4 +1,4 @@
-"""AdamW over two groups: matrices decay, biases and norms do not."""
+"""Which parameters are updated how: matrices decay, biases and norms do not."""
 
 from __future__ import annotations
 
@@ -10,18 +10,36 @@ import torch
 from torch import nn
 
 from refocused.config.optimization import OptimizerConfig
+from refocused.engine.muon import MuonAndAdamW, block_matrices
 
 
-def build_optimizer(model: nn.Module, optimizer: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build torch's fused AdamW, which needs no compiler and resumes bit for bit.
+def build_optimizer(
+    model: nn.Module, optimizer: OptimizerConfig, *, block_class: type[nn.Module] | None = None
+) -> torch.optim.Optimizer:
+    """Build torch's fused AdamW, which needs no compiler and resumes bit for bit; or Muon.
 
     Embeddings count as matrices. A tied weight is in one group once.
+
+    Args:
+        model: Whose parameters are trained.
+        optimizer: How.
+        block_class: The repeated block, whose matrices Muon updates.
     """
     trained = [p for p in dict.fromkeys(model.parameters()) if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": optimizer.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    decaying, plain = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": decaying, "weight_decay": optimizer.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
     ]
+    if optimizer.kind == "muon":
+        assert block_class is not None  # a model's role for Muon is known by its blocks
+        matrices = block_matrices(model, block_class)
+        chosen = {id(p) for p in matrices}
+        groups[0]["params"] = [p for p in decaying if id(p) not in chosen]
+        groups.insert(0, {"params": matrices, "weight_decay": optimizer.weight_decay})
+        for number, group in enumerate(groups):
+            group["matrices"] = number == 0
+        return MuonAndAdamW([group for group in groups if group["params"]], optimizer=optimizer)
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=optimizer.lr,

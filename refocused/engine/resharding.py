@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from refocused.engine.muon import MuonAndAdamW
 from refocused.engine.saved_states import KINDS, MASTER, Fragment, SavedStates
 from refocused.errors import CheckpointError
 
@@ -32,6 +33,11 @@ def reshard(engine: Any, saved: SavedStates) -> None:
         CheckpointError: The parameters are not those of this model.
     """
     optimizer = engine.optimizer
+    if isinstance(getattr(optimizer, "optimizer", None), MuonAndAdamW):
+        raise CheckpointError(
+            "States of optimizer.kind=muon are resumed under the settings they were saved with "
+            "alone. Set the number of ranks, zero.stage and precision.dtype back."
+        )
     if getattr(optimizer, "swap_optimizer", False) or engine.zero_nvme_offload_optimizer():
         raise CheckpointError(
             "States offloaded to nvme are resumed under the settings they were saved with alone. "

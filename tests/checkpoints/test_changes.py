@@ -113,6 +113,12 @@ def test_without_zero_any_number_of_ranks_reads_the_same_file(step: StepDirector
             "precision.dtype (the masters are float32 in both);",
         ),
         (
+            {},
+            {"optimizer": {"kind": "muon"}},
+            "optimizer.kind adamw; this run has muon",
+            "set optimizer.kind=adamw",
+        ),
+        (
             {"data_fingerprint": "b"},
             {},
             "data f00d; this run has b",

@@ -157,6 +157,7 @@ def start_engine(
     *,
     seed: int = 0,
     prepare: Callable[[CausalLM], None] = lambda model: None,
+    optimizer: OptimizerConfig = OPTIMIZER,
 ) -> Engine:
     """Build a case's engine; `prepare` is called with the model first."""
     model = fresh_model(case.family, seed=seed, dropout=case.dropout, recomputes=case.recomputes)
@@ -164,7 +165,7 @@ def start_engine(
     precision = PrecisionConfig(dtype=case.dtype, initial_scale_power=case.initial_scale_power)
     settings = deepspeed_config(
         batch=BatchPlan(MICRO, ACCUMULATION, world.world_size, LENGTH),
-        optimizer=OPTIMIZER,
+        optimizer=optimizer,
         precision=precision,
         zero=ZeroConfig(
             stage=case.stage,
@@ -178,7 +179,7 @@ def start_engine(
         model,
         block_class=model.block_class,
         settings=settings,
-        optimizer=OPTIMIZER,
+        optimizer=optimizer,
         precision=precision,
         world=world,
     )
