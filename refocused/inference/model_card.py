@@ -51,10 +51,21 @@ A causal language model, pre-trained from scratch; it is not tuned to follow ins
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
+{_registration(config)}
 model = AutoModelForCausalLM.from_pretrained(".")
 tokenizer = AutoTokenizer.from_pretrained(".")
 ```
+"""
+
+
+def _registration(config: Any) -> str:
+    """Say how transformers learn of a family that is not theirs; nothing for one that is."""
+    if not type(config).__module__.startswith("refocused."):
+        return ""
+    return """
+from refocused.models.build import register_families
+
+register_families()
 """
 
 

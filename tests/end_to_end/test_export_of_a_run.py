@@ -55,6 +55,34 @@ def test_a_run_is_exported_with_its_tokenizer(
     assert f"{out} exists already" in refused
 
 
+def test_a_family_of_our_own_is_trained_and_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    tiny_run(tmp_path)
+    shape = {
+        "model_type": "resonance",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_resonators": 8,
+        "max_position_embeddings": 64,
+    }
+    (tmp_path / "small.json").write_text(json.dumps(shape))
+    settings = ["model.preset=small.json", "data.tokenizer=bytes", "run.steps=6"]
+    settings += ["precision.dtype=bf16", "zero.stage=3", "model.activation_checkpointing=true"]
+    ended = train(tmp_path, "--config", "tiny.yaml", *settings, ranks=2)
+    assert ended.codes == [0, 0], ended.everything
+    monkeypatch.chdir(tmp_path)
+    told = json.loads(command(capsys, "export", "latest", "model", "--json"))
+    assert told["logit_difference"] < 1e-5
+    assert "register_families()" in (tmp_path / "model" / "README.md").read_text()
+    loaded = load_model(tmp_path / "model", dtype="fp32")
+    ids = loaded.tokenizer("def", return_tensors="pt").input_ids
+    written = loaded.network.generate(ids, max_new_tokens=8, do_sample=False)
+    plain = loaded.network.generate(ids, max_new_tokens=8, do_sample=False, use_cache=False)
+    assert written.equal(plain)
+
+
 def test_a_step_that_is_only_in_the_bucket_is_exported(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
