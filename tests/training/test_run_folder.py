@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from thread_ranks import on_two_ranks, results
 
-from refocused.errors import ConfigError
+from refocused.checkpoints.catalog import Catalog
+from refocused.errors import CheckpointError, ConfigError
+from refocused.training.resuming import _choose
 from refocused.training.run_folder import find_keepers, require_one_mirror
 from refocused.world import World
 
@@ -71,3 +75,13 @@ def test_a_mirror_that_is_another_folder_on_each_machine_is_refused(
     for rank in on_two_ranks(action):
         assert (rank.error is None) == shared
         assert shared or "another one on each machine" in str(rank.error)
+
+
+def test_machines_apart_take_over_no_step_from_elsewhere(tmp_path: Path) -> None:
+    job = SimpleNamespace(
+        request=SimpleNamespace(resume="gs://other/run/checkpoint_step_5", trusts_others=True),
+        world=World(keepers=2),
+        loaded=SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(name="run"))),
+    )
+    with pytest.raises(CheckpointError, match="resume from this run's steps alone"):
+        _choose(cast("Any", job), Catalog(tmp_path))
