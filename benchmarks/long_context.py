@@ -21,7 +21,7 @@ from typing import Any
 
 from measuring import Case, Column, Record, measure, medians, say, table, write_report
 
-FAMILIES = ("resonance",)  # each has its cases in long_context_FAMILY.py
+FAMILIES = ("resonance", "ten")  # each has its cases in long_context_FAMILY.py
 PASSES = 3
 COLUMNS = (
     Column("cpu_seconds", "CPU s", "{:.3f}"),

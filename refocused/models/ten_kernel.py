@@ -1,0 +1,148 @@
+"""The scan of temporal eigenstates as a Triton kernel for CUDA: one read, one write of each token.
+
+A program takes one mode of one sequence through time, tile after tile of ROWS x CHUNK tokens.
+Within a tile all chunks are computed at once: Toeplitz products for the tokens of a chunk, a small
+lower triangular matrix for the states between chunks; from tile to tile the state stays in
+registers. All powers are tables made in float64 (see `ten_scan`). The backward pass is the same
+kernel on the gradient in reversed time, u_s = g_s + a u_{s+1}: u and its conjugate are the gradient
+of the input, and d loss / d ln a is the sum over s of u_s (c_s - beta_s), for which c is computed
+anew.
+
+Seen to be right in Triton's interpreter, never yet on a GPU: nothing uses it by default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from refocused.models.ten_scan import powers
+
+CHUNK = 64
+ROWS = 16  # chunks of a tile; Triton's products have at least 16 rows
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scan_tiles(  # type: ignore[no-untyped-def]
+    beta, within, between, onward, out, modes, length, tiles,
+    WHOLE: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """Write Re(c), or with WHOLE both parts of c; the tables are those of `_tables`."""
+    row, mode = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    j, r = tl.arange(0, CHUNK), tl.arange(0, ROWS)
+    # Input s of a chunk (rows) to its token j (columns).
+    cell = mode * CHUNK * CHUNK + j[:, None] * CHUNK + j[None, :]
+    into_re = tl.load(within + cell)
+    into_im = tl.load(within + modes * CHUNK * CHUNK + cell)
+    square = mode * ROWS * ROWS + r[:, None] * ROWS + r[None, :]
+    between_re = tl.load(between + square)
+    between_im = tl.load(between + modes * ROWS * ROWS + square)
+    # onward: [4, 2, K, CHUNK], a^(j+1), a^(CHUNK-1-j), a^(CHUNK r), a^CHUNK
+    part = modes * CHUNK
+    first = onward + mode * CHUNK
+    on_re, on_im = tl.load(first + j), tl.load(first + part + j)
+    end_re, end_im = tl.load(first + 2 * part + j), tl.load(first + 3 * part + j)
+    start_re, start_im = tl.load(first + 4 * part + r), tl.load(first + 5 * part + r)
+    step_re, step_im = tl.load(first + 6 * part), tl.load(first + 7 * part)
+    c_re, c_im = tl.sum(start_re) * 0.0, tl.sum(start_im) * 0.0
+    at_re = (row * 2 * modes + mode) * length
+    at_im = at_re + modes * length
+    last = r == ROWS - 1
+    for tile in range(tiles):
+        token = tile * ROWS * CHUNK + r[:, None] * CHUNK + j[None, :]
+        inside = token < length
+        b_re = tl.load(beta + at_re + token, mask=inside, other=0.0)
+        b_im = tl.load(beta + at_im + token, mask=inside, other=0.0)
+        # What each chunk leaves behind, and from it the state before each chunk.
+        e_re = tl.sum(b_re * end_re[None, :] - b_im * end_im[None, :], axis=1)
+        e_im = tl.sum(b_re * end_im[None, :] + b_im * end_re[None, :], axis=1)
+        s_re = tl.sum(between_re * e_re[None, :] - between_im * e_im[None, :], axis=1)
+        s_im = tl.sum(between_re * e_im[None, :] + between_im * e_re[None, :], axis=1)
+        s_re += start_re * c_re - start_im * c_im
+        s_im += start_re * c_im + start_im * c_re
+        o_re = tl.dot(b_re, into_re, input_precision="ieee")
+        o_re -= tl.dot(b_im, into_im, input_precision="ieee")
+        o_re += s_re[:, None] * on_re[None, :] - s_im[:, None] * on_im[None, :]
+        if WHOLE:
+            o_im = tl.dot(b_re, into_im, input_precision="ieee")
+            o_im += tl.dot(b_im, into_re, input_precision="ieee")
+            o_im += s_re[:, None] * on_im[None, :] + s_im[:, None] * on_re[None, :]
+            tl.store(out + at_re + token, o_re, mask=inside)
+            tl.store(out + at_im + token, o_im, mask=inside)
+        else:
+            tl.store(out + (row * modes + mode) * length + token, o_re, mask=inside)
+        l_re = tl.sum(tl.where(last, s_re, 0.0))
+        l_im = tl.sum(tl.where(last, s_im, 0.0))
+        c_re = tl.sum(tl.where(last, e_re, 0.0)) + step_re * l_re - step_im * l_im
+        c_im = tl.sum(tl.where(last, e_im, 0.0)) + step_re * l_im + step_im * l_re
+
+
+def kernel_scan(beta: Tensor, log_decay: Tensor, frequency: Tensor) -> Tensor:
+    """Compute what `chunked_scan` does, from a state of zero, by the kernel.
+
+    Args:
+        beta: Inputs `[B, 2, K, T]`, float32.
+        log_decay: ln|a|, `[K]`, below 0.
+        frequency: omega in radians a token, `[K]`.
+
+    Returns:
+        Re(c) `[B, K, T]`.
+    """
+    found: Tensor = _KernelScan.apply(beta, log_decay, frequency)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _KernelScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, beta: Tensor, log_decay: Tensor, frequency: Tensor) -> Tensor:
+        ctx.save_for_backward(beta, log_decay, frequency)
+        return _launch(beta, log_decay, frequency, whole=False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        beta, log_decay, frequency = ctx.saved_tensors
+        reversed_time = torch.stack((gradient.flip(-1), torch.zeros_like(gradient)), dim=1)
+        u = _launch(reversed_time, log_decay, frequency, whole=True).flip(-1)
+        earlier = _launch(beta, log_decay, frequency, whole=True) - beta
+        by_size = (u[:, 0] * earlier[:, 0] - u[:, 1] * earlier[:, 1]).sum(dim=(0, 2))
+        by_angle = -(u[:, 0] * earlier[:, 1] + u[:, 1] * earlier[:, 0]).sum(dim=(0, 2))
+        into_beta = torch.stack((u[:, 0], -u[:, 1]), dim=1)
+        return into_beta, by_size.to(log_decay.dtype), by_angle.to(frequency.dtype)
+
+
+def _launch(beta: Tensor, log_decay: Tensor, frequency: Tensor, *, whole: bool) -> Tensor:
+    """Return Re(c) `[B, K, T]`, or c `[B, 2, K, T]` when the whole of it is wanted."""
+    rows, _, modes, length = beta.shape
+    beta = beta.contiguous()
+    out = torch.empty_like(beta if whole else beta[:, 0])
+    tables = _tables(log_decay, frequency)
+    tiles = triton.cdiv(length, CHUNK * ROWS)
+    _scan_tiles[(rows, modes)](
+        beta, *tables, out, modes, length, tiles, WHOLE=whole, CHUNK=CHUNK, ROWS=ROWS
+    )
+    return out
+
+
+def _tables(log_decay: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the powers that the kernel reads, real parts before imaginary ones.
+
+    Returns:
+        a^{j-s}, s <= j, `[2, K, CHUNK, CHUNK]`; a^{CHUNK (r-1-q)}, q < r, `[2, K, ROWS, ROWS]`;
+        `[4, 2, K, CHUNK]`: a^{j+1}, a^{CHUNK-1-j}, a^{CHUNK r} (zero beyond ROWS), a^CHUNK.
+    """
+    modes = (log_decay.detach(), frequency.detach())
+    tokens = torch.stack(powers(*modes, CHUNK + 1, dtype=torch.float32))
+    chunks = torch.stack(powers(*modes, ROWS, step=CHUNK, dtype=torch.float32))
+    onward = torch.zeros((4, *tokens.shape[:2], CHUNK), device=tokens.device)
+    onward[0], onward[1] = tokens[..., 1:], tokens[..., :CHUNK].flip(-1)
+    onward[2, ..., :ROWS], onward[3] = chunks, tokens[..., CHUNK:]
+    j = torch.arange(CHUNK, device=tokens.device)
+    r = torch.arange(ROWS, device=tokens.device)
+    lag, steps = j - j[:, None], r[:, None] - 1 - r
+    within = tokens[..., lag.clamp(min=0)] * (lag >= 0)
+    between = chunks[..., steps.clamp(min=0)] * (steps >= 0)
+    return within.contiguous(), between.contiguous(), onward

@@ -1,0 +1,47 @@
+"""The Triton kernel: on a GPU, or anywhere in its interpreter (TRITON_INTERPRET=1)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from refocused.models.ten_scan import chunked_scan
+from refocused.models.ten_spectrum import initial_spectrum
+
+pytest.importorskip("triton", reason="torch for CPU comes without Triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [pytest.mark.gpu] if not INTERPRETED else []
+
+
+@pytest.mark.parametrize("length", [1, 64, 1000, 1024, 2500])
+def test_values_and_gradients_are_those_of_the_chunked_form(length: int) -> None:
+    if not INTERPRETED and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU, or TRITON_INTERPRET=1")
+    from refocused.models.ten_kernel import kernel_scan
+
+    device = "cpu" if INTERPRETED else "cuda"
+    modes = 5
+    spectrum = initial_spectrum(modes, longest=2500, device=device)
+    draw = torch.Generator().manual_seed(2)
+    beta = torch.randn((2, 2, modes, length), generator=draw, dtype=torch.float64).to(device)
+    slope = torch.randn((2, modes, length), generator=draw, dtype=torch.float64).to(device)
+
+    def results(dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [beta.to(dtype), spectrum.log_decay.clone(), spectrum.frequency.clone()]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        scan = kernel_scan if dtype == torch.float32 else wanted_scan
+        found = scan(*leaves)
+        found.backward(slope.to(dtype))
+        return [found.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    def wanted_scan(*leaves: torch.Tensor) -> torch.Tensor:
+        return chunked_scan(*leaves, chunk=100)
+
+    kernel, exact = results(torch.float32), results(torch.float64)
+    assert len(kernel) == len(exact) == 4
+    for found, wanted in zip(kernel, exact, strict=True):
+        scale = max(float(wanted.abs().max()), 1e-3)
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-5 * scale)
