@@ -41,6 +41,15 @@ COPYING: dict[str, dict[str, Any]] = {
         "max_position_embeddings": COPY_LENGTH,
         "initializer_range": 0.125,  # 1 / sqrt(D), as 0.02 nearly is at D 2,048
     },
+    "ten": {
+        "model_type": "ten",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_eigenstates": 64,
+        "max_position_embeddings": COPY_LENGTH,
+        "chunk_size": 32,
+        "initializer_range": 0.125,
+    },
 }
 READING: dict[str, dict[str, Any]] = {
     "resonance": {
