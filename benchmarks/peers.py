@@ -1,0 +1,156 @@
+"""Our step beside what people use: transformers' Trainer with DeepSpeed, and plain torch loops.
+
+    python benchmarks/peers.py [--repeats 7] [--lengths 512 2048] [--stage 1] [--compiled]
+
+All contenders live in one process on one rank. The Trainer makes its steps, and after each one the
+others make theirs, so that a slow minute of the machine meets all; the table shows the medians of
+the CPU time of a step, and the largest temporary memory of the head and its loss. `--compiled` adds
+ours and a torch loop with compiled blocks. accelerate, which the Trainer needs, goes into an
+environment of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from measuring import (
+    Case,
+    Column,
+    Record,
+    environment,
+    measure,
+    medians,
+    say,
+    table,
+    write_report,
+)
+from step import WARM_STEPS, alone, cpu_ms
+from step_contenders import Setup, Step, bare_torch, ours, trainer, transformers_own
+from torch import nn
+
+from refocused.models.head_loss import LossHead
+
+WORK = Path("/tmp/refocused-benchmarks")
+ACCELERATE = "accelerate==1.15.0"
+TRAINER, OURS, THEIRS = "Trainer + DeepSpeed", "ours", "transformers, plain loop"
+HEAD_CHUNK, HEAD_ROWS, HEAD_WIDTH, HEAD_VOCABULARY = 256, 8192, 64, 8192
+COLUMNS = (
+    Column("cpu_ms", "CPU ms a step", "{:,.1f}"),
+    Column("of_trainer", "of the Trainer's", "{:.2f}"),
+    Column("of_plain", "of the plain loop's", "{:.2f}"),
+)
+
+
+def main() -> None:
+    """Measure, print the table, write everything down."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--stage", type=int, default=1, choices=(0, 1, 2, 3))
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--json", type=Path, default=WORK / "peers.json")
+    parser.add_argument("--length-alone", type=int, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.length_alone:
+        records = steps_in_turns(chosen)
+        print(json.dumps({"records": records}))
+        return
+    python = environment(WORK / "accelerate", whole=[ACCELERATE])
+    if python is None:
+        raise SystemExit("the Trainer needs accelerate")
+    results: dict[str, object] = {}
+    for length in chosen.lengths:
+        command = [__file__, *sys.argv[1:], "--length-alone", str(length)]
+        found = measure([Case(f"T {length}", command, python)], repeats=1, timeout_s=3000)
+        records = found[f"T {length}"][0]["records"]
+        title = f"T {length}, ZeRO-{chosen.stage}, median of {len(records)}"
+        print(table(compared(records), COLUMNS, title=title))
+        results[title] = records
+    results["head"] = heads = head_memory()
+    say(", ".join(f"{name} {mib:,.2f} MiB" for name, mib in heads.items()))
+    write_report(chosen.json, settings={"repeats": chosen.repeats}, results=results)
+
+
+def setup_of(length: int) -> Setup:
+    """Return a model and a step of 1,024 tokens or more."""
+    accumulation = max(1, 1024 // length)
+    return Setup(4, 256, 8192, length=length, micro=1, accumulation=accumulation)
+
+
+def steps_in_turns(chosen: argparse.Namespace) -> list[Record]:
+    """Let the Trainer drive, and the others follow each of its steps."""
+    setup, world = setup_of(chosen.length_alone), alone()
+    others: dict[str, Step] = {
+        OURS: ours(setup, chosen.stage, world),
+        THEIRS: transformers_own(setup),
+    }
+    if chosen.compiled:
+        others["ours, compiled"] = ours(setup, chosen.stage, world, compiled="on")
+        others["torch loop, compiled"] = bare_torch(setup, compiled=True)
+    records: list[Record] = []
+
+    def after_step(trainer_ms: float) -> None:
+        records.append({TRAINER: trainer_ms} | {n: cpu_ms(step) for n, step in others.items()})
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer(
+            setup,
+            chosen.stage,
+            steps=WARM_STEPS + chosen.repeats,
+            folder=Path(folder),
+            after_step=after_step,
+        )
+    return records[WARM_STEPS:]
+
+
+def compared(records: list[Record]) -> dict[str, Record]:
+    """Return a row for each contender."""
+    return {
+        name: {
+            "cpu_ms": medians(records)[name],
+            "of_trainer": medians([{"x": one[name] / one[TRAINER]} for one in records])["x"],
+            "of_plain": medians([{"x": one[name] / one[THEIRS]} for one in records])["x"],
+        }
+        for name in records[0]
+    }
+
+
+def head_memory() -> dict[str, float]:
+    """Return the MiB that head and loss allocate at most, forward and backward, less the weight's.
+
+    The gradients of weight and hidden states are left out: both have them.
+    """
+    hidden = torch.randn(HEAD_ROWS, HEAD_WIDTH).requires_grad_()
+    weight = nn.Parameter(torch.randn(HEAD_VOCABULARY, HEAD_WIDTH) * 0.02)
+    labels = torch.randint(HEAD_VOCABULARY, (HEAD_ROWS,))
+    kept = (2 * weight.numel() + 2 * hidden.numel()) * 4 / 2**20
+
+    def full() -> None:
+        F.cross_entropy((hidden @ weight.T).float(), labels).backward()
+
+    def chunked() -> None:
+        LossHead(weight, chunk_tokens=HEAD_CHUNK)(hidden, labels).backward()
+
+    return {name: _peak_mib(run) - kept for name, run in (("full", full), ("chunked", chunked))}
+
+
+def _peak_mib(run: Step) -> float:
+    """Return the most memory that is allocated at once, from the profiler's record."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        run()
+    now = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most / 2**20
+
+
+if __name__ == "__main__":
+    main()
