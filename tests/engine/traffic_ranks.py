@@ -1,0 +1,76 @@
+"""Counts what ZeRO-3 sends in each step, by kind of collective: `traffic_ranks.py OUT`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+sys.path.insert(0, str(Path(__file__).parent))
+
+from engine_cases import ACCUMULATION, Case, start_engine, windows
+
+from refocused.models.causal_lm import counted_parameters
+from refocused.world import join_world
+
+SENT: Counter[str] = Counter()  # elements of the whole tensor, by kind
+
+
+WHOLE = {  # the argument that is of full size, or a list of its parts
+    "all_gather_into_tensor": ("gather", "output_tensor"),
+    "all_gather": ("gather", "tensor_list"),
+    "reduce_scatter_tensor": ("reduce", "input"),
+    "reduce_scatter": ("reduce", "input_list"),
+    "all_reduce": ("reduce", "tensor"),
+}
+
+
+def count_what_is_sent() -> None:
+    """Wrap torch's collectives, before DeepSpeed takes them."""
+    for name, (kind, whole) in WHOLE.items():
+        setattr(dist, name, counting(kind, getattr(dist, name), whole))
+
+
+def counting(kind: str, function: Callable[..., Any], whole: str) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+
+    def counted(*args: Any, **named: Any) -> Any:
+        tensors = signature.bind(*args, **named).arguments[whole]
+        parts = tensors if isinstance(tensors, list) else [tensors]
+        SENT[kind] += sum(part.numel() for part in parts)
+        return function(*args, **named)
+
+    return counted
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    world = join_world("cpu")
+    count_what_is_sent()
+    engine = start_engine(Case(3), world)
+    steps = []
+    for step in windows()[:4]:
+        SENT.clear()
+        for accumulated in step:
+            ids = accumulated[world.rank]
+            engine.accumulate(ids[:, :-1], ids[:, 1:])
+        engine.update(1e-3)
+        steps.append(dict(SENT))
+    parameters = counted_parameters(engine._engine.module)
+    if world.is_first:
+        found = {"steps": steps, "parameters": parameters, "accumulation": ACCUMULATION}
+        (out / "found.json").write_text(json.dumps(found))
+    world.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads abort an ordinary end now and then
+
+
+main()
