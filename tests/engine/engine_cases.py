@@ -205,7 +205,7 @@ def train_plainly(family: str) -> PlainRun:
     source = fresh_model(family).network
     model = transformers.AutoModelForCausalLM.from_config(source.config)
     model.load_state_dict(source.state_dict())
-    decaying = [p for name, p in model.named_parameters() if p.dim() == 2]
+    decaying = [p for name, p in model.named_parameters() if p.dim() >= 2]
     others = [p for name, p in model.named_parameters() if p.dim() == 1]
     adam = torch.optim.AdamW(
         [{"params": decaying}, {"params": others, "weight_decay": 0.0}],
