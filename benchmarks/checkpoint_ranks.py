@@ -23,6 +23,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from refocused.batches.position import Position
+from refocused.checkpoints.atomic import fsync_path
 from refocused.checkpoints.checkpointer import Checkpointer, RunFacts
 from refocused.checkpoints.step_directory import read_step
 from refocused.checkpoints.verify import verify
@@ -108,16 +109,16 @@ class Ways:
         return {"torch.save": seconds(lambda: torch.save(content, path))}
 
     def deepspeed_save(self) -> dict[str, float]:
-        """DeepSpeed's own `save_checkpoint` with its own writer: no hash, no fsync."""
+        """DeepSpeed's own `save_checkpoint` with its own writer: no hash; with fsync besides."""
         engine = self._engine._engine
         ours, engine.checkpoint_engine = engine.checkpoint_engine, TorchCheckpointEngine()
         engine.checkpoint_engine.zipfile_serialization = True
+        folder = self._folder / "theirs"
         try:
-            return {
-                "DeepSpeed": seconds(
-                    lambda: engine.save_checkpoint(str(self._folder / "theirs"), tag="zero")
-                )
-            }
+            saving = seconds(lambda: engine.save_checkpoint(str(folder), tag="zero"))
+            paths = list((folder / "zero").glob(f"*_rank_{self._world.rank}_*"))
+            syncing = seconds(lambda: [fsync_path(path) for path in paths])
+            return {"DeepSpeed": saving, "DeepSpeed, then fsync": saving + syncing}
         finally:
             engine.checkpoint_engine = ours
 
