@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from refocused.bucket.checksum import crc32c_of
 from refocused.checkpoints.atomic import fsync_path, write_bytes_atomic
 from refocused.checkpoints.changes import Changes, RunFacts, changes_since
 from refocused.checkpoints.manifest import CheckpointManifest, FileRecord
 from refocused.checkpoints.parts import assembled
+from refocused.checkpoints.shard_owner import ShardOwner, Written
 from refocused.checkpoints.staging import Staging, clean_leftovers
 from refocused.checkpoints.step_directory import Part, StepDirectory, name_of
 from refocused.checkpoints.tiers import Tier
@@ -27,51 +28,6 @@ from refocused.world import World
 FREE_SPACE_FACTOR = 1.2  # of the last save's size
 LEFTOVER_AGE_S = 3600.0
 T = TypeVar("T")
-
-
-class WrittenFile(Protocol):
-    """A file that a rank wrote: where, how many bytes, which CRC-32C."""
-
-    @property
-    def path(self) -> Path: ...  # noqa: D102
-    @property
-    def size(self) -> int: ...  # noqa: D102
-    @property
-    def crc32c(self) -> int: ...  # noqa: D102
-
-
-class Written(Protocol):
-    """All that a rank wrote of one save, and what failed."""
-
-    @property
-    def files(self) -> Sequence[WrittenFile]: ...  # noqa: D102
-    @property
-    def errors(self) -> Sequence[OSError]: ...  # noqa: D102
-
-
-class ShardOwner(Protocol):
-    """What is saved: each rank writes and reads its own part."""
-
-    def save_shards(self, folder: Path) -> Written:
-        """Write this rank's part below a folder; failures are returned."""
-        ...
-
-    def copy_shards(self, folder: Path) -> Callable[[], Written]:
-        """Copy this rank's part to host memory; return what writes it below a folder."""
-        ...
-
-    def load_shards(self, folder: Path) -> None:
-        """Take this rank's part back from a folder."""
-        ...
-
-    def load_resharded(self, folder: Path, *, ranks: int) -> None:
-        """Take this rank's part out of what `ranks` ranks saved, under any of ZeRO 1, 2 and 3."""
-        ...
-
-    @property
-    def steps_made(self) -> int:
-        """Optimizer updates that the state has behind it."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -156,7 +156,6 @@ def test_a_copy_that_cannot_be_begun_is_raised_where_it_is_waited_for(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_batches_on_a_gpu_are_those_on_the_cpu(tmp_path):
     device = torch.device("cuda", 0)
     here = tokens(loader_of(tmp_path, None), 200)
