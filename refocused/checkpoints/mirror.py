@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import secrets
 import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-import refocused
 from refocused.checkpoints.atomic import write_bytes_atomic
 from refocused.checkpoints.mirror_status import MirrorSettings, MirrorStatus
-from refocused.checkpoints.process_identity import LAUNCH_VARIABLE, ProcessIdentity, identify
+from refocused.detached import start_detached
 from refocused.errors import CheckpointError
+from refocused.process_identity import ProcessIdentity, identify
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
-START_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -152,34 +148,15 @@ class CheckpointMirror:
             self.ensure_alive()
 
     def _spawn(self) -> None:
-        command = [sys.executable, "-P", "-m", "refocused.checkpoints.mirror_process"]
         try:
-            self._files.log.parent.mkdir(parents=True, exist_ok=True)
-            with self._files.log.open("ab") as log:
-                starter = subprocess.run(
-                    [*command, self._settings.model_dump_json()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    start_new_session=True,
-                    env=_environment(),
-                    timeout=START_SECONDS,
-                    check=True,
-                )
+            pid = start_detached(
+                "refocused.checkpoints.mirror_process",
+                self._settings.model_dump_json(),
+                log=self._files.log,
+            )
         except (OSError, subprocess.SubprocessError) as error:
             raise CheckpointError(
                 f"The mirror could not be started ({error}). What it said is in "
                 f"{self._files.log}; look also at the machine's memory and disk."
             ) from error
-        self._process = identify(int(starter.stdout))
-
-
-def _environment() -> dict[str, str]:
-    """Ours, with this package findable from any folder; a process of its own sees no GPU.
-
-    It does not belong to the launch either, whose supervisor ends all that do.
-    """
-    root = str(Path(refocused.__file__).parents[1])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {name: value for name, value in os.environ.items() if name != LAUNCH_VARIABLE}
-    return {**own, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+        self._process = identify(pid)

@@ -18,7 +18,6 @@ from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest
 from refocused.checkpoints.mirror_copy import StepCopier
 from refocused.checkpoints.mirror_queue import CopyOrder, copy_order
 from refocused.checkpoints.mirror_status import BLOCKED, MirrorSettings, MirrorStatus
-from refocused.checkpoints.process_identity import this_process
 from refocused.checkpoints.remote_retention import RemoteRetention, kept_steps
 from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED, RemoteSteps
 from refocused.checkpoints.step_directory import (
@@ -29,6 +28,7 @@ from refocused.checkpoints.step_directory import (
     step_paths,
 )
 from refocused.errors import BucketError, CheckpointError
+from refocused.process_identity import this_process
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,4 @@
-"""The entry of the mirror's process: `python -m refocused.checkpoints.mirror_process SETTINGS`.
-
-DeepSpeed's launcher ends a rank together with every descendant it has, in whatever session; only
-a process whose parent has gone (parent 1) is none. So the process that is started forks once, says
-the child's pid on its stdout and ends; the child does the work.
-"""
+"""The entry of the mirror's process: `python -m refocused.checkpoints.mirror_process SETTINGS`."""
 
 from __future__ import annotations
 
@@ -11,20 +6,12 @@ import logging
 import os
 import sys
 
-
-def _detach() -> None:
-    """Go on as an orphan of the lowest priority, with no stream of the starter's kept open."""
-    child = os.fork()
-    if child:
-        os.write(sys.stdout.fileno(), str(child).encode())
-        os._exit(0)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    os.nice(19)
+from refocused.detached import detach
 
 
 def main(argv: list[str]) -> int:
     """Detach, then mirror until the end; `argv` is one JSON text of MirrorSettings."""
-    _detach()
+    detach()
     # Imported after the fork, which then is quick: the trainer waits for it.
     from refocused.checkpoints.mirror_loop import MirrorLoop
     from refocused.checkpoints.mirror_status import MirrorSettings

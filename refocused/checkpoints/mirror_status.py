@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pydantic
 
-from refocused.checkpoints.process_identity import ProcessIdentity
+from refocused.process_identity import ProcessIdentity
 
 BLOCKED = "blocked: "
 

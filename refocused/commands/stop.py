@@ -12,10 +12,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from refocused.checkpoints.process_identity import ProcessIdentity
 from refocused.commands.arguments import Parser
 from refocused.commands.run_catalog import find_run
 from refocused.errors import ConfigError, ExitCode
+from refocused.process_identity import ProcessIdentity
 
 POLL_SECONDS = 0.5
 

@@ -17,7 +17,6 @@ from refocused.checkpoints.changes import RunFacts
 from refocused.checkpoints.checkpointer import Checkpointer
 from refocused.checkpoints.mirror import CheckpointMirror
 from refocused.checkpoints.mirror_status import MirrorSettings
-from refocused.checkpoints.process_identity import identify
 from refocused.checkpoints.remote_steps import prefix_of
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.decode import LoadedRun, render_run
@@ -33,6 +32,7 @@ from refocused.models.build import build_model
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, counted_parameters, untrained_loss
 from refocused.monitoring.profile import StepProfiler
 from refocused.monitoring.throughput import Throughput
+from refocused.process_identity import identify
 from refocused.shards.tokenizer_files import tokenizer_file
 from refocused.shards.tokenizers import GPT2, TokenizerChoice
 from refocused.training.cadence import Cadence

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pydantic
 
-from refocused.checkpoints.process_identity import (
-    LAUNCH_VARIABLE,
+from refocused.detached import LAUNCH_VARIABLE
+from refocused.process_identity import (
     ProcessIdentity,
     identify,
     this_process,

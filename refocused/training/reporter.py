@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from refocused.checkpoints.process_identity import this_process
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.engine.engine import Engine
@@ -19,6 +18,7 @@ from refocused.estimate.work import CREDIBLE_MFU
 from refocused.monitoring.metrics import StepMetrics, duration, perplexity
 from refocused.monitoring.records import JsonLines, write_state
 from refocused.monitoring.throughput import Throughput
+from refocused.process_identity import this_process
 from refocused.training.cadence import Cadence
 from refocused.training.state import TrainState
 from refocused.world import World

@@ -18,12 +18,12 @@ from refocused.checkpoints.catalog import Catalog
 from refocused.checkpoints.mirror import CheckpointMirror
 from refocused.checkpoints.mirror_loop import is_refusal, wait_seconds
 from refocused.checkpoints.mirror_status import MirrorSettings, MirrorStatus
-from refocused.checkpoints.process_identity import ProcessIdentity, identify, this_process
 from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps
 from refocused.checkpoints.staging import remove_step
 from refocused.checkpoints.step_directory import read_step, step_paths
 from refocused.checkpoints.verify import verify
 from refocused.errors import BucketError
+from refocused.process_identity import ProcessIdentity, identify, this_process
 
 pytestmark = pytest.mark.slow
 

@@ -7,9 +7,9 @@ import pytest
 from checkpoints.step_samples import make_step
 
 from refocused.checkpoints.mirror_status import MirrorStatus
-from refocused.checkpoints.process_identity import this_process
 from refocused.checkpoints.step_directory import in_use, is_in_use, step_paths
 from refocused.checkpoints.thinning import disk_is_low, local_steps, thin_out
+from refocused.process_identity import this_process
 from refocused.world import World
 
 

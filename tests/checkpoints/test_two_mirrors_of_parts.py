@@ -15,9 +15,9 @@ from thread_ranks import results
 from refocused.bucket.directory import DirectoryBucket
 from refocused.checkpoints.mirror import CheckpointMirror
 from refocused.checkpoints.mirror_status import MirrorSettings
-from refocused.checkpoints.process_identity import this_process
 from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps
 from refocused.checkpoints.remote_verify import verify_remote
+from refocused.process_identity import this_process
 
 PREFIX = "sample/checkpoints"
 

@@ -28,13 +28,13 @@ from refocused.bucket.open import open_bucket
 from refocused.checkpoints.manifest import MANIFEST
 from refocused.checkpoints.mirror_loop import MirrorLoop
 from refocused.checkpoints.mirror_status import MirrorSettings
-from refocused.checkpoints.process_identity import this_process
 from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps
 from refocused.checkpoints.remote_verify import verify_remote
 from refocused.checkpoints.staging import remove_step
 from refocused.checkpoints.step_directory import name_of
 from refocused.checkpoints.tiers import Tier
 from refocused.checkpoints.verify import describe
+from refocused.process_identity import this_process
 
 PREFIX = "sample/checkpoints"
 LONGEST_LIFE_S = 0.25  # about one step's upload

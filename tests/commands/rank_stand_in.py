@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from refocused.checkpoints.process_identity import identify
+from refocused.process_identity import identify
 from refocused.training.session import Session, begin_session
 
 RUN = Path("runs/stand_in")

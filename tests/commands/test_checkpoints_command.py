@@ -12,10 +12,10 @@ from checkpoints.step_samples import make_step
 from refocused.bucket.directory import DirectoryBucket
 from refocused.checkpoints.mirror_copy import StepCopier
 from refocused.checkpoints.mirror_status import MirrorFiles, MirrorStatus
-from refocused.checkpoints.process_identity import this_process
 from refocused.checkpoints.remote_steps import RemoteSteps
 from refocused.checkpoints.staging import remove_step
 from refocused.commands.checkpoints import VERBS, main
+from refocused.process_identity import this_process
 
 REPOSITORY = Path(__file__).parents[2]
 

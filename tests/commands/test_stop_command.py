@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from refocused.checkpoints.process_identity import identify, this_process
 from refocused.commands import stop
+from refocused.process_identity import identify, this_process
 
 
 def run_with(folder: Path, *, when: int = 0, **state: object) -> Path:

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from refocused.checkpoints.process_identity import ProcessIdentity
 from refocused.commands.supervision import (
     HURRIED_SECONDS,
     LAST_RANKS_SECONDS,
@@ -15,6 +14,7 @@ from refocused.commands.supervision import (
     patience_ends,
 )
 from refocused.errors import ExitCode
+from refocused.process_identity import ProcessIdentity
 from refocused.training.launch import RankNote
 
 

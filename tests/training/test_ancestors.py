@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from refocused.checkpoints.process_identity import ProcessIdentity, this_process
+from refocused.process_identity import ProcessIdentity, this_process
 from refocused.training import ancestors
 from refocused.training.ancestors import Ancestors
 from refocused.training.launch import Launch

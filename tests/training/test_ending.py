@@ -10,9 +10,9 @@ import pytest
 from run_fakes import FakeReporter, FakeSaver, FakeStop, Log, parts_of
 
 from refocused.checkpoints.mirror_status import MirrorStatus
-from refocused.checkpoints.process_identity import this_process
 from refocused.config.outputs import CheckpointConfig
 from refocused.errors import ExitCode
+from refocused.process_identity import this_process
 from refocused.training.ending import INTERRUPTED_DRAIN_S, finish
 from refocused.training.loop import Outcome
 from refocused.training.state import TrainState

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from refocused.checkpoints.process_identity import ProcessIdentity, this_process
+from refocused.process_identity import ProcessIdentity, this_process
 from refocused.training.launch import (
     Launch,
     Presence,

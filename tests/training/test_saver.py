@@ -14,11 +14,11 @@ from thread_ranks import on_two_ranks, results
 from refocused.batches.position import Position
 from refocused.checkpoints.checkpointer import Checkpointer
 from refocused.checkpoints.mirror_status import MirrorStatus
-from refocused.checkpoints.process_identity import this_process
 from refocused.checkpoints.step_directory import parse_name, read_step, step_paths
 from refocused.config.outputs import CheckpointConfig
 from refocused.errors import CheckpointError
 from refocused.monitoring.throughput import Throughput
+from refocused.process_identity import this_process
 from refocused.training.saver import Saver
 from refocused.training.state import TrainState
 from refocused.world import World

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pydantic
 
-# Names, in its environment, the launch that a process belongs to and is ended with.
-LAUNCH_VARIABLE = "REFOCUSED_LAUNCH"
 # Positions after the command's name in /proc/PID/stat (proc_pid_stat(5): fields 3 and 22).
 _STATE, _START_TIME = 0, 19
 
