@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from pathlib import Path
 
 from refocused.errors import ConfigError
+from refocused.monitoring.memory import memory_now
 from refocused.world import World
 
 MASTER_BYTES = 12  # a parameter's float32 master and Adam's two moments
-_LIMITS = (
-    # Files of the limit and of what counts against it, in control groups of version 2 and 1.
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-    ),
-)
 
 
 def copied_bytes(parameters: int, *, stage: int, dtype: str, world: World) -> int:
@@ -56,36 +48,6 @@ def require_memory_for_copies(
     world.raise_together(error)
 
 
-def available_bytes() -> int | None:
-    """Return what this machine, or the container this runs in, has left; None: unknown."""
-    found = [_meminfo_bytes(), *(_room(Path(limit), Path(used)) for limit, used in _LIMITS)]
-    return min((size for size in found if size is not None), default=None)
-
-
-def _meminfo_bytes() -> int | None:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    return None
-
-
-def _room(limit: Path, used: Path) -> int | None:
-    """Return a control group's limit less what is used; its page cache counts, and can go."""
-    try:
-        most, now = limit.read_text().strip(), int(used.read_text())
-    except OSError:
-        return None
-    if not most.isdecimal():  # "max"
-        return None
-    return max(0, int(most) - now + _page_cache_bytes(used.with_name("memory.stat")))
-
-
-def _page_cache_bytes(statistics: Path) -> int:
-    names = ("active_file ", "inactive_file ", "total_active_file ", "total_inactive_file ")
-    found = {
-        line.split()[0].removeprefix("total_"): int(line.split()[1])
-        for line in statistics.read_text().splitlines()
-        if line.startswith(names)
-    }
-    return sum(found.values())
+def available_bytes() -> int:
+    """Return what this machine, or the container this runs in, has left."""
+    return memory_now().available

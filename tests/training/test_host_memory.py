@@ -40,5 +40,4 @@ def test_the_ranks_of_a_machine_share_its_memory() -> None:
 
 
 def test_this_machine_has_some_memory_left() -> None:
-    found = available_bytes()
-    assert found is not None and 2**20 < found < 2**50
+    assert 2**20 < available_bytes() < 2**50
