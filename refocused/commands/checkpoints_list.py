@@ -89,13 +89,8 @@ def _print_json(run: Path, catalog: Catalog, entries: Sequence[CatalogEntry], us
 
 
 def _print_table(catalog: Catalog, entries: Sequence[CatalogEntry], use: DiskUse) -> None:
-    now = time.time()
-    rows = [_HEADINGS, *(_row(entry, now=now) for entry in reversed(entries))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     if entries:
-        for row in rows:
-            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            print("   ".join(cells).rstrip())
+        print("\n".join(table_lines(entries)))
     else:
         print(f"No checkpoints in {catalog.local}.")
     left = f", {size_text(use.leftovers)} in interrupted or running saves" if use.leftovers else ""
@@ -103,6 +98,17 @@ def _print_table(catalog: Catalog, entries: Sequence[CatalogEntry], use: DiskUse
     if catalog.remote is not None:
         there = sum(entry.bucket_bytes for entry in entries)
         print(f"bucket   {size_text(there)} in {catalog.remote.url}")
+
+
+def table_lines(entries: Sequence[CatalogEntry]) -> list[str]:
+    """Return a line for each step, the newest first, below one of headings."""
+    now = time.time()
+    rows = [_HEADINGS, *(_row(entry, now=now) for entry in reversed(entries))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    return [
+        "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _row(entry: CatalogEntry, *, now: float) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ COMMANDS = {
     "train": "train a run (started by deepspeed on several ranks)",
     "prepare_data": "make, inspect, convert and move token files",
     "checkpoints": "show, check, move and compare a run's checkpoints",
+    "generate": "write with a model: a step, a run, or a transformers folder",
     "stop": "ask a run to save and stop",
 }
 

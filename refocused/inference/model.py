@@ -14,8 +14,9 @@ from refocused.checkpoints.step_directory import read_step
 from refocused.errors import CheckpointError
 from refocused.inference.model_weights import ModelWeights, network_class, open_model_weights
 from refocused.inference.safetensors_files import TORCH_DTYPES, Dtype
-from refocused.inference.tokenizer import tokenizer_of
+from refocused.inference.tokenizer import as_transformers, tokenizer_of
 from refocused.models.build import register_families
+from refocused.shards.tokenizer_files import tokenizer_file
 from refocused.shards.tokenizers import TokenizerChoice
 
 ATTENTION = "sdpa"  # transformers' own choice is slower on some machines
@@ -53,8 +54,8 @@ def load_model(
         source: The folder.
         dtype: What the weights are rounded to.
         device: Where the model goes.
-        tokenizer: The tokenizer to take for a step; None: the one that travelled in it.
-        without_tokenizer: Load a step that has none.
+        tokenizer: The tokenizer to take; None: the one that is there.
+        without_tokenizer: Load a model that has none.
 
     Raises:
         CheckpointError: It is neither, or damaged, or has no tokenizer.
@@ -69,7 +70,7 @@ def load_model(
         return LoadedModel(network, chosen, source, facts_of(weights))
     if (source / "config.json").is_file():
         return _load_folder(
-            source, dtype=dtype, device=device, with_tokenizer=not without_tokenizer
+            source, dtype=dtype, device=device, choice=tokenizer, without=without_tokenizer
         )
     raise CheckpointError(
         f"{source} is no model: it has neither {MANIFEST} (a step directory) nor config.json (a "
@@ -124,19 +125,28 @@ def load_network(folder: Path, *, dtype: Dtype) -> Any:
     return network.eval()
 
 
-def _load_folder(source: Path, *, dtype: Dtype, device: str, with_tokenizer: bool) -> LoadedModel:
-    import transformers
-
+def _load_folder(
+    source: Path, *, dtype: Dtype, device: str, choice: TokenizerChoice | None, without: bool
+) -> LoadedModel:
     try:
         network = load_network(source, dtype=dtype)
-        tokenizer = (
-            transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
-            if with_tokenizer
-            else None
-        )
+        tokenizer = None if without else _tokenizer_beside(source, network.config, choice)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{source} cannot be loaded by transformers: {error}") from None
     return LoadedModel(network.to(device), tokenizer, source, {})
+
+
+def _tokenizer_beside(source: Path, config: Any, choice: TokenizerChoice | None) -> Any:
+    import transformers
+
+    if choice is None:
+        return transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
+    end = config.eos_token_id
+    return as_transformers(
+        tokenizer_file(choice, vocabulary=int(config.vocab_size)),
+        end_of_text_id=end if isinstance(end, int) else None,
+        max_length=int(config.max_position_embeddings),
+    )
 
 
 def be_quiet() -> None:

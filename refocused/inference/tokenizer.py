@@ -48,6 +48,8 @@ def as_transformers(content: bytes, *, end_of_text_id: int | None, max_length: i
     inner = Tokenizer.from_str(content.decode())
     inner.no_truncation()
     inner.no_padding()
+    # What it puts around a text was not put around the documents that the model was trained on.
+    inner.post_processor = None
     end = _end_of_text(inner.get_vocab(with_added_tokens=True), end_of_text_id)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / TOKENIZER_FILE

@@ -49,6 +49,11 @@ class ResonanceConfig(PreTrainedConfig):  # type: ignore[misc]
     pad_token_id: int | None = None
 
     @property
+    def longest_sequence(self) -> int | None:
+        """The most tokens of a sequence: there is no limit."""
+        return None
+
+    @property
     def inner_size(self) -> int:
         """Inner width of the feed-forward part."""
         return self.intermediate_size or 4 * self.hidden_size

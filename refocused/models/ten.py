@@ -66,6 +66,16 @@ class TenConfig(PreTrainedConfig):  # type: ignore[misc]
         self.scales = list(self.scales or [1])
         super().__post_init__(**kwargs)
 
+    @property
+    def takes_padding(self) -> bool:
+        """Whether rows of a batch may be filled up: the recurrence cannot leave tokens out."""
+        return False
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """The most tokens of a sequence; None: there is no limit."""
+        return self.max_position_embeddings if self.learned_positions else None
+
 
 class TenState:
     """What generation carries from token to token: its size is the same at every length.

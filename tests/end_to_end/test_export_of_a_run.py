@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from tiny import tiny_run
 
 from refocused.commands.checkpoints import main
 from refocused.commands.local_steps import model_source
+from refocused.inference.generate import generate
 from refocused.inference.model import load_model
+from refocused.inference.sampling import Sampling
 
 pytestmark = pytest.mark.slow
 
@@ -139,3 +143,21 @@ def test_a_model_is_found_by_its_run_its_step_or_its_folder(
     (tmp_path / "config.json").write_text("{}")
     assert model_source(str(tmp_path), arguments) == tmp_path
     assert load_model(latest).tokenizer("a").input_ids == [97]
+
+
+def test_a_step_writes_where_deepspeed_is_not_installed(trained: Path) -> None:
+    script = (
+        "import sys; sys.modules['deepspeed'] = None\n"
+        "from refocused.commands.generate import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    asked = ["tiny", "def ", "--tokens", "12", "--seed", "3", "--dtype", "bf16", "--json"]
+    ended = subprocess.run(
+        [sys.executable, "-c", script, *asked], cwd=trained, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    assert (told["facts"]["step"], told["answers"][0]["prompt"]) == (20, "def ")
+    loaded = load_model(trained / "runs/tiny/checkpoints/checkpoint_step_20", dtype="bf16")
+    found = generate(loaded, ["def "], Sampling(tokens=12, seed=3))
+    assert found.answers[0].text == told["answers"][0]["text"]

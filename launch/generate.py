@@ -1,0 +1,11 @@
+"""Writes with a model: `python launch/generate.py best "Once upon"`."""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # The folder of a script comes first on the path, where its neighbours would hide packages.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from refocused.commands.generate import main
+
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,153 @@
+"""`launch/generate.py`: prompts in, texts and their pace out, one message for what cannot be."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands.run_samples import SampleRun
+from inference.small_models import small_model
+
+from refocused.commands.generate import main
+
+Capture = pytest.CaptureFixture[str]
+
+
+class Typed(io.TextIOWrapper):
+    """Lines that a person types, or that come through a pipe."""
+
+    def __init__(self, text: bytes, *, at_terminal: bool) -> None:
+        super().__init__(io.BytesIO(text))
+        self._at_terminal = at_terminal
+
+    def isatty(self) -> bool:
+        return self._at_terminal
+
+
+def give(monkeypatch: pytest.MonkeyPatch, text: bytes, *, at_terminal: bool) -> None:
+    monkeypatch.setattr(sys, "stdin", Typed(text, at_terminal=at_terminal))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: at_terminal)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A transformers folder."""
+    model, path = small_model(), tmp_path_factory.mktemp("model")
+    model.network.save_pretrained(path)
+    model.tokenizer.save_pretrained(path)
+    return path
+
+
+def test_one_text_is_printed_with_its_pace(folder: Path, capsys: Capture) -> None:
+    assert main([str(folder), "def f", "--tokens", "9", "--temperature", "0", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    (answer,) = told["answers"]
+    assert (answer["prompt"], answer["ended"], answer["tokens"]) == ("def f", "tokens", 9)
+    assert told["tokens"] == 9 and told["tokens_per_second"] > 0
+    assert main([str(folder), "def f", "--tokens", "9", "--temperature", "0"]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"def f{answer['text']}\n"
+    assert err.startswith("[9 tokens in ") and "tokens/s, first after" in err
+    assert err.endswith("ended by: tokens]\n")
+
+
+def test_prompts_come_from_anywhere_and_are_written_together(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    (tmp_path / "whole.txt").write_text("two\nlines\n")
+    (tmp_path / "lines.txt").write_text("one\n\nanother \u6f22\n")
+    files = ["--file", str(tmp_path / "whole.txt"), "--lines", str(tmp_path / "lines.txt")]
+    assert main([str(folder), "a", "b", *files, "-n", "2", "--tokens", "3", "--json"]) == 0
+    prompts = [answer["prompt"] for answer in json.loads(capsys.readouterr().out)["answers"]]
+    assert prompts[::2] == prompts[1::2] == ["a", "b", "two\nlines", "one", "another \u6f22"]
+    assert main([str(folder), "a", "b", "--tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("--- 1 (tokens, 3 tokens)\na")
+    give(monkeypatch, b"through a\npipe\n", at_terminal=False)
+    assert main([str(folder), "--tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("through a\npipe")
+
+
+def test_lines_that_are_typed_are_continued_one_by_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    give(monkeypatch, b"", at_terminal=True)
+    typed = ["first", "", "x" * 64, "second"]
+
+    def type_one(_: str) -> str:
+        if not typed:
+            raise EOFError
+        return typed.pop(0)
+
+    monkeypatch.setattr("builtins.input", type_one)
+    assert main([str(folder), "--tokens", "4"]) == 0
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) >= 2
+    assert err.count("[4 tokens in ") == 2
+    assert "The prompt has 64 tokens" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "code"),
+    [
+        (["a", ""], "A prompt is empty", 2),
+        (["a", "--file", "none.txt"], "none.txt: No such file or directory. Name a file", 2),
+        (["a", "--file", "latin.txt"], "latin.txt: byte 1 is no UTF-8 (0xe9). Convert", 2),
+        (["a", "--lines", "blank.txt"], "blank.txt: there is no prompt in it", 2),
+        (["a", "--temperature", "-1", "x"], "temperature = -1.0 is outside", 2),
+        (["a", "x"], "no checkpoint 'a'", 1),
+        (["nowhere/checkpoint_step_3", "x"], "no checkpoint 'checkpoint_step_3'", 1),
+        (["foreign", "x"], "foreign cannot be loaded by transformers", 1),
+    ],
+)
+def test_each_mistake_has_one_message(
+    sample_run: SampleRun,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    said: str,
+    code: int,
+    capsys: Capture,
+) -> None:
+    Path("latin.txt").write_bytes(b"d\xe9j\xe0")
+    Path("blank.txt").write_text("\n\n")
+    Path("foreign").mkdir()
+    Path("foreign/config.json").write_text('{"model_type": "none_such"}')
+    sample_run.save_readable(10)
+    assert main(arguments) == code
+    err = capsys.readouterr().err
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_a_device_that_is_not_there_is_refused(folder: Path, capsys: Capture) -> None:
+    assert main([str(folder), "x", "--device", "gpu"]) == 2
+    assert "--device gpu: " in capsys.readouterr().err
+
+
+def test_a_step_is_picked_from_the_list(
+    sample_run: SampleRun, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    from refocused.commands import generate
+
+    sample_run.save_readable(10)
+    sample_run.mirror(sample_run.save_readable(20), keep=False)
+    asked: list[str] = []
+
+    def note(arguments: Any) -> Any:
+        asked.append(f"{arguments.run} {arguments.model}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "_load", note)
+    for typed in (b"\n", b"7\n10\n"):
+        give(monkeypatch, typed, at_terminal=True)
+        assert main([]) == 130
+    assert asked == ["runs/one latest", "runs/one 10"]
+    err = capsys.readouterr().err
+    assert "STEP   SAVED" in err and "Which step? [latest]" in err
+    assert "no checkpoint '7'" in err
+    give(monkeypatch, b"prompt", at_terminal=False)
+    assert main([]) == 2
+    assert "No checkpoint is named" in capsys.readouterr().err
