@@ -19,6 +19,8 @@ _ROLES = {
     "storage.objects.delete": "roles/storage.objectUser",
     "serviceusage.services.use": "roles/serviceusage.serviceUsageConsumer",
 }
+# urllib3 opens its messages with the connection: `HTTPSConnection(host=..., port=443): `.
+_CONNECTION = re.compile(r"^(?:\w+\([^)]*\)|<[^>]*>): ")
 _PERMISSION = re.compile(r"\b(?:storage|serviceusage)\.\w+\.\w+")
 
 
@@ -68,7 +70,15 @@ def fault_of(error: Exception) -> Fault:
     if response is not None and response.status_code >= 400:
         return fault_of_response(response)
     # A broken connection, a time-out, or an answer that cannot be read: it may have been cut.
-    return Fault(reason=f"{type(error).__name__}: {error}", transient=True)
+    return Fault(reason=_innermost(error), transient=True)
+
+
+def _innermost(error: Exception) -> str:
+    """Return what went wrong without the layers that tell each other: one short line."""
+    told = error.args[0] if error.args else None
+    cause = getattr(told, "reason", None)
+    inner = cause if isinstance(cause, Exception) else error
+    return f"{type(inner).__name__}: {_CONNECTION.sub('', str(inner))}"
 
 
 def fault_of_response(response: Any) -> Fault:

@@ -222,7 +222,7 @@ def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobI
     _check_listing(chosen, listing, url=bucket.url)
     for shard in chosen:
         _check_reading(shard, data, url=bucket.url)
-    _log.info("%s: %d shards by its %s", bucket.url, len(chosen), MANIFEST_NAME)
+    _log.info("  shards   %s: %d by its %s", bucket.url, len(chosen), MANIFEST_NAME)
     shards = tuple(_as_listed(shard, listing[shard.name]) for shard in chosen)
     return Manifest(shards, written.tokenizer)
 

@@ -57,7 +57,7 @@ def survey(
     keys = [_key(blob, data) for blob in blobs]
     unknown = [(k, blob) for k, blob in zip(keys, blobs, strict=True) if k not in known]
     if unknown:
-        _log.info("%s: reading the headers of %d files", bucket.url, len(unknown))
+        _log.info("  shards   %s: reading the headers of %d files", bucket.url, len(unknown))
     try:
         failures = _read_many(bucket, unknown, known, data=data)
     finally:

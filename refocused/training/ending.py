@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 from refocused.checkpoints.mirror_status import MirrorStatus
@@ -16,6 +17,7 @@ from refocused.training.stopping import StopReason, StopRequest
 
 logger = logging.getLogger(__name__)
 
+_MAX_STEPS = re.compile(r" --max-steps[= ]\S+")  # reached: another takes its place
 INTERRUPTED_DRAIN_S = 5.0  # the launcher kills a stopping rank after 30 s; the mirror goes on
 
 
@@ -125,7 +127,7 @@ def _summary(
         first = "raise cost.budget_usd, then " if outcome.stopped is StopReason.BUDGET else ""
         lines.append(f"      resume: {first}{command}")
     else:
-        lines.append(f"      train on: {command} --max-steps N")
+        lines.append(f"      train on: {_MAX_STEPS.sub('', command)} --max-steps N")
     return lines
 
 

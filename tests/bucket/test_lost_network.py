@@ -51,6 +51,8 @@ def test_a_name_that_stays_unknown_is_told(
     with pytest.raises(BucketError, match="given up after 4 attempts") as told:
         list(gcs.list())
     assert "Check the network" in str(told.value)
+    assert ": NameResolutionError: Failed to resolve " in str(told.value)
+    assert "Max retries" not in str(told.value)  # of a layer below: it did not try again
 
 
 @pytest.mark.usefixtures("short_timeouts")

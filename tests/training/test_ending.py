@@ -82,7 +82,7 @@ def end(
         sample=sample,
         folder=Path("runs/sample"),
         settings=settings,
-        command="deepspeed launch/train.py",
+        command="deepspeed launch/train.py --max-steps 6",  # reached: another takes its place
     )
 
 
@@ -148,7 +148,7 @@ def test_the_summary_of_a_stopped_run_whose_upload_goes_on(
         "      checkpoint runs/sample/checkpoints/checkpoint_step_5",
         "      mirror gs://bucket/runs: NOT complete yet, see runs/sample/mirror.json; the upload "
         "goes on in the background",
-        "      resume: deepspeed launch/train.py",
+        "      resume: deepspeed launch/train.py --max-steps 6",
     ]
 
 
