@@ -23,12 +23,12 @@ class _ScreenFormatter(logging.Formatter):
 
 
 class _FileFormatter(logging.Formatter):
-    """UTC time, rank and level before each message."""
+    """UTC time, who says it and level before each message."""
 
     converter = staticmethod(time.gmtime)
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"%(asctime)s.%(msecs)03dZ rank {rank} %(levelname)s %(message)s")
+    def __init__(self, who: str) -> None:
+        super().__init__(f"%(asctime)s.%(msecs)03dZ {who} %(levelname)s %(message)s")
         self.datefmt = "%Y-%m-%dT%H:%M:%S"
 
 
@@ -62,11 +62,23 @@ def start_files(folder: Path, rank: int) -> None:
     """Also write `rank-N.log`, and on rank 0 `training.log`, into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"rank-{rank}.log"] + (["training.log"] if rank == 0 else [])
-    root = logging.getLogger(LOGGER_NAME)
     for name in names:
-        handler = _LogFile(folder / name, encoding="utf-8")
-        handler.setFormatter(_FileFormatter(rank))
-        root.addHandler(handler)
+        _write_to(folder / name, who=f"rank {rank}")
+
+
+def start_file_of(who: str, file: Path) -> None:
+    """Write a file, and nothing else, from a process that is no rank; `who` opens its lines."""
+    root = logging.getLogger(LOGGER_NAME)
+    root.setLevel(logging.INFO)
+    root.propagate = False
+    root.handlers.clear()
+    _write_to(file, who=who)
+
+
+def _write_to(file: Path, *, who: str) -> None:
+    handler = _LogFile(file, encoding="utf-8")
+    handler.setFormatter(_FileFormatter(who))
+    logging.getLogger(LOGGER_NAME).addHandler(handler)
 
 
 def quieten_libraries() -> None:

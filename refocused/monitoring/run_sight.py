@@ -1,0 +1,190 @@
+"""What the run's own files say of it, read again and again without reading it all again."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import datetime
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from refocused.monitoring.history import METRICS_FILE
+
+RECENT_RECORDS = 51  # of steps: the last, and 50 to compare it with
+TAIL_BYTES = 2**16  # of the metrics of earlier sessions: enough for the losses before this one
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoggedStep:
+    """A step that was logged.
+
+    Attributes:
+        step: Its number.
+        loss: Its training loss; None: it was not finite.
+        at: When it was logged, in seconds of Unix time.
+    """
+
+    step: int
+    loss: float | None
+    at: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MirrorSight:
+    """What the mirror said last.
+
+    Attributes:
+        waiting: Steps that it has yet to copy.
+        last_error: Why the last attempt failed; None: it did not.
+        heartbeat: When it said so, in seconds of Unix time.
+    """
+
+    waiting: int
+    last_error: str | None
+    heartbeat: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunSight:
+    """A run at one time; None: unknown.
+
+    Attributes:
+        began: When watching it began, in seconds of Unix time.
+        alive: Whether the process that trains runs.
+        status: `training`, `stopped`, `finished`, `failed`.
+        step: The last one that was logged.
+        total_steps: Of the whole run.
+        logged: The last steps that were logged, in order; of one way of training only.
+        mirror: Its background copy; None: there is none, or it has said nothing.
+        cost_usd: What the run has cost so far, over all its sessions.
+        cost_left_usd: What the rest will cost.
+    """
+
+    began: float
+    alive: bool
+    status: str | None = None
+    step: int | None = None
+    total_steps: int | None = None
+    logged: tuple[LoggedStep, ...] = ()
+    mirror: MirrorSight | None = None
+    cost_usd: float | None = None
+    cost_left_usd: float | None = None
+
+    @property
+    def logged_now(self) -> list[LoggedStep]:
+        """The logged steps of this session."""
+        return [logged for logged in self.logged if logged.at >= self.began]
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it takes steps: it says so, has taken one in this session, and has some left."""
+        going_on = self.alive and self.status == "training" and bool(self.logged_now)
+        return going_on and not (self.step is not None and self.step == self.total_steps)
+
+
+class RunReader:
+    """Follows a run's `state.json`, `mirror.json` and metrics."""
+
+    def __init__(self, folder: Path, *, began: float) -> None:
+        """Begin with the end of the metrics; `began` is when watching began, in Unix seconds."""
+        self._began = began
+        self._state = _Replaced(folder / "state.json")
+        self._mirror = _Replaced(folder / "mirror.json")
+        self._metrics = _Appended(folder / METRICS_FILE)
+        self._logged: collections.deque[LoggedStep] = collections.deque(maxlen=RECENT_RECORDS)
+        self._cost_left: float | None = None
+
+    def sight(self, *, alive: bool) -> RunSight:
+        """Return what is to be seen now; `alive` says whether the process that trains runs."""
+        for record in self._metrics.new_records():
+            self._note(record)
+        state, mirror = self._state.content(), self._mirror.content()
+        return RunSight(
+            began=self._began,
+            alive=alive,
+            status=state.get("status"),
+            step=state.get("step"),
+            total_steps=state.get("total_steps"),
+            logged=tuple(self._logged),
+            mirror=_mirror_sight(mirror),
+            cost_usd=state.get("cost_usd"),
+            cost_left_usd=self._cost_left,
+        )
+
+    def _note(self, record: Mapping[str, Any]) -> None:
+        """Add a logged step; one before the last means that training went back."""
+        if record.get("kind") != "step":
+            return
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            at = datetime.datetime.fromisoformat(record["time"]).timestamp()
+            logged = LoggedStep(record["step"], record["loss"], at)
+            while self._logged and self._logged[-1].step >= logged.step:
+                self._logged.pop()
+            self._logged.append(logged)
+            self._cost_left = record.get("cost_left_usd")
+
+
+def _mirror_sight(status: Mapping[str, Any]) -> MirrorSight | None:
+    """Read what the mirror writes; its form belongs to `checkpoints.mirror_status`."""
+    heartbeat = status.get("heartbeat")
+    if heartbeat is None:
+        return None
+    return MirrorSight(len(status.get("waiting", ())), status.get("last_error"), heartbeat)
+
+
+class _Replaced:
+    """A JSON file that is replaced whole; read when it is another one than before."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, int] | None = None
+        self._content: dict[str, Any] = {}
+
+    def content(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError):
+            found = self._path.stat()
+            seen = (found.st_ino, found.st_mtime_ns)
+            if seen != self._seen:
+                content = json.loads(self._path.read_bytes())
+                self._content = content if isinstance(content, dict) else {}
+                self._seen = seen
+        return self._content
+
+
+class _Appended:
+    """A file of JSON lines that grows; a line is read once, when its end is there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset: int | None = None
+        self._torn = False
+
+    def new_records(self) -> list[dict[str, Any]]:
+        try:
+            size = self._path.stat().st_size
+        except OSError:
+            return []
+        if self._offset is None or size < self._offset:
+            self._offset = max(0, size - TAIL_BYTES)
+            self._torn = self._offset > 0  # it begins within a line
+        if size == self._offset:
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole, end, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(end)
+        lines = whole.split(b"\n") if end else []
+        if self._torn and lines:
+            lines, self._torn = lines[1:], False
+        return [record for line in lines if (record := _record(line)) is not None]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
