@@ -2,6 +2,9 @@
 
     .venv/bin/python benchmarks/loader.py [--repeats 5] [--with-mosaic] [--json FILE]
 
+The floors are what any loader of these files pays on this machine: numpy's widening to int64, the
+reads besides, and inflating.
+
 litdata and torchdata are installed into an environment of their own in the working folder;
 mosaicml-streaming, whose pins conflict with ours, only when it is asked for.
 """
@@ -16,11 +19,11 @@ import random
 import statistics
 import time
 import tracemalloc
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from loader_floors import FLOORS
 from measuring import (
     Case,
     Column,
@@ -56,8 +59,6 @@ COLUMNS = (
     Column("growth_mib", "growth after 1st epoch, MiB"),
     Column("resume_s", "resume, ms"),
 )
-# What any first pass of .npz costs at the least, with the comparison of each member's CRC-32.
-INFLATING = ("floor of .npz: our inflate", "floor of .npz: zlib's")
 IN_MILLIONS = ("tokens_per_second", "tokens_per_cpu_second")
 IN_THOUSANDTHS = ("first_batch_s", "resume_s", "construct_s", "locate_s", "assembly_s")
 PARTS = (
@@ -81,8 +82,8 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.case == "order and assembly":
         print(json.dumps(measure_parts()))
-    elif chosen.case in INFLATING:
-        print(json.dumps(measure_inflating(chosen.case, chosen.work)))
+    elif chosen.case in FLOORS:
+        print(json.dumps(FLOORS[chosen.case](chosen.work)))
     elif chosen.case:
         print(json.dumps(measure_loader(chosen.case, chosen.work)))
     else:
@@ -147,29 +148,6 @@ def measure_loader(name: str, work: Path) -> Record:
     if state is not None:
         found["resume_s"] = seconds(lambda: next(case.open(state)))
     return found
-
-
-def measure_inflating(name: str, work: Path) -> Record:
-    """Inflate the compressed shards, and do nothing with what comes out."""
-    from token_samples import SHARD_TOKENS, npz_folder
-
-    from refocused.shards.zip_members import member_reader
-
-    paths = sorted(npz_folder(work).glob("*.npz"))
-    cpu, wall = cpu_seconds(), time.perf_counter()
-    for path in paths:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            if name == INFLATING[0]:
-                read = member_reader(file, archive, "tokens.npy", offset=0)
-            else:
-                read = archive.open("tokens.npy").read
-            while read(1 << 18):
-                pass
-    tokens = len(paths) * SHARD_TOKENS
-    return {
-        "tokens_per_second": tokens / (time.perf_counter() - wall),
-        "tokens_per_cpu_second": tokens / (cpu_seconds() - cpu),
-    }
 
 
 def measure_parts() -> Record:
@@ -245,7 +223,7 @@ def _cases(chosen: argparse.Namespace) -> list[Case]:
         say("skipped: mosaicml-streaming is measured with --with-mosaic")
     command = [__file__, "--work", str(chosen.work), "--case"]
     cases = [Case("order and assembly", [*command, "order and assembly"])]
-    for name in [*CASES, *INFLATING]:
+    for name in [*CASES, *FLOORS]:
         if name not in pythons:
             cases.append(Case(name, [*command, name]))
         elif (python := pythons[name]) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +130,12 @@ def private_mib(data: Path) -> float:
     """Return the memory that reading costs this process and its descendants, in MiB.
 
     Their heaps, what they share with each other counted once, and the pages of files below `data`
-    that they map; code is left out, because other programs on the machine share it or not.
+    that they map; code is left out, because other programs on the machine share it or not. The
+    lists are read line by line: a list of their 20,000 lines would itself be 2 MiB of this memory.
     """
     kib, counts = 0, False
     for pid in family():
-        for line in _lines(f"/proc/{pid}/smaps"):
+        for line in _streamed(f"/proc/{pid}/smaps"):
             fields = line.split()
             if not fields[0].endswith(":"):  # a mapping's first line: addresses, ..., its file
                 path = fields[5] if len(fields) > 5 else ""
@@ -229,6 +231,11 @@ def _run(case: Case, *, repeat: int, timeout_s: float) -> Record | None:
 
 def _written(value: Any, form: str) -> str:
     return "-" if value is None else form.format(value)
+
+
+def _streamed(path: str) -> Iterator[str]:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError), Path(path).open() as file:
+        yield from file
 
 
 def _lines(path: str | Path) -> list[str]:

@@ -16,7 +16,6 @@ from refocused.batches.batch_memory import BatchMemory
 if TYPE_CHECKING:
     from refocused.shards.cache import ShardCache
 
-LOCAL_TYPES = ("uint16", "uint32")
 IGNORED_LABEL = -100  # what torch's cross entropy leaves out of the loss
 
 
@@ -90,9 +89,7 @@ class BatchReader:
         self._names = names
         self._memory = BatchMemory(pin=pin)
         self._document_id = document_id
-        self._stages = {
-            np.dtype(kind): np.empty((0, sequence_length + 1), kind) for kind in LOCAL_TYPES
-        }
+        self._stages: dict[np.dtype[Any], _Stage] = {}
 
     def read(self, shards: NDArray[np.int64], windows: NDArray[np.int64], *, micro: int) -> Batch:
         """Read one micro-batch; rows beyond the given windows are zeros with ignored labels.
@@ -110,8 +107,9 @@ class BatchReader:
         both = self._memory.empty((2, micro, self._sequence_length))
         inputs, labels = both.numpy()
         self._fill(inputs, labels, shards, windows)
-        inputs[len(shards) :] = 0
-        labels[len(shards) :] = IGNORED_LABEL
+        if len(shards) < micro:
+            inputs[len(shards) :] = 0
+            labels[len(shards) :] = IGNORED_LABEL
         counted_labels = None
         if self._document_id is not None:
             labels[labels == self._document_id] = IGNORED_LABEL
@@ -133,16 +131,29 @@ class BatchReader:
         firsts = (windows * self._sequence_length).tolist()
         for kind in {file.dtype for file in files}:
             rows = [row for row, file in enumerate(files) if file.dtype == kind]
-            tokens = self._stage(kind, rows=len(rows))
-            for place, row in enumerate(rows):
-                files[row].read_into(tokens[place], first=firsts[row])
+            stage = self._stage(kind, rows=len(rows))
+            for row, tokens in zip(rows, stage.rows, strict=False):
+                files[row].read_into(tokens, first=firsts[row])
             # One type in all shards is the rule, and a slice is filled faster than a list of rows.
             into = slice(len(rows)) if len(rows) == len(files) else rows
-            inputs[into] = tokens[:, :-1]
-            labels[into] = tokens[:, 1:]
+            inputs[into] = stage.tokens[: len(rows), :-1]
+            labels[into] = stage.tokens[: len(rows), 1:]
 
-    def _stage(self, kind: np.dtype[Any], *, rows: int) -> NDArray[Any]:
-        """Return memory for rows as they are stored, kept from batch to batch."""
-        if len(self._stages[kind]) < rows:
-            self._stages[kind] = np.empty((rows, self._sequence_length + 1), kind)
-        return self._stages[kind][:rows]
+    def _stage(self, kind: np.dtype[Any], *, rows: int) -> _Stage:
+        stage = self._stages.get(kind)
+        if stage is None or len(stage.rows) < rows:
+            stage = self._stages[kind] = _Stage(kind, rows=rows, length=self._sequence_length + 1)
+        return stage
+
+
+class _Stage:
+    """Memory for rows as they are stored, kept from batch to batch.
+
+    Attributes:
+        tokens: Shape [rows, sequence_length + 1].
+        rows: The bytes of each row.
+    """
+
+    def __init__(self, kind: np.dtype[Any], *, rows: int, length: int) -> None:
+        self.tokens = np.empty((rows, length), kind)
+        self.rows = [memoryview(row) for row in self.tokens]  # made anew they cost 1 us a batch

@@ -41,6 +41,7 @@ class TokenFile:
             self._descriptor = os.dup(file.fileno())
         self._name = name
         self._offset = header.bytes
+        self._token_bytes = header.dtype.itemsize
         self.count = header.shape[0]
         self.dtype = header.dtype
 
@@ -48,15 +49,15 @@ class TokenFile:
         if hasattr(self, "_descriptor"):
             os.close(self._descriptor)
 
-    def read_into(self, tokens: Tokens, *, first: int) -> None:
-        """Fill `tokens`, of the file's type, with those from number `first` on.
+    def read_into(self, tokens: Tokens | memoryview, *, first: int) -> None:
+        """Fill `tokens`, of the file's type or the bytes of as many, from number `first` on.
 
         Raises:
             ShardError: The file ends before, or the disk cannot be read.
         """
-        offset = self._offset + first * self.dtype.itemsize
+        offset = self._offset + first * self._token_bytes
         try:
-            read = os.preadv(self._descriptor, [tokens.data], offset)
+            read = os.preadv(self._descriptor, [tokens], offset)
         except OSError as error:
             raise ShardError(
                 f"{self._name}: its local copy cannot be read ({error.strerror}). Check the disk "
