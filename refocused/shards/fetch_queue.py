@@ -61,14 +61,17 @@ class FetchQueue:
                 return index
         return None
 
-    def ready(self) -> int:
-        """Return how many shards, from the one in use on, are local without a gap."""
-        missing = (place for place, i in enumerate(self._planned) if i not in self.present)
-        return next(missing, len(self._planned))
+    def is_among_first(self, count: int, index: int) -> bool:
+        """Whether someone waits for a shard, or it is one of the first so many of the plan."""
+        return index in self._asked or index in self._planned[:count]
 
     def missing(self) -> int:
         """Return how many wanted shards are not local."""
         return len(self._wanted() - self.present)
+
+    def not_begun(self) -> int:
+        """Return how many of them nobody is bringing either."""
+        return len(self._wanted() - self.present - self.busy)
 
     def present_bytes(self) -> int:
         """Return the bytes of the local shards and of those on their way."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import threading
@@ -25,8 +26,9 @@ ATTEMPTS = 2
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
-# Until so many shards are ready, one large object comes by ranges over all threads at once; then
-# each comes whole, several beside each other, which costs fewer requests.
+# The first so many shards of the plan come by ranges over all threads at once. The others come
+# whole, several beside each other, which costs fewer requests, until there is one for each thread
+# no longer: the last ones are divided, so that no thread is left without work before the end.
 HURRIED_SHARDS = 4
 
 _log = logging.getLogger(__name__)
@@ -279,8 +281,9 @@ class Fetcher:
     def _share(self, arrival: Arrival) -> SharedJobs:
         """Offer what brings the files of a shard to the threads that have nothing to do."""
         with self._changed:
-            hurried = self._queue.ready() < HURRIED_SHARDS
-        work = arrival.jobs(ways=self._ways if hurried else 1)
+            hurried = self._queue.is_among_first(HURRIED_SHARDS, arrival.index)
+            sharing = 1 if hurried else 1 + self._queue.not_begun()
+        work = arrival.jobs(ways=math.ceil(self._ways / sharing))
         jobs = SharedJobs(work, changed=self._changed)
         with self._changed:
             self._shared[arrival.index] = jobs

@@ -57,7 +57,8 @@ class TokenFile:
         """
         offset = self._offset + first * self._token_bytes
         try:
-            read = os.preadv(self._descriptor, [tokens], offset)
+            # numpy's arrays are buffers to type checkers from Python 3.12 on.
+            read = os.preadv(self._descriptor, [tokens], offset)  # type: ignore[list-item]
         except OSError as error:
             raise ShardError(
                 f"{self._name}: its local copy cannot be read ({error.strerror}). Check the disk "

@@ -33,11 +33,21 @@ def test_a_shard_on_its_way_that_can_be_helped_with_comes_before_a_later_one() -
     assert fetches.following(now=0.0) == 6
 
 
-def test_ready_is_what_is_local_without_a_gap() -> None:
-    fetches = queue(present=(3, 4, 6))
-    for plan, ready in (([3, 4, 5, 6], 2), ([5, 6], 0), ([4, 3], 2), ([], 0)):
-        fetches.plan(plan)
-        assert fetches.ready() == ready
+def test_the_first_of_the_plan_and_what_is_awaited_are_in_a_hurry() -> None:
+    fetches = queue()
+    fetches.plan([7, 3, 9, 1])
+    fetches.ask([1, 20])
+    first = [i for i in (7, 3, 9, 1, 20, 5) if fetches.is_among_first(2, i)]
+    assert first == [7, 3, 1, 20]
+
+
+def test_not_begun_is_what_is_wanted_and_neither_local_nor_on_its_way() -> None:
+    fetches = queue(present=(3, 4))
+    fetches.plan([3, 5, 6])
+    fetches.pin([4, 8])
+    fetches.ask([9])
+    fetches.busy |= {6, 7}
+    assert fetches.not_begun() == len({5, 8, 9})
 
 
 def test_a_paused_shard_lets_others_pass_until_its_time() -> None:
