@@ -58,6 +58,9 @@ def ours_through_the_cache(folder: Path) -> Record:
     """`ShardCache`: the same, and measured, published and indexed for training."""
     from google.cloud import storage  # noqa: F401
 
+    from refocused.bucket.gcs import GcsBucket  # noqa: F401
+    from refocused.shards.cache import ShardCache  # noqa: F401
+
     def sync() -> None:
         with _opened_cache(folder, fetches=True) as (cache, manifest):
             cache.plan(range(len(manifest.shards)))
