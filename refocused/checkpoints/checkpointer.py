@@ -13,8 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from refocused.bucket.checksum import crc32c_of
-from refocused.checkpoints.atomic import fsync_path, write_bytes_atomic
 from refocused.checkpoints.changes import Changes, RunFacts, changes_since
 from refocused.checkpoints.manifest import CheckpointManifest, FileRecord
 from refocused.checkpoints.parts import assembled
@@ -62,6 +60,15 @@ class _BeingSaved:
         return int(self.trainer["step"])
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _WrittenPart:
+    """What one rank wrote of a step, by path below it, its first error and the time it took."""
+
+    files: Mapping[str, FileRecord]
+    error: CheckpointError | None
+    seconds: float
+
+
 class Checkpointer:
     """Saves and loads the step directories of one run; all ranks call every method together."""
 
@@ -87,7 +94,7 @@ class Checkpointer:
         self._facts = facts
         self._allowed_changes = allowed_changes
         self._last_bytes = 0
-        self._begun: tuple[_BeingSaved, Future[tuple[Written, float]]] | None = None
+        self._begun: tuple[_BeingSaved, Future[_WrittenPart]] | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def save(
@@ -111,9 +118,8 @@ class Checkpointer:
             CheckpointError: On every rank; nothing is left behind, and training may go on.
         """
         being_saved = self._start(trainer, files_done, tiers)
-        return self._complete(
-            being_saved, _timed(lambda: owner.save_shards(being_saved.staging.path))
-        )
+        part = self._write(being_saved, lambda: owner.save_shards(being_saved.staging.path))
+        return self._complete(being_saved, part)
 
     def begin(
         self,
@@ -131,7 +137,7 @@ class Checkpointer:
         assert self._begun is None, "one save at a time: the copy's memory is used again"
         being_saved = self._start(trainer, files_done, tiers)
         write = owner.copy_shards(being_saved.staging.path)
-        self._begun = being_saved, self._writer.submit(_timed, write)
+        self._begun = being_saved, self._writer.submit(self._write, being_saved, write)
 
     @property
     def begun_step(self) -> int | None:
@@ -199,23 +205,36 @@ class Checkpointer:
         self._keepers_do(lambda: self._prepare(staging), staging)
         return _BeingSaved(staging, trainer, files_done, tiers)
 
-    def _complete(self, being_saved: _BeingSaved, writing: tuple[Written, float]) -> SavedStep:
-        """Gather what every rank wrote, and commit it or remove it."""
-        staging, (written, seconds) = being_saved.staging, writing
-        records = {
+    def _write(self, being_saved: _BeingSaved, write: Callable[[], Written]) -> _WrittenPart:
+        """Write this rank's part, and on a keeper what describes the step; failures are kept."""
+        staging, began = being_saved.staging, time.monotonic()
+        written = write()
+        files = {
             str(file.path.relative_to(staging.path)): FileRecord(
                 size=file.size, crc32c=file.crc32c, node=self._world.keeper
             )
             for file in written.files
         }
-        error = _save_error(staging, written.errors) if written.errors else None
-        gathered = self._world.gather((records, error, seconds))
-        failed = next((problem for _, problem, _ in gathered if problem is not None), None)
+        errors = list(written.errors)
+        if self._world.keeps:
+            try:
+                files |= self._describe(being_saved)
+            except OSError as error:
+                errors.append(error)
+        failure = _save_error(staging, errors) if errors else None
+        return _WrittenPart(files, failure, time.monotonic() - began)
+
+    def _complete(self, being_saved: _BeingSaved, part: _WrittenPart) -> SavedStep:
+        """Gather what every rank wrote, and commit it or remove it."""
+        parts = self._world.gather(part)
+        failed = next((part.error for part in parts if part.error is not None), None)
         if failed is not None:
-            self._world.keepers_do(staging.discard)
+            self._world.keepers_do(being_saved.staging.discard)
             raise failed
-        files = {name: record for part, _, _ in gathered for name, record in part.items()}
-        slowest = max(seconds for _, _, seconds in gathered)
+        files: dict[str, FileRecord] = {}
+        for part in reversed(parts):  # the first keeper answers for what all of them have
+            files |= part.files
+        slowest = max(part.seconds for part in parts)
         return SavedStep(self._commit(being_saved, files), slowest)
 
     @staticmethod
@@ -259,9 +278,9 @@ class Checkpointer:
 
     def _commit(self, being_saved: _BeingSaved, files: dict[str, FileRecord]) -> StepDirectory:
         """Let the step exist on every keeper's disk, under one manifest, or on none."""
-        staging = being_saved.staging
-        described = self._keepers_do(lambda: self._describe(being_saved, files), staging)
-        for records in reversed(described):  # the first keeper answers for what all of them have
+        staging, node = being_saved.staging, self._world.keeper
+        found = self._keepers_do(lambda: staging.unlisted(files, node=node), staging)
+        for records in reversed(found):
             files = files | records
         manifest = self._world.broadcast(self._manifest(being_saved, files))
         self._keepers_do(lambda: staging.seal(manifest), staging)
@@ -270,19 +289,17 @@ class Checkpointer:
         self._last_bytes = step.bytes
         return step
 
-    def _describe(
-        self, being_saved: _BeingSaved, files: Mapping[str, FileRecord]
-    ) -> dict[str, FileRecord]:
-        """Write what says what the step is; return the files here that are not listed yet."""
-        facts, staging, trainer = self._facts, being_saved.staging, being_saved.trainer
-        write_bytes_atomic(
-            staging.path / "trainer.json", json.dumps(dict(trainer), indent=1).encode()
-        )
-        write_bytes_atomic(staging.path / "run.yaml", facts.run_yaml.encode())
-        write_bytes_atomic(staging.path / "model.json", facts.model_json.encode())
+    def _describe(self, being_saved: _BeingSaved) -> dict[str, FileRecord]:
+        """Write what says what the step is; return what lies beside the folders of the ranks."""
+        facts = self._facts
+        contents = {
+            "trainer.json": json.dumps(dict(being_saved.trainer), indent=1).encode(),
+            "run.yaml": facts.run_yaml.encode(),
+            "model.json": facts.model_json.encode(),
+        }
         if facts.tokenizer_json is not None:
-            write_bytes_atomic(staging.path / "tokenizer.json", facts.tokenizer_json)
-        return _unlisted(staging.path, files, node=self._world.keeper)
+            contents["tokenizer.json"] = facts.tokenizer_json
+        return being_saved.staging.describe(contents, node=self._world.keeper)
 
     def _manifest(
         self, being_saved: _BeingSaved, files: dict[str, FileRecord]
@@ -309,25 +326,6 @@ class Checkpointer:
             tokens=int(trainer["tokens"]),
             files=files,
         )
-
-
-def _timed(write: Callable[[], Written]) -> tuple[Written, float]:
-    """Return what was written, and the seconds it took."""
-    began = time.monotonic()
-    return write(), time.monotonic() - began
-
-
-def _unlisted(
-    folder: Path, listed: Mapping[str, FileRecord], *, node: int
-) -> dict[str, FileRecord]:
-    """Describe, and push to the disk, the files that no rank hashed while writing."""
-    records = {}
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if path.is_file() and name not in listed:
-            fsync_path(path)
-            records[name] = FileRecord(size=path.stat().st_size, crc32c=crc32c_of(path), node=node)
-    return records
 
 
 def _save_error(staging: Staging, errors: Sequence[OSError]) -> CheckpointError:

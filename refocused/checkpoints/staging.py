@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from refocused.checkpoints.atomic import fsync_directories, fsync_path, write_bytes_atomic
-from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest
+from refocused.bucket.checksum import crc32c_of
+from refocused.checkpoints.atomic import fsync_directories, fsync_path
+from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest, FileRecord
 from refocused.checkpoints.step_directory import PART, Part, StepDirectory, name_of
 from refocused.checkpoints.verify import describe, verify
 from refocused.errors import CheckpointError
@@ -46,6 +48,28 @@ class Staging:
         for folder in ("zero", "ranks"):
             (self.path / folder).mkdir(parents=True)
 
+    def describe(self, contents: Mapping[str, bytes], *, node: int) -> dict[str, FileRecord]:
+        """Write the files that say what the step is.
+
+        Args:
+            contents: Of these files, by name.
+            node: The keeper whose disk this is.
+
+        Returns:
+            All files that lie beside the folders of the ranks, as they are on the disk now.
+
+        Raises:
+            OSError: The disk is full, read-only or failing.
+        """
+        for name, content in contents.items():
+            (self.path / name).write_bytes(content)
+        return self._recorded(self.path.iterdir(), node)
+
+    def unlisted(self, listed: Collection[str], *, node: int) -> dict[str, FileRecord]:
+        """Return the files that nobody has told of, pushed to the disk; raises as `describe`."""
+        paths = self.path.rglob("*")
+        return self._recorded((path for path in paths if self._name(path) not in listed), node)
+
     def commit(self, manifest: CheckpointManifest) -> StepDirectory:
         """Seal and publish; raises what they raise."""
         self.seal(manifest)
@@ -72,8 +96,8 @@ class Staging:
                 "Look at the disk's space and at the errors of each rank above."
             )
         if self.part is not None:
-            write_bytes_atomic(self.path / PART, self.part.model_dump_json().encode())
-        write_bytes_atomic(self.path / MANIFEST, manifest.to_json())
+            _write_synced(self.path / PART, self.part.model_dump_json().encode())
+        _write_synced(self.path / MANIFEST, manifest.to_json())
         fsync_directories(self.path)
 
     def publish(self, manifest: CheckpointManifest) -> StepDirectory:
@@ -92,6 +116,23 @@ class Staging:
             with contextlib.suppress(OSError):
                 remove_step(self.final)
         shutil.rmtree(self.path, ignore_errors=True)
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.path).as_posix()
+
+    def _recorded(self, paths: Iterable[Path], node: int) -> dict[str, FileRecord]:
+        records = {}
+        for path in sorted(path for path in paths if path.is_file()):
+            fsync_path(path)  # the first one does for all what the file system's journal needs
+            size, crc32c = path.stat().st_size, crc32c_of(path)
+            records[self._name(path)] = FileRecord(size=size, crc32c=crc32c, node=node)
+        return records
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    """Write a file to the disk; not in one stroke, since nobody reads it under a hidden name."""
+    path.write_bytes(content)
+    fsync_path(path)
 
 
 def remove_step(path: Path) -> None:

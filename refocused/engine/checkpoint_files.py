@@ -1,18 +1,14 @@
-"""How DeepSpeed's checkpoint files reach the disk: hashed while written, synced, never raising."""
+"""DeepSpeed's checkpoint files, through our hands: errors are kept, and no code is loaded."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
-import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
-import google_crc32c
-import numpy as np
 import torch
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
@@ -20,100 +16,11 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from refocused.engine import hashed_files
 from refocused.engine.host_copy import HostMemory, wait_for_copies
 from refocused.errors import CheckpointError
 
 _DEEPSPEED_CLASSES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-BLOCK_BYTES = 4 * 1024 * 1024  # hashed while they are still in the processor's cache
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class WrittenFile:
-    """A file as it went to the disk: its size in bytes and its CRC-32C."""
-
-    path: Path
-    size: int
-    crc32c: int
-
-
-class HashingWriter:
-    """A file that computes the CRC-32C of what is written to it, and keeps its first failure.
-
-    torch's zip writer reports a full disk as a failed assertion about positions; the operating
-    system's own error is kept here instead and writing goes on into the void.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        """Wrap an open binary file."""
-        self._file = file
-        self._crc = 0
-        self.size = 0
-        self.error: OSError | None = None
-
-    def write(self, content: Any) -> int:
-        """Write bytes or a buffer; return its length, also after a failure."""
-        view = memoryview(content).cast("B")
-        for start in range(0, len(view), BLOCK_BYTES):
-            self._write_block(view[start : start + BLOCK_BYTES])
-        self.size += len(view)
-        return len(view)
-
-    def flush(self) -> None:
-        """Hand all bytes to the disk, and wait for it."""
-        if self.error is None:
-            try:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-            except OSError as error:
-                self.error = error
-
-    def _write_block(self, block: memoryview) -> None:
-        if self.error is not None:
-            return
-        try:
-            self._file.write(block)
-        except OSError as error:
-            self.error = error
-            return
-        # The hash function takes no memoryview; an array is another view of the same bytes.
-        self._crc = google_crc32c.extend(self._crc, np.frombuffer(block, np.uint8))
-
-    @property
-    def crc32c(self) -> int:
-        """The CRC-32C of all bytes so far."""
-        return int(self._crc)
-
-
-def save_hashed(content: Any, path: Path) -> WrittenFile:
-    """Write an object with torch.save to a new file.
-
-    Raises:
-        OSError: The disk is full, read-only or failing.
-    """
-    with path.open("xb") as file:
-        writer = HashingWriter(file)
-        torch.save(content, cast("IO[bytes]", writer))  # write and flush are all it uses
-        writer.flush()
-        if writer.error is not None:
-            raise writer.error
-    return WrittenFile(path, writer.size, writer.crc32c)
-
-
-def copy_hashed(source: Path, target: Path) -> WrittenFile:
-    """Copy a file to a new one, in folders that are made for it.
-
-    Raises:
-        OSError: The disk is full, read-only or failing.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with source.open("rb") as read, target.open("xb") as file:
-        writer = HashingWriter(file)
-        while writer.error is None and (block := read.read(BLOCK_BYTES)):
-            writer.write(block)
-        writer.flush()
-        if writer.error is not None:
-            raise writer.error
-    return WrittenFile(target, writer.size, writer.crc32c)
 
 
 def load_checked(path: Path, *, map_location: Any = None, mapped: bool = False) -> Any:
@@ -141,7 +48,7 @@ def load_checked(path: Path, *, map_location: Any = None, mapped: bool = False) 
 
 
 class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """DeepSpeed's checkpoint engine over `save_hashed`.
+    """DeepSpeed's checkpoint engine over `hashed_files`.
 
     An error on one rank must not leave the others inside a collective, so that it is kept in
     `errors` for the owner to gather.
@@ -155,7 +62,7 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(None)
         self.name = "refocused"
-        self.written: list[WrittenFile] = []
+        self.written: list[hashed_files.WrittenFile] = []
         self.errors: list[OSError] = []
         self.copies: list[tuple[Any, Path]] = []
         self._copying = False
@@ -171,7 +78,7 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             if self._copying:
                 self.copies.append((self._copied(state_dict, Path(path).name), Path(path)))
             else:
-                self.written.append(save_hashed(state_dict, Path(path)))
+                self.written.append(hashed_files.save_hashed(state_dict, Path(path)))
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
@@ -187,7 +94,7 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Write what was copied."""
         for content, path in self.copies:
             with self._keeping_errors():
-                self.written.append(save_hashed(content, path))
+                self.written.append(hashed_files.save_hashed(content, path))
         self.copies = []
 
     def save_swapped(self, source: Path, target: Path) -> None:
@@ -199,7 +106,7 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             for file in sorted(path for path in source.rglob("*") if path.is_file()):
                 name = file.relative_to(source)
                 if "gradient" not in str(name):
-                    self.written.append(copy_hashed(file, target / name))
+                    self.written.append(hashed_files.copy_hashed(file, target / name))
 
     def _copied(self, content: Any, name: str) -> Any:
         try:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from refocused.engine import randomness
-from refocused.engine.checkpoint_files import HashingCheckpointEngine, WrittenFile, load_checked
+from refocused.engine.checkpoint_files import HashingCheckpointEngine, load_checked
 from refocused.engine.finite import FiniteUpdates, Verdict
+from refocused.engine.hashed_files import WrittenFile
 from refocused.engine.optimizer import OptimizerSettings
 from refocused.engine.resharding import reshard
 from refocused.engine.saved_states import SavedStates

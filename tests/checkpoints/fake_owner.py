@@ -13,8 +13,8 @@ from pathlib import Path
 from refocused.bucket.checksum import crc32c_of
 from refocused.checkpoints.changes import RunFacts
 from refocused.checkpoints.step_directory import rank_file
-from refocused.engine.checkpoint_files import WrittenFile
 from refocused.engine.engine import ShardsWritten
+from refocused.engine.hashed_files import WrittenFile
 
 FACTS = RunFacts(
     run="sample",

@@ -14,6 +14,7 @@ from refocused.batches.position import Position
 from refocused.checkpoints.checkpointer import Checkpointer
 from refocused.checkpoints.step_directory import read_step, step_paths
 from refocused.checkpoints.verify import verify
+from refocused.engine.engine import ShardsWritten
 from refocused.errors import CheckpointError
 from refocused.training.state import TrainState
 from refocused.world import World
@@ -83,4 +84,34 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_both_and_leaves_nothing(tmp_p
     for ended in on_two_ranks(action):
         assert isinstance(ended.error, CheckpointError)
         assert "No space left on device" in str(ended.error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_but_the_manifest_is_written_before_the_commit(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, world=World(), facts=FACTS)
+    checkpointer.begin(FakeOwner(), STATE.as_record(), files_done=0)
+    assert checkpointer._begun is not None
+    checkpointer._begun[1].result()
+    (staging,) = tmp_path.iterdir()
+    written = {path.name for path in staging.iterdir() if path.is_file()}
+    assert written == {"trainer.json", "run.yaml", "model.json"}
+    assert checkpointer.finish(wait=False) is not None
+
+
+def test_a_step_that_cannot_be_described_fails_on_both_ranks(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Destroyer(FakeOwner):
+        def save_shards(self, folder: Path) -> ShardsWritten:
+            written = super().save_shards(folder)
+            if self.rank == 0:
+                (folder / "trainer.json").mkdir()
+            return written
+
+    def action(world: World) -> None:
+        checkpointer = Checkpointer(tmp_path, world=world, facts=FACTS)
+        checkpointer.save(Destroyer(world.rank), STATE.as_record(), files_done=0)
+
+    for ended in on_two_ranks(action):
+        assert isinstance(ended.error, CheckpointError)
+        assert "Is a directory" in str(ended.error)
     assert list(tmp_path.iterdir()) == []

@@ -17,8 +17,8 @@ from refocused.checkpoints.checkpointer import Checkpointer
 from refocused.checkpoints.mirror_copy import StepCopier
 from refocused.checkpoints.remote_steps import RemoteSteps
 from refocused.checkpoints.step_directory import StepDirectory, read_step
-from refocused.engine.checkpoint_files import WrittenFile
 from refocused.engine.engine import ShardsWritten
+from refocused.engine.hashed_files import WrittenFile
 from refocused.training.state import TrainState
 from refocused.world import World
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import errno
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,72 +10,10 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from refocused.bucket.checksum import crc32c_of
-from refocused.engine.checkpoint_files import (
-    HashingCheckpointEngine,
-    HashingWriter,
-    WrittenFile,
-    load_checked,
-    save_hashed,
-)
+from refocused.engine.checkpoint_files import HashingCheckpointEngine, load_checked
 from refocused.errors import CheckpointError
 
 CONTENT = {"weights": torch.arange(100_000), "names": ["a", "b"]}
-
-
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """The kernel refuses to let a file grow beyond 64 KiB."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_the_file_is_what_was_saved_and_its_digest_is_of_its_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "shard.pt"
-    written = save_hashed(CONTENT, path)
-    assert written == WrittenFile(path, path.stat().st_size, crc32c_of(path))
-    read = torch.load(path, weights_only=True)
-    assert torch.equal(read["weights"], CONTENT["weights"])
-    assert read["names"] == CONTENT["names"]
-
-
-def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "shard.pt").write_bytes(b"precious")
-    with pytest.raises(FileExistsError):
-        save_hashed(CONTENT, tmp_path / "shard.pt")
-    assert (tmp_path / "shard.pt").read_bytes() == b"precious"
-
-
-def test_the_systems_own_error_is_raised_and_not_torchs(tmp_path: Path, small_files: None) -> None:
-    with pytest.raises(OSError) as caught:
-        save_hashed(CONTENT, tmp_path / "shard.pt")
-    assert caught.value.errno == errno.EFBIG
-
-
-def test_writing_goes_on_into_the_void_after_the_first_failure() -> None:
-    with Path("/dev/full").open("wb", buffering=0) as full:
-        writer = HashingWriter(full)
-        assert writer.write(b"12345") == 5
-        assert writer.error is not None
-        first = writer.error
-        assert first.errno == errno.ENOSPC
-        assert writer.write(memoryview(b"678")) == 3
-        writer.flush()
-        assert writer.error is first
-        assert writer.size == 8
-
-
-def test_a_failure_at_the_last_flush_counts_too() -> None:
-    full = Path("/dev/full").open("wb")  # noqa: SIM115 - closing it fails, by design
-    writer = HashingWriter(full)
-    writer.write(b"buffered")
-    assert writer.error is None
-    writer.flush()
-    assert writer.error is not None and writer.error.errno == errno.ENOSPC
-    with pytest.raises(OSError):
-        full.close()
 
 
 def test_the_engine_keeps_failures_and_goes_on(tmp_path: Path) -> None:
