@@ -14,6 +14,7 @@ from chaos_processes import (
     LAUNCHER,
     MIRROR,
     RANK,
+    SAMPLER,
     SUPERVISOR,
     Process,
     kill,
@@ -33,6 +34,7 @@ DRAIN_SECONDS = 120.0
 IN_STEPS, IN_SAVE, IN_UPLOAD, IN_START, IN_DOWNLOAD = "steps", "save", "upload", "start", "download"
 ONE_RANK, ALL_RANKS = "one rank", "all ranks"
 MOMENTS = (IN_STEPS, IN_SAVE, IN_UPLOAD, IN_START, IN_DOWNLOAD)
+OUTLIVING = (MIRROR, SAMPLER)  # which end by themselves when the ranks have
 VICTIMS = (ONE_RANK, ALL_RANKS, LAUNCHER, COMMAND, SUPERVISOR, MIRROR)
 NEEDS_START = (IN_START, IN_DOWNLOAD)  # moments of a start, in which there is no mirror yet
 
@@ -281,7 +283,7 @@ class Chaos:
         """Wait until only mirrors are left; whoever else stays is noted, and killed."""
 
         def staying() -> list[Process]:
-            return [process for process in living(self.place.mark) if process.role != MIRROR]
+            return [process for process in living(self.place.mark) if process.role not in OUTLIVING]
 
         if not wait_until(lambda: not staying(), seconds=VANISHING_SECONDS, poll=0.3):
             self.outcome.odd += [f"{p.role} {p.pid} of {p.session} stayed" for p in staying()]

@@ -13,7 +13,7 @@ from pathlib import Path
 MARK = "REFOCUSED_CHAOS"
 
 SUPERVISOR, COMMAND, LAUNCHER = "supervisor", "command", "launcher"
-RANK, MIRROR, OTHER = "rank", "mirror", "other"
+RANK, MIRROR, SAMPLER, OTHER = "rank", "mirror", "sampler", "other"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Process:
         pid: Its process id.
         session: What the mark says: which start it belongs to.
         role: `supervisor` (of launch/train.sh), `command` (`deepspeed`), `launcher` (DeepSpeed's
-            inner one), `rank`, `mirror` or `other`.
+            inner one), `rank`, `mirror`, `sampler` or `other`.
     """
 
     pid: int
@@ -74,6 +74,8 @@ def _role(arguments: list[str]) -> str:
     """Tell what a process is by its command line."""
     if "refocused.checkpoints.mirror_process" in arguments:
         return MIRROR
+    if "refocused.monitoring.sampler_process" in arguments:
+        return SAMPLER
     if "refocused.commands.launch" in arguments:
         return SUPERVISOR
     if "deepspeed.launcher.launch" in arguments:

@@ -75,9 +75,19 @@ class LogConfig(Section):
 
     Attributes:
         interval: Steps between log lines; the loss is read from the device only then.
+        sample_seconds: Seconds between two samples of GPUs and machine (`gpu_metrics.jsonl`), in
+            which alarms are looked for too; 0: neither.
     """
 
     interval: Count = 10
+    sample_seconds: NotNegative = 5.0
+
+    @pydantic.field_validator("sample_seconds")
+    @classmethod
+    def _not_too_often(cls, seconds: float) -> float:
+        if 0 < seconds < 0.5:
+            raise ValueError("0, or at least 0.5 is wanted: more often costs and tells no more")
+        return seconds
 
 
 class CostConfig(Section):
@@ -87,13 +97,17 @@ class CostConfig(Section):
         per_hour_usd: Price of the whole machine (all GPUs of this run) an hour; None: unknown.
         budget_usd: What the run may cost over all its sessions: then it is saved and stops, with
             exit code 4; None: no limit. Needs `per_hour_usd`.
+        credit_usd: What was on the provider's account when the run first began: an alarm tells
+            when it does not last; None: unknown. Needs `per_hour_usd`.
     """
 
     per_hour_usd: Positive | None = None
     budget_usd: Positive | None = None
+    credit_usd: Positive | None = None
 
     @pydantic.model_validator(mode="after")
     def _priced_when_limited(self) -> CostConfig:
-        if self.budget_usd is not None and self.per_hour_usd is None:
-            raise ValueError("budget_usd needs per_hour_usd, the price of the machine")
+        for name in ("budget_usd", "credit_usd"):
+            if getattr(self, name) is not None and self.per_hour_usd is None:
+                raise ValueError(f"{name} needs per_hour_usd, the price of the machine")
         return self

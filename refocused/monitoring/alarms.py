@@ -86,6 +86,29 @@ def judge(
     return after, events
 
 
+def still_raised(records: Iterable[Mapping[str, object]], *, host: str) -> list[AlarmEvent]:
+    """Return the ends of all alarms that lines of `events.jsonl` have begun and not ended.
+
+    Whoever watches anew, maybe on another machine, ends them first and then looks for itself:
+    of what nobody reads any more, none would ever end.
+
+    Args:
+        records: The lines, in order.
+        host: Of the machine that watches now.
+    """
+    raised: dict[Key, AlarmEvent] = {}
+    for record in records:
+        if record.get("kind") != AlarmEvent.kind:
+            continue
+        key = (str(record.get("alarm")), str(record.get("subject")))
+        raised.pop(key, None)
+        if record.get("raised"):
+            severity: Severity = "critical" if record.get("severity") == "critical" else "warning"
+            text = "over: watched anew, since training was started again"
+            raised[key] = AlarmEvent(*key, False, severity, text, host)
+    return list(raised.values())
+
+
 def _next(before: Standing, reading: Reading, now: float) -> Standing:
     opposite, delay = (
         ("good", reading.cleared_after_seconds)

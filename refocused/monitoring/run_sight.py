@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +179,12 @@ class _Appended:
         lines = whole.split(b"\n") if end else []
         if self._torn and lines:
             lines, self._torn = lines[1:], False
-        return [record for line in lines if (record := _record(line)) is not None]
+        return json_records(lines)
+
+
+def json_records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """Return the lines that hold one JSON object each; what a crash tore is left out."""
+    return [record for line in lines if (record := _record(line)) is not None]
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

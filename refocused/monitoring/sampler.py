@@ -16,12 +16,12 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from refocused.monitoring.alarms import Key, Reading, Standing, judge
+from refocused.monitoring.alarms import Key, Reading, Standing, judge, still_raised
 from refocused.monitoring.gpu import GpuReader, NoGpusError
 from refocused.monitoring.gpu_alarms import gpu_readings
 from refocused.monitoring.records import JsonLines
 from refocused.monitoring.run_alarms import Money, run_readings
-from refocused.monitoring.run_sight import RunReader, RunSight
+from refocused.monitoring.run_sight import RunReader, RunSight, json_records
 from refocused.monitoring.sampler_settings import SamplerSettings
 from refocused.monitoring.samples import AlarmEvent, GpuSample, SystemSample, as_record
 from refocused.monitoring.system import SystemReader
@@ -58,6 +58,7 @@ class Sampler:
         self._host = socket.gethostname()
         self._samples = JsonLines(settings.samples)
         self._events = JsonLines(settings.events)
+        self._end_earlier_alarms()
         self._gpus, note = self._open_gpus()
         self._system = SystemReader(
             settings.run,
@@ -135,6 +136,11 @@ class Sampler:
         self._events.write(as_record(event))
         level = logging.WARNING if event.raised else logging.INFO
         logger.log(level, "%s: %s", "ALARM" if event.raised else "alarm", event.text)
+
+    def _end_earlier_alarms(self) -> None:
+        lines = self._settings.events.read_bytes().split(b"\n")
+        for event in still_raised(json_records(lines), host=self._host):
+            self._events.write(as_record(event))
 
     def _open_gpus(self) -> tuple[GpuReader | None, str | None]:
         """Open NVIDIA's library; without one say why, once."""

@@ -39,6 +39,7 @@ from refocused.training.resuming import (
 )
 from refocused.training.run_folder import find_keepers, require_one_mirror, writing
 from refocused.training.sample import write_sample
+from refocused.training.sampling import start_sampling
 from refocused.training.session import Session
 from refocused.training.sole_trainer import claim_run
 from refocused.training.state import TrainState
@@ -213,6 +214,7 @@ def _train_and_finish(
     parts.saver.go_on_from(state)
     job.world.first_does(lambda: _leave_behind(job, parts, state))
     parts.saver.start_mirror()
+    start_sampling(job.folder, job.world, parts.reporter, log=config.log, cost=config.cost)
     parts.reporter.write_state(state, "training")
     try:
         outcome = train(parts, state, stop)

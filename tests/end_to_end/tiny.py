@@ -16,7 +16,7 @@ schedule: {warmup_steps: 5}
 precision: {dtype: fp32}
 checkpoint: {interval: 10, mirror: mirror}
 evaluation: {interval: 10, windows: 8}
-log: {interval: 1}
+log: {interval: 1, sample_seconds: 0}
 """
 
 

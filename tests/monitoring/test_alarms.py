@@ -10,6 +10,7 @@ from refocused.monitoring.alarms import (
     judge,
     level_above,
     level_below,
+    still_raised,
 )
 
 
@@ -72,3 +73,17 @@ def test_subjects_are_told_apart_and_without_a_reading_an_alarm_stays() -> None:
 def test_levels(value: float, above: Level, below: Level) -> None:
     assert level_above(value, bad=85, good=80) == above
     assert level_below(value, bad=80, good=85) == below
+
+
+def test_what_an_earlier_start_has_left_raised() -> None:
+    def line(alarm: str, raised: bool) -> dict[str, object]:
+        return {"kind": "alarm", "alarm": alarm, "subject": "run", "raised": raised}
+
+    ended = [line("a", True), line("a", False)]
+    left = [line("b", True), line("c", True), line("c", False), line("c", True)]
+    others = [{"kind": "save_failed", "raised": True}, {}]
+    found = still_raised([*ended, *left, *others], host="node2")
+    assert [(event.alarm, event.raised, event.host) for event in found] == [
+        ("b", False, "node2"),
+        ("c", False, "node2"),
+    ]

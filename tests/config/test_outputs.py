@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import pydantic
+import pytest
+
+from refocused.config.outputs import CostConfig, LogConfig
+
+
+@pytest.mark.parametrize("seconds", [0, 0.5, "5"])
+def test_how_often_to_sample(seconds: float) -> None:
+    assert LogConfig(sample_seconds=seconds).sample_seconds == float(seconds)
+
+
+@pytest.mark.parametrize("seconds", [0.1, -1])
+def test_sampling_too_often_is_refused(seconds: float) -> None:
+    with pytest.raises(pydantic.ValidationError):
+        LogConfig(sample_seconds=seconds)
+
+
+@pytest.mark.parametrize("name", ["budget_usd", "credit_usd"])
+def test_limits_of_money_need_a_price(name: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=f"{name} needs per_hour_usd"):
+        CostConfig.model_validate({name: 100})
+    assert CostConfig.model_validate({name: 100, "per_hour_usd": 8})
