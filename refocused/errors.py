@@ -54,3 +54,7 @@ class CheckpointError(RefocusedError):
 
 class TrainingError(RefocusedError):
     """Training itself cannot go on: a non-finite loss, a wrong start, a lost rank."""
+
+
+class EvaluationError(RefocusedError):
+    """A task file or a text cannot be put to a model."""

@@ -26,10 +26,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End with one line that says what is wrong."""
-        if os.environ.get("RANK", "0") != "0":
+        if is_another_rank():
             time.sleep(SILENT_RANK_SECONDS)
             sys.exit(ExitCode.WRONG_USE)
         self.exit(ExitCode.WRONG_USE, f"{self.prog}: {message}. See {self.prog} --help.\n")
+
+
+def is_another_rank() -> bool:
+    """Tell whether a launcher started this process as another than rank 0, which speaks."""
+    return os.environ.get("RANK", "0") != "0"
 
 
 @contextlib.contextmanager

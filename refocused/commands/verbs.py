@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 
-from refocused.commands.arguments import Parser, quiet_on_a_closed_pipe
+from refocused.commands.arguments import Parser, is_another_rank, quiet_on_a_closed_pipe
 from refocused.errors import ExitCode, RefocusedError
 
 Verbs = Mapping[str, tuple[str, str]]
@@ -30,21 +30,31 @@ def run_verb(program: str, verbs: Verbs, argv: Sequence[str] | None) -> int:
             print(_help(program, verbs))
             return ExitCode.OK if given else ExitCode.WRONG_USE
         if given[0] in verbs:
-            return _run(program, given[0], *verbs[given[0]], given=given[1:])
+            return run_one(f"{program} {given[0]}", given[0], *verbs[given[0]], given=given[1:])
     print(f"{program}: {given[0]!r} is no verb. There are: {', '.join(verbs)}.", file=sys.stderr)
     return ExitCode.WRONG_USE
 
 
-def _run(program: str, name: str, module: str, what: str, *, given: Sequence[str]) -> int:
+def run_one(program: str, name: str, module: str, what: str, *, given: Sequence[str]) -> int:
+    """Read a verb's arguments and run it; return the exit code.
+
+    Args:
+        program: As messages call the command.
+        name: Of the verb's functions.
+        module: That holds them, below `refocused.commands`.
+        what: One line about it.
+        given: Its arguments.
+    """
     verb = importlib.import_module(f"refocused.commands.{module}")
-    parser = Parser(prog=f"{program} {name}", description=what)
+    parser = Parser(prog=program, description=what)
     getattr(verb, f"add_{name}_arguments")(parser)
     arguments = parser.read(given)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     try:
         code: int = getattr(verb, f"run_{name}")(arguments)
     except RefocusedError as error:
-        print(error, file=sys.stderr)
+        if not (error.on_every_rank and is_another_rank()):
+            print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("Interrupted. The same command goes on from here.", file=sys.stderr)

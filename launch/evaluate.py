@@ -1,0 +1,11 @@
+"""Measures a model by tasks and texts: `python launch/evaluate.py MODEL --tasks hellaswag=FILE`."""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # The folder of a script comes first on the path, where its neighbours would hide packages.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from refocused.commands.evaluate import main
+
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""`evaluate MODEL`: tasks and texts put to one model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from refocused.commands.arguments import Parser
+from refocused.commands.evaluation_options import (
+    BatchLine,
+    add_machine_options,
+    add_task_options,
+    dtype_of,
+    ranks,
+    result_line,
+    settings_of,
+    tasks_of,
+    tokenizer_choice,
+)
+from refocused.commands.local_steps import model_source
+from refocused.commands.run_catalog import add_local_option, add_run_options
+from refocused.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from refocused.inference.evaluation import Evaluation, TimedResult
+    from refocused.inference.model import LoadedModel
+    from refocused.world import World
+
+
+def add_evaluate_arguments(parser: Parser) -> None:
+    """Describe the command line."""
+    parser.epilog = "On several GPUs: deepspeed --num_gpus N launch/evaluate.py ..."
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a run, latest, best, a step, a path, a gs:// address, or a transformers folder",
+    )
+    add_task_options(parser)
+    add_machine_options(parser)
+    add_run_options(parser)
+    add_local_option(parser)
+    parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)
+
+
+def run_evaluate(arguments: argparse.Namespace) -> int:
+    """Put all tasks to the model."""
+    from refocused.inference.evaluation import Evaluation
+    from refocused.inference.model import load_model
+
+    if arguments.tasks is None:
+        raise ConfigError("--tasks: name at least one, as hellaswag=FILE.jsonl or a FILE.txt.")
+    world = ranks(arguments.device)
+    tasks = world.together(lambda: tasks_of(arguments))
+    source = world.first_does(lambda: model_source(arguments.model, arguments))
+    dtype = dtype_of(arguments, world)
+    model = world.together(
+        lambda: load_model(
+            source, dtype=dtype, device=str(world.device), tokenizer=tokenizer_choice(arguments)
+        )
+    )
+    evaluation = world.together(lambda: Evaluation(model, settings_of(arguments)))
+    line = BatchLine(speaks=world.is_first)
+    results = evaluation.run(tasks, world=world, progress=line.show)
+    if world.is_first:
+        head = _head(model, evaluation, world, dtype)
+        if arguments.json:
+            print(json.dumps(head | {"tasks": records(results)}, indent=1))
+        else:
+            _print(head, results)
+    if world.world_size > 1:
+        world.leave()
+    return ExitCode.OK
+
+
+def records(results: Sequence[TimedResult]) -> dict[str, Any]:
+    """Return results by task, as JSON knows them."""
+    return {
+        timed.result.task: {
+            **timed.result.as_record(),
+            "seconds": timed.seconds,
+            "items_per_second": timed.items_per_second,
+        }
+        for timed in results
+    }
+
+
+def _head(model: LoadedModel, evaluation: Evaluation, world: World, dtype: str) -> dict[str, Any]:
+    return {
+        "model": str(model.source),
+        **{name: model.facts[name] for name in ("run", "step", "tokens") if name in model.facts},
+        "parameters": model.network.num_parameters(),
+        "context_tokens": evaluation.context_tokens,
+        "dtype": dtype,
+        "device": world.device_name,
+        "ranks": world.world_size,
+    }
+
+
+def _print(head: dict[str, Any], results: Sequence[TimedResult]) -> None:
+    step = f", step {head['step']:,}" if "step" in head else ""
+    several = f", {head['ranks']} ranks" if head["ranks"] > 1 else ""
+    print(
+        f"{head['model']}{step}: {head['parameters']:,} parameters, context "
+        f"{head['context_tokens']:,}, {head['dtype']} on {head['device']}{several}"
+    )
+    width = max(len(timed.result.task) for timed in results)
+    for timed in results:
+        print(result_line(timed, width=width))

@@ -1,0 +1,146 @@
+"""What commands that put tasks to models have in common: options, ranks, lines."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from refocused.commands.arguments import Parser
+from refocused.commands.quantities import count, duration_text
+
+if TYPE_CHECKING:
+    from refocused.inference.evaluation import Settings, TimedResult
+    from refocused.inference.multiple_choice import Measure
+    from refocused.inference.tasks import TaskFile
+    from refocused.shards.tokenizers import TokenizerChoice
+    from refocused.world import World
+
+TASKS_HELP = (
+    "hellaswag, piqa, lambada, multiple_choice or perplexity, in --data or as NAME=FILE; "
+    "a .jsonl of ctx, endings, label; a .txt for perplexity; several with commas"
+)
+
+
+def add_task_options(parser: Parser) -> None:
+    """Add what says which tasks, and how they are put."""
+    add = parser.add_argument
+    add("--tasks", metavar="NAMES", help=TASKS_HELP)
+    add("--data", type=Path, metavar="DIR", help="folder of the tasks' files")
+    add("--limit", type=count, metavar="N", help="the first N items, or windows of a text, alone")
+    add("--batch", type=count, default=16, metavar="N", help="endings or windows at once (16)")
+    add(
+        "--context",
+        type=count,
+        metavar="N",
+        help="tokens that the model sees at once (default: those a step was trained on)",
+    )
+    add(
+        "--stride",
+        type=count,
+        metavar="N",
+        help="new tokens of each window of a text (default: the whole context)",
+    )
+    add(
+        "--tokenizer", metavar="NAME", help="bytes, gpt2 or a tokenizer.json (default: the model's)"
+    )
+    add("--bpe-folder", type=Path, metavar="DIR", help="vocab.bpe and encoder.json, for gpt2")
+
+
+def add_machine_options(parser: Parser) -> None:
+    """Add what says where a model computes, and in what."""
+    add = parser.add_argument
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(default: auto)")
+    add("--dtype", choices=("bf16", "fp16", "fp32"), help="(default: bf16 on GPUs, fp32 on CPUs)")
+
+
+def tasks_of(arguments: argparse.Namespace) -> list[TaskFile]:
+    """Find the tasks that the command line names.
+
+    Raises:
+        ConfigError: It names none, or an unknown one, or a file is not there.
+    """
+    from refocused.inference.tasks import find_tasks
+
+    named = [name.strip() for name in arguments.tasks.split(",")]
+    return find_tasks([name for name in named if name], data=arguments.data)
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """Return how the command line wants tasks to be put."""
+    from refocused.inference.evaluation import Settings
+
+    return Settings(
+        limit=arguments.limit,
+        batch=arguments.batch,
+        context_tokens=arguments.context,
+        stride=arguments.stride,
+    )
+
+
+def tokenizer_choice(arguments: argparse.Namespace) -> TokenizerChoice | None:
+    """Return the tokenizer that the command line names; None: the model's own."""
+    from refocused.shards.tokenizers import TokenizerChoice
+
+    if arguments.tokenizer is None:
+        return None
+    return TokenizerChoice(arguments.tokenizer, bpe_folder=arguments.bpe_folder)
+
+
+def ranks(device: str) -> World:
+    """Join the ranks that a launcher started; without one, be the only rank.
+
+    Raises:
+        ConfigError: GPUs are wanted that are not there.
+    """
+    import torch
+
+    from refocused.world import World, choose_device, join_world
+
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        return join_world(device)
+    kind = choose_device(device, local_world_size=1, gpus=torch.cuda.device_count())
+    return World(device_kind=kind)
+
+
+def dtype_of(arguments: argparse.Namespace, world: World) -> Literal["bf16", "fp16", "fp32"]:
+    """Return what the model computes in."""
+    usual: Literal["bf16", "fp32"] = "bf16" if world.device_kind == "cuda" else "fp32"
+    return arguments.dtype or usual
+
+
+class BatchLine:
+    """How far a task is, as one line that moves on a terminal, and nothing elsewhere."""
+
+    def __init__(self, *, speaks: bool) -> None:
+        """Show on standard error, on the rank that speaks."""
+        self._speaks = speaks and sys.stderr.isatty()
+
+    def show(self, task: str, done: int, total: int) -> None:
+        """Show the batches done; the last one takes the line away."""
+        if not self._speaks:
+            return
+        text = f"{task} {done:,}/{total:,}"
+        sys.stderr.write(f"\r{text}" if done < total else f"\r{' ' * len(text)}\r")
+        sys.stderr.flush()
+
+
+def result_line(timed: TimedResult, *, width: int) -> str:
+    """Write a task's result for a person."""
+    result = timed.result
+    parts = [f"{name} {measure_text(one)}" for name, one in result.measures.items()]
+    rate = f"{timed.items_per_second:,.1f}/s"
+    line = [f"{result.task:<{width}}", f"{result.items:>6,} items", *parts]
+    line.append(f"{duration_text(timed.seconds)} ({rate})")
+    if result.cut:
+        line.append(f"{result.cut:,} contexts cut from the left")
+    return "  ".join(line)
+
+
+def measure_text(measure: Measure) -> str:
+    """Write a number with its standard error."""
+    if measure.standard_error is None:
+        return f"{measure.value:.4f}"
+    return f"{measure.value:.4f} +- {measure.standard_error:.4f}"
