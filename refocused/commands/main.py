@@ -11,6 +11,7 @@ COMMANDS = {
     "checkpoints": "show, check, move and compare a run's checkpoints",
     "generate": "write with a model: a step, a run, or a transformers folder",
     "evaluate": "measure a model by tasks and texts",
+    "monitor": "watch runs on a live screen, or print what is to be seen",
     "stop": "ask a run to save and stop",
 }
 

@@ -31,9 +31,7 @@ from refocused.models.attention import use_fastest_attention
 from refocused.models.build import build_model
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, counted_parameters, untrained_loss
 from refocused.monitoring.profile import StepProfiler
-from refocused.monitoring.step_phases import step_phases
 from refocused.monitoring.throughput import Throughput
-from refocused.monitoring.time_book import TimeBook
 from refocused.process_identity import identify
 from refocused.shards.tokenizer_files import tokenizer_file
 from refocused.shards.tokenizers import GPT2, TokenizerChoice
@@ -177,28 +175,15 @@ def assemble_engine(job: Job) -> Built:
     return Built(engine, parameters, attention, compilation)
 
 
-def assemble_parts(job: Job, data: DataParts, built: Built, *, began_seconds: float) -> Parts:
-    """Bring together what the loop uses.
-
-    Args:
-        job: The run.
-        data: Where batches come from.
-        built: The model.
-        began_seconds: When this process's session began, on the monotonic clock.
-    """
+def assemble_parts(job: Job, data: DataParts, built: Built) -> Parts:
+    """Bring together what the loop uses."""
     config, world = job.loaded.config, job.world
     engine, parameters = built.engine, built.parameters
     rows = job.loaded.shape.padded_vocabulary(config.model.vocabulary_multiple)
     figures = _figures(job, data)
-    throughput = Throughput(time.monotonic, began_seconds=began_seconds)
-    phases = step_phases(world.device_kind)
+    throughput = Throughput(time.monotonic)
     reporter = Reporter(
-        job.folder,
-        figures=figures,
-        engine=engine,
-        throughput=throughput,
-        time_book=TimeBook(throughput, phases),
-        world=world,
+        job.folder, figures=figures, engine=engine, throughput=throughput, world=world
     )
     _say_computation(built, reporter)
     if config.checkpoint.in_background:
@@ -236,7 +221,6 @@ def assemble_parts(job: Job, data: DataParts, built: Built, *, began_seconds: fl
         schedule=config.schedule,
         cadence=figures.cadence,
         throughput=throughput,
-        phases=phases,
         reporter=reporter,
         saver=saver,
         vocabulary_rows=rows,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 from pathlib import Path
@@ -32,7 +31,7 @@ def finish(
     settings: CheckpointConfig,
     command: str,
 ) -> ExitCode:
-    """Wait for the mirror, say how the run ended and where its time went; return the exit code.
+    """Wait for the mirror, say how the run ended, return the command's exit code.
 
     Args:
         parts: The run's parts.
@@ -52,7 +51,6 @@ def finish(
         code = ExitCode.NOT_MIRRORED
     if parts.saver.last_save_failed:
         code = ExitCode.FAILED
-    outcome = dataclasses.replace(outcome, state=parts.reporter.end(outcome.state))
     if parts.world.is_first:
         for line in _summary(parts, outcome, sample, folder, settings, command, mirrored=mirrored):
             logger.info("%s", line)
@@ -105,9 +103,6 @@ def _summary(
         f"{duration(state.seconds)}{_dollars(state)}"
         + (f" | stopped by {outcome.stopped.text}" if outcome.stopped else "")
     ]
-    used = parts.reporter.run_time()
-    if used.spent.computing_seconds:
-        lines.append(f"      {used.as_line()}")
     if state.best_loss is not None:
         lines.append(
             f"      best validation loss {state.best_loss:.4f} (perplexity "

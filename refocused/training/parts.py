@@ -11,7 +11,6 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.engine.engine import Engine
 from refocused.monitoring.profile import StepProfiler
-from refocused.monitoring.step_phases import StepPhases
 from refocused.monitoring.throughput import Throughput
 from refocused.training.cadence import Cadence
 from refocused.training.reporter import Reporter
@@ -41,7 +40,6 @@ class Parts:
     schedule: ScheduleConfig
     cadence: Cadence
     throughput: Throughput
-    phases: StepPhases
     reporter: Reporter
     saver: Saver
     vocabulary_rows: int

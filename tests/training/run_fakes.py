@@ -19,8 +19,6 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.engine.finite import Verdict
 from refocused.errors import RefocusedError
-from refocused.monitoring.performance import RunTime
-from refocused.monitoring.step_phases import step_phases
 from refocused.monitoring.throughput import Throughput
 from refocused.training.cadence import Cadence
 from refocused.training.parts import Parts
@@ -152,12 +150,6 @@ class FakeReporter:
     def booked(self, state: TrainState) -> TrainState:
         return dataclasses.replace(state, seconds=self.seconds)
 
-    def end(self, state: TrainState) -> TrainState:
-        return state
-
-    def run_time(self) -> RunTime:
-        return RunTime()
-
     def performance(self, kind: str, step: int, **figures: object) -> None:
         self.figures.append({"kind": kind, "step": step, **figures})
 
@@ -224,7 +216,6 @@ def parts_of(
         "schedule": SCHEDULE,
         "cadence": cadence or Cadence(log=0, validation=0, checkpoint=0),
         "throughput": Throughput(Clock()),
-        "phases": step_phases("cpu", Clock()),
         "reporter": FakeReporter(log),
         "saver": FakeSaver(log),
         "vocabulary_rows": 512,

@@ -1,0 +1,11 @@
+"""Watches runs: `python launch/monitor.py [RUN]`."""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # The folder of a script comes first on the path, where its neighbours would hide packages.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from refocused.commands.monitor import main
+
+    sys.exit(main(sys.argv[1:]))

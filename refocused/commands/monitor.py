@@ -1,0 +1,158 @@
+"""`launch/monitor.py`: a live screen of a run, one print of it, or its summary, from its files."""
+
+from __future__ import annotations
+
+import json
+import locale
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from refocused.commands.arguments import Parser, quiet_on_a_closed_pipe
+from refocused.commands.quantities import positive
+from refocused.commands.run_catalog import RUNS, find_run
+from refocused.errors import ConfigError, ExitCode, RefocusedError
+
+if TYPE_CHECKING:
+    from refocused.monitoring.run_view import Liveness, RunView
+    from refocused.monitoring.run_view_files import RunFollower
+
+INTERVAL_SECONDS = 2.0
+EVENTS_PRINTED = 5
+
+
+def build_parser() -> Parser:
+    """Describe the command line."""
+    parser = Parser(
+        prog="monitor",
+        description="Watch runs. It only reads their files: training never notices it.",
+    )
+    add = parser.add_argument
+    add("run", nargs="*", help="folders, or names in runs/ (default: all there, the newest first)")
+    add(
+        "--interval",
+        type=positive,
+        default=INTERVAL_SECONDS,
+        metavar="SECONDS",
+        help=f"time between two looks ({INTERVAL_SECONDS:.0f})",
+    )
+    add("--once", action="store_true", help="print what is to be seen now, and end")
+    add("--list", action="store_true", help="print a line for each run, and end")
+    add("--json", action="store_true", help="print it as JSON, and end")
+    add("--ascii", action="store_true", help="only ASCII characters (as without a UTF-8 locale)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    arguments = build_parser().read(argv)
+    try:
+        folders = [find_run(name) for name in arguments.run] or runs_by_age()
+    except ConfigError as error:
+        print(str(error).removeprefix("--run "), file=sys.stderr)
+        return error.exit_code
+    named, ascii_only = bool(arguments.run), arguments.ascii or not _speaks_utf8()
+    try:
+        with quiet_on_a_closed_pipe():
+            if arguments.list or arguments.json or arguments.once or not sys.stdout.isatty():
+                shown = folders if named or arguments.list else folders[:1]
+                return _print(
+                    [_follower(folder) for folder in shown],
+                    form="json" if arguments.json else "list" if arguments.list else "text",
+                    ascii_only=ascii_only,
+                )
+        return _watch(folders, interval_seconds=arguments.interval, ascii_only=ascii_only)
+    except RefocusedError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return ExitCode.OK
+
+
+def runs_by_age() -> list[Path]:
+    """Return the runs below runs/, the one that wrote its state last at first.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    newest = find_run(None)  # refuses when there is none
+    states = [path / "state.json" for path in RUNS.iterdir() if (path / "state.json").is_file()]
+    found = [path.parent for path in sorted(states, key=_changed, reverse=True)]
+    return found or [newest]
+
+
+def _watch(folders: Sequence[Path], *, interval_seconds: float, ascii_only: bool) -> int:
+    from refocused.monitoring.dashboard import Dashboard
+
+    Dashboard(
+        [_follower(folder) for folder in folders],
+        interval_seconds=interval_seconds,
+        ascii_only=ascii_only,
+    ).run()
+    return ExitCode.OK
+
+
+def _print(followers: Sequence[RunFollower], *, form: str, ascii_only: bool) -> int:
+    now = time.time()
+    views = [follower.view(now=now) for follower in followers]
+    if form == "json":
+        records = [view.as_record() for view in views]
+        print(json.dumps(records[0] if len(records) == 1 else records, indent=1))
+        return ExitCode.OK
+    _print_lines(views, now=now, form=form, ascii_only=ascii_only)
+    return ExitCode.OK
+
+
+def _print_lines(views: Sequence[RunView], *, now: float, form: str, ascii_only: bool) -> None:
+    from rich.console import Console
+
+    from refocused.monitoring.dashboard_lines import all_lines, run_rows, shown
+
+    console = Console(highlight=False, soft_wrap=True)
+    lines = run_rows(views) if form == "list" else []
+    if form == "text":
+        lines = [line for view in views for line in all_lines(view, now=now, events=EVENTS_PRINTED)]
+    for line in shown(lines, ascii_only=ascii_only):
+        console.print(line)
+
+
+def _follower(folder: Path) -> RunFollower:
+    from refocused.monitoring.run_view_files import RunFollower
+
+    return RunFollower(folder, liveness=liveness, saved_steps=whole_steps)
+
+
+def liveness(state: Mapping[str, Any]) -> Liveness | None:
+    """Say whether the process that wrote a state is there; None: it does not say who it is."""
+    from refocused.process_identity import ProcessIdentity
+
+    if state.get("host", socket.gethostname()) != socket.gethostname():
+        return "elsewhere"
+    pid, started = state.get("pid"), state.get("pid_started")
+    if not isinstance(pid, int) or not isinstance(started, int):
+        return None
+    return "alive" if ProcessIdentity(pid=pid, started=started).alive else "gone"
+
+
+def whole_steps(checkpoints: Path) -> list[int]:
+    """Return the committed steps in a folder: those with a manifest."""
+    from refocused.checkpoints.manifest import MANIFEST
+    from refocused.checkpoints.step_directory import parse_name, step_paths
+
+    whole = [path for path in step_paths(checkpoints) if (path / MANIFEST).is_file()]
+    return [step for path in whole if (step := parse_name(path.name)) is not None]
+
+
+def _speaks_utf8() -> bool:
+    return locale.getencoding().lower().replace("-", "") == "utf8"
+
+
+def _changed(file: Path) -> float:
+    return file.stat().st_mtime
+
+
+if __name__ == "__main__":
+    sys.exit(main())

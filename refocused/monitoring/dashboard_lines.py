@@ -1,0 +1,295 @@
+"""What a person reads of a run, as lines: the same ones for one print and for the live screen."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from refocused.monitoring.metrics import duration
+from refocused.monitoring.run_view import Alarm, Event, RunView, Status
+from refocused.monitoring.samples import GpuSample, SystemSample
+
+STALE_SAMPLE_SECONDS = 60.0
+STATUS_STYLES: dict[Status, str] = {
+    "starting": "cyan",
+    "training": "bold green",
+    "finished": "bold green",
+    "stopped": "yellow",
+    "silent": "bold yellow",
+    "failed": "bold red",
+    "crashed": "bold red",
+    "unknown": "yellow",
+}
+_GPU_HEAD = ("GPU", "util", "memory GiB", "temp", "power W", "SM MHz", "link", "ECC")
+_GPU_WIDTHS = (3, 4, 11, 4, 7, 9, 5, 3)
+_THROTTLES = {  # the worst first
+    "hw_thermal": "HW THERMAL",
+    "hw_power_brake": "POWER BRAKE",
+    "sw_thermal": "THERMAL",
+    "hw_slowdown": "HW SLOWDOWN",
+}
+
+
+def head_lines(view: RunView) -> list[Text]:
+    """Return the run, its figures, its time and money, what is saved, the machine."""
+    return [
+        _run_line(view),
+        _figures_line(view),
+        _money_line(view),
+        _saves_line(view),
+        _machine_line(view),
+    ]
+
+
+def _run_line(view: RunView) -> Text:
+    line = Text(f" {view.name}  ", style="bold").append(
+        view.status.upper(), style=STATUS_STYLES[view.status]
+    )
+    line.append(f"  step {view.step:,}", style="not bold")
+    if view.total_steps:
+        line.append(f"/{view.total_steps:,} {percent(view.progress_fraction)}", style="not bold")
+    if view.exit_code is not None and not view.is_live:
+        line.append(f"  exit code {view.exit_code}", style="not bold")
+    if view.note:
+        line.append(f"  {view.note}", style="not bold")
+    elif view.is_live and view.silent_seconds is not None:
+        line.append(f"  last line {duration(view.silent_seconds)} ago", style="not bold dim")
+    return line
+
+
+def _figures_line(view: RunView) -> Text:
+    last, parts = view.last_step, [f"loss {value(view.loss, '.4f')}"]
+    if view.best_loss is not None:
+        parts.append(f"best val {view.best_loss:.4f} at {view.best_step or 0:,}")
+    if last is not None:
+        parts.append(f"{value(last.step_seconds, '.3g')} s/step")
+        parts.append(f"{value(last.tokens_per_second, ',.0f')} tok/s")
+        if last.mfu_fraction is not None:
+            parts.append(f"MFU {percent(last.mfu_fraction)}")
+        parts.append(f"lr {value(last.learning_rate, '.2e')}")
+        if last.gradient_norm is not None:
+            parts.append(f"gnorm {last.gradient_norm:.2f}")
+    return Text(" " + "  ".join(parts))
+
+
+def _money_line(view: RunView) -> Text:
+    parts = [f"elapsed {time_text(view.seconds_trained)}{dollars(view.cost_usd)}"]
+    if view.seconds_left is not None:
+        parts.append(f"left {duration(view.seconds_left)}{dollars(view.cost_left_usd)}")
+    if view.ends is not None:
+        parts.append(f"ends {moment(view.ends)}")
+    if view.budget_usd is not None:
+        parts.append(f"budget ${view.budget_usd:,.0f}")
+    if view.tokens is not None:
+        parts.append(f"{view.tokens / 1e9:.3g} B tokens")
+    return Text(" " + "  ".join(parts))
+
+
+def _saves_line(view: RunView) -> Text:
+    saves, line = view.saves, Text(" saved ")
+    if saves.newest_step is None:
+        line.append("nothing", style="yellow" if view.step else "")
+    else:
+        line.append(f"{saves.newest_step:,}")
+    if saves.steps_at_risk:
+        line.append(f"  at risk {saves.steps_at_risk:,} steps{_equals(saves.seconds_at_risk)}")
+    mirror = view.mirror
+    if mirror is None:
+        return line.append("  no mirror", style="dim")
+    there = "nothing yet" if mirror.newest_step is None else f"{mirror.newest_step:,}"
+    line.append(f"  mirror {there}, queue {mirror.waiting}")
+    if mirror.waiting and mirror.uploading_fraction is not None:
+        line.append(f" ({mirror.uploading_fraction:.0%})")
+    if mirror.failed:
+        line.append(f", {mirror.failed} cannot be copied", style="red")
+    if mirror.last_error:
+        line.append(f", last error: {mirror.last_error}", style="red")
+    return line
+
+
+def _machine_line(view: RunView) -> Text:
+    parts, last = [], view.last_step
+    if last is not None and last.data_wait_fraction is not None:
+        parts.append(f"data wait {percent(last.data_wait_fraction)}")
+    parts += [_system_text(system, named=len(view.systems) > 1) for system in view.systems]
+    if last is not None and last.gpu_memory_fraction is not None:
+        parts.append(f"GPU peak {last.gpu_memory_fraction:.0%}")
+    line = Text(" " + "  ".join(parts or ["no samples of the machine"]))
+    age = view.samples_age_seconds
+    if age is not None and age > STALE_SAMPLE_SECONDS:
+        line.append(f"  sampled {duration(age)} ago", style="yellow" if view.is_live else "dim")
+    return line
+
+
+def _system_text(system: SystemSample, *, named: bool) -> str:
+    parts = [f"{system.host}:"] if named else []
+    if system.cpu_fraction is not None:
+        parts.append(f"CPU {system.cpu_fraction:.0%}")
+    if system.memory_used_gib is not None and system.memory_total_gib is not None:
+        parts.append(f"RAM {system.memory_used_gib:,.0f}/{system.memory_total_gib:,.0f} GiB")
+    if system.disk_free_gib is not None:
+        parts.append(f"disk {system.disk_free_gib:,.0f} GiB free")
+    return "  ".join(parts)
+
+
+def alarm_lines(alarms: Sequence[Alarm], *, now: float, live: bool) -> list[Text]:
+    """Return a line for each alarm; of a run that has ended they are history."""
+    return [
+        Text(f" {'ALARM' if alarm.critical else 'WARN '} ", style=_alarm_style(alarm, live)).append(
+            f" {_since(alarm, now)}{alarm.text}", style="not reverse"
+        )
+        for alarm in alarms
+    ]
+
+
+def _alarm_style(alarm: Alarm, live: bool) -> str:
+    if not live:
+        return "dim"
+    return "bold reverse red" if alarm.critical else "bold yellow"
+
+
+def _since(alarm: Alarm, now: float) -> str:
+    return "" if alarm.time is None else f"{duration(max(0.0, now - alarm.time))}  "
+
+
+def gpu_lines(view: RunView) -> list[Text]:
+    """Return the table of GPUs; one line that says so where there is none."""
+    if not view.gpus:
+        notes = [system.gpu_note for system in view.systems if system.gpu_note]
+        return [Text(f" {notes[0] if notes else 'no GPU samples'}", style="dim")]
+    several = len({gpu.host for gpu in view.gpus}) > 1
+    return [
+        Text(_gpu_row(_GPU_HEAD, "note"), style="bold"),
+        *(_gpu_line(gpu, host=gpu.host if several else "") for gpu in view.gpus),
+    ]
+
+
+def _gpu_line(gpu: GpuSample, *, host: str) -> Text:
+    trouble = gpu_trouble(gpu)
+    if gpu.lost:
+        return Text(f" {gpu.index:<3} LOST   {trouble} {host}", style="bold red")
+    cells = (
+        f"{gpu.index}",
+        value(gpu.utilization_fraction, ".0%"),
+        _pair(gpu.memory_used_gib, gpu.memory_total_gib, ".1f"),
+        value(gpu.temperature_celsius, ".0f") + " C",
+        _pair(gpu.power_watts, gpu.power_limit_watts, ".0f"),
+        _pair(gpu.sm_clock_mhz, gpu.sm_clock_max_mhz, ".0f"),
+        _pair(gpu.nvlinks_active, gpu.nvlinks_total, ".0f"),
+        value(gpu.ecc_uncorrected, ".0f"),
+    )
+    line = Text(_gpu_row(cells, ""))
+    return line.append(f"{trouble} " if trouble else "", style="bold red").append(host, style="dim")
+
+
+def _gpu_row(cells: Sequence[str], note: str) -> str:
+    first, *others = (
+        f"{cell:>{width}}" if place else f"{cell:<{width}}"
+        for place, (cell, width) in enumerate(zip(cells, _GPU_WIDTHS, strict=True))
+    )
+    return f" {first} {'  '.join(others)}  {note}"
+
+
+def gpu_trouble(gpu: GpuSample) -> str:
+    """Say what is wrong with a GPU in few words; empty: nothing that it tells of."""
+    troubles = []
+    if gpu.lost:
+        troubles.append("fallen off the bus")
+    troubles += [
+        words for name, words in _THROTTLES.items() if name in (gpu.throttle_reasons or ())
+    ][:1]
+    if gpu.ecc_uncorrected:
+        troubles.append("memory errors")
+    if gpu.remap_failed or gpu.remap_pending:
+        troubles.append("row remap failed" if gpu.remap_failed else "row remap pending")
+    return "; ".join(troubles)
+
+
+def event_lines(events: Sequence[Event], *, count: int) -> list[Text]:
+    """Return the last events, the newest below."""
+    shown = list(events)[-count:] if count > 0 else []
+    return [
+        Text(f" {_clock(event.time)} ", style="dim").append(
+            event.text, style="not dim yellow" if event.is_trouble else "not dim"
+        )
+        for event in shown
+    ]
+
+
+def run_rows(views: Sequence[RunView]) -> list[Text]:
+    """Return one line a run."""
+    width = max((len(view.name) for view in views), default=0)
+    return [
+        Text(f" {view.name:<{width}}  ")
+        .append(f"{view.status:<8}", style=STATUS_STYLES[view.status])
+        .append(f"  step {view.step:,}")
+        .append(f"/{view.total_steps:,}" if view.total_steps else "")
+        .append(f"  loss {value(view.loss, '.4f')}")
+        .append(f"  left {duration(view.seconds_left)}" if view.seconds_left is not None else "")
+        for view in views
+    ]
+
+
+def all_lines(view: RunView, *, now: float, events: int) -> list[Text]:
+    """Return everything, for one print."""
+    return [
+        *head_lines(view),
+        *alarm_lines(view.alarms, now=now, live=view.is_live),
+        *gpu_lines(view),
+        *event_lines(view.events, count=events),
+    ]
+
+
+def shown(lines: Sequence[Text], *, ascii_only: bool) -> list[Text]:
+    """Return lines as they may go to a terminal: what would steer it becomes a question mark.
+
+    Names and messages of files could hold anything.
+    """
+    for line in lines:
+        line.plain = "".join(
+            sign if sign.isprintable() and (sign.isascii() or not ascii_only) else "?"
+            for sign in line.plain
+        )
+    return list(lines)
+
+
+def percent(share: float | None) -> str:
+    """Spell a share."""
+    return "?" if share is None else f"{share:.1%}"
+
+
+def value(number: float | None, form: str) -> str:
+    """Spell a number in a form; a dash where it is unknown."""
+    return "-" if number is None else format(number, form)
+
+
+def dollars(cost_usd: float | None) -> str:
+    """Spell an amount behind a time; nothing where it is unknown."""
+    return "" if cost_usd is None else f" ${cost_usd:,.2f}"
+
+
+def time_text(seconds: float | None) -> str:
+    """Spell a time span; a dash where it is unknown."""
+    return "-" if seconds is None else duration(seconds)
+
+
+def moment(unix_seconds: float) -> str:
+    """Spell a time of day in UTC."""
+    when = datetime.datetime.fromtimestamp(unix_seconds, datetime.UTC)
+    return f"{when:%a %d %b %H:%M} UTC"
+
+
+def _equals(seconds: float | None) -> str:
+    return "" if seconds is None else f" = {duration(seconds)}"
+
+
+def _pair(used: float | None, total: float | None, form: str) -> str:
+    return f"{value(used, form)}/{value(total, form)}"
+
+
+def _clock(unix_seconds: float | None) -> str:
+    if unix_seconds is None:
+        return "--:--:--"
+    return f"{datetime.datetime.fromtimestamp(unix_seconds, datetime.UTC):%H:%M:%S}"

@@ -1,0 +1,340 @@
+"""What there is to see of a run at one moment, computed from what its files say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from refocused.monitoring.history import LossPoint, StepPoint, unix_time
+from refocused.monitoring.samples import GpuSample, SystemSample
+from refocused.monitoring.tail import number, text, whole_number
+
+Status = Literal[
+    "starting", "training", "silent", "finished", "stopped", "failed", "crashed", "unknown"
+]
+Liveness = Literal["alive", "gone", "elsewhere"]
+_ENDED: dict[str, Status] = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
+LIVE: tuple[Status, ...] = ("starting", "training", "silent")
+SILENT_SECONDS = 600.0  # without a line, of a run whose steps' time is not known
+SILENT_LINES = 5  # log intervals without a line
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Alarm:
+    """An alarm that was raised and has not ended.
+
+    Attributes:
+        name: Which rule.
+        subject: Whom it is about.
+        critical: Somebody should act now.
+        text: What a person reads.
+        time: When it began, in Unix seconds.
+    """
+
+    name: str
+    subject: str
+    critical: bool
+    text: str
+    time: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened.
+
+    Attributes:
+        time: In Unix seconds.
+        kind: The run's word for it.
+        text: What a person reads.
+    """
+
+    time: float | None
+    kind: str
+    text: str
+
+    @property
+    def is_trouble(self) -> bool:
+        """Whether it is a warning or a failure."""
+        return self.kind.endswith(("failed", "warning")) or self.kind == "alarm"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Saves:
+    """What would be left if the machine went now.
+
+    Attributes:
+        newest_step: The last step directory on the disk; None: there is none.
+        seconds_ago: Since it was saved.
+        steps_at_risk: Steps made since.
+        seconds_at_risk: Of training that would be lost.
+        local: Step directories on the disk.
+    """
+
+    newest_step: int | None
+    seconds_ago: float | None
+    steps_at_risk: int
+    seconds_at_risk: float | None
+    local: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mirror:
+    """The copy of the checkpoints elsewhere, as `mirror.json` tells of it.
+
+    Attributes:
+        bucket: Address it copies to.
+        newest_step: The last step that is whole there.
+        waiting: Steps that are not yet.
+        uploading_fraction: Of the step being copied.
+        failed: Steps that cannot be copied.
+        last_error: Why the last attempt failed.
+    """
+
+    bucket: str
+    newest_step: int | None
+    waiting: int
+    uploading_fraction: float | None
+    failed: int
+    last_error: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Findings:
+    """What the files of a run and its machine say, before anything is computed from it.
+
+    Attributes:
+        name: Of the run's folder.
+        state: `state.json`; None: there is none.
+        settings: `run.yaml`.
+        mirror: `mirror.json`; None: there is none.
+        steps: The logged steps of the way that training took.
+        validations: Its validations.
+        saved_steps: Step directories on the disk.
+        saved_time: When the newest of them was, in Unix seconds.
+        gpus: The newest sample of each GPU.
+        systems: The newest sample of each machine.
+        sampled: When the newest sample was taken, in Unix seconds.
+        alarms: Not ended.
+        events: The last ones.
+        liveness: Of the process that trains; None: it never said who it is.
+    """
+
+    name: str
+    state: Mapping[str, Any] | None
+    settings: Mapping[str, Any]
+    mirror: Mapping[str, Any] | None
+    steps: Sequence[StepPoint]
+    validations: Sequence[LossPoint]
+    saved_steps: Sequence[int]
+    saved_time: float | None
+    gpus: Sequence[GpuSample]
+    systems: Sequence[SystemSample]
+    sampled: float | None
+    alarms: Sequence[Alarm]
+    events: Sequence[Event]
+    liveness: Liveness | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunView:
+    """A run at one moment; None is unknown.
+
+    While it trains, the times and the money go on since its last line.
+
+    Attributes:
+        name: Of the run.
+        status: `silent`: it trains but has written nothing for long; `crashed`: it says that it
+            trains and is gone.
+        host: Where it trains.
+        exit_code: Of the command, once it has ended.
+        note: What else is to be known of the status.
+        last_step: The figures of the last logged step; None before this session's first.
+        silent_seconds: Since its last line.
+        ends: When it will be done, in Unix seconds.
+    """
+
+    name: str
+    status: Status
+    host: str | None
+    exit_code: int | None
+    note: str
+    step: int
+    total_steps: int | None
+    tokens: int | None
+    loss: float | None
+    validation_loss: float | None
+    best_loss: float | None
+    best_step: int | None
+    last_step: StepPoint | None
+    silent_seconds: float | None
+    seconds_trained: float | None
+    cost_usd: float | None
+    seconds_left: float | None
+    cost_left_usd: float | None
+    budget_usd: float | None
+    ends: float | None
+    saves: Saves
+    mirror: Mirror | None
+    gpus: Sequence[GpuSample]
+    systems: Sequence[SystemSample]
+    samples_age_seconds: float | None
+    alarms: Sequence[Alarm]
+    events: Sequence[Event]
+    steps: Sequence[StepPoint]
+    validations: Sequence[LossPoint]
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it trains, as far as one can see."""
+        return self.status in LIVE
+
+    @property
+    def progress_fraction(self) -> float | None:
+        """Share of the run's steps that are made."""
+        return min(1.0, self.step / self.total_steps) if self.total_steps else None
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the fields for JSON, without the curves."""
+        curves = {"steps", "validations"}
+        plain = dataclasses.replace(self, steps=(), validations=())
+        return {
+            name: value for name, value in dataclasses.asdict(plain).items() if name not in curves
+        }
+
+
+def view_of(found: Findings, *, now: float) -> RunView:
+    """Compute what there is to see.
+
+    Args:
+        found: What the files say.
+        now: Unix seconds.
+    """
+    state = found.state or {}
+    step = whole_number(state, "step") or 0
+    updated = unix_time(state.get("updated"))
+    last = _last_step(found.steps, state)
+    status = _status(found, last, now=now, updated=updated)
+    passed = max(0.0, now - updated) if status in LIVE and updated is not None else 0.0
+    cost_settings = found.settings.get("cost")
+    cost = cost_settings if isinstance(cost_settings, dict) else {}
+    price = number(cost, "per_hour_usd")
+    left = _seconds_left(last, passed) if status in LIVE or status == "crashed" else None
+    return RunView(
+        name=text(state, "run") or found.name,
+        status=status,
+        host=text(state, "host"),
+        exit_code=whole_number(state, "exit_code"),
+        note=_note(found, status),
+        step=step,
+        total_steps=whole_number(state, "total_steps"),
+        tokens=whole_number(state, "tokens"),
+        loss=number(state, "loss"),
+        validation_loss=number(state, "validation_loss"),
+        best_loss=number(state, "best_loss"),
+        best_step=whole_number(state, "best_step"),
+        last_step=last,
+        silent_seconds=None if updated is None else max(0.0, now - updated),
+        seconds_trained=_plus(number(state, "seconds"), passed),
+        cost_usd=_plus(number(state, "cost_usd"), passed / 3600 * (price or 0.0)),
+        seconds_left=left,
+        cost_left_usd=left / 3600 * price if left is not None and price is not None else None,
+        budget_usd=number(cost, "budget_usd"),
+        ends=now + left if left is not None and status in LIVE else None,
+        saves=_saves(found, step, last, now=now),
+        mirror=None if found.mirror is None else _mirror(found.mirror),
+        gpus=found.gpus,
+        systems=found.systems,
+        samples_age_seconds=None if found.sampled is None else max(0.0, now - found.sampled),
+        alarms=found.alarms,
+        events=found.events,
+        steps=found.steps,
+        validations=found.validations,
+    )
+
+
+def _last_step(steps: Sequence[StepPoint], state: Mapping[str, Any]) -> StepPoint | None:
+    """Return the newest figures, unless they are those of a session before this one.
+
+    A session writes the state once before its first logged step, without a speed.
+    """
+    if not steps or (state.get("status") == "training" and "tokens_per_second" not in state):
+        return None
+    return steps[-1]
+
+
+def _status(
+    found: Findings, last: StepPoint | None, *, now: float, updated: float | None
+) -> Status:
+    said = text(found.state or {}, "status")
+    if found.state is None:
+        return "starting"
+    if said != "training":
+        return _ENDED.get(said or "", "unknown")
+    if found.liveness == "gone":
+        return "crashed"
+    silence = 0.0 if updated is None else now - updated
+    return "silent" if silence > _patience_seconds(found, last) else "training"
+
+
+def _patience_seconds(found: Findings, last: StepPoint | None) -> float:
+    """Return the silence that is usual: some log intervals, or a validation or a save between."""
+    if last is None or last.step_seconds is None:
+        return SILENT_SECONDS
+    steps = found.steps[-1].step - found.steps[-2].step if len(found.steps) > 1 else last.step
+    return max(60.0, SILENT_LINES * steps * last.step_seconds)
+
+
+def _seconds_left(last: StepPoint | None, passed: float) -> float | None:
+    """Return what is left of the time that training expected; None when it is over already."""
+    if last is None or last.seconds_left is None or last.seconds_left < passed:
+        return None
+    return last.seconds_left - passed
+
+
+def _note(found: Findings, status: Status) -> str:
+    state = found.state or {}
+    if status == "starting":
+        return "no step yet"
+    if status == "crashed":
+        return "gone without a word; the same command resumes"
+    if status == "failed":
+        errors = [event.text for event in found.events if event.kind == "failed"]
+        return errors[-1].partition("\n")[0] if errors else ""
+    if status == "stopped":
+        return f"by {str(state.get('stopped_by') or 'a wish').lower().replace('_', ' ')}"
+    return f"on {state.get('host')}, seen from afar" if found.liveness == "elsewhere" else ""
+
+
+def _saves(found: Findings, step: int, last: StepPoint | None, *, now: float) -> Saves:
+    newest = max(found.saved_steps, default=None)
+    steps = max(0, step - (newest or 0))
+    pace = last.step_seconds if last is not None else None
+    return Saves(
+        newest_step=newest,
+        seconds_ago=None if found.saved_time is None else max(0.0, now - found.saved_time),
+        steps_at_risk=steps,
+        seconds_at_risk=None if pace is None else steps * pace,
+        local=len(found.saved_steps),
+    )
+
+
+def _mirror(status: Mapping[str, Any]) -> Mirror:
+    def steps(name: str) -> list[int]:
+        value = status.get(name)
+        return [one for one in value if isinstance(one, int)] if isinstance(value, list) else []
+
+    total = number(status, "total_bytes")
+    failed = status.get("failed")
+    return Mirror(
+        bucket=text(status, "bucket") or "?",
+        newest_step=max(steps("mirrored"), default=None),
+        waiting=len(steps("waiting")),
+        uploading_fraction=(number(status, "done_bytes") or 0.0) / total if total else None,
+        failed=len(failed) if isinstance(failed, dict) else 0,
+        last_error=text(status, "last_error"),
+    )
+
+
+def _plus(value: float | None, more: float) -> float | None:
+    return None if value is None else value + more

@@ -1,0 +1,161 @@
+"""Follows the files of one run: each look reads what is new, and nothing of the run is touched."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from refocused.monitoring.history import METRICS_FILE, WayTaken, unix_time
+from refocused.monitoring.run_view import Alarm, Event, Findings, Liveness, RunView, view_of
+from refocused.monitoring.samples import GpuSample, SystemSample
+from refocused.monitoring.tail import JsonLinesTail, Record, read_json, text
+
+SAMPLES_BYTES = 1 << 20  # of the end of a file of samples: some minutes of eight GPUs
+EVENTS_SHOWN = 50
+OLD_SAMPLE_SECONDS = 60.0  # before the newest one: that GPU or machine is of an earlier session
+
+_Sample = TypeVar("_Sample", GpuSample, SystemSample)
+_TEXTS = {"host", "uuid", "name", "gpu_note"}
+_FLAGS = {"lost", "remap_pending", "remap_failed", "mig"}
+
+
+class RunFollower:
+    """Reads one run again and again."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        liveness: Callable[[Mapping[str, Any]], Liveness | None],
+        saved_steps: Callable[[Path], Sequence[int]],
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            folder: The run's.
+            liveness: Tells of the process that wrote a `state.json`.
+            saved_steps: Lists the steps in a folder of step directories.
+        """
+        self.folder = folder
+        self._liveness = liveness
+        self._saved_steps = saved_steps
+        self._way = WayTaken()
+        self._metrics = JsonLinesTail(folder / METRICS_FILE)
+        self._tails: dict[Path, JsonLinesTail] = {}
+        self._gpus: dict[tuple[str, int], tuple[float, GpuSample]] = {}
+        self._systems: dict[str, tuple[float, SystemSample]] = {}
+        self._alarms: dict[tuple[str, str], Alarm] = {}
+        self._events: collections.deque[Event] = collections.deque(maxlen=EVENTS_SHOWN)
+        self._saved_time: float | None = None
+        self._settings: tuple[float, Record] = (-1.0, {})
+
+    def view(self, *, now: float) -> RunView:
+        """Return what there is to see at a time, in Unix seconds."""
+        for record in self._metrics.records():
+            self._way.add(record)
+        for record in self._new("events*.jsonl", last_bytes=None):
+            self._take_event(record)
+        for record in self._new("gpu_metrics*.jsonl", last_bytes=SAMPLES_BYTES):
+            self._take_sample(record)
+        state = read_json(self.folder / "state.json")
+        sampled = max(
+            (at for at, _ in (*self._gpus.values(), *self._systems.values())), default=None
+        )
+        oldest = (sampled or 0.0) - OLD_SAMPLE_SECONDS
+        return view_of(
+            Findings(
+                name=self.folder.absolute().name,
+                state=state,
+                settings=self._read_settings(),
+                mirror=read_json(self.folder / "mirror.json"),
+                steps=self._way.steps,
+                validations=self._way.losses.validation,
+                saved_steps=self._saved_steps(self.folder / "checkpoints"),
+                saved_time=self._saved_time,
+                gpus=[one for _, (at, one) in sorted(self._gpus.items()) if at >= oldest],
+                systems=[one for _, (at, one) in sorted(self._systems.items()) if at >= oldest],
+                sampled=sampled,
+                alarms=sorted(self._alarms.values(), key=lambda alarm: not alarm.critical),
+                events=sorted(self._events, key=lambda event: event.time or 0.0),
+                liveness=None if state is None else self._liveness(state),
+            ),
+            now=now,
+        )
+
+    def _new(self, pattern: str, *, last_bytes: int | None) -> list[Record]:
+        """Return the new records of all files of a pattern: each machine has its own."""
+        for path in sorted((self.folder / "logs").glob(pattern)):
+            self._tails.setdefault(path, JsonLinesTail(path, last_bytes=last_bytes))
+        tails = [tail for path, tail in self._tails.items() if path.match(pattern)]
+        return [record for tail in tails for record in tail.records()]
+
+    def _take_event(self, record: Record) -> None:
+        kind, words, at = text(record, "kind"), text(record, "text"), unix_time(record.get("time"))
+        if kind is None:
+            return
+        if kind == "alarm":
+            self._take_alarm(record, at)
+        elif kind == "save":
+            self._saved_time = at
+        words = words or text(record, "error") or ""
+        self._events.append(Event(at, kind, " ".join(words.split()) or kind))
+
+    def _take_alarm(self, record: Record, at: float | None) -> None:
+        name, subject = text(record, "alarm") or "?", text(record, "subject") or "?"
+        self._alarms.pop((name, subject), None)
+        if record.get("raised"):
+            critical = text(record, "severity") == "critical"
+            words = text(record, "text") or name
+            self._alarms[name, subject] = Alarm(name, subject, critical, words, at)
+
+    def _take_sample(self, record: Record) -> None:
+        at = unix_time(record.get("time")) or 0.0
+        if record.get("kind") == GpuSample.kind:
+            gpu = _sample(GpuSample, record)
+            if gpu is not None:
+                self._gpus[gpu.host, gpu.index] = at, gpu
+        elif record.get("kind") == SystemSample.kind:
+            system = _sample(SystemSample, record)
+            if system is not None:
+                self._systems[system.host] = at, system
+
+    def _read_settings(self) -> Record:
+        """Return `run.yaml`, read again only when it has changed."""
+        file = self.folder / "run.yaml"
+        with contextlib.suppress(OSError, yaml.YAMLError, UnicodeDecodeError):
+            changed = file.stat().st_mtime
+            if changed != self._settings[0]:
+                content = yaml.load(file.read_text(), Loader=yaml.CSafeLoader)
+                self._settings = changed, content if isinstance(content, dict) else {}
+        return self._settings[1]
+
+
+def _sample(form: type[_Sample], record: Record) -> _Sample | None:
+    """Return a record as the sample that it is; None where it does not say of whom."""
+    if text(record, "host") is None or (form is GpuSample and "index" not in record):
+        return None
+    names = {field.name for field in dataclasses.fields(form)}
+    fields = {name: value for name, value in record.items() if name in names and _fits(name, value)}
+    try:
+        return form(**fields)
+    except TypeError:  # a field that it cannot be without does not fit
+        return None
+
+
+def _fits(name: str, value: object) -> bool:
+    """Whether a value is of its field's kind; a damaged one is unknown."""
+    if name in _TEXTS:
+        return isinstance(value, str)
+    if name in _FLAGS:
+        return isinstance(value, bool)
+    if name == "throttle_reasons":
+        return isinstance(value, list) and all(isinstance(one, str) for one in value)
+    if name == "processes":
+        return isinstance(value, dict)
+    return isinstance(value, int | float) and not isinstance(value, bool)

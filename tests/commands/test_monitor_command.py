@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from monitoring.watched_run import GPU, WatchedRun, new_run
+
+from refocused.commands import monitor
+from refocused.process_identity import this_process
+
+SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "monitor.py"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedRun:
+    """The run `one` below runs/ of the current folder, which this process trains."""
+    monkeypatch.chdir(tmp_path)
+    run = new_run(tmp_path / "runs")
+    run.begin(pid=this_process().pid, pid_started=this_process().started)
+    run.gpus(GPU)
+    return run
+
+
+def test_once_prints_the_run_that_changed_last(
+    run: WatchedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older = new_run(Path("runs"), "older")
+    older.begin(run="older")
+    os.utime(older.folder / "state.json", (1, 1))
+    assert monitor.main(["--once"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(" one  TRAINING  step 1,000/2,000 50.0%")
+    assert "48.4/79.6" in out
+    assert "older" not in out
+    assert "\x1b" not in out
+
+
+def test_list_and_json_tell_of_all_runs_that_are_asked_for(
+    run: WatchedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new_run(Path("runs"), "older").begin(run="older", status="finished", exit_code=0)
+    assert monitor.main(["--list"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert sorted(row.split()[0] for row in rows) == ["older", "one"]
+    assert monitor.main(["--json", "one", "older"]) == 0
+    records = json.loads(capsys.readouterr().out)
+    assert [record["status"] for record in records] == ["training", "finished"]
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ({"pid": 1, "pid_started": -1}, "gone"),
+        ({"pid": 1, "pid_started": -1, "host": "another"}, "elsewhere"),
+        ({}, None),
+        ({"pid": "x", "pid_started": 1}, None),
+    ],
+)
+def test_the_process_of_a_state_is_looked_for(
+    state: dict[str, object], expected: str | None
+) -> None:
+    assert monitor.liveness(state) == expected
+
+
+def test_only_steps_with_a_manifest_are_whole(tmp_path: Path) -> None:
+    for step in (10, 20):
+        (tmp_path / f"checkpoint_step_{step}").mkdir()
+    (tmp_path / "checkpoint_step_10" / "manifest.json").touch()
+    assert monitor.whole_steps(tmp_path) == [10]
+
+
+def test_a_run_that_is_not_there_is_wrong_use(
+    run: WatchedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert monitor.main(["onne"]) == 2
+    assert "Near: one." in capsys.readouterr().err
+
+
+def test_no_form_of_it_imports_torch_nor_writes(run: WatchedRun) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")}
+    program = (
+        "import sys; from refocused.commands.monitor import main;"
+        "codes = [main([form, 'one']) for form in ('--once', '--json', '--list')];"
+        "import refocused.monitoring.dashboard;"
+        "assert not {'torch', 'deepspeed', 'matplotlib'} & set(sys.modules); sys.exit(sum(codes))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")} == before
+
+
+def test_a_locale_without_utf8_gets_ascii(run: WatchedRun) -> None:
+    run.line("events", time.time(), {"kind": "note", "text": "caf\u00e9"})
+    for locale, found in (("C", b"caf?"), ("C.UTF-8", "caf\u00e9".encode())):
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), "--once", "one"],
+            capture_output=True,
+            env={**os.environ, "LC_ALL": locale},
+        )
+        assert done.returncode == 0, done.stderr
+        assert found in done.stdout

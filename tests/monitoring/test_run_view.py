@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from monitoring.watched_run import GPU, NOW, STEP_SECONDS, new_run
+
+from refocused.monitoring.dashboard_lines import all_lines, gpu_trouble, run_rows
+from refocused.monitoring.run_view import RunView
+
+
+def printed(view: RunView) -> str:
+    return "\n".join(line.plain for line in all_lines(view, now=NOW, events=5))
+
+
+def test_time_and_money_of_a_live_run_go_on_since_its_last_line(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.begin()
+    view = run.follower().view(now=NOW)
+    assert (view.status, view.step, view.is_live) == ("training", 1000, True)
+    assert view.seconds_trained == pytest.approx(1500 + 10)
+    assert view.cost_usd == pytest.approx(20 + 10 * 36 / 3600)
+    assert view.seconds_left == pytest.approx(1000 * STEP_SECONDS - 10)
+    assert view.cost_left_usd == pytest.approx(1490 * 36 / 3600)
+    assert view.ends == pytest.approx(NOW + 1490)
+    assert view.progress_fraction == 0.5
+
+
+def test_those_of_a_run_that_ended_stand_still(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.begin(step=2000, status="finished", age=86400.0, exit_code=0)
+    view = run.follower(alive=False).view(now=NOW)
+    assert (view.status, view.exit_code) == ("finished", 0)
+    assert (view.seconds_trained, view.cost_usd) == (3000, 20.0)
+    assert (view.seconds_left, view.ends) == (None, None)
+
+
+def test_a_run_that_says_it_trains_and_is_gone_has_crashed(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.begin(age=3600.0)
+    view = run.follower(alive=False).view(now=NOW)
+    assert view.status == "crashed"
+    assert view.cost_usd == 20.0  # a dead run costs no more
+    assert view.seconds_left == pytest.approx(1500)
+    assert view.ends is None
+
+
+@pytest.mark.parametrize(("age", "status"), [(70.0, "training"), (100.0, "silent")])
+def test_a_run_is_silent_after_five_of_its_log_intervals(
+    tmp_path: Path, age: float, status: str
+) -> None:
+    run = new_run(tmp_path)
+    run.begin(age=age)
+    assert run.follower().view(now=NOW).status == status
+
+
+def test_before_a_sessions_first_line_the_earlier_speed_is_not_shown(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.begin(just_begun=True)
+    view = run.follower().view(now=NOW)
+    assert view.last_step is None
+    assert view.seconds_left is None
+    assert len(view.steps) == 100  # the curves are there
+
+
+def test_what_is_at_risk_is_what_came_after_the_last_save(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.begin()
+    saves = run.follower().view(now=NOW).saves
+    assert (saves.newest_step, saves.local, saves.steps_at_risk) == (900, 2, 100)
+    assert saves.seconds_at_risk == pytest.approx(150)
+
+
+def test_the_mirror_is_what_it_says(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.begin()
+    status = {"bucket": "gs://b", "mirrored": [700, 800], "waiting": [900], "done_bytes": 3}
+    status |= {"total_bytes": 4, "failed": {"600": "damaged"}, "last_error": "503"}
+    (run.folder / "mirror.json").write_text(json.dumps(status))
+    assert "mirror 800, queue 1 (75%), 1 cannot be copied, last error: 503" in printed(
+        run.follower().view(now=NOW)
+    )
+
+
+def test_alarms_stand_until_they_end_the_critical_ones_first(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.begin()
+    run.alarm(name="gpu_throttle", critical=False)
+    run.alarm(name="gpu_lost")
+    run.alarm(name="gpu_ecc")
+    run.alarm(name="gpu_ecc", raised=False)
+    view = run.follower().view(now=NOW)
+    assert [alarm.name for alarm in view.alarms] == ["gpu_lost", "gpu_throttle"]
+    assert " ALARM  2.0 min  GPU 7: gpu_lost" in printed(view).splitlines()
+
+
+def test_gpus_are_shown_as_they_were_sampled_last(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.begin()
+    gone = dataclasses.replace(GPU, index=3)
+    run.gpus(GPU, gone, age=3600.0)
+    hot = dataclasses.replace(GPU, index=1, throttle_reasons=("hw_slowdown", "hw_thermal"))
+    lost = dataclasses.replace(GPU, index=2, lost=True)
+    run.gpus(dataclasses.replace(GPU, temperature_celsius=70), hot, lost)
+    view = run.follower().view(now=NOW)
+    assert [gpu.index for gpu in view.gpus] == [0, 1, 2]  # GPU 3 was of an earlier session
+    text = printed(view)
+    assert "0    97%    48.4/79.6  70 C  640/700  1905/1980  18/18    0" in text
+    assert "HW THERMAL" in text
+    assert " 2   LOST   fallen off the bus" in text
+    assert "CPU 12%  RAM 180/1,800 GiB" in text
+
+
+def test_without_samples_it_says_so(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.begin()
+    assert "no GPU samples" in printed(run.follower().view(now=NOW))
+
+
+@pytest.mark.parametrize(
+    ("change", "trouble"),
+    [
+        ({}, ""),
+        ({"ecc_uncorrected": 2}, "memory errors"),
+        ({"remap_pending": True}, "row remap pending"),
+        ({"throttle_reasons": ("sw_thermal", "hw_power_brake")}, "POWER BRAKE"),
+    ],
+)
+def test_the_worst_of_a_gpu_is_named(change: dict[str, object], trouble: str) -> None:
+    assert gpu_trouble(dataclasses.replace(GPU, **change)) == trouble
+
+
+def test_damaged_files_cost_only_what_is_damaged(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.begin()
+    run.gpus(GPU)
+    for name in ("training_metrics", "events", "gpu_metrics"):
+        with (run.folder / "logs" / f"{name}.jsonl").open("ab") as torn:
+            torn.write(b'{"kind": "gpu", "host": 3}\n\xff\xfe{"kind": "st')
+    (run.folder / "mirror.json").write_bytes(b"\xff{")
+    (run.folder / "run.yaml").write_bytes(b"\xff: [")
+    view = run.follower().view(now=NOW)
+    assert (view.step, len(view.steps), len(view.gpus)) == (1000, 100, 1)
+    assert view.mirror is None
+    (run.folder / "state.json").write_text('{"step": "many", "status": 3}')
+    assert run.follower().view(now=NOW).status == "unknown"
+
+
+def test_a_folder_with_nothing_in_it_is_a_run_that_starts(tmp_path: Path) -> None:
+    view = new_run(tmp_path, "new").follower().view(now=NOW)
+    assert (view.name, view.status, view.step) == ("new", "starting", 0)
+    assert "STARTING" in printed(view)
+    assert run_rows([view])[0].plain.startswith(" new  starting  step 0")
+
+
+def test_json_holds_everything_but_the_curves(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.begin()
+    run.gpus(GPU)
+    record = json.loads(json.dumps(run.follower().view(now=NOW).as_record()))
+    assert record["saves"]["steps_at_risk"] == 100
+    assert record["gpus"][0]["temperature_celsius"] == 66
+    assert not {"steps", "validations"} & set(record)
+
+
+def test_after_a_rewind_the_curve_is_that_of_the_way_taken(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.begin()
+    follower = run.follower()
+    follower.view(now=NOW)
+    run.metrics([510, 520], last=520, loss=1.0)
+    view = follower.view(now=NOW)
+    assert [point.step for point in view.steps[-3:]] == [500, 510, 520]
