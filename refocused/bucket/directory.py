@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from refocused.atomic_file import synchronize
 from refocused.bucket.bucket import BlobInfo, checked_name
 from refocused.bucket.checksum import BLOCK_BYTES, crc32c_of, extended_crc32c
 from refocused.bucket.part_file import (
@@ -16,7 +17,6 @@ from refocused.bucket.part_file import (
     PartFile,
     disk_errors,
     require_space,
-    synchronize_folder,
 )
 from refocused.errors import BucketError
 
@@ -255,7 +255,7 @@ def _publish(file: BinaryIO, target: Path, checksum: int, *, overwrite: bool) ->
         temporary.replace(target)
     elif not _linked(temporary, target):
         _require_same(target, temporary.stat().st_size, checksum)
-    synchronize_folder(target.parent)
+    synchronize(target.parent)
 
 
 def _linked(temporary: Path, target: Path) -> bool:

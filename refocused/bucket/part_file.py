@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from refocused.atomic_file import synchronize
 from refocused.bucket.checksum import crc32c_of, extended_crc32c
 from refocused.errors import BucketError
 
@@ -67,15 +68,6 @@ def disk_errors(path: Path, *, needed_bytes: int = 0) -> Iterator[None]:
             "Check that the folder exists, may be written by this user, and is not on a "
             "read-only or failing disk."
         ) from error
-
-
-def synchronize_folder(folder: Path) -> None:
-    """Make the names in a folder durable: a rename survives a power cut only after this."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class PartFile:
@@ -142,7 +134,7 @@ class PartFile:
             os.fsync(self._file.fileno())
             self._file.close()
             self.path.replace(self.target)
-            synchronize_folder(self.target.parent)
+            synchronize(self.target.parent)
 
     def discard(self) -> None:
         """Remove the temporary file."""

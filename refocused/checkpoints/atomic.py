@@ -8,14 +8,12 @@ import os
 import shutil
 from pathlib import Path
 
+from refocused.atomic_file import replace_file, synchronize
+
 
 def fsync_path(path: Path) -> None:
     """Push a file's bytes, or a directory's names, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    synchronize(path)
 
 
 def fsync_directories(root: Path) -> None:
@@ -32,13 +30,7 @@ def write_bytes_atomic(path: Path, content: bytes) -> None:
     The hidden temporary name is fixed, so that a writer killed here leaves one file that the next
     write takes over; a path has therefore one writer at a time.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    fsync_path(path.parent)
+    replace_file(path, content, durable=True)
 
 
 def write_json_atomic(path: Path, content: object) -> None:

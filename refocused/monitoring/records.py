@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from refocused.atomic_file import replace_file
+
 logger = logging.getLogger(__name__)
 
 
@@ -55,12 +57,9 @@ class JsonLines:
 def write_state(path: Path, state: Mapping[str, object]) -> None:
     """Replace a small JSON file so that a reader sees the old or the new one, never a part."""
     text = json.dumps({"updated": utc_now(), **_known(state)}, indent=1, default=str) + "\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text)
-        temporary.replace(path)
+        replace_file(path, text.encode(), rivals=True)
     except OSError as error:  # the old one still stands, with its time
-        temporary.unlink(missing_ok=True)
         logger.warning("%s was not renewed: %s.", path, error.strerror)
 
 

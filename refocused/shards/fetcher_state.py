@@ -8,6 +8,8 @@ import json
 import os
 from pathlib import Path
 
+from refocused.atomic_file import replace_file
+
 ASK_LASTS_SECONDS = 10.0
 
 
@@ -41,9 +43,7 @@ class FetcherFiles:
 
     def write_state(self, state: FetcherState) -> None:
         """Replace the sign of life, atomically."""
-        temporary = self._state.with_name(f"fetcher.json.{state.pid}.part")
-        temporary.write_text(json.dumps(dataclasses.asdict(state)))
-        temporary.replace(self._state)
+        replace_file(self._state, json.dumps(dataclasses.asdict(state)).encode())
 
     def read_state(self) -> FetcherState | None:
         """Return the last sign of life, of whichever process left it."""

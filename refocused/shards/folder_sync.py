@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
+from refocused.atomic_file import replace_file
 from refocused.bucket.bucket import BlobInfo, Bucket, checked_name
 from refocused.bucket.checksum import crc32c_of
 from refocused.bucket.directory import DirectoryBucket
@@ -149,10 +150,8 @@ class _Index:
             known = blob.crc32c
             checksum = self._checksum(path, blob.name) if known is None else known
             rows[blob.name] = [blob.size, path.stat().st_mtime_ns, checksum]
-        temporary = part_path(self._path)
         with disk_errors(self._path):
-            temporary.write_text(json.dumps(rows))
-            temporary.replace(self._path)
+            replace_file(self._path, json.dumps(rows).encode())
 
     def _checksum(self, path: Path, name: str) -> int:
         status = path.stat()

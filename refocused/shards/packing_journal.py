@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from refocused.atomic_file import replace_file
 from refocused.bucket.part_file import disk_errors
 from refocused.shards.shard_packer import Cursor, ShardRow
 
@@ -92,9 +93,7 @@ class Journal:
         """Write the file anew with the lines that still say something."""
         finished = [line for lines in self._finished.values() for line in lines]
         lines = [*finished, *(line for line in self._last.values() if line.row is None)]
-        temporary = self._path.with_name(f"{self._path.name}.part")
-        temporary.write_bytes(b"".join(map(_text, lines)))
-        temporary.replace(self._path)
+        replace_file(self._path, b"".join(map(_text, lines)))
 
 
 def _text(line: JournalLine) -> bytes:

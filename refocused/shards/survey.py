@@ -6,10 +6,10 @@ import concurrent.futures
 import dataclasses
 import json
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from refocused.atomic_file import replace_file
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.config.data import DataConfig
 from refocused.errors import BucketError, ShardError
@@ -132,11 +132,10 @@ def _read_cache(cache_file: Path | None) -> dict[str, HeaderFacts]:
 
 def _write_cache(cache_file: Path, known: dict[str, HeaderFacts]) -> None:
     headers = {key: dataclasses.asdict(facts) for key, facts in known.items()}
-    temporary = cache_file.with_name(f"{cache_file.name}.{os.getpid()}.part")
+    text = json.dumps({"schema": SCHEMA, "headers": headers})
     try:
         cache_file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"schema": SCHEMA, "headers": headers}))
-        temporary.replace(cache_file)
+        replace_file(cache_file, text.encode(), rivals=True)
     except OSError as error:
         _log.warning(
             "%s: %s. The headers are read again at the next start.", cache_file, error.strerror

@@ -17,6 +17,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from refocused.atomic_file import replace_file
 from refocused.bucket.checksum import crc32c_of, extended_crc32c
 from refocused.errors import ShardError
 from refocused.shards.element_types import element_type
@@ -236,10 +237,8 @@ def _end_with_parent() -> None:
 
 
 def _write_result(folder: Path, number: int, result: TaskResult) -> None:
-    path = _result_path(folder, number)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
-    temporary.write_text(json.dumps(dataclasses.asdict(result)))
-    temporary.replace(path)
+    text = json.dumps(dataclasses.asdict(result))
+    replace_file(_result_path(folder, number), text.encode(), rivals=True)
 
 
 def _result_path(folder: Path, number: int) -> Path:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pydantic
 
+from refocused.atomic_file import replace_file
 from refocused.detached import LAUNCH_VARIABLE
 from refocused.process_identity import (
     ProcessIdentity,
@@ -134,9 +135,7 @@ class Presence:
             return
         path = self._launch.folder / f"rank-{self._note.rank}.json"
         with contextlib.suppress(OSError):
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(self._note.model_dump_json())
-            temporary.replace(path)
+            replace_file(path, self._note.model_dump_json().encode())
 
     def leave(self, exit_code: int) -> None:
         """Say what this rank ends with, and remove what a dead supervisor left.

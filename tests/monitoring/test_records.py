@@ -92,13 +92,11 @@ def test_a_write_that_fails_leaves_the_old_state_and_warns(
     path = tmp_path / "state.json"
     write_state(path, {"step": 1})
 
-    def torn(self: Path, text: str) -> None:
-        with self.open("w") as file:
-            file.write(text[:7])
+    def full(self: Path, target: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched, heard(caplog):
-        patched.setattr(Path, "write_text", torn)
+        patched.setattr(Path, "replace", full)
         write_state(path, {"step": 2})
     assert [record.message for record in caplog.records] == [
         f"{path} was not renewed: No space left on device."
