@@ -168,6 +168,7 @@ class BatchStream:
             RuntimeError: The stream was closed.
         """
         if not self._handed_over:
+            self._planner.trained()
             began = self._clock()
             group = self._ahead.take(patience_seconds)
             self.wait_seconds += self._clock() - began
@@ -183,19 +184,24 @@ class BatchStream:
 
     def close(self) -> None:
         """End the reading thread; one that waits for a shard is not waited for."""
+        self._planner.close()
         self._ahead.close()
 
     def _groups(self) -> Iterator[list[_Read]]:
         """Yield steps that are handed over together; none waits for the shards of a later one."""
         group: list[_Read] = []
         for step in self._steps:
-            if group and not self._reader.has_open(step.shards):
+            if group and not self._can_follow(step):
                 yield group
                 group = []
             group.append(self._read(step))
             if len(group) == self._steps_at_once:
                 yield group
                 group = []
+
+    def _can_follow(self, step: StepWindows) -> bool:
+        """Whether a step is read without waiting, for a shard or for training."""
+        return self._reader.has_open(step.shards) and self._planner.has_room(step)
 
     def _read(self, step: StepWindows) -> _Read:
         self._planner.reading(step)

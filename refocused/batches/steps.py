@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -142,7 +143,8 @@ class ShardPlanner:
     The ranks of a node share the fetched files, and the rank that fetches may read a few steps
     ahead of the others. What the others may still need follows from the step being trained on:
     no rank starts step s before all have the batches of step s - 1. So a block is kept until
-    training, not reading, has left it.
+    training, not reading, has left it. Where several small blocks follow one another, reading
+    could be more blocks ahead than there is room for: then it waits for training.
 
     Args:
         order: What is trained on.
@@ -174,23 +176,59 @@ class ShardPlanner:
         self._ahead_bytes = ahead_bytes
         self._pace = pace
         self._oldest: int | None = None
+        self._steps_read = self._steps_taken = self._steps_trained = 0
+        self._moved_on = threading.Condition()
+        self._closed = False
+        self._fits: tuple[int, int] | None = None
         self._planned_for: tuple[int, int, int] | None = None
         self._planned: list[int] | None = None
 
     def training_on(self, steps: Sequence[StepWindows]) -> None:
         """Say, from the training thread, that some steps are next to be trained on."""
-        self._oldest = steps[0].first_block
+        with self._moved_on:
+            self._oldest = steps[0].first_block
+            self._steps_taken += len(steps)
+            self._moved_on.notify_all()
         if self._pace is not None:
             self._pace.step(len(steps))
+
+    def trained(self) -> None:
+        """Say, from the training thread, that all those steps are over and it wants another."""
+        with self._moved_on:
+            self._steps_trained = self._steps_taken
+            self._moved_on.notify_all()
+
+    def close(self) -> None:
+        """Let a reading thread that waits for training end."""
+        with self._moved_on:
+            self._closed = True
+            self._moved_on.notify_all()
+
+    def has_room(self, step: StepWindows) -> bool:
+        """Whether a step can be read, as far as the room goes, before training moves on."""
+        oldest = step.first_block if self._oldest is None else self._oldest
+        if self._room_bytes is None or (oldest, step.last_block) == self._fits:
+            return True
+        in_use = set(self._order.shards_between(oldest, step.last_block))
+        if sum(map(self._cache.local_bytes, in_use)) > self._room_bytes:
+            return False
+        self._fits = oldest, step.last_block
+        return True
 
     def reading(self, step: StepWindows) -> None:
         """Say, from the reading thread, that a step is about to be read.
 
+        It waits while there is no room for the step; all steps before it must be within reach of
+        training, or nothing would ever move on.
+
         Raises:
-            ShardError: The blocks in use are more than `data.disk_limit_gb` allows.
+            ShardError: The blocks of this step alone are more than `data.disk_limit_gb` allows.
         """
         if self._oldest is None:
             self._oldest = step.first_block
+        if not self.has_room(step):
+            self._await_training(step)
+        self._steps_read += 1
         oldest = self._oldest  # the training thread may move it on at any time
         ahead = self._shards_ahead()
         if (oldest, step.last_block, ahead) == self._planned_for:
@@ -208,6 +246,19 @@ class ShardPlanner:
         if wanted != self._planned:
             self._cache.plan(wanted)
             self._planned = wanted
+
+    def _await_training(self, step: StepWindows) -> None:
+        """Wait for room; when training is through with all steps before, the blocks are its own."""
+
+        def is_trained() -> bool:
+            return self._steps_trained == self._steps_read
+
+        with self._moved_on:
+            self._moved_on.wait_for(lambda: self._closed or is_trained() or self.has_room(step))
+            if self._closed:
+                raise RuntimeError("a ShardPlanner that waited for training was closed")
+            if is_trained():
+                self._oldest = step.first_block
 
     def _shards_ahead(self) -> int:
         """Never fewer than before: what was fetched for a faster pace is not given up again."""

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -205,6 +207,56 @@ def test_a_block_stays_planned_until_training_has_left_it():
     planner.training_on([steps[2]])
     planner.reading(steps[4])
     assert cache.plans[2:] == [use[2:7]]
+
+
+def reader_of_a_third_block() -> tuple[ShardPlanner, RecordingCache, list, threading.Thread]:
+    """Read steps of one block each, with room for two; the reader of the third is started."""
+    order = order_of(*[4] * 6, block_shards=1)
+    cache = RecordingCache()
+    planner = ShardPlanner(order, cache, ahead=0, room_bytes=20)
+    plan = BatchPlan(4, 1, 1, 4)
+    steps = list(itertools.islice(steps_from(order, Position(), plan=plan, rank=0), 3))
+    for step in steps[:2]:
+        assert planner.has_room(step)
+        planner.reading(step)
+    assert not planner.has_room(steps[2])
+
+    def read() -> None:
+        with contextlib.suppress(RuntimeError):
+            planner.reading(steps[2])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    return planner, cache, steps, reader
+
+
+def test_reading_waits_for_room_until_training_has_left_a_block():
+    planner, cache, steps, reader = reader_of_a_third_block()
+    planner.training_on(steps[:1])
+    planner.trained()  # with the second step, whose batches are there
+    reader.join(0.05)
+    assert reader.is_alive()
+    planner.training_on(steps[1:2])
+    reader.join(10)
+    assert [len(plan) for plan in cache.plans] == [1, 2, 2]
+
+
+def test_reading_has_the_room_to_itself_when_training_is_through_with_all_that_was_read():
+    planner, cache, steps, reader = reader_of_a_third_block()
+    planner.training_on(steps[:2])  # one group: the first block still counts
+    reader.join(0.05)
+    assert reader.is_alive()
+    planner.trained()
+    reader.join(10)
+    assert [len(plan) for plan in cache.plans] == [1, 2, 1]
+
+
+def test_a_reader_that_waits_for_training_ends_when_the_stream_is_closed():
+    planner, cache, _, reader = reader_of_a_third_block()
+    planner.close()
+    reader.join(10)
+    assert not reader.is_alive()
+    assert len(cache.plans) == 2
 
 
 @pytest.mark.parametrize(("limit", "count"), [(None, 8), (25, 4), (9, 2)])
