@@ -37,7 +37,7 @@ data: {{source: tokens, cache: cache, validation_fraction: 0.1}}
 optimizer: {{lr: 3e-3}}
 schedule: {{warmup_steps: 5}}
 precision: {{dtype: bf16}}
-checkpoint: {{interval: 6, keep: 3, mirror: "{mirror}"}}
+checkpoint: {{interval: 6, keep: 3, mirror: "{mirror}", export_final: false}}
 evaluation: {{interval: 15, windows: 8}}
 log: {{interval: 1}}
 """

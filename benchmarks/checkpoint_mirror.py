@@ -18,7 +18,7 @@ model: {{preset: demo_gpt2, vocabulary_multiple: 64, sequence_length: 128}}
 batch: {{micro: 4, accumulation: 1}}
 data: {{source: tokens, cache: cache}}
 optimizer: {{lr: 1e-3}}
-checkpoint: {{interval: {INTERVAL}}}
+checkpoint: {{interval: {INTERVAL}, export_final: false}}
 evaluation: {{interval: 0}}
 log: {{interval: {SKIPPED}}}
 """

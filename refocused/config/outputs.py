@@ -41,6 +41,8 @@ class CheckpointConfig(Section):
         in_background: Written as `async`: training waits only for a copy of the state in host
             memory, which is written while it goes on. The copy's memory is kept (12 bytes a
             parameter, shared by the ranks). A save at the end or for a stop is waited for.
+        export_final: At the end of a run, make `final_model/` of its last step, a folder that
+            transformers load in bfloat16, and copy it to the mirror.
     """
 
     interval: CountOrZero = 1000
@@ -51,6 +53,7 @@ class CheckpointConfig(Section):
     drain_minutes: NotNegative = pydantic.Field(default=30.0, le=100)
     max_failed_saves: Count = 3
     in_background: bool = pydantic.Field(default=False, alias="async")
+    export_final: bool = True
 
 
 class EvaluationConfig(Section):

@@ -34,6 +34,16 @@ def tokenizer_of(weights: ModelWeights, choice: TokenizerChoice | None = None) -
     )
 
 
+def travelled_tokenizer(weights: ModelWeights) -> Any:
+    """Return the tokenizer that a step needs no help to find; None where its run names no files.
+
+    Raises:
+        ShardError: It is damaged, or has ids that the model does not know.
+    """
+    is_bytes = weights.settings["data"].get("tokenizer") == BYTES
+    return tokenizer_of(weights) if is_bytes or weights.step.tokenizer.is_file() else None
+
+
 def as_transformers(content: bytes, *, end_of_text_id: int | None, max_length: int) -> Any:
     """Make transformers' tokenizer of a `tokenizer.json`.
 

@@ -10,6 +10,7 @@ from refocused.checkpoints.mirror_status import MirrorStatus
 from refocused.config.outputs import CheckpointConfig
 from refocused.errors import ExitCode
 from refocused.monitoring.metrics import duration, perplexity
+from refocused.training.final_model import FinalModel
 from refocused.training.loop import Outcome
 from refocused.training.parts import Parts
 from refocused.training.state import TrainState
@@ -18,6 +19,7 @@ from refocused.training.stopping import StopReason, StopRequest
 logger = logging.getLogger(__name__)
 
 _MAX_STEPS = re.compile(r" --max-steps[= ]\S+")  # reached: another takes its place
+_GRAVITY = (ExitCode.OK, ExitCode.NOT_MIRRORED, ExitCode.FAILED)
 INTERRUPTED_DRAIN_S = 5.0  # the launcher kills a stopping rank after 30 s; the mirror goes on
 
 
@@ -30,8 +32,9 @@ def finish(
     folder: Path,
     settings: CheckpointConfig,
     command: str,
+    final_model: FinalModel | None = None,
 ) -> ExitCode:
-    """Wait for the mirror, say how the run ended, return the command's exit code.
+    """Export, wait for the mirror, say how the run ended, return the command's exit code.
 
     Args:
         parts: The run's parts.
@@ -41,7 +44,13 @@ def finish(
         folder: The run's folder.
         settings: How long to wait for the mirror.
         command: What was typed: typed again, it resumes.
+        final_model: What a finished run becomes; None: nothing is made.
     """
+    exporting = None
+    if not outcome.stopped and parts.saver.saved_step == outcome.state.step:
+        exporting = final_model
+    if exporting is not None:
+        exporting.begin(outcome.state.step)
     if outcome.stopped:
         mirrored = parts.saver.drain(INTERRUPTED_DRAIN_S, _Progress())
     else:
@@ -49,6 +58,8 @@ def finish(
     code = outcome.stopped.exit_code
     if not mirrored and not outcome.stopped:
         code = ExitCode.NOT_MIRRORED
+    if exporting is not None:
+        code = max(code, _await_export(parts, exporting, stop, settings), key=_GRAVITY.index)
     if parts.saver.last_save_failed:
         code = ExitCode.FAILED
     if parts.world.is_first:
@@ -65,6 +76,24 @@ def finish(
     )
     parts.reporter.close()
     return code
+
+
+def _await_export(
+    parts: Parts, exporting: FinalModel, stop: StopRequest, settings: CheckpointConfig
+) -> ExitCode:
+    """Wait for the final model; return the exit code that it alone would give."""
+    answer = exporting.wait(settings.drain_minutes * 60, stop)
+    if answer is None:
+        text = "goes on in the background"
+        parts.reporter.event("export_warning", f"final model {exporting.folder}: it {text}")
+        return ExitCode.NOT_MIRRORED
+    if answer.status == "failed":
+        parts.reporter.event("export_failed", f"final model NOT made: {answer.text}")
+        return ExitCode.FAILED
+    missing = settings.mirror is not None and answer.status != "uploaded"
+    kind = "export_warning" if missing else "export"
+    parts.reporter.event(kind, f"final model {exporting.folder}: {answer.text}")
+    return ExitCode.NOT_MIRRORED if missing else ExitCode.OK
 
 
 class _Progress:

@@ -26,6 +26,7 @@ from refocused.training.assembly import (
 )
 from refocused.training.data import DataParts
 from refocused.training.fetching import fetch_together
+from refocused.training.final_model import prepare_final_model
 from refocused.training.limits import Budget, time_limit
 from refocused.training.loop import Outcome, train
 from refocused.training.parts import Parts
@@ -249,6 +250,13 @@ def _finish(job: Job, parts: Parts, outcome: Outcome, stop: StopRequest) -> Exit
         folder=job.folder,
         settings=config.checkpoint,
         command=job.request.command,
+        final_model=prepare_final_model(
+            job.folder,
+            config.checkpoint,
+            world=job.world,
+            credentials_file=job.request.credentials_file,
+            project=job.request.project,
+        ),
     )
 
 

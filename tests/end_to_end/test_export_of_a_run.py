@@ -28,6 +28,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     tiny_run(folder)
     settings = ["data.tokenizer=bytes", "precision.dtype=bf16", "zero.stage=3"]
+    settings += ["checkpoint.export_final=true"]
     ended = train(folder, "--config", "tiny.yaml", *settings, ranks=2)
     assert ended.codes == [0, 0], ended.everything
     return folder
@@ -57,6 +58,22 @@ def test_a_run_is_exported_with_its_tokenizer(
     assert loaded.network.generate(ids, max_new_tokens=5, do_sample=False).equal(written)
     refused = command(capsys, "export", "latest", str(out), code=1)
     assert f"{out} exists already" in refused
+
+
+def test_a_finished_run_has_become_a_model(trained: Path) -> None:
+    run, copied = trained / "runs/tiny", trained / "mirror/tiny/final_model"
+    events = [json.loads(line) for line in (run / "logs/events.jsonl").read_text().splitlines()]
+    (said,) = (event["text"] for event in events if event["kind"] == "export")
+    assert said.startswith("final model runs/tiny/final_model: step 20, ")
+    assert said.endswith(f", also in {copied}")
+    names = {path.name for path in (run / "final_model").iterdir()}
+    assert {"origin.json", "tokenizer.json", "README.md", "model.safetensors"} < names
+    assert {path.name for path in copied.iterdir()} == {*names, "COMMITTED"}
+    loaded = load_model(copied)
+    assert loaded.tokenizer("a").input_ids == [97]
+    step = load_model(run / "checkpoints/checkpoint_step_20")
+    for name, weight in step.network.named_parameters():
+        assert weight.equal(loaded.network.get_parameter(name)), name
 
 
 def test_a_family_of_our_own_is_trained_and_exported(

@@ -14,7 +14,7 @@ data: {source: tokens, cache: cache, validation_fraction: 0.1}
 optimizer: {lr: 3e-3}
 schedule: {warmup_steps: 5}
 precision: {dtype: fp32}
-checkpoint: {interval: 10, mirror: mirror}
+checkpoint: {interval: 10, mirror: mirror, export_final: false}
 evaluation: {interval: 10, windows: 8}
 log: {interval: 1, sample_seconds: 0}
 """

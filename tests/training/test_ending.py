@@ -4,7 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 from run_fakes import FakeReporter, FakeSaver, FakeStop, Log, parts_of
@@ -12,8 +12,10 @@ from run_fakes import FakeReporter, FakeSaver, FakeStop, Log, parts_of
 from refocused.checkpoints.mirror_status import MirrorStatus
 from refocused.config.outputs import CheckpointConfig
 from refocused.errors import ExitCode
+from refocused.inference.final_model import FinalModelAnswer
 from refocused.process_identity import this_process
 from refocused.training.ending import INTERRUPTED_DRAIN_S, finish
+from refocused.training.final_model import FinalModel
 from refocused.training.loop import Outcome
 from refocused.training.state import TrainState
 from refocused.training.stopping import StopReason, StopRequest
@@ -64,6 +66,26 @@ class EndingReporter(FakeReporter):
         self.log.append("closed")
 
 
+@dataclasses.dataclass
+class FakeFinalModel:
+    """A final model that comes to this; None: it is not done in time."""
+
+    log: Log
+    answer: FinalModelAnswer | None
+    folder = Path("final_model")
+
+    def begin(self, step: int) -> None:
+        self.log.append(f"begin {step}")
+
+    def wait(self, timeout_s: float, stop: StopRequest) -> FinalModelAnswer | None:
+        self.log.append(f"wait {timeout_s}")
+        return self.answer
+
+
+def answered(status: Literal["made", "uploaded", "failed"]) -> FinalModelAnswer:
+    return FinalModelAnswer(token="", status=status, text="so it is")
+
+
 def end(
     saver: EndingSaver,
     *,
@@ -71,6 +93,7 @@ def end(
     state: TrainState = DONE,
     sample: str | None = None,
     mirror: str | None = "gs://bucket/runs",
+    final: FakeFinalModel | None = None,
 ) -> ExitCode:
     parts = parts_of(saver.log, saver=saver, reporter=EndingReporter(saver.log))
     settings = CheckpointConfig(mirror=mirror, drain_minutes=2.0)
@@ -83,6 +106,7 @@ def end(
         folder=Path("runs/sample"),
         settings=settings,
         command="deepspeed launch/train.py --max-steps 6",  # reached: another takes its place
+        final_model=cast("FinalModel | None", final),
     )
 
 
@@ -107,6 +131,42 @@ def test_the_exit_code_says_how_it_ended(
     mirrored = changes.get("mirrored", True)
     facts = {"exit_code": code, "stopped_by": stopped.name if stopped else None}
     assert log == [f"{status}: ", f"state {status} {facts | {'mirrored': mirrored}}", "closed"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "mirror", "code", "said"),
+    [
+        (answered("uploaded"), "m", ExitCode.OK, "export: final model final_model: so it is"),
+        (answered("made"), None, ExitCode.OK, "export: final model final_model: so it is"),
+        (
+            answered("made"),
+            "m",
+            ExitCode.NOT_MIRRORED,
+            "export_warning: final model final_model: so it is",
+        ),
+        (answered("failed"), "m", ExitCode.FAILED, "export_failed: final model NOT made: so it is"),
+        (
+            None,
+            "m",
+            ExitCode.NOT_MIRRORED,
+            "export_warning: final model final_model: it goes on in the background",
+        ),
+    ],
+)
+def test_the_final_model_counts_for_the_exit_code(
+    answer: FinalModelAnswer | None, mirror: str | None, code: ExitCode, said: str
+) -> None:
+    log: Log = []
+    assert end(EndingSaver(log), mirror=mirror, final=FakeFinalModel(log, answer)) == code
+    assert log[:3] == ["begin 6", "wait 120.0", said]
+
+
+def test_a_final_model_is_made_of_finished_and_saved_runs_alone() -> None:
+    log: Log = []
+    final = FakeFinalModel(log, answered("made"))
+    end(EndingSaver(log), stopped=StopReason.SIGNAL, final=final)
+    end(EndingSaver(log, last_save_failed=True, saved_step=4), final=final)
+    assert "begin 6" not in log
 
 
 def test_an_interrupted_run_does_not_wait_for_its_mirror_as_long() -> None:

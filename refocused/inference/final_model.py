@@ -1,0 +1,184 @@
+"""A finished run's `final_model/`: its last step as transformers load it, here and mirrored."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import pydantic
+
+from refocused.bucket.bucket import Bucket
+from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.open import open_bucket
+from refocused.bucket.transfer import upload_many
+from refocused.checkpoints.atomic import fsync_path, write_json_atomic
+from refocused.checkpoints.manifest import MANIFEST
+from refocused.checkpoints.remote_steps import COMMITTED
+from refocused.checkpoints.step_directory import StepDirectory, in_use, read_step
+from refocused.errors import BucketError, RefocusedError
+from refocused.inference.export import export_step
+from refocused.inference.model_weights import open_model_weights
+from refocused.inference.tokenizer import travelled_tokenizer
+
+FOLDER = "final_model"
+ORIGIN = "origin.json"  # in the folder: of which save it is
+
+
+class FinalModelRequest(pydantic.BaseModel):
+    """What the process that makes a final model is told.
+
+    Attributes:
+        run: The run's folder.
+        step: The step's directory.
+        token: Tells this request's answer from others.
+        bucket: `gs://bucket/prefix` or a folder that gets a copy; None: nothing does.
+        prefix: Where the copy is below it.
+        credentials_file: Key file for `gs://`; None: what the environment offers.
+        project: Google Cloud project; None: that of the credentials.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    run: Path
+    step: Path
+    token: str
+    bucket: str | None = None
+    prefix: str = ""
+    credentials_file: Path | None = None
+    project: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where the model goes."""
+        return self.run / FOLDER
+
+    @property
+    def answer(self) -> Path:
+        """The file in which the process says how far it is."""
+        return self.run / f"{FOLDER}.json"
+
+
+class FinalModelAnswer(pydantic.BaseModel):
+    """What has become of a request.
+
+    Attributes:
+        token: Of the request.
+        status: `made`: here, and not in the bucket, where one is wanted.
+        text: What to tell a person: the model's size, or why it failed.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    token: str
+    status: Literal["made", "uploaded", "failed"]
+    text: str
+
+
+def answer_to(request: FinalModelRequest) -> FinalModelAnswer:
+    """Make and upload a final model, and write down what became of it."""
+    answer = _made(request)
+    write_json_atomic(request.answer, answer.model_dump())
+    return answer
+
+
+def _made(request: FinalModelRequest) -> FinalModelAnswer:
+    try:
+        text = make_final_model(request)
+    except RefocusedError as error:
+        return FinalModelAnswer(token=request.token, status="failed", text=str(error))
+    if request.bucket is None:
+        return FinalModelAnswer(token=request.token, status="made", text=text)
+    try:
+        bucket = open_bucket(
+            request.bucket, credentials_file=request.credentials_file, project=request.project
+        )
+        upload_folder(request.folder, bucket, request.prefix)
+    except BucketError as error:
+        return FinalModelAnswer(token=request.token, status="made", text=f"{text}. {error}")
+    where = f"{text}, also in {bucket.url.rstrip('/')}/{request.prefix}"
+    return FinalModelAnswer(token=request.token, status="uploaded", text=where)
+
+
+def make_final_model(request: FinalModelRequest) -> str:
+    """Export the step in place of the final model that may be there; return what it is.
+
+    Raises:
+        CheckpointError: The step is damaged, or its export cannot be written.
+        ShardError: Its tokenizer is damaged.
+    """
+    step = read_step(request.step)
+    origin = _origin(step)
+    # A process of an earlier session may still be at it.
+    with (request.run / f".{FOLDER}.lock").open("w") as lock, in_use(step.path):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _read_origin(request.folder) != origin:
+            _replace(request.folder, step, origin)
+    sizes = [path.stat().st_size for path in request.folder.iterdir()]
+    return f"step {step.step:,}, {sum(sizes) / 1e6:,.1f} MB"
+
+
+def _replace(folder: Path, step: StepDirectory, origin: Mapping[str, object]) -> None:
+    fresh, old = (folder.with_name(f".{FOLDER}.{which}") for which in ("new", "old"))
+    for leftover in (fresh, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    weights = open_model_weights(step)
+    export_step(weights, fresh, tokenizer=travelled_tokenizer(weights))
+    write_json_atomic(fresh / ORIGIN, origin)
+    if folder.exists():
+        folder.rename(old)
+    fresh.rename(folder)
+    fsync_path(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _origin(step: StepDirectory) -> dict[str, object]:
+    """Say which save a model is of."""
+    manifest = step.manifest
+    crc = crc32c_of(step.path / MANIFEST)
+    return {"run": manifest.run, "step": manifest.step, "manifest_crc32c": crc}
+
+
+def _read_origin(folder: Path) -> object:
+    try:
+        return json.loads((folder / ORIGIN).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def upload_folder(folder: Path, bucket: Bucket, prefix: str) -> None:
+    """Make a prefix of a bucket the copy of a folder; `COMMITTED` is there when all of it is.
+
+    The marker of another content goes first, so that no reader takes a mixture for a model.
+
+    Raises:
+        BucketError: The bucket cannot be read or written.
+    """
+    files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
+    described = {
+        name: {"bytes": path.stat().st_size, "crc32c": crc32c_of(path)}
+        for name, path in files.items()
+    }
+    content = json.dumps(described, indent=1).encode()
+    marker = f"{prefix}/{COMMITTED}"
+    if bucket.info(marker) is not None and bucket.read(marker) == content:
+        return
+    bucket.delete(marker)
+    for blob in list(bucket.list(f"{prefix}/")):
+        known = described.get(blob.name.removeprefix(f"{prefix}/"))
+        if known is None or blob.crc32c != known["crc32c"]:
+            bucket.delete(blob.name)
+    upload_many(bucket, {f"{prefix}/{name}": path for name, path in files.items()})
+    bucket.write(marker, content)
+
+
+def read_answer(request: FinalModelRequest) -> FinalModelAnswer | None:
+    """Return the answer to a request; None: there is none yet."""
+    try:
+        answer = FinalModelAnswer.model_validate_json(request.answer.read_bytes())
+    except (FileNotFoundError, pydantic.ValidationError):
+        return None
+    return answer if answer.token == request.token else None
