@@ -15,6 +15,7 @@ from pathlib import Path
 from refocused.checkpoints.step_directory import parse_name, step_paths
 from refocused.commands import train
 from refocused.commands.arguments import Parser, dashed
+from refocused.commands.monitor_screen import open_in_screen
 from refocused.commands.quantities import count
 from refocused.commands.supervision import Verdict, may_restart
 from refocused.commands.supervisor import StopSignals, Supervisor
@@ -59,6 +60,11 @@ def build_parser() -> Parser:
         help="start again after a crash, and give up after N starts in a row that ended without "
         "a newer checkpoint (0: never)",
     )
+    add(
+        "--monitor",
+        action="store_true",
+        help="show the run in a screen session besides, which `screen -U -r monitor` opens",
+    )
     return parser
 
 
@@ -77,12 +83,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RefocusedError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    run = Path(section.directory) / section.name
     signals = StopSignals()
     signals.install()
+    if own.monitor:
+        say(open_in_screen(run))
     launches = _Launches(
         typed=given,
         arguments=arguments,
-        run=Path(section.directory) / section.name,
+        run=run,
         grace_seconds=own.grace or (SPOT_GRACE_SECONDS if own.spot else GRACE_SECONDS),
         signals=signals,
         began_seconds=began,

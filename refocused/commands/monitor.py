@@ -41,6 +41,7 @@ def build_parser() -> Parser:
     )
     add("--once", action="store_true", help="print what is to be seen now, and end")
     add("--list", action="store_true", help="print a line for each run, and end")
+    add("--wait", action="store_true", help="the run named may not have begun yet")
     add("--json", action="store_true", help="print it as JSON, and end")
     add("--ascii", action="store_true", help="only ASCII characters (as without a UTF-8 locale)")
     return parser
@@ -50,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     arguments = build_parser().read(argv)
     try:
-        folders = [find_run(name) for name in arguments.run] or runs_by_age()
+        folders = [
+            Path(name) if arguments.wait else find_run(name) for name in arguments.run
+        ] or runs_by_age()
     except ConfigError as error:
         print(str(error).removeprefix("--run "), file=sys.stderr)
         return error.exit_code

@@ -1,0 +1,59 @@
+"""The monitor in a `screen` session, beside a training that starts: `train.sh --monitor`."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+LONGEST_SECONDS = 10.0  # that `screen` may take to answer
+
+
+def open_in_screen(run: Path) -> str:
+    """Open the monitor of a run in a session of its own; return what a person is to be told.
+
+    The session is not of the launch: it outlives training, until somebody quits it, so that the
+    end can be seen. A run that is started again finds its session.
+
+    Args:
+        run: The run's folder, which may not exist yet.
+    """
+    screen, name = shutil.which("screen"), session_name(run)
+    if screen is None:
+        return (
+            "--monitor: screen is not installed (on Debian or Ubuntu: apt-get install screen), so "
+            f"training goes on without it. In another terminal: python launch/monitor.py {run}"
+        )
+    attach = f"screen -U -r {name} shows it (Ctrl+A D leaves, q ends it)"
+    watch = [sys.executable, "-P", "-m", "refocused.commands.monitor"]
+    # Without -U and a terminal of 256 colours the curves and the colours break.
+    opening = [screen, "-U", "-T", "screen-256color", "-dmS", name, *watch]
+    try:
+        listed = _ask([screen, "-ls", name])
+        if re.search(rf"\.{re.escape(name)}\s", listed.stdout):
+            return f"monitor  is there already: {attach}"
+        opened = _ask([*opening, "--wait", str(run.absolute())])
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"--monitor: screen does not answer ({error}); training goes on without it."
+    if opened.returncode:
+        reason = " ".join((opened.stdout + opened.stderr).split()) or f"exit {opened.returncode}"
+        return f"--monitor: screen refuses ({reason}); training goes on without it."
+    return f"monitor  {attach}"
+
+
+def session_name(run: Path) -> str:
+    """Return the name of a run's session; `screen -r monitor` finds it where it is the only one."""
+    return "monitor-" + re.sub(r"[^A-Za-z0-9_-]", "_", run.absolute().name)
+
+
+def _ask(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_SECONDS,
+        check=False,
+    )

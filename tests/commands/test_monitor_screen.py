@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import os
+import pty
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from monitoring.watched_run import GPU, new_run
+
+from refocused.commands.monitor_screen import open_in_screen, session_name
+from refocused.process_identity import this_process
+
+SCREEN = shutil.which("screen")
+needs_screen = pytest.mark.skipif(SCREEN is None, reason="screen is not installed")
+
+
+@pytest.fixture
+def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A place of its own for sessions, all of which end with the test."""
+    folder = tmp_path / "sockets"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("SCREENDIR", str(folder))
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    yield folder
+    for session in folder.iterdir():
+        subprocess.run(["screen", "-S", session.name, "-X", "quit"], check=False)
+
+
+def stand_in(folder: Path, text: str) -> Path:
+    tool = folder / "screen"
+    tool.write_text(f"#!/bin/sh\n{text}\n")
+    tool.chmod(0o755)
+    return tool
+
+
+def attached_to(name: str, *, until: Callable[[str], bool]) -> str:
+    """Open a session as a person's terminal does, and return what comes until that is enough."""
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execvpe("screen", ["screen", "-U", "-r", name], {**os.environ, "TERM": "xterm"})
+    received, ends = b"", time.monotonic() + 30
+    while not until(received.decode(errors="ignore")) and time.monotonic() < ends:
+        if select.select([terminal], [], [], 0.2)[0]:
+            received += os.read(terminal, 65536)
+    os.close(terminal)  # the terminal is closed: the session goes on, detached
+    os.waitpid(process, 0)
+    return received.decode(errors="ignore")
+
+
+def has_curve(text: str) -> bool:
+    return any(0x2800 < ord(sign) < 0x2900 for sign in text)
+
+
+def seen_in(name: str, file: Path, *, size: tuple[int, int]) -> list[str]:
+    """Return the characters that a session shows, in a window of so many."""
+    width, height = size
+    file.unlink(missing_ok=True)
+    for command in (["width", "-w", str(width), str(height)], ["hardcopy", str(file)]):
+        subprocess.run(["screen", "-U", "-S", name, "-X", *command], check=True)
+        time.sleep(0.3)
+    return file.read_text(errors="replace").splitlines() if file.exists() else []
+
+
+@needs_screen
+@pytest.mark.slow
+def test_a_session_shows_the_run_from_before_its_beginning_to_its_end(
+    tmp_path: Path, sockets: Path
+) -> None:
+    folder, copy = tmp_path / "runs" / "one", tmp_path / "copy"
+    assert "screen -U -r monitor-one" in open_in_screen(folder)
+    assert "is there already" in open_in_screen(folder)
+    assert len(list(sockets.iterdir())) == 1
+
+    def wait_for(words: str) -> list[str]:
+        for _ in range(100):
+            lines = seen_in("monitor-one", copy, size=(80, 24))
+            if any(words in line for line in lines):
+                return lines
+        raise AssertionError(f"{words!r} is not among:\n" + "\n".join(lines))
+
+    wait_for("STARTING")
+    run = new_run(tmp_path / "runs")
+    run.begin(pid=this_process().pid, pid_started=this_process().started)
+    run.gpus(GPU)
+    lines = wait_for("TRAINING")
+    assert any("0    97%    48.4/79.6" in line for line in lines)
+    assert has_curve(attached_to("monitor-one", until=has_curve))
+    run.state(step=2000, status="finished", exit_code=0)
+    wait_for("FINISHED")
+    subprocess.run(["screen", "-S", "monitor-one", "-X", "stuff", "q"], check=True)
+    for _ in range(100):
+        if not list(sockets.iterdir()):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the session did not end")
+
+
+def test_without_screen_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "screen is not installed" in open_in_screen(Path("runs/one"))
+
+
+def test_a_screen_that_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, "echo Cannot make directory; exit 1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "screen refuses (Cannot make directory)" in open_in_screen(Path("runs/one"))
+
+
+def test_screen_is_told_to_speak_utf8_and_what_to_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, f'echo "$@" >> {tmp_path}/said')
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    open_in_screen(Path("runs") / "a b")
+    listed, opened = (tmp_path / "said").read_text().splitlines()
+    assert listed == "-ls monitor-a_b"
+    assert opened.startswith("-U -T screen-256color -dmS monitor-a_b ")
+    assert opened.endswith(f"--wait {Path('runs').absolute()}/a b")
+
+
+def test_every_runs_name_is_one_of_a_session() -> None:
+    assert session_name(Path("runs/gpt2-1b.v2")) == "monitor-gpt2-1b_v2"
