@@ -61,15 +61,25 @@ def check_run(config: RunConfig) -> list[Misfit]:
                 "muon gathers whole matrices on the GPU, so zero.offload_optimizer must be none.",
             )
         )
-    if config.evaluation.sample_prompt is not None and config.data.tokenizer != "bytes":
-        misfits.append(
-            Misfit(
-                "evaluation.sample_prompt",
-                "a sample is written and read as bytes, which needs data.tokenizer = bytes, and it "
-                f"is {config.data.tokenizer}. Drop the sample.",
-            )
-        )
+    misfits += _texts_without_tokenizer(config)
     return misfits
+
+
+def _texts_without_tokenizer(config: RunConfig) -> list[Misfit]:
+    """Name what the run reads or writes as text without the files to do so."""
+    data, evaluation = config.data, config.evaluation
+    if data.tokenizer == "unknown":
+        reason = "data.tokenizer, which is unknown. Name the one that made the data"
+    elif data.tokenizer == "gpt2" and data.bpe_folder is None:
+        reason = "the files of gpt2. Name their folder by data.bpe_folder"
+    else:
+        return []
+    wishes = {"sample_prompt": evaluation.sample_prompt is not None, "tasks": evaluation.tasks}
+    return [
+        Misfit(f"evaluation.{name}", f"text is turned into tokens by {reason}, or leave this out.")
+        for name, is_wished in wishes.items()
+        if is_wished
+    ]
 
 
 def check_shape(config: RunConfig, shape: ModelShape) -> list[Misfit]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 import pydantic
@@ -56,20 +57,35 @@ class CheckpointConfig(Section):
     export_final: bool = True
 
 
+def _task(value: str) -> str:
+    if not re.fullmatch(r"([a-z_]+=)?[^=]+\.jsonl", value):
+        raise ValueError("a task is NAME=FILE.jsonl, as hellaswag=data/hellaswag_val.jsonl")
+    return value
+
+
 class EvaluationConfig(Section):
-    """Validation inside the run.
+    """Validation, tasks and samples inside the run; each also at the end.
 
     Attributes:
         interval: Steps between validations; 0 validates only at the end.
         windows: Windows of one validation over all ranks, always the same ones.
-        sample_prompt: Text that the finished model continues in the summary; None: no sample. Only
-            of models of bytes (`data.tokenizer: bytes`).
-        sample_tokens: Tokens of that sample.
+        tasks: Questions put to the model, each `NAME=FILE.jsonl` with a name of hellaswag, piqa,
+            lambada, multiple_choice; or a file in the last one's form. They need the tokenizer's
+            own files (`data.tokenizer`), as samples do.
+        task_interval: Steps between tasks; 0 puts them only at the end.
+        task_items: First items of each task that are put; the ranks share them.
+        sample_prompt: Text that the model continues; None: no sample.
+        sample_interval: Steps between samples; 0 writes one only at the end, in the summary.
+        sample_tokens: Tokens of a sample.
     """
 
     interval: CountOrZero = 1000
     windows: Count = 256
-    sample_prompt: str | None = None
+    tasks: tuple[Annotated[str, pydantic.AfterValidator(_task)], ...] = ()
+    task_interval: CountOrZero = 0
+    task_items: Count = 1000
+    sample_prompt: Annotated[str, pydantic.Field(min_length=1)] | None = None
+    sample_interval: CountOrZero = 0
     sample_tokens: Count = 200
 
 

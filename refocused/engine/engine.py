@@ -164,6 +164,20 @@ class Engine:
             self._engine.train()
         return logits.float()
 
+    def label_scores(
+        self, input_ids: Tensor, labels: Tensor, *, vocabulary: int
+    ) -> tuple[Tensor, Tensor]:
+        """Rate the labels as `CausalLM.label_scores` does; every rank must call as often."""
+        self._engine.eval()
+        try:
+            with torch.no_grad():
+                found: tuple[Tensor, Tensor] = self._engine.module.label_scores(
+                    input_ids.to(self._device), labels.to(self._device), vocabulary=vocabulary
+                )
+        finally:
+            self._engine.train()
+        return found
+
     def save_shards(self, folder: Path) -> ShardsWritten:
         """Write this rank's part below `folder`, in `zero/` and `ranks/`; every rank must call.
 

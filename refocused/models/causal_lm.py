@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from refocused.models.attention import document_mask
 from refocused.models.head_loss import LossHead
+from refocused.models.label_scores import label_scores
 
 LARGEST_LOGIT_TERM = 1.0  # nats; beyond it the weights are drawn too wide to train from
 DEFAULT_INITIALIZER_RANGE = 0.02  # of both families in transformers
@@ -53,6 +54,21 @@ class CausalLM(nn.Module):
         """Return the predictions `[B, T, V]` for the token after each one."""
         logits: Tensor = self.network.get_output_embeddings()(self._hidden(input_ids))
         return logits
+
+    def label_scores(
+        self, input_ids: Tensor, labels: Tensor, *, vocabulary: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return each row's sum of log-probabilities and its misses, as `label_scores` does.
+
+        The head is called once, so that ranks may bring different numbers of labels.
+
+        Args:
+            input_ids: Tokens `[B, T]`.
+            labels: The tokens that follow, `[B, T]`, already shifted; -100 is not counted.
+            vocabulary: Ids that can be predicted, without the padding.
+        """
+        head, hidden = self.network.get_output_embeddings(), self._hidden(input_ids)
+        return label_scores(head, hidden, labels, vocabulary=vocabulary)
 
     def _hidden(self, input_ids: Tensor) -> Tensor:
         documents: dict[str, Tensor] = {}

@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Callable
 from typing import Literal
 
-Activity = Literal["step", "validation", "save"]
+Activity = Literal["step", "validation", "tasks", "sample", "save"]
 MEDIAN_STEPS = 50
 WARM_UP_STEPS = 10
 
 
 class Throughput:
-    """Splits the session's time into steps, validations and saves.
+    """Splits the session's time into steps and what comes between them.
 
     The first steps compile, allocate and fill caches; they are left out of the median as soon as
     there are later ones.
@@ -29,7 +29,12 @@ class Throughput:
         self._started = self._last = clock()
         self._steps: collections.deque[float] = collections.deque(maxlen=MEDIAN_STEPS)
         self._count = 0
-        self._others: dict[Activity, list[float]] = {"validation": [], "save": []}
+        self._others: dict[Activity, list[float]] = {
+            "validation": [],
+            "tasks": [],
+            "sample": [],
+            "save": [],
+        }
 
     def lap(self, activity: Activity, *, continued: bool = False) -> float:
         """Book the time since the last call on an activity; return it in seconds.
@@ -61,14 +66,18 @@ class Throughput:
         """The median of the last steps; None before the first."""
         return statistics.median(self._steps) if self._steps else None
 
-    def seconds_left(self, *, steps: int, validations: int, saves: int) -> float | None:
-        """Return the time that so many steps, validations and saves will take; None: unknown."""
+    def seconds_left(
+        self, *, steps: int, validations: int, saves: int, tasks: int = 0, samples: int = 0
+    ) -> float | None:
+        """Return the time that so many of each will take; None: unknown."""
         if self.step_seconds is None:
             return None
         return steps * self.step_seconds + sum(
             count * statistics.fmean(times)
             for count, times in (
                 (validations, self._others["validation"]),
+                (tasks, self._others["tasks"]),
+                (samples, self._others["sample"]),
                 (saves, self._others["save"]),
             )
             if times

@@ -33,8 +33,6 @@ from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, counted_parame
 from refocused.monitoring.profile import StepProfiler
 from refocused.monitoring.throughput import Throughput
 from refocused.process_identity import identify
-from refocused.shards.tokenizer_files import tokenizer_file
-from refocused.shards.tokenizers import GPT2, TokenizerChoice
 from refocused.training.cadence import Cadence
 from refocused.training.data import DataParts, build_data
 from refocused.training.host_memory import (
@@ -46,6 +44,7 @@ from refocused.training.parts import Parts
 from refocused.training.planning import Plan
 from refocused.training.reporter import Reporter, RunFigures
 from refocused.training.saver import Saver
+from refocused.training.texts import build_texts
 from refocused.world import World
 
 
@@ -180,6 +179,14 @@ def assemble_parts(job: Job, data: DataParts, built: Built) -> Parts:
     config, world = job.loaded.config, job.world
     engine, parameters = built.engine, built.parameters
     rows = job.loaded.shape.padded_vocabulary(config.model.vocabulary_multiple)
+    texts = build_texts(
+        config.data,
+        config.evaluation,
+        vocabulary=job.loaded.shape.vocabulary,
+        context_tokens=config.model.sequence_length,
+        seed=config.run.seed,
+        world=world,
+    )
     figures = _figures(job, data)
     throughput = Throughput(time.monotonic)
     reporter = Reporter(
@@ -198,7 +205,7 @@ def assemble_parts(job: Job, data: DataParts, built: Built) -> Parts:
         Checkpointer(
             job.checkpoints,
             world=world,
-            facts=_facts(job, data, parameters),
+            facts=_facts(job, data, parameters, texts.tokenizer_json),
             allowed_changes=job.request.allowed_changes,
         ),
         folder=job.checkpoints,
@@ -223,7 +230,10 @@ def assemble_parts(job: Job, data: DataParts, built: Built) -> Parts:
         throughput=throughput,
         reporter=reporter,
         saver=saver,
+        vocabulary=job.loaded.shape.vocabulary,
         vocabulary_rows=rows,
+        tasks=texts.tasks,
+        sampler=texts.sampler,
         profiler=_profiler(job, reporter),
         untrained_loss=untrained_loss(
             rows=rows,
@@ -274,6 +284,8 @@ def _figures(job: Job, data: DataParts) -> RunFigures:
             validation=config.evaluation.interval,
             checkpoint=config.checkpoint.interval,
             keep_epochs=config.checkpoint.keep_epochs,
+            tasks=config.evaluation.task_interval if config.evaluation.tasks else 0,
+            sample=config.evaluation.sample_interval if config.evaluation.sample_prompt else 0,
         ),
         mfu=functools.partial(
             mfu_fraction,
@@ -288,7 +300,7 @@ def _figures(job: Job, data: DataParts) -> RunFigures:
     )
 
 
-def _facts(job: Job, data: DataParts, parameters: int) -> RunFacts:
+def _facts(job: Job, data: DataParts, parameters: int, tokenizer_json: bytes | None) -> RunFacts:
     """Collect what every checkpoint of the run says alike."""
     config = job.loaded.config
     return RunFacts(
@@ -305,18 +317,8 @@ def _facts(job: Job, data: DataParts, parameters: int) -> RunFacts:
         parameters=parameters,
         run_yaml=render_run(config),
         model_json=json.dumps(dict(job.loaded.shape.settings), indent=1),
-        tokenizer_json=job.world.first_does(lambda: _tokenizer(job)),
+        tokenizer_json=tokenizer_json,
     )
-
-
-def _tokenizer(job: Job) -> bytes | None:
-    """Read the tokenizer that travels in the checkpoints; None where the run names no files."""
-    data = job.loaded.config.data
-    if data.tokenizer == "unknown" or (data.tokenizer == GPT2 and data.bpe_folder is None):
-        return None
-    folder = Path(data.bpe_folder).expanduser() if data.bpe_folder is not None else None
-    choice = TokenizerChoice(data.tokenizer, bpe_folder=folder)
-    return tokenizer_file(choice, vocabulary=job.loaded.shape.vocabulary)
 
 
 def _mirror(job: Job) -> CheckpointMirror | None:

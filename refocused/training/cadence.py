@@ -16,12 +16,16 @@ class Cadence:
         validation: Between validations.
         checkpoint: Between saves.
         keep_epochs: The end of an epoch is followed by a save too.
+        tasks: Between tasks.
+        sample: Between samples.
     """
 
     log: int
     validation: int
     checkpoint: int
     keep_epochs: bool = False
+    tasks: int = 0
+    sample: int = 0
 
     def log_due(self, step: int) -> bool:
         """Whether this step ends with a log line."""
@@ -30,6 +34,18 @@ class Cadence:
     def validation_due(self, step: int) -> bool:
         """Whether this step is followed by a validation."""
         return _due(step, self.validation)
+
+    def tasks_due(self, step: int) -> bool:
+        """Whether this step is followed by tasks."""
+        return _due(step, self.tasks)
+
+    def sample_due(self, step: int) -> bool:
+        """Whether this step is followed by a sample."""
+        return _due(step, self.sample)
+
+    def evaluation_due(self, step: int) -> bool:
+        """Whether this step is followed by any of the three."""
+        return self.validation_due(step) or self.tasks_due(step) or self.sample_due(step)
 
     def checkpoint_due(self, step: int) -> bool:
         """Whether this step is followed by a save."""
@@ -57,6 +73,14 @@ class Cadence:
     def validations_left(self, step: int, total_steps: int) -> int:
         """Count the validations after a step; the last step always has one."""
         return _left(step, total_steps, self.validation)
+
+    def tasks_left(self, step: int, total_steps: int) -> int:
+        """Count the times that tasks are put after a step; the last step always has them."""
+        return _left(step, total_steps, self.tasks)
+
+    def samples_left(self, step: int, total_steps: int) -> int:
+        """Count the samples after a step; that of the last one is part of the summary."""
+        return max(0, _left(step, total_steps, self.sample) - 1)
 
     def saves_left(self, step: int, total_steps: int) -> int:
         """Count the saves after a step; the last step always has one."""

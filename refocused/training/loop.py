@@ -11,6 +11,7 @@ import torch
 from refocused.batches.batch import Batch
 from refocused.checkpoints.tiers import Tier
 from refocused.engine.schedule import learning_rate
+from refocused.training.evaluation import evaluate
 from refocused.training.fetching import fetch_together
 from refocused.training.finite_steps import FiniteSteps, StepTaken
 from refocused.training.garbage import Garbage
@@ -18,7 +19,7 @@ from refocused.training.out_of_memory import explaining_lack_of_memory
 from refocused.training.parts import Parts
 from refocused.training.state import TrainState
 from refocused.training.stopping import StopReason, StopRequest
-from refocused.training.validation import make_up_validation, validate
+from refocused.training.validation import make_up_validation
 from refocused.world import World
 
 
@@ -69,9 +70,9 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
                 state = parts.reporter.step(state, taken.losses.mean(), batches.wait_seconds)
                 garbage.collect()
                 parts.saver.watch_mirror()
-            if not stopping and (last or parts.cadence.validation_due(state.step)):
+            if not stopping and (last or parts.cadence.evaluation_due(state.step)):
                 finite.settle()
-                state = validate(parts, state, stop)
+                state = evaluate(parts, state, stop)
                 stopping = stop.agreed()
             tiers = parts.cadence.reasons_to_save(
                 state.step,

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from refocused.batches.batch import Batch
 from refocused.batches.loader import Loader
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.engine.engine import Engine
+from refocused.inference.multiple_choice import Examination
 from refocused.monitoring.profile import StepProfiler
 from refocused.monitoring.throughput import Throughput
 from refocused.training.cadence import Cadence
 from refocused.training.reporter import Reporter
+from refocused.training.sample import Sampler
 from refocused.training.saver import Saver
 from refocused.world import World
 
@@ -25,8 +27,11 @@ class Parts:
     Attributes:
         validation_batches: Yields this rank's validation batches, the same ones at every call;
             none without validation data.
+        vocabulary: Ids that can be predicted.
         vocabulary_rows: Rows of the embedding, padding included.
         untrained_loss: What a right initialisation gives on random tokens, in nats.
+        tasks: Questions that are put to the model, the same on every rank.
+        sampler: Lets the model write; None: it is not asked to.
         profiler: Traces some of this session's steps; None: on other ranks, and when not asked to.
     """
 
@@ -42,6 +47,9 @@ class Parts:
     throughput: Throughput
     reporter: Reporter
     saver: Saver
+    vocabulary: int
     vocabulary_rows: int
     untrained_loss: float
+    tasks: Sequence[Examination] = ()
+    sampler: Sampler | None = None
     profiler: StepProfiler | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.engine.engine import Engine
 from refocused.engine.schedule import learning_rate
 from refocused.estimate.work import CREDIBLE_MFU
+from refocused.inference.multiple_choice import TaskResult
 from refocused.monitoring.metrics import StepMetrics, duration, perplexity
 from refocused.monitoring.records import JsonLines, write_state
 from refocused.monitoring.throughput import Throughput
@@ -147,6 +148,27 @@ class Reporter:
             }
         )
 
+    def tasks(self, state: TrainState, results: Sequence[TaskResult], seconds: float) -> None:
+        """Report how the model did at the tasks of the run."""
+        if self._metrics is None:
+            return
+        scores = [_scores(one) for one in results]
+        logger.info("tasks%7s %s | %s", f"{state.step:,}", " | ".join(scores), duration(seconds))
+        self._metrics.write(
+            {
+                "kind": "tasks",
+                "step": state.step,
+                "tokens": state.tokens,
+                "seconds": seconds,
+                "tasks": {one.task: one.as_record() for one in results},
+            }
+        )
+
+    def sample(self, state: TrainState, text: str, seconds: float) -> None:
+        """Report what the model writes."""
+        line = f"sample{state.step:>6,} {text!r} | {duration(seconds)}"
+        self.event("sample", line, step=state.step, sample=text, seconds=seconds)
+
     def performance(self, kind: str, step: int, **figures: object) -> None:
         """Record what something cost; its kind opens the names of its figures."""
         if self._performance is not None:
@@ -216,6 +238,8 @@ class Reporter:
             steps=figures.total_steps - state.step,
             validations=figures.cadence.validations_left(state.step, figures.total_steps),
             saves=figures.cadence.saves_left(state.step, figures.total_steps),
+            tasks=figures.cadence.tasks_left(state.step, figures.total_steps),
+            samples=figures.cadence.samples_left(state.step, figures.total_steps),
         )
         price = figures.per_hour_usd
         mfu = figures.mfu(speed) if speed else None
@@ -266,6 +290,15 @@ class Reporter:
         waited, passed = waited_seconds - self._waited, now - self._reported_at
         self._waited, self._reported_at = waited_seconds, now
         return min(1.0, waited / passed) if passed > 0 else 0.0
+
+
+def _scores(result: TaskResult) -> str:
+    """Write a task's measures with their standard errors."""
+    text = result.task
+    for name, measure in result.measures.items():
+        error = measure.standard_error
+        text += f" {name} {measure.value:.4f}" + ("" if error is None else f" +- {error:.4f}")
+    return f"{text} ({result.items:,} items)"
 
 
 def _by_source(values: Mapping[str, object]) -> dict[str, object]:

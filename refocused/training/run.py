@@ -39,7 +39,6 @@ from refocused.training.resuming import (
     start_or_resume,
 )
 from refocused.training.run_folder import find_keepers, require_one_mirror, writing
-from refocused.training.sample import write_sample
 from refocused.training.sampling import start_sampling
 from refocused.training.session import Session
 from refocused.training.sole_trainer import claim_run
@@ -233,15 +232,8 @@ def _train_and_finish(
 def _finish(job: Job, parts: Parts, outcome: Outcome, stop: StopRequest) -> ExitCode:
     """Write the sample, then end the run."""
     config, sample = job.loaded.config, None
-    if config.evaluation.sample_prompt is not None and not outcome.stopped:
-        sample = write_sample(
-            parts.engine,
-            config.evaluation.sample_prompt,
-            tokens=config.evaluation.sample_tokens,
-            sequence_length=config.model.sequence_length,
-            vocabulary=job.loaded.shape.vocabulary,
-            seed=config.run.seed,
-        )
+    if parts.sampler is not None and not outcome.stopped:
+        sample = parts.sampler.write(parts.engine, stopping=stop.agreed)
     return ending.finish(
         parts,
         outcome,

@@ -131,7 +131,7 @@ def test_an_unknown_key_names_its_line_and_what_was_meant(tmp_path: Path) -> Non
         ),
         ("batch.micro=3", "batch.windows = 8: not a multiple of batch.micro = 3"),
         ("model.sequence_length=65", "model.sequence_length = 65: gpt2_tiny goes up to 64."),
-        ("evaluation.sample_prompt=Hi", "needs data.tokenizer = bytes, and it is unknown."),
+        ("evaluation.sample_prompt=Hi", "tokens by data.tokenizer, which is unknown."),
         ("model.preset=gpt2_tini", "model.preset = 'gpt2_tini': no file gpt2_tini.json. Did you"),
         ("zero.fragment=nvm", "zero.fragment = 'nvm': no file nvm.json. Did you mean nvme?"),
         ("zero.fragment=nvme", "offload_optimizer is of use only with zero.offload_optimizer"),

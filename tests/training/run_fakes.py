@@ -19,6 +19,7 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.engine.finite import Verdict
 from refocused.errors import RefocusedError
+from refocused.inference.multiple_choice import TaskResult
 from refocused.monitoring.throughput import Throughput
 from refocused.training.cadence import Cadence
 from refocused.training.parts import Parts
@@ -80,6 +81,13 @@ class FakeEngine:
     def validation_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         self.log.append("validate")
         return torch.tensor(self.validation(input_ids, labels))
+
+    def label_scores(
+        self, input_ids: Tensor, labels: Tensor, *, vocabulary: int
+    ) -> tuple[Tensor, Tensor]:
+        """Find a row the likelier the smaller its first id is."""
+        self.log.append(f"rate {len(input_ids)}")
+        return -input_ids[:, 0].double(), torch.zeros(len(input_ids))
 
     def gradient_norm(self) -> float | None:
         return self.norm
@@ -146,6 +154,13 @@ class FakeReporter:
 
     def validation(self, state: TrainState, seconds: float, by_source: Mapping[str, float]) -> None:
         self.log.append(f"tell {state.validation_loss}")
+
+    def tasks(self, state: TrainState, results: Sequence[TaskResult], seconds: float) -> None:
+        told = [f"{one.task} {one.measures['acc'].value:.2f}" for one in results]
+        self.log.append(f"tell {' '.join(told)} after {state.step}")
+
+    def sample(self, state: TrainState, text: str, seconds: float) -> None:
+        self.log.append(f"tell {text!r} after {state.step}")
 
     def booked(self, state: TrainState) -> TrainState:
         return dataclasses.replace(state, seconds=self.seconds)
@@ -218,6 +233,7 @@ def parts_of(
         "throughput": Throughput(Clock()),
         "reporter": FakeReporter(log),
         "saver": FakeSaver(log),
+        "vocabulary": 500,
         "vocabulary_rows": 512,
         "untrained_loss": math.log(512),
     }

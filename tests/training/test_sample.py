@@ -1,12 +1,19 @@
 from __future__ import annotations
 
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import torch
+from shards.text_samples import word_file
 from torch import Tensor
 
 from refocused.engine.engine import Engine
-from refocused.training.sample import BYTE_IDS, TOP_K, write_sample
+from refocused.inference.tokenizer import as_transformers
+from refocused.shards.tokenizer_files import tokenizer_file
+from refocused.shards.tokenizers import TokenizerChoice
+from refocused.training.sample import TOP_K, Sampler
+
+END = 256
 
 
 class ScriptedEngine:
@@ -19,23 +26,25 @@ class ScriptedEngine:
     def next_token_logits(self, input_ids: Tensor) -> Tensor:
         self.contexts.append(input_ids[0].tolist())
         logits = torch.full((1, self.vocabulary), -20.0)
-        logits[0, (int(input_ids[0, -1]) + 1) % BYTE_IDS] = 20.0
-        logits[0, BYTE_IDS:] = 50.0  # ids that are no bytes are the likeliest of all
+        last = int(input_ids[0, -1])
+        logits[0, END if last == ord("~") else last + 1] = 20.0
+        logits[0, END + 1 :] = 50.0  # ids that mean nothing are the likeliest of all
         return logits
 
 
+def bytes_tokenizer() -> Any:
+    content = tokenizer_file(TokenizerChoice("bytes"), vocabulary=512)
+    return as_transformers(content, end_of_text_id=None, max_length=64)
+
+
 def sample(engine: object, prompt: str, *, tokens: int, length: int = 8, seed: int = 0) -> str:
-    return write_sample(
-        cast("Engine", engine),
-        prompt,
-        tokens=tokens,
-        sequence_length=length,
-        vocabulary=512,
-        seed=seed,
-    )
+    sampler = Sampler(bytes_tokenizer(), prompt, tokens, context_tokens=length, seed=seed)
+    text = sampler.write(cast("Engine", engine))
+    assert text is not None
+    return text
 
 
-def test_the_likely_bytes_follow_the_prompt_and_nothing_that_is_no_byte() -> None:
+def test_the_likely_bytes_follow_the_prompt_and_nothing_without_a_meaning() -> None:
     assert sample(ScriptedEngine(), "ab", tokens=5) == "abcdefg"
 
 
@@ -46,8 +55,25 @@ def test_the_context_is_no_longer_than_what_was_trained_on() -> None:
     assert engine.contexts[-1] == list(b"cdef")
 
 
+def test_a_text_that_ends_is_written_up_to_there() -> None:
+    engine = ScriptedEngine()
+    assert sample(engine, "{", tokens=5) == "{|}~"
+    assert len(engine.contexts) == 5  # by every rank, whichever of them sees the end
+
+
 def test_bytes_that_are_no_text_are_replaced() -> None:
     assert sample(ScriptedEngine(), "\x7f", tokens=1) == "\x7f\ufffd"
+
+
+def test_a_stop_ends_it() -> None:
+    sampler = Sampler(bytes_tokenizer(), "a", 50, context_tokens=8, seed=0)
+    engine = ScriptedEngine()
+
+    def stopping() -> bool:
+        return len(engine.contexts) == 3
+
+    assert sampler.write(cast("Engine", engine), stopping=stopping) is None
+    assert len(engine.contexts) == 3
 
 
 class EvenEngine(ScriptedEngine):
@@ -64,3 +90,16 @@ def test_draws_repeat_with_their_seed_and_come_from_the_likeliest() -> None:
     assert text == sample(EvenEngine(), "A", tokens=300)
     assert text != sample(EvenEngine(), "A", tokens=300, seed=1)
     assert {*text} == {chr(65 + place) for place in range(TOP_K)}
+
+
+def test_any_tokenizer_writes(tmp_path: Path) -> None:
+    class Cats:
+        def next_token_logits(self, input_ids: Tensor) -> Tensor:
+            logits = torch.zeros(1, 8)
+            logits[0, 1] = 90.0
+            return logits
+
+    content = word_file(tmp_path / "words.json").read_bytes()
+    tokenizer = as_transformers(content, end_of_text_id=None, max_length=9)
+    sampler = Sampler(tokenizer, "the", 3, context_tokens=9, seed=0)
+    assert sampler.write(cast("Engine", Cats())) == "the cat cat cat"
