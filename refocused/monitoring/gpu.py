@@ -18,6 +18,7 @@ from refocused.monitoring.gpu_numbers import local_ranks
 from refocused.monitoring.samples import GpuSample
 
 GIB = 2**30
+SLOW_SECONDS = 30.0
 # NVML's reasons for a lower clock that are no good sign. 0x4, the power limit, is normal.
 THROTTLE_REASONS = {
     pynvml.nvmlClocksEventReasonHwSlowdown: "hw_slowdown",
@@ -98,7 +99,8 @@ class GpuReader:
         """
         _open_library()
         self._clock = clock
-        self._traffic: dict[int, tuple[float, int | None, int | None]] = {}
+        self._counted: dict[int, tuple[float, int | None, int | None]] = {}
+        self._slow_values: dict[int, tuple[float | None, Mapping[str, Any]]] = {}
         gpus = [_opened(index) for index in range(pynvml.nvmlDeviceGetCount())]
         owners = local_ranks(
             [(gpu.facts.get("uuid"), gpu.facts.get("name")) for gpu in gpus],
@@ -131,25 +133,32 @@ class GpuReader:
         if gpu.handle is None:
             return GpuSample(**gpu.facts, lost=True)
         try:
-            return GpuSample(**gpu.facts, **_measured(gpu.handle), **self._links(gpu))
+            return GpuSample(
+                **gpu.facts, **_measured(gpu.handle), **self._slow(gpu), **self._traffic(gpu)
+            )
         except _LostError:
+            self._slow_values.pop(gpu.facts["index"], None)
             return GpuSample(**gpu.facts, lost=True)
 
-    def _links(self, gpu: _Gpu) -> dict[str, Any]:
-        """Read the fields that come in one call: NVLinks, and the temperature of the memory."""
-        total = gpu.facts.get("nvlinks_total") or 0
-        states = [(pynvml.NVML_FI_DEV_NVLINK_GET_STATE, link) for link in range(total)]
-        errors = [(field, 0) for field in _LINK_ERRORS] if total else []
-        traffic = [_LINK_SENT, _LINK_RECEIVED] if total else []
-        found = _fields(gpu.handle, [_MEMORY_TEMPERATURE, *states, *errors, *traffic])
-        known = [state for link in states if (state := found.get(link)) is not None]
+    def _slow(self, gpu: _Gpu) -> Mapping[str, Any]:
+        """Return what rarely changes and is many values: asked every `SLOW_SECONDS`."""
+        now, index = self._clock(), gpu.facts["index"]
+        asked, values = self._slow_values.get(index, (None, {}))
+        if asked is None or now - asked >= SLOW_SECONDS:
+            links = gpu.facts.get("nvlinks_total") or 0
+            values = {**_health(gpu.handle), **_links(gpu.handle, links)}
+            self._slow_values[index] = (now, values)
+        return values
+
+    def _traffic(self, gpu: _Gpu) -> dict[str, Any]:
+        """Return the fields that come in one call and change all the time."""
+        links = [_LINK_SENT, _LINK_RECEIVED] if gpu.facts.get("nvlinks_total") else []
+        found = _fields(gpu.handle, [_MEMORY_TEMPERATURE, *links])
         sent, received = self._rates(
             gpu.facts["index"], found.get(_LINK_SENT), found.get(_LINK_RECEIVED)
         )
         return {
             "memory_temperature_celsius": found.get(_MEMORY_TEMPERATURE),
-            "nvlinks_active": sum(state == _LINK_UP for state in known) if known else None,
-            "nvlink_errors": _sum(found.get(error) for error in errors),
             "nvlink_sent_gib_per_second": sent,
             "nvlink_received_gib_per_second": received,
         }
@@ -158,8 +167,8 @@ class GpuReader:
         self, index: int, sent_kib: int | None, received_kib: int | None
     ) -> tuple[float | None, float | None]:
         """Return GiB a second since the last sample, from what was ever sent and received."""
-        now, before = self._clock(), self._traffic.get(index)
-        self._traffic[index] = (now, sent_kib, received_kib)
+        now, before = self._clock(), self._counted.get(index)
+        self._counted[index] = (now, sent_kib, received_kib)
         if before is None or now <= before[0]:
             return None, None
         seconds = now - before[0]
@@ -230,8 +239,6 @@ def _measured(handle: Any) -> dict[str, Any]:
     rates = _asked(pynvml.nvmlDeviceGetUtilizationRates, handle)
     memory = _asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
     bits = _asked(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
-    rows = _asked(pynvml.nvmlDeviceGetRemappedRows, handle) or (None, None, None, None)
-    mig = _asked(pynvml.nvmlDeviceGetMigMode, handle)
     return {
         "utilization_fraction": None if rates is None else rates.gpu / 100,
         "memory_used_gib": None if memory is None else round(memory.used / GIB, 3),
@@ -246,6 +253,19 @@ def _measured(handle: Any) -> dict[str, Any]:
         "clock_event_bits": bits,
         "ecc_corrected": _ecc(handle, pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
         "ecc_uncorrected": _ecc(handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
+        "processes": _processes(handle),
+    }
+
+
+def _health(handle: Any) -> dict[str, Any]:
+    """Return what tells of old damage and of a wrong set-up.
+
+    Raises:
+        _LostError: The GPU is gone.
+    """
+    rows = _asked(pynvml.nvmlDeviceGetRemappedRows, handle) or (None, None, None, None)
+    mig = _asked(pynvml.nvmlDeviceGetMigMode, handle)
+    return {
         "remapped_rows": _sum(rows[:2]),
         "remap_pending": _yes(rows[2]),
         "remap_failed": _yes(rows[3]),
@@ -253,7 +273,20 @@ def _measured(handle: Any) -> dict[str, Any]:
         "pcie_width": _asked(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
         "pcie_replays": _asked(pynvml.nvmlDeviceGetPcieReplayCounter, handle),
         "mig": None if mig is None else bool(mig[0]),
-        "processes": _processes(handle),
+    }
+
+
+def _links(handle: Any, count: int) -> dict[str, Any]:
+    """Return how many of a GPU's NVLinks are up, and their errors."""
+    if not count:
+        return {"nvlinks_active": None, "nvlink_errors": None}
+    states = [(pynvml.NVML_FI_DEV_NVLINK_GET_STATE, link) for link in range(count)]
+    errors = [(field, 0) for field in _LINK_ERRORS]
+    found = _fields(handle, [*states, *errors])
+    known = [state for link in states if (state := found.get(link)) is not None]
+    return {
+        "nvlinks_active": sum(state == _LINK_UP for state in known) if known else None,
+        "nvlink_errors": _sum(found.get(error) for error in errors),
     }
 
 

@@ -59,7 +59,7 @@ def test_a_killed_run_is_told_and_the_next_one_is_watched_again(tmp_path: Path) 
     assert {line["kind"] for line in lines(samples)} <= {"system", "gpu"}
 
     before = len(lines(samples))
-    again = ForkedRanks(2, [*SETTINGS, "--resume", "none", "run.steps=3"], folder=tmp_path)
+    again = ForkedRanks(2, [*SETTINGS, "--resume", "none", "run.steps=6"], folder=tmp_path)
     with contextlib.ExitStack() as stack:
         stack.callback(again.kill)
         ended = again.wait()

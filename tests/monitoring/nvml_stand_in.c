@@ -3,7 +3,7 @@
    What it answers stands in the text file that STAND_IN_NVML names, read when it changes:
        init 9                an error of nvmlInit
        gpus 8                how many there are
-       3 temperature 88      a value of GPU 3; `*` means all GPUs, a later line wins
+       3 temperature 88      a value of GPU 3
        7 lost 1              every call about GPU 7 answers GPU_IS_LOST
    What no line names is not supported (3). The numbers are those of nvml.h. */
 
@@ -16,8 +16,11 @@ enum { OK = 0, INVALID = 2, UNSUPPORTED = 3, INSUFFICIENT = 7, LOST = 15 };
 typedef int Return;
 typedef unsigned long Handle; /* 1 + index */
 
-static struct { char who[16], what[64], value[128]; } facts[512];
-static int fact_count;
+enum { MACHINE, GPUS = 16, FACTS = 64 };
+typedef struct { char what[64], value[128]; } Fact;
+static Fact facts[1 + GPUS][FACTS]; /* of the machine, then of each GPU */
+static int fact_counts[1 + GPUS];
+static int is_frozen; /* several values are being asked for in one call */
 
 /* Read the file, when it is another one than before. */
 static void refresh(void) {
@@ -25,41 +28,37 @@ static void refresh(void) {
     struct stat now;
     char line[256];
     const char *path = getenv("STAND_IN_NVML");
-    if (!path || stat(path, &now)) return;
+    if (is_frozen || !path || stat(path, &now)) return;
     if (now.st_ino == seen.st_ino && now.st_mtim.tv_sec == seen.st_mtim.tv_sec &&
         now.st_mtim.tv_nsec == seen.st_mtim.tv_nsec && now.st_size == seen.st_size) return;
     seen = now;
-    fact_count = 0;
+    memset(fact_counts, 0, sizeof fact_counts);
     FILE *file = fopen(path, "r");
-    while (file && fact_count < 512 && fgets(line, sizeof line, file)) {
-        char *who = facts[fact_count].who, *what = facts[fact_count].what;
-        char *value = facts[fact_count].value;
-        int is_machine = line[0] != '*' && (line[0] < '0' || line[0] > '9');
-        if (is_machine) strcpy(who, "");
-        fact_count += is_machine ? sscanf(line, "%63s %127[^\n]", what, value) == 2
-                                : sscanf(line, "%15s %63s %127[^\n]", who, what, value) == 3;
+    while (file && fgets(line, sizeof line, file)) {
+        int is_gpu = line[0] >= '0' && line[0] <= '9', who = is_gpu ? 1 + atoi(line) : MACHINE;
+        if (who > GPUS || fact_counts[who] == FACTS) continue;
+        Fact *fact = &facts[who][fact_counts[who]];
+        fact_counts[who] += sscanf(line, is_gpu ? "%*s %63s %127[^\n]" : "%63s %127[^\n]",
+                                   fact->what, fact->value) == 2;
     }
     if (file) fclose(file);
 }
 
-/* The value of `name` for a subject: "" for the machine, or a GPU's index. */
-static int look_up(const char *subject, const char *name, char *value) {
+/* The value of `name` for the machine (0) or a GPU (1 + its index). */
+static int look_up(int who, const char *name, char *value) {
     refresh();
-    for (int i = fact_count - 1; i >= 0; i--) {
-        int is_meant = !strcmp(facts[i].who, subject) || (*subject && !strcmp(facts[i].who, "*"));
-        if (is_meant && !strcmp(facts[i].what, name)) {
-            strcpy(value, facts[i].value);
+    for (int i = 0; i < fact_counts[who]; i++)
+        if (!strcmp(facts[who][i].what, name)) {
+            strcpy(value, facts[who][i].value);
             return 1;
         }
-    }
     return 0;
 }
 
 static Return text(Handle gpu, const char *name, char *value) {
-    char subject[16], lost[128];
-    snprintf(subject, sizeof subject, "%lu", gpu - 1);
-    if (look_up(subject, "lost", lost) && atoi(lost)) return LOST;
-    return look_up(subject, name, value) ? OK : UNSUPPORTED;
+    char lost[128];
+    if (look_up((int)gpu, "lost", lost) && atoi(lost)) return LOST;
+    return look_up((int)gpu, name, value) ? OK : UNSUPPORTED;
 }
 
 static Return number(Handle gpu, const char *name, unsigned long long *value) {
@@ -78,14 +77,14 @@ static Return small(Handle gpu, const char *name, unsigned *value) {
 
 Return nvmlInitWithFlags(unsigned flags) {
     char found[128];
-    return look_up("", "init", found) ? atoi(found) : OK;
+    return look_up(MACHINE, "init", found) ? atoi(found) : OK;
 }
 Return nvmlShutdown(void) { return OK; }
 const char *nvmlErrorString(Return result) { return "an error of the stand-in"; }
 
 Return nvmlDeviceGetCount_v2(unsigned *count) {
     char found[128];
-    *count = look_up("", "gpus", found) ? (unsigned)atoi(found) : 0;
+    *count = look_up(MACHINE, "gpus", found) ? (unsigned)atoi(found) : 0;
     return OK;
 }
 
@@ -174,6 +173,9 @@ typedef struct {
 
 /* Values stand as `field_N`, and those of a scope (an NVLink) as `field_N_SCOPE`. */
 Return nvmlDeviceGetFieldValues(Handle gpu, int count, FieldValue *values) {
+    refresh();
+    is_frozen = 1;
+    Return result = OK;
     for (int i = 0; i < count; i++) {
         char name[64];
         unsigned long long found = 0;
@@ -183,11 +185,12 @@ Return nvmlDeviceGetFieldValues(Handle gpu, int count, FieldValue *values) {
             snprintf(name, sizeof name, "field_%u", values[i].field);
             values[i].result = number(gpu, name, &found);
         }
-        if (values[i].result == LOST) return LOST;
+        if (values[i].result == LOST) result = LOST;
         values[i].type = 3; /* unsigned long long */
         values[i].value.ull = found;
     }
-    return OK;
+    is_frozen = 0;
+    return result;
 }
 
 typedef struct { unsigned pid; unsigned long long used; unsigned instance, compute; } Process;

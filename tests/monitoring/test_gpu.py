@@ -9,7 +9,7 @@ import pynvml
 import pytest
 from nvml_machine import GIB, Machine, uuid
 
-from refocused.monitoring.gpu import GpuReader, NoGpusError
+from refocused.monitoring.gpu import SLOW_SECONDS, GpuReader, NoGpusError
 
 
 class Clock:
@@ -145,6 +145,19 @@ def test_what_is_not_supported_is_unknown_and_hides_nothing_else(
     assert unknown() - before == set(fields)
 
 
+def test_what_rarely_changes_is_asked_rarely(
+    eight_gpus: Machine, reader: GpuReader, clock: Clock
+) -> None:
+    reader.samples()
+    eight_gpus.gpu(2, remap_pending=1, field_165_0=0, temperature=70)
+    clock.now += SLOW_SECONDS - 1
+    early = reader.samples()[2]
+    clock.now += 1
+    late = reader.samples()[2]
+    assert (early.remap_pending, early.nvlinks_active, early.temperature_celsius) == (False, 18, 70)
+    assert (late.remap_pending, late.nvlinks_active) == (True, 17)
+
+
 def test_a_card_without_nvlink(eight_gpus: Machine) -> None:
     eight_gpus.gpu(0, field_91=None)
     sample = GpuReader(host="node1").samples()[0]
@@ -159,10 +172,10 @@ def test_traffic_and_errors_of_nvlink(eight_gpus: Machine, reader: GpuReader, cl
         0, field_138=90 * gib_in_kib, field_139=60 * gib_in_kib, field_52=2, field_59=1,
         field_165_4=0,
     )  # fmt: skip
-    clock.now += 2
+    clock.now += SLOW_SECONDS
     sample = reader.samples()[0]
-    assert sample.nvlink_sent_gib_per_second == 45
-    assert sample.nvlink_received_gib_per_second == 30
+    assert sample.nvlink_sent_gib_per_second == 3
+    assert sample.nvlink_received_gib_per_second == 2
     assert sample.nvlink_errors == 3
     assert (sample.nvlinks_active, sample.nvlinks_total) == (17, 18)
 
