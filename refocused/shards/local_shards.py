@@ -55,7 +55,7 @@ class LocalShards:
         self.vocabulary = vocabulary
         # Two runs that read the same data differently must not take turns in one folder.
         wide = any(local_dtype(one, vocabulary=vocabulary) != "uint16" for one in manifest.shards)
-        key = manifest.fingerprint[:FINGERPRINT_CHARACTERS]
+        key = manifest.packing[:FINGERPRINT_CHARACTERS]
         self.folder = cache / (f"{key}-uint32" if wide else key)
         self._sources: dict[int, str] = {}
 

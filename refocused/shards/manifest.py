@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +102,21 @@ class Manifest:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hexadecimal) over what decides each shard's tokens."""
-        digest = hashlib.sha256()
-        for shard in self.shards:
-            digest.update(json.dumps(shard.fingerprint_row()).encode() + b"\n")
-        return digest.hexdigest()
+        """SHA-256 (hexadecimal) over what decides the tokens of each file, packed or not."""
+        files = [file for shard in self.shards for file in shard.files]
+        return _digest(sorted(files, key=lambda file: file.name))
+
+    @functools.cached_property
+    def packing(self) -> str:
+        """SHA-256 (hexadecimal) over what is local as one; the fingerprint where nothing is."""
+        return _digest(self.shards)
+
+
+def _digest(shards: Iterable[Shard]) -> str:
+    digest = hashlib.sha256()
+    for shard in shards:
+        digest.update(json.dumps(shard.fingerprint_row()).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def build_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Path | None) -> Manifest:

@@ -166,7 +166,11 @@ def build_data(
         sources=sources,
         order=order,
         order_text=describe_order(
-            order, seed=seed, sequence_length=plan.sequence_length, document_id=document_id
+            order,
+            manifest=manifest,
+            seed=seed,
+            sequence_length=plan.sequence_length,
+            document_id=document_id,
         ),
         cache=cache,
         loader=loader,

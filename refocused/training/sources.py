@@ -16,6 +16,8 @@ from refocused.errors import ShardError
 from refocused.shards.manifest import Manifest
 from refocused.shards.mixture import split_by_source
 
+PACKING_CHARACTERS = 8
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
@@ -106,7 +108,12 @@ def order_sources(
 
 
 def describe_order(
-    order: Order | Mixture, *, seed: int, sequence_length: int, document_id: int | None
+    order: Order | Mixture,
+    *,
+    manifest: Manifest,
+    seed: int,
+    sequence_length: int,
+    document_id: int | None,
 ) -> str:
     """Return what decides, beside the data and the shares of a mixture, which window comes when.
 
@@ -119,9 +126,11 @@ def describe_order(
         else str(order.windows_per_epoch)
     )
     documents = "" if document_id is None else f", documents masked by id {document_id}"
+    is_packed = any(shard.parts for shard in manifest.shards)
+    packing = f", chunks packed as {manifest.packing[:PACKING_CHARACTERS]}" if is_packed else ""
     return (
         f"seed {seed}, blocks of {one.block_shards} shards, {windows} windows of "
-        f"{sequence_length} tokens{documents}"
+        f"{sequence_length} tokens{documents}{packing}"
     )
 
 

@@ -17,7 +17,7 @@ from refocused.errors import ShardError
 from refocused.shards import chunk_packs
 from refocused.shards.cache import ShardCache
 from refocused.shards.chunk_packs import build_run_manifest, pack_chunks
-from refocused.shards.manifest import Manifest, Shard
+from refocused.shards.manifest import Manifest, Shard, build_manifest
 from refocused.shards.mixture import MixedBucket, build_mixed_manifest, split_by_source
 
 CHUNKS, TOKENS, VOCABULARY = 10, 50, 1000
@@ -107,6 +107,15 @@ def test_leaving_a_chunk_out_changes_its_pack_alone(bucket: WatchedBucket) -> No
     assert after.shards[0] == before.shards[0]
     assert after.shards[3] == before.shards[2]
     assert after.fingerprint != before.fingerprint
+
+
+def test_the_fingerprint_is_that_of_the_files_and_the_packing_has_its_own(
+    bucket: WatchedBucket,
+) -> None:
+    files = build_manifest(bucket, settings(), cache_file=None)
+    packed, otherwise = build(bucket), build(bucket, validation_files=["chunk_000002.pt"])
+    assert packed.fingerprint == otherwise.fingerprint == files.fingerprint == files.packing
+    assert len({files.packing, packed.packing, otherwise.packing}) == 3
 
 
 def test_the_fingerprint_names_every_chunk(bucket: WatchedBucket) -> None:

@@ -94,7 +94,7 @@ def test_without_a_mixture_there_is_one_source_and_its_plain_order() -> None:
     assert np.array_equal(
         order.locate_in_stream(numbers).windows, plain.locate_in_stream(numbers).windows
     )
-    text = describe_order(order, seed=7, sequence_length=LENGTH, document_id=None)
+    text = describe_order(order, manifest=ALONE, seed=7, sequence_length=LENGTH, document_id=None)
     # Checkpoints of every version hold this text.
     assert text == "seed 7, blocks of 1 shards, 10 windows of 4 tokens"
     assert describe_mixture(order) == ""
@@ -103,7 +103,8 @@ def test_without_a_mixture_there_is_one_source_and_its_plain_order() -> None:
 def test_the_texts_of_a_mixture_tell_order_and_shares_apart() -> None:
     orders = [order_of(mixture()), order_of(mixture(2.0))]  # the same shares
     texts = {
-        describe_order(order, seed=7, sequence_length=LENGTH, document_id=50256) for order in orders
+        describe_order(order, manifest=MIXED, seed=7, sequence_length=LENGTH, document_id=50256)
+        for order in orders
     }
     assert texts == {
         "seed 7, blocks of 2 shards, code 14, web 80 windows of 4 tokens, documents masked by id "
@@ -141,3 +142,22 @@ def test_files_are_done_with_their_block() -> None:
     assert [files_done(web, consumed) for consumed in (0, first - 1, first, 79)] == [0, 0, 1, 1]
     assert files_done(web, 80) == 0  # the next epoch begins
     assert files_done(order.orders["code"], 0) == 0
+
+
+def test_another_packing_of_the_same_chunks_is_another_order() -> None:
+    def packed(*groups: tuple[int, ...]) -> Manifest:
+        shards = []
+        for numbers in groups:
+            parts = tuple(Shard(f"chunk_{n:06d}.pt", 41, "uint16", 9, n, None) for n in numbers)
+            tokens = sum(part.tokens for part in parts)
+            shards.append(Shard(f"pack_{numbers[0]}", tokens, "uint16", 9, None, None, parts=parts))
+        return Manifest(tuple(shards), "x")
+
+    manifests = [packed((0, 1), (2, 3)), packed((0, 1, 2), (3,))]
+    order = order_of(DataConfig(source="x"), ALONE)
+    assert manifests[0].fingerprint == manifests[1].fingerprint
+    texts = {
+        describe_order(order, manifest=one, seed=7, sequence_length=LENGTH, document_id=None)
+        for one in manifests
+    }
+    assert len(texts) == 2
