@@ -278,5 +278,6 @@ class ShardCache:
         return (
             f"{self._manifest.shards[index].name}: nothing has been fetched{who} for "
             f"{self._data.fetch_timeout_s:g} s, and it is not local.{trouble} Check the network "
-            "and the bucket, raise data.fetch_timeout_s, or put the name in data.exclude."
+            "and the bucket, raise data.fetch_timeout_s, or put "
+            f"{self._manifest.shards[index].file_names} in data.exclude."
         )

@@ -42,8 +42,8 @@ def check_vocabulary(shard: Shard, max_id: int, *, vocabulary: int) -> None:
     if max_id >= vocabulary:
         raise ShardError(
             f"{shard.name}: its largest id is {max_id:,}, and the model's vocabulary ends at "
-            f"{vocabulary - 1:,}. Use a model with vocab_size above {max_id:,}, or put the file's "
-            "name in data.exclude."
+            f"{vocabulary - 1:,}. Use a model with vocab_size above {max_id:,}, or put "
+            f"{shard.file_names} in data.exclude."
         )
 
 

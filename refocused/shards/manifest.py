@@ -61,6 +61,11 @@ class Shard:
         return self.parts or (self,)
 
     @property
+    def file_names(self) -> str:
+        """Its files as messages name them, by the names that `data.exclude` knows."""
+        return f"{self.parts[0].name} to {self.parts[-1].name}" if self.parts else self.name
+
+    @property
     def blob(self) -> BlobInfo:
         """The object of a file as the bucket knows it."""
         return BlobInfo(self.name, self.size, self.crc32c, self.generation)

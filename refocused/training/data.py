@@ -128,7 +128,7 @@ def build_data(
         fetches=world.is_first_on_node,
     )
     cache.pin(pinned)
-    names = [shard.name for shard in manifest.shards]
+    names = [shard.file_names for shard in manifest.shards]
     pin = world.device_kind == "cuda"
     document_id = data.document_id if data.mask_documents else None
     loader = Loader(

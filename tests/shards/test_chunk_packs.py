@@ -96,6 +96,19 @@ def test_local_packs_are_the_chunks_one_after_the_other(
     assert sorted(bucket.downloads) == [chunk_name(number) for number in range(CHUNKS)]
 
 
+def test_a_pack_is_refused_by_the_names_of_its_chunks(
+    bucket: WatchedBucket, tmp_path: Path
+) -> None:
+    with cached(bucket, tmp_path / "cache") as cache:
+        opened(cache, 0)
+    smaller = ShardCache(
+        bucket, build(bucket), tmp_path / "cache", data=settings(), vocabulary=100, fetches=False
+    )
+    named = "put books/chunk_000000.pt to books/chunk_000003.pt in data.exclude"
+    with smaller, pytest.raises(ShardError, match=named):
+        smaller.open(0)
+
+
 def test_windows_cross_the_borders_of_chunks(bucket: WatchedBucket) -> None:
     split = split_windows(build(bucket), sequence_length=33)
     assert window_count(split.train) == 6 + 6 + 3  # one in each chunk alone: 10
