@@ -38,6 +38,7 @@ _LAYOUT_SETTINGS = (
     "zero.offload_parameters",
     "zero.fragment",  # may hold the size of stage 3's groups
 )
+_ONLY_AT_THE_START = ("precision.initial_scale_power",)  # a step has the scale it has come to
 _NOTHING = "not set"
 
 
@@ -70,6 +71,12 @@ class RunFacts:
     model_json: str
     data_mixture: str = ""
     tokenizer_json: bytes | None = None
+
+    def files(self) -> dict[str, bytes]:
+        """Return the files that describe the run in every step, by name."""
+        files = {"run.yaml": self.run_yaml.encode(), "model.json": self.model_json.encode()}
+        tokenizer = self.tokenizer_json
+        return files if tokenizer is None else {**files, "tokenizer.json": tokenizer}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -177,7 +184,8 @@ def changes_since(
 
 def _settings(step: StepDirectory, facts: RunFacts) -> list[Difference]:
     saved, now = (dotted(yaml.safe_load(text)) for text in (step.run.read_text(), facts.run_yaml))
-    return differences(saved, now)
+    found = differences(saved, now)
+    return [one for one in found if one.name not in _ONLY_AT_THE_START]
 
 
 def _impossible(manifest: CheckpointManifest, facts: RunFacts) -> list[_Obstacle]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from refocused.checkpoints.changes import Changes, RunFacts, changes_since
+from refocused.checkpoints.kept_history import HISTORY, bring_back, end_of
 from refocused.checkpoints.manifest import CheckpointManifest, FileRecord
 from refocused.checkpoints.parts import assembled
 from refocused.checkpoints.shard_owner import ShardOwner, Written
@@ -79,6 +80,7 @@ class Checkpointer:
         world: World,
         facts: RunFacts,
         allowed_changes: Collection[str] = (),
+        history: Path | None = None,
     ) -> None:
         """Save below a folder.
 
@@ -87,12 +89,14 @@ class Checkpointer:
             world: The ranks.
             facts: What every manifest says alike.
             allowed_changes: Settings in which a step that is loaded may differ: `data.mixture`.
+            history: Rank 0's file of metrics, of which every step keeps the end; None: nothing.
         """
         self._folder = folder
         self._world = world
         self._part = Part(node=world.keeper, nodes=world.keepers) if world.keepers > 1 else None
         self._facts = facts
         self._allowed_changes = allowed_changes
+        self._history = history
         self._last_bytes = 0
         self._begun: tuple[_BeingSaved, Future[_WrittenPart]] | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -182,11 +186,16 @@ class Checkpointer:
     def load(self, owner: ShardOwner, step: StepDirectory, changes: Changes) -> dict[str, Any]:
         """Bring a verified step back; return the content of its `trainer.json`.
 
+        A machine that has no history of the run's losses gets the one that the step keeps.
+
         Raises:
             CheckpointError: On every rank: a file is not what the manifest says it is.
         """
         with assembled(step, self._world, exact=changes.way == "exact") as folder:
             self._world.together(lambda: self._load(owner, step, changes, folder))
+        own = self._history if step.manifest.run == self._facts.run else None
+        if own is not None and self._world.is_first:
+            bring_back(step, own)
         trainer: dict[str, Any] = json.loads(step.trainer.read_text())
         return trainer
 
@@ -291,14 +300,10 @@ class Checkpointer:
 
     def _describe(self, being_saved: _BeingSaved) -> dict[str, FileRecord]:
         """Write what says what the step is; return what lies beside the folders of the ranks."""
-        facts = self._facts
-        contents = {
-            "trainer.json": json.dumps(dict(being_saved.trainer), indent=1).encode(),
-            "run.yaml": facts.run_yaml.encode(),
-            "model.json": facts.model_json.encode(),
-        }
-        if facts.tokenizer_json is not None:
-            contents["tokenizer.json"] = facts.tokenizer_json
+        trainer = json.dumps(dict(being_saved.trainer), indent=1).encode()
+        contents = {"trainer.json": trainer, **self._facts.files()}
+        if self._history is not None and (history := end_of(self._history)) is not None:
+            contents[HISTORY] = history
         return being_saved.staging.describe(contents, node=self._world.keeper)
 
     def _manifest(

@@ -56,10 +56,12 @@ class OptimizerSettings:
     Attributes:
         groups: Of each parameter group all but its parameters.
         clip: Largest norm of the gradient, where the optimizer itself clips.
+        scale_window: Steps without overflow before fp16's loss scale doubles, where there is one.
     """
 
     groups: tuple[Mapping[str, Any], ...]
     clip: float | None
+    scale_window: int | None
 
     @classmethod
     def of(cls, optimizer: Any) -> OptimizerSettings:
@@ -68,7 +70,8 @@ class OptimizerSettings:
             {name: value for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups
         )
-        return cls(groups, getattr(optimizer, "clip_grad", None))
+        window = getattr(_scaler(optimizer), "scale_window", None)
+        return cls(groups, getattr(optimizer, "clip_grad", None), window)
 
     def put_back(self, optimizer: Any) -> None:
         """Let them count again after a load."""
@@ -76,3 +79,10 @@ class OptimizerSettings:
             group.update(configured)
         if self.clip is not None:
             optimizer.clip_grad = self.clip
+        if self.scale_window is not None:
+            _scaler(optimizer).scale_window = self.scale_window
+
+
+def _scaler(optimizer: Any) -> Any:
+    """Return what holds a DeepSpeed optimizer's loss scale, at stage 0 or above; None: nothing."""
+    return getattr(optimizer, "loss_scale_config", getattr(optimizer, "loss_scaler", None))

@@ -30,6 +30,7 @@ from refocused.hardware import gpu_facts
 from refocused.models.attention import use_fastest_attention
 from refocused.models.build import build_model
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, counted_parameters, untrained_loss
+from refocused.monitoring.history import METRICS_FILE
 from refocused.monitoring.profile import StepProfiler
 from refocused.monitoring.throughput import Throughput
 from refocused.process_identity import identify
@@ -207,6 +208,7 @@ def assemble_parts(job: Job, data: DataParts, built: Built) -> Parts:
             world=world,
             facts=_facts(job, data, parameters, texts.tokenizer_json),
             allowed_changes=job.request.allowed_changes,
+            history=job.folder / METRICS_FILE,
         ),
         folder=job.checkpoints,
         engine=engine,

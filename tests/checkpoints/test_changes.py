@@ -32,7 +32,7 @@ MODEL = {"model_type": "gpt2", "n_head": 4, "initializer_range": 0.02}
 
 
 def facts(settings: dict[str, dict[str, Any]], **changes: Any) -> RunFacts:
-    resolved = {name: section | settings.get(name, {}) for name, section in RUN.items()}
+    resolved = {name: RUN.get(name, {}) | settings.get(name, {}) for name in RUN | settings}
     text = {"run_yaml": yaml.safe_dump(resolved, sort_keys=False), "model_json": json.dumps(MODEL)}
     return dataclasses.replace(FACTS, **(text | changes))
 
@@ -98,6 +98,12 @@ def test_without_zero_any_number_of_ranks_reads_the_same_file(step: StepDirector
     manifest = step.manifest.model_copy(update={"zero_stage": 0})
     plain = StepDirectory(step.path, manifest)
     assert compared(plain, zero_stage=0, world_size=8).way == "exact"
+
+
+def test_only_a_setting_that_takes_effect_is_told(step: StepDirectory) -> None:
+    precision = {"initial_scale_power": 12, "scale_window": 500}
+    lines = compared(step, {"precision": precision}).lines()
+    assert lines == ["precision.scale_window not set -> 500"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from commands.run_samples import SampleRun
 
 from refocused.checkpoints.remote_steps import COMMITTED
-from refocused.checkpoints.staging import remove_step
+from refocused.checkpoints.staging import remove_step, set_aside
 
 
 class Terminal(io.StringIO):
@@ -149,3 +149,21 @@ def test_how_many_stay_has_to_be_said(sample_run: SampleRun) -> None:
     with pytest.raises(SystemExit) as end:
         sample_run.command("prune")
     assert end.value.code == 2
+
+
+def test_what_was_set_aside_is_neither_counted_nor_listed_nor_removed(
+    sample_run: SampleRun,
+) -> None:
+    for step in (10, 20, 30):
+        sample_run.save(step)
+    aside = [
+        set_aside(sample_run.save(40).path, corrupt=True),
+        set_aside(sample_run.save(50).path),
+    ]
+    assert [path.name.partition("checkpoint")[0] for path in aside] == [".bad-", "superseded-"]
+    content = sample_run.command_json("prune", "--keep", "2", "--yes")
+    assert (content["removed"], content["kept"]) == ([10], [20, 30])
+    code, out, _ = sample_run.command("list")
+    steps = [line.split()[0] for line in out.splitlines() if line[:1].isdigit()]
+    assert (code, steps) == (0, ["30", "20"])
+    assert all((path / "manifest.json").exists() for path in aside)

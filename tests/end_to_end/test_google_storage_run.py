@@ -50,7 +50,23 @@ def test_a_lost_machine_costs_no_step_that_the_mirror_has(
     assert resumed.codes == [0, 0], resumed.everything
     assert "Fetching step 10 from the bucket" in resumed.out[0]
     assert "resume   step 10 " in resumed.out[0]
-    assert losses(run) == {step: wanted[step] for step in range(11, 21)}
+    assert losses(run) == wanted  # those before step 10 came along with it
     names = {blob.name for blob in bucket.list("tiny/checkpoints/")}
     for step in (10, 20):
         assert f"tiny/checkpoints/checkpoint_step_{step}/COMMITTED" in names
+
+    # Another run begins where this one stood, by the address of the step, of its folder or its run.
+    for name, address in (
+        ("by-step", f"{emulator.url}/runs/tiny/checkpoints/checkpoint_step_10"),
+        ("by-run", f"{emulator.url}/runs/tiny/"),
+    ):
+        branch = [*settings, "--run", name, "--resume", address, "--max-steps", "22"]
+        refused = train(tmp_path, *branch, ranks=1, environment=environment)
+        assert refused.codes == [1] and "add --trust" in refused.err[0], refused.everything
+        taken = train(tmp_path, *branch, "--trust", ranks=1, environment=environment)
+        assert taken.codes == [0], taken.everything
+        first = 11 if name == "by-step" else 21
+        assert f"resume   step {first - 1} " in taken.out[0]
+        assert sorted(losses(tmp_path / "runs" / name)) == list(range(first, 23))
+        committed = f"{name}/checkpoints/checkpoint_step_{first - 1}/COMMITTED"
+        assert committed in {blob.name for blob in bucket.list(f"{name}/checkpoints/")}

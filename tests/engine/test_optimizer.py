@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from engine_cases import fresh_model
 from torch import nn
 
 from refocused.config.optimization import OptimizerConfig
-from refocused.engine.optimizer import build_optimizer
+from refocused.engine.optimizer import OptimizerSettings, build_optimizer
 
 ADAM = OptimizerConfig(lr=1e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
 
@@ -45,3 +47,22 @@ def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
     (group,) = build_optimizer(model, ADAM).param_groups
     assert [p is model.weight for p in group["params"]] == [True]
     assert isinstance(build_optimizer(model, ADAM), torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("holder", ["loss_scaler", "loss_scale_config"])
+def test_a_load_leaves_the_scale_and_the_settings_that_are_configured(holder: str) -> None:
+    def optimizer(window: int, scale: float) -> SimpleNamespace:
+        scaler = SimpleNamespace(scale_window=window, cur_scale=scale)
+        return SimpleNamespace(param_groups=[{"params": [], "eps": scale}], **{holder: scaler})
+
+    settings = OptimizerSettings.of(optimizer(500, 65536.0))
+    loaded = optimizer(1000, 32.0)
+    settings.put_back(loaded)
+    assert vars(loaded)[holder] == SimpleNamespace(scale_window=500, cur_scale=32.0)
+    assert loaded.param_groups == [{"params": [], "eps": 65536.0}]
+
+
+def test_an_optimizer_without_a_loss_scale_gets_none() -> None:
+    plain = SimpleNamespace(param_groups=[])
+    OptimizerSettings.of(plain).put_back(plain)
+    assert vars(plain) == {"param_groups": []}
