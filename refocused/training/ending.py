@@ -103,9 +103,9 @@ class _Progress:
         self._said = -1
 
     def __call__(self, status: MirrorStatus) -> None:
-        if not status.waiting or not status.total_bytes:
+        if not status.waiting:
             return
-        tenth = 10 * status.done_bytes // status.total_bytes
+        tenth = 10 * status.done_bytes // (status.total_bytes or 1)  # 0: none could be begun yet
         if tenth != self._said:
             self._said = tenth
             logger.info(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from fakes import Emulator, Fault, Request
-from forked import train
+from forked import ForkedRanks, train
 from ranks import ROOT, metrics
 from tiny import tiny_run
+
+from refocused.bucket.gcs import GcsBucket
 
 pytestmark = pytest.mark.slow
 SETTINGS = ["--config", "tiny.yaml", "evaluation.interval=0", "checkpoint.drain_minutes=0.03"]
@@ -81,6 +86,33 @@ def test_a_store_that_takes_nothing(tmp_path: Path, emulator: Emulator) -> None:
     again = train(tmp_path, *settings, "checkpoint.drain_minutes=1", environment=environment)
     assert again.codes == [0], again.everything
     assert places(listed(tmp_path).stdout) == {20: ["ok", "ok"], 10: ["ok", "ok"]}
+
+
+@pytest.mark.bucket
+def test_a_signal_ends_the_wait_for_the_mirror_and_not_the_mirror(
+    tmp_path: Path, emulator: Emulator
+) -> None:
+    tiny_run(tmp_path)
+    slowness = Outage()
+    emulator.proxy.script(slowness.meets, Fault(delay_s=2.0), times=10_000)
+    environment = {"STORAGE_EMULATOR_HOST": emulator.proxy.url}
+    settings = [*SETTINGS, f"checkpoint.mirror={emulator.url}/runs", "checkpoint.drain_minutes=5"]
+    ranks = ForkedRanks(2, settings, folder=tmp_path, environment=environment)
+    ranks.wait_until((tmp_path / "runs" / "tiny" / "mirror.drain").exists)
+    ranks.kill(signal.SIGTERM)
+    ended = ranks.wait(30)
+    assert ended.codes == [5, 5], ended.everything
+    assert "NOT complete yet" in ended.out[0] and "Traceback" not in ended.everything
+    state = json.loads((tmp_path / "runs" / "tiny" / "state.json").read_text())
+    assert (state["status"], state["step"], state["mirrored"]) == ("finished", 20, False)
+
+    slowness.on = False
+    committed = {f"tiny/checkpoints/checkpoint_step_{step}/COMMITTED" for step in (10, 20)}
+    bucket = GcsBucket(f"{emulator.url}/runs")
+    deadline = time.monotonic() + 60
+    while not committed <= {blob.name for blob in bucket.list("tiny/")}:  # by the mirror alone
+        assert time.monotonic() < deadline, (tmp_path / "runs/tiny/logs/mirror.log").read_text()
+        time.sleep(0.1)
 
 
 @pytest.mark.bucket

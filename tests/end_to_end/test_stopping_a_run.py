@@ -113,6 +113,39 @@ def test_a_signal_saves_where_the_run_stands(
     check_stopped_and_resumable(folder, ended, uninterrupted)
 
 
+def freeze_inside_a_save(ranks: ForkedRanks, checkpoints: Path) -> None:
+    """Stop the ranks' processes where a step is half written."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if list(checkpoints.glob(".tmp-*")):
+            ranks.kill(signal.SIGSTOP)
+            time.sleep(0.05)  # until all threads stand still
+            if list(checkpoints.glob(".tmp-*/zero")):
+                return
+            ranks.kill(signal.SIGCONT)
+        time.sleep(0.001)
+    raise AssertionError(ranks.printed())
+
+
+@pytest.mark.parametrize("in_background", ["false", "true"])
+def test_a_signal_inside_a_save_lets_it_end(
+    tmp_path: Path, uninterrupted: list[str], in_background: str
+) -> None:
+    folder = prepared(tmp_path)
+    saving = ["evaluation.interval=0", "checkpoint.interval=3", f"checkpoint.async={in_background}"]
+    ranks = ForkedRanks(2, [*SETTINGS, *saving], folder=folder)
+    checkpoints = folder / RUN / "checkpoints"
+    freeze_inside_a_save(ranks, checkpoints)
+    (half,) = checkpoints.glob(".tmp-*")
+    ranks.kill(signal.SIGTERM)
+    ranks.kill(signal.SIGCONT)
+    ended = ranks.wait(30)
+    assert "stopped by a signal" in ended.out[0]
+    name = half.name.removeprefix(".tmp-").rpartition("-")[0]
+    assert (checkpoints / name / "manifest.json").exists()  # what was being saved is saved
+    check_stopped_and_resumable(folder, ended, uninterrupted)
+
+
 def test_a_signal_cuts_validation_short(tmp_path: Path, uninterrupted: list[str]) -> None:
     folder = prepared(tmp_path)
     ranks = ForkedRanks(2, [*SETTINGS, "evaluation.interval=8"], folder=folder)
