@@ -1,12 +1,14 @@
-"""What a supervisor decides, as pure functions: when patience ends, what an end means."""
+"""What a supervisor decides, in pure functions: the end of patience, what an end means, alarms."""
 
 from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from refocused.errors import ExitCode
+from refocused.monitoring.samples import AlarmEvent
 from refocused.training.launch import RankNote
 
 HURRIED_SECONDS = 30.0  # left after the second signal
@@ -103,6 +105,17 @@ def judge(
         ExitCode.FAILED,
         f"deepspeed ended with {launcher_code} before any rank had begun; what it said is above.",
     )
+
+
+def alarm_line(record: Mapping[str, Any]) -> str | None:
+    """Return what a person reads of a line of `events.jsonl`; None: nothing.
+
+    Only alarms that begin, and not those of the budget, which the run itself tells.
+    """
+    is_alarm = record.get("kind") == AlarmEvent.kind and record.get("raised")
+    if not is_alarm or str(record.get("alarm")).startswith("budget"):
+        return None
+    return f"{'ALARM' if record.get('severity') == 'critical' else 'WARN '} {record.get('text')}"
 
 
 def may_restart(verdict: Verdict, *, allowed: int, fruitless: int) -> bool:

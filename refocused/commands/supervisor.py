@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from refocused.commands.supervision import Sight, Verdict, judge, patience_ends
+from refocused.commands.supervision import Sight, Verdict, alarm_line, judge, patience_ends
+from refocused.monitoring.tail import JsonLinesTail
 from refocused.training.launch import Launch, RankNote, marked_processes
 
 POLL_SECONDS = 0.25
@@ -79,6 +80,7 @@ class Supervisor:
         self._sight = Sight()
         self._told: dict[int, int] = {}  # signals that each rank was handed
         self._killed = False
+        self._events: JsonLinesTail | None = None
 
     def run(self) -> Verdict:
         """Start the launch and see it through to its end."""
@@ -92,6 +94,7 @@ class Supervisor:
                 notes = self._launch.notes()
                 self._look(runner, notes)
                 self._hand_on_signals(runner, notes)
+                self._tell_alarms(notes)
                 ends = patience_ends(self._sight, grace_seconds=self._launch.grace_seconds)
                 if ends is not None and self._clock() >= ends:
                     self._kill(notes)
@@ -102,6 +105,18 @@ class Supervisor:
             signals=len(self._signals.times),
             killed=self._killed,
         )
+
+    def _tell_alarms(self, notes: Sequence[RankNote]) -> None:
+        """Show a person the alarms of this launch that begin; that they end is in the log."""
+        run = notes[0].run if notes else None
+        if run is None:
+            return
+        if self._events is None:  # what earlier launches wrote is passed over
+            self._events = JsonLinesTail(Path(run) / "logs" / "events.jsonl")
+            self._events.records()
+        for record in self._events.records():
+            if (line := alarm_line(record)) is not None:
+                self._say(line)
 
     def _over(self, runner: subprocess.Popen[bytes]) -> bool:
         """Whether nothing of the launch is left; what ranks left behind is ended first."""

@@ -6,12 +6,12 @@ import collections
 import contextlib
 import dataclasses
 import datetime
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from refocused.monitoring.history import METRICS_FILE
+from refocused.monitoring.tail import JsonLinesTail, read_json
 
 RECENT_RECORDS = 51  # of steps: the last, and 50 to compare it with
 TAIL_BYTES = 2**16  # of the metrics of earlier sessions: enough for the losses before this one
@@ -93,13 +93,13 @@ class RunReader:
         self._began = began
         self._state = _Replaced(folder / "state.json")
         self._mirror = _Replaced(folder / "mirror.json")
-        self._metrics = _Appended(folder / METRICS_FILE)
+        self._metrics = JsonLinesTail(folder / METRICS_FILE, last_bytes=TAIL_BYTES)
         self._logged: collections.deque[LoggedStep] = collections.deque(maxlen=RECENT_RECORDS)
         self._cost_left: float | None = None
 
     def sight(self, *, alive: bool) -> RunSight:
         """Return what is to be seen now; `alive` says whether the process that trains runs."""
-        for record in self._metrics.new_records():
+        for record in self._metrics.records():
             self._note(record)
         state, mirror = self._state.content(), self._mirror.content()
         return RunSight(
@@ -144,52 +144,9 @@ class _Replaced:
         self._content: dict[str, Any] = {}
 
     def content(self) -> dict[str, Any]:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError):
             found = self._path.stat()
             seen = (found.st_ino, found.st_mtime_ns)
-            if seen != self._seen:
-                content = json.loads(self._path.read_bytes())
-                self._content = content if isinstance(content, dict) else {}
-                self._seen = seen
+            if seen != self._seen and (content := read_json(self._path)) is not None:
+                self._content, self._seen = content, seen
         return self._content
-
-
-class _Appended:
-    """A file of JSON lines that grows; a line is read once, when its end is there."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset: int | None = None
-        self._torn = False
-
-    def new_records(self) -> list[dict[str, Any]]:
-        try:
-            size = self._path.stat().st_size
-        except OSError:
-            return []
-        if self._offset is None or size < self._offset:
-            self._offset = max(0, size - TAIL_BYTES)
-            self._torn = self._offset > 0  # it begins within a line
-        if size == self._offset:
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            whole, end, _ = file.read().rpartition(b"\n")
-        self._offset += len(whole) + len(end)
-        lines = whole.split(b"\n") if end else []
-        if self._torn and lines:
-            lines, self._torn = lines[1:], False
-        return json_records(lines)
-
-
-def json_records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """Return the lines that hold one JSON object each; what a crash tore is left out."""
-    return [record for line in lines if (record := _record(line)) is not None]
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None

@@ -21,7 +21,7 @@ from refocused.monitoring.gpu import GpuReader, NoGpusError
 from refocused.monitoring.gpu_alarms import gpu_readings
 from refocused.monitoring.records import JsonLines
 from refocused.monitoring.run_alarms import Money, run_readings
-from refocused.monitoring.run_sight import RunReader, RunSight, json_records
+from refocused.monitoring.run_sight import RunReader, RunSight
 from refocused.monitoring.sampler_settings import SamplerSettings
 from refocused.monitoring.samples import AlarmEvent, GpuSample, SystemSample, as_record
 from refocused.monitoring.system import SystemReader
@@ -30,6 +30,7 @@ from refocused.monitoring.system_alarms import (
     DiskPoint,
     system_readings,
 )
+from refocused.monitoring.tail import JsonLinesTail
 
 logger = logging.getLogger(__name__)
 
@@ -138,8 +139,8 @@ class Sampler:
         logger.log(level, "%s: %s", "ALARM" if event.raised else "alarm", event.text)
 
     def _end_earlier_alarms(self) -> None:
-        lines = self._settings.events.read_bytes().split(b"\n")
-        for event in still_raised(json_records(lines), host=self._host):
+        earlier = JsonLinesTail(self._settings.events).records()
+        for event in still_raised(earlier, host=self._host):
             self._events.write(as_record(event))
 
     def _open_gpus(self) -> tuple[GpuReader | None, str | None]:

@@ -9,6 +9,7 @@ from refocused.commands.supervision import (
     LAST_RANKS_SECONDS,
     Sight,
     Verdict,
+    alarm_line,
     judge,
     may_restart,
     patience_ends,
@@ -110,3 +111,18 @@ def test_only_a_crash_starts_again_and_not_forever(
 ) -> None:
     verdict = Verdict(ExitCode.FAILED, crashed=crashed)
     assert may_restart(verdict, allowed=allowed, fruitless=fruitless) is again
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, "WARN  GPU 5 is hot"),
+        ({"severity": "critical"}, "ALARM GPU 5 is hot"),
+        ({"raised": False}, None),
+        ({"kind": "save"}, None),
+        ({"alarm": "budget_80"}, None),
+    ],
+)
+def test_alarms_that_begin_are_told(changes: dict[str, Any], line: str | None) -> None:
+    alarm = {"kind": "alarm", "alarm": "gpu_temperature", "raised": True, "severity": "warning"}
+    assert alarm_line({**alarm, "text": "GPU 5 is hot", **changes}) == line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -196,3 +197,24 @@ def test_a_crash_starts_again_as_long_as_steps_are_gained(tmp_path: Path) -> Non
     with tree(tmp_path, "gains", restarts=1) as started:
         assert started.end() == 0, started.said()
     assert started.said().count("Starting again after step") == 2
+
+
+def test_alarms_of_this_launch_reach_the_screen(tmp_path: Path) -> None:
+    def event(text: str) -> str:
+        return json.dumps({"kind": "alarm", "alarm": "heat", "raised": True, "text": text}) + "\n"
+
+    events = tmp_path / RUN / "logs" / "events.jsonl"
+    events.parent.mkdir(parents=True)
+    events.write_text(event("of an earlier launch"))
+    with tree(tmp_path, "trains") as started:
+        started.wait_for("training-0", "training-1")
+        time.sleep(1)  # until the supervisor has seen the run's folder
+        with events.open("a") as file:
+            file.write(event("GPU 5 is hot"))
+        deadline = time.monotonic() + 20
+        while "GPU 5 is hot" not in started.said():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(started.process.pid, signal.SIGTERM)
+        assert started.end() == 130
+    assert "of an earlier launch" not in started.said()
