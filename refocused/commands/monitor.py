@@ -43,6 +43,7 @@ def build_parser() -> Parser:
     add("--list", action="store_true", help="print a line for each run, and end")
     add("--wait", action="store_true", help="the run named may not have begun yet")
     add("--json", action="store_true", help="print it as JSON, and end")
+    add("--summary", action="store_true", help="write SUMMARY.md, summary.png and summary.html")
     add("--ascii", action="store_true", help="only ASCII characters (as without a UTF-8 locale)")
     return parser
 
@@ -60,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     named, ascii_only = bool(arguments.run), arguments.ascii or not _speaks_utf8()
     try:
         with quiet_on_a_closed_pipe():
+            if arguments.summary:
+                return _summarize(folders if named else folders[:1])
             if arguments.list or arguments.json or arguments.once or not sys.stdout.isatty():
                 shown = folders if named or arguments.list else folders[:1]
                 return _print(
@@ -95,6 +98,21 @@ def _watch(folders: Sequence[Path], *, interval_seconds: float, ascii_only: bool
         interval_seconds=interval_seconds,
         ascii_only=ascii_only,
     ).run()
+    return ExitCode.OK
+
+
+def _summarize(folders: Sequence[Path]) -> int:
+    from refocused.monitoring.summary import write_summary
+
+    now = time.time()
+    for folder in folders:
+        try:
+            files = write_summary(folder, _follower(folder).view(now=now), now=now)
+        except OSError as error:
+            raise RefocusedError(
+                f"{folder}: its summary cannot be written ({error.strerror}). Make room there."
+            ) from error
+        print(", ".join(str(file) for file in files))
     return ExitCode.OK
 
 

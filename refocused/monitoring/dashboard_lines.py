@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from refocused.monitoring.dashboard_words import dollars, moment, percent, time_text, value
 from refocused.monitoring.metrics import duration
 from refocused.monitoring.run_view import Alarm, Event, RunView, Status
 from refocused.monitoring.samples import GpuSample, SystemSample
@@ -253,32 +254,6 @@ def shown(lines: Sequence[Text], *, ascii_only: bool) -> list[Text]:
             for sign in line.plain
         )
     return list(lines)
-
-
-def percent(share: float | None) -> str:
-    """Spell a share."""
-    return "?" if share is None else f"{share:.1%}"
-
-
-def value(number: float | None, form: str) -> str:
-    """Spell a number in a form; a dash where it is unknown."""
-    return "-" if number is None else format(number, form)
-
-
-def dollars(cost_usd: float | None) -> str:
-    """Spell an amount behind a time; nothing where it is unknown."""
-    return "" if cost_usd is None else f" ${cost_usd:,.2f}"
-
-
-def time_text(seconds: float | None) -> str:
-    """Spell a time span; a dash where it is unknown."""
-    return "-" if seconds is None else duration(seconds)
-
-
-def moment(unix_seconds: float) -> str:
-    """Spell a time of day in UTC."""
-    when = datetime.datetime.fromtimestamp(unix_seconds, datetime.UTC)
-    return f"{when:%a %d %b %H:%M} UTC"
 
 
 def _equals(seconds: float | None) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from pathlib import Path
 
 from refocused.checkpoints.mirror_status import MirrorStatus
+from refocused.checkpoints.step_directory import saved_steps
 from refocused.config.outputs import CheckpointConfig
 from refocused.errors import ExitCode
 from refocused.monitoring.metrics import duration, perplexity
@@ -75,6 +77,8 @@ def finish(
         mirrored=mirrored,
     )
     parts.reporter.close()
+    if parts.world.is_first:
+        leave_summary(folder)
     return code
 
 
@@ -94,6 +98,25 @@ def _await_export(
     kind = "export_warning" if missing else "export"
     parts.reporter.event(kind, f"final model {exporting.folder}: {answer.text}")
     return ExitCode.NOT_MIRRORED if missing else ExitCode.OK
+
+
+def leave_summary(folder: Path) -> None:
+    """Write SUMMARY.md and its pictures into a run's folder, as far as that can be done."""
+    from refocused.monitoring.run_view_files import RunFollower
+    from refocused.monitoring.summary import write_summary  # draws: not needed before
+
+    now = time.time()
+    try:
+        follower = RunFollower(folder, liveness=lambda _state: None, saved_steps=saved_steps)
+        write_summary(folder, follower.view(now=now), now=now)
+    except Exception as error:
+        # The edge of the end: everything is saved and said, and no picture may change its outcome.
+        logger.warning(
+            "SUMMARY.md was not written (%s: %s). Try: python launch/monitor.py %s --summary",
+            type(error).__name__,
+            error,
+            folder,
+        )
 
 
 class _Progress:

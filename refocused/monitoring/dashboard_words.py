@@ -1,0 +1,33 @@
+"""How numbers of a run are spelled on its screen and in its summary; a dash is an unknown."""
+
+from __future__ import annotations
+
+import datetime
+
+from refocused.monitoring.metrics import duration
+
+
+def percent(share: float | None) -> str:
+    """Spell a share."""
+    return "?" if share is None else f"{share:.1%}"
+
+
+def value(number: float | None, form: str) -> str:
+    """Spell a number in a form; a dash where it is unknown."""
+    return "-" if number is None else format(number, form)
+
+
+def dollars(cost_usd: float | None) -> str:
+    """Spell an amount behind a time; nothing where it is unknown."""
+    return "" if cost_usd is None else f" ${cost_usd:,.2f}"
+
+
+def time_text(seconds: float | None) -> str:
+    """Spell a time span; a dash where it is unknown."""
+    return "-" if seconds is None else duration(seconds)
+
+
+def moment(unix_seconds: float) -> str:
+    """Spell a time of day in UTC."""
+    when = datetime.datetime.fromtimestamp(unix_seconds, datetime.UTC)
+    return f"{when:%a %d %b %H:%M} UTC"
