@@ -26,10 +26,10 @@ def scan(form: Scan) -> Record:
     batch, tokens, modes = SCANNED
     torch.manual_seed(0)
     spectrum = initial_spectrum(modes, longest=tokens)
-    beta = torch.randn(batch, 2, modes, tokens) * spectrum.gain.float()[:, None]
+    beta = torch.randn(2, modes, batch, tokens) * spectrum.gain.float()[:, None, None]
     exact = chunked_scan(beta.double(), spectrum.log_decay, spectrum.frequency, chunk=100)
     leaves = [t.requires_grad_() for t in (beta, spectrum.log_decay, spectrum.frequency)]
-    slope = torch.randn(batch, modes, tokens)
+    slope = torch.randn(modes, batch, tokens)
     compiled = torch.compile(form, dynamic=False)
     compiled(*leaves).backward(slope)  # it is compiled here
 
@@ -53,8 +53,8 @@ def by_fft(beta: Tensor, log_decay: Tensor, frequency: Tensor) -> Tensor:
     """The same by complex FFTs, padded to twice the length."""
     length = beta.shape[-1]
     kernel = torch.complex(*powers(log_decay, frequency, length, dtype=beta.dtype))
-    inputs = torch.complex(beta[:, 0], beta[:, 1])
-    spectrum = torch.fft.fft(inputs, n=2 * length) * torch.fft.fft(kernel, n=2 * length)
+    inputs = torch.complex(beta[0], beta[1])
+    spectrum = torch.fft.fft(inputs, n=2 * length) * torch.fft.fft(kernel[:, None], n=2 * length)
     return torch.fft.ifft(spectrum)[..., :length].real
 
 

@@ -19,7 +19,7 @@ class ScaleState:
     """What one scale remembers of all tokens so far; its size does not grow with them.
 
     Attributes:
-        eigenstates: c after the last whole group, `[B, 2, K]`, float32 or better.
+        eigenstates: c after the last whole group, `[2, K, B]`, float32 or better.
         latest: The output of the last whole group, `[B, 1, D]`.
         pending: The tokens of the group that is not whole yet, `[B, fewer than scale, D]`.
     """
@@ -30,7 +30,7 @@ class ScaleState:
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, as beam search asks for."""
-        self.eigenstates = self.eigenstates.index_select(0, rows)
+        self.eigenstates = self.eigenstates.index_select(2, rows)
         self.latest = self.latest.index_select(0, rows)
         self.pending = self.pending.index_select(0, rows)
 
@@ -80,7 +80,7 @@ class TenCells(nn.Module):
     def forward(
         self, inputs: Tensor, state: Tensor | None = None, *, want_state: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the outputs `[B, T, D]`, and c after the last token `[B, 2, 2 K]` if wanted.
+        """Return the outputs `[B, T, D]`, and c after the last token `[2, 2 K, B]` if wanted.
 
         Args:
             inputs: `[B, T, D]`, T at least 1.
@@ -90,12 +90,13 @@ class TenCells(nn.Module):
         spectrum = self.spectrum()
         exact = torch.promote_types(inputs.dtype, torch.float32)
         in_weight = self.in_weight * spectrum.gain.to(exact)[:, None]
-        beta = _times(in_weight.flatten(0, 1).to(inputs.dtype), inputs.transpose(1, 2))
-        beta = beta.view(len(inputs), 2, -1, inputs.shape[1]).to(exact)
+        # One product over all tokens of all sequences, with modes first as the scan wants them.
+        beta = in_weight.flatten(0, 1).to(inputs.dtype) @ inputs.flatten(0, 1).T
+        beta = beta.view(2, -1, *inputs.shape[:2]).to(exact)
         modes = (spectrum.log_decay, spectrum.frequency)
         real = chunked_scan(beta, *modes, chunk=self.chunk, state=state)
         read_out = self._read_out(exact).to(inputs.dtype)
-        outputs = _times(real.to(inputs.dtype).transpose(1, 2), read_out)
+        outputs = (real.flatten(1).to(inputs.dtype).T @ read_out).view_as(inputs)
         return outputs, last_state(beta, *modes, state=state) if want_state else None
 
     def _read_out(self, dtype: torch.dtype) -> Tensor:
@@ -170,17 +171,5 @@ def _at_scale(
         return repeated, None
     if eigenstates is None:
         modes = cells.rate_shift.numel()  # type: ignore[operator]
-        eigenstates = inputs.new_zeros((len(inputs), 2, modes), dtype=exact)
+        eigenstates = inputs.new_zeros((2, modes, len(inputs)), dtype=exact)
     return repeated, ScaleState(eigenstates, heard[:, -1:], inputs[:, groups * scale :])
-
-
-def _times(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right, one of them a matrix without a batch, row-major whatever the operands.
-
-    `torch.matmul` would fold the batch away and give a transposed view of the result.
-    """
-    batch = len(left) if left.dim() == 3 else len(right)
-    return torch.bmm(
-        left if left.dim() == 3 else left.expand(batch, -1, -1),
-        right if right.dim() == 3 else right.expand(batch, -1, -1),
-    )

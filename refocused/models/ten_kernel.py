@@ -28,7 +28,7 @@ ROWS = 16  # chunks of a tile; Triton's products have at least 16 rows
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scan_tiles(  # type: ignore[no-untyped-def]
-    beta, within, between, onward, out, modes, length, tiles,
+    beta, within, between, onward, out, modes, rows, length, tiles,
     WHOLE: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """Write Re(c), or with WHOLE both parts of c; the tables are those of `_tables`."""
@@ -49,8 +49,8 @@ def _scan_tiles(  # type: ignore[no-untyped-def]
     start_re, start_im = tl.load(first + 4 * part + r), tl.load(first + 5 * part + r)
     step_re, step_im = tl.load(first + 6 * part), tl.load(first + 7 * part)
     c_re, c_im = tl.sum(start_re) * 0.0, tl.sum(start_im) * 0.0
-    at_re = (row * 2 * modes + mode) * length
-    at_im = at_re + modes * length
+    at_re = (mode * rows + row) * length
+    at_im = at_re + modes * rows * length
     last = r == ROWS - 1
     for tile in range(tiles):
         token = tile * ROWS * CHUNK + r[:, None] * CHUNK + j[None, :]
@@ -67,14 +67,12 @@ def _scan_tiles(  # type: ignore[no-untyped-def]
         o_re = tl.dot(b_re, into_re, input_precision="ieee")
         o_re -= tl.dot(b_im, into_im, input_precision="ieee")
         o_re += s_re[:, None] * on_re[None, :] - s_im[:, None] * on_im[None, :]
+        tl.store(out + at_re + token, o_re, mask=inside)
         if WHOLE:
             o_im = tl.dot(b_re, into_im, input_precision="ieee")
             o_im += tl.dot(b_im, into_re, input_precision="ieee")
             o_im += s_re[:, None] * on_im[None, :] + s_im[:, None] * on_re[None, :]
-            tl.store(out + at_re + token, o_re, mask=inside)
             tl.store(out + at_im + token, o_im, mask=inside)
-        else:
-            tl.store(out + (row * modes + mode) * length + token, o_re, mask=inside)
         l_re = tl.sum(tl.where(last, s_re, 0.0))
         l_im = tl.sum(tl.where(last, s_im, 0.0))
         c_re = tl.sum(tl.where(last, e_re, 0.0)) + step_re * l_re - step_im * l_im
@@ -85,12 +83,12 @@ def kernel_scan(beta: Tensor, log_decay: Tensor, frequency: Tensor) -> Tensor:
     """Compute what `chunked_scan` does, from a state of zero, by the kernel.
 
     Args:
-        beta: Inputs `[B, 2, K, T]`, float32.
+        beta: Inputs `[2, K, B, T]`, float32.
         log_decay: ln|a|, `[K]`, below 0.
         frequency: omega in radians a token, `[K]`.
 
     Returns:
-        Re(c) `[B, K, T]`.
+        Re(c) `[K, B, T]`.
     """
     found: Tensor = _KernelScan.apply(beta, log_decay, frequency)  # type: ignore[no-untyped-call]
     return found
@@ -105,24 +103,24 @@ class _KernelScan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         beta, log_decay, frequency = ctx.saved_tensors
-        reversed_time = torch.stack((gradient.flip(-1), torch.zeros_like(gradient)), dim=1)
-        u = _launch(reversed_time, log_decay, frequency, whole=True).flip(-1)
-        earlier = _launch(beta, log_decay, frequency, whole=True) - beta
-        by_size = (u[:, 0] * earlier[:, 0] - u[:, 1] * earlier[:, 1]).sum(dim=(0, 2))
-        by_angle = -(u[:, 0] * earlier[:, 1] + u[:, 1] * earlier[:, 0]).sum(dim=(0, 2))
-        into_beta = torch.stack((u[:, 0], -u[:, 1]), dim=1)
+        reversed_time = torch.stack((gradient.flip(-1), torch.zeros_like(gradient)))
+        u_re, u_im = _launch(reversed_time, log_decay, frequency, whole=True).flip(-1)
+        c_re, c_im = _launch(beta, log_decay, frequency, whole=True) - beta
+        by_size = (u_re * c_re - u_im * c_im).sum(dim=(1, 2))
+        by_angle = -(u_re * c_im + u_im * c_re).sum(dim=(1, 2))
+        into_beta = torch.stack((u_re, -u_im))
         return into_beta, by_size.to(log_decay.dtype), by_angle.to(frequency.dtype)
 
 
 def _launch(beta: Tensor, log_decay: Tensor, frequency: Tensor, *, whole: bool) -> Tensor:
-    """Return Re(c) `[B, K, T]`, or c `[B, 2, K, T]` when the whole of it is wanted."""
-    rows, _, modes, length = beta.shape
+    """Return Re(c) `[K, B, T]`, or c `[2, K, B, T]` when the whole of it is wanted."""
+    _, modes, rows, length = beta.shape
     beta = beta.contiguous()
-    out = torch.empty_like(beta if whole else beta[:, 0])
+    out = torch.empty_like(beta if whole else beta[0])
     tables = _tables(log_decay, frequency)
     tiles = triton.cdiv(length, CHUNK * ROWS)
     _scan_tiles[(rows, modes)](
-        beta, *tables, out, modes, length, tiles, WHOLE=whole, CHUNK=CHUNK, ROWS=ROWS
+        beta, *tables, out, modes, rows, length, tiles, WHOLE=whole, CHUNK=CHUNK, ROWS=ROWS
     )
     return out
 

@@ -3,7 +3,8 @@
 A mode k has a complex multiplier a_k = exp(d_k + i omega_k): d = ln|a| < 0 is its log-decay, omega
 its frequency. Complex numbers are kept as pairs of real ones (index 0 real, 1 imaginary), for which
 compilers make better code. Only Re(c) is wanted of every token; the whole c of the last one is the
-state that generation carries.
+state that generation carries. Modes come before sequences, `[2, K, B, T]`: what a mode multiplies
+by is the same for all sequences, so that each product is one of a batch of K, and copies nothing.
 
 Powers a^n are taken of n at once, in float64, and then rounded: a float32 multiplier applied
 32,768 times would be off by 2e-3, and its argument n omega by 4e-3.
@@ -22,26 +23,26 @@ def sequential_scan(
     """Compute the recurrence token by token: the definition that the fast forms are held to.
 
     Args:
-        beta: Inputs `[B, 2, K, T]`, real and imaginary parts.
+        beta: Inputs `[2, K, B, T]`, real and imaginary parts.
         log_decay: ln|a|, `[K]`, below 0.
         frequency: omega in radians a token, `[K]`.
-        state: c before the first token, `[B, 2, K]`; None: zero.
+        state: c before the first token, `[2, K, B]`; None: zero.
 
     Returns:
-        Re(c) `[B, K, T]`, and c after the last token `[B, 2, K]`.
+        Re(c) `[K, B, T]`, and c after the last token `[2, K, B]`.
     """
-    (real, imaginary) = (part[:, 1] for part in powers(log_decay, frequency, 2, dtype=beta.dtype))
+    (real, imaginary) = (part[:, 1:] for part in powers(log_decay, frequency, 2, dtype=beta.dtype))
     if state is None:
         state = torch.zeros_like(beta[..., 0])
-    c_real, c_imaginary = state.unbind(1)
+    c_real, c_imaginary = state
     outputs = []
     for token in range(beta.shape[-1]):
         c_real, c_imaginary = (
-            real * c_real - imaginary * c_imaginary + beta[:, 0, :, token],
-            imaginary * c_real + real * c_imaginary + beta[:, 1, :, token],
+            real * c_real - imaginary * c_imaginary + beta[0, ..., token],
+            imaginary * c_real + real * c_imaginary + beta[1, ..., token],
         )
         outputs.append(c_real)
-    return torch.stack(outputs, dim=-1), torch.stack((c_real, c_imaginary), dim=1)
+    return torch.stack(outputs, dim=-1), torch.stack((c_real, c_imaginary))
 
 
 def chunked_scan(
@@ -59,51 +60,51 @@ def chunked_scan(
     found by doubling, in log2(T / C) rounds. The result does not depend on C but for rounding.
 
     Args:
-        beta: Inputs `[B, 2, K, T]`, real and imaginary parts.
+        beta: Inputs `[2, K, B, T]`, real and imaginary parts.
         log_decay: ln|a|, `[K]`, below 0.
         frequency: omega in radians a token, `[K]`.
         chunk: Tokens of a chunk, C; any T will do.
-        state: c before the first token, `[B, 2, K]`; None: zero.
+        state: c before the first token, `[2, K, B]`; None: zero.
 
     Returns:
-        Re(c) `[B, K, T]`.
+        Re(c) `[K, B, T]`.
     """
-    length = beta.shape[-1]
+    _, modes, rows, length = beta.shape
     chunk = min(chunk, length)
-    beta = F.pad(beta, (0, -length % chunk))
-    beta = beta.reshape(*beta.shape[:3], -1, chunk)
+    if length % chunk:  # padding by nothing would copy
+        beta = F.pad(beta, (0, -length % chunk))
+    beta = beta.reshape(2, modes, -1, chunk)
     real, imaginary = powers(log_decay, frequency, chunk + 1, dtype=beta.dtype)
     into_real, into_imaginary = _toeplitz(real, imaginary, chunk)
     # Columns 0..C-1 are Re(c) of the chunk alone, column C is Im(c) of its last token.
-    within = beta[:, 0] @ into_real + beta[:, 1] @ into_imaginary
-    ends = torch.stack((within[..., chunk - 1], within[..., chunk]), dim=1)
+    within = torch.bmm(beta[0], into_real) + torch.bmm(beta[1], into_imaginary)
+    within = within.view(modes, rows, -1, chunk + 1)
+    ends = torch.stack((within[..., chunk - 1], within[..., chunk]))
     first = torch.zeros_like(ends[..., :1]) if state is None else state.unsqueeze(-1)
     before = _states(torch.cat((first, ends[..., :-1]), dim=-1), log_decay, frequency, chunk)
-    real, imaginary = real[:, None, 1:], imaginary[:, None, 1:]
-    carried = real * before[:, 0, :, :, None] - imaginary * before[:, 1, :, :, None]
+    real, imaginary = real[:, None, None, 1:], imaginary[:, None, None, 1:]
+    carried = real * before[0, ..., None] - imaginary * before[1, ..., None]
     return (within[..., :chunk] + carried).flatten(-2)[..., :length]
 
 
 def last_state(
     beta: Tensor, log_decay: Tensor, frequency: Tensor, *, state: Tensor | None = None
 ) -> Tensor:
-    """Return c after the last token, `[B, 2, K]`: the weighted sum of all inputs.
+    """Return c after the last token, `[2, K, B]`: the weighted sum of all inputs.
 
     The arguments are those of `chunked_scan`.
     """
     length = beta.shape[-1]
     real, imaginary = powers(log_decay, frequency, length + 1, dtype=beta.dtype)
-    back_real, back_imaginary = real[:, :length].flip(-1), imaginary[:, :length].flip(-1)
+    back_real, back_imaginary = (part[:, None, :length].flip(-1) for part in (real, imaginary))
     ends = [
-        torch.linalg.vecdot(beta[:, 0], back_real)
-        - torch.linalg.vecdot(beta[:, 1], back_imaginary),
-        torch.linalg.vecdot(beta[:, 0], back_imaginary)
-        + torch.linalg.vecdot(beta[:, 1], back_real),
+        torch.linalg.vecdot(beta[0], back_real) - torch.linalg.vecdot(beta[1], back_imaginary),
+        torch.linalg.vecdot(beta[0], back_imaginary) + torch.linalg.vecdot(beta[1], back_real),
     ]
     if state is not None:
-        ends[0] = ends[0] + real[:, -1] * state[:, 0] - imaginary[:, -1] * state[:, 1]
-        ends[1] = ends[1] + imaginary[:, -1] * state[:, 0] + real[:, -1] * state[:, 1]
-    return torch.stack(ends, dim=1)
+        ends[0] = ends[0] + real[:, -1:] * state[0] - imaginary[:, -1:] * state[1]
+        ends[1] = ends[1] + imaginary[:, -1:] * state[0] + real[:, -1:] * state[1]
+    return torch.stack(ends)
 
 
 def powers(
@@ -136,18 +137,17 @@ def _toeplitz(real: Tensor, imaginary: Tensor, chunk: int) -> tuple[Tensor, Tens
 
 
 def _states(ends: Tensor, log_decay: Tensor, frequency: Tensor, chunk: int) -> Tensor:
-    """Return S_n = a^C S_{n-1} + ends_n for all n, `[B, 2, K, N]`: doubling (Hillis and Steele)."""
+    """Return S_n = a^C S_{n-1} + ends_n for all n, `[2, K, B, N]`: doubling (Hillis and Steele)."""
     shift = 1
     while shift < ends.shape[-1]:
         by = powers(log_decay, frequency, 2, step=chunk * shift, dtype=ends.dtype)
-        real, imaginary = (part[:, 1:] for part in by)
-        earlier_real, earlier_imaginary = ends[..., :-shift].unbind(1)
+        real, imaginary = (part[:, None, 1:] for part in by)
+        earlier_real, earlier_imaginary = ends[..., :-shift]
         arrived = torch.stack(
             (
                 real * earlier_real - imaginary * earlier_imaginary,
                 imaginary * earlier_real + real * earlier_imaginary,
-            ),
-            dim=1,
+            )
         )
         ends = torch.cat((ends[..., :shift], ends[..., shift:] + arrived), dim=-1)
         shift *= 2

@@ -93,11 +93,11 @@ def test_cells_are_the_mean_of_their_recurrences_read_out_through_r() -> None:
         for cell in range(2):
             modes = slice(3 * cell, 3 * cell + 3)
             weight = cells.in_weight[:, modes] * spectrum.gain[modes, None]
-            beta = torch.einsum("pkd,btd->bpkt", weight, inputs)
+            beta = torch.einsum("pkd,btd->pkbt", weight, inputs)
             real, _ = sequential_scan(beta, spectrum.log_decay[modes], spectrum.frequency[modes])
             mixing = cells.mixing[cell]
             coupling = torch.eye(3, dtype=torch.float64) + 0.01 * mixing / mixing.norm()
-            total += real.transpose(1, 2) @ coupling @ cells.out_weight[cell]
+            total += real.permute(1, 2, 0) @ coupling @ cells.out_weight[cell]
     torch.testing.assert_close(found, total / 2, rtol=1e-10, atol=1e-10)
 
 
@@ -212,7 +212,7 @@ def test_the_recurrence_runs_in_float32_on_bf16_parameters(
 
     def noting(beta: Tensor, *modes: Tensor, **others: Any) -> Tensor:
         seen.append((beta.dtype, *(mode.dtype for mode in modes)))
-        return beta[:, 0]
+        return beta[0]
 
     monkeypatch.setattr("refocused.models.ten_cells.chunked_scan", noting)
     build().bfloat16().logits(tokens())

@@ -25,8 +25,8 @@ def test_values_and_gradients_are_those_of_the_chunked_form(length: int) -> None
     modes = 5
     spectrum = initial_spectrum(modes, longest=2500, device=device)
     draw = torch.Generator().manual_seed(2)
-    beta = torch.randn((2, 2, modes, length), generator=draw, dtype=torch.float64).to(device)
-    slope = torch.randn((2, modes, length), generator=draw, dtype=torch.float64).to(device)
+    beta = torch.randn((2, modes, 2, length), generator=draw, dtype=torch.float64).to(device)
+    slope = torch.randn((modes, 2, length), generator=draw, dtype=torch.float64).to(device)
 
     def results(dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [beta.to(dtype), spectrum.log_decay.clone(), spectrum.frequency.clone()]

@@ -20,9 +20,9 @@ def sample(dtype: torch.dtype, *, length: int = LENGTH, with_state: bool = True)
     """Inputs of a size that keeps the outputs near one, two numbers of each mode, and a state."""
     draw = torch.Generator().manual_seed(7)
     spectrum = initial_spectrum(MODES, longest=length)
-    beta = torch.randn((ROWS, 2, MODES, length), generator=draw, dtype=torch.float64)
-    beta *= spectrum.gain[:, None]
-    state = torch.randn((ROWS, 2, MODES), generator=draw, dtype=torch.float64) * with_state
+    beta = torch.randn((2, MODES, ROWS, length), generator=draw, dtype=torch.float64)
+    beta *= spectrum.gain[:, None, None]
+    state = torch.randn((2, MODES, ROWS), generator=draw, dtype=torch.float64) * with_state
     tensors = (beta, spectrum.log_decay, spectrum.frequency, state)
     return tuple(tensor.to(dtype).requires_grad_() for tensor in tensors)  # type: ignore[return-value]
 
@@ -72,12 +72,12 @@ def test_float32_stays_right_over_32768_tokens() -> None:
     modes, length = 8, 32768
     spectrum = initial_spectrum(modes, longest=length)
     draw = torch.Generator().manual_seed(1)
-    beta = torch.randn((1, 2, modes, length), generator=draw)
+    beta = torch.randn((2, modes, 1, length), generator=draw)
     arguments = (spectrum.log_decay, spectrum.frequency)
     exact = chunked_scan(beta.double(), *arguments, chunk=100)
     for chunk in (64, 256):
         found = chunked_scan(beta, *arguments, chunk=chunk)
-        error = (found - exact).abs().amax(dim=(0, 2)) / exact.abs().amax(dim=(0, 2))
+        error = (found - exact).abs().amax(dim=(1, 2)) / exact.abs().amax(dim=(1, 2))
         assert float(error.max()) < 1e-5
 
 
@@ -85,16 +85,16 @@ def test_float32_stays_right_over_32768_tokens() -> None:
 def test_the_gradient_of_token_32000_reaches_token_100(chunk: int) -> None:
     length, first, last = 32768, 100, 32000
     spectrum = initial_spectrum(16, longest=length)
-    beta = torch.zeros((1, 2, 16, length), requires_grad=True)
+    beta = torch.zeros((2, 16, 1, length), requires_grad=True)
     found = chunked_scan(beta, spectrum.log_decay, spectrum.frequency, chunk=chunk)
-    (gradient,) = torch.autograd.grad(found[0, :, last].sum(), beta)
+    (gradient,) = torch.autograd.grad(found[:, 0, last].sum(), beta)
     lag = last - first
     size = torch.exp(lag * spectrum.log_decay)
     wanted = torch.stack(
         (size * (lag * spectrum.frequency).cos(), -size * (lag * spectrum.frequency).sin())
     )
-    torch.testing.assert_close(gradient[0, :, :, first], wanted.float(), rtol=1e-4, atol=1e-8)
-    assert float(gradient[0, :, -1, first].norm()) > 0.1  # the slowest mode: exp(-31,900 / 23,700)
+    torch.testing.assert_close(gradient[:, :, 0, first], wanted.float(), rtol=1e-4, atol=1e-8)
+    assert float(gradient[:, -1, 0, first].norm()) > 0.1  # the slowest mode: exp(-31,900 / 23,700)
     assert not gradient[..., last + 1 :].any()
 
 
@@ -125,9 +125,9 @@ def test_the_gain_keeps_the_variance_of_every_mode() -> None:
     modes, length = 8, 20000
     spectrum = initial_spectrum(modes, longest=200)
     draw = torch.Generator().manual_seed(3)
-    beta = torch.randn((1, 2, modes, length), generator=draw) * spectrum.gain[:, None].float()
+    beta = torch.randn((2, modes, 1, length), generator=draw) * spectrum.gain[:, None, None].float()
     real = chunked_scan(beta, spectrum.log_decay, spectrum.frequency, chunk=64)
-    assert ((real[0].std(dim=1) - 1).abs() < 0.15).all()
+    assert ((real[:, 0].std(dim=1) - 1).abs() < 0.15).all()
 
 
 @pytest.mark.parametrize("moved", [0.3, -0.7, 1.0])
