@@ -6,7 +6,8 @@ import dataclasses
 
 from refocused.config.model import ModelConfig
 from refocused.config.optimization import Dtype
-from refocused.config.shape import Attention, ModelShape
+from refocused.config.shape import Attention, ModelShape, Resonators
+from refocused.estimate.mixing_memory import MixingMemory, eigenstates_memory, resonators_memory
 
 # Tensors of the inner width that eager autograd keeps for each activation function, its output
 # included; transformers writes GPT-2's tanh form out in eight operations. Others keep two.
@@ -18,6 +19,7 @@ _KEPT_BY_GPT2 = 8
 _KEPT_BY_NEOX = 10
 # Alive at once while a block's feed-forward part is differentiated, beside what was kept.
 _DIFFERENTIATED_INNER = 1
+_STATISTICS = 16  # of two norms, for each token: mean and deviation in float32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,13 +39,13 @@ class ActivationMemory:
 
 def activation_memory(
     shape: ModelShape, *, model: ModelConfig, micro: int, dtype: Dtype
-) -> ActivationMemory | None:
-    """Return what a pass keeps; None for a family without attention, which nobody has counted.
+) -> ActivationMemory:
+    """Return what a pass keeps.
 
     Blocks are in eager mode with sdpa attention; compiled ones keep less. Counted from what
-    autograd saves in transformers 5.23's blocks (each tensor once, however often it is saved): s
-    bytes an element, and float32 for the norms' statistics and the attention's log-sum-exp, one a
-    head.
+    autograd saves in transformers 5.23's blocks and in ours (each tensor once, however often it is
+    saved): s bytes an element, and float32 for the norms' statistics, the attention's log-sum-exp,
+    one a head, and most of what mixes without attention (`mixing_memory`).
     Dropout keeps a mask of one byte for each element, as it does on a GPU.
 
     Args:
@@ -52,22 +54,40 @@ def activation_memory(
         micro: Windows of a pass.
         dtype: What the pass computes in.
     """
-    if not isinstance(shape.mixer, Attention):
-        return None
     size = 4 if dtype == "fp32" else 2
     tokens = micro * model.sequence_length
-    block = _block_bytes(shape, heads=shape.mixer.heads, size=size, drops=model.dropout > 0)
-    block *= tokens
+    block, working = _block_bytes(
+        shape, size=size, rows=micro, length=model.sequence_length, drops=model.dropout > 0
+    )
     head = _head_bytes(shape, model=model, tokens=tokens, size=size)
     backward = tokens * size * (2 * shape.width + _DIFFERENTIATED_INNER * shape.ffn_width)
+    backward = max(backward, working)
     if not model.activation_checkpointing:
         return ActivationMemory(shape.layers * block, head, backward)
     entries = shape.layers * tokens * size * shape.width
     return ActivationMemory(entries, head, block + backward)
 
 
-def _block_bytes(shape: ModelShape, *, heads: int, size: int, drops: bool) -> int:
-    """Return the bytes that a block keeps for each token."""
+def _block_bytes(
+    shape: ModelShape, *, size: int, rows: int, length: int, drops: bool
+) -> tuple[int, int]:
+    """Return the bytes that a block keeps, and what its mixing takes while it is differentiated."""
+    masks = 2 * shape.width if drops else 0
+    if isinstance(shape.mixer, Attention):
+        a_token = _attention_block_bytes(shape, heads=shape.mixer.heads, size=size)
+        return rows * length * (a_token + masks), 0
+    mixing: MixingMemory
+    if isinstance(shape.mixer, Resonators):
+        mixing = resonators_memory(shape.mixer, shape, size=size, rows=rows, length=length)
+    else:
+        mixing = eigenstates_memory(shape.mixer, shape, size=size, rows=rows, length=length)
+    feed_forward = size * (2 * shape.width + _KEPT_BY_OTHERS * shape.ffn_width)
+    a_token = int(mixing.a_token) + feed_forward + _STATISTICS + masks
+    return rows * length * a_token + int(mixing.shared), int(mixing.working)
+
+
+def _attention_block_bytes(shape: ModelShape, *, heads: int, size: int) -> int:
+    """Return the bytes that a block with attention keeps for each token, without dropout."""
     if shape.family == "gpt2":
         residual = _KEPT_BY_GPT2
         function = shape.settings.get("activation_function", "gelu_new")
@@ -76,9 +96,7 @@ def _block_bytes(shape: ModelShape, *, heads: int, size: int, drops: bool) -> in
         residual = _KEPT_BY_NEOX if parallel else _KEPT_BY_NEOX + 1
         function = shape.settings.get("hidden_act", "gelu")
     inner = _KEPT_BY_ACTIVATION.get(function, _KEPT_BY_OTHERS)
-    masks = 2 * shape.width if drops else 0
-    statistics = 4 * (4 + heads)
-    return size * (residual * shape.width + inner * shape.ffn_width) + masks + statistics
+    return size * (residual * shape.width + inner * shape.ffn_width) + _STATISTICS + 4 * heads
 
 
 def _head_bytes(shape: ModelShape, *, model: ModelConfig, tokens: int, size: int) -> int:

@@ -80,11 +80,6 @@ def choose(
                 activation_factor=activation_factor,
             )
             choice = Choice(candidate, micro, memory)
-            if memory.peak is None and memory_bytes and not (zero.decided and len(micros) == 1):
-                raise ConfigError(
-                    f"The memory of a pass is not known for {shape.family}: nothing can be auto. "
-                    "Give batch.micro, zero.stage and zero.offload_*."
-                )
             if memory_bytes is None or memory.fits(memory_bytes):
                 if micro * model.sequence_length >= BUSY_TOKENS or micro == micros[0]:
                     return choice
@@ -96,11 +91,10 @@ def choose(
     if zero.decided and batch.micro != "auto":
         return choice  # what was asked for; the plan may be off by a tenth
     assert memory_bytes is not None  # everything fits without one
-    needed = choice.memory.peak or choice.memory.states
     raise ConfigError(
         f"Nothing fits: with a micro-batch of {choice.micro} windows, ZeRO-{choice.zero.stage} and "
         f"offload_optimizer={choice.zero.offload_optimizer} a step takes "
-        f"{needed / 1e9:.1f} GB of a GPU's {memory_bytes / 1e9:.1f} GB. Set "
+        f"{choice.memory.peak / 1e9:.1f} GB of a GPU's {memory_bytes / 1e9:.1f} GB. Set "
         "model.activation_checkpointing=true, lower model.sequence_length, or take more GPUs."
     )
 

@@ -25,26 +25,25 @@ class MemoryPlan:
     Attributes:
         states: Parameters, gradients and optimizer states on the device, during a pass.
         gathered: Parameters of the whole model, which ZeRO-3 gathers for a pass.
-        peak: Most of everything at once on the device; None: the family's passes are not known.
+        peak: Most of everything at once on the device.
         host: States in the host's memory.
         nvme: States on the NVMe drive.
     """
 
     states: int
     gathered: int
-    peak: int | None
+    peak: int
     host: int
     nvme: int
 
     @property
-    def activations(self) -> int | None:
-        """What the passes take at the peak, with DeepSpeed's buffers; None: not known."""
-        return None if self.peak is None else self.peak - self.states - self.gathered
+    def activations(self) -> int:
+        """What the passes take at the peak, with DeepSpeed's buffers."""
+        return self.peak - self.states - self.gathered
 
     def fits(self, memory_bytes: float) -> bool:
-        """Whether a device with so much memory can make the step, as far as is known."""
-        known = self.states + self.gathered if self.peak is None else self.peak
-        return known + CONTEXT_BYTES <= memory_bytes * (1 - LOST_SHARE)
+        """Whether a device with so much memory can make the step."""
+        return self.peak + CONTEXT_BYTES <= memory_bytes * (1 - LOST_SHARE)
 
 
 def plan_memory(
@@ -78,8 +77,6 @@ def plan_memory(
     states, buffer = _states_of_a_pass(parameters, zero=zero, dtype=dtype, ranks=ranks)
     passing = activation_memory(shape, model=model, micro=micro, dtype=dtype)
     gathered = update.gathered if ranks > 1 or zero.offload_parameters != "none" else 0
-    if passing is None:
-        return MemoryPlan(states, gathered, None, update.host, update.nvme)
     resident = states + gathered + buffer * bucket
     kept = passing.blocks * activation_factor
     early, flushed = _reduction_bytes(zero.stage, dtype=dtype, ranks=ranks)

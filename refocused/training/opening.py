@@ -58,8 +58,7 @@ def _memory_lines(
     parts = [f"{memory.states / 1e9:,.2f} GB states"]
     if memory.gathered:
         parts.append(f"{memory.gathered / 1e9:,.2f} GB gathered")
-    if memory.activations is not None:
-        parts.append(f"{memory.activations / 1e9:,.2f} GB activations")
+    parts.append(f"{memory.activations / 1e9:,.2f} GB activations")
     whole = f" of {planned.memory_bytes / 1e9:,.1f} GB" if planned.memory_bytes else ""
     elsewhere = "".join(
         f", {size / 1e9:,.2f} GB on {place}"

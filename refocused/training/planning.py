@@ -88,7 +88,7 @@ def _smallest_gpu_bytes(world: World) -> float | None:
 
 
 def _measured_over_computed(loaded: LoadedRun, device: torch.device) -> float:
-    """Return what a pass takes on this GPU, over what is computed for it; 1 where none is.
+    """Return what a pass takes on this GPU, over what is computed for it.
 
     Measured between one window and two, so that the weights and their gradients drop out.
     """
@@ -99,8 +99,6 @@ def _measured_over_computed(loaded: LoadedRun, device: torch.device) -> float:
         expected = activation_memory(
             loaded.shape, model=config.model, micro=micro, dtype=config.precision.dtype
         )
-        if expected is None:
-            return 1.0
         computed.append(expected.blocks + max(expected.head, expected.recomputed))
     with torch.device(device):
         model = build_model(

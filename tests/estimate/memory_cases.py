@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from refocused.config.shape import ModelShape, shape_from
 
 ROWS, CHUNK = 1024, 128
 WIDTH, LAYERS = 128, 4
+
+MIXING: dict[str, dict[str, Any]] = {
+    "gpt_neox": {"num_attention_heads": 4},
+    "resonance": {"num_resonators": 32},
+    "ten": {"num_eigenstates": 16, "chunk_size": 32, "scales": [1, 2]},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +22,7 @@ class Case:
     """One way to compute a step."""
 
     stage: Literal[0, 1, 2, 3]
-    family: Literal["gpt2", "gpt_neox"] = "gpt2"
+    family: Literal["gpt2", "gpt_neox", "resonance", "ten"] = "gpt2"
     dtype: Literal["bf16", "fp32"] = "bf16"
     activation_checkpointing: bool = False
     micro: int = 2
@@ -39,13 +45,13 @@ def shape_of(case: Case) -> ModelShape:
         }
     else:
         settings = {
-            "model_type": "gpt_neox",
+            "model_type": case.family,
             "vocab_size": ROWS,
             "max_position_embeddings": case.length,
             "hidden_size": WIDTH,
             "num_hidden_layers": LAYERS,
-            "num_attention_heads": 4,
             "intermediate_size": 4 * WIDTH,
+            **MIXING[case.family],
         }
     return shape_from(settings, where=case.name)
 

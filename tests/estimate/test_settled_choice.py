@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from refocused.config.files import find_config
 from refocused.config.model import ModelConfig
 from refocused.config.optimization import BatchConfig, ZeroSettings
-from refocused.config.shape import ModelShape, Resonators, load_shape
+from refocused.config.shape import ModelShape, load_shape
 from refocused.errors import ConfigError
 from refocused.estimate.choice import BUSY_TOKENS, Choice, choose, needless_offload
 
@@ -104,11 +103,11 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused() -> None:
         chosen(memory_gb=85, windows=510)
 
 
-def test_nothing_is_chosen_for_a_family_that_nobody_counted() -> None:
-    other = dataclasses.replace(shape(), mixer=Resonators(count=4))
-    with pytest.raises(ConfigError, match="not known for gpt2: nothing can be auto"):
-        chosen(memory_gb=85, of=other)
-    assert chosen(memory_gb=85, of=other, micro=4, zero=ZeroSettings()).micro == 4
+@pytest.mark.parametrize("name", ["gpt2_1b", "resonance_large", "ten_large_32k"])
+def test_the_micro_batch_of_every_family_grows_with_the_memory(name: str) -> None:
+    small, large = (chosen(memory_gb=gb, of=shape(name)) for gb in (30, 140))
+    assert small.micro < large.micro
+    assert large.memory.fits(140 * GB) and not large.memory.fits(30 * GB)
 
 
 @pytest.mark.parametrize(("memory_gb", "needless"), [(80, True), (10, False), (None, False)])
