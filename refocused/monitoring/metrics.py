@@ -26,7 +26,7 @@ class StepMetrics:
         data_wait_fraction: Share of the time since the last line spent waiting for batches.
         gpu_memory_fraction: Peak share of the GPU's memory.
         seconds_left: Until the last step, with validations and saves.
-        seconds_trained: Since the run's first start, interruptions left out.
+        seconds_trained: Of all sessions since the run's first start, from each one's begin.
         cost_usd: Of that time.
         cost_left_usd: Of the time left.
         mfu_refused: More came out than any run reaches, so that something it is computed from is

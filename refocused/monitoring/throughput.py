@@ -5,9 +5,9 @@ from __future__ import annotations
 import collections
 import statistics
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
-Activity = Literal["step", "validation", "tasks", "sample", "save"]
+Activity = Literal["start_up", "step", "validation", "tasks", "sample", "save", "ending"]
 MEDIAN_STEPS = 50
 WARM_UP_STEPS = 10
 
@@ -17,16 +17,20 @@ class Throughput:
 
     The first steps compile, allocate and fill caches; they are left out of the median as soon as
     there are later ones.
+
+    Attributes:
+        laps: Seconds of each activity so far.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """Start now.
+    def __init__(self, clock: Callable[[], float], *, began_seconds: float | None = None) -> None:
+        """Start the first lap.
 
         Args:
             clock: Monotonic seconds.
+            began_seconds: When the session began, by that clock; None: now.
         """
         self._clock = clock
-        self._started = self._last = clock()
+        self._started = self._last = clock() if began_seconds is None else began_seconds
         self._steps: collections.deque[float] = collections.deque(maxlen=MEDIAN_STEPS)
         self._count = 0
         self._others: dict[Activity, list[float]] = {
@@ -35,6 +39,7 @@ class Throughput:
             "sample": [],
             "save": [],
         }
+        self.laps: dict[Activity, float] = dict.fromkeys(get_args(Activity), 0.0)
 
     def lap(self, activity: Activity, *, continued: bool = False) -> float:
         """Book the time since the last call on an activity; return it in seconds.
@@ -45,6 +50,7 @@ class Throughput:
         """
         now = self._clock()
         seconds, self._last = now - self._last, now
+        self.laps[activity] += seconds
         if activity == "step":
             self._count += 1
             if self._count == WARM_UP_STEPS + 1:
@@ -52,13 +58,13 @@ class Throughput:
             self._steps.append(seconds)
         elif continued:
             self._others[activity][-1] += seconds
-        else:
+        elif activity in self._others:
             self._others[activity].append(seconds)
         return seconds
 
     @property
     def session_seconds(self) -> float:
-        """Time since the session's first step began."""
+        """Time since the session began."""
         return self._clock() - self._started
 
     @property
@@ -73,7 +79,7 @@ class Throughput:
         if self.step_seconds is None:
             return None
         return steps * self.step_seconds + sum(
-            count * statistics.fmean(times)
+            count * statistics.median(times)
             for count, times in (
                 (validations, self._others["validation"]),
                 (tasks, self._others["tasks"]),

@@ -32,7 +32,9 @@ from refocused.models.build import build_model
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, counted_parameters, untrained_loss
 from refocused.monitoring.history import METRICS_FILE
 from refocused.monitoring.profile import StepProfiler
+from refocused.monitoring.step_phases import step_phases
 from refocused.monitoring.throughput import Throughput
+from refocused.monitoring.time_book import TimeBook
 from refocused.process_identity import identify
 from refocused.training.cadence import Cadence
 from refocused.training.data import DataParts, build_data
@@ -175,8 +177,15 @@ def assemble_engine(job: Job) -> Built:
     return Built(engine, parameters, attention, compilation)
 
 
-def assemble_parts(job: Job, data: DataParts, built: Built) -> Parts:
-    """Bring together what the loop uses."""
+def assemble_parts(job: Job, data: DataParts, built: Built, *, began_seconds: float) -> Parts:
+    """Bring together what the loop uses.
+
+    Args:
+        job: The run.
+        data: Where batches come from.
+        built: The model.
+        began_seconds: When this process's session began, on the monotonic clock.
+    """
     config, world = job.loaded.config, job.world
     engine, parameters = built.engine, built.parameters
     rows = job.loaded.shape.padded_vocabulary(config.model.vocabulary_multiple)
@@ -189,9 +198,15 @@ def assemble_parts(job: Job, data: DataParts, built: Built) -> Parts:
         world=world,
     )
     figures = _figures(job, data)
-    throughput = Throughput(time.monotonic)
+    throughput = Throughput(time.monotonic, began_seconds=began_seconds)
+    phases = step_phases(world.device_kind)
     reporter = Reporter(
-        job.folder, figures=figures, engine=engine, throughput=throughput, world=world
+        job.folder,
+        figures=figures,
+        engine=engine,
+        throughput=throughput,
+        time_book=TimeBook(throughput, phases),
+        world=world,
     )
     _say_computation(built, reporter)
     if config.checkpoint.in_background:
@@ -230,6 +245,7 @@ def assemble_parts(job: Job, data: DataParts, built: Built) -> Parts:
         schedule=config.schedule,
         cadence=figures.cadence,
         throughput=throughput,
+        phases=phases,
         reporter=reporter,
         saver=saver,
         vocabulary=job.loaded.shape.vocabulary,

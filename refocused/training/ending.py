@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 import time
@@ -36,7 +37,7 @@ def finish(
     command: str,
     final_model: FinalModel | None = None,
 ) -> ExitCode:
-    """Export, wait for the mirror, say how the run ended, return the command's exit code.
+    """Export, wait for the mirror, say how the run ended and where its time went; return the code.
 
     Args:
         parts: The run's parts.
@@ -64,6 +65,7 @@ def finish(
         code = max(code, _await_export(parts, exporting, stop, settings), key=_GRAVITY.index)
     if parts.saver.last_save_failed:
         code = ExitCode.FAILED
+    outcome = dataclasses.replace(outcome, state=parts.reporter.end(outcome.state))
     if parts.world.is_first:
         for line in _summary(parts, outcome, sample, folder, settings, command, mirrored=mirrored):
             logger.info("%s", line)
@@ -155,6 +157,9 @@ def _summary(
         f"{duration(state.seconds)}{_dollars(state)}"
         + (f" | stopped by {outcome.stopped.text}" if outcome.stopped else "")
     ]
+    used = parts.reporter.run_time()
+    if used.spent.computing_seconds:
+        lines.append(f"      {used.as_line()}")
     if state.best_loss is not None:
         lines.append(
             f"      best validation loss {state.best_loss:.4f} (perplexity "

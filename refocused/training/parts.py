@@ -12,6 +12,7 @@ from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.engine.engine import Engine
 from refocused.inference.multiple_choice import Examination
 from refocused.monitoring.profile import StepProfiler
+from refocused.monitoring.step_phases import StepPhases
 from refocused.monitoring.throughput import Throughput
 from refocused.training.cadence import Cadence
 from refocused.training.reporter import Reporter
@@ -45,6 +46,7 @@ class Parts:
     schedule: ScheduleConfig
     cadence: Cadence
     throughput: Throughput
+    phases: StepPhases
     reporter: Reporter
     saver: Saver
     vocabulary: int

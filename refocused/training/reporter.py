@@ -17,8 +17,15 @@ from refocused.engine.schedule import learning_rate
 from refocused.estimate.work import CREDIBLE_MFU
 from refocused.inference.multiple_choice import TaskResult
 from refocused.monitoring.metrics import StepMetrics, duration, perplexity
+from refocused.monitoring.performance import (
+    PERFORMANCE_FILE,
+    RunTime,
+    TimeSpent,
+    read_run_time,
+)
 from refocused.monitoring.records import JsonLines, write_state
 from refocused.monitoring.throughput import Throughput
+from refocused.monitoring.time_book import TimeBook
 from refocused.process_identity import this_process
 from refocused.training.cadence import Cadence
 from refocused.training.state import TrainState
@@ -64,13 +71,17 @@ class Reporter:
         figures: RunFigures,
         engine: Engine,
         throughput: Throughput,
+        time_book: TimeBook,
         world: World,
     ) -> None:
         """Open the run's files on rank 0."""
         self._figures = figures
         self._engine = engine
         self._throughput = throughput
+        self._time_book = time_book
         self._world = world
+        self._folder = folder
+        self._told_step = 0
         self._seconds_before = 0.0
         self._cost_before: float | None = None
         self._waited = self._reported_at = 0.0
@@ -81,12 +92,35 @@ class Reporter:
         self._metrics = self._performance = self._events = None
         if world.is_first:
             self._metrics = JsonLines(folder / "logs" / "training_metrics.jsonl")
-            self._performance = JsonLines(folder / "logs" / "performance_metrics.jsonl")
+            self._performance = JsonLines(folder / PERFORMANCE_FILE)
             self._events = JsonLines(folder / "logs" / "events.jsonl")
 
     def begin(self, state: TrainState) -> None:
-        """Count this session's time and money on top of a state's."""
-        self._seconds_before, self._cost_before = state.seconds, state.cost_usd
+        """Count this session's time and money on top of what the run has taken before it.
+
+        A state knows what had been taken when it was saved; the run's own file knows of what came
+        after, which a rewind throws away and which is paid for all the same.
+        """
+        before = self.run_time()
+        self._seconds_before = max(state.seconds, before.seconds_trained or 0.0)
+        known = [cost for cost in (state.cost_usd, before.cost_usd) if cost is not None]
+        self._cost_before = max(known, default=None)
+
+    def start(self, state: TrainState) -> None:
+        """Note that training begins now; what came before was start-up."""
+        self._throughput.lap("start_up")
+        self._told_step, self._reported_at = state.step, self._throughput.session_seconds
+        self._tell_time("session", state, None)
+
+    def end(self, state: TrainState) -> TrainState:
+        """Note that the run's last wait is over; return the state with all of its time booked."""
+        self._throughput.lap("ending")
+        self._tell_time("time", state, None)
+        return self.booked(state)
+
+    def run_time(self) -> RunTime:
+        """Return where the time of all sessions went, as the run's file tells it."""
+        return read_run_time(self._folder) if self._world.is_first else RunTime()
 
     def booked(self, state: TrainState) -> TrainState:
         """Return a state with this session's time and money added."""
@@ -107,6 +141,7 @@ class Reporter:
         memory = self._world.largest([_gpu_memory_fraction(self._world)])[0]
         state = self.booked(dataclasses.replace(state, loss=mean))
         metrics = self._metrics_of(state, mean, waited_seconds, memory or None)
+        self._tell_time("time", state, waited_seconds)
         if self._metrics is not None:
             self._metrics.write(
                 {"kind": "step", **metrics.as_record(), **self._source_progress(state)}
@@ -208,7 +243,8 @@ class Reporter:
             error: Why.
             exit_code: What the command will end with.
         """
-        state = self._latest or state
+        state = self.booked(self._latest or state)
+        self._record_time("time", state, self._time_book.rest_as_other())
         self.event("failed", "", error=str(error), step=state.step, exit_code=exit_code)
         self.write_state(state, "failed", exit_code=exit_code)
 
@@ -217,6 +253,22 @@ class Reporter:
         for file in (self._metrics, self._performance, self._events):
             if file is not None:
                 file.close()
+
+    def _tell_time(self, kind: str, state: TrainState, waited_seconds: float | None) -> None:
+        """Record what the time since the last such record was spent on."""
+        spent = self._time_book.since_last(waited_seconds=waited_seconds)
+        self._record_time(kind, self.booked(state), spent)
+
+    def _record_time(self, kind: str, state: TrainState, spent: TimeSpent) -> None:
+        first, self._told_step = self._told_step, state.step
+        self.performance(
+            kind,
+            state.step,
+            first_step=first,
+            **{name: round(seconds, 4) for name, seconds in spent.as_record().items()},
+            seconds_trained=state.seconds,
+            cost_usd=state.cost_usd,
+        )
 
     def _source_progress(self, state: TrainState) -> dict[str, object]:
         """Return the tokens of each source that were trained on, and its epochs in fractions."""

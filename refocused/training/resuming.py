@@ -81,6 +81,7 @@ def start_or_resume(job: Job, parts: Parts, chosen: Chosen, stop: StopRequest) -
     """
     if chosen.path is None:
         loss = check_first_loss(parts)
+        parts.reporter.begin(TrainState())
         parts.reporter.event("start", f"  start    from step 0, untrained loss {loss:.4f}")
         return TrainState()
     path, steps = chosen.path, job.loaded.config.run.steps

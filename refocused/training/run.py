@@ -106,7 +106,9 @@ def _carry_out(job: Job, stop: StopRequest, session: Session) -> ExitCode:
     try:
         world.first_does(lambda: _say_data(job, data))
         stop.leave_if_asked()
-        parts = assemble_parts(job, data, assemble_engine(job))
+        parts = assemble_parts(
+            job, data, assemble_engine(job), began_seconds=session.rank_began_seconds
+        )
         stop.leave_if_asked()
         state = start_or_resume(job, parts, chosen, stop)
         stop.leave_if_asked()
@@ -215,7 +217,8 @@ def _train_and_finish(
     job.world.first_does(lambda: _leave_behind(job, parts, state))
     parts.saver.start_mirror()
     start_sampling(job.folder, job.world, parts.reporter, log=config.log, cost=config.cost)
-    parts.reporter.write_state(state, "training")
+    parts.reporter.start(state)
+    parts.reporter.write_state(parts.reporter.booked(state), "training")
     try:
         outcome = train(parts, state, stop)
         session.presence.tell(reason=outcome.stopped.name)

@@ -25,6 +25,7 @@ class Session:
         ancestors: As they were at the start.
         presence: Its notes to the supervisor.
         began_seconds: When the command began, on this machine's monotonic clock.
+        rank_began_seconds: When this process did; the launcher may have started others before.
         launch: The supervisor's; None without one.
     """
 
@@ -32,6 +33,7 @@ class Session:
     ancestors: Ancestors
     presence: Presence
     began_seconds: float
+    rank_began_seconds: float
     launch: Launch | None
 
     @property
@@ -48,6 +50,7 @@ class Session:
 
 def begin_session(rank: int) -> Session:
     """Take over the signals and tell the supervisor that this rank is here."""
+    now = time.monotonic()
     signals = Signals(speaks=rank == 0)
     signals.install()
     launch = launch_of(os.environ)
@@ -55,6 +58,7 @@ def begin_session(rank: int) -> Session:
         signals=signals,
         ancestors=Ancestors(launch),
         presence=Presence(launch, rank),
-        began_seconds=launch.began_seconds if launch is not None else time.monotonic(),
+        began_seconds=launch.began_seconds if launch is not None else now,
+        rank_began_seconds=now,
         launch=launch,
     )

@@ -27,7 +27,8 @@ class TrainState:
         validation_step: Step of the last validation that was completed.
         best_loss: Lowest validation loss so far.
         best_step: Step of the lowest validation loss.
-        seconds: Time spent training since the first start, in all sessions.
+        seconds: Time of all sessions since the first start: start-up, and what a rewind threw
+            away, included.
         cost_usd: Price of that time; None while no price is known.
         wandb_id: Under which id Weights & Biases knows the run; None: it was never told of it.
     """

@@ -54,7 +54,6 @@ def make_up_validation(parts: Parts, state: TrainState, stop: StopRequest) -> Tr
     due = state.step == parts.total_steps or parts.cadence.validation_due(state.step)
     if not due or state.validation_step == state.step:
         return state
-    parts.throughput.lap("save")  # what came before is no part of the validation
     return validate(parts, state, stop)
 
 

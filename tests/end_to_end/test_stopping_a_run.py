@@ -274,14 +274,14 @@ def test_a_budget_ends_all_sessions_and_a_time_limit_this_one(tmp_path: Path) ->
         "evaluation.interval=0",
         "cost.per_hour_usd=3600",  # a dollar a second
     ]
-    first = train(folder, *settings, "cost.budget_usd=2", ranks=2)
+    first = train(folder, *settings, "cost.budget_usd=6", ranks=2)
     assert first.codes == [4, 4], first.everything
     assert "stopped by cost.budget_usd" in first.out[0]
     step = last_step(folder / RUN)
     state = json.loads((folder / RUN / "state.json").read_text())
     assert (state["exit_code"], state["stopped_by"], state["step"]) == (4, "BUDGET", step)
 
-    spent = train(folder, *settings, "cost.budget_usd=2", ranks=2)
+    spent = train(folder, *settings, "cost.budget_usd=6", ranks=2)
     assert spent.codes == [4, 4], spent.everything
     assert last_step(folder / RUN) == step  # what was spent before counts: not one more step
     assert "resume: raise cost.budget_usd, then" in spent.out[0]

@@ -20,6 +20,8 @@ from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.engine.finite import Verdict
 from refocused.errors import RefocusedError
 from refocused.inference.multiple_choice import TaskResult
+from refocused.monitoring.performance import RunTime
+from refocused.monitoring.step_phases import step_phases
 from refocused.monitoring.throughput import Throughput
 from refocused.training.cadence import Cadence
 from refocused.training.parts import Parts
@@ -165,6 +167,12 @@ class FakeReporter:
     def booked(self, state: TrainState) -> TrainState:
         return dataclasses.replace(state, seconds=self.seconds)
 
+    def end(self, state: TrainState) -> TrainState:
+        return state
+
+    def run_time(self) -> RunTime:
+        return RunTime()
+
     def performance(self, kind: str, step: int, **figures: object) -> None:
         self.figures.append({"kind": kind, "step": step, **figures})
 
@@ -231,6 +239,7 @@ def parts_of(
         "schedule": SCHEDULE,
         "cadence": cadence or Cadence(log=0, validation=0, checkpoint=0),
         "throughput": Throughput(Clock()),
+        "phases": step_phases("cpu", Clock()),
         "reporter": FakeReporter(log),
         "saver": FakeSaver(log),
         "vocabulary": 500,

@@ -17,7 +17,9 @@ from refocused.batches.position import Position
 from refocused.config.batch_plan import BatchPlan
 from refocused.engine.engine import Engine
 from refocused.engine.schedule import learning_rate
+from refocused.monitoring.step_phases import step_phases
 from refocused.monitoring.throughput import Throughput
+from refocused.monitoring.time_book import TimeBook
 from refocused.training.cadence import Cadence
 from refocused.training.reporter import Reporter, RunFigures
 from refocused.training.state import TrainState
@@ -41,6 +43,7 @@ class Session:
         self.clock = Clock()
         self.engine = FakeEngine([])
         self.throughput = Throughput(self.clock)
+        self.phases = step_phases("cpu", self.clock)
         self.reporter = Reporter(
             folder,
             figures=RunFigures(
@@ -56,6 +59,7 @@ class Session:
             ),
             engine=cast("Engine", self.engine),
             throughput=self.throughput,
+            time_book=TimeBook(self.throughput, self.phases),
             world=world or World(),
         )
 
@@ -99,6 +103,58 @@ def test_time_and_cost_go_on_over_a_resume(tmp_path: Path) -> None:
     last = session.records()[-1]
     assert last["seconds_trained"] == 3672.0
     assert last["cost_usd"] == pytest.approx(72.0)
+
+
+def test_what_a_rewind_threw_away_is_paid_for_all_the_same(tmp_path: Path) -> None:
+    first = Session(tmp_path, per_hour_usd=100.0)
+    first.reporter.start(TrainState())
+    saved = first.step(TrainState(step=10), seconds=36.0)
+    first.step(TrainState(step=20), seconds=72.0)  # crashed here, before it was saved
+    first.reporter.close()
+
+    second = Session(tmp_path, per_hour_usd=200.0)
+    second.reporter.begin(saved)
+    state = second.step(TrainState(step=11), seconds=18.0)
+    assert (state.seconds, state.cost_usd) == (126.0, pytest.approx(4.0))
+
+
+def test_a_start_from_scratch_counts_what_earlier_attempts_took(tmp_path: Path) -> None:
+    first = Session(tmp_path, per_hour_usd=100.0)
+    first.clock.now += 36.0
+    first.reporter.start(TrainState())
+    first.clock.now += 36.0
+    first.reporter.write_failure(TrainState(), RuntimeError("nothing was saved"), 1)
+    second = Session(tmp_path, per_hour_usd=100.0)
+    second.reporter.begin(TrainState())
+    assert second.reporter.spent_usd() == pytest.approx(2.0)
+
+
+def test_every_second_of_a_session_is_recorded_once(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    session.clock.now += 30.0
+    session.reporter.start(TrainState(step=4))
+    for _ in range(2):
+        session.clock.now += 1.0  # waiting for a batch
+        session.phases.begin()
+        session.clock.now += 5.0
+        session.phases.passes_made()
+        session.clock.now += 2.0
+        session.phases.end()
+        session.throughput.lap("step")
+    session.clock.now += 0.5
+    session.reporter.step(TrainState(step=6), torch.tensor(3.0), 2.0)
+    session.clock.now += 8.0
+    session.throughput.lap("save")
+    session.clock.now += 4.0
+    session.reporter.end(TrainState(step=6))
+    opening, steps, ending = session.records("performance_metrics")
+    assert (opening["kind"], opening["step"], opening["start_up_seconds"]) == ("session", 4, 30.0)
+    assert (steps["first_step"], steps["step"]) == (4, 6)
+    uses = ("forward_backward", "update", "data_wait", "other")
+    assert [steps[f"{use}_seconds"] for use in uses] == [10.0, 4.0, 2.0, 0.5]
+    assert (ending["save_stall_seconds"], ending["ending_seconds"]) == (8.0, 4.0)
+    assert ending["seconds_trained"] == 30.0 + 16.5 + 12.0
+    assert session.reporter.run_time().goodput_fraction == 14.0 / 58.5
 
 
 def test_without_a_price_the_cost_stays_what_it_was(tmp_path: Path) -> None:
