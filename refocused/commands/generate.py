@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import sys
@@ -194,7 +195,7 @@ def _converse(model: LoadedModel, sampling: Sampling) -> None:
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - makes `input` edit and remember lines
-    while True:
+    for turn in itertools.count():
         try:
             prompt = input("> ")
         except EOFError:
@@ -204,7 +205,8 @@ def _converse(model: LoadedModel, sampling: Sampling) -> None:
             continue
         try:
             show = _show if sampling.samples == 1 else None
-            found = generate(model, [prompt], sampling, batch=sampling.samples, show=show)
+            drawn = dataclasses.replace(sampling, seed=sampling.seed + turn)
+            found = generate(model, [prompt], drawn, batch=sampling.samples, show=show)
             _print_answers([prompt], found, is_single=sampling.samples == 1)
         except ConfigError as error:
             print(error, file=sys.stderr)
