@@ -22,7 +22,11 @@ def add_export_arguments(parser: Parser) -> None:
     add("step", metavar="STEP", help="latest, best, a number, a name, a path or a gs:// address")
     add("out", metavar="OUT", type=Path, help="the folder to make")
     add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the weights (bf16)")
-    add("--tokenizer", metavar="NAME", help="bytes, gpt2 or a tokenizer.json (default: the run's)")
+    add(
+        "--tokenizer",
+        metavar="NAME",
+        help="bytes, gpt2, hub:MODEL or a tokenizer.json (default: its own)",
+    )
     add("--bpe-folder", type=Path, metavar="DIR", help="vocab.bpe and encoder.json, for gpt2")
     add("--no-tokenizer", action="store_true", help="export the model alone")
     add(

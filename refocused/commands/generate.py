@@ -56,7 +56,11 @@ def build_parser() -> Parser:
     add("--batch", type=count, default=8, metavar="N", help="texts written at once (8)")
     add("--device", help="cpu, cuda, cuda:1 ... (default: cuda where there is one)")
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="(default: bf16 on GPUs, else fp32)")
-    add("--tokenizer", metavar="NAME", help="bytes, gpt2 or a tokenizer.json (default: the run's)")
+    add(
+        "--tokenizer",
+        metavar="NAME",
+        help="bytes, gpt2, hub:MODEL or a tokenizer.json (default: its own)",
+    )
     add("--bpe-folder", type=Path, metavar="DIR", help="vocab.bpe and encoder.json, for gpt2")
     add_run_options(parser)
     add_local_option(parser)

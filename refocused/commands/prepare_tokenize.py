@@ -27,7 +27,12 @@ def add_tokenize_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("inputs", nargs="+", metavar="IN", help=".txt, .jsonl, .jsonl.gz, .parquet; or folders")
     add("--out", required=True, metavar="DIR_OR_URL", help="where the shards go; must be empty")
-    add("--tokenizer", required=True, metavar="NAME", help="gpt2, bytes, or a tokenizer.json")
+    add(
+        "--tokenizer",
+        required=True,
+        metavar="NAME",
+        help="gpt2, bytes, a tokenizer.json, or hub:MODEL",
+    )
     add("--bpe-folder", type=Path, metavar="DIR", help="vocab.bpe and encoder.json, for gpt2")
     add("--end-of-text", metavar="TOKEN", help="put before each document (for a tokenizer.json)")
     add("--workers", type=count, default=os.cpu_count(), metavar="N", help="processes (all cores)")
@@ -144,6 +149,8 @@ def _print_summary(result: TokenizeResult, seconds: float, arguments: argparse.N
         speed = count_text(result.new_tokens / seconds)
         print(f"  {speed} tokens/s over {duration_text(seconds)}, {arguments.workers} processes")
     print("To train on them, in the run file:")
-    print(f"data:\n  source: {arguments.out}\n  tokenizer: {manifest.tokenizer}")
+    print(f"data:\n  source: {arguments.out}\n  tokenizer: {arguments.tokenizer}")
+    if arguments.bpe_folder is not None:
+        print(f"  bpe_folder: {arguments.bpe_folder}")
     if _tokens(result, "val"):
         print(f'  validation_files: ["{arguments.name}_val_*"]')

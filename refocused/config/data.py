@@ -61,8 +61,9 @@ class DataConfig(Section):
         mixture: Several sources by name, in place of `source`; the other settings are for all.
         prepare: What makes the source when it is an empty folder; `python_stdlib` writes the
             source text of Python's own standard library as bytes.
-        tokenizer: The tokenizer that the tokens came from: `bytes`, `gpt2`, or a file of the
-            `tokenizers` library; it travels in every checkpoint. Never guessed.
+        tokenizer: The tokenizer that the tokens came from: `bytes`, `gpt2`, a file of the
+            `tokenizers` library, or `hub:MODEL` (of the Hugging Face hub, fetched once); it travels
+            in every checkpoint. Never guessed.
         bpe_folder: Folder of GPT-2's `vocab.bpe` and `encoder.json`; None: checkpoints name gpt2
             but do not hold it.
         cache: Folder of the local shards; one below it for each data set.

@@ -17,6 +17,7 @@ from refocused.errors import ShardError
 from refocused.shards.chunk_folders import check_chunks, named_tokenizer
 from refocused.shards.selection import chosen_names, matches
 from refocused.shards.survey import HeaderFacts, survey
+from refocused.shards.tokenizers import TokenizerChoice, identity_of
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA = 1
@@ -250,11 +251,22 @@ def _as_listed(shard: Shard, blob: BlobInfo) -> Shard:
 
 
 def _check_tokenizer(manifest: Manifest, data: DataConfig, *, url: str) -> None:
-    if data.tokenizer not in ("unknown", manifest.tokenizer):
+    if data.tokenizer in ("unknown", manifest.tokenizer):
+        return
+    if _identity(data) != manifest.tokenizer:
         raise ShardError(
             f"{url}: its {MANIFEST_NAME} says tokenizer {manifest.tokenizer!r}, and data.tokenizer "
             f"is {data.tokenizer!r}. Set data.tokenizer to what made the tokens, or another source."
         )
+
+
+def _identity(data: DataConfig) -> str:
+    """Return what a manifest would call the tokenizer; the name itself where it cannot be read."""
+    folder = Path(data.bpe_folder).expanduser() if data.bpe_folder is not None else None
+    try:
+        return identity_of(TokenizerChoice(data.tokenizer, bpe_folder=folder))
+    except ShardError:
+        return data.tokenizer
 
 
 def _check_reading(shard: Shard, data: DataConfig, *, url: str) -> None:

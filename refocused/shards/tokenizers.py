@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -21,6 +23,7 @@ BYTES_END_OF_TEXT = 256
 BYTES_VOCABULARY = 257
 
 GPT2 = "gpt2"
+HUB = "hub:"
 BPE_FILES = ("vocab.bpe", "encoder.json")
 END_OF_TEXT = "<|endoftext|>"
 # Of the two files as they were published with GPT-2.
@@ -36,7 +39,7 @@ class Tokenizer(Protocol):
     """Turns text into ids.
 
     Attributes:
-        name: What manifests and `data.tokenizer` call it.
+        name: What manifests call it.
         vocabulary: One more than the largest id.
         end_of_text_id: Id put before each document; text never encodes to it.
         cuts_at_spaces: Whether text that is cut before a lone space, between two characters that
@@ -58,7 +61,8 @@ class TokenizerChoice:
     """Which tokenizer is meant; small, so that it can be sent to other processes.
 
     Attributes:
-        name: `gpt2`, `bytes`, or the path of a file of the `tokenizers` library (`.json`).
+        name: `gpt2`, `bytes`, the path of a file of the `tokenizers` library (`.json`), or `hub:`
+            and the name of a model of the Hugging Face hub that has such a file.
         bpe_folder: Folder of `vocab.bpe` and `encoder.json`, for `gpt2`.
         end_of_text: Token that separates documents, for a file that has several or an unusual one.
     """
@@ -69,7 +73,7 @@ class TokenizerChoice:
 
 
 def open_tokenizer(choice: TokenizerChoice) -> Tokenizer:
-    """Build a tokenizer from local files; nothing is fetched.
+    """Build a tokenizer; only one of the hub is fetched, and only once.
 
     Raises:
         ShardError: Its files are missing or damaged, or it is none of the known kinds.
@@ -87,13 +91,56 @@ def tokenizers_file(choice: TokenizerChoice) -> Path:
     Raises:
         ShardError: There is none.
     """
+    if choice.name.startswith(HUB):
+        return _hub_file(choice.name)
     file = Path(choice.name).expanduser()
     if not file.is_file():
         raise ShardError(
             f"tokenizer {choice.name!r}: there is no such file, and it is neither {GPT2} nor "
-            f"{BYTES}. Name one of the two, or a tokenizer.json of the tokenizers library."
+            f"{BYTES}. Name one of the two, a tokenizer.json of the tokenizers library, or "
+            f"{HUB}MODEL."
         )
     return file
+
+
+def _hub_file(name: str) -> Path:
+    """Return the copy here of a model's tokenizer, fetched from the hub where there is none."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    fetch = functools.partial(
+        huggingface_hub.hf_hub_download, name.removeprefix(HUB), "tokenizer.json"
+    )
+    try:
+        with contextlib.suppress(LocalEntryNotFoundError):
+            return Path(fetch(local_files_only=True))
+        return Path(fetch())
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise ShardError(
+            f"tokenizer {name!r}: the hub gave no tokenizer.json ({reason}). Check the name and "
+            "the connection, or put the file here and name its path."
+        ) from None
+
+
+def identity_of(choice: TokenizerChoice) -> str:
+    """Return the name under which the manifest of its data knows a tokenizer.
+
+    A file's is that of its content, so that it may lie anywhere.
+
+    Raises:
+        ShardError: Its files are missing or damaged.
+    """
+    if choice.name == BYTES or (choice.name == GPT2 and choice.bpe_folder is None):
+        return choice.name
+    if choice.name == GPT2:
+        return GptTokenizer(bpe_folder(choice)).name
+    return file_identity(tokenizers_file(choice))
+
+
+def file_identity(file: Path) -> str:
+    """Name a file of the `tokenizers` library by its content."""
+    return f"tokenizer-{hashlib.sha256(_content(file)).hexdigest()[:8]}"
 
 
 class BytesTokenizer:
@@ -163,7 +210,7 @@ class FileTokenizer:
 
     def __init__(self, file: Path, *, end_of_text: str | None) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallel part
-        self.name = str(file)
+        self.name = file_identity(file)
         self._tokenizer = load_file(file)
         # A file may carry the truncation and the special-token rules of its last use.
         self._tokenizer.no_truncation()

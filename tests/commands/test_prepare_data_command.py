@@ -33,7 +33,7 @@ def test_tokenize_makes_a_set_and_says_how_to_train_on_it(
     assert run("tokenize", texts, "--out", out, "--tokenizer", "gpt2", *options) == 0
     assert_prepared(out)
     said = capsys.readouterr().out
-    assert f"source: {out}\n  tokenizer: bpe-" in said
+    assert f"source: {out}\n  tokenizer: gpt2\n  bpe_folder: " in said
     assert 'validation_files: ["tokens_val_*"]' in said
     assert "50 documents" in said
 

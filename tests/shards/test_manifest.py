@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from shard_samples import WatchedBucket, npy_bytes, npz_bytes, pt_bytes, settings
+from text_samples import word_file
 
 from refocused.errors import BucketError, ShardError
 from refocused.shards.manifest import (
@@ -19,6 +20,7 @@ from refocused.shards.manifest import (
     manifest_to_json,
     write_manifest,
 )
+from refocused.shards.tokenizers import TokenizerChoice, identity_of
 
 SHARD = Shard("a.npy", 10, "uint16", 148, 5, None, 9, 2)
 
@@ -194,6 +196,17 @@ def test_changed_content_of_the_same_size_is_named(prepared: WatchedBucket) -> N
 def test_another_tokenizer_than_the_manifests_is_refused(prepared: WatchedBucket) -> None:
     with pytest.raises(ShardError, match=r"tokenizer 'gpt2'.*'llama'"):
         build(prepared, tokenizer="llama")
+
+
+def test_a_tokenizers_file_may_lie_elsewhere(tmp_path: Path, bucket: WatchedBucket) -> None:
+    put_tokens(bucket, "t.npy")
+    made = TokenizerChoice(str(word_file(tmp_path / "words.json")))
+    write_manifest(bucket, build(bucket, tokenizer=identity_of(made)))
+    moved = (tmp_path / "words.json").rename(tmp_path / "moved.json")
+    assert build(bucket, tokenizer=str(moved)).tokenizer.startswith("tokenizer-")
+    other = word_file(tmp_path / "other.json", ends="</s>")
+    with pytest.raises(ShardError, match=r"its manifest.json says tokenizer 'tokenizer-"):
+        build(bucket, tokenizer=str(other))
 
 
 def test_an_excluded_manifest_is_not_read(prepared: WatchedBucket) -> None:

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import functools
+import http.server
 import json
+import threading
 from pathlib import Path
 
 import pytest
 from shards.text_samples import random_texts, tiny_bpe, word_file
 
 from refocused.errors import ShardError
-from refocused.shards.tokenizers import TokenizerChoice, open_tokenizer
+from refocused.shards.tokenizers import TokenizerChoice, identity_of, open_tokenizer
 
 TEXT = "the cat's 3 hats\n\n  <|endoftext|> Hëllo 漢字 \ud83d".encode("utf-8", "replace").decode()
 
@@ -92,3 +95,65 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     other.write_text(json.dumps({"model": 1}))
     assert "no file of the tokenizers library" in refused(TokenizerChoice(str(other)))
     assert "neither gpt2 nor bytes" in refused(TokenizerChoice("gpt3"))
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A hub that has `someone/model` alone."""
+
+    content = b""
+    fetched = 0
+
+    def do_HEAD(self) -> None:
+        found = self.path == "/someone/model/resolve/main/tokenizer.json"
+        self.send_response(200 if found else 404)
+        self.send_header("ETag", '"1"')
+        self.send_header("X-Repo-Commit", "c" * 40)
+        self.send_header("Content-Length", str(len(self.content) if found else 0))
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        Hub.fetched += 1
+        self.wfile.write(self.content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_tokenizer_of_the_hub_is_fetched_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    Hub.content, Hub.fetched = word_file(tmp_path / "words.json").read_bytes(), 0
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        download = functools.partial(
+            huggingface_hub.hf_hub_download,
+            endpoint=f"http://127.0.0.1:{server.server_port}",
+            cache_dir=tmp_path / "cache",
+        )
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+        choice = TokenizerChoice("hub:someone/model")
+        for _ in range(2):
+            tokenizer = open_tokenizer(choice)
+        missing = refused(TokenizerChoice("hub:someone/other"))
+        server.shutdown()
+        thread.join()
+    assert open_tokenizer(choice).encode("cat the").tolist() == [1, 0]  # the hub is away
+    assert Hub.fetched == 1
+    assert tokenizer.name == identity_of(TokenizerChoice(str(tmp_path / "words.json")))
+    assert "the hub gave no tokenizer.json" in missing and "name its path" in missing
+    assert "the hub gave no" in refused(TokenizerChoice("hub:no such name"))
+
+
+def test_a_file_is_known_by_its_content(tmp_path: Path) -> None:
+    one, other = word_file(tmp_path / "a.json"), word_file(tmp_path / "b.json")
+    different = word_file(tmp_path / "c.json", ends="</s>")
+    names = [identity_of(TokenizerChoice(str(file))) for file in (one, other, different)]
+    assert names[0] == names[1] != names[2]
+    assert identity_of(TokenizerChoice("gpt2")) == "gpt2"
+    folder = tiny_bpe(tmp_path)
+    made = TokenizerChoice("gpt2", bpe_folder=folder)
+    assert identity_of(made) == open_tokenizer(made).name != "gpt2"
