@@ -22,11 +22,13 @@ class Continuation:
         ids: At most one more than the model's context.
         scored: How many at the end are scored.
         is_cut: Whether the beginning of the context was left out.
+        group: Number of the question; those of one question mostly begin alike.
     """
 
     ids: tuple[int, ...]
     scored: int
     is_cut: bool = False
+    group: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,8 +47,8 @@ class Scored:
 class Scorer(Protocol):
     """A model that rates tokens; see `refocused.models.label_scores`."""
 
-    def __call__(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return sums of log-probabilities `[B]` and counts of misses `[B]` for `[B, T]`."""
+    def __call__(self, batch: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
+        """Return sums of log-probabilities `[B]` and counts of misses `[B]`."""
         ...
 
 
@@ -95,7 +97,7 @@ class Encoder:
         return found["input_ids"], [end for _, end in found["offset_mapping"]]
 
     def continuations(
-        self, pairs: Sequence[tuple[str, str]], *, places: Sequence[str]
+        self, pairs: Sequence[tuple[str, str]], *, places: Sequence[str], groups: Sequence[int]
     ) -> list[Continuation]:
         """Encode contexts with what follows them.
 
@@ -106,6 +108,7 @@ class Encoder:
         Args:
             pairs: Contexts and continuations.
             places: Where each pair comes from.
+            groups: Question of each pair.
 
         Raises:
             EvaluationError: A continuation is longer than the model's context, or has no token of
@@ -118,8 +121,10 @@ class Encoder:
         }
         wholes = self.encode([context + rest for context, rest in moved])
         return [
-            self._continuation(context, whole, lengths[context], place)
-            for (context, _), whole, place in zip(moved, wholes, places, strict=True)
+            dataclasses.replace(
+                self._continuation(context, whole, lengths[context], place), group=group
+            )
+            for (context, _), whole, place, group in zip(moved, wholes, places, groups, strict=True)
         ]
 
     def _continuation(
@@ -193,17 +198,25 @@ def score_all(
 def batches_by_length(
     continuations: Sequence[Continuation], *, rows: int, tokens: int | None = None
 ) -> list[list[int]]:
-    """Return the numbers of the continuations in batches, the longest first.
+    """Return the numbers of the continuations in batches, the longest first, by question.
 
     A batch that does not fit into memory shows at once then, and padding is least.
     """
-    order = sorted(range(len(continuations)), key=lambda one: -len(continuations[one].ids))
+    longest: dict[int, int] = {}
+    for one in continuations:
+        longest[one.group] = max(longest.get(one.group, 0), len(one.ids))
+
+    def place(number: int) -> tuple[int, int]:
+        group = continuations[number].group
+        return -longest[group], group
+
+    order = sorted(range(len(continuations)), key=place)
     batches: list[list[int]] = []
     room = 0
     for number in order:
         if not batches or len(batches[-1]) == room:
             batches.append([])
-            length = max(1, len(continuations[number].ids) - 1)
+            length = max(1, longest[continuations[number].group] - 1)
             room = rows if tokens is None else max(1, min(rows, tokens // length))
         batches[-1].append(number)
     return batches
@@ -218,14 +231,14 @@ def tensors_of(continuations: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
     for row, one in enumerate(continuations):
         last = len(one.ids) - 1
         input_ids[row, :last] = torch.tensor(one.ids[:-1])
-        labels[row, last - one.scored : last] = torch.tensor(one.ids[-one.scored :])
+        labels[row, last - one.scored : last] = torch.tensor(one.ids[last + 1 - one.scored :])
     return input_ids, labels
 
 
 def _score(
     batch: Sequence[int], continuations: Sequence[Continuation], scorer: Scorer
 ) -> Mapping[int, Scored]:
-    sums, misses = scorer(*tensors_of([continuations[number] for number in batch]))
+    sums, misses = scorer([continuations[number] for number in batch])
     return {
         number: Scored(total, not missed)
         for number, total, missed in zip(batch, sums.tolist(), misses.tolist(), strict=False)

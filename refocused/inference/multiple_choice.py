@@ -95,8 +95,10 @@ def prepare(task: str, questions: Sequence[Question], encoder: Encoder) -> Exami
         EvaluationError: An ending is too long for the model.
     """
     pairs = [(one.context, f" {ending}") for one in questions for ending in one.endings]
-    places = [one.place for one in questions for _ in one.endings]
-    return Examination(task, questions, encoder.continuations(pairs, places=places))
+    owners = [number for number, one in enumerate(questions) for _ in one.endings]
+    places = [questions[number].place for number in owners]
+    given = encoder.continuations(pairs, places=places, groups=owners)
+    return Examination(task, questions, given)
 
 
 def measures_of(questions: Sequence[Question], scored: Sequence[Scored]) -> dict[str, Measure]:

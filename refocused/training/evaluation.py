@@ -11,7 +11,7 @@ from torch import Tensor
 from refocused.config.outputs import EvaluationConfig
 from refocused.engine.engine import Engine
 from refocused.errors import ConfigError, EvaluationError
-from refocused.inference.continuations import Encoder
+from refocused.inference.continuations import Continuation, Encoder, tensors_of
 from refocused.inference.multiple_choice import Examination, TaskResult, prepare
 from refocused.inference.tasks import find_tasks, read_questions
 from refocused.training.parts import Parts
@@ -33,9 +33,9 @@ class EngineScorer:
     engine: Engine
     vocabulary: int
 
-    def __call__(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
         """Return sums of log-probabilities and counts of misses; every rank must call."""
-        return self.engine.label_scores(input_ids, labels, vocabulary=self.vocabulary)
+        return self.engine.label_scores(*tensors_of(batch), vocabulary=self.vocabulary)
 
 
 def evaluate(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:

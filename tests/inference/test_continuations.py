@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from inference.harness import CONTEXT, bytes_model
+from inference.harness import CONTEXT, MODELS, bytes_model
 from shards.text_samples import word_file
 from thread_ranks import on_two_ranks, results
 from torch import Tensor
@@ -20,7 +21,7 @@ from refocused.inference.continuations import (
     score_all,
     tensors_of,
 )
-from refocused.inference.network_scores import NetworkScorer
+from refocused.inference.network_scores import NetworkScorer, shared_tokens
 from refocused.inference.tokenizer import as_transformers
 from refocused.models.head_loss import IGNORED_LABEL
 from refocused.models.label_scores import label_scores
@@ -38,7 +39,9 @@ def bytes_encoder(context: int = 12, *, end_of_text: bool = True) -> Encoder:
 
 
 def encoded(context: str, rest: str, **options: Any) -> Continuation:
-    (one,) = bytes_encoder(**options).continuations([(context, rest)], places=["items:4"])
+    (one,) = bytes_encoder(**options).continuations(
+        [(context, rest)], places=["items:4"], groups=[0]
+    )
     return one
 
 
@@ -74,14 +77,16 @@ def test_an_ending_that_its_tokenizer_does_not_see_is_refused(tmp_path: Path) ->
     tokenizer = as_transformers(content, end_of_text_id=None, max_length=9)
     encoder = Encoder(tokenizer, context_tokens=9, vocabulary=4)
     with pytest.raises(EvaluationError, match="an ending adds no token"):
-        encoder.continuations([("the cat", "  ")], places=["items:1"])
+        encoder.continuations([("the cat", "  ")], places=["items:1"], groups=[0])
 
 
 def some(lengths: list[int]) -> list[Continuation]:
     draw = random.Random(1)
     return [
-        Continuation(tuple(draw.choices(range(256), k=length)), draw.randint(1, length - 1))
-        for length in lengths
+        Continuation(
+            tuple(draw.choices(range(256), k=length)), draw.randint(1, length - 1), group=number
+        )
+        for number, length in enumerate(lengths)
     ]
 
 
@@ -113,6 +118,37 @@ def test_scores_are_those_of_each_alone_by_hand() -> None:
         wanted = exact[torch.arange(len(one.ids) - 1), ids[0, 1:]][-one.scored :].sum()
         assert scored.log_probability == pytest.approx(float(wanted), rel=1e-5)
         assert not scored.is_greedy
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_endings_after_a_shared_beginning_score_as_alone(model: str) -> None:
+    network, _ = MODELS[model]()
+    draw = random.Random(2)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(draw.choices(range(20), k=count))
+
+    given = []
+    for group, (context, cut) in enumerate([(40, 0), (3, 1), (90, 0), (12, 4)]):
+        begin = tokens(context)
+        for length in (2, 5, 1, 7):
+            # Some contexts end differently: the tokens at a border depend on what follows.
+            own = (*begin[: context - cut], *tokens(cut))
+            given.append(Continuation((*own, *tokens(length)), length, group=group))
+    scorer = NetworkScorer(network)
+    together = score_all(given, scorer, rows=16, world=World())
+    split = score_all(given, scorer, rows=3, world=World())
+    alone = score_all(given, scorer, rows=1, world=World())
+    assert together is not None and split is not None and alone is not None
+    wanted = [one.log_probability for one in alone]
+    assert [one.log_probability for one in together] == pytest.approx(wanted, rel=1e-5)
+    assert [one.log_probability for one in split] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_what_is_shared_precedes_every_scored_prediction() -> None:
+    assert shared_tokens([Continuation((1, 2, 3, 4), 1), Continuation((1, 2, 3, 5), 1)]) == 2
+    assert shared_tokens([Continuation((1, 2, 3, 4), 2), Continuation((1, 9, 3, 5), 1)]) == 1
+    assert shared_tokens([Continuation((1, 2), 1), Continuation((1, 2, 3), 1)]) == 0
 
 
 def test_what_the_model_would_write_is_greedy() -> None:
@@ -157,13 +193,14 @@ class Counting:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
         self.calls += 1
-        return -input_ids[:, 0].double(), torch.zeros(len(input_ids))
+        firsts = torch.tensor([one.ids[0] for one in batch], dtype=torch.float64)
+        return -firsts, torch.zeros(len(batch))
 
 
 def test_ranks_share_the_batches_and_call_as_often_as_each_other() -> None:
-    given = [Continuation((number, 1), 1) for number in range(1, 6)]
+    given = [Continuation((number, 1), 1, group=number) for number in range(1, 6)]
 
     def action(world: World) -> tuple[list[Scored] | None, int]:
         scorer = Counting()

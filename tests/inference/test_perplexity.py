@@ -18,16 +18,18 @@ from refocused.world import World
 def test_windows_score_every_token_once_with_as_much_before_it_as_fits() -> None:
     ids = list(range(1, 11))
     assert rolling_windows(ids, first=0, context=4, stride=4) == [
-        Continuation((0, 1, 2, 3, 4), 4),
-        Continuation((4, 5, 6, 7, 8), 4),
-        Continuation((6, 7, 8, 9, 10), 2),
+        Continuation((0, 1, 2, 3, 4), 4, group=0),
+        Continuation((4, 5, 6, 7, 8), 4, group=1),
+        Continuation((6, 7, 8, 9, 10), 2, group=2),
     ]
     assert rolling_windows(ids, first=0, context=4, stride=3) == [
-        Continuation((0, 1, 2, 3, 4), 4),
-        Continuation((3, 4, 5, 6, 7), 3),
-        Continuation((6, 7, 8, 9, 10), 3),
+        Continuation((0, 1, 2, 3, 4), 4, group=0),
+        Continuation((3, 4, 5, 6, 7), 3, group=1),
+        Continuation((6, 7, 8, 9, 10), 3, group=2),
     ]
-    assert rolling_windows(ids[:3], first=None, context=4, stride=4) == [Continuation((1, 2, 3), 2)]
+    assert rolling_windows(ids[:3], first=None, context=4, stride=4) == [
+        Continuation((1, 2, 3), 2, group=0)
+    ]
     assert rolling_windows(ids[:1], first=None, context=4, stride=4) == []
 
 

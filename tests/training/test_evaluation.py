@@ -30,7 +30,11 @@ BYTES = DataConfig(source="tokens", tokenizer="bytes")
 def questions(answers: list[int]) -> Examination:
     """Questions whose first ending is the likelier one for the fake engine."""
     asked = [Question("c", ("yes", "no!"), answer) for answer in answers]
-    given = [Continuation((first, 9, 9), 1) for _ in asked for first in (1, 2)]
+    given = [
+        Continuation((first, 9, 9), 1, group=number)
+        for number in range(len(asked))
+        for first in (1, 2)
+    ]
     return Examination("quiz", asked, given)
 
 
@@ -99,14 +103,8 @@ def test_a_real_model_is_rated_without_its_padding() -> None:
             hidden = network.base_model(input_ids).last_hidden_state
             return label_scores(network.lm_head, hidden, labels, vocabulary=vocabulary)
 
-    sums, _ = EngineScorer(cast("Any", Rating([])), 257)(*_tensors())
+    sums, _ = EngineScorer(cast("Any", Rating([])), 257)([Continuation((1, 2, 3, 4), 2)])
     assert float(sums[0].detach()) < 0
-
-
-def _tensors() -> Any:
-    import torch
-
-    return torch.tensor([[1, 2, 3]]), torch.tensor([[-100, 3, 4]])
 
 
 def built(tmp_path: Path, **settings: Any) -> Any:
