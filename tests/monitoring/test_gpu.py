@@ -94,14 +94,16 @@ def test_errors_of_the_memory(eight_gpus: Machine, reader: GpuReader) -> None:
 
 
 def test_a_gpu_that_is_lost_is_still_known(eight_gpus: Machine, reader: GpuReader) -> None:
+    assert reader.samples()[7].pcie_width == 16
     eight_gpus.gpu(7, lost=1)
     *others, lost = reader.samples()
     assert lost.lost
     assert (lost.uuid, lost.name, lost.local_rank) == (uuid(7), "NVIDIA H100 80GB HBM3", 7)
     assert lost.temperature_celsius is lost.processes is lost.utilization_fraction is None
     assert not any(sample.lost for sample in others)
-    eight_gpus.gpu(7, lost=0)
-    assert not reader.samples()[7].lost
+    eight_gpus.gpu(7, lost=0, pcie_width=8)
+    back = reader.samples()[7]
+    assert (back.lost, back.pcie_width) == (False, 8)  # what rarely changes is asked anew
 
 
 def test_a_gpu_that_was_lost_before_does_not_hide_whose_the_others_are(

@@ -78,6 +78,22 @@ def test_alarms_of_gpus(
     assert sorted(alarms(tmp_path)) == sorted(raised | ended)
 
 
+def test_a_new_start_ends_the_alarms_of_the_last_and_looks_for_itself(
+    tmp_path: Path, eight_gpus: Machine
+) -> None:
+    eight_gpus.gpu(2, ecc_uncorrected=3)
+    eight_gpus.gpu(7, lost=1)
+    Sampler(settings(tmp_path)).round()
+    eight_gpus.gpu(7, lost=0)
+    Sampler(settings(tmp_path)).round()
+    assert [alarm for alarm in alarms(tmp_path) if alarm[0] == "gpu_lost"] == [
+        ("gpu_lost", "7", True),
+        ("gpu_lost", "7", False),
+    ]
+    still = [raised for name, _, raised in alarms(tmp_path) if name == "gpu_ecc"]
+    assert still == [True, False, True]
+
+
 def test_the_first_machine_watches_the_run_and_the_others_files_are_their_own(
     tmp_path: Path, eight_gpus: Machine
 ) -> None:
