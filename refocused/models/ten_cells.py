@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from refocused.models.ten_spectrum import Spectrum, initial_spectrum, shifted_sp
 
 CELLS = 2  # of a block; their outputs are averaged
 COUPLING = 0.01  # epsilon of R = I + epsilon M / ||M||_F
+
+Scan = Callable[[Tensor, Tensor, Tensor], Tensor]  # of beta, log-decay and frequency: Re(c)
 
 
 @dataclasses.dataclass(slots=True)
@@ -56,6 +59,7 @@ class TenCells(nn.Module):
         super().__init__()
         modes = CELLS * eigenstates
         self.longest, self.chunk = longest, chunk
+        self.kernel: Scan | None = None  # takes the place of the chunked form, from a zero state
         self.in_weight = nn.Parameter(torch.empty(2, modes, width))
         self.mixing = nn.Parameter(torch.empty(CELLS, eigenstates, eigenstates))
         self.out_weight = nn.Parameter(torch.empty(CELLS, eigenstates, width))
@@ -94,7 +98,10 @@ class TenCells(nn.Module):
         beta = in_weight.flatten(0, 1).to(inputs.dtype) @ inputs.flatten(0, 1).T
         beta = beta.view(2, -1, *inputs.shape[:2]).to(exact)
         modes = (spectrum.log_decay, spectrum.frequency)
-        real = chunked_scan(beta, *modes, chunk=self.chunk, state=state)
+        if self.kernel is None or state is not None or exact != torch.float32:
+            real = chunked_scan(beta, *modes, chunk=self.chunk, state=state)
+        else:
+            real = self.kernel(beta, *modes)
         read_out = self._read_out(exact).to(inputs.dtype)
         outputs = (real.flatten(1).to(inputs.dtype).T @ read_out).view_as(inputs)
         return outputs, last_state(beta, *modes, state=state) if want_state else None

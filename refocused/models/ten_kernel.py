@@ -6,9 +6,12 @@ lower triangular matrix for the states between chunks; from tile to tile the sta
 registers. All powers are tables made in float64 (see `ten_scan`). The backward pass is the same
 kernel on the gradient in reversed time, u_s = g_s + a u_{s+1}: u and its conjugate are the gradient
 of the input, and d loss / d ln a is the sum over s of u_s (c_s - beta_s), for which c is computed
-anew.
+anew: kept from the forward pass it would take eight bytes of every token and mode, as much as the
+input, to save a third of the scan's time.
 
-Seen to be right in Triton's interpreter, never yet on a GPU: nothing uses it by default.
+It is one operator of torch's (`refocused::eigenstate_scan`), so that a compiled block takes it as
+it is. Seen to be right in Triton's interpreter, never yet on a GPU: so a run tries it before it is
+used (`ten_choice`).
 """
 
 from __future__ import annotations
@@ -90,26 +93,50 @@ def kernel_scan(beta: Tensor, log_decay: Tensor, frequency: Tensor) -> Tensor:
     Returns:
         Re(c) `[K, B, T]`.
     """
-    found: Tensor = _KernelScan.apply(beta, log_decay, frequency)  # type: ignore[no-untyped-call]
+    found: Tensor = _scan(beta, log_decay, frequency)
     return found
 
 
-class _KernelScan(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, beta: Tensor, log_decay: Tensor, frequency: Tensor) -> Tensor:
-        ctx.save_for_backward(beta, log_decay, frequency)
-        return _launch(beta, log_decay, frequency, whole=False)
+@torch.library.custom_op("refocused::eigenstate_scan", mutates_args=())
+def _scan(beta: Tensor, log_decay: Tensor, frequency: Tensor) -> Tensor:
+    return _launch(beta, log_decay, frequency, whole=False)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        beta, log_decay, frequency = ctx.saved_tensors
-        reversed_time = torch.stack((gradient.flip(-1), torch.zeros_like(gradient)))
-        u_re, u_im = _launch(reversed_time, log_decay, frequency, whole=True).flip(-1)
-        c_re, c_im = _launch(beta, log_decay, frequency, whole=True) - beta
-        by_size = (u_re * c_re - u_im * c_im).sum(dim=(1, 2))
-        by_angle = -(u_re * c_im + u_im * c_re).sum(dim=(1, 2))
-        into_beta = torch.stack((u_re, -u_im))
-        return into_beta, by_size.to(log_decay.dtype), by_angle.to(frequency.dtype)
+
+@_scan.register_fake
+def _shape_of_scan(beta: Tensor, log_decay: Tensor, frequency: Tensor) -> Tensor:
+    return torch.empty_like(beta[0])
+
+
+@torch.library.custom_op("refocused::eigenstate_scan_backward", mutates_args=())
+def _scan_backward(
+    gradient: Tensor, beta: Tensor, log_decay: Tensor, frequency: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    reversed_time = torch.stack((gradient.flip(-1), torch.zeros_like(gradient)))
+    u_re, u_im = _launch(reversed_time, log_decay, frequency, whole=True).flip(-1)
+    c_re, c_im = _launch(beta, log_decay, frequency, whole=True) - beta
+    by_size = (u_re * c_re - u_im * c_im).sum(dim=(1, 2))
+    by_angle = -(u_re * c_im + u_im * c_re).sum(dim=(1, 2))
+    into_beta = torch.stack((u_re, -u_im))
+    return into_beta, by_size.to(log_decay.dtype), by_angle.to(frequency.dtype)
+
+
+@_scan_backward.register_fake
+def _shapes_of_gradients(
+    gradient: Tensor, beta: Tensor, log_decay: Tensor, frequency: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(beta), torch.empty_like(log_decay), torch.empty_like(frequency)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    gradients: tuple[Tensor, Tensor, Tensor] = _scan_backward(gradient, *ctx.saved_tensors)
+    return gradients
+
+
+_scan.register_autograd(_backward, setup_context=_keep)
 
 
 def _launch(beta: Tensor, log_decay: Tensor, frequency: Tensor, *, whole: bool) -> Tensor:

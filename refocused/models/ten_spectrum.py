@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 GOLDEN_FRACTION = (math.sqrt(5) - 1) / 2
+SUMMING = 2  # modes of four that begin by summing up; neighbours go to different cells
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,18 +55,23 @@ class Spectrum:
 def initial_spectrum(modes: int, *, longest: int, device: torch.device | str = "cpu") -> Spectrum:
     """Return the modes that training begins with.
 
-    Horizons are log-uniform over 1..longest; frequencies fill 0..pi evenly, at every horizon alike
-    (multiples of the golden ratio, the sequence of least discrepancy).
+    Horizons are log-uniform over 1..longest. Two modes of four turn by at most a radian within
+    their horizon, and so sum up what they see, wherever it was; the frequencies of the other two
+    fill 0..pi, and tell places apart. Both kinds do so at every horizon alike (multiples of the
+    golden ratio, the sequence of least discrepancy).
 
     Args:
         modes: K.
         longest: The longest horizon, in tokens; above 1.
         device: Where the tensors are.
     """
-    places = (torch.arange(modes, dtype=torch.float64, device=device) + 0.5) / modes
-    horizons = torch.exp(math.log(longest) * places)
-    turns = torch.arange(1, modes + 1, dtype=torch.float64, device=device) * GOLDEN_FRACTION
-    return Spectrum(torch.log1p(-1 / horizons), math.pi * (turns - turns.floor()))
+    number = torch.arange(modes, dtype=torch.float64, device=device)
+    horizons = torch.exp(math.log(longest) * (number + 0.5) / modes)
+    rate = -torch.log1p(-1 / horizons)
+    highest = torch.where(number % 4 < SUMMING, rate, math.pi)
+    of_its_kind = torch.floor(number / 4) * 2 + number % 2
+    turns = (of_its_kind + 1) * GOLDEN_FRACTION
+    return Spectrum(-rate, highest * (turns - turns.floor()))
 
 
 def shifted_spectrum(initial: Spectrum, *, rate_shift: Tensor, frequency_shift: Tensor) -> Spectrum:

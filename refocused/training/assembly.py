@@ -27,7 +27,6 @@ from refocused.engine.engine import Engine
 from refocused.engine.randomness import seed_everything
 from refocused.estimate.work import flops_per_token, mfu_fraction
 from refocused.hardware import gpu_facts
-from refocused.models.attention import use_fastest_attention
 from refocused.models.build import build_model
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, counted_parameters, untrained_loss
 from refocused.monitoring.history import METRICS_FILE
@@ -43,6 +42,7 @@ from refocused.training.host_memory import (
     copied_bytes,
     require_memory_for_copies,
 )
+from refocused.training.mixing import choose_mixing
 from refocused.training.parts import Parts
 from refocused.training.planning import Plan
 from refocused.training.reporter import Reporter, RunFigures
@@ -125,13 +125,13 @@ class Built:
 
     Attributes:
         parameters: Elements of the whole model, padding included.
-        attention: What computes attention.
+        mixing: What computes how positions meet.
         compilation: How the blocks are computed.
     """
 
     engine: Engine
     parameters: int
-    attention: str
+    mixing: str
     compilation: Compilation
 
 
@@ -148,7 +148,7 @@ def assemble_engine(job: Job) -> Built:
         document_id=config.data.document_id if config.data.mask_documents else None,
     )
     parameters = counted_parameters(model)
-    attention = use_fastest_attention(job.world.device, dropout=config.model.dropout)
+    mixing = choose_mixing(model, shape.mixer, config=config.model, plan=job.plan, world=job.world)
     compilation = compile_blocks(
         model,
         block_class=model.block_class,
@@ -174,7 +174,7 @@ def assemble_engine(job: Job) -> Built:
         world=job.world,
     )
     seed_everything(config.run.seed, rank=job.world.rank)
-    return Built(engine, parameters, attention, compilation)
+    return Built(engine, parameters, mixing, compilation)
 
 
 def assemble_parts(job: Job, data: DataParts, built: Built, *, began_seconds: float) -> Parts:
@@ -264,12 +264,12 @@ def assemble_parts(job: Job, data: DataParts, built: Built, *, began_seconds: fl
 
 
 def _say_computation(built: Built, reporter: Reporter) -> None:
-    """Tell how attention and the blocks are computed."""
+    """Tell how positions meet and how the blocks are computed."""
     done = built.compilation
     reporter.event(
         "compile_failed" if done.failed else "compute",
-        f"  compute  {built.attention}, {done.text}",
-        attention=built.attention,
+        f"  compute  {built.mixing}, {done.text}",
+        mixing=built.mixing,
         compiled=done.is_on,
         seconds=done.seconds,
     )

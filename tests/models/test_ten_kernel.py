@@ -45,3 +45,36 @@ def test_values_and_gradients_are_those_of_the_chunked_form(length: int) -> None
     for found, wanted in zip(kernel, exact, strict=True):
         scale = max(float(wanted.abs().max()), 1e-3)
         torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_a_whole_block_with_the_kernel_is_the_block_in_chunks(compiles: bool) -> None:
+    if not INTERPRETED and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU, or TRITON_INTERPRET=1")
+    from refocused.models.ten import TenBlock, TenConfig
+    from refocused.models.ten_kernel import kernel_scan
+
+    device = "cpu" if INTERPRETED else "cuda"
+    torch.manual_seed(0)
+    config = TenConfig(
+        hidden_size=16, num_eigenstates=3, max_position_embeddings=1500, scales=[1, 2]
+    )
+    block = TenBlock(config).to(device)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    inputs = torch.randn(2, 1500, 16, device=device)
+
+    def results() -> list[torch.Tensor]:
+        block.zero_grad()
+        leaf = inputs.clone().requires_grad_()
+        graph = torch.compile(block, fullgraph=True, backend="aot_eager") if compiles else block
+        found = graph(leaf)
+        found.square().mean().backward()
+        kept = [parameter.grad for parameter in (leaf, *block.parameters())]
+        return [found.detach(), *(gradient.clone() for gradient in kept if gradient is not None)]
+
+    wanted = results()
+    for cells in block.mixer.cells:
+        cells.kernel = kernel_scan
+    for found, exact in zip(results(), wanted, strict=True):
+        torch.testing.assert_close(found, exact, rtol=0, atol=3e-5 * float(exact.abs().max()))

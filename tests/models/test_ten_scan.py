@@ -113,12 +113,23 @@ def test_horizons_are_spread_evenly_on_a_logarithmic_scale() -> None:
     assert counts.tolist() == [20] * 10
 
 
-def test_frequencies_fill_the_circle_at_short_and_long_horizons_alike() -> None:
-    frequency = initial_spectrum(200, longest=1000).frequency
+def test_half_of_the_modes_fill_the_circle_at_short_and_long_horizons_alike() -> None:
+    initial = initial_spectrum(400, longest=1000)
+    turning = torch.arange(400) % 4 >= 2
+    frequency = initial.frequency[turning]
     for part in (frequency[:100], frequency[100:]):
         counts = torch.histc(part, bins=10, min=0, max=math.pi)
         assert counts.min() >= 9
         assert counts.max() <= 11
+
+
+def test_the_other_half_sums_up_what_it_sees_over_its_horizon() -> None:
+    initial = initial_spectrum(400, longest=1000)
+    summing = torch.arange(400) % 4 < 2
+    radians = (-initial.frequency / initial.log_decay)[summing]  # within a horizon
+    assert radians.max() < 1
+    counts = torch.histc(radians, bins=10, min=0, max=1)
+    assert counts.min() >= 18 and counts.max() <= 22
 
 
 def test_the_gain_keeps_the_variance_of_every_mode() -> None:
