@@ -14,8 +14,9 @@ from refocused.commands.reading_options import add_reading_options, data_setting
 from refocused.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
-    from refocused.commands.recommendation import Machine, Recommendation
+    from refocused.commands.recommendation import Recommendation
     from refocused.config.shape import ModelShape
+    from refocused.estimate.run_cost import Machine
 
 
 def add_recommend_arguments(parser: Parser) -> None:
@@ -81,7 +82,7 @@ def _shapes(preset: str | None) -> dict[str, ModelShape]:
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
-    from refocused.commands.recommendation import Machine
+    from refocused.estimate.run_cost import Machine
     from refocused.hardware import gpu_facts, known_gpus
 
     facts = gpu_facts(arguments.gpu)

@@ -6,14 +6,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from refocused.config.outputs import CheckpointConfig, EvaluationConfig
 from refocused.config.shape import ModelShape
 from refocused.errors import ConfigError
-from refocused.estimate.work import (
-    count_parameters,
-    flops_per_token,
-    run_cost,
-    tokens_per_second_at,
-)
+from refocused.estimate.run_cost import Machine, run_cost, work_of
+from refocused.estimate.storage import checkpoint_bytes
+from refocused.estimate.work import count_parameters, flops_per_token, tokens_per_second_at
 
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022 (Chinchilla), table 3: about 20
 MOST_EPOCHS = 4.0  # Muennighoff et al. 2023: up to four passes are nearly as good as new data
@@ -21,23 +19,6 @@ SAVE_HOURS = 0.5
 FEWEST_SAVES = 5
 WARMUP_SHARE = 0.02
 LONGEST_WARMUP = 2000
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Machine:
-    """What the run is to be done with.
-
-    Attributes:
-        gpus: Number of them.
-        peak_flops: Dense bf16 peak of one, in FLOP/s.
-        mfu_fraction: Share of it that is assumed to be reached.
-        per_hour_usd: Price of all an hour; None: unknown.
-    """
-
-    gpus: int
-    peak_flops: float
-    mfu_fraction: float
-    per_hour_usd: float | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +37,7 @@ class Recommendation:
         warmup_steps: Of the learning rate.
         save_interval: Steps between checkpoints: about half an hour of work.
         tokens_per_second: Of the whole machine, at the assumed share of its peak.
-        hours: Of the whole machine.
+        hours: Of the whole machine, with validations, saves and start-up.
         cost_usd: None when the price is unknown.
         notes: What speaks against it.
     """
@@ -114,13 +95,24 @@ def recommend(
             f"{trained:,.0f} tokens are less than one step of {step_tokens:,}. Name fewer "
             "--step-tokens, or more data."
         )
+    flops = flops_per_token(shapes[name], sequence_length=sequence_length)
     speed = tokens_per_second_at(
         machine.mfu_fraction,
-        flops_per_token=flops_per_token(shapes[name], sequence_length=sequence_length),
+        flops_per_token=flops,
         gpus=machine.gpus,
         peak_flops=machine.peak_flops,
     )
-    cost = run_cost(steps * step_tokens, tokens_per_second=speed, per_hour_usd=machine.per_hour_usd)
+    interval = save_interval(steps, steps_per_hour=3600 * speed / step_tokens)
+    work = work_of(
+        steps=steps,
+        step_tokens=step_tokens,
+        sequence_length=sequence_length,
+        flops_per_token=flops,
+        evaluation=EvaluationConfig(),
+        checkpoint=CheckpointConfig(interval=interval),
+        save_bytes=checkpoint_bytes(sizes[name], stage=3, dtype="bf16"),
+    )
+    cost = run_cost(work, machine)
     return Recommendation(
         data_tokens=data_tokens,
         ideal_parameters=round(wanted),
@@ -131,8 +123,8 @@ def recommend(
         steps=steps,
         step_tokens=step_tokens,
         warmup_steps=min(LONGEST_WARMUP, math.ceil(WARMUP_SHARE * steps)),
-        save_interval=save_interval(steps, steps_per_hour=steps / cost.hours),
-        tokens_per_second=speed,
+        save_interval=interval,
+        tokens_per_second=cost.tokens_per_second,
         hours=cost.hours,
         cost_usd=cost.cost_usd,
         notes=tuple(_notes(trained / sizes[name], epochs)),

@@ -1,4 +1,4 @@
-"""The work of a run, by arithmetic alone: parameters, FLOPs, hours, dollars."""
+"""The work of a model, by arithmetic alone: parameters, FLOPs, and their share of a GPU's peak."""
 
 from __future__ import annotations
 
@@ -112,33 +112,3 @@ def tokens_per_second_at(
             f"{CREDIBLE_MFU:.0%}. Assume less (0.4 is good), or measure."
         )
     return mfu_fraction * gpus * peak_flops / flops_per_token
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RunCost:
-    """What training on a number of tokens takes.
-
-    Attributes:
-        hours: Of the whole machine.
-        cost_usd: None when the price is unknown.
-        usd_per_million_tokens: None when the price is unknown.
-    """
-
-    hours: float
-    cost_usd: float | None
-    usd_per_million_tokens: float | None
-
-
-def run_cost(tokens: int, *, tokens_per_second: float, per_hour_usd: float | None) -> RunCost:
-    """Return hours and dollars at a given speed.
-
-    Args:
-        tokens: At least 1.
-        tokens_per_second: Of all GPUs together.
-        per_hour_usd: Price of the whole machine an hour; None: unknown.
-    """
-    hours = tokens / tokens_per_second / 3600
-    if per_hour_usd is None:
-        return RunCost(hours, None, None)
-    cost = hours * per_hour_usd
-    return RunCost(hours, cost, cost / (tokens / 1e6))

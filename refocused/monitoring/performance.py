@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from refocused.monitoring.history import unix_time
+from refocused.monitoring.tail import JsonLinesTail, number, whole_number
 
 PERFORMANCE_FILE = Path("logs") / "performance_metrics.jsonl"
 
@@ -59,7 +60,7 @@ class TimeSpent:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> TimeSpent:
         """Read a record's fields; what is no number counts as nothing."""
-        return cls(*(_number(record, name) or 0.0 for name in cls.__dataclass_fields__))
+        return cls(*(number(record, name) or 0.0 for name in cls.__dataclass_fields__))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,8 +147,8 @@ class RunTimeReader:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take the next line; one that is about something else is passed over."""
-        step = record.get("step")
-        if not isinstance(step, int):
+        step = whole_number(record, "step")
+        if step is None:
             return
         if record.get("kind") == "session":
             self._begin(record, step)
@@ -159,7 +160,7 @@ class RunTimeReader:
         kept = [one.until(step) for one in self._made]
         lost = sum(one.seconds for one in self._made) - sum(one.seconds for one in kept)
         self._made = [one for one in kept if one.last > one.first]
-        away, now = 0.0, _unix_seconds(record.get("time"))
+        away, now = 0.0, unix_time(record.get("time"))
         if self._ended is not None and now is not None:
             away = max(0.0, now - spent.total_seconds - self._ended)
         self._add(
@@ -173,15 +174,15 @@ class RunTimeReader:
         )
 
     def _go_on(self, record: Mapping[str, Any], step: int) -> None:
-        spent, first = TimeSpent.from_record(record), record.get("first_step")
-        if isinstance(first, int) and first < step:
+        spent, first = TimeSpent.from_record(record), whole_number(record, "first_step")
+        if first is not None and first < step:
             self._made.append(_Made(first, step, spent.computing_seconds))
         self._add(record, spent)
 
     def _add(self, record: Mapping[str, Any], spent: TimeSpent, **changes: Any) -> None:
         found = self.found
-        self._ended = _unix_seconds(record.get("time")) or self._ended
-        trained, cost = _number(record, "seconds_trained"), _number(record, "cost_usd")
+        self._ended = unix_time(record.get("time")) or self._ended
+        trained, cost = number(record, "seconds_trained"), number(record, "cost_usd")
         self.found = dataclasses.replace(
             found,
             spent=found.spent + spent,
@@ -215,32 +216,5 @@ def run_time(records: Iterable[Mapping[str, Any]]) -> RunTime:
 
 
 def read_run_time(run: Path) -> RunTime:
-    """Read what a run's own file tells; nothing where there is none.
-
-    A line that a crash tore is left out.
-    """
-    try:
-        with (run / PERFORMANCE_FILE).open("rb") as lines:
-            return run_time(record for line in lines if (record := _record(line)) is not None)
-    except OSError:
-        return RunTime()
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def _number(record: Mapping[str, Any], name: str) -> float | None:
-    value = record.get(name)
-    return float(value) if isinstance(value, int | float) else None
-
-
-def _unix_seconds(moment: object) -> float | None:
-    try:
-        return datetime.datetime.fromisoformat(str(moment)).timestamp()
-    except ValueError:
-        return None
+    """Read what a run's own file tells; nothing where there is none."""
+    return run_time(JsonLinesTail(run / PERFORMANCE_FILE).records())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import collections
-import statistics
 from collections.abc import Callable
 from typing import Literal, get_args
 
+from refocused.monitoring.pace import RECENT, WARM_UP_STEPS, Pace, median
+
 Activity = Literal["start_up", "step", "validation", "tasks", "sample", "save", "ending"]
-MEDIAN_STEPS = 50
-WARM_UP_STEPS = 10
 
 
 class Throughput:
@@ -31,7 +30,7 @@ class Throughput:
         """
         self._clock = clock
         self._started = self._last = clock() if began_seconds is None else began_seconds
-        self._steps: collections.deque[float] = collections.deque(maxlen=MEDIAN_STEPS)
+        self._steps: collections.deque[float] = collections.deque(maxlen=RECENT)
         self._count = 0
         self._others: dict[Activity, list[float]] = {
             "validation": [],
@@ -70,21 +69,19 @@ class Throughput:
     @property
     def step_seconds(self) -> float | None:
         """The median of the last steps; None before the first."""
-        return statistics.median(self._steps) if self._steps else None
+        return median(self._steps)
 
     def seconds_left(
         self, *, steps: int, validations: int, saves: int, tasks: int = 0, samples: int = 0
     ) -> float | None:
         """Return the time that so many of each will take; None: unknown."""
-        if self.step_seconds is None:
-            return None
-        return steps * self.step_seconds + sum(
-            count * statistics.median(times)
-            for count, times in (
-                (validations, self._others["validation"]),
-                (tasks, self._others["tasks"]),
-                (samples, self._others["sample"]),
-                (saves, self._others["save"]),
-            )
-            if times
+        pace = Pace(
+            step_seconds=self.step_seconds,
+            validation_seconds=median(self._others["validation"]),
+            save_seconds=median(self._others["save"]),
+            tasks_seconds=median(self._others["tasks"]),
+            sample_seconds=median(self._others["sample"]),
+        )
+        return pace.seconds_left(
+            steps=steps, validations=validations, saves=saves, tasks=tasks, samples=samples
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from refocused.checkpoints.tiers import Tier
+from refocused.estimate.run_cost import times_left
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,27 +73,20 @@ class Cadence:
 
     def validations_left(self, step: int, total_steps: int) -> int:
         """Count the validations after a step; the last step always has one."""
-        return _left(step, total_steps, self.validation)
+        return times_left(step, total_steps, self.validation)
 
     def tasks_left(self, step: int, total_steps: int) -> int:
         """Count the times that tasks are put after a step; the last step always has them."""
-        return _left(step, total_steps, self.tasks)
+        return times_left(step, total_steps, self.tasks)
 
     def samples_left(self, step: int, total_steps: int) -> int:
         """Count the samples after a step; that of the last one is part of the summary."""
-        return max(0, _left(step, total_steps, self.sample) - 1)
+        return max(0, times_left(step, total_steps, self.sample) - 1)
 
     def saves_left(self, step: int, total_steps: int) -> int:
         """Count the saves after a step; the last step always has one."""
-        return _left(step, total_steps, self.checkpoint)
+        return times_left(step, total_steps, self.checkpoint)
 
 
 def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
-
-
-def _left(step: int, total_steps: int, interval: int) -> int:
-    if step >= total_steps:
-        return 0
-    between = (total_steps - 1) // interval - step // interval if interval else 0
-    return max(0, between) + 1

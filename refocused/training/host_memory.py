@@ -6,10 +6,9 @@ import socket
 from collections.abc import Callable
 
 from refocused.errors import ConfigError
+from refocused.estimate.storage import MASTER_BYTES
 from refocused.monitoring.memory import memory_now
 from refocused.world import World
-
-MASTER_BYTES = 12  # a parameter's float32 master and Adam's two moments
 
 
 def copied_bytes(parameters: int, *, stage: int, dtype: str, world: World) -> int:

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from refocused.commands.recommendation import Machine, Recommendation, recommend, save_interval
+from refocused.commands.recommendation import Recommendation, recommend, save_interval
 from refocused.config.files import REPOSITORY_CONFIG
 from refocused.config.shape import load_shape
 from refocused.errors import ConfigError
+from refocused.estimate.run_cost import DISK_BYTES_PER_SECOND, START_UP_SECONDS, Machine
 from refocused.estimate.work import flops_per_token
 
 SHAPES = {
@@ -43,7 +44,11 @@ def test_steps_hours_and_dollars_by_hand() -> None:
     found = recommended(10 * 2**30, preset="gpt2_1b", epochs=1.0)
     assert found.steps == 10 * 1024
     flops = flops_per_token(SHAPES["gpt2_1b"], sequence_length=2048)
-    seconds = 10 * 2**30 * flops / (8 * 989.4e12 * 0.4)
+    speed = 8 * 989.4e12 * 0.4 / flops
+    seconds = 10 * 2**30 / speed + START_UP_SECONDS
+    seconds += 11 * 256 * 2048 / 3 / speed  # validations each 1,000 steps, and at the end
+    assert found.save_interval == 500
+    seconds += 21 * 12 * found.parameters / DISK_BYTES_PER_SECOND
     assert found.hours == pytest.approx(seconds / 3600)
     assert found.cost_usd == pytest.approx(20 * seconds / 3600)
     assert found.warmup_steps == 205

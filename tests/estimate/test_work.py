@@ -8,11 +8,9 @@ from refocused.config.files import find_config
 from refocused.config.shape import ModelShape, load_shape
 from refocused.errors import ConfigError
 from refocused.estimate.work import (
-    RunCost,
     count_parameters,
     flops_per_token,
     mfu_fraction,
-    run_cost,
     tokens_per_second_at,
 )
 
@@ -149,10 +147,3 @@ def test_speed_and_share_are_inverse() -> None:
 def test_an_impossible_share_is_refused(share: float) -> None:
     with pytest.raises(ConfigError, match="up to 60%"):
         tokens_per_second_at(share, flops_per_token=5e9, gpus=8, peak_flops=1e15)
-
-
-def test_hours_and_dollars() -> None:
-    assert run_cost(7_200_000_000, tokens_per_second=1e6, per_hour_usd=8.0) == RunCost(
-        hours=2.0, cost_usd=16.0, usd_per_million_tokens=pytest.approx(16 / 7200)
-    )
-    assert run_cost(3600, tokens_per_second=1.0, per_hour_usd=None) == RunCost(1.0, None, None)

@@ -86,6 +86,6 @@ def test_a_file_with_torn_and_foreign_lines_is_read(tmp_path: Path) -> None:
     file.parent.mkdir()
     lines = [json.dumps(record) for record in FIRST]
     lines[2:2] = ['{"kind": "time", "step": 1', "[]", '{"kind": "session"}', "\xff"]
-    file.write_bytes("\n".join(lines).encode("latin-1"))
+    file.write_bytes("\n".join([*lines, "torn"]).encode("latin-1"))
     assert read_run_time(tmp_path) == run_time(FIRST)
     assert run_time([]).goodput_fraction is None

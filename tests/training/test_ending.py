@@ -24,6 +24,12 @@ DONE = TrainState(step=6, tokens=48_000, best_loss=2.0, best_step=4, seconds=750
 
 
 @pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no run whose summary could be drawn."""
+    monkeypatch.setattr("refocused.training.ending.leave_summary", lambda folder: None)
+
+
+@pytest.fixture(autouse=True)
 def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     logger = logging.getLogger("refocused")
     before, logger.propagate = logger.propagate, True

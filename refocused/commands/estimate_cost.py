@@ -1,0 +1,111 @@
+"""`launch/estimate_cost.py`: what a run will take, takes, or has taken, in hours and dollars."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+
+from refocused.commands.arguments import Parser, quiet_on_a_closed_pipe, split_overrides
+from refocused.commands.quantities import count, positive
+from refocused.commands.verbs import run_one
+from refocused.errors import ConfigError, ExitCode
+
+WHAT = "Estimate a run before it begins, or read off one that trains or has trained."
+SWEPT = "gpus="
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    with quiet_on_a_closed_pipe():
+        return run_one("estimate_cost", "estimate_cost", "estimate_cost", WHAT, given=given)
+
+
+def add_estimate_cost_arguments(parser: Parser) -> None:
+    """Describe the command line."""
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="run file, or the name of one in config/runs")
+    add(
+        "--measured", metavar="RUN", help="instead: a run's folder or name; what it takes, measured"
+    )
+    add("--gpus", type=count, default=8, metavar="N", help="(8)")
+    add("--gpu", default="H100 SXM", metavar="NAME", help="(H100 SXM)")
+    add(
+        "--per-hour",
+        type=positive,
+        metavar="USD",
+        help="price of the whole machine (default: cost.per_hour_usd of the run)",
+    )
+    add(
+        "--budget",
+        type=positive,
+        metavar="USD",
+        help="say how far it reaches (default: cost.budget_usd of the run)",
+    )
+    add("--sweep", metavar="gpus=1,2,4,8", help="the same run on these numbers of GPUs")
+    add("--json", action="store_true", help="print JSON")
+    add("overrides", nargs="*", metavar="section.key=value")
+
+
+def run_estimate_cost(arguments: argparse.Namespace) -> int:
+    """Estimate or measure, and print."""
+    if (arguments.config is None) == (arguments.measured is None):
+        raise ConfigError("Name either --config FILE or --measured RUN, one of the two.")
+    if arguments.measured is not None:
+        return _measure(arguments)
+    from refocused.commands.estimate_text import estimate_lines
+    from refocused.commands.run_estimate import estimate
+    from refocused.config.decode import load_run
+    from refocused.config.prices import read_prices
+
+    loaded = load_run(arguments.config, split_overrides(arguments.overrides))
+    found = estimate(
+        loaded,
+        gpus=arguments.gpus,
+        gpu=arguments.gpu,
+        per_hour_usd=arguments.per_hour or loaded.config.cost.per_hour_usd,
+        budget_usd=arguments.budget or loaded.config.cost.budget_usd,
+        sweep=_sweep(arguments.sweep),
+        prices=read_prices(),
+    )
+    _print(found.as_record(), estimate_lines(found), as_json=arguments.json)
+    return ExitCode.OK
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    import time
+
+    from refocused.commands.estimate_text import measured_lines
+    from refocused.commands.run_catalog import find_run
+    from refocused.commands.run_measured import measure
+
+    if arguments.overrides or arguments.sweep:
+        raise ConfigError("--measured reads a run as it is: no settings and no --sweep go with it.")
+    found = measure(
+        find_run(arguments.measured),
+        per_hour_usd=arguments.per_hour,
+        budget_usd=arguments.budget,
+        now=time.time(),
+    )
+    _print(found.as_record(), measured_lines(found), as_json=arguments.json)
+    return ExitCode.OK
+
+
+def _sweep(text: str | None) -> list[int]:
+    """Read `gpus=1,2,4,8`.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if text is None:
+        return []
+    if not re.fullmatch(rf"{SWEPT}[1-9][0-9]*(,[1-9][0-9]*)*", text):
+        raise ConfigError(f"--sweep {text}: numbers of GPUs are wanted, as gpus=1,2,4,8.")
+    return [int(number) for number in text.removeprefix(SWEPT).split(",")]
+
+
+def _print(record: dict[str, object], lines: Sequence[str], *, as_json: bool) -> None:
+    print(json.dumps(record, indent=1, default=str) if as_json else "\n".join(lines))

@@ -1,0 +1,240 @@
+"""What `estimate_cost` prints for a person."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from refocused.commands.quantities import count_text, size_text
+from refocused.monitoring.metrics import duration
+
+if TYPE_CHECKING:
+    from refocused.commands.run_estimate import Estimate, OnGpus
+    from refocused.commands.run_measured import Measured
+
+
+def estimate_lines(found: Estimate) -> list[str]:
+    """Return what is to be said before a run begins."""
+    lines = [f"{name:<10} {value}" for name, value in _facts(found)]
+    lines += ["", *_scenario_table(found.main)]
+    if found.budget_usd is not None:
+        lines += ["", *_budget_lines(found)]
+    if found.sweep:
+        lines += ["", *_sweep_table(found.sweep)]
+    if found.offers:
+        lines += ["", *_offer_table(found)]
+    return lines
+
+
+def _facts(found: Estimate) -> Iterable[tuple[str, str]]:
+    work, shape, count = found.work, found.loaded.shape, found.parameters
+    plan, choice, storage = found.main.plan, found.main.choice, found.storage
+    assert plan is not None and choice is not None
+    yield (
+        "run",
+        f"{found.loaded.config.run.name}: {work.steps:,} steps of {work.step_tokens:,} tokens = "
+        f"{count_text(work.tokens)} tokens, {work.tokens / count.total:,.1f} a parameter",
+    )
+    yield (
+        "model",
+        f"{shape.family} {shape.layers} x {shape.width}, {count.total:,} parameters "
+        f"({count.without_embeddings / 1e6:,.1f} M without embeddings)",
+    )
+    yield (
+        "compute",
+        f"{work.flops_per_token / 1e9:.2f} GFLOP a token, "
+        f"{work.flops_per_token * work.tokens:.2e} FLOP in all",
+    )
+    yield (
+        "machine",
+        f"{found.main.gpus} x {found.gpu.name}, {found.gpu.bf16_flops / 1e12:.1f} TFLOP/s each "
+        f"(dense bf16); {plan.micro} x {plan.sequence_length} x {plan.accumulation} accumulation",
+    )
+    yield "memory", _memory_text(found)
+    yield (
+        "saves",
+        f"{work.saves:,} of {size_text(storage.checkpoint)}: {size_text(storage.disk)} of disk"
+        + (
+            f", {size_text(storage.mirror)} in the mirror (${found.bucket_month_usd:,.2f} a "
+            f"month), {size_text(storage.upload_per_second)}/s to keep up"
+            if storage.mirror
+            else "; no mirror"
+        ),
+    )
+    yield (
+        "data",
+        f"up to {size_text(storage.data)} of tokens, {size_text(storage.data_per_second)}/s; out "
+        f"of the bucket to another provider up to ${found.data_out_usd:,.2f}",
+    )
+
+
+def _memory_text(found: Estimate) -> str:
+    choice, gpu = found.main.choice, found.gpu
+    assert choice is not None
+    memory, room = choice.memory, gpu.memory_gib * 2**30
+    taken = memory.states + memory.gathered if memory.peak is None else memory.peak
+    what = "at the peak" if memory.peak is not None else "for the states alone"
+    verdict = "fits" if found.main.fits else "does NOT fit"
+    return (
+        f"{taken / 1e9:.1f} GB of {room / 1e9:.1f} GB a GPU {what}, ZeRO-{choice.zero.stage}: "
+        f"{verdict}"
+    )
+
+
+def _scenario_table(on: OnGpus) -> list[str]:
+    head = ("MFU", "tokens/s", "step", "steps/h", "training", "eval", "saves", "total", "cost")
+    rows = [
+        (
+            f"{one.mfu_fraction:.0%}",
+            f"{one.cost.tokens_per_second:,.0f}",
+            f"{one.cost.step_seconds:.3g} s",
+            f"{3600 / one.cost.step_seconds:,.0f}",
+            duration(one.cost.training_seconds),
+            duration(one.cost.validation_seconds),
+            duration(one.cost.save_seconds),
+            duration(one.cost.hours * 3600),
+            _cost_text(one.cost.cost_usd, one.cost.usd_per_million_tokens),
+        )
+        for one in on.scenarios
+    ]
+    price = (
+        "no price: give --per-hour, or see the offers below"
+        if on.per_hour_usd is None
+        else f"at ${on.per_hour_usd:,.2f} an hour"
+    )
+    assumed = "validations at the same MFU; saves at 2 GB/s of disk, start-up of 3 min: assumed"
+    return [*_table(head, rows), f"{price}; {assumed}"]
+
+
+def _budget_lines(found: Estimate) -> list[str]:
+    lines = []
+    for one in found.main.scenarios:
+        reach, cost = one.affordable_steps, one.cost.cost_usd
+        if reach is None or cost is None or found.budget_usd is None:
+            return [f"budget ${found.budget_usd:,.2f}: give --per-hour to see how far it reaches"]
+        answer = f"all steps, ${found.budget_usd - cost:,.2f} are left"
+        if reach < found.work.steps:
+            answer = (
+                f"step {reach:,} of {found.work.steps:,} ({reach / found.work.steps:.1%}), "
+                f"{count_text(reach * found.work.step_tokens)} tokens"
+            )
+        lines.append(f"budget ${found.budget_usd:,.2f} at {one.mfu_fraction:.0%} MFU: {answer}")
+    if any(one.affordable_steps != found.work.steps for one in found.main.scenarios):
+        lines.append("A run that is to end there wants run.steps set to it: the schedule follows.")
+    return lines
+
+
+def _sweep_table(sweep: Sequence[OnGpus]) -> list[str]:
+    rows = []
+    for on in sweep:
+        if on.likely is None or on.plan is None:
+            rows.append((str(on.gpus), "-", "-", "-", "-", "-", (on.refused or "").split(". ")[0]))
+            continue
+        cost = on.likely.cost
+        rows.append(
+            (
+                str(on.gpus),
+                f"{on.plan.tokens:,}",
+                f"{cost.step_seconds:.3g} s",
+                duration(cost.hours * 3600),
+                "-" if on.per_hour_usd is None else f"${on.per_hour_usd:,.2f}",
+                "-" if cost.cost_usd is None else f"${cost.cost_usd:,.2f}",
+                "" if on.fits else "does NOT fit into the GPUs' memory",
+            )
+        )
+    head = ("GPUs", "tokens/step", "step", "total", "an hour", "cost", "")
+    return [*_table(head, rows), "at 40% MFU on every number of GPUs, and one price a GPU"]
+
+
+def _offer_table(found: Estimate) -> list[str]:
+    rows = [
+        (
+            f"{offer.price.provider} {offer.price.machine}",
+            f"${offer.per_hour_usd:,.2f}",
+            f"${offer.cost_usd:,.2f}",
+            str(offer.price.looked_up),
+            offer.price.source,
+        )
+        for offer in found.offers
+    ]
+    head = ("provider", "an hour", "at 40% MFU", "looked up", "source")
+    return [
+        *_table(head, rows, left=(0, 3, 4)),
+        "Prices of config/prices.yaml are TO BE CHECKED: on demand, without disks and taxes; not "
+        "every one is for so many GPUs in one machine.",
+    ]
+
+
+def measured_lines(found: Measured) -> list[str]:
+    """Return what is to be said of a run that trains or has trained."""
+    return [f"{name:<10} {value}" for name, value in _measured_facts(found)]
+
+
+def _measured_facts(found: Measured) -> Iterable[tuple[str, str]]:
+    yield (
+        "run",
+        f"{found.name}: step {found.step:,} of {found.total_steps:,}, "
+        f"{count_text(found.tokens)} tokens, {found.status}",
+    )
+    per_million = f", ${found.usd_per_million_tokens:,.4f} a million tokens"
+    yield (
+        "so far",
+        f"{duration(found.seconds_trained)} in {found.sessions} session"
+        f"{'' if found.sessions == 1 else 's'}"
+        + (
+            ", price unknown: name it by --per-hour"
+            if found.cost_usd is None
+            else f", ${found.cost_usd:,.2f}"
+            + (per_million if found.usd_per_million_tokens is not None else "")
+        ),
+    )
+    if found.time_line:
+        yield "time", found.time_line
+    if found.step_seconds is not None:
+        parts = [f"{found.step_seconds:.3g} s a step"]
+        if found.tokens_per_second is not None:
+            parts.append(f"{found.tokens_per_second:,.0f} tokens/s")
+        if found.validation_seconds is not None:
+            parts.append(f"{duration(found.validation_seconds)} a validation")
+        if found.save_seconds is not None:
+            parts.append(f"{found.save_seconds:.2g} s a save")
+        yield "measured", ", ".join(parts) + " (medians)"
+    if found.seconds_left is not None and found.seconds_left > 0:
+        ends = datetime.datetime.fromtimestamp(found.ends, datetime.UTC) if found.ends else None
+        yield (
+            "left",
+            f"{duration(found.seconds_left)}"
+            + ("" if found.cost_left_usd is None else f", ${found.cost_left_usd:,.2f}")
+            + (f", ends {ends:%a %d %b %H:%M} UTC" if ends else "")
+            + ("" if found.status == "training" else " if it goes on now"),
+        )
+        if found.total_usd is not None:
+            yield "in all", f"${found.total_usd:,.2f}"
+    if found.budget_usd is not None and found.budget_step is not None:
+        enough = found.budget_step >= found.total_steps
+        yield (
+            "budget",
+            f"${found.budget_usd:,.2f}: "
+            + ("enough" if enough else f"ends at step {found.budget_step:,}"),
+        )
+
+
+def _cost_text(cost_usd: float | None, per_million_usd: float | None) -> str:
+    if cost_usd is None or per_million_usd is None:
+        return "-"
+    return f"${cost_usd:,.2f} (${per_million_usd:.4f}/M tokens)"
+
+
+def _table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = ()
+) -> list[str]:
+    """Return rows below a head, numbers on the right of their columns."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left or not head[column] else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (head, *rows)
+    ]

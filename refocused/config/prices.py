@@ -1,0 +1,92 @@
+"""What machines and buckets cost: the form of `config/prices.yaml`."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from pathlib import Path
+
+import pydantic
+import yaml
+
+from refocused.config.files import REPOSITORY_CONFIG
+from refocused.config.section import Count, NotNegative, Positive, Section
+from refocused.errors import ConfigError
+
+PRICES_FILE = REPOSITORY_CONFIG / "prices.yaml"
+
+
+class MachinePrice(Section):
+    """A machine that can be rented.
+
+    Attributes:
+        provider: Who rents it out.
+        machine: Its name there.
+        gpu: Short name of its GPUs.
+        gpus: How many of them it has.
+        per_hour_usd: Its price, on demand.
+        looked_up: When the price stood at the source.
+        source: Address of the page.
+    """
+
+    provider: str
+    machine: str
+    gpu: str
+    gpus: Count
+    per_hour_usd: Positive
+    looked_up: datetime.date
+    source: str
+
+    def for_gpus(self, gpus: int) -> float:
+        """Return the price an hour of as many machines as hold so many GPUs, in dollars."""
+        return math.ceil(gpus / self.gpus) * self.per_hour_usd
+
+
+class BucketPrice(Section):
+    """An object store.
+
+    Attributes:
+        provider: Whose it is.
+        gb_month_usd: Of 1e9 bytes kept for a month.
+        gb_out_usd: Of 1e9 bytes that leave for another provider's machines.
+        looked_up: When the prices stood at the source.
+        source: Address of the page.
+    """
+
+    provider: str
+    gb_month_usd: NotNegative
+    gb_out_usd: NotNegative
+    looked_up: datetime.date
+    source: str
+
+
+class Prices(Section):
+    """All prices.
+
+    Attributes:
+        machines: To train on.
+        bucket: For data and checkpoints.
+    """
+
+    machines: tuple[MachinePrice, ...]
+    bucket: BucketPrice
+
+
+def read_prices(file: Path = PRICES_FILE) -> Prices:
+    """Read the price list.
+
+    Raises:
+        ConfigError: It is missing, or something in it cannot be.
+    """
+    try:
+        return Prices.model_validate(yaml.safe_load(file.read_text()))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror}).") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is no YAML: {error}") from error
+    except pydantic.ValidationError as error:
+        problems = (
+            f"{file}: {'.'.join(map(str, found['loc']))}: {found['msg']}"
+            for found in error.errors()
+        )
+        raise ConfigError("\n".join(problems)) from error

@@ -1,0 +1,204 @@
+"""The hours and dollars of a whole run before it begins, by arithmetic alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from refocused.config.outputs import CheckpointConfig, EvaluationConfig
+from refocused.estimate.work import tokens_per_second_at
+
+# Not known before a machine is rented; assumed, and said so wherever they enter.
+DISK_BYTES_PER_SECOND = 2e9  # one NVMe drive, written by all ranks together
+HOST_COPY_BYTES_PER_SECOND = 10e9  # of one GPU's state into the host's memory
+START_UP_SECONDS = 180.0  # imports, the first shards, the compiled blocks
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """What a run is to be done with.
+
+    Attributes:
+        gpus: Number of them.
+        peak_flops: Dense bf16 peak of one, in FLOP/s.
+        mfu_fraction: Share of it that is assumed to be reached.
+        per_hour_usd: Price of all an hour; None: unknown.
+    """
+
+    gpus: int
+    peak_flops: float
+    mfu_fraction: float
+    per_hour_usd: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunWork:
+    """What a run consists of.
+
+    Attributes:
+        steps: Optimizer steps.
+        step_tokens: Tokens of one.
+        flops_per_token: Of a forward and a backward pass.
+        validation_interval: Steps between validations; 0: only at the end.
+        validation_tokens: Tokens of one.
+        save_interval: Steps between saves; 0: only at the end.
+        save_bytes: Of one checkpoint.
+        saves_in_background: Training waits for a copy in the host's memory alone.
+    """
+
+    steps: int
+    step_tokens: int
+    flops_per_token: float
+    validation_interval: int
+    validation_tokens: int
+    save_interval: int
+    save_bytes: int
+    saves_in_background: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on."""
+        return self.steps * self.step_tokens
+
+    @property
+    def validations(self) -> int:
+        """Validations, that at the end included."""
+        return times_left(0, self.steps, self.validation_interval)
+
+    @property
+    def saves(self) -> int:
+        """Saves, that at the end included."""
+        return times_left(0, self.steps, self.save_interval)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunCost:
+    """What a run takes.
+
+    Attributes:
+        tokens_per_second: In steps, of all GPUs together.
+        step_seconds: Of one.
+        training_seconds: Of all steps.
+        validation_seconds: Of all validations.
+        save_seconds: In which training stands still for saves.
+        start_up_seconds: Assumed.
+        cost_usd: None when the price is unknown.
+        usd_per_million_tokens: None when the price is unknown.
+    """
+
+    tokens_per_second: float
+    step_seconds: float
+    training_seconds: float
+    validation_seconds: float
+    save_seconds: float
+    start_up_seconds: float
+    cost_usd: float | None
+    usd_per_million_tokens: float | None
+
+    @property
+    def hours(self) -> float:
+        """Of the whole machine."""
+        parts = (self.training_seconds, self.validation_seconds, self.save_seconds)
+        return (sum(parts) + self.start_up_seconds) / 3600
+
+    def as_record(self) -> dict[str, float | None]:
+        """Return the fields under their own names, and the hours."""
+        return {**dataclasses.asdict(self), "hours": self.hours}
+
+
+def work_of(
+    *,
+    steps: int,
+    step_tokens: int,
+    sequence_length: int,
+    flops_per_token: float,
+    evaluation: EvaluationConfig,
+    checkpoint: CheckpointConfig,
+    save_bytes: int,
+) -> RunWork:
+    """Return the work of a run as its sections ask for it.
+
+    Args:
+        steps: Optimizer steps.
+        step_tokens: Tokens of one.
+        sequence_length: Tokens of a window.
+        flops_per_token: Of a forward and a backward pass.
+        evaluation: When and how much is validated.
+        checkpoint: When is saved, and how.
+        save_bytes: Of one checkpoint.
+    """
+    return RunWork(
+        steps=steps,
+        step_tokens=step_tokens,
+        flops_per_token=flops_per_token,
+        validation_interval=evaluation.interval,
+        validation_tokens=evaluation.windows * sequence_length,
+        save_interval=checkpoint.interval,
+        save_bytes=save_bytes,
+        saves_in_background=checkpoint.in_background,
+    )
+
+
+def run_cost(work: RunWork, machine: Machine) -> RunCost:
+    """Return the time and the money of a run.
+
+    A validation has the forward pass alone: a third of the FLOPs, at the same share of the peak.
+
+    Raises:
+        ConfigError: The assumed share of the peak cannot be.
+    """
+    speed = tokens_per_second_at(
+        machine.mfu_fraction,
+        flops_per_token=work.flops_per_token,
+        gpus=machine.gpus,
+        peak_flops=machine.peak_flops,
+    )
+    rate = DISK_BYTES_PER_SECOND
+    if work.saves_in_background:
+        rate = HOST_COPY_BYTES_PER_SECOND * machine.gpus
+    cost = RunCost(
+        tokens_per_second=speed,
+        step_seconds=work.step_tokens / speed,
+        training_seconds=work.tokens / speed,
+        validation_seconds=work.validations * work.validation_tokens / 3 / speed,
+        save_seconds=work.saves * work.save_bytes / rate,
+        start_up_seconds=START_UP_SECONDS,
+        cost_usd=None,
+        usd_per_million_tokens=None,
+    )
+    if machine.per_hour_usd is None:
+        return cost
+    dollars = cost.hours * machine.per_hour_usd
+    return dataclasses.replace(
+        cost, cost_usd=dollars, usd_per_million_tokens=dollars / (work.tokens / 1e6)
+    )
+
+
+def affordable_steps(work: RunWork, machine: Machine, *, budget_usd: float) -> int:
+    """Return how many of a run's steps a budget pays for, with their validations and saves.
+
+    Args:
+        work: The whole run; no more than its steps are returned.
+        machine: With a price.
+        budget_usd: For all of it.
+    """
+    low, high = 0, work.steps
+    while low < high:
+        middle = (low + high + 1) // 2
+        cost = run_cost(dataclasses.replace(work, steps=middle), machine).cost_usd
+        assert cost is not None  # the machine has a price
+        low, high = (middle, high) if cost <= budget_usd else (low, middle - 1)
+    return low
+
+
+def times_left(step: int, total_steps: int, interval: int) -> int:
+    """Count how often something is due after a step; the last step always has it.
+
+    Args:
+        step: Steps made.
+        total_steps: Of the run.
+        interval: Steps between; 0: only after the last.
+    """
+    if step >= total_steps:
+        return 0
+    between = (total_steps - 1) // interval - step // interval if interval else 0
+    return max(0, between) + 1

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from refocused.commands.estimate_cost import main
+from refocused.config.decode import load_run
+from refocused.estimate.run_cost import DISK_BYTES_PER_SECOND, START_UP_SECONDS
+from refocused.monitoring.performance import PERFORMANCE_FILE
+from refocused.process_identity import this_process
+
+RUN = "gpt2_1b_8xh100_fast"
+
+
+def estimated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main([*arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_run_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["checkpoint.mirror=gs://bucket/runs", "run.steps=20000"]
+    found = estimated(capsys, "--config", RUN, "--per-hour", "24", *settings)
+    # 24 blocks of width 1536 and 50,000 tokens: 6 N and 12 L D T FLOPs a token
+    flops = 6 * (24 * 12 * 1536**2 + 50_000 * 1536) + 12 * 24 * 1536 * 2048
+    speeds = [share * 8 * 989.4e12 / flops for share in (0.3, 0.4, 0.5)]
+    likely = found["scenarios"][1]
+    assert [one["tokens_per_second"] for one in found["scenarios"]] == pytest.approx(speeds)
+    seconds = 20_000 * 2**20 / speeds[1]
+    seconds += 20 * 256 * 2048 / 3 / speeds[1]
+    seconds += 20 * likely_save(found) / DISK_BYTES_PER_SECOND + START_UP_SECONDS
+    assert likely["hours"] == pytest.approx(seconds / 3600)
+    assert likely["cost_usd"] == pytest.approx(seconds / 3600 * 24)
+    assert found["storage_bytes"]["mirror"] == 20 * likely_save(found)
+    assert found["total_flops"] == 20_000 * 2**20 * flops
+    assert found["fits"] is True
+
+
+def likely_save(found: dict[str, Any]) -> int:
+    """Twelve bytes a parameter, with the padding to 50,048 rows."""
+    assert found["parameters"]["total"] == 759_905_280
+    assert found["storage_bytes"]["checkpoint"] == 12 * (759_905_280 + 48 * 1536)
+    return 12 * (759_905_280 + 48 * 1536)
+
+
+def test_a_sweep_keeps_the_price_of_a_gpu_and_names_what_cannot_be(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = estimated(capsys, "--config", RUN, "--per-hour", "24", "--sweep", "gpus=1,3,16")
+    one, three, sixteen = found["sweep"]
+    assert (one["per_hour_usd"], sixteen["per_hour_usd"]) == (3.0, 48.0)
+    assert one["scenarios"][1]["training_seconds"] == pytest.approx(
+        16 * sixteen["scenarios"][1]["training_seconds"]
+    )
+    assert "not a multiple" in three["refused"]
+
+
+def test_a_budget_says_how_far_it_reaches(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config", RUN, "--per-hour", "24", "--budget", "400"]
+    found = estimated(capsys, *arguments)
+    reach = found["scenarios"][1]["affordable_steps"]
+    within = estimated(capsys, *arguments, f"run.steps={reach}")["scenarios"][1]
+    beyond = estimated(capsys, *arguments, f"run.steps={reach + 1}")["scenarios"][1]
+    assert within["cost_usd"] <= 400 < beyond["cost_usd"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert f"budget $400.00 at 40% MFU: step {reach:,} of 100,000" in text
+    assert main([*arguments, "run.steps=3000"]) == 0
+    assert "at 40% MFU: all steps, $36" in capsys.readouterr().out
+
+
+def test_offers_are_of_the_same_gpu_and_the_cheapest_comes_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = estimated(capsys, "--config", RUN, "--gpus", "4")
+    assert found["per_hour_usd"] is None
+    assert {offer["gpu"] for offer in found["offers"]} == {"H100 SXM"}
+    costs = [offer["cost_usd"] for offer in found["offers"]]
+    assert costs == sorted(costs)
+    whole = next(offer for offer in found["offers"] if offer["gpus"] == 8)
+    assert whole["all_per_hour_usd"] == whole["per_hour_usd"]  # four of eight are paid in full
+    assert main(["--config", RUN]) == 0
+    text = capsys.readouterr().out
+    assert "TO BE CHECKED" in text and "no price: give --per-hour" in text
+
+
+def test_a_step_that_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", RUN, "batch.micro=64", "--gpu", "L4"]) == 0
+    assert "does NOT fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ([], "either --config FILE or --measured RUN"),
+        (["--config", RUN, "--measured", "x"], "either --config FILE or --measured RUN"),
+        (["--config", RUN, "--gpu", "H900"], "Known are A100 40GB"),
+        (["--config", RUN, "--sweep", "gpus=1,two"], "numbers of GPUs are wanted"),
+        (["--config", RUN, "--gpus", "3"], "not a multiple"),
+        (["--measured", "nowhere"], "there is no such folder"),
+    ],
+)
+def test_wrong_use_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], wanted: str
+) -> None:
+    assert main(arguments) == 2
+    assert wanted in capsys.readouterr().err
+
+
+def test_neither_help_nor_an_estimate_imports_torch() -> None:
+    script = (
+        "import sys\n"
+        "from refocused.commands.estimate_cost import main\n"
+        f"assert main(['--config', {RUN!r}, '--sweep', 'gpus=1,2']) == 0\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def write_run(folder: Path, status: str, **changes: object) -> Path:
+    """A run of 1,000 steps of two seconds, at step 500 after a rewind from 480 to 400."""
+    from refocused.config.decode import render_run
+
+    run = folder / "runs" / "one"
+    (run / "logs").mkdir(parents=True)
+    settings = ["run.steps=1000", "checkpoint.interval=100", "evaluation.interval=250"]
+    settings.append("schedule.warmup_steps=10")
+    (run / "run.yaml").write_text(render_run(load_run(RUN, settings, name="one").config))
+    process = this_process()
+    state = {
+        "run": "one",
+        "status": status,
+        "host": "elsewhere",
+        "pid": process.pid,
+        "pid_started": process.started,
+        "updated": "2026-11-22T09:00:00.000Z",
+        "step": 500,
+        "total_steps": 1000,
+        "tokens": 500_000_000,
+        "seconds": 1300.0,
+        "cost_usd": None,
+    }
+    (run / "state.json").write_text(json.dumps(state | changes))
+    (run / PERFORMANCE_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in time_lines()))
+    validation = {"kind": "validation", "step": 250, "seconds": 20.0}
+    (run / "logs" / "training_metrics.jsonl").write_text(f"{json.dumps(validation)}\n")
+    return run
+
+
+def time_lines() -> list[dict[str, Any]]:
+    def line(kind: str, at: str, step: int, first: int = 0, **uses: float) -> dict[str, Any]:
+        seconds = {f"{name}_seconds": value for name, value in uses.items()}
+        moment = f"2026-11-22T{at}.000Z"
+        return {"kind": kind, "time": moment, "step": step, "first_step": first, **seconds}
+
+    return [
+        line("session", "08:01:00", 0, start_up=60),
+        line("time", "08:18:00", 480, 0, forward_backward=900, update=60, save_stall=60),
+        line("save", "08:18:00", 400, save_stall=12),
+        line("session", "08:30:00", 400, start_up=40),
+        line("time", "08:30:40", 410, 400, forward_backward=40),
+        line("time", "08:33:40", 500, 410, forward_backward=170, update=10),
+    ]
+
+
+def test_a_stopped_run_by_hand_over_a_rewind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path, "stopped")
+    monkeypatch.chdir(tmp_path)
+    found = estimated(capsys, "--measured", "one", "--per-hour", "36", "--budget", "18")
+    assert (found["sessions"], found["step_seconds"]) == (2, 2.0)
+    # 500 steps, validations at 750 and 1,000, saves at 600 to 1,000
+    assert found["seconds_left"] == 500 * 2.0 + 2 * 20.0 + 5 * 12.0
+    assert found["cost_left_usd"] == pytest.approx(11.0)
+    assert found["cost_usd"] == pytest.approx(13.0)
+    assert found["usd_per_million_tokens"] == pytest.approx(13.0 / 500)
+    assert found["total_usd"] == pytest.approx(24.0)
+    assert found["budget_step"] == 500 + int(500 * 5 / 11)
+    # 960 s for 480 steps, of which 80 were lost; 220 s for 100 steps more; 08:00:00 to 08:33:40
+    assert found["goodput_fraction"] == pytest.approx((960 * 400 / 480 + 220) / 2020)
+    assert main(["--measured", "one", "--per-hour", "36"]) == 0
+    text = capsys.readouterr().out
+    assert "left       18.3 min, $11.00, ends" in text and "if it goes on now" in text
+    assert "2 s a step, 500,000 tokens/s, 20 s a validation, 12 s a save" in text
+
+
+def test_a_run_that_trains_has_used_the_time_since_its_last_line(tmp_path: Path) -> None:
+    from refocused.commands.run_measured import measure
+
+    run = write_run(tmp_path, "training")
+    now = 1_795_338_000.0 + 100  # 2026-11-22T09:00:00Z and a hundred seconds
+    found = measure(run, per_hour_usd=None, budget_usd=None, now=now)
+    assert found.seconds_left == 1000.0
+    assert found.ends == now + 1000.0
+    assert (found.cost_usd, found.cost_left_usd, found.budget_step) == (None, None, None)
+
+
+def test_a_run_whose_process_is_gone_has_crashed(tmp_path: Path) -> None:
+    import socket
+
+    from refocused.commands.run_measured import measure
+
+    run = write_run(tmp_path, "training", host=socket.gethostname(), pid=2**22 + 1)
+    assert measure(run, per_hour_usd=1.0, budget_usd=None, now=0.0).status == "crashed"
+
+
+def test_a_finished_run_tells_what_it_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path, "finished", step=1000, tokens=1_000_000_000, cost_usd=50.0)
+    monkeypatch.chdir(tmp_path)
+    assert main(["--measured", "one"]) == 0
+    text = capsys.readouterr().out
+    assert "step 1,000 of 1,000, 1.00 B tokens, finished" in text
+    assert "in 2 sessions, $50.00, $0.0500 a million tokens" in text
+    assert "goodput" in text and "left" not in text
+
+
+def test_a_folder_that_is_no_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--measured", str(tmp_path)]) == 1
+    assert "state.json cannot be read" in capsys.readouterr().err
