@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 def add_evaluate_arguments(parser: Parser) -> None:
     """Describe the command line."""
-    parser.epilog = "On several GPUs: deepspeed --num_gpus N launch/evaluate.py ..."
+    parser.epilog = (
+        "`evaluate compare --help`: several models. On several GPUs: deepspeed --num_gpus N "
+        "launch/evaluate.py ..."
+    )
     parser.add_argument(
         "model",
         metavar="MODEL",

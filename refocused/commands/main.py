@@ -11,7 +11,7 @@ COMMANDS = {
     "prepare_data": "make, inspect, convert and move token files",
     "checkpoints": "show, check, move and compare a run's checkpoints",
     "generate": "write with a model: a step, a run, or a transformers folder",
-    "evaluate": "measure a model by tasks and texts",
+    "evaluate": "measure a model by tasks and texts, compare models",
     "monitor": "watch runs on a live screen, or print what is to be seen",
     "stop": "ask a run to save and stop",
 }

@@ -22,7 +22,7 @@ SETTINGS = (
     "evaluation.task_interval=3",
     "evaluation.task_items=7",
     "evaluation.sample_interval=2",
-    "evaluation.sample_tokens=5",
+    "evaluation.sample_tokens=3",
     "evaluation.sample_prompt=def",
     "evaluation.tasks=[multiple_choice=quiz.jsonl, lambada=words.jsonl]",
 )
@@ -78,6 +78,14 @@ def test_tasks_and_samples_of_a_run_under_zero_3(
         for name, measure in told[-1]["tasks"][task].items():
             if isinstance(measure, dict):
                 assert found[name] == pytest.approx(measure, rel=1e-5), (task, name)
+
+    assert main(["compare", "--run", "tiny", *arguments[1:]]) == 0
+    compared = json.loads(capsys.readouterr().out)
+    (alone,) = compared["models"]
+    assert (alone["model"], alone["step"]) == ("6", 6)
+    quiz = after["tasks"]["multiple_choice"]["acc"]
+    assert alone["tasks"]["multiple_choice"]["acc"] == pytest.approx(quiz)
+    assert (tmp_path / "comparison.png").is_file()
 
 
 def test_a_stop_between_batches_of_tasks_saves_and_ends(tmp_path: Path) -> None:

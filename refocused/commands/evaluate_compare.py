@@ -1,0 +1,225 @@
+"""`evaluate compare`: models side by side, by tasks or by their speed."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from refocused.commands.arguments import Parser
+from refocused.commands.evaluate_model import records
+from refocused.commands.evaluation_options import (
+    BatchLine,
+    add_machine_options,
+    add_task_options,
+    dtype_of,
+    measure_text,
+    ranks,
+    settings_of,
+    tasks_of,
+    tokenizer_choice,
+)
+from refocused.commands.local_steps import model_source
+from refocused.commands.run_catalog import (
+    add_local_option,
+    add_run_options,
+    catalog_of,
+    listed,
+    run_of,
+)
+from refocused.errors import CheckpointError, ConfigError, ExitCode, RefocusedError
+
+if TYPE_CHECKING:
+    from refocused.inference.evaluation import TimedResult
+    from refocused.inference.multiple_choice import Measure
+    from refocused.inference.speed import SpeedRow
+    from refocused.world import World
+
+
+def add_compare_arguments(parser: Parser) -> None:
+    """Describe the command line."""
+    parser.epilog = (
+        "With --tasks: scores of the models, of all steps of a run when none is named, and their "
+        "curve. Without: speed, also of names in config/models, with random weights."
+    )
+    add = parser.add_argument
+    add("models", nargs="*", metavar="MODEL", help="as for evaluate, or a name in config/models")
+    add("--lengths", type=_numbers, default=[128, 512], metavar="N,N", help="tokens (128,512)")
+    add("--batches", type=_numbers, default=[1, 4], metavar="N,N", help="prompts at once (1,4)")
+    add("--new-tokens", type=int, default=16, metavar="N", help="tokens to write; 0: none (16)")
+    add("--out", type=Path, metavar="FILE.png", help="the picture (default: comparison.png)")
+    add_task_options(parser)
+    add_machine_options(parser)
+    add_run_options(parser)
+    add_local_option(parser)
+
+
+def run_compare(arguments: argparse.Namespace) -> int:
+    """Compare by tasks, or by speed where none is named."""
+    out = arguments.out or Path("comparison.png")
+    if out.suffix.lower() != ".png":
+        raise ConfigError(f"--out {out}: the picture is a PNG. Give it a name that ends in .png.")
+    try:
+        return _by_tasks(arguments, out) if arguments.tasks else _by_speed(arguments, out)
+    except OSError as error:
+        if error.filename != str(out):
+            raise
+        raise RefocusedError(
+            f"{out} cannot be written ({error.strerror}). Name another file with --out."
+        ) from None
+
+
+def _by_tasks(arguments: argparse.Namespace, out: Path) -> int:
+    from refocused.inference.comparison_pictures import draw_scores
+
+    tasks = tasks_of(arguments)
+    requests = arguments.models or _steps_of_run(arguments)
+    world = ranks(arguments.device)
+    found: dict[str, Sequence[TimedResult]] = {}
+    steps: dict[str, int] = {}
+    for request in requests:
+        step, found[request] = _evaluated(request, arguments, tasks, world)
+        if step is not None:
+            steps[request] = step
+    rows = {request: _measures(results) for request, results in found.items()}
+    draw_scores(rows, out, steps=steps)
+    if arguments.json:
+        models = [
+            {"model": request, "step": steps.get(request), "tasks": records(results)}
+            for request, results in found.items()
+        ]
+        print(json.dumps({"picture": str(out), "models": models}, indent=1))
+        return ExitCode.OK
+    for line in _table([["MODEL", *next(iter(rows.values()))], *_score_lines(rows)]):
+        print(line)
+    print(f"{out}: drawn")
+    return ExitCode.OK
+
+
+def _evaluated(
+    request: str, arguments: argparse.Namespace, tasks: Sequence[Any], world: World
+) -> tuple[int | None, Sequence[TimedResult]]:
+    """Put the tasks to one model, which leaves the memory again; return its step and results."""
+    from refocused.inference.evaluation import Evaluation
+    from refocused.inference.model import load_model
+
+    model = load_model(
+        model_source(request, arguments),
+        dtype=dtype_of(arguments, world),
+        device=str(world.device),
+        tokenizer=tokenizer_choice(arguments),
+    )
+    line = BatchLine(speaks=True)
+    results = Evaluation(model, settings_of(arguments)).run(
+        tasks, world=world, progress=lambda task, *count: line.show(f"{request} {task}", *count)
+    )
+    return model.facts.get("step"), results
+
+
+def _steps_of_run(arguments: argparse.Namespace) -> list[str]:
+    run = run_of(arguments)
+    arguments.run = str(run)
+    entries = listed(catalog_of(run, arguments), arguments).entries
+    steps = [str(entry.step) for entry in entries if entry.usable]
+    if not steps:
+        raise CheckpointError(f"{run} has no whole step to compare. Name models, or another --run.")
+    return steps
+
+
+def _measures(results: Sequence[TimedResult]) -> dict[str, Measure]:
+    return {
+        f"{timed.result.task} {name}": measure
+        for timed in results
+        for name, measure in timed.result.measures.items()
+    }
+
+
+def _score_lines(rows: Mapping[str, Mapping[str, Measure]]) -> list[list[str]]:
+    return [[request, *map(measure_text, measures.values())] for request, measures in rows.items()]
+
+
+def _by_speed(arguments: argparse.Namespace, out: Path) -> int:
+    from refocused.inference.comparison_pictures import draw_speed
+    from refocused.inference.speed import measure_speed
+
+    if not arguments.models:
+        raise ConfigError(
+            "compare: name models, as gpt2_124m ten_small; or with --tasks the steps of a run."
+        )
+    world = ranks(arguments.device)
+    rows: list[SpeedRow] = []
+    for request in arguments.models:
+        network = _network(request, arguments, world)
+        rows += measure_speed(
+            request,
+            network,
+            lengths=arguments.lengths,
+            batches=arguments.batches,
+            new_tokens=arguments.new_tokens,
+        )
+        del network
+    draw_speed(rows, out)
+    if arguments.json:
+        content = {"picture": str(out), "device": world.device_name}
+        print(json.dumps(content | {"rows": [dataclasses.asdict(row) for row in rows]}, indent=1))
+        return ExitCode.OK
+    heading = ["MODEL", "PARAMETERS", "LENGTH", "BATCH", "LATENCY", "READ", "WRITTEN", "MEMORY"]
+    for line in _table([heading, *map(_speed_line, rows)]):
+        print(line)
+    print(f"{out}: drawn ({dtype_of(arguments, world)} on {world.device_name})")
+    return ExitCode.OK
+
+
+def _network(request: str, arguments: argparse.Namespace, world: World) -> Any:
+    """Load a model without its tokenizer, or make one of a shape in config/models."""
+    import torch
+
+    from refocused.config.files import find_config
+    from refocused.config.shape import load_shape
+    from refocused.inference.model import load_model
+    from refocused.inference.speed import random_network
+
+    try:
+        file = find_config("models", request)
+    except ConfigError:
+        source = model_source(request, arguments)
+        dtype = dtype_of(arguments, world)
+        loaded = load_model(source, dtype=dtype, device=str(world.device), without_tokenizer=True)
+        return loaded.network
+    torch.manual_seed(0)
+    network = random_network(load_shape(file), dtype=dtype_of(arguments, world))
+    return network.to(world.device)
+
+
+def _speed_line(row: SpeedRow) -> list[str]:
+    def text(value: float | None, form: str, unit: str) -> str:
+        return "-" if value is None else f"{value:{form}} {unit}"
+
+    return [
+        row.model,
+        f"{row.parameters:,}",
+        f"{row.length:,}",
+        f"{row.batch:,}",
+        text(row.latency_seconds, ".3f", "s"),
+        text(row.tokens_per_second, ",.0f", "tok/s"),
+        text(row.written_per_second, ",.1f", "tok/s"),
+        text(row.memory_gib, ".3f", "GiB"),
+    ]
+
+
+def _table(lines: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [int(part) for part in text.split(",")]
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: whole numbers from 1 are wanted, as 128,512")
+    return numbers

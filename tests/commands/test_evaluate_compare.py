@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inference.harness import MODELS
+
+from refocused.commands.evaluate import main
+from refocused.inference.multiple_choice import Measure
+from refocused.inference.speed import measure_speed
+
+PNG = b"\x89PNG"
+ITEM = {"ctx": "the cat", "endings": ["sat on", "ran"], "label": 0}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name, make in MODELS.items():
+        network, tokenizer = make()
+        network.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    (folder / "quiz.jsonl").write_text((json.dumps(ITEM) + "\n") * 3)
+    return folder
+
+
+def compare(capture: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
+    given = [str(argument) for argument in ("compare", *arguments, "--device", "cpu")]
+    assert main(given) == code
+    out, err = capture.readouterr()
+    return out if code == 0 else err
+
+
+def test_models_are_compared_by_tasks(models: Path, capsys: Any) -> None:
+    out = models / "scores.png"
+    tasks = ("--tasks", models / "quiz.jsonl", "--out", out)
+    told = json.loads(compare(capsys, models / "bytes", models / "words", *tasks, "--json"))
+    assert [one["model"] for one in told["models"]] == [f"{models}/bytes", f"{models}/words"]
+    for one in told["models"]:
+        assert one["tasks"]["quiz"]["items"] == 3
+        assert one["tasks"]["quiz"]["acc"]["value"] in (0.0, 1.0)
+    assert out.read_bytes().startswith(PNG)
+    lines = compare(capsys, models / "words", *tasks).splitlines()
+    assert lines[0].split() == ["MODEL", "quiz", "acc", "quiz", "acc_norm"]
+    assert lines[1].startswith(f"{models}/words")
+
+
+def test_models_are_compared_by_speed(models: Path, capsys: Any) -> None:
+    out = models / "speed.png"
+    options = ("--lengths", "8,95,500", "--batches", "2", "--new-tokens", "4", "--out", out)
+    rows = json.loads(compare(capsys, models / "bytes", *options, "--json"))["rows"]
+    short, full, too_long = rows
+    assert short["parameters"] == 22_968
+    assert short["tokens_per_second"] == pytest.approx(16 / short["latency_seconds"])
+    assert short["written_per_second"] > 0
+    assert full["latency_seconds"] > 0
+    assert full["written_per_second"] is None  # no room for four tokens more
+    assert too_long["latency_seconds"] is None
+    assert out.read_bytes().startswith(PNG)
+    lines = compare(capsys, "ten_tiny", "--lengths", "8", "--batches", "1", "--out", out)
+    assert lines.splitlines()[0].split()[:4] == ["MODEL", "PARAMETERS", "LENGTH", "BATCH"]
+    assert lines.splitlines()[1].split()[0] == "ten_tiny"
+
+
+def test_speed_is_counted_by_the_clock() -> None:
+    network, _ = MODELS["bytes"]()
+    now = iter(float(second) for second in range(100))
+    (row,) = measure_speed(
+        "m", network, lengths=[8], batches=[3], new_tokens=5, clock=lambda: next(now) ** 2
+    )
+    # The clock is asked twice for each time: reading 1 s and writing 5 s, then 9, 13 and 17 s.
+    assert row.written_per_second == pytest.approx(3 * 4 / (5 - 1))
+    assert row.latency_seconds == 13.0
+    assert row.tokens_per_second == pytest.approx(24 / 13)
+
+
+def test_scores_over_steps_are_a_curve(tmp_path: Path) -> None:
+    from refocused.inference.comparison_pictures import draw_scores
+
+    rows = {str(step): {"quiz acc": Measure(step / 100, None)} for step in (10, 20)}
+    draw_scores(rows, tmp_path / "a" / "curve.png", steps={"10": 10, "20": 20})
+    assert (tmp_path / "a" / "curve.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ((), 2, "compare: name models"),
+        (("x", "--out", "a.jpg"), 2, "--out a.jpg: the picture is a PNG"),
+        (("gpt2_tiny", "--lengths", "8", "--batches", "1", "--out", "/proc/a.png"), 1, "written"),
+    ],
+)
+def test_what_cannot_be_is_one_message(
+    capsys: Any, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    told = compare(capsys, *arguments, code=code)
+    assert message in told
+    assert len(told.splitlines()) == 1
