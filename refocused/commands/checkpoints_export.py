@@ -34,6 +34,7 @@ def add_export_arguments(parser: Parser) -> None:
         action="store_true",
         help="do not load the result to compare it, which takes the memory of the whole model",
     )
+    add("--onnx", action="store_true", help="model.onnx besides, for GPT-2 and GPT-NeoX")
     add_run_options(parser)
     add_local_option(parser)
 
@@ -42,6 +43,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     """Export one step."""
     from refocused.inference.export import export_step
     from refocused.inference.model_weights import open_model_weights
+    from refocused.inference.onnx_file import require_onnx, write_onnx
     from refocused.inference.tokenizer import tokenizer_of
     from refocused.shards.tokenizers import TokenizerChoice
 
@@ -51,6 +53,8 @@ def run_export(arguments: argparse.Namespace) -> int:
     step = local_step(arguments.step, arguments)
     _say(f"verifying {step.path}")
     weights = open_model_weights(step)
+    if arguments.onnx:
+        require_onnx(weights.config.model_type)
     exported = export_step(
         weights,
         arguments.out.expanduser(),
@@ -59,6 +63,9 @@ def run_export(arguments: argparse.Namespace) -> int:
         compare=not arguments.no_compare,
         say=_say,
     )
+    if arguments.onnx:
+        _say("writing the ONNX file")
+        write_onnx(exported.folder)
     seconds = time.monotonic() - started
     if arguments.json:
         found = dataclasses.asdict(exported) | {"folder": str(exported.folder)}
