@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from refocused.monitoring.dashboard_words import dollars, moment, percent, time_text, value
+from refocused.monitoring.dashboard_words import (
+    dollars,
+    moment,
+    percent,
+    time_text,
+    tokens_text,
+    value,
+)
 from refocused.monitoring.metrics import duration
 from refocused.monitoring.run_view import Alarm, Event, RunView, Status
 from refocused.monitoring.samples import GpuSample, SystemSample
@@ -84,7 +91,7 @@ def _money_line(view: RunView) -> Text:
     if view.budget_usd is not None:
         parts.append(f"budget ${view.budget_usd:,.0f}")
     if view.tokens is not None:
-        parts.append(f"{view.tokens / 1e9:.3g} B tokens")
+        parts.append(tokens_text(view.tokens))
     return Text(" " + "  ".join(parts))
 
 

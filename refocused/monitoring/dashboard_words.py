@@ -31,3 +31,10 @@ def moment(unix_seconds: float) -> str:
     """Spell a time of day in UTC."""
     when = datetime.datetime.fromtimestamp(unix_seconds, datetime.UTC)
     return f"{when:%a %d %b %H:%M} UTC"
+
+
+def tokens_text(tokens: int) -> str:
+    """Spell a number of tokens: whole below a million, then in millions and billions."""
+    if tokens < 10**6:
+        return f"{tokens:,} tokens"
+    return f"{tokens / 1e6:.3g} M tokens" if tokens < 10**9 else f"{tokens / 1e9:.4g} B tokens"

@@ -8,6 +8,7 @@ import pytest
 from monitoring.watched_run import GPU, NOW, STEP_SECONDS, new_run
 
 from refocused.monitoring.dashboard_lines import all_lines, gpu_trouble, run_rows
+from refocused.monitoring.dashboard_words import tokens_text
 from refocused.monitoring.run_view import RunView
 
 
@@ -173,3 +174,15 @@ def test_after_a_rewind_the_curve_is_that_of_the_way_taken(tmp_path: Path) -> No
     run.metrics([510, 520], last=520, loss=1.0)
     view = follower.view(now=NOW)
     assert [point.step for point in view.steps[-3:]] == [500, 510, 520]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (40_960, "40,960 tokens"),
+        (41_000_000, "41 M tokens"),
+        (43_232_788_480, "43.23 B tokens"),
+    ],
+)
+def test_tokens_are_spelled_in_their_unit(tokens: int, words: str) -> None:
+    assert tokens_text(tokens) == words
