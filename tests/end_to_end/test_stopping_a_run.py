@@ -17,6 +17,8 @@ from forked import ForkedRanks, train
 from ranks import ROOT, TRAIN, Ended, free_port, metrics, write_tokens
 from tiny import tiny_run
 
+from refocused.monitoring.performance import read_run_time
+
 pytestmark = pytest.mark.slow
 STEPS = 40
 SETTINGS = [
@@ -290,6 +292,14 @@ def test_a_budget_ends_all_sessions_and_a_time_limit_this_one(tmp_path: Path) ->
     assert late.codes == [4, 4], late.everything
     assert "stopped by run.time_limit_hours" in late.out[0]
     assert not (folder / RUN / "STOP").exists()
+    used = read_run_time(folder / RUN)
+    assert used.sessions == 3
+    # Every second from each session's begin has its use, and a dollar each.
+    assert used.seconds_trained == pytest.approx(used.spent.total_seconds, abs=0.1)
+    assert used.cost_usd == pytest.approx(used.seconds_trained)
+    last = json.loads((folder / RUN / "state.json").read_text())
+    assert last["cost_usd"] == pytest.approx(used.cost_usd, abs=0.1)
+    assert "goodput " in first.out[0]
 
 
 def test_a_stop_at_the_last_step_leaves_its_validation_to_the_next_session(

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+
+import pytest
+import torch
 
 from refocused.monitoring.performance import TimeSpent
 from refocused.monitoring.step_phases import PENDING_STEPS, step_phases
@@ -93,6 +97,57 @@ def test_many_steps_between_two_records_are_all_counted() -> None:
     passes, updates = watch.phases.take()
     assert (passes, updates) == (3.0 * PENDING_STEPS, 1.5 * PENDING_STEPS)
     assert watch.phases.take() == (0.0, 0.0)
+
+
+@pytest.mark.gpu
+def test_a_gpu_times_its_own_work_and_nobody_waits_for_it() -> None:
+    phases = step_phases("cuda")
+    matrix = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    phases.begin()
+    for _ in range(200):
+        matrix @ matrix
+    phases.passes_made()
+    matrix @ matrix
+    phases.end()
+    queued = time.perf_counter() - began
+    passes, updates = phases.take()
+    taken = time.perf_counter() - began
+    assert 0 < updates < passes <= taken
+    assert queued < taken / 2
+
+
+def test_a_moment_on_a_gpu_waits_for_the_later_point_and_tells_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    class Event:
+        made = 0
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+            Event.made += 1
+            self.number = Event.made
+
+        def record(self) -> None:
+            asked.append(f"record {self.number}")
+
+        def synchronize(self) -> None:
+            asked.append(f"wait {self.number}")
+
+        def elapsed_time(self, later: Event) -> float:
+            return 1500.0 * (later.number - self.number)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    phases = step_phases("cuda")
+    phases.begin()
+    phases.passes_made()
+    phases.end()
+    assert "wait" not in "".join(asked)
+    assert phases.take() == (1.5, 1.5)
+    assert asked[-2:] == ["wait 3", "wait 4"]
 
 
 def test_the_uses_are_all_that_a_record_holds() -> None:
