@@ -18,6 +18,8 @@ def estimate_lines(found: Estimate) -> list[str]:
     """Return what is to be said before a run begins."""
     lines = [f"{name:<10} {value}" for name, value in _facts(found)]
     lines += ["", *_scenario_table(found.main)]
+    if found.main.host_bound(found.loaded.shape.layers):
+        lines += [_host_text(found)]
     if found.budget_usd is not None:
         lines += ["", *_budget_lines(found)]
     if found.sweep:
@@ -105,6 +107,16 @@ def _scenario_table(on: OnGpus) -> list[str]:
     )
     assumed = "validations at the same MFU; saves at 2 GB/s of disk, start-up of 3 min: assumed"
     return [*_table(head, rows), f"{price}; {assumed}"]
+
+
+def _host_text(found: Estimate) -> str:
+    choice, seconds = found.main.choice, found.main.pass_seconds
+    assert choice is not None and seconds is not None
+    return (
+        f"note: at 40% MFU a pass would take {1000 * seconds:.2g} ms, which is less than the host "
+        f"needs for {found.loaded.shape.layers} layers under ZeRO-{choice.zero.stage}: expect less "
+        "than these figures, or raise batch.micro."
+    )
 
 
 def _budget_lines(found: Estimate) -> list[str]:

@@ -94,6 +94,15 @@ def test_a_step_that_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) ->
     assert "does NOT fit" in capsys.readouterr().out
 
 
+def test_passes_too_short_for_the_host_are_doubted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert estimated(capsys, "--config", RUN)["host_bound"] is False
+    # 113 ms for 4 windows of 2,048: a single one of 512 takes 7 ms, and 24 layers 41 ms of Python.
+    short = ["model.sequence_length=512", "batch.micro=1"]
+    assert estimated(capsys, "--config", RUN, *short)["host_bound"] is True
+    assert main(["--config", RUN, *short]) == 0
+    assert "less than the host needs for 24 layers under ZeRO-3" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
