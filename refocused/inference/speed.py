@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +65,7 @@ def measure_speed(
         network: transformers' model, in evaluation mode, where it is.
         lengths: Tokens of a prompt.
         batches: Prompts at once.
-        new_tokens: Tokens to write after each prompt; 0: none.
+        new_tokens: Tokens to write after each prompt; below 2: none.
         clock: Seconds.
     """
     longest = getattr(network.config, "max_position_embeddings", None)
@@ -76,7 +77,7 @@ def measure_speed(
                 continue
             ids = _ids(network, length, batch)
             written = None
-            if new_tokens and (longest is None or length + new_tokens <= longest):
+            if new_tokens > 1 and (longest is None or length + new_tokens <= longest):
                 written = _writing_rate(network, ids, new_tokens, clock)
             memory_bytes, seconds = _reading(network, ids, clock)
             yield dataclasses.replace(
@@ -110,8 +111,8 @@ def _reading(
 
 def _writing_rate(
     network: Any, ids: torch.Tensor, new_tokens: int, clock: Callable[[], float]
-) -> float:
-    """Return the tokens written in a second, reading the prompts left out."""
+) -> float | None:
+    """Return the tokens written in a second, reading the prompts left out; None: too short."""
 
     def write(count: int) -> None:
         network.generate(
@@ -125,10 +126,13 @@ def _writing_rate(
         _finish(ids.device)
 
     write(1)
-    reading = _timed(lambda: write(1), clock)
-    seconds = _timed(lambda: write(new_tokens), clock)
-    # The first token comes with the reading.
-    return len(ids) * (new_tokens - 1) / max(seconds - reading, 1e-9)
+    reading, whole = (
+        statistics.median(_timed(functools.partial(write, count), clock) for _ in range(REPEATS))
+        for count in (1, new_tokens)
+    )
+    # The first token comes with the reading. On a busy machine the rest may drown in noise.
+    seconds = whole - reading
+    return len(ids) * (new_tokens - 1) / seconds if seconds > 0 else None
 
 
 def _timed(action: Callable[[], None], clock: Callable[[], float]) -> float:
