@@ -1,6 +1,6 @@
 """Whether small models recall what they saw 512 to 1,550 tokens before, amid noise, at T 2,048.
 
-    .venv/bin/python benchmarks/recall.py [--families ten resonance gpt2] [--steps 500] [--json FILE]
+    .venv/bin/python benchmarks/recall.py [--families ten resonance gpt2] [--steps 300]
 
 Each of 4 kinds has a value of 8 in every sequence, and each pair of kind and value is a token id of
 its own. A passage of 512 tokens, half of them such items and half noise, begins anywhere in the
@@ -71,7 +71,7 @@ def main() -> None:
     """Train, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description="Whether small models recall over a long gap.")
     parser.add_argument("--families", nargs="+", default=SHAPES, choices=SHAPES)
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

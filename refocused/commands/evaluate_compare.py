@@ -35,6 +35,7 @@ from refocused.errors import CheckpointError, ConfigError, ExitCode, RefocusedEr
 if TYPE_CHECKING:
     from refocused.inference.evaluation import TimedResult
     from refocused.inference.multiple_choice import Measure
+    from refocused.inference.safetensors_files import Dtype
     from refocused.inference.speed import SpeedRow
     from refocused.world import World
 
@@ -152,7 +153,9 @@ def _by_speed(arguments: argparse.Namespace, out: Path) -> int:
     world = ranks(arguments.device)
     rows: list[SpeedRow] = []
     for request in arguments.models:
-        network = _network(request, arguments, world)
+        network = network_of(
+            request, arguments, dtype=dtype_of(arguments, world), device=str(world.device)
+        )
         rows += measure_speed(
             request,
             network,
@@ -173,7 +176,9 @@ def _by_speed(arguments: argparse.Namespace, out: Path) -> int:
     return ExitCode.OK
 
 
-def _network(request: str, arguments: argparse.Namespace, world: World) -> Any:
+def network_of(
+    request: str, arguments: argparse.Namespace, *, dtype: Dtype, device: str = "cpu"
+) -> Any:
     """Load a model without its tokenizer, or make one of a shape in config/models."""
     import torch
 
@@ -186,12 +191,9 @@ def _network(request: str, arguments: argparse.Namespace, world: World) -> Any:
         file = find_config("models", request)
     except ConfigError:
         source = model_source(request, arguments)
-        dtype = dtype_of(arguments, world)
-        loaded = load_model(source, dtype=dtype, device=str(world.device), without_tokenizer=True)
-        return loaded.network
+        return load_model(source, dtype=dtype, device=device, without_tokenizer=True).network
     torch.manual_seed(0)
-    network = random_network(load_shape(file), dtype=dtype_of(arguments, world))
-    return network.to(world.device)
+    return random_network(load_shape(file), dtype=dtype).to(device)
 
 
 def _speed_line(row: SpeedRow) -> list[str]:

@@ -87,6 +87,12 @@ class Resonators(nn.Module):
         outputs: Tensor = causal_convolution(inputs, kernel(tuning, inputs.shape[1]))
         return outputs
 
+    def spectrum(self) -> tuple[Tensor, Tensor]:
+        """Return -a and omega as they are now, `[F]` each, in float64."""
+        decay, frequency = grid(self.count, self.max_length, device=self.decay_shift.device)
+        shifted = decay * self.decay_shift.double().exp()
+        return -shifted, frequency + decay * self.frequency_shift.double()
+
     def tuning(self, dtype: torch.dtype) -> Tuning:
         """Return what the parameters say, computed in float32 or better.
 
@@ -94,9 +100,8 @@ class Resonators(nn.Module):
         sum over n of (exp(-a n) cos(omega n + p))^2 is 1 / (2 (1 - exp(-2 a))) on average over p.
         """
         exact = torch.promote_types(dtype, torch.float32)
-        decay, frequency = grid(self.count, self.max_length, device=self.decay_shift.device)
-        shifted = decay * self.decay_shift.double().exp()
-        frequency = frequency + decay * self.frequency_shift.double()
+        log_decay, frequency = self.spectrum()
+        shifted = -log_decay
         scale = (-2 * torch.expm1(-2 * shifted) / self.count).sqrt().to(exact)
         weights = self.weight(exact) * scale[:, None]
         weights = weights + self.interference.to(exact).T @ weights

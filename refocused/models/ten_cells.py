@@ -67,18 +67,23 @@ class TenCells(nn.Module):
         self.frequency_shift = nn.Parameter(torch.empty(modes))
 
     def spectrum(self) -> Spectrum:
-        """Return the modes as they are now, `[2 K]`; each cell spans the horizons' range."""
+        """Return the modes as they are now, `[2 K]`."""
+        return shifted_spectrum(
+            self.initial_spectrum(),
+            rate_shift=self.rate_shift,
+            frequency_shift=self.frequency_shift,
+        )
+
+    def initial_spectrum(self) -> Spectrum:
+        """Return the modes where they began, `[2 K]`; each cell spans the horizons' range."""
         cells, eigenstates, _ = self.mixing.shape
         initial = initial_spectrum(
             cells * eigenstates, longest=self.longest, device=self.rate_shift.device
         )
         # Neighbours in horizon go to different cells: each cell spans all of them.
-        initial = Spectrum(
+        return Spectrum(
             initial.log_decay.view(eigenstates, cells).T.flatten(),
             initial.frequency.view(eigenstates, cells).T.flatten(),
-        )
-        return shifted_spectrum(
-            initial, rate_shift=self.rate_shift, frequency_shift=self.frequency_shift
         )
 
     def forward(

@@ -1,0 +1,66 @@
+"""`evaluate spectrum`: how long the modes of a model without attention remember."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from refocused.commands.arguments import Parser
+from refocused.commands.evaluate_compare import network_of
+from refocused.commands.run_catalog import add_local_option, add_run_options
+from refocused.errors import ConfigError, ExitCode, RefocusedError
+
+ROW = "{:<32} {:>6} {:>28} {:>28}"
+
+
+def add_spectrum_arguments(parser: Parser) -> None:
+    """Describe the command line."""
+    parser.epilog = (
+        "A mode's horizon is the tokens after which it has forgotten 63 % of what it saw; those of "
+        "a scale of s tokens count its own."
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="as for evaluate, or a name in config/models"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.png", help="the picture (default: spectrum.png)"
+    )
+    add_run_options(parser)
+    add_local_option(parser)
+
+
+def run_spectrum(arguments: argparse.Namespace) -> int:
+    """Draw the spectrum, and say the shortest, median and longest of every part."""
+    out = arguments.out or Path("spectrum.png")
+    if out.suffix.lower() != ".png":
+        raise ConfigError(f"--out {out}: the picture is a PNG. Give it a name that ends in .png.")
+    from refocused.models.spectrum_picture import draw_spectrum, spectra
+
+    modules = spectra(network_of(arguments.model, arguments, dtype="fp32"))
+    try:
+        draw_spectrum(modules, out, title=arguments.model)
+    except OSError as error:
+        raise RefocusedError(
+            f"{out} cannot be written ({error.strerror}). Name another file with --out."
+        ) from error
+    parts: list[Mapping[str, float | str]] = [
+        {"part": one.name, **one.summary()} for one in modules
+    ]
+    if arguments.json:
+        print(json.dumps({"picture": str(out), "parts": parts}, indent=1))
+        return ExitCode.OK
+    print(ROW.format("PART", "MODES", "HORIZON IN TOKENS", "RADIANS A TOKEN").rstrip())
+    for part in parts:
+        print(_line(part))
+    print(f"{out}: drawn")
+    return ExitCode.OK
+
+
+def _line(part: Mapping[str, float | str]) -> str:
+    horizons = " ".join(
+        f"{part[f'{name}_tokens']:,.1f}" for name in ("shortest", "median", "longest")
+    )
+    turns = " ".join(f"{part[f'{name}_frequency']:.2g}" for name in ("lowest", "median", "highest"))
+    return ROW.format(part["part"], part["modes"], horizons, turns)
