@@ -74,7 +74,9 @@ class WayTaken:
     belongs to a way that was left, also where the new one has not come as far yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, last: int | None = None) -> None:
+        """Begin; of the logged steps the `last` ones are kept, None: all."""
+        self._last = last
         self._steps: dict[int, StepPoint] = {}
         self._validations: dict[int, LossPoint] = {}
         self._newest = 0
@@ -92,6 +94,8 @@ class WayTaken:
         if kind == "step":
             self._steps.pop(step, None)  # so that the order stays that of the steps
             self._steps[step] = step_point(record)
+            if self._last is not None and len(self._steps) > self._last:
+                del self._steps[next(iter(self._steps))]
         else:
             self._validations[step] = LossPoint(step, number(record, "validation_loss"))
 

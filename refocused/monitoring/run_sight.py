@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
-import datetime
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from refocused.monitoring.history import METRICS_FILE
-from refocused.monitoring.tail import JsonLinesTail, read_json
+from refocused.monitoring.history import METRICS_FILE, WayTaken
+from refocused.monitoring.tail import JsonLinesTail, ReplacedFile
 
 RECENT_RECORDS = 51  # of steps: the last, and 50 to compare it with
 TAIL_BYTES = 2**16  # of the metrics of earlier sessions: enough for the losses before this one
@@ -91,40 +88,32 @@ class RunReader:
     def __init__(self, folder: Path, *, began: float) -> None:
         """Begin with the end of the metrics; `began` is when watching began, in Unix seconds."""
         self._began = began
-        self._state = _Replaced(folder / "state.json")
-        self._mirror = _Replaced(folder / "mirror.json")
+        self._state = ReplacedFile(folder / "state.json")
+        self._mirror = ReplacedFile(folder / "mirror.json")
         self._metrics = JsonLinesTail(folder / METRICS_FILE, last_bytes=TAIL_BYTES)
-        self._logged: collections.deque[LoggedStep] = collections.deque(maxlen=RECENT_RECORDS)
-        self._cost_left: float | None = None
+        self._way = WayTaken(last=RECENT_RECORDS)
 
     def sight(self, *, alive: bool) -> RunSight:
         """Return what is to be seen now; `alive` says whether the process that trains runs."""
         for record in self._metrics.records():
-            self._note(record)
+            self._way.add(record)
         state, mirror = self._state.content(), self._mirror.content()
+        steps = self._way.steps
         return RunSight(
             began=self._began,
             alive=alive,
             status=state.get("status"),
             step=state.get("step"),
             total_steps=state.get("total_steps"),
-            logged=tuple(self._logged),
+            logged=tuple(
+                LoggedStep(step.step, step.loss, step.time)
+                for step in steps
+                if step.time is not None
+            ),
             mirror=_mirror_sight(mirror),
             cost_usd=state.get("cost_usd"),
-            cost_left_usd=self._cost_left,
+            cost_left_usd=steps[-1].cost_left_usd if steps else None,
         )
-
-    def _note(self, record: Mapping[str, Any]) -> None:
-        """Add a logged step; one before the last means that training went back."""
-        if record.get("kind") != "step":
-            return
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            at = datetime.datetime.fromisoformat(record["time"]).timestamp()
-            logged = LoggedStep(record["step"], record["loss"], at)
-            while self._logged and self._logged[-1].step >= logged.step:
-                self._logged.pop()
-            self._logged.append(logged)
-            self._cost_left = record.get("cost_left_usd")
 
 
 def _mirror_sight(status: Mapping[str, Any]) -> MirrorSight | None:
@@ -133,20 +122,3 @@ def _mirror_sight(status: Mapping[str, Any]) -> MirrorSight | None:
     if heartbeat is None:
         return None
     return MirrorSight(len(status.get("waiting", ())), status.get("last_error"), heartbeat)
-
-
-class _Replaced:
-    """A JSON file that is replaced whole; read when it is another one than before."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._seen: tuple[int, int] | None = None
-        self._content: dict[str, Any] = {}
-
-    def content(self) -> dict[str, Any]:
-        with contextlib.suppress(OSError):
-            found = self._path.stat()
-            seen = (found.st_ino, found.st_mtime_ns)
-            if seen != self._seen and (content := read_json(self._path)) is not None:
-                self._content, self._seen = content, seen
-        return self._content

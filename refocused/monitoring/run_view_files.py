@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import yaml
 from refocused.monitoring.history import METRICS_FILE, WayTaken, unix_time
 from refocused.monitoring.run_view import Alarm, Event, Findings, Liveness, RunView, view_of
 from refocused.monitoring.samples import GpuSample, SystemSample
-from refocused.monitoring.tail import JsonLinesTail, Record, read_json, text
+from refocused.monitoring.tail import JsonLinesTail, Record, ReplacedFile, read_json, text
 
 SAMPLES_BYTES = 1 << 20  # of the end of a file of samples: some minutes of eight GPUs
 EVENTS_SHOWN = 50
@@ -53,7 +52,7 @@ class RunFollower:
         self._alarms: dict[tuple[str, str], Alarm] = {}
         self._events: collections.deque[Event] = collections.deque(maxlen=EVENTS_SHOWN)
         self._saved_time: float | None = None
-        self._settings: tuple[float, Record] = (-1.0, {})
+        self._settings = ReplacedFile(folder / "run.yaml", read=_read_settings)
 
     def view(self, *, now: float) -> RunView:
         """Return what there is to see at a time, in Unix seconds."""
@@ -72,7 +71,7 @@ class RunFollower:
             Findings(
                 name=self.folder.absolute().name,
                 state=state,
-                settings=self._read_settings(),
+                settings=self._settings.content(),
                 mirror=read_json(self.folder / "mirror.json"),
                 steps=self._way.steps,
                 validations=self._way.losses.validation,
@@ -125,15 +124,13 @@ class RunFollower:
             if system is not None:
                 self._systems[system.host] = at, system
 
-    def _read_settings(self) -> Record:
-        """Return `run.yaml`, read again only when it has changed."""
-        file = self.folder / "run.yaml"
-        with contextlib.suppress(OSError, yaml.YAMLError, UnicodeDecodeError):
-            changed = file.stat().st_mtime
-            if changed != self._settings[0]:
-                content = yaml.load(file.read_text(), Loader=yaml.CSafeLoader)
-                self._settings = changed, content if isinstance(content, dict) else {}
-        return self._settings[1]
+
+def _read_settings(file: Path) -> Record | None:
+    try:
+        content = yaml.load(file.read_text(), Loader=yaml.CSafeLoader)
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def _sample(form: type[_Sample], record: Record) -> _Sample | None:

@@ -1,11 +1,12 @@
-"""New records of JSON-lines files, read as they grow and never twice."""
+"""What the files of a run hold, read again as they grow or are replaced, and never twice."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,29 @@ def read_json(path: Path) -> Record | None:
         return as_record(path.read_bytes())
     except OSError:
         return None
+
+
+class ReplacedFile:
+    """A small file that is replaced whole; read when it is another one than before.
+
+    What cannot be read leaves what was known; {} at first.
+    """
+
+    def __init__(self, path: Path, *, read: Callable[[Path], Record | None] = read_json) -> None:
+        """Read nothing yet; `read` returns None for what cannot be read."""
+        self._path = path
+        self._read = read
+        self._seen: tuple[int, int] | None = None
+        self._content: Record = {}
+
+    def content(self) -> Record:
+        """Return what it holds now."""
+        with contextlib.suppress(OSError):
+            found = self._path.stat()
+            seen = (found.st_ino, found.st_mtime_ns)
+            if seen != self._seen and (content := self._read(self._path)) is not None:
+                self._content, self._seen = content, seen
+        return self._content
 
 
 def number(record: Mapping[str, Any], name: str) -> float | None:
