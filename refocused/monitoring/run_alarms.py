@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 
@@ -11,11 +10,9 @@ from refocused.monitoring.alarms import Reading, level_above, level_below
 from refocused.monitoring.metrics import duration
 from refocused.monitoring.run_sight import LoggedStep, MirrorSight, RunSight
 from refocused.monitoring.samples import Severity
+from refocused.monitoring.silence import silence
 
 SUBJECT = "run"
-LATE_MEDIANS = 5
-SHORTEST_WAIT_SECONDS = 120.0  # a validation and a save may lie between two log lines
-FIRST_STEP_SECONDS = 1800.0  # which compiles, and waits for the first shards
 FEWEST_LOSSES = 20
 SPIKE_NATS, SPIKE_DEVIATIONS = 0.5, 6.0
 DEVIATION = 1.4826  # of the median absolute deviation of a normal distribution, a standard one
@@ -59,29 +56,18 @@ def run_readings(run: RunSight, money: Money, *, now: float) -> Iterator[Reading
     yield from _credit(run, money)
 
 
-def longest_wait_seconds(logged: Sequence[LoggedStep]) -> float:
-    """Return how long after the last logged step the next one is late."""
-    gaps = [after.at - before.at for before, after in itertools.pairwise(logged)]
-    if len(gaps) < 3:
-        return FIRST_STEP_SECONDS
-    usual = LATE_MEDIANS * statistics.median(gaps)
-    return max(usual, 1.5 * max(gaps), SHORTEST_WAIT_SECONDS)
-
-
 def _pace(run: RunSight, now: float) -> Iterator[Reading]:
-    logged = run.logged_now
-    waited = now - (logged[-1].at if logged else run.began)
-    late = run.status == "training" and run.step != run.total_steps
-    limit = longest_wait_seconds(logged)
+    waited = silence([logged.at for logged in run.logged_now], began=run.began, now=now)
+    steps_come = run.status == "training" and run.step != run.total_steps
     yield Reading(
         "no_step",
         SUBJECT,
-        "bad" if late and waited > limit else "good",
-        f"step {run.step or 0:,} was logged {duration(max(0.0, waited))} ago"
+        "bad" if steps_come and waited.is_too_long else "good",
+        f"step {run.step or 0:,} was logged {duration(waited.seconds)} ago"
         + (
-            f"; the next one was due within {duration(limit)}. A rank may hang: see "
-            "logs/rank-N.log of every rank."
-            if waited > limit
+            f"; the next one was due within {duration(waited.longest_seconds)}. A rank may hang: "
+            "see logs/rank-N.log of every rank."
+            if waited.is_too_long
             else "."
         ),
         "critical",

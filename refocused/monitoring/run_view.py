@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from refocused.monitoring.history import LossPoint, StepPoint, unix_time
 from refocused.monitoring.samples import GpuSample, SystemSample
+from refocused.monitoring.silence import silence
 from refocused.monitoring.tail import number, text, whole_number
 
 Status = Literal[
@@ -16,8 +17,7 @@ Status = Literal[
 Liveness = Literal["alive", "gone", "elsewhere"]
 _ENDED: dict[str, Status] = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
 LIVE: tuple[Status, ...] = ("starting", "training", "silent")
-SILENT_SECONDS = 600.0  # without a line, of a run whose steps' time is not known
-SILENT_LINES = 5  # log intervals without a line
+RECENT_STEPS = 51  # of the log: what is usual for its lines
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ def view_of(found: Findings, *, now: float) -> RunView:
     step = whole_number(state, "step") or 0
     updated = unix_time(state.get("updated"))
     last = _last_step(found.steps, state)
-    status = _status(found, last, now=now, updated=updated)
+    status = _status(found, state, now=now)
     passed = max(0.0, now - updated) if status in LIVE and updated is not None else 0.0
     cost_settings = found.settings.get("cost")
     cost = cost_settings if isinstance(cost_settings, dict) else {}
@@ -263,26 +263,26 @@ def _last_step(steps: Sequence[StepPoint], state: Mapping[str, Any]) -> StepPoin
     return steps[-1]
 
 
-def _status(
-    found: Findings, last: StepPoint | None, *, now: float, updated: float | None
-) -> Status:
-    said = text(found.state or {}, "status")
+def _status(found: Findings, state: Mapping[str, Any], *, now: float) -> Status:
+    said = text(state, "status")
     if found.state is None:
         return "starting"
     if said != "training":
         return _ENDED.get(said or "", "unknown")
     if found.liveness == "gone":
         return "crashed"
-    silence = 0.0 if updated is None else now - updated
-    return "silent" if silence > _patience_seconds(found, last) else "training"
+    return "silent" if _is_silent(found, state, now=now) else "training"
 
 
-def _patience_seconds(found: Findings, last: StepPoint | None) -> float:
-    """Return the silence that is usual: some log intervals, or a validation or a save between."""
-    if last is None or last.step_seconds is None:
-        return SILENT_SECONDS
-    steps = found.steps[-1].step - found.steps[-2].step if len(found.steps) > 1 else last.step
-    return max(60.0, SILENT_LINES * steps * last.step_seconds)
+def _is_silent(found: Findings, state: Mapping[str, Any], *, now: float) -> bool:
+    """Whether a step is overdue; after the last one the model is written, which has no lines."""
+    updated = unix_time(state.get("updated"))
+    if updated is None or state.get("step") == state.get("total_steps"):
+        return False
+    began = unix_time(state.get("session_began")) or 0.0
+    times = [step.time for step in found.steps[-RECENT_STEPS:] if step.time is not None]
+    logged = [time for time in times if time >= began]
+    return silence(logged, began=updated, now=now).is_too_long
 
 
 def _seconds_left(last: StepPoint | None, passed: float) -> float | None:

@@ -23,7 +23,7 @@ from refocused.monitoring.performance import (
     TimeSpent,
     read_run_time,
 )
-from refocused.monitoring.records import JsonLines, write_state
+from refocused.monitoring.records import JsonLines, utc_now, write_state
 from refocused.monitoring.throughput import Throughput
 from refocused.monitoring.time_book import TimeBook
 from refocused.process_identity import this_process
@@ -89,6 +89,7 @@ class Reporter:
         self._state_file = folder / "state.json"
         self._latest: TrainState | None = None
         self._process = this_process()
+        self._session_began = utc_now()
         self._metrics = self._performance = self._events = None
         if world.is_first:
             self._metrics = JsonLines(folder / "logs" / "training_metrics.jsonl")
@@ -229,6 +230,7 @@ class Reporter:
                     "pid": self._process.pid,
                     "pid_started": self._process.started,
                     "host": socket.gethostname(),
+                    "session_began": self._session_began,
                     "total_steps": self._figures.total_steps,
                     **state.as_record(),
                     **facts,

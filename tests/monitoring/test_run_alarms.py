@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from refocused.monitoring.alarms import Reading
-from refocused.monitoring.run_alarms import Money, longest_wait_seconds, run_readings
+from refocused.monitoring.run_alarms import Money, run_readings
 from refocused.monitoring.run_sight import LoggedStep, MirrorSight, RunSight
 
 BEGAN = 1_000_000.0
@@ -52,24 +52,6 @@ def test_nothing_is_wrong_with_a_run_that_goes_on() -> None:
     )
     assert {reading.level for reading in found.values()} == {"good"}
     assert len(found) == 11
-
-
-@pytest.mark.parametrize(
-    ("gaps", "seconds"),
-    [
-        ([], 1800),
-        ([10, 10], 1800),  # too few to know what is usual
-        ([10] * 20, 120),
-        ([60] * 20, 300),
-        ([60] * 20 + [400] + [60] * 5, 600),  # a validation and a save took so long before
-    ],
-)
-def test_how_long_a_step_may_take(gaps: list[float], seconds: float) -> None:
-    times = [BEGAN]
-    for gap in gaps:
-        times.append(times[-1] + gap)
-    steps = [LoggedStep(n, 2.0, at) for n, at in enumerate(times)]
-    assert longest_wait_seconds(steps) == seconds
 
 
 def test_a_run_that_hangs() -> None:

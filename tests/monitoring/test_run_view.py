@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from monitoring.watched_run import GPU, NOW, STEP_SECONDS, new_run
+from monitoring.watched_run import GPU, NOW, STEP_SECONDS, iso, new_run
 
 from refocused.monitoring.dashboard_lines import all_lines, gpu_trouble, run_rows
 from refocused.monitoring.dashboard_words import tokens_text
@@ -48,13 +48,26 @@ def test_a_run_that_says_it_trains_and_is_gone_has_crashed(tmp_path: Path) -> No
     assert view.ends is None
 
 
-@pytest.mark.parametrize(("age", "status"), [(70.0, "training"), (100.0, "silent")])
-def test_a_run_is_silent_after_five_of_its_log_intervals(
+@pytest.mark.parametrize(("age", "status"), [(119.0, "training"), (121.0, "silent")])
+def test_a_run_is_silent_when_the_alarm_would_say_so(
     tmp_path: Path, age: float, status: str
 ) -> None:
     run = new_run(tmp_path)
-    run.begin(age=age)
-    assert run.follower().view(now=NOW).status == status
+    run.begin()
+    assert run.follower().view(now=NOW - 10 + age).status == status
+
+
+def test_a_session_may_take_its_time_for_its_first_line(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.begin(just_begun=True, session_began=iso(NOW - 10))
+    assert run.follower().view(now=NOW - 10 + 1799).status == "training"
+    assert run.follower().view(now=NOW - 10 + 1801).status == "silent"
+
+
+def test_after_the_last_step_no_line_is_waited_for(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.begin(step=2000)
+    assert run.follower().view(now=NOW + 3600).status == "training"
 
 
 def test_before_a_sessions_first_line_the_earlier_speed_is_not_shown(tmp_path: Path) -> None:
