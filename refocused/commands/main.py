@@ -8,6 +8,7 @@ import sys
 COMMANDS = {
     "train": "train a run (started by deepspeed on several ranks)",
     "estimate_cost": "hours and dollars of a run: before, while and after it trains",
+    "doctor": "look whether this machine can train a run",
     "prepare_data": "make, inspect, convert and move token files",
     "checkpoints": "show, check, move and compare a run's checkpoints",
     "generate": "write with a model: a step, a run, or a transformers folder",

@@ -48,7 +48,7 @@ class RunSection(Section):
 
 
 class RunConfig(Section):
-    """Everything a run may say; only `refocused.training.run` reads it whole."""
+    """Everything a run may say; only what builds or examines a run reads it whole."""
 
     run: RunSection
     model: ModelConfig

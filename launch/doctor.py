@@ -1,0 +1,11 @@
+"""Looks whether this machine can train a run: `python launch/doctor.py --config FILE`."""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # The folder of a script comes first on the path, where its neighbours would hide packages.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from refocused.commands.doctor import main
+
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""What is looked at before money is spent: each part probes, then judges what it found."""

@@ -1,0 +1,221 @@
+"""The GPUs and their driver: whether there are enough, alike, healthy, free and linked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from refocused.doctor.finding import Finding
+from refocused.monitoring.gpu_alarms import gpu_readings
+from refocused.monitoring.samples import GpuSample
+
+BUSY_GIB = 2.0  # more than a driver and a screen hold
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gpus:
+    """What NVIDIA's library and torch say.
+
+    Attributes:
+        samples: One of each GPU.
+        note: Why there are none; None where there are.
+        is_fault: There is a driver, and it does not answer.
+        driver: Its version; None: unknown.
+        driver_cuda: Newest CUDA that the driver runs; None: unknown.
+        torch_cuda: CUDA that torch was built for; None: it was built without.
+        torch_count: GPUs that torch sees (`CUDA_VISIBLE_DEVICES` counts).
+    """
+
+    samples: tuple[GpuSample, ...] = ()
+    note: str | None = None
+    is_fault: bool = False
+    driver: str | None = None
+    driver_cuda: tuple[int, int] | None = None
+    torch_cuda: str | None = None
+    torch_count: int = 0
+
+
+def probe_gpus(host: str) -> Gpus:
+    """Ask NVIDIA's library and torch."""
+    import torch
+
+    from refocused.monitoring.gpu import GpuReader, NoGpusError
+    from refocused.monitoring.gpu_driver import driver_versions
+
+    torch_cuda, torch_count = torch.version.cuda, torch.cuda.device_count()
+    try:
+        reader = GpuReader(host=host)
+    except NoGpusError as error:
+        return Gpus(
+            note=str(error),
+            is_fault=error.is_fault,
+            torch_cuda=torch_cuda,
+            torch_count=torch_count,
+        )
+    try:
+        driver, driver_cuda = driver_versions()
+        samples = tuple(reader.samples())
+    finally:
+        reader.close()
+    return Gpus(
+        samples=samples,
+        note=None if samples else "The driver lists no GPU.",
+        is_fault=not samples,
+        driver=driver,
+        driver_cuda=driver_cuda,
+        torch_cuda=torch_cuda,
+        torch_count=torch_count,
+    )
+
+
+def judge_gpus(
+    found: Gpus, *, wanted: int | None, device: Literal["auto", "cuda", "cpu"]
+) -> Iterator[Finding]:
+    """Say what of the GPUs is in the way of a run, or slows it down.
+
+    Args:
+        found: What there is.
+        wanted: GPUs that the run is to have; None: all.
+        device: `run.device`.
+    """
+    if device == "cpu":
+        yield Finding("gpus", "ok", "not used (run.device=cpu)")
+        return
+    if not found.samples:
+        yield _none(found, needed=device == "cuda" or wanted is not None)
+        return
+    yield from _count(found, wanted)
+    yield from _torch(found, wanted)
+    yield from _health(found.samples)
+    yield from _free(found.samples)
+    if len(found.samples) > 1:
+        yield _links(found.samples)
+
+
+def _none(found: Gpus, *, needed: bool) -> Finding:
+    if found.is_fault:
+        return Finding("gpus", "fail", str(found.note))
+    if needed:
+        return Finding(
+            "gpus",
+            "fail",
+            "this machine has no NVIDIA driver, and the run is to have GPUs",
+            "Rent a machine with GPUs, or set run.device=cpu for a trial.",
+        )
+    return Finding("gpus", "warn", "none: the run would train on the CPU, which is for trials only")
+
+
+def _count(found: Gpus, wanted: int | None) -> Iterator[Finding]:
+    samples = found.samples
+    first, kinds = samples[0], {gpu.name for gpu in samples}
+    memory = f", {first.memory_total_gib:.1f} GiB" if first.memory_total_gib else ""
+    cuda = f" (CUDA {found.driver_cuda[0]}.{found.driver_cuda[1]})" if found.driver_cuda else ""
+    text = f"{len(samples)} x {first.name or 'unknown'}{memory}, driver {found.driver}{cuda}"
+    if wanted is not None and wanted > len(samples):
+        fix = f"Start with {len(samples)}, or ask for a machine with {wanted}."
+        yield Finding("gpus", "fail", f"{wanted} are wanted, and there are {text}", fix)
+    elif len(kinds) > 1:
+        names = ", ".join(sorted(str(name) for name in kinds))
+        yield Finding(
+            "gpus",
+            "warn",
+            f"{len(samples)} of several kinds ({names}): the slowest sets the pace",
+            "Choose those of one kind by CUDA_VISIBLE_DEVICES.",
+        )
+    else:
+        yield Finding("gpus", "ok", text)
+
+
+def _torch(found: Gpus, wanted: int | None) -> Iterator[Finding]:
+    """Compare torch with the driver below it."""
+    if found.torch_cuda is None:
+        yield Finding(
+            "torch",
+            "fail",
+            "torch is built without CUDA, and cannot use the GPUs",
+            "Install the build for CUDA: ./launch/setup_environment.sh chooses it.",
+        )
+        return
+    built = int(found.torch_cuda.partition(".")[0])
+    if found.driver_cuda is not None and found.driver_cuda[0] < built:
+        newest = ".".join(str(part) for part in found.driver_cuda)
+        yield Finding(
+            "torch",
+            "fail",
+            f"torch is built for CUDA {found.torch_cuda}, and the driver runs up to {newest}",
+            "Install a newer driver, or torch for the driver's CUDA.",
+        )
+    elif found.torch_count < (wanted or 1):
+        yield Finding(
+            "torch",
+            "fail",
+            f"torch sees {found.torch_count} of the {len(found.samples)} GPUs",
+            "See CUDA_VISIBLE_DEVICES, and what torch.cuda.init() says.",
+        )
+    else:
+        yield Finding(
+            "torch", "ok", f"built for CUDA {found.torch_cuda}, sees {found.torch_count} GPUs"
+        )
+
+
+def _health(samples: Sequence[GpuSample]) -> Iterator[Finding]:
+    """Put the alarms' own rules to the GPUs."""
+    bad = [one for one in gpu_readings(samples, is_training=False) if one.level == "bad"]
+    for reading in bad:
+        level: Literal["warn", "fail"] = "fail" if reading.severity == "critical" else "warn"
+        yield Finding("health", level, reading.text)
+    for gpu in samples:
+        if gpu.mig:
+            yield Finding(
+                "health",
+                "warn",
+                f"GPU {gpu.index} is cut into slices (MIG): a rank gets one slice of it",
+                "Turn MIG off (nvidia-smi -mig 0) where the whole GPU is paid for.",
+            )
+    if not bad:
+        told = [gpu.ecc_uncorrected for gpu in samples if gpu.ecc_uncorrected is not None]
+        ecc = "no memory errors" if told else "ECC is off or does not tell"
+        degrees = [gpu.temperature_celsius for gpu in samples if gpu.temperature_celsius]
+        heat = f", at most {max(degrees)} C" if degrees else ""
+        yield Finding("health", "ok", f"{ecc}, no row to replace, none throttled{heat}")
+
+
+def _free(samples: Sequence[GpuSample]) -> Iterator[Finding]:
+    """Find memory that somebody else holds."""
+    for gpu in samples:
+        if gpu.memory_used_gib is not None and gpu.memory_used_gib > BUSY_GIB:
+            whose = ", ".join(str(pid) for pid in gpu.processes or ())
+            by = f"process {whose}" if whose else "processes that are not seen from here"
+            yield Finding(
+                "memory",
+                "warn",
+                f"GPU {gpu.index} has {gpu.memory_used_gib:.1f} GiB in use by {by}",
+                "End what is left there (nvidia-smi), or choose other GPUs by "
+                "CUDA_VISIBLE_DEVICES.",
+            )
+
+
+def _links(samples: Sequence[GpuSample]) -> Finding:
+    """Say how the GPUs are linked; one that lacks some of its links is unhealthy."""
+    active = [gpu.nvlinks_active for gpu in samples if gpu.nvlinks_active]
+    if len(active) == len(samples):
+        return Finding("nvlink", "ok", f"{min(active)} links up on every GPU")
+    return Finding(
+        "nvlink",
+        "warn",
+        "not every GPU has NVLinks that are up: what ZeRO exchanges goes over PCIe",
+        "zero.stage=1 exchanges least; machines with NVLink (SXM, HGX) exchange tens of times "
+        "faster.",
+    )
+
+
+def smallest_memory_bytes(samples: Sequence[GpuSample]) -> float | None:
+    """Return the memory of the smallest GPU; None: none tells."""
+    told = [gpu.memory_total_gib for gpu in samples if gpu.memory_total_gib is not None]
+    return min(told) * 2**30 if told else None
+
+
+def fewest_links(samples: Sequence[GpuSample]) -> int | None:
+    """Return the NVLinks of the GPU that has the fewest up; None: there are no GPUs."""
+    return min((gpu.nvlinks_active or 0 for gpu in samples), default=None)

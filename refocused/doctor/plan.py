@@ -1,0 +1,149 @@
+"""Whether a run fits the memory and the disks: by arithmetic, before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from refocused.config.decode import LoadedRun
+from refocused.doctor.finding import Finding
+from refocused.doctor.machine import DiskNeed, folder_bytes
+from refocused.errors import ConfigError
+from refocused.estimate.choice import Choice, choose, needless_offload
+from refocused.estimate.storage import BEING_WRITTEN, KEPT_BESIDE, checkpoint_bytes
+from refocused.estimate.work import count_parameters
+from refocused.shards.element_types import element_type
+
+EXPORTED_BYTES = 2  # a parameter of the final model, in bfloat16
+
+
+def plan_choice(loaded: LoadedRun, *, ranks: int, memory_bytes: float | None) -> Choice:
+    """Return stage, offload and micro-batch as training chooses them, without its trial pass.
+
+    Raises:
+        ConfigError: Nothing fits, or the batch cannot be divided.
+    """
+    config = loaded.config
+    return choose(
+        loaded.shape,
+        model=config.model,
+        batch=config.batch,
+        zero=config.zero,
+        dtype=config.precision.dtype,
+        ranks=ranks,
+        memory_bytes=memory_bytes,
+    )
+
+
+def judge_plan(
+    loaded: LoadedRun, choice: Choice, *, ranks: int, memory_bytes: float | None
+) -> Finding:
+    """Say whether a step fits the smallest GPU.
+
+    Args:
+        loaded: The run.
+        choice: How it is spread.
+        ranks: GPUs.
+        memory_bytes: Of the smallest one; None: there is none to compare with.
+    """
+    zero, memory = choice.zero, choice.memory
+    whole = f" of {memory_bytes / 1e9:.1f} GB" if memory_bytes else ""
+    text = (
+        f"a step takes {memory.peak / 1e9:.2f} GB{whole} a rank ({memory.states / 1e9:.2f} GB "
+        f"states): ZeRO-{zero.stage}, micro-batch {choice.micro}, {ranks} ranks"
+    )
+    if memory_bytes is not None and not memory.fits(memory_bytes):
+        return Finding(
+            "plan",
+            "fail" if memory.peak > memory_bytes else "warn",
+            text,
+            "Set batch.micro=auto and zero.stage=auto to what fits, "
+            "model.activation_checkpointing=true, or take more GPUs.",
+        )
+    bare = needless_offload(
+        choice,
+        loaded.shape,
+        model=loaded.config.model,
+        dtype=loaded.config.precision.dtype,
+        ranks=ranks,
+        memory_bytes=memory_bytes,
+    )
+    if bare is not None:
+        return Finding(
+            "plan",
+            "warn",
+            f"{text}; the offload is not needed: without it {bare.peak / 1e9:.1f} GB",
+            "Set zero.offload_optimizer=none and zero.offload_parameters=none: an offload costs "
+            "8-55 % of a step.",
+        )
+    return Finding("plan", "ok", text)
+
+
+def plan_failure(error: ConfigError) -> Finding:
+    """Return the finding of a plan that cannot be made."""
+    return Finding("plan", "fail", str(error))
+
+
+def host_bytes(loaded: LoadedRun, choice: Choice, *, ranks: int) -> int:
+    """Return what the ranks of one machine keep in the host's memory."""
+    copies = step_bytes(loaded, choice) if loaded.config.checkpoint.in_background else 0
+    return ranks * choice.memory.host + copies
+
+
+def step_bytes(loaded: LoadedRun, choice: Choice) -> int:
+    """Return what one saved step takes."""
+    return checkpoint_bytes(
+        _parameters(loaded), stage=choice.zero.stage, dtype=loaded.config.precision.dtype
+    )
+
+
+def disk_needs(
+    loaded: LoadedRun, choice: Choice, *, ranks: int, tokens: int | None
+) -> Iterator[DiskNeed]:
+    """Say what a run puts on this machine's disks.
+
+    Args:
+        loaded: The run.
+        choice: How its states are spread.
+        ranks: Of the run.
+        tokens: Of its data; None: unknown.
+    """
+    config = loaded.config
+    folder = Path(config.run.directory) / config.run.name
+    step = step_bytes(loaded, choice)
+    most = min(config.checkpoint.keep, 1 + _saves(loaded)) + KEPT_BESIDE + BEING_WRITTEN
+    final = EXPORTED_BYTES * _parameters(loaded) if config.checkpoint.export_final else 0
+    there = folder_bytes(folder / "checkpoints")
+    yield DiskNeed(
+        f"of checkpoints ({most} x {step / 1e9:.2f} GB)",
+        folder,
+        wanted_bytes=max(0, most * step + final - there),
+        least_bytes=max(0, 2 * step - there),
+    )
+    if tokens is not None:
+        cache = Path(config.data.cache)
+        size = element_type(loaded.shape.vocabulary).itemsize
+        limit = config.data.disk_limit_gb
+        data = tokens * size if limit is None else min(tokens * size, int(limit * 1e9))
+        wanted = max(0, data - folder_bytes(cache))
+        yield DiskNeed("of shards", cache, wanted_bytes=wanted, least_bytes=0)
+    if choice.memory.nvme and config.zero.nvme_path is not None:
+        states = ranks * choice.memory.nvme
+        yield DiskNeed(
+            "of offloaded states",
+            Path(config.zero.nvme_path),
+            wanted_bytes=states,
+            least_bytes=states,
+        )
+
+
+def _saves(loaded: LoadedRun) -> int:
+    """Return how many rolling saves the whole run makes."""
+    interval = loaded.config.checkpoint.interval
+    return loaded.config.run.steps // interval if interval else 0
+
+
+def _parameters(loaded: LoadedRun) -> int:
+    return count_parameters(
+        loaded.shape, vocabulary_multiple=loaded.config.model.vocabulary_multiple
+    ).allocated

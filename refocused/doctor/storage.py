@@ -1,0 +1,167 @@
+"""What may be done in the run's buckets, tried out with an object that is removed again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from refocused.bucket.bucket import Bucket
+from refocused.doctor.finding import Finding
+from refocused.errors import BucketError
+
+T = TypeVar("T")
+
+CANARY = b"refocused doctor: may be removed\n"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rights:
+    """What was tried in a bucket.
+
+    Attributes:
+        setting: Which setting names the bucket.
+        url: Its address.
+        allowed: What worked: `list`, `read`, `write`, `delete`.
+        refused: What did not, and the error's text.
+        left: The object that could not be removed again; None: nothing is left.
+    """
+
+    setting: str
+    url: str
+    allowed: tuple[str, ...]
+    refused: dict[str, str]
+    left: str | None = None
+
+
+def probe_source(bucket: Bucket, setting: str) -> Rights:
+    """List a source, and read a byte of its first object."""
+    trial = _Trial()
+    first = trial("list", lambda: next(iter(bucket.list()), None))
+    if first is not None:
+        trial("read", lambda: bucket.read(first.name, length=1))
+    return Rights(setting, bucket.url, tuple(trial.allowed), trial.refused)
+
+
+def probe_mirror(bucket: Bucket, setting: str, *, canary: str) -> Rights:
+    """Write an object, find it in a listing, read it and remove it.
+
+    Args:
+        bucket: The mirror.
+        setting: Which setting names it.
+        canary: Name of the object; nobody else's.
+    """
+    missing = [] if "://" in bucket.url else _missing_folders(Path(bucket.url))
+    trial = _Trial()
+    written = trial("write", lambda: bucket.write(canary, CANARY))
+    trial("list", lambda: _found(bucket, canary, expected=written is not None))
+    if written is not None:
+        trial("read", lambda: _same(bucket, canary))
+        trial("delete", lambda: bucket.delete(canary))
+    for folder in missing:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+    left = canary if written is not None and "delete" in trial.refused else None
+    return Rights(setting, bucket.url, tuple(trial.allowed), trial.refused, left)
+
+
+def judge_rights(rights: Rights, *, wanted: frozenset[str]) -> Iterator[Finding]:
+    """Say which rights are missing.
+
+    Args:
+        rights: What was tried.
+        wanted: What the run cannot do without; the rest is a warning.
+    """
+    for verb, text in rights.refused.items():
+        left = ""
+        if verb == "delete":
+            left = (
+                f" The object {rights.left} stays there. Copies can be made without this right; a "
+                "step that is saved again after a rewind, and latest/pointer.json, cannot."
+            )
+        yield Finding(
+            "bucket",
+            "fail" if verb in wanted else "warn",
+            f"{rights.setting}: {verb} does not work. {text}{left}",
+        )
+    if not rights.refused:
+        verbs = ", ".join(rights.allowed)
+        yield Finding("bucket", "ok", f"{rights.setting} {rights.url}: {verbs}")
+
+
+def judge_credentials(
+    *, identity: str | None, anonymous: bool, writes: bool, exposed: Path | None
+) -> Finding:
+    """Say who asks.
+
+    Args:
+        identity: In words; None: the run asks no `gs://`.
+        anonymous: Nobody.
+        writes: Whether the run writes to `gs://`.
+        exposed: A key file that others on this machine may read; None: there is none.
+    """
+    if identity is None:
+        return Finding("credentials", "ok", "none are needed: source and mirror are folders")
+    if anonymous and writes:
+        return Finding(
+            "credentials",
+            "fail",
+            f"{identity}, and the mirror has to be written",
+            "gcloud auth application-default login, or --gcs-credentials KEY.json.",
+        )
+    if exposed is not None:
+        text = f"{identity}; everybody on this machine may read the key"
+        return Finding("credentials", "warn", text, f"chmod 600 {exposed}")
+    return Finding("credentials", "ok", identity)
+
+
+def exposed_key(file: Path | None) -> Path | None:
+    """Return a key file that others may read."""
+    if file is None or not file.is_file():
+        return None
+    return file if file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH) else None
+
+
+def canary_name(prefix: str) -> str:
+    """Return a name that no other object has."""
+    return f"{prefix}/doctor-{os.urandom(8).hex()}.txt"
+
+
+def _missing_folders(folder: Path) -> list[Path]:
+    """Return what writing to a folder would make: itself at first, then what it lies in."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+class _Trial:
+    """Tries one thing after another, and remembers what worked."""
+
+    def __init__(self) -> None:
+        self.allowed: list[str] = []
+        self.refused: dict[str, str] = {}
+
+    def __call__(self, verb: str, action: Callable[[], T]) -> T | None:
+        try:
+            result = action()
+        except BucketError as error:
+            self.refused[verb] = str(error)
+            return None
+        self.allowed.append(verb)
+        return result
+
+
+def _found(bucket: Bucket, name: str, *, expected: bool) -> None:
+    names = [blob.name for blob in bucket.list(name)]
+    if expected and name not in names:
+        raise BucketError(
+            f"{bucket.url}: {name} was written, and the listing does not show it. Choose a store "
+            "that lists what it has."
+        )
+
+
+def _same(bucket: Bucket, name: str) -> None:
+    if bucket.read(name) != CANARY:
+        raise BucketError(f"{bucket.url}: {name} is not read as it was written.")

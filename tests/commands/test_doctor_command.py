@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from end_to_end.tiny import tiny_run
+from fakes import Emulator, Fault
+from ranks import ROOT
+
+from refocused.bucket.gcs import GcsBucket
+from refocused.commands.doctor import lines_of, main
+from refocused.doctor.finding import Finding
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    tiny_run(tmp_path)
+    return tmp_path
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    assert main(["--config", "tiny.yaml", "--json", *arguments]) == code
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
+
+
+def of(report: dict[str, Any], check: str) -> list[tuple[str, str]]:
+    return [
+        (found["level"], found["text"]) for found in report["findings"] if found["check"] == check
+    ]
+
+
+def test_a_run_that_could_begin(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(tiny.rglob("*"))
+    report = asked(capsys, "--quick", "run.device=cpu")
+    assert report["ok"] and report["run"] == "tiny"
+    assert {found["level"] for found in report["findings"]} == {"ok"}
+    assert [text for _, text in of(report, "data")] == [
+        "data.source tokens: 3 files, 12,000 tokens, ids 0 to 511 of 512 (12,000 read)"
+    ]
+    assert sorted(tiny.rglob("*")) == before
+
+
+def test_it_is_read_at_eighty_columns(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--config", "tiny.yaml", "--quick", "--gpus", "8", "zero.offload_optimizer=cpu"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert re.fullmatch(r"done  1 fail, \d warn, of \d+; \d+ s", lines[-1])
+    starts = [line for line in lines[1:-1] if not line.startswith(" ")]
+    assert all(re.match(r"(ok|warn|fail) +[a-z]+ +\S", line) for line in starts)
+
+
+def test_a_wrong_run_file_is_wrong_use(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", "tiny.yaml", "optimizer.lrr=1"]) == 2
+    assert "optimizer.lr" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "check", "words"),
+    [
+        ("data.source=nowhere", "bucket", "data.source: list does not work. nowhere: the folder"),
+        ("batch.micro=auto batch.accumulation=null batch.windows=3", "plan", "not a multiple of 2"),
+        ("checkpoint.mirror=tiny.yaml", "bucket", "checkpoint.mirror: write does not work."),
+        ("data.source=gs://X", "bucket", "data.source: 'gs://X' is not the address"),
+    ],
+)
+def test_what_fails_is_named(
+    tiny: Path, capsys: pytest.CaptureFixture[str], setting: str, check: str, words: str
+) -> None:
+    report = asked(capsys, "--quick", "run.device=cpu", *setting.split(), code=3)
+    assert not report["ok"]
+    assert any(level == "fail" and words in text for level, text in of(report, check)), report
+
+
+def test_ids_beyond_the_model_and_no_mirror(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tiny / "tokens" / "shard_001.npy", np.full(4000, 600, np.uint16))
+    settings = ("run.device=cpu", "checkpoint.mirror=null")
+    report = asked(capsys, *settings, code=3)
+    assert "the id 600 is in the data, and a vocabulary of 512" in of(report, "data")[0][1]
+    assert [level for level, _ in of(report, "bucket")] == ["ok", "warn"]
+    # Ranks would only fail at the same once more.
+    assert of(report, "step")[0][0] == "warn" and not of(report, "allreduce")
+
+
+@pytest.mark.bucket
+def test_a_mirror_that_may_not_be_cleaned(
+    tiny: Path, emulator: Emulator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mirror = ("--quick", "run.device=cpu", f"checkpoint.mirror={emulator.url}/runs")
+    report = asked(capsys, *mirror)
+    assert [level for level, _ in of(report, "bucket")] == ["ok", "ok"]
+    ((level, clock),) = of(report, "clock")
+    assert level == "ok" and clock.endswith("as at the store")
+    ((level, who),) = of(report, "credentials")
+    assert (level, who) == ("ok", "nobody (STORAGE_EMULATOR_HOST is set)")
+    emulator.proxy.script(lambda request: request.method == "DELETE", Fault(status=403), times=9)
+    for kept, code in (("all", 0), ("5", 3)):  # only who removes needs the right to
+        report = asked(capsys, *mirror, f"checkpoint.keep_remote={kept}", code=code)
+        assert [level for level, _ in of(report, "bucket")] == ["ok", "fail" if code else "warn"]
+
+
+def test_a_finding_is_wrapped_under_its_own_column() -> None:
+    finding = Finding("bucket", "fail", "what was found " * 8, "what is to be done " * 5)
+    lines = lines_of(finding, width=60)
+    assert lines[0].startswith("fail  bucket       what was found")
+    assert all(line.startswith(" " * 19) and len(line) <= 60 for line in lines[1:])
+    assert sum("-> what" in line for line in lines) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.bucket
+def test_the_whole_of_it_with_real_ranks_leaves_nothing(tiny: Path, emulator: Emulator) -> None:
+    for shard in sorted((tiny / "tokens").iterdir()):
+        emulator.put(f"data/{shard.name}", shard.read_bytes())
+    before = sorted(tiny.rglob("*"))
+    temporary = tiny.parent / f"{tiny.name}-temporary"
+    temporary.mkdir()
+    command = [
+        *(sys.executable, ROOT / "launch" / "doctor.py", "--config", "tiny.yaml"),
+        *("run.device=cpu", f"data.source={emulator.url}/data"),
+        f"checkpoint.mirror={emulator.url}/runs",
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = " ".join(done.stdout.split())
+    assert "allreduce gloo, 2 ranks:" in said
+    assert "step the first one, 256 tokens, took" in said
+    assert sorted(tiny.rglob("*")) == before
+    assert not list(temporary.glob("refocused*"))
+    assert not list(GcsBucket(emulator.url).list("runs/"))

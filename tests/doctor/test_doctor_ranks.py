@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from refocused.doctor.rank_process import RankTask
+from refocused.doctor.ranks import RanksOutcome, judge_allreduce, judge_step, run_ranks
+
+SUM = {"is_right": True, "payload_bytes": 2**28, "seconds": 1e-3}
+STEP = {
+    "untrained_loss": 10.8,
+    "loss": 10.7,
+    "tokens": 524_288,
+    "seconds": 1.5,
+    "build_seconds": 40.0,
+    "wait_seconds": 2.0,
+    "micro": 4,
+    "zero_stage": 3,
+    "compute": "sdpa, 24 blocks compiled",
+    "planned_bytes": 20 * 10**9,
+    "peak_bytes": 21 * 10**9,
+    "gpu_bytes": 85 * 10**9,
+}
+
+
+def summed(bus_gb_per_second: float, **facts: object) -> RanksOutcome:
+    told = {**SUM, "bus_bytes_per_second": bus_gb_per_second * 1e9, **facts}
+    return RanksOutcome(8, {"allreduce": told})
+
+
+@pytest.mark.parametrize(
+    ("outcome", "device", "nvlinks", "level", "words"),
+    [
+        (summed(370), "cuda", 18, "ok", "NCCL, 8 ranks: 370.00 GB/s bus bandwidth (256 MiB in"),
+        (summed(90), "cuda", 18, "warn", "where 180 are usual"),
+        (summed(20), "cuda", 0, "ok", "20.00 GB/s"),
+        (summed(0.5), "cuda", None, "warn", "where 2 are usual"),
+        (summed(0.1), "cpu", None, "ok", "gloo"),
+        (summed(370, is_right=False), "cuda", 18, "fail", "sums wrongly"),
+        (RanksOutcome(8, {}, "join", "no port"), "cuda", 18, "fail", "cannot talk over NCCL: no p"),
+        (RanksOutcome(1, {}, "step", "no data"), "cuda", 18, "ok", "nobody to talk to"),
+    ],
+)
+def test_allreduce(
+    outcome: RanksOutcome,
+    device: Literal["cuda", "cpu"],
+    nvlinks: int | None,
+    level: str,
+    words: str,
+) -> None:
+    finding = judge_allreduce(outcome, device=device, nvlinks=nvlinks)
+    assert finding.level == level
+    assert words in finding.text
+
+
+def test_step() -> None:
+    finding = judge_step(RanksOutcome(8, {"step": STEP}))
+    assert finding.level == "ok"
+    assert "21.0 GB of 85.0 GB a GPU (planned 20.0)" in finding.text
+    without: dict[str, Any] = {**STEP, "peak_bytes": None, "gpu_bytes": None}
+    assert "a GPU" not in judge_step(RanksOutcome(8, {"step": without})).text
+    failed = judge_step(RanksOutcome(8, {}, "step", "Out of GPU memory on rank 3"))
+    assert (failed.level, failed.text) == ("fail", "no step: Out of GPU memory on rank 3")
+
+
+def task(folder: Path, **facts: object) -> RankTask:
+    given = {
+        "device": "cpu",
+        "payload_bytes": 2**16,
+        "config": None,
+        "overrides": (),
+        "name": None,
+        "folder": folder,
+        "credentials_file": None,
+        "project": None,
+    }
+    return RankTask.model_validate(given | facts)
+
+
+@pytest.mark.slow
+def test_real_ranks_that_fail_are_told_of_and_leave_nothing(tmp_path: Path) -> None:
+    refused = run_ranks(task(tmp_path, device="cuda"), ranks=2)
+    assert (refused.doing, refused.results) == ("join", {})
+    assert "torch sees no GPU" in str(refused.failure)
+    broken = run_ranks(task(tmp_path, config="no_such_run"), ranks=2)
+    assert broken.doing == "step" and "no file no_such_run.yaml" in str(broken.failure)
+    assert broken.results["allreduce"]["is_right"]
+    late = run_ranks(task(tmp_path), ranks=2, longest_seconds=0.3)
+    assert late.failure is not None and "nothing came of it in time" in late.failure

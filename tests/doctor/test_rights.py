@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fakes import Emulator, Fault, Request
+
+from refocused.bucket.directory import DirectoryBucket
+from refocused.bucket.gcs import GcsBucket
+from refocused.doctor.storage import (
+    Rights,
+    canary_name,
+    exposed_key,
+    judge_credentials,
+    judge_rights,
+    probe_mirror,
+    probe_source,
+)
+
+MIRROR = "checkpoint.mirror"
+WHEN: dict[str, Callable[[Request], bool]] = {
+    "list": lambda request: request.is_listing,
+    "read": lambda request: request.is_download,
+    "write": lambda request: request.is_upload,
+    "delete": lambda request: request.method == "DELETE",
+}
+
+
+def levels(rights: Rights, *wanted: str) -> dict[str, str]:
+    findings = judge_rights(rights, wanted=frozenset(wanted))
+    return {one.text.partition(" does not")[0].rpartition(" ")[2]: one.level for one in findings}
+
+
+@pytest.mark.bucket
+def test_all_rights(emulator: Emulator) -> None:
+    bucket = GcsBucket(f"{emulator.url}/runs")
+    rights = probe_mirror(bucket, MIRROR, canary=canary_name("tiny/checkpoints"))
+    assert set(rights.allowed) == {"list", "read", "write", "delete"}
+    assert (rights.refused, rights.left, list(bucket.list())) == ({}, None, [])
+    (finding,) = judge_rights(rights, wanted=frozenset({"write"}))
+    assert finding.level == "ok"
+
+
+@pytest.mark.bucket
+@pytest.mark.parametrize("verb", ["list", "read", "write", "delete"])
+def test_one_right_is_missing(emulator: Emulator, verb: str) -> None:
+    emulator.proxy.script(WHEN[verb], Fault(status=403, message="no"), times=10)
+    bucket = GcsBucket(f"{emulator.url}/runs")
+    rights = probe_mirror(bucket, MIRROR, canary="doctor-1.txt")
+    assert list(rights.refused) == [verb]
+    assert "Grant the role" in rights.refused[verb]
+    assert rights.left == ("doctor-1.txt" if verb == "delete" else None)
+    assert levels(rights, "list", "read", "write") == {verb: "warn" if verb == "delete" else "fail"}
+    assert levels(rights, verb) == {verb: "fail"}
+    (finding,) = judge_rights(rights, wanted=frozenset())
+    assert ("doctor-1.txt stays there" in finding.text) == (verb == "delete")
+
+
+@pytest.mark.bucket
+@pytest.mark.parametrize("verb", ["list", "read"])
+def test_a_source_that_may_not_be_read(emulator: Emulator, verb: str) -> None:
+    emulator.put("tokens/a.npy", b"1")
+    bucket = GcsBucket(f"{emulator.url}/tokens")
+    assert probe_source(bucket, "data.source").allowed == ("list", "read")
+    emulator.proxy.script(WHEN[verb], Fault(status=403), times=10)
+    assert list(probe_source(bucket, "data.source").refused) == [verb]
+
+
+def test_a_folder_is_left_as_it_was(tmp_path: Path) -> None:
+    mirror = tmp_path / "deep" / "mirror"
+    rights = probe_mirror(DirectoryBucket(mirror), MIRROR, canary="run/checkpoints/doctor-1.txt")
+    assert rights.refused == {}
+    assert list(tmp_path.iterdir()) == []
+    mirror.mkdir(parents=True)
+    probe_mirror(DirectoryBucket(mirror), MIRROR, canary="run/checkpoints/doctor-1.txt")
+    assert list(tmp_path.rglob("*")) == [mirror.parent, mirror]
+
+
+def test_a_folder_in_whose_place_a_file_is(tmp_path: Path) -> None:
+    (tmp_path / "mirror").write_bytes(b"")
+    rights = probe_mirror(DirectoryBucket(tmp_path / "mirror"), MIRROR, canary="doctor-1.txt")
+    assert {"write", "list"} == set(rights.refused)
+
+
+def test_credentials(tmp_path: Path) -> None:
+    key = tmp_path / "key.json"
+    key.write_text("{}")
+    key.chmod(0o644)
+    assert exposed_key(key) == key
+    key.chmod(0o600)
+    assert exposed_key(key) is exposed_key(None) is None
+
+    def level(identity: str | None, *, anonymous: bool, writes: bool, exposed: bool) -> str:
+        return judge_credentials(
+            identity=identity,
+            anonymous=anonymous,
+            writes=writes,
+            exposed=key if exposed else None,
+        ).level
+
+    assert level(None, anonymous=False, writes=False, exposed=False) == "ok"
+    assert level("nobody", anonymous=True, writes=True, exposed=False) == "fail"
+    assert level("nobody", anonymous=True, writes=False, exposed=False) == "ok"
+    assert level("trainer@x", anonymous=False, writes=True, exposed=True) == "warn"
