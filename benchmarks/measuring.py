@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+TOLD = 4  # numbers of a case that are told as soon as it was measured
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 Record = dict[str, Any]
@@ -62,6 +63,7 @@ def measure(cases: Sequence[Case], *, repeats: int, timeout_s: float) -> dict[st
                 failed.add(case.name)
             else:
                 found[case.name].append(record)
+                say("     " + "  ".join(f"{key} {value}" for key, value in _first(record)))
     return {name: records for name, records in found.items() if records}
 
 
@@ -227,6 +229,12 @@ def _run(case: Case, *, repeat: int, timeout_s: float) -> Record | None:
         say(f"skipped: {case.name}: " + " | ".join(lines))
         return None
     return record
+
+
+def _first(record: Record) -> list[tuple[str, str]]:
+    """Return the first numbers of a record, to be told as they come."""
+    numbers = [(key, value) for key, value in record.items() if isinstance(value, (int, float))]
+    return [(key, f"{value:.4g}") for key, value in numbers[:TOLD]]
 
 
 def _written(value: Any, form: str) -> str:

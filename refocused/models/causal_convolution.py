@@ -12,7 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TEMPORARY_BYTES = 2**28  # of one spectrum: channels are transformed in groups of this size at most
+# Of one spectrum: channels are transformed in groups of this size at most. A GPU wants much work at
+# once; a processor wants what it works on to stay in its cache, but whole cache lines of channels:
+# over 65,536 tokens groups of 8 MiB (16 channels) take about half the time of groups of 256 MiB.
+BYTES_ON_CPU = 2**23
+BYTES_ON_GPU = 2**28
 
 
 @torch.library.custom_op("refocused::causal_convolution", mutates_args=())
@@ -80,9 +84,10 @@ causal_convolution.register_autograd(_backward, setup_context=_keep)
 
 
 def _groups(inputs: Tensor) -> list[slice]:
-    """Cut the channels into groups whose spectra take at most `TEMPORARY_BYTES`."""
+    """Cut the channels into groups whose spectra take at most so many bytes."""
     rows, length, channels = inputs.shape
-    group = max(1, TEMPORARY_BYTES // (8 * rows * (length + 1)))
+    most = BYTES_ON_CPU if inputs.device.type == "cpu" else BYTES_ON_GPU
+    group = max(1, most // (8 * rows * (length + 1)))
     return [slice(start, start + group) for start in range(0, channels, group)]
 
 

@@ -54,7 +54,7 @@ def test_groups_of_channels_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None
         return [outputs.detach(), *(t.grad for t in tensors)]
 
     together = both()
-    monkeypatch.setattr(module, "TEMPORARY_BYTES", 8 * 2 * 17 * 3)  # groups of 3, 3 and 1
+    monkeypatch.setattr(module, "BYTES_ON_CPU", 8 * 2 * 17 * 3)  # groups of 3, 3 and 1
     for one, other in zip(together, both(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
