@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +17,9 @@ from refocused.checkpoints.staging import STAGING_PREFIX
 from refocused.checkpoints.step_directory import DESCRIPTIONS, StepDirectory, rank_file
 from refocused.errors import CheckpointError
 from refocused.world import World
+from refocused.zero_layout import is_of_all_ranks
 
 CHUNK_BYTES = 32 * 1024 * 1024
-# Under ZeRO 0, 1 and 2 every rank has all weights, and the first one writes them for all.
-_OF_ALL_RANKS = re.compile(r"zero/mp_rank_\d+_model_states\.pt")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +88,7 @@ def wanted_files(
     )
     if not (exact and same_places):
         return dict.fromkeys(nodes, frozenset(manifest.files))
-    common = {name for name in manifest.files if name in DESCRIPTIONS or _OF_ALL_RANKS.match(name)}
+    common = {name for name in manifest.files if name in DESCRIPTIONS or is_of_all_ranks(name)}
     return {
         node: frozenset(
             common | {name for name, file in manifest.files.items() if file.node == node}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import pickle
+import pkgutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,13 @@ from typing import Any
 import torch
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 
+from refocused import zero_layout
 from refocused.engine import hashed_files
 from refocused.engine.host_copy import HostMemory, wait_for_copies
 from refocused.errors import CheckpointError
 
-_DEEPSPEED_CLASSES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+_DEEPSPEED_CLASSES = [pkgutil.resolve_name(name) for name in zero_layout.CLASSES]
 
 
 def load_checked(path: Path, *, map_location: Any = None, mapped: bool = False) -> Any:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from refocused.engine.muon import MuonAndAdamW
-from refocused.engine.saved_states import KINDS, MASTER, Fragment, SavedStates
+from refocused.engine.saved_states import KINDS, MASTER, SavedStates
 from refocused.errors import CheckpointError
+from refocused.zero_layout import Fragment
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

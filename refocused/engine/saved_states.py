@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from refocused.engine.checkpoint_files import load_checked
 from refocused.errors import CheckpointError
+from refocused.zero_layout import (
+    OPTIMIZER,
+    PARAM_SHAPES,
+    Fragment,
+    masters_key,
+    model_file_rank,
+    optimizer_file_rank,
+    saved_fragments,
+    shapes_of,
+)
 
 MASTER = "master"  # the float32 weight
 KINDS = (MASTER, "exp_avg", "exp_avg_sq")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fragment:
-    """A run of elements of one parameter inside a rank's flat tensor.
-
-    Attributes:
-        name: The parameter's name.
-        start: Its first element, counted in the flattened parameter.
-        size: Elements.
-        place: Where it begins in the flat tensor.
-    """
-
-    name: str
-    start: int
-    size: int
-    place: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,10 +63,10 @@ class SavedStates:
         self.counters = {
             key: int(model[key]) for key in ("global_steps", "global_samples", "skipped_steps")
         }
-        sharded = "fp32_flat_groups" in states[0]
-        groups = _sharded(states, model["param_shapes"]) if sharded else _partitioned(states)
-        for fragment, group in groups:
-            self._pieces.setdefault(fragment.name, []).append((fragment, group))
+        groups = [_groups(state) for state in states]
+        for saved in saved_fragments(states, shapes_of(model[PARAM_SHAPES])):
+            group = groups[saved.rank][saved.group]
+            self._pieces.setdefault(saved.fragment.name, []).append((saved.fragment, group))
             self.step = group.step
 
     def sizes(self) -> dict[str, int]:
@@ -103,55 +95,23 @@ class SavedStates:
                 target[first - start : last - start].copy_(source)
 
     def _optimizer_file(self, rank: int) -> Mapping[str, Any]:
-        found = sorted(self._folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"))
+        found = [path for path in self._folder.iterdir() if optimizer_file_rank(path.name) == rank]
         if len(found) != 1:
             raise CheckpointError(
                 f"{self._folder} has {len(found)} optimizer files of rank {rank}, not one: they "
                 "were not saved by ZeRO 1, 2 or 3. Resume with the zero.stage of the checkpoint."
             )
-        content: Mapping[str, Any] = load_checked(found[0], mapped=True)["optimizer_state_dict"]
+        content: Mapping[str, Any] = load_checked(found[0], mapped=True)[OPTIMIZER]
         return content
 
     def _model_file(self) -> Path:
-        return sorted(self._folder.glob("*mp_rank_00_model_states.pt"))[0]
+        return next(path for path in self._folder.iterdir() if model_file_rank(path.name) == 0)
 
 
-def _partitioned(states: list[Mapping[str, Any]]) -> Iterator[tuple[Fragment, SavedGroup]]:
-    """Yield the fragments of ZeRO 1 and 2, which says itself where each lies.
-
-    A group's parameters lie one after another and are cut into equal parts, so that a rank's
-    fragment goes on where the rank before it ended.
-    """
-    reached: dict[str, int] = {}
-    for state in states:
-        masters = state["single_partition_of_fp32_groups"]
-        for index, (master, mapping) in enumerate(
-            zip(masters, state["param_slice_mappings"], strict=True)
-        ):
-            group = _group(master, state["base_optimizer_state"], index)
-            for name, address in mapping.items():
-                start = reached.get(name, 0)
-                reached[name] = start + address.numel
-                yield Fragment(name, start, address.numel, address.start), group
-
-
-def _sharded(
-    states: list[Mapping[str, Any]], shapes: list[Mapping[str, torch.Size]]
-) -> Iterator[tuple[Fragment, SavedGroup]]:
-    """Yield the fragments of ZeRO 3: each parameter is cut into equal parts, the last one padded.
-
-    `ceil(elements / ranks)` elements are a rank's part (DeepSpeed's `partition_parameters`).
-    """
-    for rank, state in enumerate(states):
-        for index, (master, named) in enumerate(
-            zip(state["fp32_flat_groups"], shapes, strict=True)
-        ):
-            group, place = _group(master, state["optimizer_state_dict"], index), 0
-            for name, shape in named.items():
-                part = -(-shape.numel() // len(states))
-                start = min(rank * part, shape.numel())
-                yield Fragment(name, start, min(part, shape.numel() - start), place), group
-                place += part
+def _groups(state: Mapping[str, Any]) -> list[SavedGroup]:
+    """Return a rank's flat groups; ZeRO 3 keeps Adam's state below another key."""
+    adam = state.get("base_optimizer_state") or state[OPTIMIZER]
+    return [_group(master, adam, index) for index, master in enumerate(state[masters_key(state)])]
 
 
 def _group(master: Tensor, adam: Mapping[str, Any], index: int) -> SavedGroup:

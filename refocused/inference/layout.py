@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,17 @@ from torch import Tensor
 
 from refocused.checkpoints.manifest import CheckpointManifest
 from refocused.errors import CheckpointError
-from refocused.inference.zero_files import FragmentAddress, Key, ZeroFiles
+from refocused.inference.zero_files import Key, ZeroFiles
+from refocused.zero_layout import (
+    FROZEN_FRAGMENTS,
+    FROZEN_SHAPES,
+    OPTIMIZER,
+    PARAM_SHAPES,
+    masters_key,
+    saved_fragments,
+    shapes_of,
+    share,
+)
 
 COMPARED_ELEMENTS = 1024  # of a master and its half-precision weight, to tell that they belong
 
@@ -75,9 +84,9 @@ def find_layout(files: ZeroFiles, manifest: CheckpointManifest) -> Layout:
     module: Mapping[str, Tensor] = states["module"]
     ties = _ties(states, module)
     if manifest.zero_stage == 3:
-        found = {**_stage_3(files, states), **_frozen_at_stage_3(files, states)}
-    elif manifest.zero_stage in (1, 2):
-        found = _stages_1_and_2(files, states)
+        found = {**_masters(files, states), **_frozen_at_stage_3(files, states)}
+    elif manifest.zero_stage:
+        found = _masters(files, states)
     else:
         found = _stage_0(files.model[0], states, ties, halves=manifest.dtype != "fp32")
     # What has no master is whole in the module: buffers, and below stage 3 frozen parameters.
@@ -131,91 +140,29 @@ def _stage_0(
     return found
 
 
-def _stages_1_and_2(files: ZeroFiles, states: Mapping[str, Any]) -> dict[str, Parameter]:
-    """Take each rank's slices of the flat groups, as the file itself maps them.
-
-    A group's parameters are flattened one after another and the whole is cut evenly between the
-    ranks, with padding at its end; `param_slice_mappings` names what each rank has of each
-    (runtime/zero/stage_1_and_2.py, `_create_param_mapping`).
-    """
-    shapes = _shapes(states["param_shapes"])
+def _masters(files: ZeroFiles, states: Mapping[str, Any]) -> dict[str, Parameter]:
+    """Take each rank's part of every trained parameter, of stages 1 to 3."""
+    shapes = shapes_of(states[PARAM_SHAPES])
+    ranks = [files.content(file)[OPTIMIZER] for file in files.optimizer]
     fragments: dict[str, list[Fragment]] = {name: [] for name in shapes}
-    for file in files.optimizer:
-        mappings: Sequence[Mapping[str, FragmentAddress]]
-        mappings = files.content(file)["optimizer_state_dict"]["param_slice_mappings"]
-        for group, mapping in enumerate(mappings):
-            keys = ("optimizer_state_dict", "single_partition_of_fp32_groups", group)
-            for name, address in mapping.items():
-                fragments[name].append(Fragment(file, keys, address.start, address.numel))
+    for saved in saved_fragments(ranks, shapes):
+        keys = (OPTIMIZER, masters_key(ranks[saved.rank]), saved.group)
+        part = saved.fragment
+        fragments[part.name].append(
+            Fragment(files.optimizer[saved.rank], keys, part.place, part.size)
+        )
     return {name: Parameter(shapes[name], tuple(parts)) for name, parts in fragments.items()}
-
-
-def _stage_3(files: ZeroFiles, states: Mapping[str, Any]) -> dict[str, Parameter]:
-    """Take each rank's even share of every parameter.
-
-    A parameter of n elements is padded to a multiple of the ranks and each rank has ceil(n /
-    ranks) of it (runtime/zero/partition_parameters.py, `_partition_param`). A rank's shares follow
-    one another in the order of `param_shapes`, through all its flat groups, which are
-    cut by size (`sub_group_size`) and not where the optimizer's groups are.
-    """
-    shapes, ranks = _shapes(states["param_shapes"]), len(files.optimizer)
-    walks = [_Walk(file, _flat_groups(files, file)) for file in files.optimizer]
-    found = {}
-    for name, shape in shapes.items():
-        count = torch.Size(shape).numel()
-        share = -(-count // ranks)
-        taken = [walk.take(share) for walk in walks]
-        found[name] = Parameter(shape, tuple(_first(itertools.chain(*taken), count)))
-    if any(walk.left() for walk in walks):
-        raise _unreadable(files.optimizer[0], "it has more elements than the model's parameters")
-    return found
 
 
 def _frozen_at_stage_3(files: ZeroFiles, states: Mapping[str, Any]) -> dict[str, Parameter]:
     """Take parameters that are not trained: they are cut alike, but have no masters."""
     found = {}
-    for name, shape in (states["frozen_param_shapes"] or {}).items():
+    for name, shape in (states[FROZEN_SHAPES] or {}).items():
         count = torch.Size(shape).numel()
-        share = -(-count // len(files.model))
-        keys = ("frozen_param_fragments", name)
-        parts = [Fragment(file, keys, 0, share) for file in files.model]
+        keys = (FROZEN_FRAGMENTS, name)
+        parts = [Fragment(file, keys, 0, share(count, len(files.model))) for file in files.model]
         found[name] = Parameter(tuple(shape), tuple(_first(parts, count)))
     return found
-
-
-class _Walk:
-    """A place in a rank's flat groups, which are one after another."""
-
-    def __init__(self, file: str, sizes: Sequence[int]) -> None:
-        self._file = file
-        self._sizes = list(sizes)
-        self._group = 0
-        self._start = 0
-
-    def take(self, count: int) -> list[Fragment]:
-        """Move on by `count` elements; return where they are."""
-        taken = []
-        while count:
-            if self._group == len(self._sizes):
-                raise _unreadable(self._file, "it has fewer elements than the model's parameters")
-            part = min(count, self._sizes[self._group] - self._start)
-            keys = ("optimizer_state_dict", "fp32_flat_groups", self._group)
-            if part:
-                taken.append(Fragment(self._file, keys, self._start, part))
-            self._start, count = self._start + part, count - part
-            if self._start == self._sizes[self._group]:
-                self._group, self._start = self._group + 1, 0
-        return taken
-
-    def left(self) -> int:
-        """Elements that were not taken."""
-        return sum(self._sizes[self._group :]) - self._start
-
-
-def _flat_groups(files: ZeroFiles, file: str) -> list[int]:
-    return [
-        group.numel() for group in files.content(file)["optimizer_state_dict"]["fp32_flat_groups"]
-    ]
 
 
 def _first(fragments: Iterable[Fragment], count: int) -> Iterator[Fragment]:
@@ -225,10 +172,6 @@ def _first(fragments: Iterable[Fragment], count: int) -> Iterator[Fragment]:
         if part:
             yield dataclasses.replace(fragment, count=part)
         count -= part
-
-
-def _shapes(groups: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(shape) for group in groups for name, shape in group.items()}
 
 
 def _whole(file: str, keys: tuple[Key, ...], tensor: Tensor) -> Parameter:

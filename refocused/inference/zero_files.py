@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,15 @@ from torch import Tensor
 
 from refocused.checkpoints.step_directory import StepDirectory
 from refocused.errors import CheckpointError
+from refocused.zero_layout import (
+    FRAGMENT_ADDRESS,
+    LOSS_SCALERS,
+    STAGE_ENUM,
+    model_file_rank,
+    optimizer_file_rank,
+)
 
 TOUCHED_BYTES = 64 * 2**20  # read through the maps before they are dropped and made anew
-_OPTIMIZER_FILE = re.compile(r"zero/(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
-_MODEL_FILE = re.compile(r"zero/(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
 
 Key = str | int
 
@@ -37,13 +42,11 @@ class _LossScaler:
     """Stands for DeepSpeed's loss scalers; nothing of them is read."""
 
 
-# All that these files name beyond what torch itself allows (deepspeed 0.19.8); an enumeration's
-# member is rebuilt from its number.
+# An enumeration's member is rebuilt from its number.
 _STAND_INS: list[Any] = [
-    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-    (FragmentAddress, "deepspeed.utils.tensor_fragment.fragment_address"),
-    (_LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-    (_LossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (int, STAGE_ENUM),
+    (FragmentAddress, FRAGMENT_ADDRESS),
+    *((_LossScaler, name) for name in LOSS_SCALERS),
 ]
 
 
@@ -97,8 +100,8 @@ class ZeroFiles:
             CheckpointError: A rank's file is not among them.
         """
         self._step = step
-        self.model = _by_rank(step, _MODEL_FILE)
-        self.optimizer = _by_rank(step, _OPTIMIZER_FILE)
+        self.model = _by_rank(step, model_file_rank)
+        self.optimizer = _by_rank(step, optimizer_file_rank)
         ranks = step.manifest.world_size
         self._require(self.model, ranks if step.manifest.zero_stage == 3 else 1, "model")
         self._require(self.optimizer, ranks if step.manifest.zero_stage else 0, "optimizer")
@@ -137,6 +140,6 @@ class ZeroFiles:
             )
 
 
-def _by_rank(step: StepDirectory, form: re.Pattern[str]) -> list[str]:
-    matches = [match for name in step.manifest.files if (match := form.fullmatch(name))]
-    return [match[0] for match in sorted(matches, key=lambda match: int(match[1] or 0))]
+def _by_rank(step: StepDirectory, rank_of: Callable[[str], int | None]) -> list[str]:
+    ranks = {name: rank for name in step.manifest.files if (rank := rank_of(name)) is not None}
+    return sorted(ranks, key=lambda name: ranks[name])
