@@ -41,12 +41,13 @@ _THROTTLES = {  # the worst first
 
 
 def head_lines(view: RunView) -> list[Text]:
-    """Return the run, its figures, its time and money, what is saved, the machine."""
+    """Return the run, its figures, its time and money, what is saved, its data, the machine."""
     return [
         _run_line(view),
         _figures_line(view),
         _money_line(view),
         _saves_line(view),
+        *_data_lines(view),
         _machine_line(view),
     ]
 
@@ -117,11 +118,18 @@ def _saves_line(view: RunView) -> Text:
     return line
 
 
-def _machine_line(view: RunView) -> Text:
-    parts, last = [], view.last_step
+def _data_lines(view: RunView) -> list[Text]:
+    shards, last, parts = view.shards, view.last_step, []
+    if shards is not None:
+        parts.append(f"{shards.local:,}/{shards.total:,} shards local, next {shards.ready:,} ready")
     if last is not None and last.data_wait_fraction is not None:
-        parts.append(f"data wait {percent(last.data_wait_fraction)}")
-    parts += [_system_text(system, named=len(view.systems) > 1) for system in view.systems]
+        parts.append(f"wait {percent(last.data_wait_fraction)}")
+    return [Text(" data " + "  ".join(parts))] if parts else []
+
+
+def _machine_line(view: RunView) -> Text:
+    last = view.last_step
+    parts = [_system_text(system, named=len(view.systems) > 1) for system in view.systems]
     if last is not None and last.gpu_memory_fraction is not None:
         parts.append(f"GPU peak {last.gpu_memory_fraction:.0%}")
     line = Text(" " + "  ".join(parts or ["no samples of the machine"]))

@@ -100,6 +100,21 @@ class Mirror:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LocalShards:
+    """The shards on the run's first machine, as `state.json` tells of them.
+
+    Attributes:
+        local: Shards on its disk.
+        total: Of the data.
+        ready: Of those that come next, the local ones up to the first that is not.
+    """
+
+    local: int
+    total: int
+    ready: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Findings:
     """What the files of a run and its machine say, before anything is computed from it.
 
@@ -176,6 +191,7 @@ class RunView:
     ends: float | None
     saves: Saves
     mirror: Mirror | None
+    shards: LocalShards | None
     gpus: Sequence[GpuSample]
     systems: Sequence[SystemSample]
     samples_age_seconds: float | None
@@ -243,6 +259,7 @@ def view_of(found: Findings, *, now: float) -> RunView:
         ends=now + left if left is not None and status in LIVE else None,
         saves=_saves(found, step, last, now=now),
         mirror=None if found.mirror is None else _mirror(found.mirror),
+        shards=_shards(state),
         gpus=found.gpus,
         systems=found.systems,
         samples_age_seconds=None if found.sampled is None else max(0.0, now - found.sampled),
@@ -317,6 +334,13 @@ def _saves(found: Findings, step: int, last: StepPoint | None, *, now: float) ->
         seconds_at_risk=None if pace is None else steps * pace,
         local=len(found.saved_steps),
     )
+
+
+def _shards(state: Mapping[str, Any]) -> LocalShards | None:
+    local, total = whole_number(state, "shards_local"), whole_number(state, "shards_total")
+    if local is None or total is None:
+        return None
+    return LocalShards(local, total, whole_number(state, "shards_ready") or 0)
 
 
 def _mirror(status: Mapping[str, Any]) -> Mirror:

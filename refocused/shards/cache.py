@@ -187,6 +187,20 @@ class ShardCache:
                 self._fetcher.forget(index)
         return damaged
 
+    def progress(self) -> dict[str, int]:
+        """Return what other programs are told of the shards on this machine; reads no file.
+
+        Returns:
+            `shards_total`; and where this process fetches, `shards_local` and `shards_ready`: of
+            the shards that come next, those that are local, up to the first that is not.
+        """
+        counts = self._fetcher.counts() if self._fetcher is not None else None
+        total = {"shards_total": len(self._manifest.shards)}
+        if counts is None:
+            return total
+        local, ready = counts
+        return {"shards_local": local, **total, "shards_ready": ready}
+
     def stats(self) -> CacheStats:
         """Return counts for a screen; reads a small file for each shard that is local."""
         indices = range(len(self._manifest.shards))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 
@@ -68,6 +69,10 @@ class FetchQueue:
     def missing(self) -> int:
         """Return how many wanted shards are not local."""
         return len(self._wanted() - self.present)
+
+    def ready(self) -> int:
+        """Return how many shards of the plan are local, from the first one on."""
+        return sum(1 for _ in itertools.takewhile(self.present.__contains__, self._planned))
 
     def not_begun(self) -> int:
         """Return how many of them nobody is bringing either."""

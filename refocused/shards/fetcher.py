@@ -125,6 +125,14 @@ class Fetcher:
         with self._changed:
             return self._queue.missing()
 
+    def counts(self) -> tuple[int, int] | None:
+        """Return how many shards are local, and how many of the plan in a row from its first on.
+
+        None while another process fetches into the folder, or the folder was not yet read.
+        """
+        with self._changed:
+            return (len(self._queue.present), self._queue.ready()) if self._leads else None
+
     def limit_bytes(self) -> int:
         """Return the most that the local shards may take now."""
         if self._limit_bytes is not None:

@@ -90,11 +90,16 @@ class Reporter:
         self._latest: TrainState | None = None
         self._process = this_process()
         self._session_began = utc_now()
+        self._more_of_state: Callable[[], Mapping[str, object]] = dict
         self._metrics = self._performance = self._events = None
         if world.is_first:
             self._metrics = JsonLines(folder / "logs" / "training_metrics.jsonl")
             self._performance = JsonLines(folder / PERFORMANCE_FILE)
             self._events = JsonLines(folder / "logs" / "events.jsonl")
+
+    def tell_also(self, facts: Callable[[], Mapping[str, object]]) -> None:
+        """Let `state.json` hold further facts, asked for whenever it is written."""
+        self._more_of_state = facts
 
     def begin(self, state: TrainState) -> None:
         """Count this session's time and money on top of what the run has taken before it.
@@ -233,6 +238,7 @@ class Reporter:
                     "session_began": self._session_began,
                     "total_steps": self._figures.total_steps,
                     **state.as_record(),
+                    **self._more_of_state(),
                     **facts,
                 },
             )

@@ -121,6 +121,7 @@ def _carry_out(job: Job, stop: StopRequest, session: Session) -> ExitCode:
         own(job, parts, chosen)
         _keep_to_limits(job.loaded.config, parts, stop, session)
         session.presence.tell(training=True)
+        parts.reporter.tell_also(data.cache.progress)
         session.signals.notice = session.interruption_notice
         return _train_and_finish(job, parts, state, stop, session)
     finally:

@@ -87,6 +87,18 @@ def test_what_is_at_risk_is_what_came_after_the_last_save(tmp_path: Path) -> Non
     assert saves.seconds_at_risk == pytest.approx(150)
 
 
+def test_the_shards_are_what_training_says(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.begin(shards_local=214, shards_total=1774, shards_ready=6)
+    view = run.follower().view(now=NOW)
+    assert " data 214/1,774 shards local, next 6 ready" in printed(view).splitlines()
+    assert view.as_record()["shards"] == {"local": 214, "total": 1774, "ready": 6}
+    run.state(step=1000, status="training", shards_total=1774)  # it takes what others fetch
+    view = run.follower().view(now=NOW)
+    assert view.shards is None
+    assert "shards" not in printed(view)
+
+
 def test_the_mirror_is_what_it_says(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     run.begin()

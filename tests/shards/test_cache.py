@@ -44,6 +44,21 @@ def test_the_plan_is_fetched_in_order_of_use(site: Site) -> None:
     assert site.bucket.downloads == ["a/t_6.npy", "a/t_2.npy", "a/t_9.npy"]
 
 
+def test_other_programs_are_told_what_is_local(site: Site) -> None:
+    site.bucket.blocked = threading.Event()
+    cache = site.cache(fetch_threads=1)
+    eventually(lambda: "shards_local" in cache.progress())
+    assert cache.progress() == {"shards_local": 0, "shards_total": SHARDS, "shards_ready": 0}
+    cache.plan([6, 2, 9])
+    site.bucket.blocked.set()
+    eventually(lambda: cache.stats().missing == 0)
+    site.bucket.blocked = threading.Event()
+    cache.plan([6, 2, 0, 9])
+    assert cache.progress() == {"shards_local": 3, "shards_total": SHARDS, "shards_ready": 2}
+    site.bucket.blocked.set()
+    assert site.cache(fetches=False).progress() == {"shards_total": SHARDS}
+
+
 def test_what_is_waited_for_overtakes_the_plan(site: Site) -> None:
     site.bucket.blocked = threading.Event()
     cache = site.cache(fetch_threads=1)

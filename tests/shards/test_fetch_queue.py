@@ -75,3 +75,12 @@ def test_what_is_awaited_or_on_its_way_is_not_evicted() -> None:
     fetches.ask([1])
     assert fetches.evictable(bytes_wanted=100) == []
     assert fetches.present_bytes() == 20
+
+
+def test_what_comes_next_is_ready_up_to_the_first_that_is_not_local() -> None:
+    fetches = queue(present=(1, 2, 4))
+    assert fetches.ready() == 0
+    fetches.plan([2, 1, 3, 4])
+    assert fetches.ready() == 2
+    fetches.present.add(3)
+    assert fetches.ready() == 4

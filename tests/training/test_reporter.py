@@ -319,3 +319,13 @@ def test_an_impossible_mfu_is_left_out_and_doubted_once(
     lines = [record.message for record in caplog.records]
     assert sum("MFU ?" in line for line in lines) == 2
     assert sum("MFU 100% is more than any training" in line for line in lines) == 1
+
+
+def test_the_state_file_holds_what_else_is_told(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    local = iter([3, 4])
+    session.reporter.tell_also(lambda: {"shards_local": next(local)})
+    session.step(TrainState(step=1), seconds=1.0)
+    assert session.state_file()["shards_local"] == 3
+    session.step(TrainState(step=2), seconds=1.0)
+    assert session.state_file()["shards_local"] == 4
