@@ -1,4 +1,4 @@
-"""Settings of what a run leaves behind: checkpoints, validation, log lines, cost."""
+"""Settings of what a run leaves behind: checkpoints, validation, log lines, trackers, cost."""
 
 from __future__ import annotations
 
@@ -107,6 +107,36 @@ class LogConfig(Section):
         if 0 < seconds < 0.5:
             raise ValueError("0, or at least 0.5 is wanted: more often costs and tells no more")
         return seconds
+
+
+def _wandb_project(value: str) -> str:
+    if not re.fullmatch(r"([^/\\#?%:\s]+/)?[^/\\#?%:\s]+", value):
+        raise ValueError("PROJECT or ENTITY/PROJECT is wanted, without spaces and / \\ # ? % :")
+    return value
+
+
+def _prom_file(value: str) -> str:
+    if not value.endswith(".prom"):
+        raise ValueError("a file that ends in .prom is wanted: node exporter reads no other")
+    return value
+
+
+class TrackingConfig(Section):
+    """Who is told of the run, besides its own files, which tell everything.
+
+    None of them stops training or slows it down; what is wrong with one is said.
+
+    Attributes:
+        wandb: Project at Weights & Biases, `PROJECT` or `ENTITY/PROJECT`; None: it is not told.
+            Without a key or the network all goes to `RUN/wandb`, for `wandb sync`.
+        tensorboard: Write TensorBoard's files into `RUN/tensorboard`.
+        openmetrics: A file `NAME.prom`, in the folder that Prometheus' node exporter reads, which
+            holds the newest figures; None: there is none.
+    """
+
+    wandb: Annotated[str, pydantic.AfterValidator(_wandb_project)] | None = None
+    tensorboard: bool = False
+    openmetrics: Annotated[str, pydantic.AfterValidator(_prom_file)] | None = None
 
 
 class CostConfig(Section):

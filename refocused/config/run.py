@@ -16,7 +16,13 @@ from refocused.config.optimization import (
     ScheduleConfig,
     ZeroSettings,
 )
-from refocused.config.outputs import CheckpointConfig, CostConfig, EvaluationConfig, LogConfig
+from refocused.config.outputs import (
+    CheckpointConfig,
+    CostConfig,
+    EvaluationConfig,
+    LogConfig,
+    TrackingConfig,
+)
 from refocused.config.section import Count, CountOrZero, Positive, Section
 
 
@@ -61,4 +67,5 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     log: LogConfig = LogConfig()
+    tracking: TrackingConfig = TrackingConfig()
     cost: CostConfig = CostConfig()

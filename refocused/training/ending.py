@@ -16,12 +16,14 @@ from refocused.monitoring.metrics import duration, perplexity
 from refocused.training.final_model import FinalModel
 from refocused.training.loop import Outcome
 from refocused.training.parts import Parts
+from refocused.training.reporter import TRACKERS_END_S
 from refocused.training.state import TrainState
 from refocused.training.stopping import StopReason, StopRequest
 
 logger = logging.getLogger(__name__)
 
 _MAX_STEPS = re.compile(r" --max-steps[= ]\S+")  # reached: another takes its place
+FINISHED_TRACKERS_END_S = 30.0  # nobody waits for the end of a run that has finished
 _GRAVITY = (ExitCode.OK, ExitCode.NOT_MIRRORED, ExitCode.FAILED)
 INTERRUPTED_DRAIN_S = 5.0  # the launcher kills a stopping rank after 30 s; the mirror goes on
 
@@ -77,6 +79,9 @@ def finish(
         exit_code=code,
         stopped_by=outcome.stopped.name if outcome.stopped else None,
         mirrored=mirrored,
+    )
+    parts.reporter.end_tracking(
+        code, limit_seconds=TRACKERS_END_S if outcome.stopped else FINISHED_TRACKERS_END_S
     )
     parts.reporter.close()
     if parts.world.is_first:

@@ -26,12 +26,15 @@ from refocused.monitoring.performance import (
 from refocused.monitoring.records import JsonLines, utc_now, write_state
 from refocused.monitoring.throughput import Throughput
 from refocused.monitoring.time_book import TimeBook
+from refocused.monitoring.trackers import Record, Trackers
 from refocused.process_identity import this_process
 from refocused.training.cadence import Cadence
 from refocused.training.state import TrainState
 from refocused.world import World
 
 logger = logging.getLogger(__name__)
+
+TRACKERS_END_S = 5.0  # in which they end where the run failed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,6 +95,7 @@ class Reporter:
         self._session_began = utc_now()
         self._more_of_state: Callable[[], Mapping[str, object]] = dict
         self._metrics = self._performance = self._events = None
+        self._trackers: Trackers | None = None
         if world.is_first:
             self._metrics = JsonLines(folder / "logs" / "training_metrics.jsonl")
             self._performance = JsonLines(folder / PERFORMANCE_FILE)
@@ -111,6 +115,10 @@ class Reporter:
         self._seconds_before = max(state.seconds, before.seconds_trained or 0.0)
         known = [cost for cost in (state.cost_usd, before.cost_usd) if cost is not None]
         self._cost_before = max(known, default=None)
+
+    def track(self, trackers: Trackers) -> None:
+        """Tell these of everything that is measured from now on; rank 0 alone calls this."""
+        self._trackers = trackers
 
     def start(self, state: TrainState) -> None:
         """Note that training begins now; what came before was start-up."""
@@ -149,9 +157,7 @@ class Reporter:
         metrics = self._metrics_of(state, mean, waited_seconds, memory or None)
         self._tell_time("time", state, waited_seconds)
         if self._metrics is not None:
-            self._metrics.write(
-                {"kind": "step", **metrics.as_record(), **self._source_progress(state)}
-            )
+            self._measured({"kind": "step", **metrics.as_record(), **self._source_progress(state)})
             logger.info("%s", metrics.as_line())
             self.write_state(
                 state,
@@ -177,7 +183,7 @@ class Reporter:
             "".join(f" | {name} {own:.4f}" for name, own in by_source.items()),
             duration(seconds),
         )
-        self._metrics.write(
+        self._measured(
             {
                 "kind": "validation",
                 "step": state.step,
@@ -195,7 +201,7 @@ class Reporter:
             return
         scores = [_scores(one) for one in results]
         logger.info("tasks%7s %s | %s", f"{state.step:,}", " | ".join(scores), duration(seconds))
-        self._metrics.write(
+        self._measured(
             {
                 "kind": "tasks",
                 "step": state.step,
@@ -209,6 +215,7 @@ class Reporter:
         """Report what the model writes."""
         line = f"sample{state.step:>6,} {text!r} | {duration(seconds)}"
         self.event("sample", line, step=state.step, sample=text, seconds=seconds)
+        self._track({"kind": "sample", "step": state.step, "sample": text})
 
     def performance(self, kind: str, step: int, **figures: object) -> None:
         """Record what something cost; its kind opens the names of its figures."""
@@ -255,12 +262,29 @@ class Reporter:
         self._record_time("time", state, self._time_book.rest_as_other())
         self.event("failed", "", error=str(error), step=state.step, exit_code=exit_code)
         self.write_state(state, "failed", exit_code=exit_code)
+        self.end_tracking(exit_code, limit_seconds=TRACKERS_END_S)
+
+    def end_tracking(self, exit_code: int, *, limit_seconds: float) -> None:
+        """Let the trackers end, which takes some seconds where a network is slow."""
+        trackers, self._trackers = self._trackers, None
+        if trackers is not None:
+            trackers.close(exit_code, limit_seconds=limit_seconds)
 
     def close(self) -> None:
         """Close the files."""
         for file in (self._metrics, self._performance, self._events):
             if file is not None:
                 file.close()
+
+    def _measured(self, record: Record) -> None:
+        """Write a record of the metrics and tell the trackers."""
+        if self._metrics is not None:
+            self._metrics.write(record)
+        self._track(record)
+
+    def _track(self, record: Record) -> None:
+        if self._trackers is not None:
+            self._trackers.record(record)
 
     def _tell_time(self, kind: str, state: TrainState, waited_seconds: float | None) -> None:
         """Record what the time since the last such record was spent on."""

@@ -44,6 +44,7 @@ from refocused.training.session import Session
 from refocused.training.sole_trainer import claim_run
 from refocused.training.state import TrainState
 from refocused.training.stopping import StopRequest
+from refocused.training.tracking import start_tracking
 from refocused.world import World
 
 logger = logging.getLogger(__name__)
@@ -218,6 +219,21 @@ def _train_and_finish(
     job.world.first_does(lambda: _leave_behind(job, parts, state))
     parts.saver.start_mirror()
     start_sampling(job.folder, job.world, parts.reporter, log=config.log, cost=config.cost)
+    state = start_tracking(
+        job.folder,
+        job.world,
+        parts.reporter,
+        state,
+        tracking=config.tracking,
+        run=config.run.name,
+        settings={
+            **config.model_dump(mode="json"),
+            "shape": dict(job.loaded.shape.settings),
+            "ranks": job.world.world_size,
+            "device": job.world.device_name,
+        },
+        is_automatic=job.request.resume in ("auto", "latest"),
+    )
     parts.reporter.start(state)
     parts.reporter.write_state(parts.reporter.booked(state), "training")
     try:

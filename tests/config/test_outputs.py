@@ -3,7 +3,7 @@ from __future__ import annotations
 import pydantic
 import pytest
 
-from refocused.config.outputs import CostConfig, LogConfig
+from refocused.config.outputs import CostConfig, LogConfig, TrackingConfig
 
 
 @pytest.mark.parametrize("seconds", [0, 0.5, "5"])
@@ -22,3 +22,20 @@ def test_limits_of_money_need_a_price(name: str) -> None:
     with pytest.raises(pydantic.ValidationError, match=f"{name} needs per_hour_usd"):
         CostConfig.model_validate({name: 100})
     assert CostConfig.model_validate({name: 100, "per_hour_usd": 8})
+
+
+@pytest.mark.parametrize("project", ["demo", "my-team/demo_1.5"])
+def test_a_project_of_wandb(project: str) -> None:
+    assert TrackingConfig(wandb=project).wandb == project
+
+
+@pytest.mark.parametrize("project", ["", "/demo", "a/b/c", "a b", "team/", "demo#1"])
+def test_what_is_no_project_of_wandb_is_refused(project: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match="PROJECT or ENTITY/PROJECT is wanted"):
+        TrackingConfig(wandb=project)
+
+
+def test_node_exporter_reads_no_other_files() -> None:
+    assert TrackingConfig(openmetrics="node/run.prom").openmetrics == "node/run.prom"
+    with pytest.raises(pydantic.ValidationError, match=r"ends in \.prom is wanted"):
+        TrackingConfig(openmetrics="node/run.txt")

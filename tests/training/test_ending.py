@@ -68,6 +68,9 @@ class EndingReporter(FakeReporter):
     def write_state(self, state: TrainState, status: str, **facts: object) -> None:
         self.log.append(f"state {status} {facts}")
 
+    def end_tracking(self, exit_code: int, *, limit_seconds: float) -> None:
+        self.log.append(f"trackers end {int(exit_code)} within {limit_seconds:.0f}")
+
     def close(self) -> None:
         self.log.append("closed")
 
@@ -136,7 +139,12 @@ def test_the_exit_code_says_how_it_ended(
     status = "stopped" if stopped else "finished"
     mirrored = changes.get("mirrored", True)
     facts = {"exit_code": code, "stopped_by": stopped.name if stopped else None}
-    assert log == [f"{status}: ", f"state {status} {facts | {'mirrored': mirrored}}", "closed"]
+    assert log == [
+        f"{status}: ",
+        f"state {status} {facts | {'mirrored': mirrored}}",
+        f"trackers end {int(code)} within {5 if stopped else 30}",
+        "closed",
+    ]
 
 
 @pytest.mark.parametrize(

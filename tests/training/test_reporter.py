@@ -20,6 +20,7 @@ from refocused.engine.schedule import learning_rate
 from refocused.monitoring.step_phases import step_phases
 from refocused.monitoring.throughput import Throughput
 from refocused.monitoring.time_book import TimeBook
+from refocused.monitoring.trackers import Record, Trackers
 from refocused.training.cadence import Cadence
 from refocused.training.reporter import Reporter, RunFigures
 from refocused.training.state import TrainState
@@ -329,3 +330,48 @@ def test_the_state_file_holds_what_else_is_told(tmp_path: Path) -> None:
     assert session.state_file()["shards_local"] == 3
     session.step(TrainState(step=2), seconds=1.0)
     assert session.state_file()["shards_local"] == 4
+
+
+class Listening:
+    """Stands for the trackers."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.ends: list[tuple[int, float]] = []
+
+    def record(self, record: Record) -> None:
+        self.records.append(record)
+
+    def close(self, exit_code: int, *, limit_seconds: float) -> None:
+        self.ends.append((exit_code, limit_seconds))
+
+
+def test_trackers_are_told_of_everything_that_is_measured(tmp_path: Path) -> None:
+    session, listening = Session(tmp_path), Listening()
+    session.reporter.track(cast("Trackers", listening))
+    state = session.step(TrainState(step=40), seconds=2.0)
+    session.reporter.validation(state.after_validation(2.0), 1.0, {})
+    session.reporter.tasks(state, [], 1.0)
+    session.reporter.sample(state, "what it writes", 1.0)
+    session.reporter.event("save", "saved")
+    assert [record["kind"] for record in listening.records] == [
+        "step",
+        "validation",
+        "tasks",
+        "sample",
+    ]
+    assert {record["step"] for record in listening.records} == {40}
+    told = [
+        {name: value for name, value in record.items() if name != "time"}
+        for record in session.records()
+    ]
+    assert told == listening.records[:3]
+    assert listening.records[3]["sample"] == "what it writes"
+
+
+def test_trackers_end_once_whether_the_run_fails_or_not(tmp_path: Path) -> None:
+    session, listening = Session(tmp_path), Listening()
+    session.reporter.track(cast("Trackers", listening))
+    session.reporter.write_failure(TrainState(), RuntimeError("lost"), 1)
+    session.reporter.end_tracking(0, limit_seconds=30)
+    assert listening.ends == [(1, 5.0)]
