@@ -133,40 +133,35 @@ class GpuReader:
         if gpu.handle is None:
             return GpuSample(**gpu.facts, lost=True)
         try:
-            return GpuSample(
-                **gpu.facts, **_measured(gpu.handle), **self._slow(gpu), **self._traffic(gpu)
-            )
+            return GpuSample(**gpu.facts, **_measured(gpu.handle), **self._slow(gpu))
         except _LostError:
             self._slow_values.pop(gpu.facts["index"], None)
             return GpuSample(**gpu.facts, lost=True)
 
     def _slow(self, gpu: _Gpu) -> Mapping[str, Any]:
-        """Return what rarely changes and is many values: asked every `SLOW_SECONDS`."""
+        """Return what rarely changes, is many values or a mean: asked every `SLOW_SECONDS`."""
         now, index = self._clock(), gpu.facts["index"]
         asked, values = self._slow_values.get(index, (None, {}))
         if asked is None or now - asked >= SLOW_SECONDS:
             links = gpu.facts.get("nvlinks_total") or 0
             values = {**_health(gpu.handle), **_links(gpu.handle, links)}
+            if links:
+                values |= self._traffic(gpu)
             self._slow_values[index] = (now, values)
         return values
 
-    def _traffic(self, gpu: _Gpu) -> dict[str, Any]:
-        """Return the fields that come in one call and change all the time."""
-        links = [_LINK_SENT, _LINK_RECEIVED] if gpu.facts.get("nvlinks_total") else []
-        found = _fields(gpu.handle, [_MEMORY_TEMPERATURE, *links])
+    def _traffic(self, gpu: _Gpu) -> dict[str, float | None]:
+        """Return what went over the NVLinks, as a mean since it was last asked."""
+        found = _fields(gpu.handle, [_LINK_SENT, _LINK_RECEIVED])
         sent, received = self._rates(
             gpu.facts["index"], found.get(_LINK_SENT), found.get(_LINK_RECEIVED)
         )
-        return {
-            "memory_temperature_celsius": found.get(_MEMORY_TEMPERATURE),
-            "nvlink_sent_gib_per_second": sent,
-            "nvlink_received_gib_per_second": received,
-        }
+        return {"nvlink_sent_gib_per_second": sent, "nvlink_received_gib_per_second": received}
 
     def _rates(
         self, index: int, sent_kib: int | None, received_kib: int | None
     ) -> tuple[float | None, float | None]:
-        """Return GiB a second since the last sample, from what was ever sent and received."""
+        """Return GiB a second since the last call, from what was ever sent and received."""
         now, before = self._clock(), self._counted.get(index)
         self._counted[index] = (now, sent_kib, received_kib)
         if before is None or now <= before[0]:
@@ -242,6 +237,9 @@ def _measured(handle: Any) -> dict[str, Any]:
     return {
         "utilization_fraction": None if rates is None else rates.gpu / 100,
         "memory_used_gib": None if memory is None else round(memory.used / GIB, 3),
+        "memory_temperature_celsius": _fields(handle, [_MEMORY_TEMPERATURE]).get(
+            _MEMORY_TEMPERATURE
+        ),
         "temperature_celsius": _asked(
             pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU
         ),
@@ -349,7 +347,7 @@ def _processes(handle: Any) -> dict[int, float | None] | None:
 
 
 def _watts(milliwatts: int | None) -> float | None:
-    return None if milliwatts is None else milliwatts / 1000
+    return None if milliwatts is None else round(milliwatts / 1000, 1)
 
 
 def _yes(number: int | None) -> bool | None:

@@ -42,7 +42,7 @@ def read_gpu_minutes(logs: Path) -> list[GpuMinute]:
 
 
 def gpu_minutes(records: Iterable[Record]) -> list[GpuMinute]:
-    """Gather samples by the minute, ascending."""
+    """Gather samples by the minute, ascending; whole or not: it needs what each line has."""
     by_minute: dict[float, list[Record]] = collections.defaultdict(list)
     for record in records:
         at = unix_time(record.get("time"))

@@ -12,6 +12,7 @@ import yaml
 
 from refocused.monitoring.history import METRICS_FILE, WayTaken, unix_time
 from refocused.monitoring.run_view import Alarm, Event, Findings, Liveness, RunView, view_of
+from refocused.monitoring.sample_lines import SamplesTail
 from refocused.monitoring.samples import GpuSample, SystemSample
 from refocused.monitoring.tail import JsonLinesTail, Record, ReplacedFile, read_json, text
 
@@ -46,7 +47,8 @@ class RunFollower:
         self._saved_steps = saved_steps
         self._way = WayTaken()
         self._metrics = JsonLinesTail(folder / METRICS_FILE)
-        self._tails: dict[Path, JsonLinesTail] = {}
+        self._event_tails: dict[Path, JsonLinesTail] = {}
+        self._sample_tails: dict[Path, SamplesTail] = {}
         self._gpus: dict[tuple[str, int], tuple[float, GpuSample]] = {}
         self._systems: dict[str, tuple[float, SystemSample]] = {}
         self._alarms: dict[tuple[str, str], Alarm] = {}
@@ -58,10 +60,14 @@ class RunFollower:
         """Return what there is to see at a time, in Unix seconds."""
         for record in self._metrics.records():
             self._way.add(record)
-        for record in self._new("events*.jsonl", last_bytes=None):
-            self._take_event(record)
-        for record in self._new("gpu_metrics*.jsonl", last_bytes=SAMPLES_BYTES):
-            self._take_sample(record)
+        # Each machine has files of its own.
+        for path in sorted((self.folder / "logs").glob("events*.jsonl")):
+            for record in self._event_tails.setdefault(path, JsonLinesTail(path)).records():
+                self._take_event(record)
+        for path in sorted((self.folder / "logs").glob("gpu_metrics*.jsonl")):
+            samples = SamplesTail(path, last_bytes=SAMPLES_BYTES)
+            for record in self._sample_tails.setdefault(path, samples).records():
+                self._take_sample(record)
         state = read_json(self.folder / "state.json")
         sampled = max(
             (at for at, _ in (*self._gpus.values(), *self._systems.values())), default=None
@@ -86,13 +92,6 @@ class RunFollower:
             ),
             now=now,
         )
-
-    def _new(self, pattern: str, *, last_bytes: int | None) -> list[Record]:
-        """Return the new records of all files of a pattern: each machine has its own."""
-        for path in sorted((self.folder / "logs").glob(pattern)):
-            self._tails.setdefault(path, JsonLinesTail(path, last_bytes=last_bytes))
-        tails = [tail for path, tail in self._tails.items() if path.match(pattern)]
-        return [record for tail in tails for record in tail.records()]
 
     def _take_event(self, record: Record) -> None:
         kind, words, at = text(record, "kind"), text(record, "text"), unix_time(record.get("time"))

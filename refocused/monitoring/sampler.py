@@ -22,6 +22,7 @@ from refocused.monitoring.gpu_alarms import gpu_readings
 from refocused.monitoring.records import JsonLines
 from refocused.monitoring.run_alarms import Money, run_readings
 from refocused.monitoring.run_sight import RunReader, RunSight
+from refocused.monitoring.sample_lines import SampleShortener
 from refocused.monitoring.sampler_settings import SamplerSettings
 from refocused.monitoring.samples import AlarmEvent, GpuSample, SystemSample, as_record
 from refocused.monitoring.system import SystemReader
@@ -57,7 +58,8 @@ class Sampler:
         """
         self._settings = settings
         self._host = socket.gethostname()
-        self._samples = JsonLines(settings.samples)
+        self._samples = JsonLines(settings.samples, compact=True)
+        self._shortener = SampleShortener()
         self._events = JsonLines(settings.events)
         self._end_earlier_alarms()
         self._gpus, note = self._open_gpus()
@@ -88,9 +90,7 @@ class Sampler:
         """Take and write one sample of everything; what fails is said once, and tried again."""
         try:
             found = self._read()
-            for gpu in found.gpus:
-                self._samples.write(as_record(gpu))
-            self._samples.write(as_record(found.system))
+            self._write(found)
             self._judge(found)
         except Exception as error:
             # The edge of a background owner: a reading that fails costs no other round.
@@ -99,6 +99,12 @@ class Sampler:
             self._failure = str(error)
         else:
             self._failure = None
+
+    def _write(self, found: Round) -> None:
+        samples: list[GpuSample | SystemSample] = [*found.gpus, found.system]
+        for sample in samples:
+            if not self._samples.write(self._shortener.record(sample)):
+                self._shortener.forget()
 
     def _read(self) -> Round:
         return Round(

@@ -3,7 +3,8 @@
 A machine writes every few seconds one line for each of its GPUs and one for itself. The run's first
 machine writes `gpu_metrics.jsonl`, machine N of those behind it `gpu_metrics-node-N.jsonl`, since
 appending is not safe for several machines in one file; `events.jsonl` is named alike. Each line
-begins with `time` (see `records.JsonLines`) and `kind`.
+begins with `time` (see `records.JsonLines`) and `kind`. Of samples most lines hold only what is
+new: see `sample_lines`.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class GpuSample:
         nvlinks_active: NVLinks that are up.
         nvlinks_total: NVLinks that the GPU has.
         nvlink_errors: Errors on all of them, since the driver was loaded.
-        nvlink_sent_gib_per_second: Over all of them, since the last sample.
-        nvlink_received_gib_per_second: Over all of them, since the last sample.
+        nvlink_sent_gib_per_second: Over all of them, mean of about half a minute.
+        nvlink_received_gib_per_second: Over all of them, mean of about half a minute.
         pcie_generation: Of the link to the host now; an idle one is lower.
         pcie_generation_max: That the GPU and its slot allow.
         pcie_width: Lanes of that link now.
