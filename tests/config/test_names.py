@@ -22,7 +22,8 @@ def test_an_unknown_setting_points_to_its_place(section: str, key: str, meant: s
 
 
 def test_a_strange_setting_gets_the_list_of_its_section() -> None:
-    assert names.unknown_setting("log", "zzz") == "log.zzz is not a setting. log has interval."
+    known = ", ".join(names.SECTIONS["log"].model_fields)
+    assert names.unknown_setting("log", "zzz") == f"log.zzz is not a setting. log has {known}."
 
 
 @pytest.mark.parametrize(
