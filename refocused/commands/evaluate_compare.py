@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,11 +64,15 @@ def run_compare(arguments: argparse.Namespace) -> int:
     out = arguments.out or Path("comparison.png")
     if out.suffix.lower() != ".png":
         raise ConfigError(f"--out {out}: the picture is a PNG. Give it a name that ends in .png.")
+    return _by_speed(arguments, out) if arguments.tasks is None else _by_tasks(arguments, out)
+
+
+@contextlib.contextmanager
+def _drawing(out: Path) -> Iterator[None]:
+    """Say which picture cannot be written; what was measured is printed before it is drawn."""
     try:
-        return _by_tasks(arguments, out) if arguments.tasks else _by_speed(arguments, out)
+        yield
     except OSError as error:
-        if error.filename != str(out):
-            raise
         raise RefocusedError(
             f"{out} cannot be written ({error.strerror}). Name another file with --out."
         ) from None
@@ -80,30 +85,38 @@ def _by_tasks(arguments: argparse.Namespace, out: Path) -> int:
     requests = arguments.models or _steps_of_run(arguments)
     world = ranks(arguments.device)
     found: dict[str, Sequence[TimedResult]] = {}
-    steps: dict[str, int] = {}
+    facts: dict[str, Mapping[str, Any]] = {}
     for request in requests:
-        step, found[request] = _evaluated(request, arguments, tasks, world)
-        if step is not None:
-            steps[request] = step
+        facts[request], found[request] = _evaluated(request, arguments, tasks, world)
     rows = {request: _measures(results) for request, results in found.items()}
-    draw_scores(rows, out, steps=steps)
     if arguments.json:
         models = [
-            {"model": request, "step": steps.get(request), "tasks": records(results)}
+            {"model": request, "step": facts[request].get("step"), "tasks": records(results)}
             for request, results in found.items()
         ]
         print(json.dumps({"picture": str(out), "models": models}, indent=1))
-        return ExitCode.OK
-    for line in _table([["MODEL", *next(iter(rows.values()))], *_score_lines(rows)]):
-        print(line)
-    print(f"{out}: drawn")
+    else:
+        for line in _table([["MODEL", *next(iter(rows.values()))], *_score_lines(rows)]):
+            print(line)
+    with _drawing(out):
+        draw_scores(rows, out, steps=steps_of_one_run(facts))
+    if not arguments.json:
+        print(f"{out}: drawn")
     return ExitCode.OK
+
+
+def steps_of_one_run(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """Return the step of each model; none where they are not all of one run: that is no curve."""
+    runs = {known.get("run") for known in facts.values()}
+    if len(runs) > 1 or None in runs:
+        return {}
+    return {request: known["step"] for request, known in facts.items()}
 
 
 def _evaluated(
     request: str, arguments: argparse.Namespace, tasks: Sequence[Any], world: World
-) -> tuple[int | None, Sequence[TimedResult]]:
-    """Put the tasks to one model, which leaves the memory again; return its step and results."""
+) -> tuple[Mapping[str, Any], Sequence[TimedResult]]:
+    """Put the tasks to one model, which leaves the memory again; return its facts and results."""
     from refocused.inference.evaluation import Evaluation
     from refocused.inference.model import load_model
 
@@ -117,7 +130,7 @@ def _evaluated(
     results = Evaluation(model, settings_of(arguments)).run(
         tasks, world=world, progress=lambda task, *count: line.show(f"{request} {task}", *count)
     )
-    return model.facts.get("step"), results
+    return model.facts, results
 
 
 def _steps_of_run(arguments: argparse.Namespace) -> list[str]:
@@ -164,15 +177,17 @@ def _by_speed(arguments: argparse.Namespace, out: Path) -> int:
             new_tokens=arguments.new_tokens,
         )
         del network
-    draw_speed(rows, out)
     if arguments.json:
         content = {"picture": str(out), "device": world.device_name}
         print(json.dumps(content | {"rows": [dataclasses.asdict(row) for row in rows]}, indent=1))
-        return ExitCode.OK
-    heading = ["MODEL", "PARAMETERS", "LENGTH", "BATCH", "LATENCY", "READ", "WRITTEN", "MEMORY"]
-    for line in _table([heading, *map(_speed_line, rows)]):
-        print(line)
-    print(f"{out}: drawn ({dtype_of(arguments, world)} on {world.device_name})")
+    else:
+        heading = ["MODEL", "PARAMETERS", "LENGTH", "BATCH", "LATENCY", "READ", "WRITTEN", "MEMORY"]
+        for line in _table([heading, *map(_speed_line, rows)]):
+            print(line)
+    with _drawing(out):
+        draw_speed(rows, out)
+    if not arguments.json:
+        print(f"{out}: drawn ({dtype_of(arguments, world)} on {world.device_name})")
     return ExitCode.OK
 
 

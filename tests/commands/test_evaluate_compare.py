@@ -8,6 +8,7 @@ import pytest
 from inference.harness import MODELS
 
 from refocused.commands.evaluate import main
+from refocused.commands.evaluate_compare import steps_of_one_run
 from refocused.inference.multiple_choice import Measure
 from refocused.inference.speed import measure_speed
 
@@ -99,6 +100,21 @@ def test_scores_over_steps_are_a_curve(tmp_path: Path) -> None:
     rows = {str(step): {"quiz acc": Measure(step / 100, None)} for step in (10, 20)}
     draw_scores(rows, tmp_path / "a" / "curve.png", steps={"10": 10, "20": 20})
     assert (tmp_path / "a" / "curve.png").read_bytes().startswith(PNG)
+
+
+def test_steps_of_several_runs_are_no_curve() -> None:
+    one, other = ({"run": run, "step": step} for run, step in (("one", 10), ("other", 20)))
+    assert steps_of_one_run({"a": one, "b": one | {"step": 30}}) == {"a": 10, "b": 30}
+    assert steps_of_one_run({"a": one, "b": other}) == {}
+    assert steps_of_one_run({"a": one, "b": {}}) == {}
+
+
+def test_what_was_measured_is_printed_though_it_cannot_be_drawn(models: Path, capsys: Any) -> None:
+    tasks = ("--tasks", str(models / "quiz.jsonl"), "--out", "/proc/none/a.png")
+    assert main(["compare", str(models / "words"), *tasks, "--device", "cpu"]) == 1
+    out, err = capsys.readouterr()
+    assert f"{models}/words" in out.splitlines()[1]
+    assert "/proc/none/a.png cannot be written" in err
 
 
 @pytest.mark.parametrize(
