@@ -21,7 +21,7 @@ from refocused.commands.evaluation_options import (
 )
 from refocused.commands.local_steps import model_source
 from refocused.commands.run_catalog import add_local_option, add_run_options
-from refocused.errors import ConfigError, ExitCode
+from refocused.errors import ExitCode
 
 if TYPE_CHECKING:
     from refocused.inference.evaluation import Evaluation, TimedResult
@@ -40,6 +40,9 @@ def add_evaluate_arguments(parser: Parser) -> None:
         metavar="MODEL",
         help="a run, latest, best, a step, a path, a gs:// address, or a transformers folder",
     )
+    parser.add_argument(
+        "--untrained", action="store_true", help="of its shape, with random weights: what chance is"
+    )
     add_task_options(parser)
     add_machine_options(parser)
     add_run_options(parser)
@@ -50,10 +53,8 @@ def add_evaluate_arguments(parser: Parser) -> None:
 def run_evaluate(arguments: argparse.Namespace) -> int:
     """Put all tasks to the model."""
     from refocused.inference.evaluation import Evaluation
-    from refocused.inference.model import load_model
+    from refocused.inference.model import load_model, untrained
 
-    if arguments.tasks is None:
-        raise ConfigError("--tasks: name at least one, as hellaswag=FILE.jsonl or a FILE.txt.")
     world = ranks(arguments.device)
     tasks = world.together(lambda: tasks_of(arguments))
     source = world.first_does(lambda: model_source(arguments.model, arguments))
@@ -63,6 +64,7 @@ def run_evaluate(arguments: argparse.Namespace) -> int:
             source, dtype=dtype, device=str(world.device), tokenizer=tokenizer_choice(arguments)
         )
     )
+    model = untrained(model) if arguments.untrained else model
     evaluation = world.together(lambda: Evaluation(model, settings_of(arguments)))
     line = BatchLine(speaks=world.is_first)
     results = evaluation.run(tasks, world=world, progress=line.show)
@@ -93,6 +95,7 @@ def _head(model: LoadedModel, evaluation: Evaluation, world: World, dtype: str) 
     return {
         "model": str(model.source),
         **{name: model.facts[name] for name in ("run", "step", "tokens") if name in model.facts},
+        "trained": model.is_trained,
         "parameters": model.network.num_parameters(),
         "context_tokens": evaluation.context_tokens,
         "dtype": dtype,
@@ -103,6 +106,7 @@ def _head(model: LoadedModel, evaluation: Evaluation, world: World, dtype: str) 
 
 def _print(head: dict[str, Any], results: Sequence[TimedResult]) -> None:
     step = f", step {head['step']:,}" if "step" in head else ""
+    step = step or ("" if head["trained"] else ", untrained")
     several = f", {head['ranks']} ranks" if head["ranks"] > 1 else ""
     print(
         f"{head['model']}{step}: {head['parameters']:,} parameters, context "

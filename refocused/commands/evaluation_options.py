@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from refocused.commands.arguments import Parser
 from refocused.commands.quantities import count, duration_text
+from refocused.errors import ConfigError
 
 if TYPE_CHECKING:
     from refocused.inference.evaluation import Settings, TimedResult
@@ -44,7 +45,9 @@ def add_task_options(parser: Parser) -> None:
         help="new tokens of each window of a text (default: the whole context)",
     )
     add(
-        "--tokenizer", metavar="NAME", help="bytes, gpt2 or a tokenizer.json (default: the model's)"
+        "--tokenizer",
+        metavar="NAME",
+        help="bytes, gpt2, hub:MODEL or a tokenizer.json (default: the model's)",
     )
     add("--bpe-folder", type=Path, metavar="DIR", help="vocab.bpe and encoder.json, for gpt2")
 
@@ -64,8 +67,11 @@ def tasks_of(arguments: argparse.Namespace) -> list[TaskFile]:
     """
     from refocused.inference.tasks import find_tasks
 
-    named = [name.strip() for name in arguments.tasks.split(",")]
-    return find_tasks([name for name in named if name], data=arguments.data)
+    named = [name.strip() for name in (arguments.tasks or "").split(",")]
+    requests = [name for name in named if name]
+    if not requests:
+        raise ConfigError("--tasks: name at least one, as hellaswag=FILE.jsonl or a FILE.txt.")
+    return find_tasks(requests, data=arguments.data)
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from refocused.checkpoints.manifest import MANIFEST
@@ -21,6 +24,8 @@ from refocused.shards.tokenizers import TokenizerChoice
 
 ATTENTION = "sdpa"  # transformers' own choice is slower on some machines
 
+logger = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -32,12 +37,14 @@ class LoadedModel:
         source: Where it came from.
         facts: What is known of its training: run, step, tokens, data, losses; empty for a
             transformers folder.
+        is_trained: Whether its weights are those of the source, and not drawn.
     """
 
     network: Any
     tokenizer: Any
     source: Path
     facts: Mapping[str, Any]
+    is_trained: bool = True
 
 
 def load_model(
@@ -78,6 +85,16 @@ def load_model(
     )
 
 
+def untrained(model: LoadedModel, *, seed: int = 0) -> LoadedModel:
+    """Return a model of the same shape with weights as before any training, drawn from a seed."""
+    loaded = model.network
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = network_class(loaded.config)(loaded.config)
+    network = network.to(device=loaded.device, dtype=loaded.dtype).eval()
+    return dataclasses.replace(model, network=network, facts={}, is_trained=False)
+
+
 def build_network(config: Any, tensors: Mapping[str, Tensor], *, dtype: Dtype) -> Any:
     """Build transformers' model out of its tensors, in evaluation mode, on the CPU.
 
@@ -109,20 +126,48 @@ def load_network(folder: Path, *, dtype: Dtype) -> Any:
 
     Raises:
         OSError: A file is missing.
-        ValueError: The model is of no known kind.
+        ValueError: The model is of no known kind, a file is damaged, or tensors are not those that
+            `config.json` describes, which transformers would draw at random.
     """
     import transformers
+    from safetensors import SafetensorError
 
     be_quiet()
     register_families()
-    network = transformers.AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=TORCH_DTYPES[dtype],
-        attn_implementation=ATTENTION,
-        local_files_only=True,
-        use_safetensors=True,
-    )
+    try:
+        with _only_errors():
+            network, found = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=TORCH_DTYPES[dtype],
+                attn_implementation=ATTENTION,
+                local_files_only=True,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except SafetensorError as error:
+        raise ValueError(f"a file of its weights is cut off or damaged ({error})") from None
+    _check_tensors(folder, found)
     return network.eval()
+
+
+def _check_tensors(folder: Path, found: Mapping[str, Any]) -> None:
+    """Refuse weights that are not those of the model; `found` is transformers' own account."""
+    others = [name for name, *_ in found["mismatched_keys"]]
+    for names, what in ((found["missing_keys"], "lack"), (others, "have another shape of")):
+        if names:
+            raise ValueError(
+                f"its weights {what} {min(names)} ({len(names)} such tensors) that its config.json "
+                "describes. Copy or export the folder again"
+            )
+    unknown = found["unexpected_keys"]
+    if unknown:
+        logger.warning(
+            "%s: %d tensors are left out that its config.json does not describe, as %s",
+            folder,
+            len(unknown),
+            min(unknown),
+        )
 
 
 def _load_folder(
@@ -132,7 +177,8 @@ def _load_folder(
         network = load_network(source, dtype=dtype)
         tokenizer = None if without else _tokenizer_beside(source, network.config, choice)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{source} cannot be loaded by transformers: {error}") from None
+        reason = str(error).rstrip(".")
+        raise CheckpointError(f"{source} cannot be loaded by transformers: {reason}.") from None
     return LoadedModel(network.to(device), tokenizer, source, {})
 
 
@@ -140,13 +186,33 @@ def _tokenizer_beside(source: Path, config: Any, choice: TokenizerChoice | None)
     import transformers
 
     if choice is None:
-        return transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
+        found = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
+        # Of no file transformers make one that knows no text.
+        if set(found.get_vocab()) <= set(found.all_special_tokens):
+            raise CheckpointError(
+                f"{source} has no tokenizer. Name it: --tokenizer bytes, --tokenizer gpt2 "
+                "--bpe-folder FOLDER, --tokenizer hub:MODEL or --tokenizer FILE."
+            )
+        return found
     end = config.eos_token_id
     return as_transformers(
         tokenizer_file(choice, vocabulary=int(config.vocab_size)),
         end_of_text_id=end if isinstance(end, int) else None,
         max_length=int(config.max_position_embeddings),
     )
+
+
+@contextlib.contextmanager
+def _only_errors() -> Iterator[None]:
+    """Keep transformers' table of odd tensors off the screen: they are told in one line."""
+    import transformers
+
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.set_verbosity(before)
 
 
 def be_quiet() -> None:

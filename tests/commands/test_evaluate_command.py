@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from commands.run_samples import SampleRun
 from end_to_end.forked import ForkedRanks
 from inference.harness import CONTEXT, SCORES, bytes_model
 from ranks import ROOT
+from safetensors.torch import load_file, save_file
 
 from refocused.commands.evaluate import main
 
@@ -67,6 +69,7 @@ def test_a_person_sees_a_line_a_task(model: Path, capsys: Any) -> None:
     ("arguments", "code", "message"),
     [
         ((), 2, "--tasks: name at least one"),
+        (("--tasks", " ,"), 2, "--tasks: name at least one"),
         (("--tasks", "piqa"), 2, "name its file, piqa=FILE"),
         (("--tasks", "{}/broken.jsonl"), 1, "broken.jsonl:1: it is no JSON"),
         (("--tasks", "{}/story.txt", "--context", "97"), 1, "the model takes 96 tokens at most"),
@@ -94,6 +97,61 @@ def test_what_is_no_model_is_named(model: Path, sample_run: SampleRun, capsys: A
     sample_run.save(5)
     (sample_run.checkpoints / "checkpoint_step_5" / "model.json").unlink()
     assert "model.json" in command(capsys, "5", *tasks, code=1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("cut off", "weights is cut off or damaged"),
+        ("lacking", r"weights lack transformer.h.1.mlp.c_fc.weight (1 such tensors)"),
+        ("other shape", "have another shape of transformer.wpe.weight (1 such tensors)"),
+        ("no tokenizer", "has no tokenizer. Name it: --tokenizer bytes"),
+    ],
+)
+def test_a_damaged_folder_is_not_measured(
+    model: Path, tmp_path: Path, capsys: Any, damage: str, message: str
+) -> None:
+    folder = shutil.copytree(model / "model", tmp_path / "copy")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    if damage == "cut off":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif damage == "lacking":
+        del tensors["transformer.h.1.mlp.c_fc.weight"]
+        save_file(tensors, file, metadata={"format": "pt"})
+    elif damage == "other shape":
+        tensors["transformer.wpe.weight"] = tensors["transformer.wpe.weight"][1:].clone()
+        save_file(tensors, file, metadata={"format": "pt"})
+    else:
+        for path in folder.glob("tokenizer*"):
+            path.unlink()
+    told = command(capsys, folder, "--tasks", f"{model}/story.txt", "--device", "cpu", code=1)
+    assert message in told
+    assert len(told.splitlines()) == 1
+
+
+def test_what_the_configuration_does_not_describe_is_said(
+    model: Path, tmp_path: Path, capsys: Any, caplog: Any
+) -> None:
+    folder = shutil.copytree(model / "model", tmp_path / "copy")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["transformer.h.7.ln_1.weight"] = tensors["transformer.ln_f.weight"].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    command(capsys, folder, "--tasks", f"{model}/story.txt", "--device", "cpu")
+    assert "1 tensors are left out that its config.json does not describe" in caplog.text
+
+
+def test_a_model_of_the_same_shape_without_training_shows_what_chance_is(
+    model: Path, capsys: Any
+) -> None:
+    arguments = (model / "model", "--tasks", f"{model}/story.txt", "--device", "cpu")
+    told = json.loads(command(capsys, *arguments, "--untrained", "--json"))
+    assert (told["trained"], told["parameters"]) == (False, 22_968)
+    chance = told["tasks"]["story"]["perplexity"]["value"]
+    assert chance == pytest.approx(257, rel=0.1)  # one of V ids
+    assert told["tasks"] != json.loads(command(capsys, *arguments, "--json"))["tasks"]
+    assert "untrained: 22,968 parameters" in command(capsys, *arguments, "--untrained")
 
 
 def be_a_rank(arguments: list[str]) -> int:
