@@ -162,7 +162,7 @@ def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int, session:
         # Told what to use, DeepSpeed does not search for it with warnings on every rank; what an
         # environment for CPU trials had left here would make it compute elsewhere than we do.
         os.environ["DS_ACCELERATOR"] = world.device_kind
-        from refocused.training.assembly import Request
+        from refocused.training.job import Request
         from refocused.training.run import run
 
         request = Request(

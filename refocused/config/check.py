@@ -7,6 +7,8 @@ import dataclasses
 from refocused.config.run import RunConfig
 from refocused.config.shape import Attention, ModelShape
 
+FP8_MULTIPLE = 16  # of each side of a product of 8 bits, on every NVIDIA GPU that has them
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Misfit:
@@ -109,4 +111,27 @@ def check_shape(config: RunConfig, shape: ModelShape) -> list[Misfit]:
                 "documents. Set it to false, or choose another model.preset.",
             )
         )
+    if config.precision.fp8 != "none":
+        misfits += _unfit_for_fp8(config, shape)
     return misfits
+
+
+def _unfit_for_fp8(config: RunConfig, shape: ModelShape) -> list[Misfit]:
+    """Name what keeps a model's products from being made in 8 bits."""
+    if not isinstance(shape.mixer, Attention):
+        reason = f"is made for gpt2 and gpt_neox; {config.model.preset} is {shape.family}"
+        return [Misfit("precision.fp8", f"{reason}. Set it to none.")]
+    sizes = {
+        f"{config.model.preset} is {shape.width} wide": shape.width,
+        f"{config.model.preset}'s feed-forward part is {shape.ffn_width} wide": shape.ffn_width,
+        f"model.sequence_length is {config.model.sequence_length}": config.model.sequence_length,
+    }
+    return [
+        Misfit(
+            "precision.fp8",
+            f"GPUs multiply 8 bits in multiples of {FP8_MULTIPLE}; {what}. Set it to none, or "
+            "change that.",
+        )
+        for what, size in sizes.items()
+        if size % FP8_MULTIPLE
+    ]

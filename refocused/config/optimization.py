@@ -100,15 +100,25 @@ class PrecisionConfig(Section):
 
     Attributes:
         dtype: `bf16`, `fp16` (with a dynamic loss scale) or `fp32`.
+        fp8: Products of the blocks' linear layers in 8 bits while training, with one scale for a
+            whole matrix (`tensorwise`) or one for each of its rows (`rowwise`, finer and slower);
+            `none`: in `dtype`. For dtype: bf16.
         tf32: Let float32 matrix products on NVIDIA GPUs use TF32.
         initial_scale_power: fp16: the loss scale starts at 2 to this power.
         scale_window: fp16: steps without overflow before the scale doubles.
     """
 
     dtype: Dtype = "bf16"
+    fp8: Literal["none", "tensorwise", "rowwise"] = "none"
     tf32: bool = True
     initial_scale_power: CountOrZero = 16
     scale_window: Count = 1000
+
+    @pydantic.model_validator(mode="after")
+    def _fp8_beside_bf16(self) -> PrecisionConfig:
+        if self.fp8 != "none" and self.dtype != "bf16":
+            raise ValueError(f"fp8: {self.fp8} needs dtype: bf16 for all that is not 8 bits")
+        return self
 
 
 class ZeroSettings(Section):

@@ -106,7 +106,7 @@ def measure_allreduce(world: World, *, payload_bytes: int) -> dict[str, Any]:
 
 def _step(task: RankTask, world: World) -> dict[str, Any]:
     from refocused.config.decode import load_run
-    from refocused.training.assembly import Request
+    from refocused.training.job import Request
     from refocused.training.session import begin_session
     from refocused.training.trial import take_trial_step
 

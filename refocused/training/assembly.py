@@ -18,14 +18,18 @@ from refocused.checkpoints.checkpointer import Checkpointer
 from refocused.checkpoints.mirror import CheckpointMirror
 from refocused.checkpoints.mirror_status import MirrorSettings
 from refocused.checkpoints.remote_steps import prefix_of
-from refocused.config.batch_plan import BatchPlan
-from refocused.config.decode import LoadedRun, render_run
+from refocused.config.decode import render_run
 from refocused.config.deepspeed import deepspeed_config
 from refocused.engine.build import build_engine
 from refocused.engine.compiled import Compilation, compile_blocks
 from refocused.engine.engine import Engine
 from refocused.engine.randomness import seed_everything
-from refocused.estimate.work import flops_per_token, mfu_fraction
+from refocused.estimate.work import (
+    CREDIBLE_MFU,
+    CREDIBLE_MFU_IN_FP8,
+    flops_per_token,
+    mfu_fraction,
+)
 from refocused.hardware import gpu_facts
 from refocused.models.build import build_model
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, counted_parameters, untrained_loss
@@ -42,66 +46,12 @@ from refocused.training.host_memory import (
     copied_bytes,
     require_memory_for_copies,
 )
+from refocused.training.job import Job
 from refocused.training.mixing import choose_mixing
 from refocused.training.parts import Parts
-from refocused.training.planning import Plan
 from refocused.training.reporter import Reporter, RunFigures
 from refocused.training.saver import Saver
 from refocused.training.texts import build_texts
-from refocused.world import World
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Request:
-    """What the command line asks for besides the run file.
-
-    Attributes:
-        resume: `auto`, `latest`, `best`, `none`, a step, a name, a path or a `gs://` address.
-        dry_run: Build and check everything, train nothing.
-        profile_steps: Steps to trace after the first ones; 0: none.
-        credentials_file: Key file for `gs://`.
-        project: Google Cloud project.
-        command: The command that was typed, for the summary.
-        allowed_changes: Settings that may differ from those of the checkpoint.
-        trusts_others: A checkpoint of another run may be taken over.
-        or_start: Where nothing can be resumed, start from scratch under another name.
-    """
-
-    resume: str
-    dry_run: bool
-    credentials_file: Path | None
-    project: str | None
-    command: str
-    allowed_changes: frozenset[str] = frozenset()
-    trusts_others: bool = False
-    or_start: bool = False
-    profile_steps: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Job:
-    """One run on this rank: what was asked for, and where it happens.
-
-    Attributes:
-        loaded: The run file, the model's shape and DeepSpeed's extra settings.
-        request: The command line.
-        planned: What of it was left to the plan, and the memory it takes.
-        plan: The batch of a step.
-        world: The ranks.
-        folder: The run's folder.
-    """
-
-    loaded: LoadedRun
-    request: Request
-    planned: Plan
-    plan: BatchPlan
-    world: World
-    folder: Path
-
-    @property
-    def checkpoints(self) -> Path:
-        """Where the step directories are."""
-        return self.folder / "checkpoints"
 
 
 def assemble_data(job: Job) -> DataParts:
@@ -149,6 +99,15 @@ def assemble_engine(job: Job) -> Built:
     )
     parameters = counted_parameters(model)
     mixing = choose_mixing(model, shape.mixer, config=config.model, plan=job.plan, world=job.world)
+    if config.precision.fp8 != "none":
+        from refocused.models.fp8 import compute_in_fp8
+
+        compute_in_fp8(
+            model,
+            block_class=model.block_class,
+            scaling=config.precision.fp8,
+            world=job.world,
+        )
     compilation = compile_blocks(
         model,
         block_class=model.block_class,
@@ -314,6 +273,7 @@ def _figures(job: Job, data: DataParts) -> RunFigures:
             peak_flops=facts.bf16_flops if facts else None,
         ),
         per_hour_usd=config.cost.per_hour_usd,
+        credible_mfu=CREDIBLE_MFU if config.precision.fp8 == "none" else CREDIBLE_MFU_IN_FP8,
         epoch_windows=data.epoch_windows,
     )
 

@@ -55,6 +55,8 @@ def _memory_lines(
 ) -> list[str]:
     """Return what a step takes of a GPU, and what of it is not needed or not there."""
     zero, memory = planned.choice.zero, planned.choice.memory
+    fp8 = f" with {precision.fp8} fp8" if precision.fp8 != "none" else ""
+    computed_in = precision.dtype + fp8
     parts = [f"{memory.states / 1e9:,.2f} GB states"]
     if memory.gathered:
         parts.append(f"{memory.gathered / 1e9:,.2f} GB gathered")
@@ -67,7 +69,7 @@ def _memory_lines(
     )
     lines = [
         f"  memory   {' + '.join(parts)}{whole} a {unit}{elsewhere} | ZeRO-{zero.stage}, "
-        f"{precision.dtype}, {world.device_name}"
+        f"{computed_in}, {world.device_name}"
     ]
     if planned.memory_bytes and not memory.fits(planned.memory_bytes):
         lines.append(

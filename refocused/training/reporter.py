@@ -50,6 +50,7 @@ class RunFigures:
         cadence: For the time left.
         mfu: Turns tokens a second into MFU; None where the GPU is unknown.
         per_hour_usd: Price of the machine; None: unknown.
+        credible_mfu: Above it an MFU is refused.
         epoch_windows: Windows of one epoch of each source of a mixture, by name.
     """
 
@@ -61,6 +62,7 @@ class RunFigures:
     cadence: Cadence
     mfu: Callable[[float], float | None]
     per_hour_usd: float | None
+    credible_mfu: float = CREDIBLE_MFU
     epoch_windows: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -327,7 +329,7 @@ class Reporter:
         )
         price = figures.per_hour_usd
         mfu = figures.mfu(speed) if speed else None
-        refused = mfu is not None and mfu > CREDIBLE_MFU
+        refused = mfu is not None and mfu > figures.credible_mfu
         if refused:
             self._doubt_mfu(mfu)
         return StepMetrics(
@@ -364,8 +366,8 @@ class Reporter:
             self.event(
                 "mfu_warning",
                 f"WARN  MFU {mfu:.0%} is more than any training of a whole model reaches "
-                f"({CREDIBLE_MFU:.0%}): the GPU is not the one that its name says, or steps were "
-                "not waited for. It is shown as ?",
+                f"({self._figures.credible_mfu:.0%}): the GPU is not the one that its name says, "
+                "or steps were not waited for. It is shown as ?",
             )
 
     def _wait_fraction(self, waited_seconds: float) -> float:

@@ -25,9 +25,10 @@ from refocused.checkpoints.machines import decide_together
 from refocused.checkpoints.step_directory import StepDirectory, read_step
 from refocused.config.decode import LoadedRun
 from refocused.errors import CheckpointError, ConfigError, RefocusedError, TrainingError
-from refocused.training.assembly import Job, assemble_catalog
+from refocused.training.assembly import assemble_catalog
 from refocused.training.extension import planned_steps, rate_change
 from refocused.training.fetching import fetch_together
+from refocused.training.job import Job
 from refocused.training.parts import Parts
 from refocused.training.state import TrainState
 from refocused.training.stopping import StopRequest

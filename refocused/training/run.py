@@ -17,8 +17,6 @@ from refocused.config.run import RunConfig
 from refocused.errors import BucketError, ConfigError, ExitCode, RefocusedError
 from refocused.training import ending, opening
 from refocused.training.assembly import (
-    Job,
-    Request,
     assemble_catalog,
     assemble_data,
     assemble_engine,
@@ -27,6 +25,7 @@ from refocused.training.assembly import (
 from refocused.training.data import DataParts
 from refocused.training.fetching import fetch_together
 from refocused.training.final_model import prepare_final_model
+from refocused.training.job import Job, Request
 from refocused.training.limits import Budget, time_limit
 from refocused.training.loop import Outcome, train
 from refocused.training.parts import Parts

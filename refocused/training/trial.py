@@ -13,14 +13,13 @@ from refocused.config.batch_plan import plan_batch
 from refocused.config.decode import LoadedRun
 from refocused.errors import StoppedEarlyError
 from refocused.training.assembly import (
-    Job,
-    Request,
     assemble_data,
     assemble_engine,
     assemble_parts,
 )
 from refocused.training.fetching import fetch_together
 from refocused.training.finite_steps import FiniteSteps
+from refocused.training.job import Job, Request
 from refocused.training.loop import take_step
 from refocused.training.out_of_memory import explaining_lack_of_memory
 from refocused.training.parts import Parts

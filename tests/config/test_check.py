@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pydantic
 import pytest
 
 from refocused.config.check import check_run, check_shape
@@ -68,6 +69,26 @@ def test_a_document_id_that_the_model_cannot_know_is_named() -> None:
     [misfit] = check_shape(changed(data={"document_id": last + 1}), LOADED.shape)
     assert misfit.key == "data.document_id"
     assert f"knows ids up to {last}" in misfit.message
+
+
+def test_what_cannot_be_multiplied_in_8_bits_is_named() -> None:
+    fp8 = {"fp8": "tensorwise"}
+    assert check_shape(changed(precision=fp8), LOADED.shape) == []
+    narrow = dataclasses.replace(LOADED.shape, width=100, ffn_width=200)
+    odd = changed(precision=fp8, model={"sequence_length": 100})
+    found = check_shape(odd, narrow)
+    assert {misfit.key for misfit in found} == {"precision.fp8"}
+    told = " ".join(misfit.message for misfit in found)
+    for size in ("is 100 wide", "feed-forward part is 200 wide", "sequence_length is 100"):
+        assert size in told
+    mixed = dataclasses.replace(LOADED.shape, family="resonance", mixer=Resonators(4))
+    [misfit] = check_shape(changed(precision=fp8), mixed)
+    assert "demo_gpt2 is resonance" in misfit.message
+
+
+def test_8_bits_go_with_bf16_alone() -> None:
+    with pytest.raises(pydantic.ValidationError, match="fp8: rowwise needs dtype: bf16"):
+        changed(precision={"fp8": "rowwise", "dtype": "fp32"})
 
 
 def test_documents_cannot_be_masked_where_there_is_no_attention() -> None:

@@ -14,7 +14,7 @@ import torch
 os.environ["DS_ACCELERATOR"] = "cpu"
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engine_cases import LENGTH, MICRO, RATES, Case, start_engine, windows
+from engine_cases import ACCUMULATION, LENGTH, MICRO, RATES, Case, start_engine, windows
 from torch._dynamo.utils import counters
 
 from refocused.engine.compiled import compile_blocks
@@ -25,6 +25,8 @@ CASES = [
     Case(1, "gpt_neox"),
     Case(3),
     Case(3, dropout=0.2, recomputes=True),
+    Case(1, "gpt_neox", "bf16", fp8="rowwise"),
+    Case(3, dtype="bf16", fp8="tensorwise", recomputes=True),
 ]
 
 
@@ -70,6 +72,7 @@ def train(case: Case, world: World, *, compiled: bool) -> dict[str, Any]:
     engine.close()
     return {
         "losses": losses,
+        "step losses": step_losses(losses, world),
         "validated": validated,
         "odd": odd,
         "graphs": graphs,
@@ -77,6 +80,12 @@ def train(case: Case, world: World, *, compiled: bool) -> dict[str, Any]:
         "breaks": sum(counters["graph_break"].values()),
         "names": names,
     }
+
+
+def step_losses(losses: list[float], world: World) -> list[float]:
+    """Return the mean loss of each step over its passes and all ranks."""
+    of_ranks = world.gather(torch.tensor(losses).view(-1, ACCUMULATION).mean(1))
+    return torch.stack(of_ranks).mean(0).tolist()
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from refocused.engine.build import build_engine
 from refocused.engine.engine import Engine
 from refocused.models.build import build_model
 from refocused.models.causal_lm import CausalLM, counted_parameters
+from refocused.models.fp8 import compute_in_fp8
 from refocused.world import World
 
 STEPS = 6
@@ -73,6 +74,7 @@ class Case:
     Attributes:
         resumes: Save after half of the steps, and make the rest again in a new engine.
         recomputes: Checkpoint the activations.
+        fp8: How products of 8 bits are scaled, where they are made.
         undoes_warm_up: Whether the engine takes back DeepSpeed's own first update.
     """
 
@@ -86,6 +88,7 @@ class Case:
     resumes: bool = False
     undoes_warm_up: bool = True
     recomputes: bool = False
+    fp8: Literal["none", "tensorwise", "rowwise"] = "none"
 
     @property
     def name(self) -> str:
@@ -100,6 +103,8 @@ class Case:
             parts.append("dropout")
         if self.recomputes:
             parts.append("recomputed")
+        if self.fp8 != "none":
+            parts.append(self.fp8)
         if not self.undoes_warm_up:
             parts.append("warmed")
         return "-".join(parts)
@@ -161,8 +166,12 @@ def start_engine(
 ) -> Engine:
     """Build a case's engine; `prepare` is called with the model first."""
     model = fresh_model(case.family, seed=seed, dropout=case.dropout, recomputes=case.recomputes)
+    if case.fp8 != "none":
+        compute_in_fp8(model, block_class=model.block_class, scaling=case.fp8, world=world)
     prepare(model)
-    precision = PrecisionConfig(dtype=case.dtype, initial_scale_power=case.initial_scale_power)
+    precision = PrecisionConfig(
+        dtype=case.dtype, fp8=case.fp8, initial_scale_power=case.initial_scale_power
+    )
     settings = deepspeed_config(
         batch=BatchPlan(MICRO, ACCUMULATION, world.world_size, LENGTH),
         optimizer=optimizer,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from compiled_ranks import CASES
-from engine_cases import LENGTH, MICRO, VOCABULARY, Case, fresh_model
+from engine_cases import LENGTH, MICRO, VOCABULARY, Case, fresh_model, train_plainly
 from ranks import Ranks
 from thread_ranks import on_two_ranks, results
 from torch import Tensor
@@ -135,6 +135,13 @@ def test_there_is_one_graph_for_training_and_one_for_validation(found: Found, ca
     assert found[case.name]["compiled"]["breaks"] == 0
     assert found[case.name]["compiled"]["graphs after odd shapes"] == graphs[-1]
     assert found[case.name]["written"]["graphs"][-1] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case.fp8 != "none"])
+def test_products_of_8_bits_train_as_float32_does(found: Found, case: Case) -> None:
+    losses = found[case.name]["written"]["step losses"]
+    assert losses == pytest.approx(train_plainly(case.family).losses, rel=0.02)
 
 
 @pytest.mark.slow
