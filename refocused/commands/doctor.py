@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import logging
 import shutil
+import signal
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser, quiet_on_a_closed_pipe, split_overrides
@@ -29,7 +32,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="doctor",
         description="Look at everything that a run needs: packages, GPUs, memory, disks, buckets, "
-        "data, ranks, and its first step. Nothing is left behind.",
+        "data, ranks, and its first step. It leaves nothing but shards in data.cache.",
         epilog="Each line is ok, warn or fail; the exit code is 3 when one fails. It looks at this "
         "machine alone: of several, ask each.",
     )
@@ -58,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     arguments = build_parser().read(argv)
     began = time.monotonic()
+    # What is tried again is a matter of the finding; without a handler it would be printed amid.
+    logging.getLogger("refocused").addHandler(logging.NullHandler())
     try:
         from refocused.config.decode import load_run
 
@@ -75,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             credentials_file=arguments.gcs_credentials,
             project=arguments.gcp_project,
         )
-        with quiet_on_a_closed_pipe():
+        with quiet_on_a_closed_pipe(), _terminated_as_interrupted():
             return _examine(who, as_json=arguments.json, began=began)
     except RefocusedError as error:
         print(error, file=sys.stderr)
@@ -84,16 +89,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.INTERRUPTED
 
 
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM clean up as Ctrl+C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _examine(who: Examinee, *, as_json: bool, began: float) -> int:
     import refocused
-    from refocused.doctor.examination import examine
+    from refocused.doctor.examination import Examination
     from refocused.doctor.finding import any_fails
 
     run = who.loaded.config.run.name
     if not as_json:
-        print(f"refocused {refocused.__version__}   doctor   run {run} ({who.loaded.file})")
+        print(f"refocused {refocused.__version__}   doctor   run {run} ({who.loaded.file.name})")
     findings: list[Finding] = []
-    for finding in examine(who, say=_say):
+    for finding in Examination(who, say=_say).findings():
         findings.append(finding)
         if not as_json:
             print("\n".join(lines_of(finding, width=_width())), flush=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -25,11 +25,13 @@ from refocused.doctor import machine as machine_checks
 from refocused.doctor import plan as plan_checks
 from refocused.doctor import software as software_checks
 from refocused.doctor import storage as storage_checks
-from refocused.doctor.finding import Finding, any_fails
+from refocused.doctor.finding import Finding
 from refocused.doctor.rank_process import RankTask
-from refocused.doctor.ranks import judge_allreduce, judge_step, run_ranks
+from refocused.doctor.ranks import RanksOutcome, judge_allreduce, judge_step, run_ranks
 from refocused.errors import BucketError, ConfigError
 from refocused.estimate.choice import Choice
+
+Device = Literal["cuda", "cpu"]
 
 CPU_RANKS = 2
 # Training waits a bucket out for minutes; who asks whether it is there wants to know now.
@@ -70,60 +72,130 @@ class Examinee:
         )
 
 
-def examine(who: Examinee, *, say: Callable[[str], None]) -> Iterator[Finding]:
-    """Look at everything that a run depends on; yield each finding as it comes.
+class Examination:
+    """Looks at everything that a run depends on, and leaves out what would only fail again."""
 
-    Args:
-        who: The run, and how it is to be started.
-        say: Told what takes long, before it is begun.
-    """
-    config = who.loaded.config
-    findings: list[Finding] = []
+    def __init__(self, who: Examinee, *, say: Callable[[str], None]) -> None:
+        """Begin with nothing known.
 
-    def noted(some: Iterable[Finding]) -> Iterator[Finding]:
-        for finding in some:
-            findings.append(finding)
+        Args:
+            who: The run, and how it is to be started.
+            say: Told what takes long, before it is begun.
+        """
+        self._who = who
+        self._say = say
+        self._fails = False
+        self._unreadable: set[str] = set()
+        self._tokens: int | None = None
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield each finding as it comes."""
+        for finding in self._checks():
+            self._fails = self._fails or finding.level == "fail"
             yield finding
 
-    gpus = gpu_checks.probe_gpus(socket.gethostname())
-    device: Literal["cuda", "cpu"] = (
-        "cuda" if gpus.samples and config.run.device != "cpu" else "cpu"
-    )
-    ranks = who.gpus or (gpus.torch_count if device == "cuda" else 0) or CPU_RANKS
-    yield from noted(_software(who, device))
-    yield from noted(gpu_checks.judge_gpus(gpus, wanted=who.gpus, device=config.run.device))
-    memory_bytes = gpu_checks.smallest_memory_bytes(gpus.samples) if device == "cuda" else None
-    choice: Choice | None = None
-    try:
-        choice = plan_checks.plan_choice(who.loaded, ranks=ranks, memory_bytes=memory_bytes)
-    except ConfigError as error:
-        yield from noted([plan_checks.plan_failure(error)])
-    else:
-        yield from noted(
-            [plan_checks.judge_plan(who.loaded, choice, ranks=ranks, memory_bytes=memory_bytes)]
+    def _checks(self) -> Iterator[Finding]:
+        who, config = self._who, self._who.loaded.config
+        gpus = gpu_checks.probe_gpus(socket.gethostname(), wanted=who.gpus, environment=os.environ)
+        device: Device = "cuda" if gpus.samples and config.run.device != "cpu" else "cpu"
+        ranks = who.gpus or (gpus.torch_count if device == "cuda" else 0) or CPU_RANKS
+        yield from _software(who, device)
+        yield from gpu_checks.judge_gpus(gpus, wanted=who.gpus, device=config.run.device)
+        memory_bytes = gpu_checks.smallest_memory_bytes(gpus.samples) if device == "cuda" else None
+        choice: Choice | None = None
+        try:
+            choice = plan_checks.plan_choice(who.loaded, ranks=ranks, memory_bytes=memory_bytes)
+        except ConfigError as error:
+            yield plan_checks.plan_failure(error)
+        else:
+            yield plan_checks.judge_plan(who.loaded, choice, ranks=ranks, memory_bytes=memory_bytes)
+        kept = 0 if choice is None else plan_checks.host_bytes(who.loaded, choice, ranks=ranks)
+        yield from machine_checks.judge_machine(
+            machine_checks.probe_machine(), ranks=ranks, device=device, host_bytes=kept
         )
-    yield from noted(_machine(who, choice, ranks=ranks, device=device))
-    yield from noted(_store(who))
-    tokens: list[int] = []
-    yield from noted(_data(who, tokens))
-    if choice is not None:
-        needs = plan_checks.disk_needs(
-            who.loaded, choice, ranks=ranks, tokens=sum(tokens) if tokens else None
+        yield from self._store()
+        yield from self._data()
+        if choice is not None:
+            needs = plan_checks.disk_needs(who.loaded, choice, ranks=ranks, tokens=self._tokens)
+            yield from map(machine_checks.judge_disk, machine_checks.probe_disks(list(needs)))
+        if not who.is_quick:
+            links = gpu_checks.fewest_links(gpus.samples)
+            yield from self._trial(ranks=ranks, device=device, nvlinks=links)
+
+    def _store(self) -> Iterator[Finding]:
+        """Look at the clock, the credentials and what they may do."""
+        who, mirror = self._who, self._who.loaded.config.checkpoint.mirror
+        sources = data_checks.sources_of(who.loaded.config.data)
+        urls = [str(one.source) for one in sources.values()] + ([mirror] if mirror else [])
+        asks = any(url.startswith("gs://") for url in urls)
+        store_s = store_time_s() if asks else None
+        yield machine_checks.judge_clock(now_s=time.time(), store_s=store_s, signs=asks)
+        try:
+            identity = find_credentials(who.credentials_file).identity if asks else None
+        except BucketError as error:
+            yield Finding("credentials", "fail", str(error))
+            self._unreadable |= set(sources)
+            return
+        yield storage_checks.judge_credentials(
+            identity=identity,
+            anonymous=identity == ANONYMOUS,
+            writes=mirror is not None and mirror.startswith("gs://"),
+            exposed=storage_checks.exposed_key(who.credentials_file) if asks else None,
         )
-        yield from noted(map(machine_checks.judge_disk, machine_checks.probe_disks(list(needs))))
-    if who.is_quick:
-        return
-    if any_fails(findings):
-        text = "no ranks are started, for something above fails already"
-        yield Finding("step", "warn", text, "Mend that first, then ask again.")
-        return
-    say(f"starting {ranks} ranks, for an all-reduce and the first step of {config.run.name}")
-    yield from _ranks(
-        who, ranks=ranks, device=device, nvlinks=gpu_checks.fewest_links(gpus.samples)
-    )
+        for setting, data in sources.items():
+            if not _will_be_made(data):
+                yield from self._source_rights(setting, str(data.source))
+        yield from _mirror_rights(who, mirror)
+
+    def _source_rights(self, setting: str, url: str) -> Iterator[Finding]:
+        for finding in _rights(
+            lambda: storage_checks.probe_source(self._who.open(url), setting),
+            setting,
+            wanted=SOURCE_NEEDS,
+        ):
+            if finding.level == "fail":
+                self._unreadable.add(setting)
+            yield finding
+
+    def _data(self) -> Iterator[Finding]:
+        """Look at each source's files."""
+        vocabulary = self._who.loaded.shape.vocabulary
+        for setting, data in data_checks.sources_of(self._who.loaded.config.data).items():
+            if _will_be_made(data):
+                text = (
+                    f"{data.source}: training makes it at its start (data.prepare={data.prepare})"
+                )
+                yield Finding("data", "ok", text)
+            elif setting not in self._unreadable:
+                found = data_checks.probe_data(
+                    self._who.open(str(data.source)),
+                    data,
+                    vocabulary=vocabulary,
+                    is_quick=self._who.is_quick,
+                )
+                if isinstance(found, Finding):
+                    yield found
+                    continue
+                self._tokens = (self._tokens or 0) + found.tokens
+                yield from data_checks.judge_data(
+                    found, data, vocabulary=vocabulary, setting=setting
+                )
+
+    def _trial(self, *, ranks: int, device: Device, nvlinks: int | None) -> Iterator[Finding]:
+        """Start real ranks, where nothing has failed so far."""
+        if self._fails:
+            text = "no ranks are started, for something above fails already"
+            yield Finding("step", "warn", text, "Mend that first, then ask again.")
+            return
+        name = self._who.loaded.config.run.name
+        self._say(f"starting {ranks} ranks, for an all-reduce and the first step of {name}")
+        outcome = _outcome(self._who, ranks=ranks, device=device)
+        yield judge_allreduce(outcome, device=device, nvlinks=nvlinks)
+        if outcome.doing in (None, "step"):
+            yield judge_step(outcome)
 
 
-def _software(who: Examinee, device: Literal["cuda", "cpu"]) -> Iterator[Finding]:
+def _software(who: Examinee, device: Device) -> Iterator[Finding]:
     config = who.loaded.config
     yield from software_checks.judge_packages(software_checks.probe_packages())
     yield software_checks.judge_compilers(
@@ -138,120 +210,48 @@ def _software(who: Examinee, device: Literal["cuda", "cpu"]) -> Iterator[Finding
     yield software_checks.judge_operators(uses_nvme=uses_nvme, missing=missing)
 
 
-def _machine(
-    who: Examinee, choice: Choice | None, *, ranks: int, device: Literal["cuda", "cpu"]
-) -> Iterator[Finding]:
-    kept = 0 if choice is None else plan_checks.host_bytes(who.loaded, choice, ranks=ranks)
-    yield from machine_checks.judge_machine(
-        machine_checks.probe_machine(), ranks=ranks, device=device, host_bytes=kept
-    )
-
-
-def _store(who: Examinee) -> Iterator[Finding]:
-    """Look at the clock, the credentials and what they may do."""
-    mirror = who.loaded.config.checkpoint.mirror
-    sources = data_checks.sources_of(who.loaded.config.data)
-    urls = [str(one.source) for one in sources.values()] + ([mirror] if mirror else [])
-    asks = any(url.startswith("gs://") for url in urls)
-    store_s = store_time_s() if asks else None
-    yield machine_checks.judge_clock(now_s=time.time(), store_s=store_s, signs=asks)
-    try:
-        identity = find_credentials(who.credentials_file).identity if asks else None
-    except BucketError as error:
-        yield Finding("credentials", "fail", str(error))
+def _mirror_rights(who: Examinee, mirror: str | None) -> Iterator[Finding]:
+    setting, config = "checkpoint.mirror", who.loaded.config
+    if mirror is None:
+        text = f"{setting} is not set: a machine that is lost takes its checkpoints along"
+        yield Finding("bucket", "warn", text, f"{setting}=gs://BUCKET/PREFIX")
         return
-    yield storage_checks.judge_credentials(
-        identity=identity,
-        anonymous=identity == ANONYMOUS,
-        writes=mirror is not None and mirror.startswith("gs://"),
-        exposed=storage_checks.exposed_key(who.credentials_file) if asks else None,
+    removes = config.checkpoint.keep_remote != "all"
+    canary = storage_checks.canary_name(prefix_of(config.run.name))
+    yield from _rights(
+        lambda: storage_checks.probe_mirror(who.open(mirror), setting, canary=canary),
+        setting,
+        wanted=MIRROR_NEEDS | {"delete"} if removes else MIRROR_NEEDS,
     )
-    yield from _rights(who, sources, mirror)
 
 
 def _rights(
-    who: Examinee, sources: Mapping[str, DataConfig], mirror: str | None
-) -> Iterator[Finding]:
-    checkpoint, name = who.loaded.config.checkpoint, who.loaded.config.run.name
-    for setting, data in sources.items():
-        if not _will_be_made(data):
-            probe = functools.partial(storage_checks.probe_source, setting=setting)
-            yield from _of_bucket(who, str(data.source), setting, probe, SOURCE_NEEDS)
-    if mirror is None:
-        text = "checkpoint.mirror is not set: a machine that is lost takes its checkpoints along"
-        yield Finding("bucket", "warn", text, "checkpoint.mirror=gs://BUCKET/PREFIX")
-        return
-    wanted = MIRROR_NEEDS | ({"delete"} if checkpoint.keep_remote != "all" else set())
-    probe = functools.partial(
-        storage_checks.probe_mirror,
-        setting="checkpoint.mirror",
-        canary=storage_checks.canary_name(prefix_of(name)),
-    )
-    yield from _of_bucket(who, mirror, "checkpoint.mirror", probe, wanted)
-
-
-def _of_bucket(
-    who: Examinee,
-    url: str,
-    setting: str,
-    probe: Callable[[Bucket], storage_checks.Rights],
-    wanted: frozenset[str],
+    probe: Callable[[], storage_checks.Rights], setting: str, *, wanted: frozenset[str]
 ) -> Iterator[Finding]:
     try:
-        rights = probe(who.open(url))
-    except BucketError as error:
+        rights = probe()
+    except BucketError as error:  # the address is none
         yield Finding("bucket", "fail", f"{setting}: {error}")
     else:
         yield from storage_checks.judge_rights(rights, wanted=wanted)
 
 
-def _data(who: Examinee, tokens: list[int]) -> Iterator[Finding]:
-    """Look at each source's files; `tokens` gets what is in them."""
-    config = who.loaded.config
-    sources = data_checks.sources_of(config.data)
-    for setting, data in sources.items():
-        if _will_be_made(data):
-            text = f"{data.source}: training makes it at its start (data.prepare={data.prepare})"
-            yield Finding("data", "ok", text)
-            continue
-        try:
-            bucket = who.open(str(data.source))
-        except BucketError:
-            continue  # said with the rights
-        found = data_checks.probe_data(
-            bucket, data, vocabulary=who.loaded.shape.vocabulary, is_quick=who.is_quick
-        )
-        if isinstance(found, Finding):
-            yield found
-            continue
-        tokens.append(found.tokens)
-        yield from data_checks.judge_data(
-            found, data, vocabulary=who.loaded.shape.vocabulary, setting=setting
-        )
-
-
-def _ranks(
-    who: Examinee, *, ranks: int, device: Literal["cuda", "cpu"], nvlinks: int | None
-) -> Iterator[Finding]:
+def _outcome(who: Examinee, *, ranks: int, device: Device) -> RanksOutcome:
     payload = CUDA_PAYLOAD_BYTES if device == "cuda" else CPU_PAYLOAD_BYTES
+    config = who.loaded.config
     with tempfile.TemporaryDirectory(prefix="refocused-doctor-") as name:
         folder = Path(name)
-        outcome = run_ranks(
-            RankTask(
-                device=who.loaded.config.run.device,
-                payload_bytes=payload if ranks > 1 else 0,
-                config=who.config,
-                overrides=(*who.overrides, *_places(who.loaded.config.data, folder)),
-                name=who.name,
-                folder=folder / "run",
-                credentials_file=who.credentials_file,
-                project=who.project,
-            ),
-            ranks=ranks,
+        task = RankTask(
+            device=config.run.device,
+            payload_bytes=payload if ranks > 1 else 0,
+            config=who.config,
+            overrides=(*who.overrides, *_places(config.data, folder)),
+            name=who.name,
+            folder=folder / "run",
+            credentials_file=who.credentials_file,
+            project=who.project,
         )
-    yield judge_allreduce(outcome, device=device, nvlinks=nvlinks)
-    if outcome.doing in (None, "step"):
-        yield judge_step(outcome)
+        return run_ranks(task, ranks=ranks)
 
 
 def _will_be_made(data: DataConfig) -> bool:
@@ -260,13 +260,10 @@ def _will_be_made(data: DataConfig) -> bool:
 
 
 def _places(data: DataConfig, folder: Path) -> list[str]:
-    """Return the settings by which the step makes nothing that was not there.
+    """Return the settings by which the step makes nothing that training would not fetch.
 
-    Shards go to the run's own cache where there is one: training finds them there.
+    Shards go to the run's own cache, on the disk that was chosen for them; training finds them.
     """
-    places = []
-    if _will_be_made(data):
-        places.append(f"data.source={folder / 'source'}")
-    if not Path(data.cache).is_dir():
-        places.append(f"data.cache={folder / 'cache'}")
-    return places
+    if not _will_be_made(data):
+        return []
+    return [f"data.source={folder / 'source'}", f"data.cache={folder / 'cache'}"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from refocused.doctor.finding import Finding
@@ -18,7 +18,7 @@ class Gpus:
     """What NVIDIA's library and torch say.
 
     Attributes:
-        samples: One of each GPU.
+        samples: One of each GPU that the run would have, of all where that is not known.
         note: Why there are none; None where there are.
         is_fault: There is a driver, and it does not answer.
         driver: Its version; None: unknown.
@@ -36,8 +36,14 @@ class Gpus:
     torch_count: int = 0
 
 
-def probe_gpus(host: str) -> Gpus:
-    """Ask NVIDIA's library and torch."""
+def probe_gpus(host: str, *, wanted: int | None, environment: Mapping[str, str]) -> Gpus:
+    """Ask NVIDIA's library and torch.
+
+    Args:
+        host: Name of this machine.
+        wanted: GPUs that the run is to have; None: all that torch sees.
+        environment: Of this process, which chooses among them.
+    """
     import torch
 
     from refocused.monitoring.gpu import GpuReader, NoGpusError
@@ -45,7 +51,12 @@ def probe_gpus(host: str) -> Gpus:
 
     torch_cuda, torch_count = torch.version.cuda, torch.cuda.device_count()
     try:
-        reader = GpuReader(host=host)
+        reader = GpuReader(
+            host=host,
+            visible=environment.get("CUDA_VISIBLE_DEVICES"),
+            cuda_order=environment.get("CUDA_DEVICE_ORDER"),
+            ranks=wanted or torch_count,
+        )
     except NoGpusError as error:
         return Gpus(
             note=str(error),
@@ -55,7 +66,7 @@ def probe_gpus(host: str) -> Gpus:
         )
     try:
         driver, driver_cuda = driver_versions()
-        samples = tuple(reader.samples())
+        samples = tuple(chosen(reader.samples()))
     finally:
         reader.close()
     return Gpus(
@@ -67,6 +78,11 @@ def probe_gpus(host: str) -> Gpus:
         torch_cuda=torch_cuda,
         torch_count=torch_count,
     )
+
+
+def chosen(samples: Sequence[GpuSample]) -> Sequence[GpuSample]:
+    """Return the GPUs that ranks would have; all, where nobody knows which those are."""
+    return [gpu for gpu in samples if gpu.local_rank is not None] or samples
 
 
 def judge_gpus(
@@ -108,7 +124,8 @@ def _none(found: Gpus, *, needed: bool) -> Finding:
 
 def _count(found: Gpus, wanted: int | None) -> Iterator[Finding]:
     samples = found.samples
-    first, kinds = samples[0], {gpu.name for gpu in samples}
+    kinds = sorted({gpu.name for gpu in samples if gpu.name is not None})
+    first = max(samples, key=lambda gpu: not gpu.lost)
     memory = f", {first.memory_total_gib:.1f} GiB" if first.memory_total_gib else ""
     cuda = f" (CUDA {found.driver_cuda[0]}.{found.driver_cuda[1]})" if found.driver_cuda else ""
     text = f"{len(samples)} x {first.name or 'unknown'}{memory}, driver {found.driver}{cuda}"
@@ -116,11 +133,10 @@ def _count(found: Gpus, wanted: int | None) -> Iterator[Finding]:
         fix = f"Start with {len(samples)}, or ask for a machine with {wanted}."
         yield Finding("gpus", "fail", f"{wanted} are wanted, and there are {text}", fix)
     elif len(kinds) > 1:
-        names = ", ".join(sorted(str(name) for name in kinds))
         yield Finding(
             "gpus",
             "warn",
-            f"{len(samples)} of several kinds ({names}): the slowest sets the pace",
+            f"{len(samples)} of several kinds ({', '.join(kinds)}): the slowest sets the pace",
             "Choose those of one kind by CUDA_VISIBLE_DEVICES.",
         )
     else:
@@ -183,31 +199,36 @@ def _health(samples: Sequence[GpuSample]) -> Iterator[Finding]:
 
 def _free(samples: Sequence[GpuSample]) -> Iterator[Finding]:
     """Find memory that somebody else holds."""
-    for gpu in samples:
-        if gpu.memory_used_gib is not None and gpu.memory_used_gib > BUSY_GIB:
-            whose = ", ".join(str(pid) for pid in gpu.processes or ())
-            by = f"process {whose}" if whose else "processes that are not seen from here"
-            yield Finding(
-                "memory",
-                "warn",
-                f"GPU {gpu.index} has {gpu.memory_used_gib:.1f} GiB in use by {by}",
-                "End what is left there (nvidia-smi), or choose other GPUs by "
-                "CUDA_VISIBLE_DEVICES.",
-            )
+    busy = [gpu for gpu in samples if (gpu.memory_used_gib or 0.0) > BUSY_GIB]
+    if not busy:
+        return
+    most = max(gpu.memory_used_gib or 0.0 for gpu in busy)
+    pids = sorted({pid for gpu in busy for pid in gpu.processes or ()})
+    whose = f"process {_listed(pids)}" if pids else "processes that are not seen from here"
+    yield Finding(
+        "memory",
+        "warn",
+        f"of GPU {_listed([gpu.index for gpu in busy])} up to {most:.1f} GiB are in use by {whose}",
+        "End what is left there (nvidia-smi), or choose other GPUs by CUDA_VISIBLE_DEVICES.",
+    )
 
 
 def _links(samples: Sequence[GpuSample]) -> Finding:
     """Say how the GPUs are linked; one that lacks some of its links is unhealthy."""
-    active = [gpu.nvlinks_active for gpu in samples if gpu.nvlinks_active]
-    if len(active) == len(samples):
-        return Finding("nvlink", "ok", f"{min(active)} links up on every GPU")
+    without = [gpu.index for gpu in samples if not gpu.nvlinks_active and not gpu.lost]
+    if not without:
+        return Finding("nvlink", "ok", f"{fewest_links(samples)} links up on every GPU")
     return Finding(
         "nvlink",
         "warn",
-        "not every GPU has NVLinks that are up: what ZeRO exchanges goes over PCIe",
+        f"GPU {_listed(without)} has no NVLink that is up: what ZeRO exchanges goes over PCIe",
         "zero.stage=1 exchanges least; machines with NVLink (SXM, HGX) exchange tens of times "
         "faster.",
     )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(str(number) for number in numbers)
 
 
 def smallest_memory_bytes(samples: Sequence[GpuSample]) -> float | None:
@@ -217,5 +238,5 @@ def smallest_memory_bytes(samples: Sequence[GpuSample]) -> float | None:
 
 
 def fewest_links(samples: Sequence[GpuSample]) -> int | None:
-    """Return the NVLinks of the GPU that has the fewest up; None: there are no GPUs."""
-    return min((gpu.nvlinks_active or 0 for gpu in samples), default=None)
+    """Return the NVLinks of the GPU that has the fewest up; None: no GPU answers."""
+    return min((gpu.nvlinks_active or 0 for gpu in samples if not gpu.lost), default=None)

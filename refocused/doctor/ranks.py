@@ -216,9 +216,18 @@ def _outcome(logs: Path, *, codes: Sequence[int], ended: bool, doing_first: str)
         return RanksOutcome(ranks, results, doing, text)
     dead = next((rank for rank in range(ranks) if codes[rank]), None)
     if dead is not None:
-        text = f"rank {dead} ended with code {codes[dead]}: {_last_words(logs, dead)}"
+        text = f"rank {dead} {_end(codes[dead])}. Last words: {_last_words(logs, dead)}"
         return RanksOutcome(ranks, results, doing, text)
     return RanksOutcome(ranks, results)
+
+
+def _end(code: int) -> str:
+    """Say how a process ended that said nothing."""
+    if code == -signal.SIGKILL:
+        return "was killed, most often for want of memory (see dmesg)"
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with code {code}"
 
 
 def _records(file: Path) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from refocused.bucket.bucket import Bucket
+from refocused.bucket.google_faults import RefusedRequestError
 from refocused.doctor.finding import Finding
 from refocused.errors import BucketError
 
@@ -58,7 +59,8 @@ def probe_mirror(bucket: Bucket, setting: str, *, canary: str) -> Rights:
     missing = [] if "://" in bucket.url else _missing_folders(Path(bucket.url))
     trial = _Trial()
     written = trial("write", lambda: bucket.write(canary, CANARY))
-    trial("list", lambda: _found(bucket, canary, expected=written is not None))
+    if trial.is_answered:
+        trial("list", lambda: _found(bucket, canary, expected=written is not None))
     if written is not None:
         trial("read", lambda: _same(bucket, canary))
         trial("delete", lambda: bucket.delete(canary))
@@ -142,12 +144,14 @@ class _Trial:
     def __init__(self) -> None:
         self.allowed: list[str] = []
         self.refused: dict[str, str] = {}
+        self.is_answered = True  # what does not answer at all is not asked for more
 
     def __call__(self, verb: str, action: Callable[[], T]) -> T | None:
         try:
             result = action()
         except BucketError as error:
             self.refused[verb] = str(error)
+            self.is_answered = isinstance(error, RefusedRequestError)
             return None
         self.allowed.append(verb)
         return result

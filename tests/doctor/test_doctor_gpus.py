@@ -7,6 +7,7 @@ import pytest
 
 from refocused.doctor.gpus import (
     Gpus,
+    chosen,
     fewest_links,
     judge_gpus,
     smallest_memory_bytes,
@@ -68,7 +69,15 @@ def test_good_ones() -> None:
         ),
         (dataclasses.replace(GOOD, driver_cuda=(12, 2)), None, "torch", "ok", "CUDA 12.8"),
         (dataclasses.replace(GOOD, torch_count=2), 4, "torch", "fail", "torch sees 2 of the 4"),
-        (with_one(lost=True), None, "health", "fail", "GPU 3"),
+        (with_one(lost=True, name=None, nvlinks_active=None), None, "health", "fail", "GPU 3"),
+        (
+            with_one(lost=True, name=None, nvlinks_active=None),
+            None,
+            "gpus",
+            "ok",
+            "4 x NVIDIA H100",
+        ),
+        (with_one(lost=True, name=None, nvlinks_active=None), None, "nvlink", "ok", "18 links"),
         (with_one(ecc_uncorrected=7), None, "health", "fail", "7 memory errors"),
         (with_one(remap_pending=True), None, "health", "warn", "a broken row of memory"),
         (with_one(throttle_reasons=("hw_thermal",)), None, "health", "warn", "hw thermal"),
@@ -80,9 +89,9 @@ def test_good_ones() -> None:
             None,
             "memory",
             "warn",
-            "GPU 3 has 41.5 GiB in use by process 4711",
+            "of GPU 3 up to 41.5 GiB are in use by process 4711",
         ),
-        (with_one(nvlinks_active=None), None, "nvlink", "warn", "goes over PCIe"),
+        (with_one(nvlinks_active=None), None, "nvlink", "warn", "GPU 3 has no NVLink"),
     ],
 )
 def test_what_is_wrong_is_named(
@@ -110,6 +119,13 @@ def test_a_machine_without_any(
     found = Gpus(note="The NVIDIA driver does not answer.", is_fault=is_fault)
     (finding,) = judge_gpus(found, wanted=wanted, device=device)
     assert finding.level == level
+
+
+def test_gpus_of_others_are_no_matter() -> None:
+    busy = dataclasses.replace(HEALTHY, index=4, memory_used_gib=70.0)
+    ours = [dataclasses.replace(HEALTHY, local_rank=0)]
+    assert chosen([*ours, busy]) == ours
+    assert chosen([busy]) == [busy]  # nobody knows whose it is
 
 
 def test_the_smallest_counts() -> None:

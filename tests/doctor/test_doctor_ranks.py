@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from ranks import free_port
 
 from refocused.doctor.rank_process import RankTask
 from refocused.doctor.ranks import RanksOutcome, judge_allreduce, judge_step, run_ranks
@@ -89,3 +93,19 @@ def test_real_ranks_that_fail_are_told_of_and_leave_nothing(tmp_path: Path) -> N
     assert broken.results["allreduce"]["is_right"]
     late = run_ranks(task(tmp_path), ranks=2, longest_seconds=0.3)
     assert late.failure is not None and "nothing came of it in time" in late.failure
+
+
+@pytest.mark.slow
+def test_a_rank_ends_with_the_doctor_that_started_it(tmp_path: Path) -> None:
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    waiting = subprocess.Popen(
+        [sys.executable, "-m", "refocused.doctor.rank_process", task(tmp_path).model_dump_json()],
+        stdin=subprocess.PIPE,
+        env={**os.environ, **alone, **address},
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.wait(2)
+    assert waiting.stdin is not None
+    waiting.stdin.close()  # as when its doctor was killed
+    assert waiting.wait(60) == 1

@@ -80,7 +80,7 @@ def test_a_folder_is_left_as_it_was(tmp_path: Path) -> None:
 def test_a_folder_in_whose_place_a_file_is(tmp_path: Path) -> None:
     (tmp_path / "mirror").write_bytes(b"")
     rights = probe_mirror(DirectoryBucket(tmp_path / "mirror"), MIRROR, canary="doctor-1.txt")
-    assert {"write", "list"} == set(rights.refused)
+    assert list(rights.refused) == ["write"]  # a listing would only say the same
 
 
 def test_credentials(tmp_path: Path) -> None:

@@ -88,6 +88,19 @@ Return nvmlDeviceGetCount_v2(unsigned *count) {
     return OK;
 }
 
+Return nvmlSystemGetDriverVersion(char *version, unsigned size) {
+    char found[128];
+    if (!look_up(MACHINE, "driver", found)) return UNSUPPORTED;
+    snprintf(version, size, "%s", found);
+    return OK;
+}
+Return nvmlSystemGetCudaDriverVersion_v2(int *version) {
+    char found[128];
+    if (!look_up(MACHINE, "cuda", found)) return UNSUPPORTED;
+    *version = atoi(found);
+    return OK;
+}
+
 Return nvmlDeviceGetHandleByIndex_v2(unsigned index, Handle *gpu) {
     unsigned count, gone = 0;
     nvmlDeviceGetCount_v2(&count);
