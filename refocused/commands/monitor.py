@@ -1,7 +1,8 @@
-"""`launch/monitor.py`: a live screen of a run, one print of it, or its summary, from its files."""
+"""`launch/monitor.py`: runs on a screen, printed or summed up; a machine sampled."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import locale
 import socket
@@ -22,13 +23,15 @@ if TYPE_CHECKING:
 
 INTERVAL_SECONDS = 2.0
 EVENTS_PRINTED = 5
+SAMPLES = Path("samples")
 
 
 def build_parser() -> Parser:
     """Describe the command line."""
     parser = Parser(
         prog="monitor",
-        description="Watch runs. It only reads their files: training never notices it.",
+        description="Watch runs. It only reads their files: training never notices it. Or sample "
+        "the GPUs of a machine that trains nothing of ours (--collect).",
     )
     add = parser.add_argument
     add("run", nargs="*", help="folders, or names in runs/ (default: all there, the newest first)")
@@ -44,6 +47,12 @@ def build_parser() -> Parser:
     add("--wait", action="store_true", help="the run named may not have begun yet")
     add("--json", action="store_true", help="print it as JSON, and end")
     add("--summary", action="store_true", help="write SUMMARY.md, summary.png and summary.html")
+    add(
+        "--collect",
+        action="store_true",
+        help=f"write samples of this machine and its GPUs until Ctrl+C, to a folder of runs/ or "
+        f"another (default: {SAMPLES}/HOST)",
+    )
     add("--ascii", action="store_true", help="only ASCII characters (as without a UTF-8 locale)")
     return parser
 
@@ -51,6 +60,8 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     arguments = build_parser().read(argv)
+    if arguments.collect:
+        return _collect(arguments.run, interval_seconds=arguments.interval)
     try:
         folders = [
             Path(name) if arguments.wait else find_run(name) for name in arguments.run
@@ -98,6 +109,40 @@ def _watch(folders: Sequence[Path], *, interval_seconds: float, ascii_only: bool
         interval_seconds=interval_seconds,
         ascii_only=ascii_only,
     ).run()
+    return ExitCode.OK
+
+
+def _collect(named: Sequence[str], *, interval_seconds: float) -> int:
+    """Sample this machine beside whatever runs on it."""
+    from refocused.monitoring.sampler import Sampler, take_turn
+    from refocused.monitoring.sampler_settings import SamplerSettings
+
+    if len(named) > 1:
+        print(f"--collect writes to one folder, not to {', '.join(named)}.", file=sys.stderr)
+        return ExitCode.WRONG_USE
+    folder = find_run(named[0], must_exist=False) if named else SAMPLES / socket.gethostname()
+    settings = SamplerSettings(
+        run=folder, training=None, interval_seconds=interval_seconds, ranks=0
+    )
+    try:
+        settings.samples.parent.mkdir(parents=True, exist_ok=True)
+        if not take_turn(settings):
+            print(
+                f"{folder}: another process samples this machine into it. Name another folder.",
+                file=sys.stderr,
+            )
+            return ExitCode.FAILED
+        sampler = Sampler(settings)
+    except OSError as error:
+        print(f"{folder} cannot be written: {error.strerror}. Name another.", file=sys.stderr)
+        return ExitCode.FAILED
+    print(
+        f"{settings.samples}: a sample every {interval_seconds:g} s until Ctrl+C. "
+        f"See them: python launch/monitor.py {folder}",
+        file=sys.stderr,
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        sampler.run()
     return ExitCode.OK
 
 

@@ -1,7 +1,8 @@
 """The sampler: writes what GPUs and machine do, and raises alarms, while its rank lives.
 
-One process a machine. It reads NVIDIA's library, the system and the run's own files, and never
-talks to the processes that train; nothing that happens to it reaches them.
+One process a machine; without a rank it samples until it is interrupted. It reads NVIDIA's library,
+the system and the run's own files, and never talks to the processes that train; nothing that
+happens to it reaches them.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Round:
 
 
 class Sampler:
-    """Samples again and again; ends by itself when its rank does."""
+    """Samples again and again; ends by itself when its rank does, if it has one."""
 
     def __init__(self, settings: SamplerSettings) -> None:
         """Open the library and the files.
@@ -75,16 +76,18 @@ class Sampler:
         self._failure: str | None = None
 
     def run(self) -> None:
-        """Sample until the rank has ended, and once more then."""
+        """Sample until the rank has ended, and once more then; without one, for ever."""
         due = time.monotonic()
-        while self._settings.training.alive:
-            if time.monotonic() >= due:
-                self.round()
-                due = max(due + self._settings.interval_seconds, time.monotonic())
-            time.sleep(min(LOOK_SECONDS, max(0.0, due - time.monotonic())))
-        self.round()
-        if self._gpus is not None:
-            self._gpus.close()
+        try:
+            while self._settings.training is None or self._settings.training_alive:
+                if time.monotonic() >= due:
+                    self.round()
+                    due = max(due + self._settings.interval_seconds, time.monotonic())
+                time.sleep(min(LOOK_SECONDS, max(0.0, due - time.monotonic())))
+            self.round()
+        finally:
+            if self._gpus is not None:
+                self._gpus.close()
 
     def round(self) -> None:
         """Take and write one sample of everything; what fails is said once, and tried again."""
@@ -110,7 +113,7 @@ class Sampler:
         return Round(
             self._gpus.samples() if self._gpus is not None else [],
             self._system.sample(),
-            self._run.sight(alive=self._settings.training.alive),
+            self._run.sight(alive=self._settings.training_alive),
         )
 
     def _judge(self, found: Round) -> None:
@@ -123,8 +126,8 @@ class Sampler:
     def _readings(self, found: Round) -> Iterator[Reading]:
         yield from gpu_readings(found.gpus, is_training=found.run.is_training)
         yield from system_readings(found.system, self._disk_trend(found.system))
-        if self._settings.node == 0:
-            settings = self._settings
+        settings = self._settings
+        if settings.node == 0 and settings.training is not None:
             money = Money(settings.per_hour_usd, settings.budget_usd, settings.credit_usd)
             yield from run_readings(found.run, money, now=time.time())
 
@@ -170,9 +173,12 @@ class Sampler:
 
 
 def take_turn(settings: SamplerSettings) -> bool:
-    """Wait until no other sampler of this machine runs, and be the one; False: our rank has ended.
+    """Wait until no other sampler of this machine runs, and be the one.
 
     That of an earlier start sees within a second that its rank is gone.
+
+    Returns:
+        False: another one samples, and ours has no rank any more to wait for.
     """
     # Never closed: the lock is held until the process ends.
     file = os.open(settings.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -181,6 +187,6 @@ def take_turn(settings: SamplerSettings) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if not settings.training.alive:
+            if not settings.training_alive:
                 return False
             time.sleep(LOOK_SECONDS)

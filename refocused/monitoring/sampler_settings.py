@@ -14,7 +14,8 @@ class SamplerSettings(pydantic.BaseModel):
 
     Attributes:
         run: The run's folder.
-        training: The machine's first rank; when it is gone, the sampler ends.
+        training: The machine's first rank; when it is gone, the sampler ends. None: nothing of a
+            run is watched, and the sampler goes on until it is interrupted.
         interval_seconds: Time between two samples.
         node: This machine's number among those of the run; the first also watches the run itself.
         ranks: Of the run, on this machine.
@@ -28,7 +29,7 @@ class SamplerSettings(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     run: Path
-    training: ProcessIdentity
+    training: ProcessIdentity | None
     interval_seconds: float = pydantic.Field(default=5.0, gt=0)
     node: int = 0
     ranks: int = 1
@@ -42,6 +43,11 @@ class SamplerSettings(pydantic.BaseModel):
     @classmethod
     def _anywhere(cls, path: Path) -> Path:
         return path.expanduser().absolute()
+
+    @property
+    def training_alive(self) -> bool:
+        """Whether the machine's first rank runs."""
+        return self.training is not None and self.training.alive
 
     @property
     def samples(self) -> Path:

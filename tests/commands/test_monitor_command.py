@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -104,3 +105,30 @@ def test_a_locale_without_utf8_gets_ascii(run: WatchedRun) -> None:
         )
         assert done.returncode == 0, done.stderr
         assert found in done.stdout
+
+
+@pytest.mark.slow
+def test_collect_samples_a_machine_until_it_is_interrupted(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--collect", "mine", "--interval", "0.1"]
+    samples = tmp_path / "runs" / "mine" / "logs" / "gpu_metrics.jsonl"
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as collecting:
+        try:
+            deadline = time.monotonic() + 60
+            while not samples.exists() or len(samples.read_text().splitlines()) < 3:
+                assert time.monotonic() < deadline and collecting.poll() is None
+                time.sleep(0.05)
+            second = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+            assert (second.returncode, second.stdout) == (1, "")
+            assert "another process samples this machine into it" in second.stderr
+            collecting.send_signal(signal.SIGINT)
+            _, said = collecting.communicate(timeout=60)
+        finally:
+            collecting.kill()
+    assert collecting.returncode == 0
+    assert "until Ctrl+C" in said and "Traceback" not in said
+    assert {json.loads(line)["kind"] for line in samples.read_text().splitlines()} >= {"system"}
+
+
+def test_collect_writes_to_one_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert monitor.main(["--collect", "one", "two"]) == 2
+    assert "one folder" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from nvml_machine import Machine
 
 from refocused.monitoring import gpu, gpu_alarms
 from refocused.monitoring.records import JsonLines, write_state
-from refocused.monitoring.sampler import Sampler
+from refocused.monitoring.sampler import Sampler, take_turn
 from refocused.monitoring.sampler_process import SamplerError, start_sampler
 from refocused.monitoring.sampler_settings import SamplerSettings
 from refocused.process_identity import ProcessIdentity, identify, this_process
@@ -235,6 +235,16 @@ def test_of_two_on_a_machine_one_samples(
     assert identify(second) is not None
     later.kill()
     await_end(second)
+
+
+def test_without_a_rank_nothing_is_said_of_a_run(tmp_path: Path, eight_gpus: Machine) -> None:
+    write_state(tmp_path / "state.json", {"status": "training", "step": 1})
+    eight_gpus.gpu(7, lost=1)
+    alone = SamplerSettings(run=tmp_path, training=None)
+    assert take_turn(alone)
+    assert not take_turn(alone)  # another one samples: nothing to wait for
+    Sampler(alone).round()
+    assert alarms(tmp_path) == [("gpu_lost", "7", True)]
 
 
 def test_a_sampler_that_cannot_be_started(tmp_path: Path) -> None:
