@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -25,6 +26,7 @@ from refocused.training.launch import Launch
 
 GRACE_SECONDS = 300
 SPOT_GRACE_SECONDS = 25  # a spot machine is gone about 30 s after its notice
+SUMMARY_SECONDS = 60.0  # it takes two, on a machine that has nothing else to do
 RESTART_PAUSE_SECONDS = 3.0  # until GPUs and ports are free again
 CPU_RANKS = 2
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "train.py"
@@ -136,6 +138,8 @@ class _Launches:
                 break
             say(f"Starting again after step {newest_step(self._run):,} (--restarts {restarts}).")
             time.sleep(RESTART_PAUSE_SECONDS)
+        if verdict.code != ExitCode.OK and (trouble := summarize(self._run)):
+            say(trouble)
         if verdict.text or verdict.crashed:
             say(f"{_saved(newest_step(self._run))}: {self._again}")
         return verdict.code
@@ -212,6 +216,38 @@ def deepspeed_command(environment: Mapping[str, str], *, gpus: int) -> list[str]
 def newest_step(run: Path) -> int:
     """Return the newest step saved in a run's folder; 0 without any."""
     return max((parse_name(path.name) or 0 for path in step_paths(run / "checkpoints")), default=0)
+
+
+def summarize(run: Path) -> str:
+    """Write the summary of a run that came to no good end, where rank 0 wrote none.
+
+    Returns:
+        Why it was not written; empty: it was, or there is nothing new to write of.
+    """
+    summary, state = run / "SUMMARY.md", run / "state.json"
+    if not state.is_file() or _changed(summary) >= _changed(state):
+        return ""
+    command = [sys.executable, "-P", "-m", "refocused.commands.monitor", str(run), "--summary"]
+    reason = f"it took more than {SUMMARY_SECONDS:.0f} s"
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        written = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            start_new_session=True,  # a signal for us is none for it
+            timeout=SUMMARY_SECONDS,
+            check=False,
+        )
+        if written.returncode == 0:
+            return ""
+        reason = (written.stderr.strip().splitlines() or [f"exit code {written.returncode}"])[-1]
+    return f"{summary} was not written ({reason}). Try: python launch/monitor.py {run} --summary"
+
+
+def _changed(file: Path) -> float:
+    """When a file was last written; a missing one never."""
+    return file.stat().st_mtime if file.is_file() else 0.0
 
 
 def _saved(step: int) -> str:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from monitoring.watched_run import new_run
 
 from refocused.commands import launch
 from refocused.errors import ExitCode
@@ -105,6 +106,31 @@ def test_the_newest_step_is_that_on_the_disk(tmp_path: Path) -> None:
     for name in ("checkpoint_step_950", "checkpoint_step_1000", "superseded-checkpoint_step_2000"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert launch.newest_step(tmp_path) == 1000
+
+
+@pytest.mark.slow
+def test_a_run_that_crashed_gets_its_summary(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.begin(pid=1, pid_started=-1)
+    assert launch.summarize(run.folder) == ""
+    assert "crashed" in (run.folder / "SUMMARY.md").read_text()
+
+
+def test_a_summary_is_written_once_and_its_failure_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "python"
+    tool.write_text("#!/bin/sh\necho one >&2\necho 'No room.' >&2\nexit 1\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tool))
+    run = tmp_path / "run"
+    assert launch.summarize(run) == ""  # it never began
+    run.mkdir()
+    (run / "state.json").write_text("{}")
+    trouble = launch.summarize(run)
+    assert "SUMMARY.md was not written (No room.)" in trouble and "\n" not in trouble
+    (run / "SUMMARY.md").touch()  # by rank 0, after the state
+    assert launch.summarize(run) == ""
 
 
 def test_the_way_on_keeps_what_chose_the_gpus() -> None:
