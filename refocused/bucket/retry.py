@@ -44,7 +44,8 @@ class RetryPolicy:
         attempts: Failures in a row without progress after which an operation is given up.
         initial_s: Ceiling of the first wait, in seconds; it doubles with each failure.
         longest_s: Highest ceiling, in seconds.
-        sleep: Waits for so many seconds.
+        sleep: Waits for so many seconds; what it raises ends the operation.
+        tell: Told what failed, before each wait; from whichever thread that is.
         draw: Returns a random number in [0, 1); not from Python's own generator, whose state
             belongs to the training and is saved with it: a fault of the network would change it.
     """
@@ -53,6 +54,7 @@ class RetryPolicy:
     initial_s: float = 0.5
     longest_s: float = 30.0
     sleep: Callable[[float], None] = time.sleep
+    tell: Callable[[str], None] = lambda text: None
     draw: Callable[[], float] = random.SystemRandom().random
 
     def wait_s(self, failures: int, *, retry_after_s: float | None = None) -> float:
@@ -93,6 +95,7 @@ class Attempts:
             )
         wait = self._policy.wait_s(self._failures, retry_after_s=fault.retry_after_s)
         logger.warning("%s: %s; next attempt in %.1f s", self._what, fault.reason, wait)
+        self._policy.tell(f"{self._what}: {fault.reason}")
         self._policy.sleep(wait)
 
 

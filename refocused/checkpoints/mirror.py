@@ -75,14 +75,14 @@ class CheckpointMirror:
         return True
 
     def drain(
-        self, timeout_s: float, progress: Callable[[MirrorStatus], None] | None = None
+        self, timeout_s: float, progress: Callable[[MirrorStatus | None], None] | None = None
     ) -> bool:
         """Ask the mirror to finish its queue and end, and wait for that.
 
         Args:
             timeout_s: Longest wait, in seconds; afterwards the mirror goes on by itself, for as
                 long as its own settings let it.
-            progress: Told the status every `POLL_SECONDS`.
+            progress: Told the status every `POLL_SECONDS`; None while there is none.
 
         Returns:
             Whether every committed step is in the bucket.
@@ -111,14 +111,14 @@ class CheckpointMirror:
         self,
         request: DrainRequest | None,
         slice_s: float,
-        progress: Callable[[MirrorStatus], None] | None = None,
+        progress: Callable[[MirrorStatus | None], None] | None = None,
     ) -> bool | None:
         """Wait for a while for the mirror to finish.
 
         Args:
             request: What `request_drain` gave.
             slice_s: Longest wait of this call, in seconds.
-            progress: Told the status every `POLL_SECONDS`.
+            progress: Told the status every `POLL_SECONDS`; None while there is none.
 
         Returns:
             Whether every committed step is in the bucket; None when it is too early to say.
@@ -134,7 +134,7 @@ class CheckpointMirror:
                 return False
             if now >= pause_at:
                 return None
-            if status is not None and progress is not None:
+            if progress is not None:
                 progress(status)
             self._restart_for_drain(request.token)
             left = min(request.deadline, pause_at) - time.monotonic()

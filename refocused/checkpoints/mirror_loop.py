@@ -2,69 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from threading import current_thread, main_thread
 from types import FrameType
 
-from refocused.bucket.google_faults import RefusedRequestError
 from refocused.bucket.open import open_bucket
+from refocused.bucket.retry import RetryPolicy
 from refocused.checkpoints.atomic import FileLock, write_json_atomic
-from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest
 from refocused.checkpoints.mirror_copy import StepCopier
-from refocused.checkpoints.mirror_queue import CopyOrder, copy_order
+from refocused.checkpoints.mirror_queue import CopyOrder
 from refocused.checkpoints.mirror_status import BLOCKED, MirrorSettings, MirrorStatus
-from refocused.checkpoints.remote_retention import RemoteRetention, kept_steps
+from refocused.checkpoints.mirror_steps import LocalSteps, Settled, signature_of
+from refocused.checkpoints.mirror_waits import is_refusal, wait_seconds
+from refocused.checkpoints.remote_retention import RemoteRetention
 from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED, RemoteSteps
-from refocused.checkpoints.step_directory import (
-    StepDirectory,
-    name_of,
-    parse_name,
-    read_step,
-    step_paths,
-)
+from refocused.checkpoints.step_directory import StepDirectory, name_of, read_step
 from refocused.errors import BucketError, CheckpointError
 from refocused.process_identity import this_process
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 5.0
-FIRST_WAIT_SECONDS = 1.0
-MOST_DOUBLINGS = 30
-_REFUSALS = (RefusedRequestError, PermissionError, NotADirectoryError, FileExistsError)
-
-
-def is_refusal(error: BaseException) -> bool:
-    """Whether trying again cannot help by itself: no permission, no bucket, no such folder."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, _REFUSALS):
-        cause = cause.__cause__
-    return cause is not None
-
-
-def wait_seconds(failures: int, *, refused: bool, longest: float) -> float:
-    """How long to wait after so many failures in a row: doubling, or the longest at once."""
-    if refused:
-        return longest
-    doublings = min(failures - 1, MOST_DOUBLINGS)  # a bucket may be down for thousands of attempts
-    return min(FIRST_WAIT_SECONDS * 2.0**doublings, longest)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Settled:
-    """A step that needs nothing more, until its manifest is another file.
-
-    Attributes:
-        signature: Of the manifest that was looked at.
-        failure: Why it cannot be copied; None: it is in the bucket.
-    """
-
-    signature: tuple[int, int]
-    failure: str | None
+STOP_SECONDS = 1.0  # for a request on its way, once told to end
 
 
 class MirrorLoop:
@@ -75,14 +39,13 @@ class MirrorLoop:
         self._settings = settings
         self._files = settings.files
         self._stopping = False  # a plain flag: an Event's lock is not safe in a signal handler
-        self._settled: dict[str, _Settled] = {}
-        self._manifests: dict[str, tuple[tuple[int, int], CheckpointManifest | None]] = {}
-        self._unwanted: frozenset[int] = frozenset()
+        self._steps = LocalSteps(self._files.checkpoints)
         self._awaiting: set[int] = set()
         self._copying: int | None = None
         self._filling_in = False
         self._newest_there: int | None = None
         self._failures = 0
+        self._trouble: str | None = None
         self._acquainted = False
         self._draining = False
         self._status = MirrorStatus(
@@ -92,6 +55,7 @@ class MirrorLoop:
             settings.bucket,
             credentials_file=settings.credentials_file,
             project=settings.project,
+            retry=RetryPolicy(sleep=self._wait_to_ask_again, tell=self._note_fault),
         )
         self._remote = RemoteSteps(bucket, settings.prefix)
         self._copier = StepCopier(
@@ -134,7 +98,7 @@ class MirrorLoop:
     def _observe_requests(self) -> None:
         """Note whether to finish the queue and end; the clock runs from the first time it is so."""
         draining = self._files.drain.exists() or not self._settings.training.alive
-        if draining != self._draining:
+        if draining != self._draining and not self._stopping:
             self._draining = draining
             limit = max(self._settings.drain_seconds, 0.001) if draining else 0.0
             signal.setitimer(signal.ITIMER_REAL, limit)
@@ -162,8 +126,8 @@ class MirrorLoop:
             self._wait_after(error)
         else:
             self._copying = None
-            self._failures = 0
-            self._tell(last_error=None, done_bytes=0, total_bytes=0)
+            self._failures, self._trouble = 0, None
+            self._tell(done_bytes=0, total_bytes=0)
 
     def _make_acquaintance(self) -> None:
         """See that the bucket can be written, and what it has."""
@@ -197,13 +161,13 @@ class MirrorLoop:
         removed = self._retention.thin_out(in_use=in_use) if self._settings.node == 0 else []
         for step in removed:
             logger.info("%s is removed from the bucket", name_of(step))
-            self._settled.pop(name_of(step), None)
+            self._steps.forget(step)
         lacking = {
             step: manifest
             for step in (*order.wanted, *order.skipped, *removed)
-            if (manifest := self._manifest(self._files.checkpoints / name_of(step))) is not None
+            if (manifest := self._steps.manifest(step)) is not None
         }
-        self._unwanted |= self._retention.unwanted(lacking)
+        self._steps.unwanted |= self._retention.unwanted(lacking)
 
     def _must_stop_copying(self) -> bool:
         """Whether to stop before the next object: at once, or where a step fills in a pause."""
@@ -212,7 +176,7 @@ class MirrorLoop:
         return self._draining or bool(self._order().wanted)
 
     def _copy(self, path: Path) -> None:
-        signature = _signature(path)
+        signature = signature_of(path)
         started = time.monotonic()
         try:
             if signature is None:
@@ -222,16 +186,16 @@ class MirrorLoop:
                 self._await_others(step)
             else:
                 logger.info("%s is mirrored, %.1f s", path.name, time.monotonic() - started)
-                self._settled[path.name] = _Settled(signature, None)
-                self._point_to(_step(path))
+                self._steps.settle(path.name, Settled(signature, None))
+                self._point_to(step.step)
                 self._thin_out()
         except (CheckpointError, BucketError, OSError) as error:
-            if _signature(path) is None:
+            if signature_of(path) is None:
                 return  # retention removed the step meanwhile
             if not isinstance(error, CheckpointError):
                 raise
             logger.error("%s", error)
-            self._settled[path.name] = _Settled(signature or (0, 0), str(error))
+            self._steps.settle(path.name, Settled(signature or (0, 0), str(error)))
 
     def _await_others(self, step: StepDirectory) -> None:
         """Let other steps go first while parts of this one are missing, if they can still come."""
@@ -245,71 +209,69 @@ class MirrorLoop:
         self._awaiting.add(step.step)
 
     def _wait_after(self, error: Exception) -> None:
+        if self._stopping:
+            return
         self._failures += 1
         refused = is_refusal(error)
         longest = self._settings.longest_wait_seconds
         wait = wait_seconds(self._failures, refused=refused, longest=longest)
         text = f"{BLOCKED}{error}" if refused else str(error)
         logger.warning("%s; next attempt in %.0f s", text, wait)
-        until = time.monotonic() + wait
-        while (left := until - time.monotonic()) > 0 and not self._stopping:
-            self._observe_requests()
-            if self._draining and not self._order().wanted:
-                return  # a bucket that is down keeps nobody waiting when there is nothing to send
-            self._tell(last_error=text)
+        self._trouble = text
+        self._wait(wait)
+
+    def _wait_to_ask_again(self, seconds: float) -> None:
+        """Wait before a request is sent again, in whichever thread sends it.
+
+        Raises:
+            BucketError: It is not to be sent again.
+        """
+        if not self._wait(seconds):
+            raise BucketError(f"{self._trouble}; it is not tried again, since the mirror ends")
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait, hearing and telling meanwhile; False once nothing needs what is waited for."""
+        until, tells = time.monotonic() + seconds, current_thread() is main_thread()
+        while not self._is_over():
+            if tells:
+                self._observe_requests()
+                self._tell()
+            left = until - time.monotonic()
+            if left <= 0:
+                return True
             time.sleep(min(self._settings.scan_seconds, left))
+        return False
+
+    def _is_over(self) -> bool:
+        """Whether to wait no more: at the end, a bucket that is down delays nobody for nothing."""
+        copies = self._copying is not None and not self._filling_in
+        if self._stopping or not self._draining or copies:
+            return self._stopping
+        return not self._order().wanted
+
+    def _note_fault(self, text: str) -> None:
+        """Keep what failed for the next status; a refusal stays what it is until it is over."""
+        if not (self._trouble or "").startswith(BLOCKED):
+            self._trouble = text
 
     def _report(self, done_bytes: int, total_bytes: int) -> None:
         self._observe_requests()
+        if done_bytes > self._status.done_bytes:
+            self._trouble = None
         self._tell(done_bytes=done_bytes, total_bytes=total_bytes)
 
     def _order(self) -> CopyOrder:
-        """The committed steps that are neither mirrored nor hopeless nor unwanted."""
-        paths = {
-            _step(path): path
-            for path in step_paths(self._files.checkpoints)
-            if _signature(path) is not None
-        }
-        manifests = {step: self._manifest(path) for step, path in paths.items()}
-        known = kept_steps(manifests, whole=set(manifests), in_use=())
-        verdicts = {step: self._verdict(path) for step, path in paths.items()}
-        return copy_order(
-            [
-                step
-                for step in known
-                if verdicts[step.step] is None and step.step not in self._unwanted
-            ],
-            there=[step for step, was in verdicts.items() if was and was.failure is None],
-            copying=None if self._filling_in else self._copying,
-        )
-
-    def _manifest(self, path: Path) -> CheckpointManifest | None:
-        """Return a step's manifest, read once; None: it cannot be used, or the step is gone."""
-        signature, known = _signature(path), self._manifests.get(path.name)
-        if signature is None:
-            return None
-        if known is None or known[0] != signature:
-            try:
-                known = signature, read_step(path).manifest
-            except CheckpointError:
-                known = signature, None
-            self._manifests[path.name] = known
-        return known[1]
-
-    def _verdict(self, path: Path) -> _Settled | None:
-        """What is settled about a step; None once its manifest is another file."""
-        settled = self._settled.get(path.name)
-        return settled if settled and settled.signature == _signature(path) else None
+        return self._steps.order(copying=None if self._filling_in else self._copying)
 
     def _tell(self, **changes: object) -> None:
         """Write the status when it says something new, or when the last word is old or gone."""
-        known = {path: self._verdict(path) for path in step_paths(self._files.checkpoints)}
-        steps = {_step(path): settled for path, settled in known.items() if settled is not None}
-        changes["mirrored"] = tuple(step for step, was in steps.items() if was.failure is None)
-        changes["failed"] = {step: was.failure for step, was in steps.items() if was.failure}
+        settled = self._steps.settled()
+        changes["mirrored"] = tuple(step for step, was in settled.items() if was.failure is None)
+        changes["failed"] = {step: was.failure for step, was in settled.items() if was.failure}
         order = self._order()
         changes["waiting"], changes["skipped"] = order.wanted, order.skipped
-        changes["unwanted"] = tuple(sorted(self._unwanted))
+        changes["unwanted"] = tuple(sorted(self._steps.unwanted))
+        changes["last_error"] = self._trouble
         status = self._status.model_copy(update=changes)
         now = time.time()
         fresh = self._files.status.exists() and now - status.heartbeat < HEARTBEAT_SECONDS
@@ -326,27 +288,15 @@ class MirrorLoop:
 
     def _on_terminate(self, _signal: int, _frame: FrameType | None) -> None:
         self._stopping = True
+        signal.setitimer(signal.ITIMER_REAL, STOP_SECONDS)
 
     def _on_deadline(self, _signal: int, _frame: FrameType | None) -> None:
         """Leave at once: an object on its way is unmarked, so nothing is taken for whole."""
-        text = f"ended {self._settings.drain_seconds:.0f} s after training, with steps to copy"
+        after = f"{self._settings.drain_seconds:.0f} s after training"
+        when = "by a signal" if self._stopping else after
+        self._trouble = f"ended {when}, with steps to copy"
         try:
-            logger.error("%s: %s", text, self._status.waiting)
-            self._tell(last_error=text)
+            logger.error("%s: %s", self._trouble, self._status.waiting)
+            self._tell()
         finally:
             os._exit(1)
-
-
-def _signature(path: Path) -> tuple[int, int] | None:
-    """What tells a manifest from a later one of the same name; None when there is none."""
-    try:
-        found = (path / MANIFEST).stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found.st_ino, found.st_mtime_ns
-
-
-def _step(path: Path) -> int:
-    step = parse_name(path.name)
-    assert step is not None  # step_paths yields no other names
-    return step

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from refocused.checkpoints.mirror_status import MirrorStatus
@@ -26,6 +27,8 @@ _MAX_STEPS = re.compile(r" --max-steps[= ]\S+")  # reached: another takes its pl
 FINISHED_TRACKERS_END_S = 30.0  # nobody waits for the end of a run that has finished
 _GRAVITY = (ExitCode.OK, ExitCode.NOT_MIRRORED, ExitCode.FAILED)
 INTERRUPTED_DRAIN_S = 5.0  # the launcher kills a stopping rank after 30 s; the mirror goes on
+SAY_SOON_S = 3.0  # after the last line, when something has begun to hold up the mirror
+SAY_AGAIN_S = 60.0  # a wait that is silent for longer looks like one that hangs
 
 
 def finish(
@@ -56,10 +59,12 @@ def finish(
         exporting = final_model
     if exporting is not None:
         exporting.begin(outcome.state.step)
+    timeout_s = INTERRUPTED_DRAIN_S if outcome.stopped else settings.drain_minutes * 60
+    progress = DrainProgress(folder / "checkpoints", timeout_s)
     if outcome.stopped:
-        mirrored = parts.saver.drain(INTERRUPTED_DRAIN_S, _Progress())
+        mirrored = parts.saver.drain(timeout_s, progress)
     else:
-        mirrored = parts.saver.drain(settings.drain_minutes * 60, _Progress(), stop.agreed)
+        mirrored = parts.saver.drain(timeout_s, progress, stop.agreed)
     code = outcome.stopped.exit_code
     if not mirrored and not outcome.stopped:
         code = ExitCode.NOT_MIRRORED
@@ -126,24 +131,57 @@ def leave_summary(folder: Path) -> None:
         )
 
 
-class _Progress:
-    """Says every ten percent how far the mirror is."""
+class DrainProgress:
+    """Says every ten percent how far the mirror is; soon what holds it up, and that again."""
 
-    def __init__(self) -> None:
-        self._said = -1
+    def __init__(
+        self,
+        checkpoints: Path,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin to wait.
 
-    def __call__(self, status: MirrorStatus) -> None:
-        if not status.waiting:
-            return
+        Args:
+            checkpoints: The folder of the local steps.
+            timeout_s: Longest wait, in seconds.
+            clock: Monotonic seconds.
+        """
+        self._checkpoints = checkpoints
+        self._clock = clock
+        self._ends_at = clock() + timeout_s
+        self._said_at = clock()
+        self._said_tenth = -1
+        self._said_trouble = False
+
+    def __call__(self, status: MirrorStatus | None) -> None:
+        """Look at what the mirror said last; None: nothing yet."""
+        goes_on = status is not None and bool(status.waiting) and status.last_error is None
+        self._said_trouble = self._said_trouble and not goes_on
+        if status is not None and goes_on:
+            self._say_tenth(status)
+        soon = not goes_on and not self._said_trouble
+        if self._clock() - self._said_at >= (SAY_SOON_S if soon else SAY_AGAIN_S):
+            self._say_waiting(status)
+            self._said_trouble = not goes_on
+
+    def _say_tenth(self, status: MirrorStatus) -> None:
         tenth = 10 * status.done_bytes // (status.total_bytes or 1)  # 0: none could be begun yet
-        if tenth != self._said:
-            self._said = tenth
-            logger.info(
-                "      upload of step %s: %d %% (%d waiting)",
-                f"{status.waiting[0]:,}",
-                10 * tenth,
-                len(status.waiting),
-            )
+        if tenth != self._said_tenth:
+            self._said_tenth = tenth
+            waiting = status.waiting
+            self._say(f"upload of step {waiting[0]:,}: {10 * tenth} % ({len(waiting)} waiting)")
+
+    def _say_waiting(self, status: MirrorStatus | None) -> None:
+        said = "it has said nothing yet, see logs/mirror.log"
+        if status is not None:
+            said = status.progress(saved_steps(self._checkpoints))
+        left = duration(max(0.0, self._ends_at - self._clock()))
+        self._say(f"waiting for the mirror, for at most {left} more: {said}")
+
+    def _say(self, text: str) -> None:
+        self._said_at = self._clock()
+        logger.info("      %s", text)
 
 
 def _summary(

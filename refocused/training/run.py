@@ -40,6 +40,7 @@ from refocused.training.resuming import (
 from refocused.training.run_folder import find_keepers, require_one_mirror, writing
 from refocused.training.sampling import start_sampling
 from refocused.training.session import Session
+from refocused.training.signals import ENDING
 from refocused.training.sole_trainer import claim_run
 from refocused.training.state import TrainState
 from refocused.training.stopping import StopRequest
@@ -122,7 +123,7 @@ def _carry_out(job: Job, stop: StopRequest, session: Session) -> ExitCode:
         _keep_to_limits(job.loaded.config, parts, stop, session)
         session.presence.tell(training=True)
         parts.reporter.tell_also(data.cache.progress)
-        session.signals.notice = session.interruption_notice
+        session.signals.notices = session.training_notices
         return _train_and_finish(job, parts, state, stop, session)
     finally:
         data.cache.close()
@@ -237,6 +238,7 @@ def _train_and_finish(
     parts.reporter.write_state(parts.reporter.booked(state), "training")
     try:
         outcome = train(parts, state, stop)
+        session.signals.notices = ENDING
         session.presence.tell(reason=outcome.stopped.name)
         return _finish(job, parts, outcome, stop)
     except BaseException as error:

@@ -221,14 +221,14 @@ class Saver:
     def drain(
         self,
         timeout_s: float,
-        progress: Callable[[MirrorStatus], None],
+        progress: Callable[[MirrorStatus | None], None],
         given_up: Callable[[], int] = lambda: 0,
     ) -> bool:
         """Wait until the bucket holds everything; return whether it does, everywhere.
 
         Args:
             timeout_s: Longest wait, in seconds.
-            progress: Told on rank 0 how far it is.
+            progress: Told on rank 0 how far it is; None while the mirror has said nothing.
             given_up: Whether to wait no longer; the same on every rank, which all ask it about
                 every second.
         """

@@ -8,9 +8,9 @@ import time
 
 from refocused.training.ancestors import Ancestors
 from refocused.training.launch import Launch, Presence, launch_of
-from refocused.training.signals import Signals
+from refocused.training.signals import Notices, Signals
 
-UNSUPERVISED = (
+UNSUPERVISED = Notices(
     "^C    stopping after this step and saving; the launcher allows 30 s. A STOP file in the run's "
     "folder stops without a limit."
 )
@@ -37,11 +37,11 @@ class Session:
     launch: Launch | None
 
     @property
-    def interruption_notice(self) -> str:
-        """What the first signal leads to, once there is something to save."""
+    def training_notices(self) -> Notices:
+        """What signals lead to while there is something to save."""
         if self.launch is None:
             return UNSUPERVISED
-        return (
+        return Notices(
             "^C    stopping after this step and saving; "
             f"{self.launch.grace_seconds:.0f} s are allowed for it. Once more leaves less time, a "
             "third time ends it unsaved."

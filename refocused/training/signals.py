@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -13,9 +14,30 @@ from refocused.errors import ExitCode
 
 REPEAT_SECONDS = 2.0  # the launcher repeats what the terminal sent: signals this close are one
 ENDING_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-STARTING = "^C    stopping before training begins"
-AGAIN = "^C    already stopping; once more ends it at once, and what is not saved is lost"
-AT_ONCE = "^C    ended at once, without saving"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Notices:
+    """What is said to a signal: what it leads to, and what one more would.
+
+    Attributes:
+        first: To the first one.
+        again: To the second.
+        at_once: To the third, which ends the process.
+    """
+
+    first: str
+    again: str = "^C    already stopping; once more ends it at once, and what is not saved is lost"
+    at_once: str = "^C    ended at once, without saving"
+
+
+STARTING = Notices("^C    stopping before training begins")
+ENDING = Notices(
+    "^C    training is over; it ends without waiting for uploads and the final model, which go on "
+    "in the background",
+    "^C    training is over and it is ending; once more ends it at once, and what is saved stays",
+    "^C    ended at once, after training",
+)
 
 
 class Signals:
@@ -33,7 +55,7 @@ class Signals:
             speaks: Whether to say on stderr what a signal leads to; rank 0 does.
             clock: Monotonic seconds.
         """
-        self.notice = STARTING
+        self.notices = STARTING
         self._speaks = speaks
         self._clock = clock
         self._count = 0
@@ -59,7 +81,10 @@ class Signals:
         if repeated:
             return
         self._count += 1
-        self._say(self.notice if self._count == 1 else AGAIN if self._count == 2 else AT_ONCE)
+        said = self.notices
+        self._say(
+            said.first if self._count == 1 else said.again if self._count == 2 else said.at_once
+        )
         if self._count > 2:
             os._exit(ExitCode.FAILED)
 

@@ -16,8 +16,8 @@ from checkpoints.step_samples import flip_byte, make_step
 from refocused.bucket.directory import DirectoryBucket
 from refocused.checkpoints.catalog import Catalog
 from refocused.checkpoints.mirror import CheckpointMirror
-from refocused.checkpoints.mirror_loop import is_refusal, wait_seconds
 from refocused.checkpoints.mirror_status import MirrorSettings, MirrorStatus
+from refocused.checkpoints.mirror_waits import is_refusal, wait_seconds
 from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps
 from refocused.checkpoints.staging import remove_step
 from refocused.checkpoints.step_directory import read_step, step_paths
@@ -206,9 +206,9 @@ def test_drain_gives_up_when_its_time_is_over(place: Place) -> None:
     mirror = place.mirror()
     mirror.start()
     until(place.says(lambda status: status.waiting))
-    seen: list[MirrorStatus] = []
+    seen: list[MirrorStatus | None] = []
     assert not mirror.drain(1.0, seen.append)
-    assert seen[-1].waiting == (10,)
+    assert seen[-1] is not None and seen[-1].waiting == (10,)
 
 
 def test_drain_starts_a_mirror_that_has_died(place: Place) -> None:

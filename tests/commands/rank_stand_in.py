@@ -69,7 +69,7 @@ def _train(scenario: str, rank: int, session: Session) -> int:
     if scenario == "imports":  # before anything is open
         time.sleep(600)
     session.presence.tell(run=str(RUN), training=True)
-    session.signals.notice = session.interruption_notice
+    session.signals.notices = session.training_notices
     helper = None
     if scenario == "helper":  # a process of the rank's that would outlive it
         helper = subprocess.Popen(["sleep", "600"], start_new_session=True)

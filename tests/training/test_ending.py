@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import pytest
+from checkpoints.step_samples import make_step
 from run_fakes import FakeReporter, FakeSaver, FakeStop, Log, parts_of
 
 from refocused.checkpoints.mirror_status import MirrorStatus
@@ -14,7 +15,13 @@ from refocused.config.outputs import CheckpointConfig
 from refocused.errors import ExitCode
 from refocused.inference.final_model import FinalModelAnswer
 from refocused.process_identity import this_process
-from refocused.training.ending import INTERRUPTED_DRAIN_S, finish
+from refocused.training.ending import (
+    INTERRUPTED_DRAIN_S,
+    SAY_AGAIN_S,
+    SAY_SOON_S,
+    DrainProgress,
+    finish,
+)
 from refocused.training.final_model import FinalModel
 from refocused.training.loop import Outcome
 from refocused.training.state import TrainState
@@ -53,7 +60,7 @@ class EndingSaver(FakeSaver):
     def drain(
         self,
         timeout_s: float,
-        progress: Callable[[MirrorStatus], None],
+        progress: Callable[[MirrorStatus | None], None],
         given_up: Callable[[], int] | None = None,
     ) -> bool:
         self.waited, self.may_be_given_up = timeout_s, given_up is not None
@@ -232,18 +239,20 @@ def test_an_unsaved_last_step_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert not any("mirror" in message for message in caplog.messages)
 
 
-def test_the_upload_is_told_at_every_tenth(caplog: pytest.LogCaptureFixture) -> None:
-    def status(done: int, *waiting: int) -> MirrorStatus:
-        return MirrorStatus(
-            bucket="b",
-            prefix="p",
-            process=this_process(),
-            heartbeat=0.0,
-            waiting=waiting,
-            done_bytes=done,
-            total_bytes=1000,
-        )
+def status(done: int, *waiting: int, error: str | None = None) -> MirrorStatus:
+    return MirrorStatus(
+        bucket="b",
+        prefix="p",
+        process=this_process(),
+        heartbeat=0.0,
+        waiting=waiting,
+        done_bytes=done,
+        total_bytes=1000,
+        last_error=error,
+    )
 
+
+def test_the_upload_is_told_at_every_tenth(caplog: pytest.LogCaptureFixture) -> None:
     said = (status(0, 1500), status(50, 1500), status(120, 1500, 1600), status(1000))
     end(EndingSaver([], statuses=said))
     assert caplog.messages[:2] == [
@@ -251,3 +260,62 @@ def test_the_upload_is_told_at_every_tenth(caplog: pytest.LogCaptureFixture) -> 
         "      upload of step 1,500: 10 % (2 waiting)",
     ]
     assert caplog.messages[2].startswith("done")
+
+
+class Waiting:
+    """A wait of 10 minutes for a mirror, with a clock of its own and step 20 to be copied."""
+
+    def __init__(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+        make_step(folder, 20)
+        self.caplog = caplog
+        self.now = 100.0
+        self.progress = DrainProgress(folder, 600.0, lambda: self.now)
+
+    def hears(self, status: MirrorStatus | None, seconds: float) -> list[str]:
+        """Look five times a second for so long; return what was said."""
+        self.caplog.clear()
+        for _ in range(round(seconds * 5)):
+            self.progress(status)
+            self.now += 0.2
+        return self.caplog.messages
+
+
+@pytest.fixture
+def waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Waiting:
+    return Waiting(tmp_path, caplog)
+
+
+def test_what_holds_up_the_mirror_is_told_soon_and_then_now_and_again(waiting: Waiting) -> None:
+    down = status(0, 20, error="asking gs://b: HTTP 503")
+    assert waiting.hears(down, SAY_SOON_S - 1.0) == []
+    assert waiting.hears(down, SAY_AGAIN_S) == [
+        "      waiting for the mirror, for at most 9.9 min more: nothing mirrored yet, 1 behind, "
+        "last error: asking gs://b: HTTP 503"
+    ]
+    assert len(waiting.hears(down, 3 * SAY_AGAIN_S)) == 3
+
+
+def test_an_outage_that_ends_and_comes_again_is_told_again(waiting: Waiting) -> None:
+    down = status(0, 20, error="HTTP 503")
+    assert len(waiting.hears(down, 10.0)) == 1
+    assert waiting.hears(status(500, 20), 10.0) == ["      upload of step 20: 50 % (1 waiting)"]
+    assert len(waiting.hears(down, 10.0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (None, "it has said nothing yet, see logs/mirror.log"),
+        (status(0), "nothing mirrored yet, 1 behind"),  # it has not seen the last step
+    ],
+)
+def test_a_mirror_that_says_nothing_of_the_last_step_is_told(
+    waiting: Waiting, told: MirrorStatus | None, said: str
+) -> None:
+    [line] = waiting.hears(told, 10.0)
+    assert line.endswith(said)
+
+
+def test_an_upload_that_takes_long_is_not_silent(waiting: Waiting) -> None:
+    lines = waiting.hears(status(500, 20), 2.5 * SAY_AGAIN_S)
+    assert [line.strip()[:7] for line in lines] == ["upload ", "waiting", "waiting"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from refocused.training import signals as signals_module
-from refocused.training.signals import AGAIN, AT_ONCE, ENDING_NUMBERS, STARTING, Signals
+from refocused.training.signals import ENDING, ENDING_NUMBERS, STARTING, Notices, Signals
 
 
 class Clock:
@@ -44,7 +44,7 @@ def test_a_signal_is_noted_and_answered(number: int, capfd: pytest.CaptureFixtur
     assert not signals.asked
     os.kill(os.getpid(), number)
     assert signals.asked
-    assert capfd.readouterr().err == f"\n{STARTING}\n"
+    assert capfd.readouterr().err == f"\n{STARTING.first}\n"
 
 
 def test_only_a_speaker_answers(capfd: pytest.CaptureFixture[str]) -> None:
@@ -67,17 +67,32 @@ def test_signals_in_a_burst_are_one_and_the_third_ends_the_process(
 ) -> None:
     clock = Clock()
     signals = Signals(speaks=True, clock=clock)
-    signals.notice = "^C stopping after this step"
+    signals.notices = Notices("first", "again", "at once")
     for _ in range(30):  # over 30 s, as the launcher and the terminal may repeat them
         signals.receive(signal.SIGTERM)
         clock.now += 1.0
     clock.now += 5.0
     signals.receive(signal.SIGINT)
-    assert capfd.readouterr().err == f"\n^C stopping after this step\n\n{AGAIN}\n"
+    assert capfd.readouterr().err == "\nfirst\n\nagain\n"
     clock.now += 5.0
     with pytest.raises(EndedError, match="1"):
         signals.receive(signal.SIGINT)
-    assert capfd.readouterr().err == f"\n{AT_ONCE}\n"
+    assert capfd.readouterr().err == "\nat once\n"
+
+
+def test_what_is_said_fits_what_is_done_when_the_signal_comes(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    signals = Signals(speaks=True, clock=clock)
+    signals.notices = Notices("stopping after this step and saving")
+    signals.receive(signal.SIGTERM)
+    signals.notices = ENDING
+    clock.now += 5.0
+    signals.receive(signal.SIGTERM)
+    said = capfd.readouterr().err
+    assert said == f"\nstopping after this step and saving\n\n{ENDING.again}\n"
+    assert "lost" not in ENDING.again and "sav" not in ENDING.first
 
 
 def test_a_terminal_that_is_gone_does_not_stop_the_note(monkeypatch: pytest.MonkeyPatch) -> None:
