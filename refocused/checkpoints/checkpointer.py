@@ -186,18 +186,22 @@ class Checkpointer:
     def load(self, owner: ShardOwner, step: StepDirectory, changes: Changes) -> dict[str, Any]:
         """Bring a verified step back; return the content of its `trainer.json`.
 
-        A machine that has no history of the run's losses gets the one that the step keeps.
-
         Raises:
             CheckpointError: On every rank: a file is not what the manifest says it is.
         """
         with assembled(step, self._world, exact=changes.way == "exact") as folder:
             self._world.together(lambda: self._load(owner, step, changes, folder))
+        trainer: dict[str, Any] = json.loads(step.trainer.read_text())
+        return trainer
+
+    def bring_back_history(self, step: StepDirectory) -> None:
+        """Give a machine without a history of the run's losses the one that a step of it keeps.
+
+        Apart from `load`, after which a resume may still be refused: that changes nothing.
+        """
         own = self._history if step.manifest.run == self._facts.run else None
         if own is not None and self._world.is_first:
             bring_back(step, own)
-        trainer: dict[str, Any] = json.loads(step.trainer.read_text())
-        return trainer
 
     def clean(self) -> None:
         """Remove what killed saves and removals left behind."""

@@ -117,13 +117,16 @@ def start_or_resume(job: Job, parts: Parts, chosen: Chosen, stop: StopRequest) -
 
 
 def own(job: Job, parts: Parts, chosen: Chosen) -> None:
-    """Make a step from elsewhere this run's own before it trains on from there.
+    """Make a step this run's own before it trains on from there: its losses, and where it is.
 
     Raises:
         RefocusedError: On every rank alike.
     """
     path, run = chosen.path, job.loaded.config.run.name
-    if path is None or path.parent.resolve() == job.checkpoints.resolve():
+    if path is None:
+        return
+    parts.saver.bring_back_history(job.world.together(lambda: read_step(path)))
+    if path.parent.resolve() == job.checkpoints.resolve():
         return
     parts.saver.saved_step = job.world.first_does(
         lambda: take_over(read_step(path), assemble_catalog(job), run=run).step

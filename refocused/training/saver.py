@@ -179,6 +179,10 @@ class Saver:
             self.saved_step = state.step
         return state
 
+    def bring_back_history(self, step: StepDirectory) -> None:
+        """Take over the losses before a step that training goes on from, where there are none."""
+        self._checkpointer.bring_back_history(step)
+
     @property
     def last_save_failed(self) -> bool:
         """Whether there are steps that could not be saved."""

@@ -150,10 +150,14 @@ def _one_life(folders: list[Path], first: int, seconds: float) -> int:
 
 def _save_forever(world: World, folders: list[Path], first: int, told: int) -> None:
     folder = folders[world.keeper]
-    checkpointer = Checkpointer(folder, world=world, facts=FACTS)
+    history = folder.parent / "training_metrics.jsonl"
+    checkpointer = Checkpointer(folder, world=world, facts=FACTS, history=history)
     owner = SmallShards(world.rank)
     for step in itertools.count(first):
         state = TrainState(step=step, tokens=step, position=Position(0, step), loss=1.0)
+        if world.is_first:
+            with history.open("a") as lines:
+                lines.write(f"{json.dumps({'kind': 'step', **state.as_record()})}\n")
         if step % 2:
             checkpointer.save(owner, state.as_record(), files_done=0)
         else:

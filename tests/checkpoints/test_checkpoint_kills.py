@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from fakes import Emulator, Fault
 
+from refocused.checkpoints.kept_history import HISTORY
+from refocused.checkpoints.step_directory import read_step, step_paths
+
 pytestmark = pytest.mark.slow
 
 
@@ -26,12 +29,19 @@ def report_of(script: str, *arguments: str) -> dict[str, Any]:
     return report
 
 
+def steps_keep_the_losses(folder: str) -> bool:
+    """Whether every step that is left vouches for the end of the file of losses."""
+    steps = [read_step(path) for path in step_paths(Path(folder))]
+    return bool(steps) and all(HISTORY in step.manifest.files for step in steps)
+
+
 def test_saving(tmp_path: Path) -> None:
     report = report_of("save_kills.py", str(tmp_path / "checkpoints"), "--kills", "100")
     assert report["kills"] == 100
     assert report["interrupted"] > 0  # the kills met saves halfway
     assert report["saved"] > 0
     assert (report["broken"], report["lost"]) == ([], [])
+    assert steps_keep_the_losses(str(tmp_path / "checkpoints"))
 
 
 def test_saving_on_two_machines_that_share_no_disk(tmp_path: Path) -> None:
@@ -39,6 +49,7 @@ def test_saving_on_two_machines_that_share_no_disk(tmp_path: Path) -> None:
     report = report_of("save_kills.py", *folders, "--kills", "40")
     assert report["interrupted"] > 0 and report["saved"] > 0
     assert (report["broken"], report["lost"]) == ([], [])
+    assert all(map(steps_keep_the_losses, folders))
 
 
 @pytest.mark.bucket

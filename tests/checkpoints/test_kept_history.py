@@ -38,9 +38,8 @@ def step(metrics: Path) -> StepDirectory:
     return read_step(saved.path)
 
 
-def loaded(step: StepDirectory, elsewhere: Path, *, run: str = FACTS.run) -> None:
-    anew = checkpointer(elsewhere, run=run)
-    anew.load(FakeOwner(), step, anew.changes(step))
+def resumed(step: StepDirectory, elsewhere: Path, *, run: str = FACTS.run) -> None:
+    checkpointer(elsewhere, run=run).bring_back_history(step)
 
 
 def test_a_step_vouches_for_the_history_that_it_keeps(step: StepDirectory) -> None:
@@ -55,19 +54,26 @@ def test_a_machine_without_a_history_gets_it(step: StepDirectory, tmp_path: Path
         if content is not None:
             elsewhere.parent.mkdir(parents=True)
             elsewhere.write_bytes(content)
-        loaded(step, elsewhere)
+        resumed(step, elsewhere)
         assert elsewhere.read_bytes() == LINES
+
+
+def test_loading_alone_leaves_no_history(step: StepDirectory, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "refused" / "logs" / "training_metrics.jsonl"
+    anew = checkpointer(elsewhere)
+    anew.load(FakeOwner(), step, anew.changes(step))
+    assert not elsewhere.exists()
 
 
 def test_a_history_that_is_there_stays_as_it_is(step: StepDirectory, metrics: Path) -> None:
     metrics.write_bytes(LINES + b"later\n")
-    loaded(step, metrics)
+    resumed(step, metrics)
     assert metrics.read_bytes() == LINES + b"later\n"
 
 
 def test_another_runs_history_is_not_taken(step: StepDirectory, tmp_path: Path) -> None:
     elsewhere = tmp_path / "branch" / "logs" / "training_metrics.jsonl"
-    loaded(step, elsewhere, run="branch")
+    resumed(step, elsewhere, run="branch")
     assert not elsewhere.exists()
 
 
@@ -75,7 +81,7 @@ def test_a_disk_that_refuses_it_costs_the_history_alone(
     step: StepDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    loaded(step, tmp_path / "file" / "logs" / "training_metrics.jsonl")
+    resumed(step, tmp_path / "file" / "logs" / "training_metrics.jsonl")
     assert "The losses before step 10 are not in" in caplog.text
 
 

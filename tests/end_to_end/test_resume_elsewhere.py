@@ -117,10 +117,13 @@ def test_weights_that_are_not_those_that_were_saved_are_not_trained_on(copied: P
     )
     files = manifest.files | {"trainer.json": record}
     (step / "manifest.json").write_bytes(manifest.model_copy(update={"files": files}).to_json())
+    history = copied / "runs" / "tiny" / "logs" / "training_metrics.jsonl"
+    history.unlink()  # as on a machine that got the step from the mirror
     ended = train(copied, *ALIKE, ranks=2)
     assert ended.codes == [1, 1], ended.everything
     assert "Nothing was trained and nothing changed" in ended.err[0]
     assert "Traceback" not in ended.everything
+    assert history.read_bytes() == b""
 
 
 def test_a_run_that_cannot_be_resumed_goes_on_under_another_name_when_told_to(
