@@ -85,6 +85,7 @@ class Ours:
             world=World(),
             vocabulary=VOCABULARY,
             seed=1,
+            steps=1,
             evaluation_windows=0,
             credentials_file=None,
             project=None,

@@ -79,6 +79,12 @@ class Order:
         self.shard_count = len(np.unique(self._shards))
         self._layout = functools.lru_cache(maxsize=2)(self._lay_out)
 
+    @property
+    def smallest_block(self) -> int:
+        """Windows that any block of any epoch has at least."""
+        rest = len(self._counts) % self.block_shards or self.block_shards
+        return int(np.sort(self._counts)[:rest].sum())
+
     def stream_from(self, position: Position) -> Order:
         """Return itself: the stream of one source is the same from any position."""
         return self

@@ -63,6 +63,7 @@ def assemble_data(job: Job) -> DataParts:
         world=job.world,
         vocabulary=job.loaded.shape.vocabulary,
         seed=config.run.seed,
+        steps=config.run.steps,
         evaluation_windows=config.evaluation.windows,
         credentials_file=job.request.credentials_file,
         project=job.request.project,

@@ -85,6 +85,7 @@ def build_data(
     world: World,
     vocabulary: int,
     seed: int,
+    steps: int,
     evaluation_windows: int,
     credentials_file: Path | None,
     project: str | None,
@@ -97,6 +98,7 @@ def build_data(
         world: The ranks.
         vocabulary: Ids that the model knows; larger ones in the data are refused.
         seed: Of the order.
+        steps: Of the whole run.
         evaluation_windows: Windows of one validation.
         credentials_file: Key file for `gs://`.
         project: Google Cloud project.
@@ -118,7 +120,15 @@ def build_data(
     pinned = [shard for source in sources for shard in source.validation.shards_used()]
     sizes = [local_bytes(shard, vocabulary=vocabulary) for shard in manifest.shards]
     room = _room_bytes(data, sizes, pinned=pinned)
-    order = order_sources(sources, data, seed=seed, shard_bytes=sizes, room_bytes=room)
+    order = order_sources(
+        sources,
+        data,
+        seed=seed,
+        step_windows=plan.windows,
+        steps=steps,
+        shard_bytes=sizes,
+        room_bytes=room,
+    )
     cache = ShardCache(
         bucket,
         manifest,

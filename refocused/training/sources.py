@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from refocused.batches.mixture import PERIOD, Mixture, shares_of, source_seed
 from refocused.batches.order import Order, choose_common_block_shards
+from refocused.batches.step_reach import most_bytes_of_a_step
 from refocused.batches.validation_windows import ValidationWindows
 from refocused.batches.windows import Split, WindowRange, split_windows, window_count
 from refocused.config.data import DataConfig
@@ -17,6 +19,9 @@ from refocused.shards.manifest import Manifest
 from refocused.shards.mixture import split_by_source
 
 PACKING_CHARACTERS = 8
+# Windows of a source that a step may hold or look at beyond its share: at most one at each end (see
+# `interleaved`), and the one that comes next.
+SHARE_MARGIN = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,13 +86,24 @@ def order_sources(
     data: DataConfig,
     *,
     seed: int,
+    step_windows: int,
+    steps: int,
     shard_bytes: Sequence[int],
     room_bytes: int | None,
 ) -> Order | Mixture:
     """Return the order of the only source, or of all woven together.
 
+    Args:
+        sources: The windows of each.
+        data: The data section.
+        seed: Of the order.
+        step_windows: Windows of a step, of all ranks.
+        steps: Of the whole run.
+        shard_bytes: Local size of every shard of the manifest.
+        room_bytes: Most that the shards of training may take on disk; None: no limit.
+
     Raises:
-        ShardError: Two blocks of each source do not fit into the room.
+        ShardError: Two blocks of each source, or those of a step, do not fit into the room.
     """
     block_shards = choose_common_block_shards(
         data.block_shards,
@@ -95,16 +111,65 @@ def order_sources(
         shard_bytes=shard_bytes,
         room_bytes=room_bytes,
     )
-    if not data.mixture:
-        return Order(sources[0].train, seed=seed, block_shards=block_shards)
-    orders = {
-        str(source.name): Order(
-            source.train, seed=source_seed(seed, str(source.name)), block_shards=block_shards
+    orders = [
+        Order(
+            source.train,
+            seed=seed if source.name is None else source_seed(seed, source.name),
+            block_shards=block_shards,
         )
         for source in sources
-    }
+    ]
+    if room_bytes is not None:
+        _require_room_for_steps(
+            sources,
+            orders,
+            step_windows=step_windows,
+            steps=steps,
+            shard_bytes=shard_bytes,
+            room_bytes=room_bytes,
+        )
+    if not data.mixture:
+        return orders[0]
     weights = {name: one.weight for name, one in data.mixture.items()}
-    return Mixture(orders, weights=weights, seed=seed)
+    named = {str(source.name): order for source, order in zip(sources, orders, strict=True)}
+    return Mixture(named, weights=weights, seed=seed)
+
+
+def _require_room_for_steps(
+    sources: Sequence[Source],
+    orders: Sequence[Order],
+    *,
+    step_windows: int,
+    steps: int,
+    shard_bytes: Sequence[int],
+    room_bytes: int,
+) -> None:
+    """Refuse a run of which a step could need more shards at once than there is room for.
+
+    Raises:
+        ShardError: With the limit that is needed.
+    """
+    needed = 0
+    for source, order in zip(sources, orders, strict=True):
+        own = step_windows
+        if source.share < PERIOD:
+            own = step_windows * source.share // PERIOD + SHARE_MARGIN
+        reach = most_bytes_of_a_step(
+            order,
+            step_windows=own,
+            windows=steps * step_windows * source.share // PERIOD + 1,
+            shard_bytes=shard_bytes,
+        )
+        largest = sorted((shard_bytes[one.shard] for one in source.train), reverse=True)
+        needed += max(reach, sum(largest[: 2 * order.block_shards]))
+    if needed > room_bytes:
+        raise ShardError(
+            f"a step of {step_windows:,} windows can reach over short shards into more than two "
+            f"blocks of {orders[0].block_shards} shards, which take up to {needed:,} bytes on "
+            f"disk, and data.disk_limit_gb leaves {room_bytes:,} beside the shards that validate. "
+            "Raise data.disk_limit_gb by at least "
+            f"{math.ceil((needed - room_bytes) / 1e6) / 1e3}, or make shards of even length."
+        )
 
 
 def describe_order(

@@ -29,6 +29,7 @@ def built(folder: Path, *, largest: int = 511, **settings: object) -> DataParts:
         world=World(),
         vocabulary=512,
         seed=1,
+        steps=20,
         evaluation_windows=8,
         credentials_file=None,
         project=None,
@@ -55,6 +56,50 @@ def test_room_for_less_than_two_blocks_is_refused(tmp_path: Path) -> None:
     room = 2 * (2 * TOKENS + HEADER_BYTES) - 1
     with pytest.raises(ShardError, match="two blocks of 1 shards"):
         built(tmp_path, disk_limit_gb=room / 1e9)
+
+
+LONG, SHORT = 100, 2  # windows
+
+
+def of_uneven_shards(folder: Path, limit_bytes: int) -> DataParts:
+    """Long and short shards, in steps that reach over a short one into the two beside it."""
+    (folder / "tokens").mkdir(exist_ok=True)
+    for number in range(8):
+        ids = np.zeros((LONG if number % 2 else SHORT) * 10 + 1, dtype=np.uint16)
+        np.save(folder / "tokens" / f"{number}.npy", ids)
+    return build_data(
+        DataConfig(
+            source=str(folder / "tokens"),
+            cache=str(folder / "cache"),
+            disk_limit_gb=limit_bytes / 1e9,
+            block_shards=1,
+            validation_fraction=0.0,
+        ),
+        plan=BatchPlan(micro=4, accumulation=1, world_size=1, sequence_length=10),
+        world=World(),
+        vocabulary=512,
+        seed=1,
+        steps=300,
+        evaluation_windows=0,
+        credentials_file=None,
+        project=None,
+    )
+
+
+def test_a_limit_that_some_step_would_exceed_is_refused_at_the_start(tmp_path: Path) -> None:
+    long, short = (2 * (10 * windows + 1) + HEADER_BYTES for windows in (LONG, SHORT))
+    limit = 2 * long + short
+    with pytest.raises(ShardError, match="can reach over short shards") as refused:
+        of_uneven_shards(tmp_path, limit - 1)
+    assert f"take up to {limit:,} bytes" in str(refused.value)
+    data = of_uneven_shards(tmp_path, limit)
+    try:
+        stream = data.loader.batches_from(data.order.position_at(0))
+        for _ in range(300):
+            stream.next_step()
+        stream.close()
+    finally:
+        data.cache.close()
 
 
 def test_a_folder_written_anew_with_files_of_the_same_size_is_read_anew(tmp_path: Path) -> None:

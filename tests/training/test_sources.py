@@ -50,10 +50,23 @@ def split(manifest: Manifest, data: DataConfig, windows: int = 8) -> list[Source
     return split_sources(manifest, data, sequence_length=LENGTH, evaluation_windows=windows)
 
 
-def order_of(data: DataConfig, manifest: Manifest = MIXED, room: int | None = None) -> Any:
+def order_of(
+    data: DataConfig,
+    manifest: Manifest = MIXED,
+    room: int | None = None,
+    step_windows: int = 1,
+) -> Any:
     sizes = [2 * shard.tokens for shard in manifest.shards]
     sources = split(manifest, data)
-    return order_sources(sources, data, seed=7, shard_bytes=sizes, room_bytes=room)
+    return order_sources(
+        sources,
+        data,
+        seed=7,
+        step_windows=step_windows,
+        steps=100,
+        shard_bytes=sizes,
+        room_bytes=room,
+    )
 
 
 def test_each_source_is_divided_by_its_own_names_and_counts_shards_of_the_whole() -> None:
@@ -133,6 +146,15 @@ def test_the_blocks_of_all_sources_fit_into_the_room_together() -> None:
     with pytest.raises(ShardError, match=rf"of each source take up to {needed} bytes"):
         order_of(mixture(), room=needed - 1)
     assert order_of(mixture(), room=2 * needed).orders["web"].block_shards == 2
+
+
+def test_a_step_of_a_mixture_may_reach_over_more_than_two_blocks_of_a_source() -> None:
+    manifest = manifest_of(code_a=10, code_b=4, web_a=2, web_b=50, web_c=50, web_val=20)
+    needed = 82 + 34 + 402 + 18 + 402  # all of both
+    with pytest.raises(ShardError, match=f"can reach over short shards .* to {needed} bytes"):
+        order_of(mixture(), manifest, room=needed - 1, step_windows=8)
+    assert order_of(mixture(), manifest, room=needed, step_windows=8)
+    assert order_of(mixture(), manifest, room=needed - 1, step_windows=1)
 
 
 def test_files_are_done_with_their_block() -> None:
