@@ -146,6 +146,10 @@ class Examination:
             if not _will_be_made(data):
                 yield from self._source_rights(setting, str(data.source))
         yield from _mirror_rights(who, mirror)
+        if who.loaded.config.tracking.wandb is not None:
+            from refocused.monitoring.wandb import what_keeps_offline
+
+            yield storage_checks.judge_wandb(what_keeps_offline())
 
     def _source_rights(self, setting: str, url: str) -> Iterator[Finding]:
         for finding in _rights(

@@ -30,3 +30,8 @@ class Finding:
 def any_fails(findings: Iterable[Finding]) -> bool:
     """Tell whether something is wrong that keeps a run from its end."""
     return any(finding.level == "fail" for finding in findings)
+
+
+def size(count: float) -> str:
+    """Spell bytes in GB (1e9), small ones in MB."""
+    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from refocused.bucket.part_file import free_bytes
-from refocused.doctor.finding import Finding
+from refocused.doctor.finding import Finding, size
 from refocused.monitoring.memory import memory_now
 
 FEWEST_FILES = 1024
@@ -94,12 +94,12 @@ def judge_machine(
         device: What it computes on.
         host_bytes: What the run keeps in the host's memory (offloads, copies of saves).
     """
-    memory = f"{found.cores} cores, {found.memory_bytes / 1e9:.1f} GB of memory left"
+    memory = f"{found.cores} cores, {size(found.memory_bytes)} of memory left"
     if host_bytes > found.memory_bytes:
         yield Finding(
             "machine",
             "fail",
-            f"{memory}; offloads and copies for saves take {host_bytes / 1e9:.1f} GB of it",
+            f"{memory}; offloads and copies for saves take {size(host_bytes)} of it",
             "Set zero.offload_optimizer=none, zero.offload_parameters=none or "
             "checkpoint.async=false, or take a machine with more memory.",
         )
@@ -166,8 +166,8 @@ def probe_disks(needs: Sequence[DiskNeed]) -> list[Disk]:
 def judge_disk(disk: Disk) -> Finding:
     """Say whether what a run puts on a disk has room there."""
     places = ", ".join(dict.fromkeys(str(need.folder) for need in disk.needs))
-    parts = ", ".join(f"{_size(need.wanted_bytes)} {need.what}" for need in disk.needs)
-    text = f"{_size(disk.free_bytes)} free for {places}: {parts}"
+    parts = ", ".join(f"{size(need.wanted_bytes)} {need.what}" for need in disk.needs)
+    text = f"{size(disk.free_bytes)} free for {places}: {parts}"
     fix = (
         "Free some space, set data.disk_limit_gb or a lower checkpoint.keep, or put run.directory "
         "and data.cache on a larger disk."
@@ -181,16 +181,12 @@ def judge_disk(disk: Disk) -> Finding:
 
 def folder_bytes(folder: Path) -> int:
     """Return what the files below a folder take; 0 where there is none."""
-    sizes: Mapping[tuple[int, int], int] = {
+    found_sizes: Mapping[tuple[int, int], int] = {
         (found.st_dev, found.st_ino): found.st_size
         for path in folder.rglob("*")
         if path.is_file() and (found := path.stat())
     }
-    return sum(sizes.values())
-
-
-def _size(count: float) -> str:
-    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"
+    return sum(found_sizes.values())
 
 
 def _existing(folder: Path) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from refocused.config.decode import LoadedRun
-from refocused.doctor.finding import Finding
+from refocused.doctor.finding import Finding, size
 from refocused.doctor.machine import DiskNeed, folder_bytes
 from refocused.errors import ConfigError
 from refocused.estimate.choice import Choice, choose, needless_offload
@@ -47,9 +47,9 @@ def judge_plan(
         memory_bytes: Of the smallest one; None: there is none to compare with.
     """
     zero, memory = choice.zero, choice.memory
-    whole = f" of {memory_bytes / 1e9:.1f} GB" if memory_bytes else ""
+    whole = f" of {size(memory_bytes)}" if memory_bytes else ""
     text = (
-        f"a step takes {memory.peak / 1e9:.2f} GB{whole} a rank ({memory.states / 1e9:.2f} GB "
+        f"a step takes {size(memory.peak)}{whole} a rank ({size(memory.states)} "
         f"states): ZeRO-{zero.stage}, micro-batch {choice.micro}, {ranks} ranks"
     )
     if memory_bytes is not None and not memory.fits(memory_bytes):
@@ -72,7 +72,7 @@ def judge_plan(
         return Finding(
             "plan",
             "warn",
-            f"{text}; the offload is not needed: without it {bare.peak / 1e9:.1f} GB",
+            f"{text}; the offload is not needed: without it {size(bare.peak)}",
             "Set zero.offload_optimizer=none and zero.offload_parameters=none: an offload costs "
             "8-55 % of a step.",
         )
@@ -115,16 +115,16 @@ def disk_needs(
     final = EXPORTED_BYTES * _parameters(loaded) if config.checkpoint.export_final else 0
     there = folder_bytes(folder / "checkpoints")
     yield DiskNeed(
-        f"of checkpoints ({most} x {step / 1e9:.2f} GB)",
+        f"of checkpoints ({most} x {size(step)})",
         folder,
         wanted_bytes=max(0, most * step + final - there),
         least_bytes=max(0, 2 * step - there),
     )
     if tokens is not None:
         cache = Path(config.data.cache)
-        size = element_type(loaded.shape.vocabulary).itemsize
+        each = element_type(loaded.shape.vocabulary).itemsize
         limit = config.data.disk_limit_gb
-        data = tokens * size if limit is None else min(tokens * size, int(limit * 1e9))
+        data = tokens * each if limit is None else min(tokens * each, int(limit * 1e9))
         wanted = max(0, data - folder_bytes(cache))
         yield DiskNeed("of shards", cache, wanted_bytes=wanted, least_bytes=0)
     if choice.memory.nvme and config.zero.nvme_path is not None:

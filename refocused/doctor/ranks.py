@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from refocused.doctor.finding import Finding
+from refocused.doctor.finding import Finding, size
 from refocused.doctor.rank_process import RankTask
 
 LONGEST_SECONDS = 900.0
@@ -116,8 +116,8 @@ def judge_step(outcome: RanksOutcome) -> Finding:
     memory = ""
     if found["peak_bytes"] is not None:
         memory = (
-            f", {found['peak_bytes'] / 1e9:.1f} GB of {found['gpu_bytes'] / 1e9:.1f} GB a GPU "
-            f"(planned {found['planned_bytes'] / 1e9:.1f})"
+            f", {size(found['peak_bytes'])} of {size(found['gpu_bytes'])} a GPU "
+            f"(planned {size(found['planned_bytes'])})"
         )
     return Finding(
         "step",

@@ -121,6 +121,22 @@ def judge_credentials(
     return Finding("credentials", "ok", identity)
 
 
+def judge_wandb(offline: str | None) -> Finding:
+    """Say whether Weights & Biases can be told of the run.
+
+    Args:
+        offline: What is in the way; None: nothing.
+    """
+    if offline is None:
+        return Finding("wandb", "ok", "a key is there, and its host answers")
+    return Finding(
+        "wandb",
+        "warn",
+        f"{offline}: all goes to RUN/wandb",
+        "Log in (wandb login, or WANDB_API_KEY) before the start, or send it later (wandb sync).",
+    )
+
+
 def exposed_key(file: Path | None) -> Path | None:
     """Return a key file that others may read."""
     if file is None or not file.is_file():

@@ -170,6 +170,16 @@ class WandbTracker:
         return f"wandb sync {self._about.folder / 'wandb'}/offline-run-* sends it"
 
 
+def what_keeps_offline() -> str | None:
+    """Return why a run of this machine would not be online; None: nothing keeps it from that."""
+    import wandb
+
+    try:
+        return _why_offline(wandb.setup(wandb.Settings(silent=True)).settings)
+    finally:
+        wandb.teardown()
+
+
 def _why_offline(settings: Any) -> str | None:
     """Return what keeps from being online; None: nothing does."""
     if settings.mode != "online":

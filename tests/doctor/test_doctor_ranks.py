@@ -62,7 +62,7 @@ def test_allreduce(
 def test_step() -> None:
     finding = judge_step(RanksOutcome(8, {"step": STEP}))
     assert finding.level == "ok"
-    assert "21.0 GB of 85.0 GB a GPU (planned 20.0)" in finding.text
+    assert "21.0 GB of 85.0 GB a GPU (planned 20.0 GB)" in finding.text
     without: dict[str, Any] = {**STEP, "peak_bytes": None, "gpu_bytes": None}
     assert "a GPU" not in judge_step(RanksOutcome(8, {"step": without})).text
     failed = judge_step(RanksOutcome(8, {}, "step", "Out of GPU memory on rank 3"))

@@ -14,6 +14,7 @@ from refocused.doctor.storage import (
     exposed_key,
     judge_credentials,
     judge_rights,
+    judge_wandb,
     probe_mirror,
     probe_source,
 )
@@ -103,3 +104,9 @@ def test_credentials(tmp_path: Path) -> None:
     assert level("nobody", anonymous=True, writes=True, exposed=False) == "fail"
     assert level("nobody", anonymous=True, writes=False, exposed=False) == "ok"
     assert level("trainer@x", anonymous=False, writes=True, exposed=True) == "warn"
+
+
+def test_wandb() -> None:
+    assert judge_wandb(None).level == "ok"
+    finding = judge_wandb("offline, no key")
+    assert (finding.level, finding.text) == ("warn", "offline, no key: all goes to RUN/wandb")

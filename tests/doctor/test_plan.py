@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from end_to_end.tiny import tiny_run
+
+from refocused.bucket.directory import DirectoryBucket
+from refocused.config.decode import LoadedRun, load_run
+from refocused.doctor.data import NAMED_PROBLEMS, judge_data, probe_data, sources_of
+from refocused.doctor.finding import Finding
+from refocused.doctor.plan import disk_needs, host_bytes, judge_plan, plan_choice, step_bytes
+from refocused.shards.report import DataReport
+
+
+def planned(loaded: LoadedRun, *, memory_bytes: float | None, ranks: int = 8) -> Finding:
+    choice = plan_choice(loaded, ranks=ranks, memory_bytes=memory_bytes)
+    return judge_plan(loaded, choice, ranks=ranks, memory_bytes=memory_bytes)
+
+
+def test_plan_of_a_shipped_run() -> None:
+    loaded = load_run("gpt2_1b_8xh100_fast")
+    needed = plan_choice(loaded, ranks=8, memory_bytes=80e9).memory.peak
+    assert planned(loaded, memory_bytes=80e9).level == "ok"
+    assert planned(loaded, memory_bytes=None).level == "ok"
+    assert planned(loaded, memory_bytes=needed * 1.02).level == "warn"
+    finding = planned(loaded, memory_bytes=needed * 0.9)
+    assert finding.level == "fail" and finding.fix is not None
+
+
+def test_an_offload_without_need_is_told() -> None:
+    finding = planned(load_run("gpt2_1b_8xh100"), memory_bytes=80e9)
+    assert finding.level == "warn" and "the offload is not needed" in finding.text
+
+
+def test_host_memory_is_that_of_offloads_and_copies() -> None:
+    bare, copied, offloaded = (
+        load_run("gpt2_1b_8xh100_fast", settings)
+        for settings in (
+            ("checkpoint.async=false",),
+            ("checkpoint.async=true",),
+            ("checkpoint.async=false", "zero.offload_optimizer=cpu"),
+        )
+    )
+    kept = [
+        host_bytes(run, plan_choice(run, ranks=8, memory_bytes=None), ranks=8)
+        for run in (bare, copied, offloaded)
+    ]
+    step = step_bytes(copied, plan_choice(copied, ranks=8, memory_bytes=None))
+    assert kept[:2] == [0, step]
+    assert kept[2] > 0
+
+
+def test_what_lies_there_already_needs_no_room(tmp_path: Path) -> None:
+    settings = (f"run.directory={tmp_path / 'runs'}", f"data.cache={tmp_path / 'cache'}")
+    loaded = load_run(tiny_run(tmp_path), settings)
+    choice = plan_choice(loaded, ranks=2, memory_bytes=None)
+    step = step_bytes(loaded, choice)
+
+    def wanted() -> list[int]:
+        return [n.wanted_bytes for n in disk_needs(loaded, choice, ranks=2, tokens=10_000)]
+
+    # Two saves in 20 steps and one at the end; the best, an interruption, the one being written.
+    assert wanted() == [6 * step, 20_000]
+    for name in ("runs/tiny/checkpoints/checkpoint_step_10/a", "cache/set/shards/b"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True)
+        file.write_bytes(bytes(1000))
+    assert wanted() == [6 * step - 1000, 19_000]
+    limited = load_run(loaded.file, (*settings, "data.disk_limit_gb=1e-5"))
+    assert [n.wanted_bytes for n in disk_needs(limited, choice, ranks=2, tokens=10_000)] == [
+        6 * step - 1000,
+        9_000,
+    ]
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> DataReport:
+    data = load_run(tiny_run(tmp_path)).config.data
+    found = probe_data(DirectoryBucket(tmp_path / "tokens"), data, vocabulary=512, is_quick=True)
+    assert isinstance(found, DataReport)
+    return found
+
+
+@pytest.mark.parametrize(("vocabulary", "level"), [(512, "ok"), (50_257, "warn")])
+def test_ids_against_the_vocabulary(
+    report: DataReport, tmp_path: Path, vocabulary: int, level: str
+) -> None:
+    data = load_run(tmp_path / "tiny.yaml").config.data
+    (finding,) = judge_data(report, data, vocabulary=vocabulary, setting="data.source")
+    assert finding.level == level
+
+
+def test_many_problems_are_few_lines(report: DataReport, tmp_path: Path) -> None:
+    data = load_run(tmp_path / "tiny.yaml").config.data
+    bad = dataclasses.replace(report, problems=tuple(f"file {n} is torn" for n in range(9)))
+    findings = list(judge_data(bad, data, vocabulary=512, setting="data.source"))
+    assert {one.level for one in findings} == {"fail"}
+    assert len(findings) == NAMED_PROBLEMS + 1
+    assert "and 6 more problems" in findings[-1].text
+
+
+def test_an_empty_folder_is_a_finding(tmp_path: Path) -> None:
+    data = load_run(tiny_run(tmp_path)).config.data
+    (tmp_path / "empty").mkdir()
+    found = probe_data(DirectoryBucket(tmp_path / "empty"), data, vocabulary=9, is_quick=True)
+    assert isinstance(found, Finding) and found.level == "fail"
+
+
+def test_sources_of_a_mixture(tmp_path: Path) -> None:
+    file = tiny_run(tmp_path)
+    text = file.read_text().replace("source: tokens,", "mixture: {a: {source: x, weight: 1}},")
+    file.write_text(text)
+    assert {key: one.source for key, one in sources_of(load_run(file).config.data).items()} == {
+        "data.mixture.a": "x"
+    }
