@@ -1,6 +1,6 @@
 """The loss of each family after the same tokens of real text, at equal parameters.
 
-    .venv/bin/python benchmarks/families.py FILE.txt ... [--steps 120] [--lengths 512 2048]
+    .venv/bin/python benchmarks/families.py FILE.txt ... [--steps 150] [--lengths 512 2048]
 
 The files become byte shards by `prepare_data tokenize`; then every family trains on one CPU rank by
 the product's own train command: the same engine, optimizer, schedule, order of windows and seed,
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path, help="text")
     parser.add_argument("--families", nargs="+", default=("gpt2", "resonance", "ten"))
     parser.add_argument("--lengths", nargs="+", type=int, default=(512, 2048))
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -96,13 +96,15 @@ def trained(family: str, length: int, *, steps: int, lr: float, work: Path) -> R
     cpu_seconds = command("train", "--config", "run.yaml", work=work)
     log = work / "runs" / f"{family}-{length}" / "logs" / "training_metrics.jsonl"
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    return {
+    record = {
         "parameters": parameters(shape),
         "tokens": steps * STEP_TOKENS,
         "loss": last(lines, "validation_loss"),
         "training_loss": last(lines, "loss"),
         "cpu_seconds": cpu_seconds,
     }
+    say(f"  validation loss {record['loss']}, {cpu_seconds:,.0f} CPU s")
+    return record
 
 
 def shape_of(family: str, length: int) -> dict[str, Any]:
