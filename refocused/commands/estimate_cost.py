@@ -85,7 +85,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     if arguments.overrides or arguments.sweep:
         raise ConfigError("--measured reads a run as it is: no settings and no --sweep go with it.")
     found = measure(
-        find_run(arguments.measured),
+        find_run(arguments.measured, option="--measured"),
         per_hour_usd=arguments.per_hour,
         budget_usd=arguments.budget,
         now=time.time(),

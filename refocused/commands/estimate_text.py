@@ -189,17 +189,10 @@ def _measured_facts(found: Measured) -> Iterable[tuple[str, str]]:
         f"{found.name}: step {found.step:,} of {found.total_steps:,}, "
         f"{count_text(found.tokens)} tokens, {found.status}",
     )
-    per_million = f", ${found.usd_per_million_tokens:,.4f} a million tokens"
     yield (
         "so far",
         f"{duration(found.seconds_trained)} in {found.sessions} session"
-        f"{'' if found.sessions == 1 else 's'}"
-        + (
-            ", price unknown: name it by --per-hour"
-            if found.cost_usd is None
-            else f", ${found.cost_usd:,.2f}"
-            + (per_million if found.usd_per_million_tokens is not None else "")
-        ),
+        f"{'' if found.sessions == 1 else 's'}, {_spent_text(found)}",
     )
     if found.time_line:
         yield "time", found.time_line
@@ -223,13 +216,25 @@ def _measured_facts(found: Measured) -> Iterable[tuple[str, str]]:
         )
         if found.total_usd is not None:
             yield "in all", f"${found.total_usd:,.2f}"
-    if found.budget_usd is not None and found.budget_step is not None:
-        enough = found.budget_step >= found.total_steps
-        yield (
-            "budget",
-            f"${found.budget_usd:,.2f}: "
-            + ("enough" if enough else f"ends at step {found.budget_step:,}"),
-        )
+    if found.budget_usd is not None:
+        yield "budget", f"${found.budget_usd:,.2f}: {_budget_text(found, found.budget_usd)}"
+
+
+def _spent_text(found: Measured) -> str:
+    if found.cost_usd is None:
+        return "price unknown: name it by --per-hour"
+    each = found.usd_per_million_tokens
+    return f"${found.cost_usd:,.2f}" + ("" if each is None else f", ${each:,.4f} a million tokens")
+
+
+def _budget_text(found: Measured, budget_usd: float) -> str:
+    if found.cost_usd is not None and found.cost_usd > budget_usd:
+        return f"spent, and ${found.cost_usd - budget_usd:,.2f} more than that"
+    if found.budget_step is None:
+        return "how far it reaches is seen with --per-hour and after the first steps"
+    if found.budget_step >= found.total_steps:
+        return "enough"
+    return f"ends at step {found.budget_step:,}"
 
 
 def _cost_text(cost_usd: float | None, per_million_usd: float | None) -> str:

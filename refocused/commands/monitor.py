@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import locale
+import os
 import socket
 import sys
 import time
@@ -64,12 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _collect(arguments.run, interval_seconds=arguments.interval)
     try:
         folders = [
-            Path(name) if arguments.wait else find_run(name) for name in arguments.run
+            _awaited(name) if arguments.wait else find_run(name, option=None)
+            for name in arguments.run
         ] or runs_by_age()
     except ConfigError as error:
-        print(str(error).removeprefix("--run "), file=sys.stderr)
+        print(error, file=sys.stderr)
         return error.exit_code
-    named, ascii_only = bool(arguments.run), arguments.ascii or not _speaks_utf8()
+    named = bool(arguments.run)
+    ascii_only = arguments.ascii or not speaks_utf8(locale.getencoding(), os.environ)
     try:
         with quiet_on_a_closed_pipe():
             if arguments.summary:
@@ -95,7 +98,7 @@ def runs_by_age() -> list[Path]:
     Raises:
         ConfigError: There is none.
     """
-    newest = find_run(None)  # refuses when there is none
+    newest = find_run(None, option=None)  # refuses when there is none
     states = [path / "state.json" for path in RUNS.iterdir() if (path / "state.json").is_file()]
     found = [path.parent for path in sorted(states, key=_changed, reverse=True)]
     return found or [newest]
@@ -212,8 +215,28 @@ def whole_steps(checkpoints: Path) -> list[int]:
     return [step for path in whole if (step := parse_name(path.name)) is not None]
 
 
-def _speaks_utf8() -> bool:
-    return locale.getencoding().lower().replace("-", "") == "utf8"
+def _awaited(name: str) -> Path:
+    """Return the folder that a run has or will have."""
+    path = Path(name)
+    return path if path.is_dir() or len(path.parts) > 1 else RUNS / name
+
+
+def speaks_utf8(encoding: str, environment: Mapping[str, str]) -> bool:
+    """Whether the terminal is to be taken for one of UTF-8.
+
+    In the C locale Python sets LC_CTYPE to UTF-8 for itself (PEP 538), which says nothing of the
+    terminal: tmux shows an underscore for each sign of a curve there.
+
+    Args:
+        encoding: Of the locale, as Python has it.
+        environment: Of this process.
+    """
+    if encoding.lower().replace("-", "") != "utf8":
+        return False
+    if environment.get("LC_ALL"):
+        return True
+    is_pythons_own = environment.get("LC_CTYPE") in ("C.UTF-8", "C.utf8", "UTF-8")
+    return not (is_pythons_own and environment.get("LANG", "") in ("", "C", "POSIX"))
 
 
 def _changed(file: Path) -> float:

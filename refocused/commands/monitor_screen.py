@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 LONGEST_SECONDS = 10.0  # that `screen` may take to answer
@@ -34,7 +36,9 @@ def open_in_screen(run: Path) -> str:
         listed = _ask([screen, "-ls", name])
         if re.search(rf"\.{re.escape(name)}\s", listed.stdout):
             return f"monitor  is there already: {attach}"
-        opened = _ask([*opening, "--wait", str(run.absolute())])
+        # The session is one of UTF-8 (-U) whatever the locale of what starts it.
+        environment = {**os.environ, "LC_ALL": "C.UTF-8"}
+        opened = _ask([*opening, "--wait", str(run.absolute())], environment=environment)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"--monitor: screen does not answer ({error}); training goes on without it."
     if opened.returncode:
@@ -48,9 +52,12 @@ def session_name(run: Path) -> str:
     return "monitor-" + re.sub(r"[^A-Za-z0-9_-]", "_", run.absolute().name)
 
 
-def _ask(command: list[str]) -> subprocess.CompletedProcess[str]:
+def _ask(
+    command: list[str], *, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
+        env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

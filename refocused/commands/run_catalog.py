@@ -34,12 +34,13 @@ def add_local_option(parser: Parser) -> None:
     parser.add_argument("--local", action="store_true", help="do not ask the bucket")
 
 
-def find_run(request: str | None, *, must_exist: bool = True) -> Path:
+def find_run(request: str | None, *, must_exist: bool = True, option: str | None = "--run") -> Path:
     """Return the folder of a run.
 
     Args:
         request: A folder, or a name below `runs/`; None: the newest run there.
         must_exist: Refuse a run without a folder (one only in a bucket has none).
+        option: What names a run on this command line; None: a word without an option.
 
     Raises:
         ConfigError: There is no such run.
@@ -47,10 +48,11 @@ def find_run(request: str | None, *, must_exist: bool = True) -> Path:
     runs = [path for path in RUNS.iterdir() if path.is_dir()] if RUNS.is_dir() else []
     if request is None:
         if not runs:
-            raise ConfigError(
-                f"There is no run below {RUNS.absolute()}. Name one: --run FOLDER, or for a run "
-                "that is only in a bucket: --run NAME --bucket gs://bucket/prefix"
-            )
+            named = "Name a run's folder." if option is None else f"Name one: {option} FOLDER"
+            if option == "--run":
+                named += ", or for a run that is only in a bucket: --run NAME --bucket "
+                named += "gs://bucket/prefix"
+            raise ConfigError(f"There is no run below {RUNS.absolute()}. {named}")
         return max(runs, key=_last_change)
     for folder in (Path(request).expanduser(), RUNS / request):
         if folder.is_dir():
@@ -61,7 +63,8 @@ def find_run(request: str | None, *, must_exist: bool = True) -> Path:
     newest = [path.name for path in sorted(runs, key=_last_change, reverse=True)[:3]]
     hint = f"Near: {', '.join(near)}." if near else f"The newest of {len(runs)} runs: "
     hint += "" if near else f"{', '.join(newest)}." if newest else "none."
-    raise ConfigError(f"--run {request}: there is no such folder, nor {RUNS / request}. {hint}")
+    named = request if option is None else f"{option} {request}"
+    raise ConfigError(f"{named}: there is no such folder, nor {RUNS / request}. {hint}")
 
 
 def run_of(arguments: argparse.Namespace) -> Path:

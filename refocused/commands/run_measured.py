@@ -18,6 +18,8 @@ from refocused.monitoring.performance import PERFORMANCE_FILE, RunTime, run_time
 from refocused.monitoring.tail import JsonLinesTail, read_json
 from refocused.process_identity import ProcessIdentity
 
+_NEEDED = {"run", "step", "total_steps", "tokens", "seconds", "cost_usd", "updated"}
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
@@ -45,7 +47,8 @@ class Measured:
         total_usd: So far and left together.
         ends: When it is done if it goes on without a pause, in Unix seconds.
         budget_usd: What the run may cost.
-        budget_step: The step that this pays for, at most the last one.
+        budget_step: The step that this pays for, at most the last one; None also where more than
+            this is spent.
     """
 
     name: str
@@ -90,10 +93,10 @@ def measure(
         RefocusedError: The folder holds no run that has trained.
     """
     state = read_json(run / "state.json")
-    if state is None:
+    if state is None or not state.keys() >= _NEEDED:
         raise RefocusedError(
-            f"{run}/state.json cannot be read: a run writes it when it trains. Name another run, "
-            "or estimate one before it begins: --config FILE."
+            f"{run}/state.json is missing or not a run's: a run writes it when it trains. Name "
+            "another run, or estimate one before it begins: --config FILE."
         )
     config = read_run(run / "run.yaml")
     records = JsonLinesTail(run / PERFORMANCE_FILE).records()
@@ -178,11 +181,11 @@ def _budget_step(
     step: int, total: int, *, cost: float | None, left: float | None, budget_usd: float | None
 ) -> int | None:
     """Return the step that a budget pays for, at an even pace from here."""
-    if budget_usd is None or cost is None or left is None:
+    if budget_usd is None or cost is None or left is None or cost > budget_usd:
         return None
     if left <= 0:
         return total
-    share = min(1.0, max(0.0, (budget_usd - cost) / left))
+    share = min(1.0, (budget_usd - cost) / left)
     return step + int((total - step) * share)
 
 

@@ -38,9 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     arguments = build_parser().read(argv)
     try:
-        folder = find_run(arguments.run) if arguments.run else _newest_run(Path("runs"))
+        folder = (
+            find_run(arguments.run, option=None) if arguments.run else _newest_run(Path("runs"))
+        )
     except ConfigError as error:
-        print(str(error).removeprefix("--run "), file=sys.stderr)
+        print(error, file=sys.stderr)
         return error.exit_code
     state = None if folder is None else _read_state(folder)
     if folder is None or state is None:

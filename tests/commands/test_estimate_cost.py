@@ -231,8 +231,49 @@ def test_a_finished_run_tells_what_it_cost(
     assert "goodput" in text and "left" not in text
 
 
-def test_a_folder_that_is_no_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_without_a_price_times_are_told_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    write_run(tmp_path, "stopped")
+    monkeypatch.chdir(tmp_path)
+    assert main(["--measured", "one", "--budget", "5"]) == 0
+    text = capsys.readouterr().out
+    assert "in 2 sessions, price unknown: name it by --per-hour" in text
+    assert "left       18.3 min, ends" in text
+    assert "budget     $5.00: how far it reaches is seen with --per-hour" in text
+
+
+@pytest.mark.parametrize(
+    ("status", "step", "budget", "answer"),
+    [
+        ("finished", 1000, "60", "enough"),
+        ("finished", 1000, "20", "spent, and $30.00 more than that"),
+        ("stopped", 500, "49", "spent, and $1.00 more than that"),
+        ("stopped", 500, "50", "ends at step 500"),
+    ],
+)
+def test_what_a_budget_was_good_for(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    status: str,
+    step: int,
+    budget: str,
+    answer: str,
+) -> None:
+    write_run(tmp_path, status, step=step, cost_usd=50.0)
+    monkeypatch.chdir(tmp_path)
+    assert main(["--measured", "one", "--per-hour", "36", "--budget", budget]) == 0
+    assert f": {answer}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("state", [None, "{}", "[1]", '{"step": 3}', "\x00"])
+def test_a_folder_that_is_no_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str | None
+) -> None:
+    if state is not None:
+        (tmp_path / "state.json").write_text(state)
     assert main(["--measured", str(tmp_path)]) == 1
-    assert "state.json cannot be read" in capsys.readouterr().err
+    assert "state.json is missing or not a run's" in capsys.readouterr().err
+    assert main(["--measured", "nowhere"]) == 2
+    assert capsys.readouterr().err.startswith("--measured nowhere: there is no such folder")

@@ -79,7 +79,24 @@ def test_a_run_that_is_not_there_is_wrong_use(
     run: WatchedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert monitor.main(["onne"]) == 2
-    assert "Near: one." in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("onne: there is no such folder")
+
+
+def test_without_any_run_no_option_is_named_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert monitor.main([]) == 2
+    said = capsys.readouterr().err
+    assert "There is no run below" in said and "--" not in said
+
+
+def test_a_run_that_is_waited_for_is_looked_for_where_it_will_be(
+    run: WatchedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, status in (("one", "TRAINING"), ("runs/one", "TRAINING"), ("soon", "STARTING")):
+        assert monitor.main(["--wait", "--once", name]) == 0
+        assert status in capsys.readouterr().out.splitlines()[0]
 
 
 def test_no_form_of_it_imports_torch_nor_writes(run: WatchedRun) -> None:
@@ -97,11 +114,16 @@ def test_no_form_of_it_imports_torch_nor_writes(run: WatchedRun) -> None:
 
 def test_a_locale_without_utf8_gets_ascii(run: WatchedRun) -> None:
     run.line("events", time.time(), {"kind": "note", "text": "caf\u00e9"})
-    for locale, found in (("C", b"caf?"), ("C.UTF-8", "caf\u00e9".encode())):
+    bare = {name: os.environ[name] for name in os.environ if not name.startswith(("LC_", "LANG"))}
+    for locale, found in (
+        ({}, b"caf?"),
+        ({"LC_ALL": "C"}, b"caf?"),
+        ({"LC_ALL": "C.UTF-8"}, "caf\u00e9".encode()),
+    ):
         done = subprocess.run(
             [sys.executable, str(SCRIPT), "--once", "one"],
             capture_output=True,
-            env={**os.environ, "LC_ALL": locale},
+            env={**bare, **locale},
         )
         assert done.returncode == 0, done.stderr
         assert found in done.stdout
@@ -132,3 +154,20 @@ def test_collect_samples_a_machine_until_it_is_interrupted(tmp_path: Path) -> No
 def test_collect_writes_to_one_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert monitor.main(["--collect", "one", "two"]) == 2
     assert "one folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("encoding", "environment", "expected"),
+    [
+        ("UTF-8", {"LANG": "en_US.UTF-8"}, True),
+        ("UTF-8", {"LC_ALL": "C.UTF-8"}, True),
+        ("UTF-8", {"LC_CTYPE": "C.UTF-8", "LANG": "de_DE"}, True),
+        ("UTF-8", {"LC_CTYPE": "C.UTF-8"}, False),  # Python's own, in the C locale
+        ("UTF-8", {"LC_CTYPE": "C.UTF-8", "LANG": "C"}, False),
+        ("ISO-8859-1", {"LANG": "de_DE"}, False),
+    ],
+)
+def test_what_python_sets_for_itself_says_nothing_of_the_terminal(
+    encoding: str, environment: dict[str, str], expected: bool
+) -> None:
+    assert monitor.speaks_utf8(encoding, environment) is expected

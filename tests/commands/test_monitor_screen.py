@@ -114,12 +114,13 @@ def test_a_screen_that_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
 def test_screen_is_told_to_speak_utf8_and_what_to_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in(tmp_path, f'echo "$@" >> {tmp_path}/said')
+    monkeypatch.setenv("LC_ALL", "C")
+    stand_in(tmp_path, f'echo "$LC_ALL" "$@" >> {tmp_path}/said')
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
     open_in_screen(Path("runs") / "a b")
     listed, opened = (tmp_path / "said").read_text().splitlines()
-    assert listed == "-ls monitor-a_b"
-    assert opened.startswith("-U -T screen-256color -dmS monitor-a_b ")
+    assert listed == "C -ls monitor-a_b"
+    assert opened.startswith("C.UTF-8 -U -T screen-256color -dmS monitor-a_b ")
     assert opened.endswith(f"--wait {Path('runs').absolute()}/a b")
 
 
