@@ -1,8 +1,7 @@
-"""Writes that a crash cannot leave half done, and the lock that keeps two writers apart."""
+"""Writes that a crash cannot leave half done."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -52,29 +51,3 @@ def link_or_copy(source: Path, target: Path) -> None:
     except OSError:  # another disk, or one without links
         shutil.copyfile(source, target)
         fsync_path(target)
-
-
-class FileLock:
-    """A lock that ends with its owner: the kernel drops it even after kill -9."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor: int | None = None
-
-    def acquire(self) -> bool:
-        """Take the lock when nobody else has it; return whether it is ours now."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return False
-        self._descriptor = descriptor
-        return True
-
-    def release(self) -> None:
-        """Give the lock up; the file stays, because removing it would let two owners in."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None

@@ -10,7 +10,6 @@ from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.checksum import crc32c_of
 from refocused.bucket.transfer import Progress, download_many
 from refocused.checkpoints.atomic import (
-    FileLock,
     fsync_directories,
     fsync_path,
     write_bytes_atomic,
@@ -21,6 +20,7 @@ from refocused.checkpoints.staging import STAGING_PREFIX, remove_step
 from refocused.checkpoints.step_directory import PART, Part, StepDirectory, read_step
 from refocused.checkpoints.verify import describe, verify
 from refocused.errors import CheckpointError
+from refocused.file_lock import FileLock
 
 
 def fetch_step(

@@ -13,7 +13,7 @@ from types import FrameType
 
 from refocused.bucket.open import open_bucket
 from refocused.bucket.retry import RetryPolicy
-from refocused.checkpoints.atomic import FileLock, write_json_atomic
+from refocused.checkpoints.atomic import write_json_atomic
 from refocused.checkpoints.mirror_copy import StepCopier
 from refocused.checkpoints.mirror_queue import CopyOrder
 from refocused.checkpoints.mirror_status import BLOCKED, MirrorSettings, MirrorStatus
@@ -23,6 +23,7 @@ from refocused.checkpoints.remote_retention import RemoteRetention
 from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED, RemoteSteps
 from refocused.checkpoints.step_directory import StepDirectory, name_of, read_step
 from refocused.errors import BucketError, CheckpointError
+from refocused.file_lock import FileLock
 from refocused.process_identity import this_process
 
 logger = logging.getLogger(__name__)

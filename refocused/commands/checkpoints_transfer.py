@@ -76,8 +76,8 @@ def add_upload_arguments(parser: Parser) -> None:
 
 def run_upload(arguments: argparse.Namespace) -> int:
     """Complete in the bucket what is on the disk; the exit code says whether all of it is there."""
-    from refocused.checkpoints.atomic import FileLock
     from refocused.checkpoints.mirror_status import MirrorFiles
+    from refocused.file_lock import FileLock
 
     run = find_run(arguments.run)
     catalog = catalog_of(run, arguments)

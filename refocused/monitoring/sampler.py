@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import fcntl
 import logging
-import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
+from refocused.file_lock import FileLock
 from refocused.monitoring.alarms import Key, Reading, Standing, judge, still_raised
 from refocused.monitoring.gpu import GpuReader, NoGpusError
 from refocused.monitoring.gpu_alarms import gpu_readings
@@ -180,13 +179,9 @@ def take_turn(settings: SamplerSettings) -> bool:
     Returns:
         False: another one samples, and ours has no rank any more to wait for.
     """
-    # Never closed: the lock is held until the process ends.
-    file = os.open(settings.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if not settings.training_alive:
-                return False
-            time.sleep(LOOK_SECONDS)
+    lock = FileLock(settings.lock)  # held until the process ends
+    while not lock.acquire():
+        if not settings.training_alive:
+            return False
+        time.sleep(LOOK_SECONDS)
+    return True

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
 from refocused.bucket.part_file import disk_errors
 from refocused.errors import ShardError
+from refocused.file_lock import FileLock
 
 LOCK_NAME = "lock"
 
@@ -22,20 +22,18 @@ def exclusive_folder(folder: Path) -> Iterator[None]:
         BucketError: The folder cannot be made.
     """
     with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK_NAME).open("w")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ShardError(
-                f"{folder}: another process is at work there. Let it end, or stop it, and run "
-                "this again."
-            ) from None
-        try:
-            yield
-        finally:
-            _remove_if_unused(folder)
+        lock = FileLock(folder / LOCK_NAME)
+        is_ours = lock.acquire()
+    if not is_ours:
+        raise ShardError(
+            f"{folder}: another process is at work there. Let it end, or stop it, and run "
+            "this again."
+        )
+    try:
+        yield
+    finally:
+        _remove_if_unused(folder)
+        lock.release()
 
 
 def _remove_if_unused(folder: Path) -> None:

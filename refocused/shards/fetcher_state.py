@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from refocused.atomic_file import replace_file
+from refocused.file_lock import FileLock
 
 ASK_LASTS_SECONDS = 10.0
 
@@ -39,7 +40,7 @@ class FetcherFiles:
         self._state = folder / "fetcher.json"
         self._asked = folder / "asked"
         self._lock_path = folder / "fetcher.lock"
-        self._lock: int | None = None
+        self._lock = FileLock(self._lock_path)
 
     def write_state(self, state: FetcherState) -> None:
         """Replace the sign of life, atomically."""
@@ -77,15 +78,7 @@ class FetcherFiles:
 
     def take_lock(self) -> bool:
         """Become the folder's only fetcher, unless another living process is."""
-        self._lock_path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return False
-        self._lock = descriptor
-        return True
+        return self._lock.acquire()
 
     def is_led(self) -> bool:
         """Say whether a living process holds the folder: the kernel frees a dead one's lock."""
@@ -104,6 +97,4 @@ class FetcherFiles:
 
     def release_lock(self) -> None:
         """Let another process fetch; the kernel does it for a process that dies."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._lock.release()

@@ -6,8 +6,8 @@ import logging
 import time
 from pathlib import Path
 
-from refocused.checkpoints.atomic import FileLock
 from refocused.errors import TrainingError
+from refocused.file_lock import FileLock
 
 logger = logging.getLogger(__name__)
 

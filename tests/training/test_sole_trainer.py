@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from refocused.checkpoints.atomic import FileLock
 from refocused.errors import TrainingError
+from refocused.file_lock import FileLock
 from refocused.training.sole_trainer import claim_run
 
 
