@@ -96,10 +96,16 @@ class Examination:
 
     def _checks(self) -> Iterator[Finding]:
         who, config = self._who, self._who.loaded.config
+        packages = software_checks.probe_packages()
+        yield from software_checks.judge_packages(packages)
+        if packages.missing:  # what follows imports them
+            text = "nothing else is looked at, for packages are missing"
+            yield Finding("machine", "warn", text, "Install them, then ask again.")
+            return
         gpus = gpu_checks.probe_gpus(socket.gethostname(), wanted=who.gpus, environment=os.environ)
         device: Device = "cuda" if gpus.samples and config.run.device != "cpu" else "cpu"
         ranks = who.gpus or (gpus.torch_count if device == "cuda" else 0) or CPU_RANKS
-        yield from _software(who, device)
+        yield from _compiling(who, device)
         yield from gpu_checks.judge_gpus(gpus, wanted=who.gpus, device=config.run.device)
         memory_bytes = gpu_checks.smallest_memory_bytes(gpus.samples) if device == "cuda" else None
         choice: Choice | None = None
@@ -199,9 +205,8 @@ class Examination:
             yield judge_step(outcome)
 
 
-def _software(who: Examinee, device: Device) -> Iterator[Finding]:
+def _compiling(who: Examinee, device: Device) -> Iterator[Finding]:
     config = who.loaded.config
-    yield from software_checks.judge_packages(software_checks.probe_packages())
     yield software_checks.judge_compilers(
         software_checks.probe_compilers(), device=device, compiles=config.model.compile
     )

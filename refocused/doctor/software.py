@@ -38,6 +38,11 @@ class Packages:
     required: tuple[str, ...]
     pinned: Mapping[str, str]
 
+    @property
+    def missing(self) -> list[str]:
+        """Names of those that are not there at all."""
+        return [name for name, version in self.installed.items() if version is None]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Compilers:
@@ -60,13 +65,9 @@ class Compilers:
 
 def probe_packages() -> Packages:
     """Ask for the versions of everything that this package needs."""
-    required = tuple(
-        text
-        for text in importlib.metadata.requires("refocused") or ()
-        if Requirement(text).marker is None
-    )
+    required = tuple(text for text in _required() if Requirement(text).marker is None)
     pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", _text(PINS), re.MULTILINE))
-    names = {Requirement(text).name for text in required} | set(pinned)
+    names = {"refocused", *(Requirement(text).name for text in required), *pinned}
     return Packages(
         python=(sys.version_info.major, sys.version_info.minor, sys.version_info.micro),
         installed={name: _version(name) for name in sorted(names)},
@@ -92,7 +93,7 @@ def judge_packages(found: Packages) -> Iterator[Finding]:
     if found.python < OLDEST_PYTHON:
         oldest = ".".join(str(part) for part in OLDEST_PYTHON)
         yield Finding("python", "fail", f"{python}", f"Python {oldest} or newer is needed.")
-    missing = [name for name, version in found.installed.items() if version is None]
+    missing = found.missing
     unfit = [
         f"{one.name} {version} ({one.specifier} is needed)"
         for one in map(Requirement, found.required)
@@ -100,9 +101,9 @@ def judge_packages(found: Packages) -> Iterator[Finding]:
         and not one.specifier.contains(version, prereleases=True)
     ]
     other = [
-        f"{name} {version} ({found.pinned[name]})"
-        for name, version in found.installed.items()
-        if version is not None and found.pinned.get(name, version) != version.partition("+")[0]
+        f"{name} {version} ({pin})"
+        for name, pin in found.pinned.items()
+        if (version := found.installed.get(name)) is not None and version.partition("+")[0] != pin
     ]
     if missing:
         yield Finding("packages", "fail", f"missing: {', '.join(missing)}", INSTALL)
@@ -169,6 +170,14 @@ def judge_operators(*, uses_nvme: bool, missing: str | None) -> Finding:
 def _some(texts: list[str], most: int = 4) -> str:
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more
+
+
+def _required() -> list[str]:
+    """Return what this package asks for; nothing where it was not installed itself."""
+    try:
+        return importlib.metadata.requires("refocused") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
 
 
 def _version(name: str) -> str | None:

@@ -16,6 +16,7 @@ from ranks import ROOT
 
 from refocused.bucket.gcs import GcsBucket
 from refocused.commands.doctor import lines_of, main
+from refocused.doctor import software
 from refocused.doctor.finding import Finding
 
 
@@ -59,6 +60,16 @@ def test_it_is_read_at_eighty_columns(
     assert re.fullmatch(r"done  1 fail, \d warn, of \d+; \d+ s", lines[-1])
     starts = [line for line in lines[1:-1] if not line.startswith(" ")]
     assert all(re.match(r"(ok|warn|fail) +[a-z]+ +\S", line) for line in starts)
+
+
+def test_a_missing_package_is_said_before_anything_imports_it(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tiny / "pins.txt").write_text("no-such-package==1.0\n")
+    monkeypatch.setattr(software, "PINS", tiny / "pins.txt")
+    report = asked(capsys, "run.device=cpu", code=3)
+    assert [found["check"] for found in report["findings"]] == ["packages", "machine"]
+    assert of(report, "packages") == [("fail", "missing: no-such-package")]
 
 
 def test_a_wrong_run_file_is_wrong_use(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

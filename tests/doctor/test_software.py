@@ -36,6 +36,7 @@ def test_what_is_installed_here_is_found() -> None:
     ("change", "level", "words"),
     [
         ({}, "ok", "Python 3.12.1, torch 2.13.0+cu130, deepspeed 0.19.8, transformers 5.23.0"),
+        ({"pinned": {}}, "ok", "torch 2.13.0+cu130"),
         ({"python": (3, 10, 9)}, "fail", "3.10.9"),
         ({"installed": {**GOOD.installed, "torch": None}}, "fail", "missing: torch"),
         (
