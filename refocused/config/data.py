@@ -155,6 +155,12 @@ class DataConfig(Section):
             )
         return self
 
+    @property
+    def tokenizer_is_readable(self) -> bool:
+        """Whether the files of the tokenizer are named, so that it can travel in checkpoints."""
+        is_gpt2_by_name = self.tokenizer == "gpt2" and self.bpe_folder is None
+        return self.tokenizer != "unknown" and not is_gpt2_by_name
+
     def of_source(self, name: str) -> DataConfig:
         """Return the settings of one source of the mixture, as those of a run with it alone."""
         chosen = self.mixture[name]

@@ -46,11 +46,7 @@ def evaluate(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
     last = state.step == parts.total_steps
     if last or parts.cadence.validation_due(state.step):
         state = validate(parts, state, stop)
-    if parts.tasks and (last or parts.cadence.tasks_due(state.step)) and not stop.agreed():
-        results = take_tasks(parts, stop)
-        seconds = parts.throughput.lap("tasks")
-        if results is not None:
-            parts.reporter.tasks(state, results, seconds)
+    state = _put_tasks(parts, state, stop)
     # The last step's sample belongs to the summary.
     sample_due = not last and parts.cadence.sample_due(state.step)
     if parts.sampler is not None and sample_due and not stop.agreed():
@@ -58,6 +54,32 @@ def evaluate(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
         seconds = parts.throughput.lap("sample")
         if text is not None:
             parts.reporter.sample(state, text, seconds)
+    return state
+
+
+def make_up_evaluation(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
+    """Measure what a run that was stopped after its last saved step had no time for.
+
+    That is the validation and the tasks, where they were due. Results are reported; the saved step
+    stays as it is, for step directories are never written again.
+    """
+    due = state.step == parts.total_steps or parts.cadence.validation_due(state.step)
+    if due and state.validation_step != state.step:
+        state = validate(parts, state, stop)
+    return state if state.tasks_step == state.step else _put_tasks(parts, state, stop)
+
+
+def _put_tasks(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
+    """Put and report the tasks where they are due."""
+    due = state.step == parts.total_steps or parts.cadence.tasks_due(state.step)
+    if not (parts.tasks and due) or stop.agreed():
+        return state
+    results = take_tasks(parts, stop)
+    seconds = parts.throughput.lap("tasks")
+    if results is None:
+        return state
+    state = dataclasses.replace(state, tasks_step=state.step)
+    parts.reporter.tasks(state, results, seconds)
     return state
 
 

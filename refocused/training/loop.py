@@ -11,7 +11,7 @@ import torch
 from refocused.batches.batch import Batch
 from refocused.checkpoints.tiers import Tier
 from refocused.engine.schedule import learning_rate
-from refocused.training.evaluation import evaluate
+from refocused.training.evaluation import evaluate, make_up_evaluation
 from refocused.training.fetching import fetch_together
 from refocused.training.finite_steps import FiniteSteps, StepTaken
 from refocused.training.garbage import Garbage
@@ -19,7 +19,6 @@ from refocused.training.out_of_memory import explaining_lack_of_memory
 from refocused.training.parts import Parts
 from refocused.training.state import TrainState
 from refocused.training.stopping import StopReason, StopRequest
-from refocused.training.validation import make_up_validation
 from refocused.world import World
 
 
@@ -40,7 +39,7 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
     stopping, taken = stop.agreed(), None
     finite = FiniteSteps(parts.world, overflows=parts.engine.loss_scale() is not None)
     if state.step and not stopping:
-        state = make_up_validation(parts, state, stop)
+        state = make_up_evaluation(parts, state, stop)
         stopping = stop.agreed()
     with (
         Garbage() as garbage,

@@ -112,7 +112,18 @@ def data_lines(data: DataParts, config: DataConfig, steps: int, plan: BatchPlan)
             f"  mask     attention and loss stay within documents, which begin with id "
             f"{config.document_id}"
         )
-    return lines
+    return [*lines, *tokenizer_lines(config)]
+
+
+def tokenizer_lines(config: DataConfig) -> list[str]:
+    """Return a warning where checkpoints will name a tokenizer that they do not hold."""
+    if config.tokenizer == "unknown" or config.tokenizer_is_readable:
+        return []
+    return [
+        f"  WARN     checkpoints and final_model/ will hold no tokenizer: the files of "
+        f"{config.tokenizer} are not named. Set data.bpe_folder to the folder of vocab.bpe and "
+        "encoder.json"
+    ]
 
 
 def _tokens(count: int) -> str:

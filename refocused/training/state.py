@@ -11,7 +11,8 @@ from refocused.batches.position import Position
 from refocused.config.batch_plan import BatchPlan
 from refocused.errors import CheckpointError
 
-NEWER_FIELDS = {"validation_step", "wandb_id"}  # which checkpoints of earlier versions do not have
+# Which checkpoints of earlier versions do not have.
+NEWER_FIELDS = {"validation_step", "tasks_step", "wandb_id"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class TrainState:
         loss: Training loss of the last step that was read.
         validation_loss: The last one; None before the first.
         validation_step: Step of the last validation that was completed.
+        tasks_step: Step after which all tasks were last put to the model.
         best_loss: Lowest validation loss so far.
         best_step: Step of the lowest validation loss.
         seconds: Time of all sessions since the first start: start-up, and what a rewind threw
@@ -43,6 +45,7 @@ class TrainState:
     seconds: float = 0.0
     cost_usd: float | None = None
     validation_step: int | None = None
+    tasks_step: int | None = None
     wandb_id: str | None = None
 
     def after_step(self, plan: BatchPlan, position: Position) -> TrainState:

@@ -13,7 +13,7 @@ from refocused.errors import ConfigError
 from refocused.inference.multiple_choice import Examination
 from refocused.inference.tokenizer import as_transformers
 from refocused.shards.tokenizer_files import tokenizer_file
-from refocused.shards.tokenizers import GPT2, TokenizerChoice
+from refocused.shards.tokenizers import TokenizerChoice
 from refocused.training.evaluation import prepare_tasks
 from refocused.training.sample import Sampler
 from refocused.world import World
@@ -77,7 +77,7 @@ def build_texts(
 
 def _read_tokenizer(data: DataConfig, vocabulary: int) -> bytes | None:
     """Read the tokenizer that travels in the checkpoints; None where the run names no files."""
-    if data.tokenizer == "unknown" or (data.tokenizer == GPT2 and data.bpe_folder is None):
+    if not data.tokenizer_is_readable:
         return None
     folder = Path(data.bpe_folder).expanduser() if data.bpe_folder is not None else None
     choice = TokenizerChoice(data.tokenizer, bpe_folder=folder)

@@ -45,18 +45,6 @@ def validate(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
     return state
 
 
-def make_up_validation(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
-    """Validate where a run was stopped after a step whose validation was due, before it could.
-
-    The result is reported and is in `state.json`; the saved step stays as it is, for step
-    directories are never written again.
-    """
-    due = state.step == parts.total_steps or parts.cadence.validation_due(state.step)
-    if not due or state.validation_step == state.step:
-        return state
-    return validate(parts, state, stop)
-
-
 def validation_loss(parts: Parts, stop: StopRequest) -> ValidationLoss | None:
     """Return the losses over all ranks; None without data or when asked to stop."""
     sums: dict[str | None, list[float]] = {}  # by source: total loss and tokens, on this rank

@@ -9,7 +9,9 @@ import pytest
 from commands.run_samples import SampleRun
 from fakes import Emulator
 
+from refocused.bucket.gcs import GcsBucket
 from refocused.checkpoints.staging import remove_step
+from refocused.commands import evaluate, generate
 from refocused.commands.local_steps import local_step
 from refocused.errors import CheckpointError
 
@@ -41,3 +43,37 @@ def test_another_step_of_the_name_is_kept(sample_run: SampleRun, emulator: Emula
     with pytest.raises(CheckpointError, match=r"checkpoint_step_10 exists and is not a copy of"):
         local_step(f"{bucket}/one/checkpoints/checkpoint_step_10", OPTIONS)
     assert mine.trainer.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        ("COMMITTED", "checkpoint_step_10 cannot be read: "),
+        ("model.json", "checkpoint_step_10 cannot be read: incomplete: bucket: 1 of 7 files"),
+    ],
+)
+def test_a_half_uploaded_step_is_neither_measured_nor_asked(
+    sample_run: SampleRun,
+    emulator: Emulator,
+    lost: str,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    step = sample_run.save_readable(10)
+    bucket = f"{emulator.url}/mirror"
+    sample_run.command("upload", "10", "--bucket", bucket)
+    remove_step(step.path)
+    GcsBucket(bucket).delete(f"one/checkpoints/checkpoint_step_10/{lost}")
+    Path("story.txt").write_text("once upon a time")
+    address = f"{bucket}/one/checkpoints/checkpoint_step_10"
+    for request in ([address], ["10", "--run", "one", "--bucket", bucket]):
+        for main, arguments in (
+            (evaluate.main, ["--tasks", "story.txt", "--device", "cpu"]),
+            (generate.main, ["once", "--device", "cpu"]),
+        ):
+            assert main([*request, *arguments]) == 1
+            out, err = capsys.readouterr()
+            assert out == ""
+            assert said in err
+            assert len(err.splitlines()) == 1
+    assert not step.path.exists()

@@ -17,7 +17,12 @@ from refocused.inference.continuations import Continuation
 from refocused.inference.multiple_choice import Examination
 from refocused.inference.tasks import Question
 from refocused.training.cadence import Cadence
-from refocused.training.evaluation import EngineScorer, evaluate, take_tasks
+from refocused.training.evaluation import (
+    EngineScorer,
+    evaluate,
+    make_up_evaluation,
+    take_tasks,
+)
 from refocused.training.sample import Sampler
 from refocused.training.state import TrainState
 from refocused.training.stopping import StopRequest
@@ -70,7 +75,31 @@ def test_after_the_last_step_all_is_measured_but_the_sample_of_the_summary() -> 
 
 
 def test_tasks_leave_the_best_step_alone() -> None:
-    assert at_step(2, tasks=2, sample=2)[1] == dataclasses.replace(TrainState(), step=2)
+    state = at_step(2, tasks=2, sample=2)[1]
+    assert state == dataclasses.replace(TrainState(), step=2, tasks_step=2)
+
+
+def resumed(state: TrainState, *, stop_when: str | None = None, **cadence: int) -> tuple[Log, Any]:
+    log: Log = []
+    every = Cadence(log=0, checkpoint=0, **{"validation": 0} | cadence)
+    parts = parts_of(log, cadence=every, tasks=[questions([0, 0, 1])])
+    return log, make_up_evaluation(parts, state, cast("StopRequest", FakeStop(log, stop_when)))
+
+
+@pytest.mark.parametrize("step", [2, 6])
+def test_tasks_that_a_stop_cut_short_are_made_up(step: int) -> None:
+    _, stopped = at_step(step, stop_when="rate 2", validation=2, tasks=2)
+    assert (stopped.validation_step, stopped.tasks_step) == (step, None)
+    log, state = resumed(stopped, validation=2, tasks=2)
+    assert log == ["rate 2"] * 3 + [f"tell quiz 0.67 after {step}"]
+    assert resumed(state, validation=2, tasks=2)[0] == []
+
+
+def test_nothing_is_made_up_that_was_not_due_or_for_which_there_is_no_time() -> None:
+    step = dataclasses.replace(TrainState(), step=2)
+    assert resumed(step, validation=3, tasks=3) == ([], step)
+    log, state = resumed(step, validation=2, tasks=2, stop_when="tell 2.0")
+    assert (log, state.validation_step, state.tasks_step) == (["validate", "tell 2.0"], 2, None)
 
 
 @pytest.mark.parametrize("when", ["validate", "rate 2", "write"])
