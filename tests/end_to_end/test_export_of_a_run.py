@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from forked import train
 from tiny import tiny_run
 
+from refocused.commands import evaluate as evaluate_command
+from refocused.commands import generate as generate_command
 from refocused.commands.checkpoints import main
 from refocused.commands.local_steps import model_source
 from refocused.inference.generate import generate
@@ -76,17 +79,24 @@ def test_a_finished_run_has_become_a_model(trained: Path) -> None:
         assert weight.equal(loaded.network.get_parameter(name)), name
 
 
-def test_a_family_of_our_own_is_trained_and_exported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+OWN_FAMILIES: dict[str, dict[str, Any]] = {
+    "resonance": {"num_resonators": 8},
+    "ten": {"num_eigenstates": 8},
+}
+
+
+@pytest.mark.parametrize("family", OWN_FAMILIES)
+def test_a_family_of_our_own_is_trained_exported_measured_and_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, family: str
 ) -> None:
     tiny_run(tmp_path)
     shape = {
-        "model_type": "resonance",
+        "model_type": family,
         "vocab_size": 512,
         "hidden_size": 64,
         "num_hidden_layers": 2,
-        "num_resonators": 8,
         "max_position_embeddings": 64,
+        **OWN_FAMILIES[family],
     }
     (tmp_path / "small.json").write_text(json.dumps(shape))
     settings = ["model.preset=small.json", "data.tokenizer=bytes", "run.steps=6"]
@@ -94,14 +104,27 @@ def test_a_family_of_our_own_is_trained_and_exported(
     ended = train(tmp_path, "--config", "tiny.yaml", *settings, ranks=2)
     assert ended.codes == [0, 0], ended.everything
     monkeypatch.chdir(tmp_path)
-    told = json.loads(command(capsys, "export", "latest", "model", "--json"))
+    told = json.loads(command(capsys, "export", "latest", "model", "--dtype", "fp32", "--json"))
     assert told["logit_difference"] < 1e-5
     assert "register_families()" in (tmp_path / "model" / "README.md").read_text()
     loaded = load_model(tmp_path / "model", dtype="fp32")
     ids = loaded.tokenizer("def", return_tensors="pt").input_ids
-    written = loaded.network.generate(ids, max_new_tokens=8, do_sample=False)
-    plain = loaded.network.generate(ids, max_new_tokens=8, do_sample=False, use_cache=False)
-    assert written.equal(plain)
+    greedy = {"max_new_tokens": 8, "do_sample": False, "suppress_tokens": list(range(257, 512))}
+    written = loaded.network.generate(ids, **greedy)
+    assert written.equal(loaded.network.generate(ids, **greedy, use_cache=False))
+
+    options = ("--device", "cpu", "--dtype", "fp32", "--json")
+    asked = ["tiny", "def", "--temperature", "0", "--tokens", "8", *options]
+    assert generate_command.main(asked) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["answers"]
+    tokens = written[0, ids.shape[1] :][: answer["tokens"]]
+    assert answer["text"] == loaded.tokenizer.decode(tokens, skip_special_tokens=True)
+    (tmp_path / "story.txt").write_text("def f(x)")
+    assert evaluate_command.main(["tiny", "--tasks", "story.txt", *options]) == 0
+    found = json.loads(capsys.readouterr().out)["tasks"]["story"]["perplexity"]["value"]
+    text = torch.tensor([[256, *b"def f(x)"]])  # as a document begins
+    with torch.no_grad():
+        assert found == pytest.approx(float(loaded.network(text, labels=text).loss.exp()), rel=1e-4)
 
 
 def test_a_step_that_is_only_in_the_bucket_is_exported(
