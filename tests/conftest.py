@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,3 +36,12 @@ def emulator(storage_server: Any) -> Iterator[Emulator]:
     """A fresh bucket in the emulator, behind a proxy that can be told to fail."""
     with emulated_bucket(storage_server, f"refocused-test-{next(_bucket_numbers)}") as running:
         yield running
+
+
+@pytest.fixture
+def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Let records reach pytest, whatever set up our own log before."""
+    logger = logging.getLogger("refocused")
+    before, logger.propagate = logger.propagate, True
+    yield
+    logger.propagate = before

@@ -7,8 +7,11 @@ import json
 import random
 from pathlib import Path
 
+from refocused.bucket.bucket import Bucket
 from refocused.bucket.checksum import crc32c_of
 from refocused.checkpoints.manifest import CheckpointManifest, FileRecord
+from refocused.checkpoints.mirror_copy import StepCopier
+from refocused.checkpoints.remote_steps import RemoteSteps, prefix_of
 from refocused.checkpoints.staging import Staging
 from refocused.checkpoints.step_directory import StepDirectory, name_of, rank_file
 
@@ -73,6 +76,13 @@ def make_step(
     staging.create()
     fill(staging.path, seed=step if seed is None else seed, size=size)
     return staging.commit(manifest_for(staging.path, step, **changes))
+
+
+def mirrored(bucket: Bucket, step: StepDirectory, *, run: str = "sample") -> StepDirectory:
+    """Copy a step to where a run's mirror puts it."""
+    remote = RemoteSteps(bucket, prefix_of(run))
+    assert StepCopier(remote, stopping=lambda: False, report=lambda *_: None).copy(step)
+    return step
 
 
 def make_readable_step(

@@ -4,14 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpoints.step_samples import flip_byte, make_step
+from checkpoints.step_samples import flip_byte, make_step, mirrored
 
 from refocused.bucket.directory import DirectoryBucket
 from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.mirror_copy import StepCopier
-from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps
+from refocused.checkpoints.remote_steps import COMMITTED
 from refocused.checkpoints.staging import remove_step
-from refocused.checkpoints.step_directory import StepDirectory, read_step
+from refocused.checkpoints.step_directory import read_step
 from refocused.checkpoints.verify import verify
 from refocused.errors import BucketError, CheckpointError
 
@@ -19,27 +18,8 @@ PREFIX = "sample/checkpoints"
 
 
 @pytest.fixture
-def local(tmp_path: Path) -> Path:
-    return tmp_path / "run" / "checkpoints"
-
-
-@pytest.fixture
-def bucket(tmp_path: Path) -> DirectoryBucket:
-    (tmp_path / "bucket").mkdir()
-    return DirectoryBucket(tmp_path / "bucket")
-
-
-@pytest.fixture
 def catalog(local: Path, bucket: DirectoryBucket) -> Catalog:
     return Catalog(local, bucket, PREFIX)
-
-
-def mirrored(bucket: DirectoryBucket, step: StepDirectory) -> StepDirectory:
-    copier = StepCopier(
-        RemoteSteps(bucket, PREFIX), stopping=lambda: False, report=lambda _done, _total: None
-    )
-    assert copier.copy(step)
-    return step
 
 
 def there(bucket: DirectoryBucket, step: int, file: str) -> Path:

@@ -5,48 +5,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkpoints.step_samples import flip_byte, make_step
+from checkpoints.step_samples import flip_byte, make_step, mirrored
 
 from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.directory import DirectoryBucket
 from refocused.checkpoints.catalog import Catalog
 from refocused.checkpoints.choice import choose_step
-from refocused.checkpoints.mirror_copy import StepCopier
-from refocused.checkpoints.remote_steps import RemoteSteps
 from refocused.checkpoints.staging import remove_step
-from refocused.checkpoints.step_directory import StepDirectory
 from refocused.checkpoints.verify import verify
 from refocused.errors import BucketError, CheckpointError
 
+pytestmark = pytest.mark.usefixtures("heard")
+
 PREFIX = "sample/checkpoints"
 SHARD = "zero/zero_pp_rank_0_mp_rank_00_optim_states.pt"
-
-
-@pytest.fixture(autouse=True)
-def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    logger = logging.getLogger("refocused")
-    before, logger.propagate = logger.propagate, True
-    yield
-    logger.propagate = before
-
-
-@pytest.fixture
-def local(tmp_path: Path) -> Path:
-    return tmp_path / "run" / "checkpoints"
-
-
-@pytest.fixture
-def bucket(tmp_path: Path) -> DirectoryBucket:
-    (tmp_path / "bucket").mkdir()
-    return DirectoryBucket(tmp_path / "bucket")
-
-
-def mirrored(bucket: DirectoryBucket, step: StepDirectory) -> StepDirectory:
-    copier = StepCopier(
-        RemoteSteps(bucket, PREFIX), stopping=lambda: False, report=lambda _done, _total: None
-    )
-    assert copier.copy(step)
-    return step
 
 
 def chosen(catalog: Catalog, request: str) -> int | None:

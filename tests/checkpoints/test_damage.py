@@ -6,20 +6,21 @@ import datetime
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoints.step_samples import START, flip_byte, make_step
+from checkpoints.step_samples import START, flip_byte, make_step, mirrored
 
 from refocused.bucket.directory import DirectoryBucket
 from refocused.checkpoints.catalog import Catalog
 from refocused.checkpoints.choice import choose_step
-from refocused.checkpoints.mirror_copy import StepCopier
-from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps
+from refocused.checkpoints.remote_steps import COMMITTED
 from refocused.checkpoints.staging import clean_leftovers, remove_step
-from refocused.checkpoints.step_directory import StepDirectory, name_of
+from refocused.checkpoints.step_directory import name_of
 from refocused.errors import CheckpointError
+
+pytestmark = pytest.mark.usefixtures("heard")
 
 OPTIMIZER = "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt"
 RANK = "ranks/rank_00001.pt"
@@ -53,26 +54,6 @@ DAMAGES: dict[str, Damage] = {
     "the manifest is of another version": ("manifest.json", rewrite_schema),
     "the directory is empty": ("manifest.json", empty_directory),
 }
-
-
-@pytest.fixture(autouse=True)
-def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    logger = logging.getLogger("refocused")
-    before, logger.propagate = logger.propagate, True
-    yield
-    logger.propagate = before
-
-
-@pytest.fixture
-def local(tmp_path: Path) -> Path:
-    return tmp_path / "run" / "checkpoints"
-
-
-def copy_to_bucket(bucket: DirectoryBucket, step: StepDirectory) -> None:
-    copier = StepCopier(
-        RemoteSteps(bucket, "sample/checkpoints"), stopping=lambda: False, report=lambda *_: None
-    )
-    assert copier.copy(step)
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
@@ -121,11 +102,9 @@ def test_a_step_saved_by_a_clock_that_went_back_is_still_the_newest(local: Path)
 
 @pytest.mark.parametrize("name", [name_of(10), "my copy"])
 def test_a_copy_made_by_hand_out_of_the_bucket_is_a_checkpoint(
-    tmp_path: Path, local: Path, name: str
+    tmp_path: Path, local: Path, bucket: DirectoryBucket, name: str
 ) -> None:
-    (tmp_path / "bucket").mkdir()
-    bucket = DirectoryBucket(tmp_path / "bucket")
-    copy_to_bucket(bucket, make_step(local, 10))
+    mirrored(bucket, make_step(local, 10))
     remove_step(local / name_of(10))
     there = tmp_path / "bucket" / "sample" / "checkpoints" / name_of(10)
     assert (there / COMMITTED).exists()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoints.step_samples import flip_byte, make_step
+from checkpoints.step_samples import flip_byte, make_step, mirrored
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.directory import DirectoryBucket
@@ -20,30 +20,12 @@ from refocused.checkpoints.elsewhere import (
     take_over,
 )
 from refocused.checkpoints.manifest import MANIFEST
-from refocused.checkpoints.mirror_copy import StepCopier
-from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED, RemoteSteps, prefix_of
+from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED, prefix_of
 from refocused.checkpoints.step_directory import StepDirectory, name_of, read_step
 from refocused.checkpoints.verify import verify
 from refocused.errors import CheckpointError
 
 SHARD = "zero/zero_pp_rank_0_mp_rank_00_optim_states.pt"
-
-
-@pytest.fixture
-def local(tmp_path: Path) -> Path:
-    return tmp_path / "run" / "checkpoints"
-
-
-@pytest.fixture
-def bucket(tmp_path: Path) -> DirectoryBucket:
-    (tmp_path / "bucket").mkdir()
-    return DirectoryBucket(tmp_path / "bucket")
-
-
-def mirrored(bucket: Bucket, step: StepDirectory, run: str = "sample") -> StepDirectory:
-    remote = RemoteSteps(bucket, prefix_of(run))
-    assert StepCopier(remote, stopping=lambda: False, report=lambda *_: None).copy(step)
-    return step
 
 
 def opener(tmp_path: Path) -> Callable[[str], Bucket]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -37,12 +37,8 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    logger = logging.getLogger("refocused")
-    before, logger.propagate = logger.propagate, True
+def screen(heard: None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="refocused")
-    yield
-    logger.propagate = before
 
 
 @dataclasses.dataclass

@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -86,12 +85,8 @@ def refuse_constant(name: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def screen(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    logger = logging.getLogger("refocused")
-    before, logger.propagate = logger.propagate, True
+def screen(heard: None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="refocused")
-    yield
-    logger.propagate = before
 
 
 def test_time_and_cost_go_on_over_a_resume(tmp_path: Path) -> None:
