@@ -97,11 +97,11 @@ class GpuReader:
         Raises:
             NoGpusError: There is no driver, or it cannot be talked to.
         """
-        _open_library()
+        count = _open_library()
         self._clock = clock
         self._counted: dict[int, tuple[float, int | None, int | None]] = {}
         self._slow_values: dict[int, tuple[float | None, Mapping[str, Any]]] = {}
-        gpus = [_opened(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        gpus = [_opened(index) for index in range(count)]
         owners = local_ranks(
             [(gpu.facts.get("uuid"), gpu.facts.get("name")) for gpu in gpus],
             visible=visible,
@@ -170,9 +170,11 @@ class GpuReader:
         return _rate(before[1], sent_kib, seconds), _rate(before[2], received_kib, seconds)
 
 
-def _open_library() -> None:
+def _open_library() -> int:
+    """Open the library; return how many GPUs it knows."""
     try:
         pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetCount())
     except pynvml.NVMLError as error:
         if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND:
             raise NoGpusError(

@@ -30,8 +30,8 @@ def gpu_readings(samples: Sequence[GpuSample], *, is_training: bool) -> Iterator
             yield from _memory_errors(gpu)
             yield from _links(gpu, peers)
             yield from _power(gpu, peers)
-            if is_training and gpu.local_rank is not None:
-                yield from _work(gpu)
+            if gpu.local_rank is not None:
+                yield from _work(gpu, is_training=is_training)
 
 
 def _heat(gpu: GpuSample) -> Iterator[Reading]:
@@ -138,8 +138,11 @@ def _power(gpu: GpuSample, peers: Sequence[GpuSample]) -> Iterator[Reading]:
         )
 
 
-def _work(gpu: GpuSample) -> Iterator[Reading]:
-    if gpu.utilization_fraction is not None:
+def _work(gpu: GpuSample, *, is_training: bool) -> Iterator[Reading]:
+    """A run that takes no steps any more ends the alarm."""
+    if not is_training:
+        yield Reading("gpu_idle", _name(gpu), "good", f"{_name(gpu)} has no steps to compute.")
+    elif gpu.utilization_fraction is not None:
         yield Reading(
             "gpu_idle",
             _name(gpu),

@@ -20,6 +20,8 @@ BLOCK_LINES = 64  # that are taken or left together
 class GpuMinute:
     """All GPUs of a run in one minute; None: no sample says.
 
+    Where it is not known which ones the ranks have, all GPUs of its machines.
+
     Attributes:
         time: Its beginning, in Unix seconds.
         utilization_fraction: Mean over the GPUs.
@@ -56,7 +58,9 @@ def gpu_minutes(records: Iterable[Record]) -> list[GpuMinute]:
             _mean(_values(samples, "power_watts")),
             max(_values(samples, "memory_used_gib"), default=None),
         )
-        for minute, samples in sorted(by_minute.items())
+        for minute, samples in (
+            (minute, _of_the_run(all_samples)) for minute, all_samples in sorted(by_minute.items())
+        )
     ]
 
 
@@ -70,6 +74,11 @@ def _some_records(file: Path) -> Iterator[Record]:
                     yield record
     except OSError:  # its disk went away: what was read is shown
         return
+
+
+def _of_the_run(samples: list[Record]) -> list[Record]:
+    """Return the samples of the GPUs that ranks have; all, where that is not known of any."""
+    return [one for one in samples if one.get("local_rank") is not None] or samples
 
 
 def _values(samples: Iterable[Record], name: str) -> list[float]:

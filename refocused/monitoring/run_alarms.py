@@ -47,10 +47,11 @@ def run_readings(run: RunSight, money: Money, *, now: float) -> Iterator[Reading
         "does that is killed; its last words are in logs/rank-0.log.",
         "critical",
     )
-    if run.alive:
+    if not died:  # one that was killed has not taken its next step either
         yield from _pace(run, now)
     yield from _loss(run.logged)
-    if run.mirror is not None and run.status == "training":
+    # While the status is that of an earlier session, what the mirror said may be of that one too.
+    if run.mirror is not None and (run.status == "training" or not run.alive):
         yield from _mirror(run.mirror, now)
     yield from _budget(run, money)
     yield from _credit(run, money)
@@ -59,15 +60,16 @@ def run_readings(run: RunSight, money: Money, *, now: float) -> Iterator[Reading
 def _pace(run: RunSight, now: float) -> Iterator[Reading]:
     waited = silence([logged.at for logged in run.logged_now], began=run.began, now=now)
     steps_come = run.status == "training" and run.step != run.total_steps
+    is_late = steps_come and waited.is_too_long
     yield Reading(
         "no_step",
         SUBJECT,
-        "bad" if steps_come and waited.is_too_long else "good",
+        "bad" if is_late else "good",
         f"step {run.step or 0:,} was logged {duration(waited.seconds)} ago"
         + (
             f"; the next one was due within {duration(waited.longest_seconds)}. A rank may hang: "
             "see logs/rank-N.log of every rank."
-            if waited.is_too_long
+            if is_late
             else "."
         ),
         "critical",
@@ -119,11 +121,11 @@ def _mirror(mirror: MirrorSight, now: float) -> Iterator[Reading]:
         "checkpoint.interval, or down.",
         raised_after_seconds=60.0,
     )
-    silent = now - mirror.heartbeat
+    silent, patience = now - mirror.heartbeat, MIRROR_PATIENCE_SECONDS
     yield Reading(
         "mirror_silent",
         SUBJECT,
-        level_above(silent, bad=MIRROR_PATIENCE_SECONDS, good=MIRROR_PATIENCE_SECONDS / 2),
+        "good" if mirror.drained else level_above(silent, bad=patience, good=patience / 2),
         f"the mirror last said something {duration(max(0.0, silent))} ago; see logs/mirror.log.",
     )
 

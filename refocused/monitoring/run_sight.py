@@ -37,11 +37,13 @@ class MirrorSight:
         waiting: Steps that it has yet to copy.
         last_error: Why the last attempt failed; None: it did not.
         heartbeat: When it said so, in seconds of Unix time.
+        drained: It was asked to finish and has done so; then it has ended.
     """
 
     waiting: int
     last_error: str | None
     heartbeat: float
+    drained: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,4 +123,9 @@ def _mirror_sight(status: Mapping[str, Any]) -> MirrorSight | None:
     heartbeat = status.get("heartbeat")
     if heartbeat is None:
         return None
-    return MirrorSight(len(status.get("waiting", ())), status.get("last_error"), heartbeat)
+    return MirrorSight(
+        len(status.get("waiting", ())),
+        status.get("last_error"),
+        heartbeat,
+        drained=status.get("drained") is not None,
+    )

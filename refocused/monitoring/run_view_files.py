@@ -94,15 +94,14 @@ class RunFollower:
         )
 
     def _take_event(self, record: Record) -> None:
-        kind, words, at = text(record, "kind"), text(record, "text"), unix_time(record.get("time"))
-        if kind is None:
+        event = event_of(record)
+        if event is None:
             return
-        if kind == "alarm":
-            self._take_alarm(record, at)
-        elif kind == "save":
-            self._saved_time = at
-        words = words or text(record, "error") or ""
-        self._events.append(Event(at, kind, " ".join(words.split()) or kind))
+        if event.kind == "alarm":
+            self._take_alarm(record, event.time)
+        elif event.kind == "save":
+            self._saved_time = event.time
+        self._events.append(event)
 
     def _take_alarm(self, record: Record, at: float | None) -> None:
         name, subject = text(record, "alarm") or "?", text(record, "subject") or "?"
@@ -122,6 +121,15 @@ class RunFollower:
             system = _sample(SystemSample, record)
             if system is not None:
                 self._systems[system.host] = at, system
+
+
+def event_of(record: Record) -> Event | None:
+    """Return a line of `events.jsonl` as the event that it tells of; None: of none."""
+    kind = text(record, "kind")
+    if kind is None:
+        return None
+    words = text(record, "text") or text(record, "error") or ""
+    return Event(unix_time(record.get("time")), kind, " ".join(words.split()) or kind)
 
 
 def _read_settings(file: Path) -> Record | None:

@@ -18,6 +18,7 @@ EVERY_LINE = frozenset(
     {
         "kind",
         "index",
+        "local_rank",
         "utilization_fraction",
         "memory_used_gib",
         "temperature_celsius",

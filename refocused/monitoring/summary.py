@@ -13,6 +13,7 @@ from refocused.monitoring.dashboard_words import dollars, moment, percent, time_
 from refocused.monitoring.gpu_minutes import GpuMinute, read_gpu_minutes
 from refocused.monitoring.metrics import duration, perplexity
 from refocused.monitoring.run_view import Event, RunView
+from refocused.monitoring.run_view_files import event_of
 from refocused.monitoring.summary_page import render_page
 from refocused.monitoring.summary_picture import draw_summary
 from refocused.monitoring.tail import JsonLinesTail, number, text
@@ -67,8 +68,9 @@ def write_summary(folder: Path, view: RunView, *, now: float) -> list[Path]:
         OSError: The folder cannot be written.
     """
     gpus = read_gpu_minutes(folder / "logs")
-    events = JsonLinesTail(folder / "logs" / "events.jsonl").records()
-    summary = summarize(view, gpus, counts(events), now=now)
+    files = sorted((folder / "logs").glob("events*.jsonl"))
+    records = [record for file in files for record in JsonLinesTail(file).records()]
+    summary = summarize(view, gpus, counts(records), troubles_of(records), now=now)
     picture = draw_summary(view, gpus, title=summary.title)
     files = [folder / TEXT_FILE, folder / PICTURE_FILE, folder / PAGE_FILE]
     contents = [as_markdown(summary).encode(), picture, render_page(summary, picture).encode()]
@@ -80,7 +82,7 @@ def write_summary(folder: Path, view: RunView, *, now: float) -> list[Path]:
 
 
 def counts(events: Iterable[dict[str, Any]]) -> Counts:
-    """Count the lines of `events.jsonl` by what they tell of."""
+    """Count lines of events by what they tell of."""
     found, stalls = collections.Counter[str](), []
     for event in events:
         kind = text(event, "kind") or ""
@@ -96,15 +98,27 @@ def counts(events: Iterable[dict[str, Any]]) -> Counts:
     )
 
 
-def summarize(view: RunView, gpus: Sequence[GpuMinute], count: Counts, *, now: float) -> Summary:
+def troubles_of(events: Iterable[dict[str, Any]]) -> list[Event]:
+    """Return the warnings and failures among lines of events, by their time."""
+    found = [event for line in events if (event := event_of(line)) and event.is_trouble]
+    return sorted(found, key=lambda event: event.time or 0.0)
+
+
+def summarize(
+    view: RunView,
+    gpus: Sequence[GpuMinute],
+    count: Counts,
+    troubles: Sequence[Event],
+    *,
+    now: float,
+) -> Summary:
     """Say what there is to be said; `now` is in Unix seconds."""
     rows = [*_progress(view), *_losses(view), *_money(view), *_speed(view), *_gpus(gpus)]
     rows += _saves(view, count)
-    troubles = [_trouble(event) for event in view.events if event.is_trouble]
     return Summary(
         title=f"{view.name}: {view.status}",
         rows=rows,
-        troubles=troubles[-TROUBLES_SHOWN:],
+        troubles=[_trouble(event) for event in troubles[-TROUBLES_SHOWN:]],
         written=moment(now),
     )
 

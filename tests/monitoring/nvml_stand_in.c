@@ -2,6 +2,7 @@
 
    What it answers stands in the text file that STAND_IN_NVML names, read when it changes:
        init 9                an error of nvmlInit
+       count 999             an error of nvmlDeviceGetCount
        gpus 8                how many there are
        3 temperature 88      a value of GPU 3
        7 lost 1              every call about GPU 7 answers GPU_IS_LOST
@@ -85,7 +86,7 @@ const char *nvmlErrorString(Return result) { return "an error of the stand-in"; 
 Return nvmlDeviceGetCount_v2(unsigned *count) {
     char found[128];
     *count = look_up(MACHINE, "gpus", found) ? (unsigned)atoi(found) : 0;
-    return OK;
+    return look_up(MACHINE, "count", found) ? atoi(found) : OK;
 }
 
 Return nvmlSystemGetDriverVersion(char *version, unsigned size) {

@@ -224,6 +224,13 @@ def test_a_driver_that_does_not_answer_is_a_fault(
     assert caught.value.is_fault
 
 
+def test_a_driver_that_cannot_count_is_a_fault(eight_gpus: Machine) -> None:
+    eight_gpus.driver(count=999)
+    with pytest.raises(NoGpusError, match="nvidia-smi") as caught:
+        GpuReader(host="node1")
+    assert caught.value.is_fault
+
+
 def test_a_machine_without_a_driver_has_no_gpus_and_no_fault(tmp_path: Path) -> None:
     program = (
         "import pynvml, refocused.monitoring.gpu as gpu\n"

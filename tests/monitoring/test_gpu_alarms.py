@@ -92,7 +92,8 @@ def test_a_gpu_of_another_kind_is_no_measure() -> None:
 
 def test_only_gpus_that_should_work_are_idle() -> None:
     idle = gpu(0, utilization_fraction=0.0)
-    assert ("gpu_idle", "node1 GPU 0") not in readings(idle, is_training=False)
+    assert readings(idle)["gpu_idle", "node1 GPU 0"].level == "bad"
+    assert readings(idle, is_training=False)["gpu_idle", "node1 GPU 0"].level == "good"
     nobodys = dataclasses.replace(idle, local_rank=None)
     assert ("gpu_idle", "node1 GPU 0") not in readings(nobodys)
 

@@ -33,6 +33,15 @@ def test_samples_are_gathered_by_the_minute() -> None:
     ]
 
 
+def test_gpus_of_others_on_the_machine_are_left_out() -> None:
+    busy = sample(MINUTE, local_rank=0, utilization_fraction=0.9, temperature_celsius=60)
+    idle = sample(MINUTE, index=1, utilization_fraction=0.1, temperature_celsius=90)
+    assert gpu_minutes([busy, idle]) == [GpuMinute(MINUTE, 0.9, 60, 640.0, 48.4)]
+    # where nobody's rank is known, which ones they are is not either
+    unknown = sample(MINUTE, utilization_fraction=0.9, temperature_celsius=60)
+    assert gpu_minutes([unknown, idle]) == [GpuMinute(MINUTE, 0.5, 90, 640.0, 48.4)]
+
+
 def test_of_a_long_file_evenly_spread_parts_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,6 +122,24 @@ def test_the_mirror(changes: dict[str, Any], alarm: str, level: str) -> None:
     assert not any(name.startswith("mirror") for name in readings(run(logged(10))))
 
 
+def test_what_was_wrong_with_a_run_is_over_when_it_has_ended_well() -> None:
+    mirror = MirrorSight(waiting=0, last_error=None, heartbeat=BEGAN + 300)
+    ended = run(logged(30), alive=False, status="finished", step=100_000, mirror=mirror)
+    for alarm in ("no_step", "mirror_behind", "mirror_failing", "mirror_silent"):
+        assert readings(ended)[alarm].level == "good"
+    assert "A rank may hang" not in readings(ended, after=1e5)["no_step"].text
+    # of a new session that has said nothing yet, the mirror's last words are of the one before
+    assert "mirror_silent" not in readings(run(status="finished", mirror=mirror), after=1e5)
+
+
+def test_a_mirror_that_has_finished_says_nothing_while_the_model_is_exported() -> None:
+    mirror = MirrorSight(waiting=0, last_error=None, heartbeat=BEGAN)
+    exporting = run(logged(30), step=100_000, mirror=mirror)
+    assert readings(exporting, after=1e4)["mirror_silent"].level == "bad"
+    drained = dataclasses.replace(exporting, mirror=dataclasses.replace(mirror, drained=True))
+    assert readings(drained, after=1e4)["mirror_silent"].level == "good"
+
+
 @pytest.mark.parametrize(
     ("cost", "levels"), [(79.0, ("good", "good")), (80.0, ("bad", "good")), (96.0, ("bad", "bad"))]
 )

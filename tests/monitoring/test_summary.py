@@ -76,6 +76,16 @@ def test_the_page_is_one_file_that_needs_no_other(run: WatchedRun) -> None:
     assert r"\| x" in text
 
 
+def test_a_failure_long_ago_is_told_of_by_any_machine(run: WatchedRun) -> None:
+    run.line("events", NOW - 900, {"kind": "save_failed", "text": "no room then"})
+    run.line("events-node-1", NOW - 950, {"kind": "sampler_warning", "text": "no driver there"})
+    for _ in range(100):
+        run.line("events", NOW - 800, {"kind": "save", "text": "save"})
+    summary_of(run)
+    text = (run.folder / "SUMMARY.md").read_text()
+    assert 0 < text.find("no driver there") < text.find("no room then")
+
+
 @pytest.mark.parametrize("files", ["none", "no steps", "not finite"])
 def test_of_a_run_of_which_little_is_known_there_is_a_summary_too(
     tmp_path: Path, files: str
