@@ -151,6 +151,7 @@ def _one_life(folders: list[Path], first: int, seconds: float) -> int:
 def _save_forever(world: World, folders: list[Path], first: int, told: int) -> None:
     folder = folders[world.keeper]
     history = folder.parent / "training_metrics.jsonl"
+    history.parent.mkdir(parents=True, exist_ok=True)
     checkpointer = Checkpointer(folder, world=world, facts=FACTS, history=history)
     owner = SmallShards(world.rank)
     for step in itertools.count(first):
