@@ -120,7 +120,7 @@ def generate(
 
 def _read(model: LoadedModel, number: int, text: str, sampling: Sampling) -> _Prompt:
     """Turn a prompt into ids, and see how much may follow."""
-    ids = tuple(model.tokenizer(text)["input_ids"])
+    ids = tuple(model.tokenizer(text, verbose=False)["input_ids"])
     if not ids:
         raise ConfigError(f"{_named(number)} is empty. Write something that can be continued.")
     context = longest_sequence(model)

@@ -54,7 +54,8 @@ def write_onnx(folder: Path) -> Path:
     """Write `model.onnx` (float32) beside the weights of an exported folder, and compare it.
 
     Raises:
-        CheckpointError: Its logits are others than the model's; the file is removed.
+        CheckpointError: It cannot be written, or its logits are others than the model's; what was
+            written of it is removed.
     """
     model = _Logits(load_network(folder, dtype="fp32")).eval()
     target = folder / ONNX_FILE
@@ -75,15 +76,28 @@ def write_onnx(folder: Path) -> Path:
             verbose=False,
         )
     assert program is not None  # dynamo's exporter returns one
-    program.save(str(target))
+    try:
+        program.save(str(target))
+    except OSError as error:
+        _remove(target)
+        raise CheckpointError(
+            f"{target} was not written: {error.strerror or error}. What was written of it is "
+            "removed; the folder itself is good. Make room on that disk, and export anew."
+        ) from None
     difference = _difference(model, target)
     if not difference <= TOLERANCE:  # so that NaN fails too
-        target.unlink()
+        _remove(target)
         raise CheckpointError(
             f"The ONNX file is not the model: its logits are {difference:.1e} of the largest one "
             "away. It is removed; the folder itself is good."
         )
     return target
+
+
+def _remove(target: Path) -> None:
+    """Remove the graph, and the file of weights that a large one has beside it."""
+    for path in (target, target.with_name(f"{target.name}.data")):
+        path.unlink(missing_ok=True)
 
 
 def _difference(model: _Logits, file: Path) -> float:

@@ -86,8 +86,8 @@ def _content(weights: ModelWeights, choice: TokenizerChoice | None) -> bytes:
     if choice is None:
         raise CheckpointError(
             f"{step.path} has no tokenizer (its run says data.tokenizer: {trained_on}, and names "
-            "no files of it). Name it: --tokenizer gpt2 --bpe-folder FOLDER or --tokenizer FILE; "
-            "or do without: --no-tokenizer."
+            "no files of it). Name it: --tokenizer gpt2 --bpe-folder FOLDER, --tokenizer hub:MODEL "
+            "or --tokenizer FILE; an export may do without: --no-tokenizer."
         )
     return tokenizer_file(choice, vocabulary=vocabulary)
 

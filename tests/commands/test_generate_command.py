@@ -122,6 +122,13 @@ def test_each_mistake_has_one_message(
     assert "Traceback" not in err
 
 
+def test_a_prompt_that_is_too_long_has_one_message(folder: Path, capsys: Capture) -> None:
+    assert main([str(folder), "x" * 80]) == 2
+    err = capsys.readouterr().err
+    assert "has 80 tokens, and the model's context is 64" in err
+    assert len(err.splitlines()) == 1
+
+
 def test_a_device_that_is_not_there_is_refused(folder: Path, capsys: Capture) -> None:
     assert main([str(folder), "x", "--device", "gpu"]) == 2
     assert "--device gpu: " in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,11 @@ def test_a_file_is_written_and_compared(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(CheckpointError, match=r"is not the model.*folder itself is good"):
         write_onnx(tmp_path)
     assert not (tmp_path / "model.onnx").exists()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))  # as a disk that is full
+    try:
+        with pytest.raises(CheckpointError, match=r"model\.onnx was not written: File too large"):
+            write_onnx(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.glob("model.onnx*"))
