@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import yaml
 
 from refocused.monitoring.history import METRICS_FILE, WayTaken, unix_time
-from refocused.monitoring.run_view import Alarm, Event, Findings, Liveness, RunView, view_of
+from refocused.monitoring.run_findings import Findings, view_of
+from refocused.monitoring.run_view import Alarm, Event, Liveness, RunView
 from refocused.monitoring.sample_lines import SamplesTail
 from refocused.monitoring.samples import GpuSample, SystemSample
 from refocused.monitoring.tail import JsonLinesTail, Record, ReplacedFile, read_json, text
