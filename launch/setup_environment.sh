@@ -1,32 +1,29 @@
 #!/usr/bin/env bash
-# Makes .venv with the pinned packages and this one. Safe to run twice: the second time does nothing.
-#   launch/setup_environment.sh [--test]     --test adds what the tests need
-# PYTHON chooses the interpreter (default: python3); it must be 3.11 or newer.
+# Prepares a fresh machine: .venv with the pinned packages and this one, and the folders runs and data.
+# Safe to run twice: the second time does nothing. Nothing outside this folder is changed unasked.
+#   launch/setup_environment.sh [--test] [--screen]
+# --test adds what the tests need. --screen also installs screen by apt-get, where it is missing:
+# `train.sh --monitor` opens it. PYTHON chooses the interpreter (default: python3), 3.11 or newer.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 extra=""
-[ "${1:-}" = "--test" ] && extra="[test]"
-python="${PYTHON:-python3}"
-if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-    echo "setup: $python is not Python 3.11 or newer. Install one, or set PYTHON=/path/to/python3." >&2
-    exit 2
-fi
-if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
-    echo "setup: $python cannot make virtual environments. On Debian or Ubuntu: apt-get install python3-venv." >&2
-    exit 2
-fi
+screen=""
+for option in "$@"; do
+    case "$option" in
+        --test) extra="[test]" ;;
+        --screen) screen=yes ;;
+        --help | -h)
+            sed -n '2,6s/^# \{0,1\}//p' launch/setup_environment.sh
+            exit 0
+            ;;
+        *)
+            echo "setup: $option is no option of setup_environment.sh. There are --test, --screen and --help." >&2
+            exit 2
+            ;;
+    esac
+done
 
-stamp=".venv/.installed$extra"
-wanted="$(cat requirements_training.txt pyproject.toml | cksum) $("$python" --version)"
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
-    exit 0
-fi
-
-began=$SECONDS
-echo "setup: installing into .venv (a few minutes the first time)" >&2
-[ -x .venv/bin/python ] || "$python" -m venv .venv
-install=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
 quietly() { # pip's warnings about its own configuration would hide the errors
     local log
     log="$(mktemp)"
@@ -38,8 +35,48 @@ quietly() { # pip's warnings about its own configuration would hide the errors
     fi
     rm -f "$log"
 }
+
+if [ -n "$screen" ] && ! command -v screen >/dev/null; then
+    apt=(apt-get)
+    [ "$(id -u)" = 0 ] || apt=(sudo apt-get)
+    if ! command -v "${apt[0]}" >/dev/null; then
+        echo "setup: --screen needs ${apt[0]}, which is not here. Install screen as this system does it." >&2
+        exit 2
+    fi
+    echo "setup: installing screen (apt-get)" >&2
+    quietly "${apt[@]}" update
+    quietly "${apt[@]}" install --yes --no-install-recommends screen
+fi
+
+python="${PYTHON:-python3}"
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    echo "setup: $python is not Python 3.11 or newer. Install one, or set PYTHON=/path/to/python3." >&2
+    exit 2
+fi
+if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+    echo "setup: $python cannot make virtual environments. On Debian or Ubuntu: apt-get install python3-venv." >&2
+    exit 2
+fi
+
+mkdir -p runs data
+stamp=".venv/.installed$extra"
+version="$("$python" --version)"
+wanted="$(cat requirements_training.txt pyproject.toml | cksum) $version"
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+    exit 0
+fi
+
+began=$SECONDS
+echo "setup: installing into .venv (a few minutes the first time)" >&2
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1 ||
+    [[ "$(.venv/bin/python --version)" != "${version%.*}".* ]]; then
+    "$python" -m venv --clear .venv # there is none, it was broken off, or it is of another Python
+fi
+install=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
 quietly "${install[@]}" "$(grep '^torch==' requirements_training.txt)"
 quietly "${install[@]}" -r requirements_training.txt
 quietly "${install[@]}" --editable ".$extra"
 echo "$wanted" >"$stamp"
+command -v screen >/dev/null ||
+    echo "setup: screen, which train.sh --monitor opens, is not here; --screen installs it" >&2
 echo "setup: done in $((SECONDS - began)) s" >&2
