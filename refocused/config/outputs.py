@@ -132,11 +132,21 @@ class TrackingConfig(Section):
         tensorboard: Write TensorBoard's files into `RUN/tensorboard`.
         openmetrics: A file `NAME.prom`, in the folder that Prometheus' node exporter reads, which
             holds the newest figures; None: there is none.
+        histogram_interval: Steps between histograms of every weight and its gradient, for Weights
+            & Biases and TensorBoard; 0: none. Each gathers the whole model once in float32,
+            tensor by tensor.
     """
 
     wandb: Annotated[str, pydantic.AfterValidator(_wandb_project)] | None = None
     tensorboard: bool = False
     openmetrics: Annotated[str, pydantic.AfterValidator(_prom_file)] | None = None
+    histogram_interval: CountOrZero = 0
+
+    @pydantic.model_validator(mode="after")
+    def _drawn_when_asked(self) -> TrackingConfig:
+        if self.histogram_interval and self.wandb is None and not self.tensorboard:
+            raise ValueError("histogram_interval needs wandb or tensorboard, which draw histograms")
+        return self
 
 
 class CostConfig(Section):

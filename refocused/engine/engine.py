@@ -17,6 +17,7 @@ from refocused.engine import randomness
 from refocused.engine.checkpoint_files import HashingCheckpointEngine, load_checked
 from refocused.engine.finite import FiniteUpdates, Verdict
 from refocused.engine.hashed_files import WrittenFile
+from refocused.engine.histograms import Histograms, histograms_of
 from refocused.engine.optimizer import OptimizerSettings
 from refocused.engine.resharding import reshard
 from refocused.engine.saved_states import SavedStates
@@ -121,6 +122,13 @@ class Engine:
         if self._guard is not None:
             return self._guard.verdict()
         return Verdict(not getattr(self._engine.optimizer, "overflow", False))
+
+    def histograms(self) -> Histograms:
+        """Describe weights and gradient; between the last `accumulate` and `update` of a step.
+
+        Every rank must call.
+        """
+        return histograms_of(self._engine.module, gradient_scale=self.loss_scale() or 1.0)
 
     def gradient_norm(self) -> float | None:
         """Return the norm of the last step's whole gradient before clipping, where known."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from refocused.monitoring.trackers import Record, scalars, step_of
+from refocused.monitoring.trackers import Record, histograms, scalars, step_of
 
 _FLUSH_SECONDS = 30
 
@@ -61,8 +61,25 @@ class TensorBoardTracker:
             text = "".join(f"    {line}\n" for line in str(record["sample"]).splitlines())
             self._writer.add_text("sample", text, step)
             return
+        if record["kind"] == "histograms":
+            self._write_histograms(record, step)
+            return
         for name, value in scalars(record).items():
             self._writer.add_scalar(name, value, step)
+
+    def _write_histograms(self, record: Record, step: int) -> None:
+        for one in histograms(record):
+            self._writer.add_histogram_raw(
+                one.name,
+                min=one.edges[0],
+                max=one.edges[-1],
+                num=sum(one.counts),
+                sum=one.total,
+                sum_squares=one.squares,
+                bucket_limits=one.edges[1:],
+                bucket_counts=one.counts,
+                global_step=step,
+            )
 
     def close(self, exit_code: int) -> str:
         """Write what waits."""

@@ -12,12 +12,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 Record = Mapping[str, object]
 NoteKind = Literal["tracker", "tracker_warning"]
 
-ROOM = 1000  # records of less than 2 KB each
+ROOM = 1000  # records of less than 2 KB each, but the rare ones of histograms
 _GROUPS = {"step": "train"}  # what the metrics of a kind of record begin with, if not the kind
 
 
@@ -179,6 +179,35 @@ class Trackers:
         for thread in self._threads:
             for note in thread.notes():
                 self._tell(note.kind, note.text)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Histogram:
+    """How the elements of a tensor are distributed.
+
+    Attributes:
+        name: `weights/NAME` or `gradients/NAME`.
+        edges: Of the bins, one more than these.
+        counts: Elements in each bin.
+        total: Sum of the elements.
+        squares: Sum of their squares.
+    """
+
+    name: str
+    edges: Sequence[float]
+    counts: Sequence[int]
+    total: float
+    squares: float
+
+
+def histograms(record: Mapping[str, Any]) -> Iterator[Histogram]:
+    """Return what a record of kind `histograms` holds."""
+    for group in ("weights", "gradients"):
+        for name, one in record[group].items():
+            low, counts = one["low"], one["counts"]
+            width = (one["high"] - low) / len(counts)
+            edges = [low + index * width for index in range(len(counts) + 1)]
+            yield Histogram(f"{group}/{name}", edges, counts, one["total"], one["squares"])
 
 
 def step_of(record: Record) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from refocused.monitoring.trackers import Record, scalars, step_of
+from refocused.monitoring.trackers import Record, histograms, scalars, step_of
 from refocused.monitoring.wandb_identity import WandbNote, missing_records, write_note
 
 REACH_SECONDS = 5.0
@@ -107,13 +107,7 @@ class WandbTracker:
         kind, step = str(record["kind"]), step_of(record)
         if self._note.is_told(kind, step):
             return
-        values: dict[str, object] = {**scalars(record), _STEP: step}
-        if kind == "sample":
-            import wandb
-
-            text = str(record["sample"])
-            values["sample"] = wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
-        self._run.log(values)
+        self._run.log({**_values(record), _STEP: step})
         self._note = self._note.with_told(kind, step)
         self._unsafe.append((self._clock(), self._note))
         self._note_what_is_safe()
@@ -178,6 +172,21 @@ def what_keeps_offline() -> str | None:
         return _why_offline(wandb.setup(wandb.Settings(silent=True)).settings)
     finally:
         wandb.teardown()
+
+
+def _values(record: Record) -> dict[str, object]:
+    """Return what a record is drawn from: numbers, a text, histograms."""
+    import wandb
+
+    if record["kind"] == "sample":
+        text = html.escape(str(record["sample"]))
+        return {"sample": wandb.Html(f"<pre>{text}</pre>", inject=False)}
+    if record["kind"] == "histograms":
+        return {
+            one.name: wandb.Histogram(np_histogram=(list(one.counts), list(one.edges)))
+            for one in histograms(record)
+        }
+    return dict(scalars(record))
 
 
 def _why_offline(settings: Any) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 from refocused.atomic_file import replace_file
 from refocused.monitoring.tail import as_record, whole_number
 
-_KINDS = ("step", "validation", "tasks", "sample")
+_KINDS = ("step", "validation", "tasks", "sample", "histograms")
 _LONGEST_NAME = 50  # of a run, in its id
 
 

@@ -264,6 +264,7 @@ def _figures(job: Job, data: DataParts) -> RunFigures:
             keep_epochs=config.checkpoint.keep_epochs,
             tasks=config.evaluation.task_interval if config.evaluation.tasks else 0,
             sample=config.evaluation.sample_interval if config.evaluation.sample_prompt else 0,
+            histograms=config.tracking.histogram_interval,
         ),
         mfu=functools.partial(
             mfu_fraction,

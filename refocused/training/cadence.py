@@ -19,6 +19,7 @@ class Cadence:
         keep_epochs: The end of an epoch is followed by a save too.
         tasks: Between tasks.
         sample: Between samples.
+        histograms: Between histograms of weights and gradients.
     """
 
     log: int
@@ -27,6 +28,7 @@ class Cadence:
     keep_epochs: bool = False
     tasks: int = 0
     sample: int = 0
+    histograms: int = 0
 
     def log_due(self, step: int) -> bool:
         """Whether this step ends with a log line."""
@@ -43,6 +45,10 @@ class Cadence:
     def sample_due(self, step: int) -> bool:
         """Whether this step is followed by a sample."""
         return _due(step, self.sample)
+
+    def histograms_due(self, step: int) -> bool:
+        """Whether weights and gradient of this step are described before its update."""
+        return _due(step, self.histograms)
 
     def evaluation_due(self, step: int) -> bool:
         """Whether this step is followed by any of the three."""

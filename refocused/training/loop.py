@@ -94,6 +94,8 @@ def take_step(parts: Parts, micro_batches: list[Batch], state: TrainState) -> St
         for batch, weight in zip(micro_batches, weights, strict=True)
     ]
     parts.phases.passes_made()
+    if parts.cadence.histograms_due(state.step + 1):
+        parts.reporter.histograms(state.step + 1, parts.engine.histograms())
     verdict = parts.engine.update(
         learning_rate(
             state.step,

@@ -13,6 +13,7 @@ import torch
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.engine.engine import Engine
+from refocused.engine.histograms import Histograms
 from refocused.engine.schedule import learning_rate
 from refocused.estimate.work import CREDIBLE_MFU
 from refocused.inference.multiple_choice import TaskResult
@@ -218,6 +219,11 @@ class Reporter:
         line = f"sample{state.step:>6,} {text!r} | {duration(seconds)}"
         self.event("sample", line, step=state.step, sample=text, seconds=seconds)
         self._track({"kind": "sample", "step": state.step, "sample": text})
+
+    def histograms(self, step: int, histograms: Histograms) -> None:
+        """Tell the trackers how weights and gradient of a step are distributed."""
+        if self._trackers is not None:
+            self._track({"kind": "histograms", "step": step, **dataclasses.asdict(histograms)})
 
     def performance(self, kind: str, step: int, **figures: object) -> None:
         """Record what something cost; its kind opens the names of its figures."""

@@ -35,6 +35,13 @@ def test_what_is_no_project_of_wandb_is_refused(project: str) -> None:
         TrackingConfig(wandb=project)
 
 
+def test_histograms_need_somebody_who_draws_them() -> None:
+    assert TrackingConfig(tensorboard=True, histogram_interval=100).histogram_interval == 100
+    assert TrackingConfig(wandb="demo", histogram_interval=100).histogram_interval == 100
+    with pytest.raises(pydantic.ValidationError, match="needs wandb or tensorboard"):
+        TrackingConfig(openmetrics="run.prom", histogram_interval=100)
+
+
 def test_node_exporter_reads_no_other_files() -> None:
     assert TrackingConfig(openmetrics="node/run.prom").openmetrics == "node/run.prom"
     with pytest.raises(pydantic.ValidationError, match=r"ends in \.prom is wanted"):

@@ -18,6 +18,7 @@ TRACKED = (
     "checkpoint.interval=12",
     "tracking.wandb=demo",
     "tracking.tensorboard=true",
+    "tracking.histogram_interval=4",
     "tracking.openmetrics=prometheus/tiny.prom",
 )
 
@@ -43,16 +44,23 @@ def test_a_killed_run_goes_on_in_every_tracker_and_tells_no_step_twice(tmp_path:
     assert second.config["run"]["steps"] == steps
     assert first.steps[:told] == list(range(1, told + 1))  # and a few that may have been lost
     assert second.steps == list(range(told + 1, steps + 1))
-    found = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    found = EventAccumulator(
+        str(run / "tensorboard"), size_guidance={"scalars": 0, "histograms": 0}
+    )
     found.Reload()
     assert [event.step for event in found.Scalars("train/loss")] == list(range(1, steps + 1))
     recorded = {}
     for line in (run / "logs" / "training_metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
-        if record["kind"] == "step":
+        if record["kind"] == "step" and record["step"] <= steps:  # the killed one may have more
             recorded[record["step"]] = record["loss"]
     shown = {event.step: event.value for event in found.Scalars("train/loss")}
     assert shown == pytest.approx(recorded)
+    described = list(range(4, steps + 1, 4))
+    for group in ("weights/", "gradients/"):
+        tags = [tag for tag in found.Tags()["histograms"] if tag.startswith(group)]
+        assert len(tags) > 20
+        assert [event.step for event in found.Histograms(tags[0])] == described
     figures = {
         sample.name: sample.value
         for family in text_string_to_metric_families(

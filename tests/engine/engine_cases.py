@@ -22,6 +22,7 @@ from refocused.world import World
 
 STEPS = 6
 SAVED_AT = 3
+DESCRIBED_AT = (0, 4)
 MICRO, ACCUMULATION, RANKS = 2, 2, 2
 LENGTH, VOCABULARY = 32, 512
 # As in a real start: a rise, so that each step has a rate of its own.

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_cases import (
     CASES,
+    DESCRIBED_AT,
     LENGTH,
     LOOKING,
     RATES,
@@ -47,6 +48,7 @@ def train(engine: Engine, world: World, steps: range, folder: Path | None) -> li
         for accumulated in windows()[step]:
             ids = accumulated[world.rank]
             micro_losses.append(engine.accumulate(ids[:, :-1], ids[:, 1:]).item())
+        described = describe(engine) if step in DESCRIBED_AT else None
         scale, norm = engine.loss_scale(), None
         engine.update(RATES[step])
         norm = engine.gradient_norm()
@@ -57,6 +59,7 @@ def train(engine: Engine, world: World, steps: range, folder: Path | None) -> li
                 "norm": None if norm is None or not math.isfinite(norm) else norm,
                 "scale": scale,
                 "skipped": engine.skipped_steps,
+                "described": described,
             }
         )
         if folder is not None and step + 1 == SAVED_AT:
@@ -67,6 +70,18 @@ def train(engine: Engine, world: World, steps: range, folder: Path | None) -> li
         written = write_copy()
         assert not written.errors, written.errors
     return records
+
+
+def describe(engine: Engine) -> dict[str, Any]:
+    """What the histograms of this step tell of all parameters together."""
+    found = engine.histograms()
+    return {
+        "elements": sum(sum(one.counts) for one in found.weights.values()),
+        "names": sorted(found.weights),
+        "gradient names": sorted(found.gradients),
+        "weights": math.sqrt(sum(one.squares for one in found.weights.values())),
+        "gradient": math.sqrt(sum(one.squares for one in found.gradients.values())),
+    }
 
 
 def copy_of(folder: Path) -> Path:

@@ -17,6 +17,7 @@ import pytest
 from engine_cases import (
     ACCUMULATION,
     CASES,
+    DESCRIBED_AT,
     EXACT,
     HALF,
     LOOKING,
@@ -29,6 +30,7 @@ from engine_cases import (
     WARMED,
     Case,
     PlainRun,
+    fresh_model,
     train_plainly,
 )
 from ranks import Ranks
@@ -86,6 +88,21 @@ def test_half_precision_follows_the_plain_loop(found: Found, case: Case) -> None
     assert column(steps, "norm") == pytest.approx(plain.norms, rel=norm_within)
     assert column(steps, "scale") == [65536.0 if case.dtype == "fp16" else None] * STEPS
     assert column(steps, "skipped") == [0] * STEPS
+
+
+@named([*EXACT, *HALF])
+def test_histograms_are_of_all_weights_and_of_the_whole_gradient(found: Found, case: Case) -> None:
+    model = fresh_model(case.family)
+    names = sorted(name for name, _ in model.named_parameters())
+    for step in DESCRIBED_AT:
+        told = found[case.name]["steps"][step]
+        assert told["described"]["gradient"] == pytest.approx(told["norm"], rel=1e-4)
+        assert told["described"]["names"] == told["described"]["gradient names"] == names
+        assert told["described"]["elements"] == sum(one.numel() for one in model.parameters())
+    weights = math.sqrt(sum(float(one.detach().square().sum()) for one in model.parameters()))
+    first, second = (found[case.name]["steps"][step]["described"] for step in DESCRIBED_AT)
+    assert first["weights"] == pytest.approx(weights, rel=1e-4)
+    assert second["weights"] != first["weights"]
 
 
 def test_bf16_at_stage_0_would_be_far_off_with_the_update_that_deepspeed_makes_first(

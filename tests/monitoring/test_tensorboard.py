@@ -12,6 +12,21 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from refocused.monitoring.tensorboard import TensorBoardTracker
 from refocused.monitoring.trackers import Record
 
+HISTOGRAMS: Record = {
+    "kind": "histograms",
+    "step": 3,
+    "weights": {
+        "head.weight": {
+            "low": -1.0,
+            "high": 1.0,
+            "counts": (1, 0, 2, 1),
+            "total": 0.5,
+            "squares": 2.0,
+        }
+    },
+    "gradients": {},
+}
+
 
 def tell(folder: Path, *records: Record, step: int = 0, **settings: object) -> None:
     tracker = TensorBoardTracker(folder, step=step, settings=settings)
@@ -51,6 +66,20 @@ def test_what_is_told_can_be_read_back(tmp_path: Path) -> None:
     assert sample.step == 2
     text = sample.tensor_proto.string_val[0].decode()
     assert text == "    def f():\n        return <1>\n"  # a block that Markdown leaves as it is
+
+
+def test_histograms_can_be_read_back(tmp_path: Path) -> None:
+    tell(tmp_path, HISTOGRAMS)
+    (event,) = read(tmp_path).Histograms("weights/head.weight")
+    told = event.histogram_value
+    assert event.step == 3
+    assert (told.min, told.max, told.num, told.sum, told.sum_squares) == (-1.0, 1.0, 4, 0.5, 2.0)
+    assert dict(zip(told.bucket_limit, told.bucket, strict=True)) == {
+        -0.5: 1,
+        0.0: 0,
+        0.5: 2,
+        1.0: 1,
+    }
 
 
 def test_after_a_rewind_every_step_is_there_once(tmp_path: Path) -> None:

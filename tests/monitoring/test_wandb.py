@@ -32,6 +32,22 @@ def nobody_is_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.delenv(name, raising=False)
 
 
+HISTOGRAMS: Record = {
+    "kind": "histograms",
+    "step": 3,
+    "weights": {
+        "head.weight": {
+            "low": -1.0,
+            "high": 1.0,
+            "counts": (1, 0, 2, 1),
+            "total": 0.5,
+            "squares": 2.0,
+        }
+    },
+    "gradients": {},
+}
+
+
 class Clock:
     """Seconds that pass when a test says so."""
 
@@ -110,6 +126,19 @@ def test_a_session_that_repeats_steps_tells_none_of_them_twice(tmp_path: Path) -
     assert [one.id for one in told] == ["tiny-1", "tiny-1"]
     assert [one.steps for one in told] == [[1, 2, 3, 4, 5, 6, 7], [8, 9]]
     assert [one["validation/loss"] for one in told[1].history if "validation/loss" in one] == [3.0]
+
+
+def test_histograms_are_told(tmp_path: Path) -> None:
+    Session(tmp_path, WandbNote("tiny-1", 0)).tell(HISTOGRAMS)
+    ((record,),) = [told.history for told in offline_sessions(tmp_path)]
+    drawn = {
+        name.removeprefix("weights/head.weight/"): value
+        for name, value in record.items()
+        if name.startswith("weights/head.weight/")
+    }
+    assert (record["train/step"], drawn["_type"]) == (3, "histogram")
+    assert drawn["values"] == [1, 0, 2, 1]
+    assert drawn["bins"] == [-1.0, -0.5, 0.0, 0.5, 1.0]
 
 
 def test_what_a_kill_may_have_lost_is_told_again(tmp_path: Path) -> None:

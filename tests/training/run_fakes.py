@@ -18,6 +18,7 @@ from refocused.checkpoints.tiers import Tier
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.engine.finite import Verdict
+from refocused.engine.histograms import Histograms
 from refocused.errors import RefocusedError
 from refocused.inference.multiple_choice import TaskResult
 from refocused.monitoring.performance import RunTime
@@ -91,6 +92,10 @@ class FakeEngine:
         self.log.append(f"rate {len(input_ids)}")
         return -input_ids[:, 0].double(), torch.zeros(len(input_ids))
 
+    def histograms(self) -> Histograms:
+        self.log.append("describe")
+        return Histograms({}, {})
+
     def gradient_norm(self) -> float | None:
         return self.norm
 
@@ -163,6 +168,9 @@ class FakeReporter:
 
     def sample(self, state: TrainState, text: str, seconds: float) -> None:
         self.log.append(f"tell {text!r} after {state.step}")
+
+    def histograms(self, step: int, histograms: Histograms) -> None:
+        self.log.append(f"draw {step}")
 
     def booked(self, state: TrainState) -> TrainState:
         return dataclasses.replace(state, seconds=self.seconds)

@@ -47,6 +47,17 @@ def test_a_step_accumulates_all_its_passes_and_then_updates() -> None:
     assert outcome.stopped is StopReason.NONE
 
 
+def test_weights_and_gradient_are_described_before_the_update_of_a_step() -> None:
+    log: Log = []
+    cadence = Cadence(log=0, validation=0, checkpoint=0, histograms=2)
+    run(parts_of(log, total_steps=3, cadence=cadence), log)
+    assert log[:9] == [
+        *("accumulate 0", "accumulate 1", rate(0, 3)),
+        *("accumulate 2", "accumulate 3", "describe", "draw 2", rate(1, 3)),
+        "accumulate 4",
+    ]
+
+
 def test_only_the_last_save_is_waited_for_and_each_step_commits_what_is_written() -> None:
     parts = parts_of([], total_steps=7, cadence=Cadence(log=0, validation=0, checkpoint=3))
     run(parts, [])

@@ -15,11 +15,12 @@ from thread_ranks import on_two_ranks, results
 from refocused.batches.position import Position
 from refocused.config.batch_plan import BatchPlan
 from refocused.engine.engine import Engine
+from refocused.engine.histograms import Histograms, ParameterHistogram
 from refocused.engine.schedule import learning_rate
 from refocused.monitoring.step_phases import step_phases
 from refocused.monitoring.throughput import Throughput
 from refocused.monitoring.time_book import TimeBook
-from refocused.monitoring.trackers import Record, Trackers
+from refocused.monitoring.trackers import Record, Trackers, histograms
 from refocused.training.cadence import Cadence
 from refocused.training.reporter import Reporter, RunFigures
 from refocused.training.state import TrainState
@@ -348,12 +349,15 @@ def test_trackers_are_told_of_everything_that_is_measured(tmp_path: Path) -> Non
     session.reporter.validation(state.after_validation(2.0), 1.0, {})
     session.reporter.tasks(state, [], 1.0)
     session.reporter.sample(state, "what it writes", 1.0)
+    drawn = ParameterHistogram(-1.0, 1.0, (1, 2), 0.5, 3.0)
+    session.reporter.histograms(40, Histograms({"head": drawn}, {}))
     session.reporter.event("save", "saved")
     assert [record["kind"] for record in listening.records] == [
         "step",
         "validation",
         "tasks",
         "sample",
+        "histograms",
     ]
     assert {record["step"] for record in listening.records} == {40}
     told = [
@@ -362,6 +366,8 @@ def test_trackers_are_told_of_everything_that_is_measured(tmp_path: Path) -> Non
     ]
     assert told == listening.records[:3]
     assert listening.records[3]["sample"] == "what it writes"
+    (shown,) = histograms(listening.records[4])
+    assert (shown.name, shown.edges, shown.counts) == ("weights/head", [-1.0, 0.0, 1.0], (1, 2))
 
 
 def test_trackers_end_once_whether_the_run_fails_or_not(tmp_path: Path) -> None:

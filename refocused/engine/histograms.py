@@ -1,0 +1,98 @@
+"""Histograms of the weights and of the gradient, parameter by parameter, over all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from torch import Tensor
+
+BINS = 64
+_EXACT = 2**22  # elements that float32, in which torch counts, still counts one by one
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParameterHistogram:
+    """How the elements of one tensor are distributed.
+
+    Attributes:
+        low: Where the first bin begins: the smallest element, if not all are equal.
+        high: Where the last bin ends: the largest element, if not all are equal.
+        counts: Elements in each of the bins, which are equally wide.
+        total: Sum of the elements.
+        squares: Sum of their squares.
+    """
+
+    low: float
+    high: float
+    counts: tuple[int, ...]
+    total: float
+    squares: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Histograms:
+    """Those of one step, by the parameters' names; what is not finite has none.
+
+    Attributes:
+        weights: Before the step's update.
+        gradients: Of the whole step, before clipping.
+    """
+
+    weights: dict[str, ParameterHistogram]
+    gradients: dict[str, ParameterHistogram]
+
+
+def histograms_of(module: torch.nn.Module, *, gradient_scale: float) -> Histograms:
+    """Describe a model between its last backward pass and the update; every rank must call.
+
+    One parameter after the other is gathered from the ranks in float32, so that the largest one
+    takes that much memory for a moment.
+
+    Args:
+        module: Whose parameters DeepSpeed knows, at any ZeRO stage.
+        gradient_scale: What the gradients are to be divided by.
+    """
+
+    def gathered(
+        get: Callable[[Tensor], Tensor | None], scale: float
+    ) -> Iterator[tuple[str, ParameterHistogram]]:
+        for name, parameter in module.named_parameters():
+            values = get(parameter)
+            found = None if values is None else histogram_of(values, scale=scale)
+            if found is not None:
+                yield name, found
+
+    return Histograms(
+        dict(gathered(_weights, 1.0)), dict(gathered(safe_get_full_grad, gradient_scale))
+    )
+
+
+def histogram_of(values: Tensor, *, scale: float = 1.0) -> ParameterHistogram | None:
+    """Count elements by value; None: some are not finite.
+
+    Args:
+        values: Of any shape.
+        scale: What they are divided by.
+    """
+    values = values.detach().float().flatten() / scale
+    low, high = (float(one) for one in torch.aminmax(values))
+    squares = float(values.square().sum())
+    if not all(map(math.isfinite, (low, high, squares))):
+        return None
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    parts = [
+        torch.histc(part, bins=BINS, min=low, max=high) for part in torch.split(values, _EXACT)
+    ]
+    counts = torch.stack(parts).long().sum(dim=0)
+    return ParameterHistogram(low, high, tuple(counts.tolist()), float(values.sum()), squares)
+
+
+def _weights(parameter: Tensor) -> Tensor:
+    """Return the whole parameter, as exact as there is one: at stage 0 it is itself."""
+    found: Tensor | None = safe_get_full_fp32_param(parameter)
+    return parameter if found is None else found
