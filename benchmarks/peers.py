@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from clocks import CpuClock, timed_ms
 from measuring import (
     Case,
     Column,
@@ -30,7 +31,7 @@ from measuring import (
     table,
     write_report,
 )
-from step import WARM_STEPS, alone, cpu_ms
+from step import WARM_STEPS, alone
 from step_contenders import Setup, Step, bare_torch, ours, trainer, transformers_own
 from torch import nn
 
@@ -94,9 +95,12 @@ def steps_in_turns(chosen: argparse.Namespace) -> list[Record]:
         others["ours, compiled"] = ours(setup, chosen.stage, world, compiled="on")
         others["torch loop, compiled"] = bare_torch(setup, compiled=True)
     records: list[Record] = []
+    clock = CpuClock()
 
     def after_step(trainer_ms: float) -> None:
-        records.append({TRAINER: trainer_ms} | {n: cpu_ms(step) for n, step in others.items()})
+        records.append(
+            {TRAINER: trainer_ms} | {n: timed_ms(clock, step) for n, step in others.items()}
+        )
 
     with tempfile.TemporaryDirectory() as folder:
         trainer(
@@ -104,6 +108,7 @@ def steps_in_turns(chosen: argparse.Namespace) -> list[Record]:
             chosen.stage,
             steps=WARM_STEPS + chosen.repeats,
             folder=Path(folder),
+            clock=CpuClock(),
             after_step=after_step,
         )
     return records[WARM_STEPS:]

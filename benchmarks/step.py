@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from clocks import CpuClock, timed_ms
 from measuring import ROOT, Column, Record, medians, say, table, write_report
 from step_contenders import Setup, Step, bare_deepspeed, bare_torch, ours
 
@@ -62,15 +63,15 @@ def main() -> None:
     write_report(chosen.json, settings={"repeats": chosen.repeats}, results={**found, "rows": rows})
 
 
-def alone() -> World:
-    """Join a world of one rank that computes on one core."""
+def alone(device: str = "cpu") -> World:
+    """Join a world of one rank, whose CPU part computes on one core."""
     from ranks import free_port
 
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    os.environ.update({**alone, **address, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"})
+    os.environ.update({**alone, **address, "DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1"})
     torch.set_num_threads(1)
-    return join_world("cpu")
+    return join_world(device)
 
 
 def measure(setup: Setup, stage: int, world: World, *, repeats: int) -> list[Record]:
@@ -85,11 +86,18 @@ def measure(setup: Setup, stage: int, world: World, *, repeats: int) -> list[Rec
 
 
 def in_turns(contenders: Mapping[str, Step], *, repeats: int) -> list[Record]:
-    """Let each make a step, again and again; return their CPU milliseconds."""
+    """Let each make a step, again and again; return their CPU milliseconds.
+
+    Whoever is first finds the caches as the last one left them: each repeat begins with another.
+    """
     for step in contenders.values():
         for _ in range(WARM_STEPS):
             step()
-    return [{name: cpu_ms(step) for name, step in contenders.items()} for _ in range(repeats)]
+    turns, records, clock = deque(contenders.items()), [], CpuClock()
+    for _ in range(repeats):
+        records.append({name: timed_ms(clock, step) for name, step in turns})
+        turns.rotate(1)
+    return records
 
 
 def compared(records: list[Record], accumulation: int) -> Record:
@@ -101,13 +109,6 @@ def compared(records: list[Record], accumulation: int) -> Record:
     row["ratio"] = medians([{"x": r["ours"] / r["DeepSpeed"]} for r in records])["x"]
     row["over_ratio"] = row["ours_over"] / row["deepspeed_over"]
     return row
-
-
-def cpu_ms(call: Callable[[], None]) -> float:
-    """Return the CPU milliseconds of a call."""
-    began = time.process_time()
-    call()
-    return (time.process_time() - began) * 1000
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from clocks import Clock
 from torch import Tensor
 
 from refocused.config.batch_plan import BatchPlan
@@ -19,13 +19,14 @@ from refocused.config.optimization import OptimizerConfig, PrecisionConfig, Zero
 from refocused.engine.build import build_engine
 from refocused.engine.compiled import CompileChoice, compile_blocks
 from refocused.engine.optimizer import build_optimizer
-from refocused.models.build import build_model
+from refocused.models.build import build_model, transformers_config
 from refocused.models.causal_lm import CausalLM, counted_parameters
+from refocused.models.fp8 import compute_in_fp8
 from refocused.world import World
 
 Step = Callable[[], None]
 OPTIMIZER = OptimizerConfig(lr=1e-4)
-PRECISION = PrecisionConfig(dtype="fp32")
+FLOAT32 = PrecisionConfig(dtype="fp32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,11 @@ class Setup:
         length: Tokens of a window.
         micro: Windows of a pass.
         accumulation: Passes of a step.
+        given: A model in transformers' form, in place of the GPT-2 of these sizes.
+        precision: What passes compute in.
+        checkpointing: Recompute each block in the backward pass.
+        offload: Where the optimizer's states are.
+        chunk_tokens: Tokens whose logits exist at once; 256 is the best on a CPU.
     """
 
     layers: int
@@ -47,6 +53,11 @@ class Setup:
     length: int
     micro: int
     accumulation: int
+    given: Mapping[str, Any] | None = None
+    precision: PrecisionConfig = FLOAT32
+    checkpointing: bool = False
+    offload: Literal["none", "cpu"] = "none"
+    chunk_tokens: int = 256
 
     @property
     def name(self) -> str:
@@ -56,9 +67,9 @@ class Setup:
             f"{self.micro} x {self.length} x {self.accumulation}"
         )
 
-    def shape(self) -> dict[str, Any]:
+    def shape(self) -> Mapping[str, Any]:
         """Return the model as transformers' configuration."""
-        return {
+        return self.given or {
             "model_type": "gpt2",
             "vocab_size": self.vocabulary,
             "n_positions": self.length,
@@ -67,31 +78,33 @@ class Setup:
             "n_head": max(1, self.width // 64),
         }
 
-    def model(self, *, checkpointing: bool = False) -> CausalLM:
+    def model(self) -> CausalLM:
         """Build it, the same each time."""
         torch.manual_seed(0)
         return build_model(
             self.shape(),
             vocabulary=self.vocabulary,
             dropout=0.0,
-            activation_checkpointing=checkpointing,
-            chunk_tokens=256,  # the best on a CPU
+            activation_checkpointing=self.checkpointing,
+            chunk_tokens=self.chunk_tokens,
         )
 
-    def batch(self) -> tuple[Tensor, Tensor]:
+    def batch(self, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor]:
         """Return a micro-batch."""
-        ids = torch.randint(self.vocabulary, (self.micro, self.length + 1))
+        ids = torch.randint(self.vocabulary, (self.micro, self.length + 1), device=device)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def settings_of(setup: Setup, stage: Literal[0, 1, 2, 3], world: World) -> dict[str, Any]:
+def settings_of(
+    setup: Setup, stage: Literal[0, 1, 2, 3], world: World, *, parameters: int
+) -> dict[str, Any]:
     """Return what a run of ours gives DeepSpeed."""
     return deepspeed_config(
         batch=BatchPlan(setup.micro, setup.accumulation, world.world_size, setup.length),
         optimizer=OPTIMIZER,
-        precision=PRECISION,
-        zero=ZeroConfig(stage=stage),
-        parameters=counted_parameters(setup.model()),
+        precision=setup.precision,
+        zero=ZeroConfig(stage=stage, offload_optimizer=setup.offload),
+        parameters=parameters,
         fragment={},
     )
 
@@ -103,23 +116,28 @@ def ours(
     from refocused.training.finite_steps import FiniteSteps, StepTaken
 
     model = setup.model()
+    parameters = counted_parameters(model)
+    if setup.precision.fp8 != "none":
+        compute_in_fp8(
+            model, block_class=model.block_class, scaling=setup.precision.fp8, world=world
+        )
     compile_blocks(
         model,
         block_class=model.block_class,
         batch_shape=(setup.micro, setup.length),
-        dtype=PRECISION.dtype,
+        dtype=setup.precision.dtype,
         choice=compiled,
         world=world,
     )
     engine = build_engine(
         model,
         block_class=model.block_class,
-        settings=settings_of(setup, stage, world),
+        settings=settings_of(setup, stage, world, parameters=parameters),
         optimizer=OPTIMIZER,
-        precision=PRECISION,
+        precision=setup.precision,
         world=world,
     )
-    inputs, labels = setup.batch()
+    inputs, labels = setup.batch(world.device)
     finite = FiniteSteps(world, overflows=False)
 
     def step() -> None:
@@ -136,15 +154,15 @@ def bare_deepspeed(setup: Setup, stage: Literal[0, 1, 2, 3], world: World) -> St
 
     # Or it compiles an all-reduce of its own for CPUs first.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    settings = settings_of(setup, stage, world)
+    model = setup.model()
+    settings = settings_of(setup, stage, world, parameters=counted_parameters(model))
     settings["zero_optimization"] = {"stage": stage}
     settings.pop("data_types", None)
-    model = setup.model()
     with contextlib.redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=build_optimizer(model, OPTIMIZER), config=settings
         )
-    inputs, labels = setup.batch()
+    inputs, labels = setup.batch(world.device)
 
     def step() -> None:
         deepspeed.utils.nvtx.enable_nvtx = True
@@ -156,19 +174,25 @@ def bare_deepspeed(setup: Setup, stage: Literal[0, 1, 2, 3], world: World) -> St
     return step
 
 
-def bare_torch(setup: Setup, *, compiled: bool = False) -> Step:
-    """Train with a plain torch loop, the same model, head and fused AdamW."""
-    model = setup.model()
+def bare_torch(setup: Setup, *, compiled: bool = False, device: str | torch.device = "cpu") -> Step:
+    """Train with a plain torch loop, the same model, head and fused AdamW.
+
+    In bf16 by autocast, which keeps weights in float32 and casts them in each pass.
+    """
+    model = setup.model().to(device)
+    kind, is_bf16 = torch.device(device).type, setup.precision.dtype == "bf16"
     if compiled:
         for module in model.modules():
             if isinstance(module, model.block_class):
                 module.compile(dynamic=False)
     optimizer = build_optimizer(model, OPTIMIZER)
-    inputs, labels = setup.batch()
+    inputs, labels = setup.batch(device)
 
     def step() -> None:
         for _ in range(setup.accumulation):
-            (model(inputs, labels) / setup.accumulation).backward()
+            with torch.autocast(kind, torch.bfloat16, enabled=is_bf16):
+                loss = model(inputs, labels)
+            (loss / setup.accumulation).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -180,7 +204,7 @@ def transformers_own(setup: Setup) -> Step:
     """Train with transformers' own model, its loss over all logits, and torch's default AdamW."""
     import transformers
 
-    source = setup.model().network.config
+    source = transformers_config(setup.shape(), vocabulary=setup.vocabulary, dropout=0.0)
     model = transformers.AutoModelForCausalLM.from_config(source, attn_implementation="sdpa")
     optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER.lr)
     inputs, _ = setup.batch()
@@ -201,6 +225,7 @@ def trainer(
     *,
     steps: int,
     folder: Path,
+    clock: Clock,
     after_step: Callable[[float], None],
 ) -> None:
     """Train with transformers' Trainer and DeepSpeed as its documentation shows it.
@@ -210,19 +235,21 @@ def trainer(
         stage: Of ZeRO.
         steps: To make.
         folder: For what it writes.
-        after_step: Called after each step with its CPU milliseconds.
+        clock: Measures each step.
+        after_step: Called after each step with its milliseconds.
     """
     import transformers
 
     class Turns(transformers.TrainerCallback):  # type: ignore[misc]
-        began = 0.0
-
         def on_step_begin(self, *args: Any, **named: Any) -> None:
-            self.began = time.process_time()
+            clock.begin()
 
         def on_step_end(self, *args: Any, **named: Any) -> None:
-            after_step((time.process_time() - self.began) * 1000)
+            after_step(clock.end())
 
+    zero: dict[str, Any] = {"stage": stage}
+    if setup.offload != "none":
+        zero["offload_optimizer"] = {"device": setup.offload, "pin_memory": True}
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=setup.micro,
@@ -231,10 +258,13 @@ def trainer(
         learning_rate=OPTIMIZER.lr,
         report_to=[],
         save_strategy="no",
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=setup.precision.dtype == "bf16",
+        gradient_checkpointing=setup.checkpointing,
         disable_tqdm=True,
         deepspeed={
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": zero,
+            "bf16": {"enabled": "auto"},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "train_micro_batch_size_per_gpu": "auto",
@@ -242,7 +272,7 @@ def trainer(
             "gradient_clipping": "auto",
         },
     )
-    source = setup.model().network.config
+    source = transformers_config(setup.shape(), vocabulary=setup.vocabulary, dropout=0.0)
     model = transformers.AutoModelForCausalLM.from_config(source, attn_implementation="sdpa")
     ids, _ = setup.batch()
     rows = [{"input_ids": row, "labels": row} for row in ids.repeat(steps * setup.accumulation, 1)]
