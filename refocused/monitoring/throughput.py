@@ -45,18 +45,18 @@ class Throughput:
 
         Args:
             activity: What it was spent on.
-            continued: It belongs to the last validation or save, and is not another one.
+            continued: It belongs to the last step, validation or save, and is not another one.
         """
         now = self._clock()
         seconds, self._last = now - self._last, now
         self.laps[activity] += seconds
-        if activity == "step":
+        if continued:
+            (self._steps if activity == "step" else self._others[activity])[-1] += seconds
+        elif activity == "step":
             self._count += 1
             if self._count == WARM_UP_STEPS + 1:
                 self._steps.clear()
             self._steps.append(seconds)
-        elif continued:
-            self._others[activity][-1] += seconds
         elif activity in self._others:
             self._others[activity].append(seconds)
         return seconds

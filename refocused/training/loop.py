@@ -70,7 +70,7 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
                 garbage.collect()
                 parts.saver.watch_mirror()
             if not stopping and (last or parts.cadence.evaluation_due(state.step)):
-                finite.settle()
+                settle_step(parts, finite)
                 state = evaluate(parts, state, stop)
                 stopping = stop.agreed()
             tiers = parts.cadence.reasons_to_save(
@@ -80,7 +80,7 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
                 stopping=bool(stopping),
             )
             if tiers:
-                finite.settle()
+                settle_step(parts, finite)
                 state = parts.saver.save(state, tiers, wait=last or bool(stopping))
     return Outcome(state, stopping)
 
@@ -106,6 +106,15 @@ def take_step(parts: Parts, micro_batches: list[Batch], state: TrainState) -> St
     )
     parts.phases.end()
     return StepTaken(state.step + 1, torch.stack(losses), verdict, micro_batches)
+
+
+def settle_step(parts: Parts, finite: FiniteSteps) -> None:
+    """Wait for the last step on its own account: the device is up to a step behind the host.
+
+    A validation or a save would otherwise seem to take as much longer.
+    """
+    finite.settle()
+    parts.throughput.lap("step", continued=True)
 
 
 def label_weights(world: World, counted: Sequence[int | None]) -> list[float]:

@@ -63,6 +63,16 @@ def test_the_median_is_of_the_last_fifty_steps() -> None:
     assert watch.throughput.step_seconds == 8.0  # 26 slow again, 24 fast
 
 
+def test_what_a_step_still_takes_belongs_to_it() -> None:
+    watch = Watch()
+    for _ in range(12):
+        watch.spend(1.0)
+        watch.now += 4.0
+        assert watch.throughput.lap("step", continued=True) == 4.0
+    assert watch.throughput.step_seconds == 5.0
+    assert watch.throughput.laps["step"] == 60.0
+
+
 def test_the_time_left_holds_validations_and_saves_at_their_own_speed() -> None:
     watch = Watch()
     watch.spend(2.0)

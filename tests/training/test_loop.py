@@ -2,15 +2,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
-from run_fakes import FakeEngine, FakeLoader, FakeSaver, FakeStop, Log, batch, parts_of
+from run_fakes import Clock, FakeEngine, FakeLoader, FakeSaver, FakeStop, Log, batch, parts_of
 from thread_ranks import on_two_ranks, results
+from torch import Tensor
 
 from refocused.batches.position import Position
+from refocused.checkpoints.tiers import Tier
+from refocused.engine.finite import Verdict
 from refocused.engine.schedule import learning_rate
 from refocused.errors import ShardError, TrainingError
+from refocused.monitoring.throughput import Throughput
 from refocused.training.cadence import Cadence
 from refocused.training.loop import Outcome, label_weights, train
 from refocused.training.parts import Parts
@@ -339,6 +344,43 @@ def test_a_step_is_known_to_be_good_before_the_next_one_waits_for_data() -> None
     with pytest.raises(TrainingError, match="not finite on rank 0 at step 2"):
         run(parts, log, stop_when="waits")
     assert not happened(log, "save")
+
+
+def test_neither_a_save_nor_a_validation_is_charged_with_the_step_before_it() -> None:
+    clock = Clock()
+
+    class SlowVerdict(Verdict):
+        def was_made(self) -> bool:
+            clock.now += 5.0  # the device computes the step
+            return super().was_made()
+
+    class SlowEngine(FakeEngine):
+        def update(self, learning_rate: float) -> Verdict:
+            super().update(learning_rate)
+            return SlowVerdict(True)
+
+        def validation_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            clock.now += 2.0
+            return super().validation_loss(input_ids, labels)
+
+    class SlowSaver(FakeSaver):
+        def save(
+            self, state: TrainState, tiers: Sequence[Tier], *, wait: bool = True
+        ) -> TrainState:
+            clock.now += 1.0
+            parts.throughput.lap("save")
+            return super().save(state, tiers, wait=wait)
+
+    parts = parts_of(
+        [],
+        engine=SlowEngine([]),
+        saver=SlowSaver([]),
+        throughput=Throughput(clock),
+        cadence=Cadence(log=0, validation=3, checkpoint=2),
+    )
+    run(parts, [])
+    laps = parts.throughput.laps
+    assert (laps["step"], laps["validation"], laps["save"]) == (6 * 5.0, 2 * 2.0, 3 * 1.0)
 
 
 def test_an_overflow_of_fp16_ends_nothing() -> None:
