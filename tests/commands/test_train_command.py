@@ -236,7 +236,7 @@ def test_every_end_has_its_code_and_its_words(
     monkeypatch.setattr(refocused.world, "join_world", lambda asked: World())
     monkeypatch.setattr(refocused.training.run, "run", run)
     namespace = train.build_parser().read(["--config", file])
-    session = Session(Signals(speaks=False), Ancestors(None), Presence(None, 0), 0.0, None)
+    session = Session(Signals(speaks=False), Ancestors(None), Presence(None, 0), 0.0, 0.0, None)
     assert train._train(train.load(namespace), namespace, 0, session) == code
     said = capsys.readouterr().err
     assert said.startswith(told) if told else said == ""
