@@ -90,7 +90,9 @@ def perplexity(loss: float) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Return a time span as a person says it: 48 s, 12.5 min, 23.6 h."""
+    """Return a time span as a person says it: 48 s, 12.5 min, 23.6 h; 0.04 s."""
+    if seconds < 0.995:
+        return f"{round(seconds, 2):g} s"
     if seconds < 100:
         return f"{seconds:.0f} s"
     if seconds < 6000:

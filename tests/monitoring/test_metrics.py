@@ -76,6 +76,8 @@ def test_a_record_holds_every_field_under_its_name() -> None:
     ("seconds", "text"),
     [
         (0.0, "0 s"),
+        (0.041, "0.04 s"),
+        (0.996, "1 s"),
         (48.2, "48 s"),
         (99.4, "99 s"),
         (100.0, "1.7 min"),
