@@ -42,8 +42,9 @@ from refocused.monitoring.throughput import Throughput
 from refocused.process_identity import identify
 from refocused.training.cadence import Cadence
 from refocused.training.finite_steps import FiniteSteps, StepTaken
-from refocused.training.reporter import Reporter, RunFigures
+from refocused.training.reporter import Reporter
 from refocused.training.state import TrainState
+from refocused.training.step_figures import RunFigures
 from refocused.world import World
 
 sys.path.insert(0, str(ROOT / "tests" / "monitoring"))

@@ -49,8 +49,9 @@ from refocused.training.host_memory import (
 from refocused.training.job import Job
 from refocused.training.mixing import choose_mixing
 from refocused.training.parts import Parts
-from refocused.training.reporter import Reporter, RunFigures
+from refocused.training.reporter import Reporter
 from refocused.training.saver import Saver
+from refocused.training.step_figures import RunFigures
 from refocused.training.texts import build_texts
 
 

@@ -10,14 +10,10 @@ from pathlib import Path
 
 import torch
 
-from refocused.config.batch_plan import BatchPlan
-from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.engine.engine import Engine
 from refocused.engine.histograms import Histograms
-from refocused.engine.schedule import learning_rate
-from refocused.estimate.work import CREDIBLE_MFU
 from refocused.inference.multiple_choice import TaskResult
-from refocused.monitoring.metrics import StepMetrics, duration, perplexity
+from refocused.monitoring.metrics import duration, perplexity
 from refocused.monitoring.performance import (
     PERFORMANCE_FILE,
     RunTime,
@@ -29,42 +25,13 @@ from refocused.monitoring.throughput import Throughput
 from refocused.monitoring.time_book import TimeBook
 from refocused.monitoring.trackers import Record, Trackers
 from refocused.process_identity import this_process
-from refocused.training.cadence import Cadence
 from refocused.training.state import TrainState
+from refocused.training.step_figures import RunFigures, StepFigures
 from refocused.world import World
 
 logger = logging.getLogger(__name__)
 
 TRACKERS_END_S = 5.0  # in which they end where the run failed
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RunFigures:
-    """What of a run does not change while it goes on.
-
-    Attributes:
-        name: The run's name.
-        total_steps: Steps of the whole run.
-        plan: The batch of a step.
-        optimizer: For the learning rate.
-        schedule: For the learning rate.
-        cadence: For the time left.
-        mfu: Turns tokens a second into MFU; None where the GPU is unknown.
-        per_hour_usd: Price of the machine; None: unknown.
-        credible_mfu: Above it an MFU is refused.
-        epoch_windows: Windows of one epoch of each source of a mixture, by name.
-    """
-
-    name: str
-    total_steps: int
-    plan: BatchPlan
-    optimizer: OptimizerConfig
-    schedule: ScheduleConfig
-    cadence: Cadence
-    mfu: Callable[[float], float | None]
-    per_hour_usd: float | None
-    credible_mfu: float = CREDIBLE_MFU
-    epoch_windows: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 class Reporter:
@@ -82,15 +49,14 @@ class Reporter:
     ) -> None:
         """Open the run's files on rank 0."""
         self._figures = figures
-        self._engine = engine
         self._throughput = throughput
+        self._steps = StepFigures(figures, engine=engine, throughput=throughput)
         self._time_book = time_book
         self._world = world
         self._folder = folder
         self._told_step = 0
         self._seconds_before = 0.0
         self._cost_before: float | None = None
-        self._waited = self._reported_at = 0.0
         self._has_doubted_mfu = False
         self._state_file = folder / "state.json"
         self._latest: TrainState | None = None
@@ -126,7 +92,8 @@ class Reporter:
     def start(self, state: TrainState) -> None:
         """Note that training begins now; what came before was start-up."""
         self._throughput.lap("start_up")
-        self._told_step, self._reported_at = state.step, self._throughput.session_seconds
+        self._told_step = state.step
+        self._steps.start()
         self._tell_time("session", state, None)
 
     def end(self, state: TrainState) -> TrainState:
@@ -157,7 +124,11 @@ class Reporter:
         mean = self._world.total([float(loss)])[0] / self._world.world_size
         memory = self._world.largest([_gpu_memory_fraction(self._world)])[0]
         state = self.booked(dataclasses.replace(state, loss=mean))
-        metrics = self._metrics_of(state, mean, waited_seconds, memory or None)
+        metrics, impossible_mfu = self._steps.of(
+            state, loss=mean, waited_seconds=waited_seconds, memory=memory or None
+        )
+        if impossible_mfu is not None:
+            self._doubt_mfu(impossible_mfu)
         self._tell_time("time", state, waited_seconds)
         if self._metrics is not None:
             self._measured({"kind": "step", **metrics.as_record(), **self._source_progress(state)})
@@ -321,67 +292,16 @@ class Reporter:
             }
         )
 
-    def _metrics_of(
-        self, state: TrainState, loss: float, waited_seconds: float, memory: float | None
-    ) -> StepMetrics:
-        figures, seconds = self._figures, self._throughput.step_seconds
-        speed = figures.plan.tokens / seconds if seconds else None
-        left = self._throughput.seconds_left(
-            steps=figures.total_steps - state.step,
-            validations=figures.cadence.validations_left(state.step, figures.total_steps),
-            saves=figures.cadence.saves_left(state.step, figures.total_steps),
-            tasks=figures.cadence.tasks_left(state.step, figures.total_steps),
-            samples=figures.cadence.samples_left(state.step, figures.total_steps),
-        )
-        price = figures.per_hour_usd
-        mfu = figures.mfu(speed) if speed else None
-        refused = mfu is not None and mfu > figures.credible_mfu
-        if refused:
-            self._doubt_mfu(mfu)
-        return StepMetrics(
-            step=state.step,
-            total_steps=figures.total_steps,
-            tokens=state.tokens,
-            epoch=state.position.epoch,
-            loss=loss,
-            learning_rate=learning_rate(
-                state.step - 1,
-                peak=figures.optimizer.lr,
-                total_steps=figures.total_steps,
-                schedule=figures.schedule,
-            ),
-            gradient_norm=self._engine.gradient_norm(),
-            loss_scale=self._engine.loss_scale(),
-            skipped_steps=self._engine.skipped_steps,
-            step_seconds=seconds,
-            tokens_per_second=speed,
-            mfu_fraction=None if refused else mfu,
-            mfu_refused=refused,
-            data_wait_fraction=self._wait_fraction(waited_seconds),
-            gpu_memory_fraction=memory,
-            seconds_left=left,
-            seconds_trained=state.seconds,
-            cost_usd=state.cost_usd,
-            cost_left_usd=left / 3600 * price if left is not None and price else None,
-        )
-
-    def _doubt_mfu(self, mfu: float | None) -> None:
+    def _doubt_mfu(self, mfu: float) -> None:
         """Say once that an MFU cannot be."""
         if not self._has_doubted_mfu:
             self._has_doubted_mfu = True
             self.event(
                 "mfu_warning",
-                f"WARN  MFU {mfu:.0%} is more than any training of a whole model reaches "
+                f"MFU {mfu:.0%} is more than any training of a whole model reaches "
                 f"({self._figures.credible_mfu:.0%}): the GPU is not the one that its name says, "
                 "or steps were not waited for. It is shown as ?",
             )
-
-    def _wait_fraction(self, waited_seconds: float) -> float:
-        """Return the share of the time since the last line that batches were waited for."""
-        now = self._throughput.session_seconds
-        waited, passed = waited_seconds - self._waited, now - self._reported_at
-        self._waited, self._reported_at = waited_seconds, now
-        return min(1.0, waited / passed) if passed > 0 else 0.0
 
 
 def _scores(result: TaskResult) -> str:

@@ -22,8 +22,9 @@ from refocused.monitoring.throughput import Throughput
 from refocused.monitoring.time_book import TimeBook
 from refocused.monitoring.trackers import Record, Trackers, histograms
 from refocused.training.cadence import Cadence
-from refocused.training.reporter import Reporter, RunFigures
+from refocused.training.reporter import Reporter
 from refocused.training.state import TrainState
+from refocused.training.step_figures import RunFigures
 from refocused.world import World
 
 PLAN = BatchPlan(micro=2, accumulation=3, world_size=1, sequence_length=100)  # 600 tokens
