@@ -29,16 +29,19 @@ from pathlib import Path
 import torch
 from measuring import ROOT, Column, Record, medians, say, table, write_report
 from step import alone
-from step_contenders import OPTIMIZER, PRECISION, Setup, settings_of
+from step_contenders import FLOAT32, OPTIMIZER, Setup, settings_of
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import ScheduleConfig
 from refocused.engine.build import build_engine
 from refocused.engine.engine import Engine
+from refocused.models.causal_lm import counted_parameters
 from refocused.monitoring.records import JsonLines, write_state
 from refocused.monitoring.sampler_process import start_sampler
 from refocused.monitoring.sampler_settings import SamplerSettings
+from refocused.monitoring.step_phases import step_phases
 from refocused.monitoring.throughput import Throughput
+from refocused.monitoring.time_book import TimeBook
 from refocused.process_identity import identify
 from refocused.training.cadence import Cadence
 from refocused.training.finite_steps import FiniteSteps, StepTaken
@@ -195,9 +198,9 @@ def _engine(world: World) -> Engine:
     return build_engine(
         model,
         block_class=model.block_class,
-        settings=settings_of(SETUP, 0, world),
+        settings=settings_of(SETUP, 0, world, parameters=counted_parameters(model)),
         optimizer=OPTIMIZER,
-        precision=PRECISION,
+        precision=FLOAT32,
         world=world,
     )
 
@@ -229,7 +232,14 @@ def _reporter(
         mfu=lambda speed: None,
         per_hour_usd=24.0,
     )
-    reporter = Reporter(run, figures=figures, engine=engine, throughput=throughput, world=world)
+    reporter = Reporter(
+        run,
+        figures=figures,
+        engine=engine,
+        throughput=throughput,
+        time_book=TimeBook(throughput, step_phases("cpu")),
+        world=world,
+    )
     return reporter, throughput
 
 
