@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,16 @@ import pytest
 from fakes import Emulator, emulated_bucket, emulator_server
 
 _bucket_numbers = itertools.count(1)
+
+
+def pytest_configure() -> None:
+    """Undo what nohup and `&` of a script leave behind: ignored signals, which programs inherit."""
+    for number, usual in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

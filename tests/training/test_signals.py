@@ -32,8 +32,6 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(signals_module.os, "_exit", end)
     before = {number: signal.getsignal(number) for number in ENDING_NUMBERS}
-    for number in ENDING_NUMBERS:  # under nohup the tests themselves ignore one
-        signal.signal(number, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
