@@ -13,5 +13,8 @@ ruff format --check .
 ruff check .
 mypy
 lint-imports
-pytest -m "not slow"
-pytest -m slow
+# Files share the cores, except where several ranks, signals and time limits are the subject.
+pytest -n 2 --dist loadfile -m "not slow"
+alone=(tests/checkpoints tests/commands tests/end_to_end)
+pytest -n 2 --dist loadfile -m slow "${alone[@]/#/--ignore=}"
+pytest -m slow "${alone[@]}"
