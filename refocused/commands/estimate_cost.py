@@ -15,6 +15,7 @@ from refocused.errors import ConfigError, ExitCode
 
 WHAT = "Estimate a run before it begins, or read off one that trains or has trained."
 SWEPT = "gpus="
+GPUS, GPU = 8, "H100 SXM"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,8 +32,8 @@ def add_estimate_cost_arguments(parser: Parser) -> None:
     add(
         "--measured", metavar="RUN", help="instead: a run's folder or name; what it takes, measured"
     )
-    add("--gpus", type=count, default=8, metavar="N", help="(8)")
-    add("--gpu", default="H100 SXM", metavar="NAME", help="(H100 SXM)")
+    add("--gpus", type=count, metavar="N", help=f"({GPUS})")
+    add("--gpu", metavar="NAME", help=f"({GPU})")
     add(
         "--per-hour",
         type=positive,
@@ -64,8 +65,8 @@ def run_estimate_cost(arguments: argparse.Namespace) -> int:
     loaded = load_run(arguments.config, split_overrides(arguments.overrides))
     found = estimate(
         loaded,
-        gpus=arguments.gpus,
-        gpu=arguments.gpu,
+        gpus=arguments.gpus or GPUS,
+        gpu=arguments.gpu or GPU,
         per_hour_usd=arguments.per_hour or loaded.config.cost.per_hour_usd,
         budget_usd=arguments.budget or loaded.config.cost.budget_usd,
         sweep=_sweep(arguments.sweep),
@@ -82,8 +83,10 @@ def _measure(arguments: argparse.Namespace) -> int:
     from refocused.commands.run_catalog import find_run
     from refocused.commands.run_measured import measure
 
-    if arguments.overrides or arguments.sweep:
-        raise ConfigError("--measured reads a run as it is: no settings and no --sweep go with it.")
+    if arguments.overrides or arguments.sweep or arguments.gpus or arguments.gpu:
+        raise ConfigError(
+            "--measured reads a run as it is: no settings, --gpus, --gpu or --sweep go with it."
+        )
     found = measure(
         find_run(arguments.measured, option="--measured"),
         per_hour_usd=arguments.per_hour,

@@ -112,6 +112,8 @@ def test_passes_too_short_for_the_host_are_doubted(capsys: pytest.CaptureFixture
         (["--config", RUN, "--sweep", "gpus=1,two"], "numbers of GPUs are wanted"),
         (["--config", RUN, "--gpus", "3"], "not a multiple"),
         (["--measured", "nowhere"], "there is no such folder"),
+        (["--measured", "one", "--gpus", "4"], "no settings, --gpus, --gpu or --sweep"),
+        (["--measured", "one", "--gpu", "H200"], "no settings, --gpus, --gpu or --sweep"),
     ],
 )
 def test_wrong_use_is_refused(
