@@ -27,7 +27,11 @@ from refocused.world import World, join_world
 
 
 def peak_of(case: Case, world: World) -> int:
-    """Return the most bytes of tensors during the second step."""
+    """Return the most bytes of tensors during a step: the least of five after the first.
+
+    gloo's threads let go of a finished transfer's tensors a little late on a busy machine, which
+    adds them to one step's peak and not to another's.
+    """
     optimizer = OptimizerConfig(lr=1e-3)
     precision = PrecisionConfig(dtype=case.dtype)
     with LiveMemory() as memory:
@@ -56,14 +60,17 @@ def peak_of(case: Case, world: World) -> int:
             world=world,
         )
         ids = torch.randint(ROWS, (case.micro, case.length))
-        for _ in range(2):
+        peaks = []
+        for _ in range(6):
+            world.barrier()
             gc.collect()
             memory.peak = 0
             for _ in range(2):
                 engine.accumulate(ids, ids)
             engine.update(1e-3)
+            peaks.append(memory.peak)
     engine.close()
-    return memory.peak
+    return min(peaks[1:])
 
 
 def main() -> None:
