@@ -16,6 +16,7 @@ from torch import Tensor
 from refocused.engine import randomness
 from refocused.engine.checkpoint_files import HashingCheckpointEngine, load_checked
 from refocused.engine.finite import FiniteUpdates, Verdict
+from refocused.engine.gathered_weights import kept_gathered
 from refocused.engine.hashed_files import WrittenFile
 from refocused.engine.histograms import Histograms, histograms_of
 from refocused.engine.optimizer import OptimizerSettings
@@ -246,7 +247,8 @@ class Engine:
         is_swapped = self._engine.zero_nvme_offload_optimizer()
         self._engine.zero_nvme_offload_optimizer = lambda: False
         try:
-            self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+            with kept_gathered(self._engine.optimizer):
+                self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
         finally:
             del self._engine.zero_nvme_offload_optimizer
         if is_swapped:

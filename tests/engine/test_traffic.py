@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import Ranks
@@ -9,15 +10,26 @@ from ranks import Ranks
 PADDED = 1.02  # each parameter's parts are of equal size, the norm's numbers come on top
 
 
-@pytest.mark.slow
-def test_zero_3_sends_the_model_once_each_way_for_a_micro_batch(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("traffic")
     script = Path(__file__).with_name("traffic_ranks.py")
-    ended = Ranks(2, [str(script), str(tmp_path)], folder=tmp_path).wait()
+    ended = Ranks(2, [str(script), str(folder)], folder=folder).wait()
     assert ended.codes == [0, 0], ended.everything
-    found = json.loads((tmp_path / "found.json").read_text())
+    content: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return content
+
+
+@pytest.mark.slow
+def test_zero_3_sends_the_model_once_each_way_for_a_micro_batch(found: dict[str, Any]) -> None:
     most = found["accumulation"] * found["parameters"] * PADDED
     first, *steps = found["steps"]  # the first one finds out in which order weights are needed
     assert first["gather"] > 0
     for sent in steps:
         assert 0 < sent["gather"] <= most
         assert 0 < sent["reduce"] <= most
+
+
+@pytest.mark.slow
+def test_a_save_sends_no_weights(found: dict[str, Any]) -> None:
+    assert found["in a save"].get("gather", 0) < 0.01 * found["parameters"]

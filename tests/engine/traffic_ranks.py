@@ -64,9 +64,17 @@ def main() -> None:
             engine.accumulate(ids[:, :-1], ids[:, 1:])
         engine.update(1e-3)
         steps.append(dict(SENT))
+    SENT.clear()
+    engine.save_shards(out / "saved")
+    in_a_save = dict(SENT)
     parameters = counted_parameters(engine._engine.module)
     if world.is_first:
-        found = {"steps": steps, "parameters": parameters, "accumulation": ACCUMULATION}
+        found = {
+            "steps": steps,
+            "in a save": in_a_save,
+            "parameters": parameters,
+            "accumulation": ACCUMULATION,
+        }
         (out / "found.json").write_text(json.dumps(found))
     world.barrier()
     sys.stdout.flush()
