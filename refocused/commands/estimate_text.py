@@ -212,12 +212,18 @@ def _measured_facts(found: Measured) -> Iterable[tuple[str, str]]:
             f"{duration(found.seconds_left)}"
             + ("" if found.cost_left_usd is None else f", ${found.cost_left_usd:,.2f}")
             + (f", ends {ends:%a %d %b %H:%M} UTC" if ends else "")
-            + ("" if found.status == "training" else " if it goes on now"),
+            + _resume_text(found.resumes_from),
         )
         if found.total_usd is not None:
             yield "in all", f"${found.total_usd:,.2f}"
     if found.budget_usd is not None:
         yield "budget", f"${found.budget_usd:,.2f}: {_budget_text(found, found.budget_usd)}"
+
+
+def _resume_text(step: int | None) -> str:
+    if step is None:
+        return ""
+    return f" if it goes on now from {f'checkpoint {step:,}' if step else 'the start'}"
 
 
 def _spent_text(found: Measured) -> str:

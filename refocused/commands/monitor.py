@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from refocused.commands.arguments import Parser, quiet_on_a_closed_pipe
 from refocused.commands.quantities import positive
-from refocused.commands.run_catalog import RUNS, find_run
+from refocused.commands.run_catalog import RUNS, find_run, whole_steps
 from refocused.errors import ConfigError, ExitCode, RefocusedError
 
 if TYPE_CHECKING:
@@ -204,15 +204,6 @@ def liveness(state: Mapping[str, Any]) -> Liveness | None:
     if not isinstance(pid, int) or not isinstance(started, int):
         return None
     return "alive" if ProcessIdentity(pid=pid, started=started).alive else "gone"
-
-
-def whole_steps(checkpoints: Path) -> list[int]:
-    """Return the committed steps in a folder: those with a manifest."""
-    from refocused.checkpoints.manifest import MANIFEST
-    from refocused.checkpoints.step_directory import parse_name, step_paths
-
-    whole = [path for path in step_paths(checkpoints) if (path / MANIFEST).is_file()]
-    return [step for path in whole if (step := parse_name(path.name)) is not None]
 
 
 def _awaited(name: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 LONGEST_SECONDS = 10.0  # that `screen` may take to answer
+NAME_LENGTH = 40  # of a run's, in its session's: the path of a socket has 107 characters at most
 
 
 def open_in_screen(run: Path) -> str:
@@ -28,7 +30,7 @@ def open_in_screen(run: Path) -> str:
             "--monitor: screen is not installed (on Debian or Ubuntu: apt-get install screen), so "
             f"training goes on without it. In another terminal: python launch/monitor.py {run}"
         )
-    attach = f"screen -U -r {name} shows it (Ctrl+A D leaves, q ends it)"
+    attach = f"screen -U -r {name} shows {run} (Ctrl+A D leaves, q ends it)"
     watch = [sys.executable, "-P", "-m", "refocused.commands.monitor"]
     # Without -U and a terminal of 256 colours the curves and the colours break.
     opening = [screen, "-U", "-T", "screen-256color", "-dmS", name, *watch]
@@ -48,8 +50,13 @@ def open_in_screen(run: Path) -> str:
 
 
 def session_name(run: Path) -> str:
-    """Return the name of a run's session; `screen -r monitor` finds it where it is the only one."""
-    return "monitor-" + re.sub(r"[^A-Za-z0-9_-]", "_", run.absolute().name)
+    """Return the name of a run's session; `screen -r monitor` finds it where it is the only one.
+
+    Runs of one name in several folders differ in its end, made of the whole path.
+    """
+    path = run.resolve()
+    name = re.sub(r"[^A-Za-z0-9_-]", "_", path.name)[:NAME_LENGTH]
+    return f"monitor-{name}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:6]}"
 
 
 def _ask(

@@ -67,6 +67,15 @@ def find_run(request: str | None, *, must_exist: bool = True, option: str | None
     raise ConfigError(f"{named}: there is no such folder, nor {RUNS / request}. {hint}")
 
 
+def whole_steps(checkpoints: Path) -> list[int]:
+    """Return the committed steps in a folder: those with a manifest."""
+    from refocused.checkpoints.manifest import MANIFEST
+    from refocused.checkpoints.step_directory import parse_name, step_paths
+
+    whole = [path for path in step_paths(checkpoints) if (path / MANIFEST).is_file()]
+    return [step for path in whole if (step := parse_name(path.name)) is not None]
+
+
 def run_of(arguments: argparse.Namespace) -> Path:
     """Return the folder of the run that the command line names.
 

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from refocused.commands.run_catalog import whole_steps
 from refocused.config.decode import read_run
 from refocused.config.outputs import CheckpointConfig, EvaluationConfig
 from refocused.errors import RefocusedError
@@ -15,7 +16,8 @@ from refocused.estimate.run_cost import times_left
 from refocused.monitoring.history import METRICS_FILE
 from refocused.monitoring.pace import Pace, measured_pace
 from refocused.monitoring.performance import PERFORMANCE_FILE, RunTime, run_time
-from refocused.monitoring.tail import JsonLinesTail, read_json
+from refocused.monitoring.run_findings import resume_step
+from refocused.monitoring.tail import JsonLinesTail, read_json, read_small
 from refocused.process_identity import ProcessIdentity
 
 _NEEDED = {"run", "step", "total_steps", "tokens", "seconds", "cost_usd", "updated"}
@@ -42,6 +44,8 @@ class Measured:
         tokens_per_second: By that median.
         validation_seconds: Median.
         save_seconds: Median of the time that training stood still for.
+        resumes_from: Of a run that ended early: the step of the checkpoint that it would go on
+            from, 0: anew. What is left is counted from there.
         seconds_left: Until the last step, with validations and saves at their frequency.
         cost_left_usd: Of that time.
         total_usd: So far and left together.
@@ -66,6 +70,7 @@ class Measured:
     tokens_per_second: float | None
     validation_seconds: float | None
     save_seconds: float | None
+    resumes_from: int | None
     seconds_left: float | None
     cost_left_usd: float | None
     total_usd: float | None
@@ -92,7 +97,13 @@ def measure(
     Raises:
         RefocusedError: The folder holds no run that has trained.
     """
-    state = read_json(run / "state.json")
+    found = read_small(run / "state.json")
+    state = found.content
+    if found.trouble is not None:
+        raise RefocusedError(
+            f"{run}/state.json cannot be read: {found.trouble}. `launch/monitor.py {run} --once` "
+            "shows what the run's other files say."
+        )
     if state is None or not state.keys() >= _NEEDED:
         raise RefocusedError(
             f"{run}/state.json is missing or not a run's: a run writes it when it trains. Name "
@@ -104,6 +115,9 @@ def measure(
     return figures(
         state,
         status=_status(state),
+        checkpoint_step=resume_step(
+            whole_steps(run / "checkpoints"), read_json(run / "mirror.json")
+        ),
         used=run_time(records),
         pace=measured_pace([*records, *metrics]),
         evaluation=config.evaluation,
@@ -118,6 +132,7 @@ def figures(
     state: dict[str, Any],
     *,
     status: str,
+    checkpoint_step: int,
     used: RunTime,
     pace: Pace,
     evaluation: EvaluationConfig,
@@ -131,6 +146,7 @@ def figures(
     Args:
         state: `state.json`.
         status: Of the run.
+        checkpoint_step: Step of its newest checkpoint; 0: there is none.
         used: Where its time went.
         pace: How fast it is.
         evaluation: When it validates.
@@ -143,11 +159,13 @@ def figures(
     seconds = max(state["seconds"], used.seconds_trained or 0.0)
     known = [cost for cost in (state["cost_usd"], used.cost_usd) if cost is not None]
     cost = max(known) if known else _usd(seconds, per_hour_usd)
+    resumes_from = None if status in ("training", "finished") else checkpoint_step
+    begin = step if resumes_from is None else resumes_from
     left = pace.seconds_left(
-        steps=max(0, total - step),
-        validations=times_left(step, total, evaluation.interval),
-        saves=times_left(step, total, checkpoint.interval),
-        tasks=times_left(step, total, evaluation.task_interval) if evaluation.tasks else 0,
+        steps=max(0, total - begin),
+        validations=times_left(begin, total, evaluation.interval),
+        saves=times_left(begin, total, checkpoint.interval),
+        tasks=times_left(begin, total, evaluation.task_interval) if evaluation.tasks else 0,
     )
     if left is not None and status == "training":
         left = max(0.0, left - max(0.0, now - _unix_seconds(state["updated"])))
@@ -168,12 +186,13 @@ def figures(
         tokens_per_second=tokens / step / pace.step_seconds if step and pace.step_seconds else None,
         validation_seconds=pace.validation_seconds,
         save_seconds=pace.save_seconds,
+        resumes_from=resumes_from,
         seconds_left=left,
         cost_left_usd=cost_left,
         total_usd=cost + cost_left if cost is not None and cost_left is not None else None,
         ends=now + left if left else None,
         budget_usd=budget_usd,
-        budget_step=_budget_step(step, total, cost=cost, left=cost_left, budget_usd=budget_usd),
+        budget_step=_budget_step(begin, total, cost=cost, left=cost_left, budget_usd=budget_usd),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ from pathlib import Path
 from refocused.commands.arguments import Parser
 from refocused.commands.run_catalog import find_run
 from refocused.errors import ConfigError, ExitCode
+from refocused.monitoring.tail import SmallFile, read_json, read_small
 from refocused.process_identity import ProcessIdentity
 
 POLL_SECONDS = 0.5
@@ -44,15 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    state = None if folder is None else _read_state(folder)
+    found = SmallFile() if folder is None else read_small(folder / "state.json")
+    state = found.content
     if folder is None or state is None:
-        print(f"{folder or 'runs'}: no run with a state.json is there.", file=sys.stderr)
+        print(_no_run(folder, found.trouble), file=sys.stderr)
         return ExitCode.WRONG_USE
     host = state.get("host", socket.gethostname())
     if host != socket.gethostname():
         return _ask_from_afar(folder, str(host), needs_process=arguments.now or arguments.wait)
     if not _alive(state):
-        print(f"{folder}: the run is not running (status: {state['status']}).", file=sys.stderr)
+        print(f"{folder}: the run is not running (status: {state.get('status')}).", file=sys.stderr)
         return ExitCode.FAILED
     (folder / "STOP").touch()  # also keeps a supervisor from starting it again
     if arguments.now:
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{folder}: killed, unsaved. Its launcher ends the other ranks within a minute.")
     else:
         print(f"{folder}: asked to stop; it saves after the step it is in.")
-    while arguments.wait and _alive(_read_state(folder) or {}):
+    while arguments.wait and _alive(read_json(folder / "state.json") or {}):
         time.sleep(POLL_SECONDS)
     return ExitCode.OK
 
@@ -86,12 +87,13 @@ def _newest_run(runs: Path) -> Path | None:
     return states[-1].parent if states else None
 
 
-def _read_state(folder: Path) -> dict[str, object] | None:
-    try:
-        state: dict[str, object] = json.loads((folder / "state.json").read_text())
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
-        return None
-    return state
+def _no_run(folder: Path | None, trouble: str | None) -> str:
+    if folder is None or trouble is None:
+        return f"{folder or 'runs'}: no run with a state.json is there."
+    return (
+        f"{folder}/state.json cannot be read ({trouble}). If the run trains all the same, "
+        f"`touch {folder}/STOP` lets it save and stop."
+    )
 
 
 def _alive(state: dict[str, object]) -> bool:

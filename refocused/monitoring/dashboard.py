@@ -156,7 +156,7 @@ class Dashboard(App[None]):
         now = self._clock()
         view = self._followers[self._shown].view(now=now)
         self._write("head", head_lines(view))
-        alarms = alarm_lines(view.alarms, now=now, live=view.is_live)
+        alarms = alarm_lines(view.alarms, now=now, live=not view.has_ended)
         hidden = len(alarms) - ALARMS_SHOWN
         more = [Text(f" and {hidden} more", style="dim")] if hidden > 0 else []
         self._write("alarms", [*alarms[:ALARMS_SHOWN], *more])

@@ -30,6 +30,7 @@ STATUS_STYLES: dict[Status, str] = {
     "crashed": "bold red",
     "unknown": "yellow",
 }
+_TROUBLES: tuple[Status, ...] = ("failed", "unknown")  # whose notes are sentences
 _GPU_HEAD = ("GPU", "util", "memory GiB", "temp", "power W", "SM MHz", "link", "ECC")
 _GPU_WIDTHS = (3, 4, 11, 4, 7, 9, 5, 3)
 _THROTTLES = {  # the worst first
@@ -44,9 +45,11 @@ def head_lines(view: RunView) -> list[Text]:
     """Return the run, its figures, its time and money, what is saved, its data, the machine."""
     return [
         _run_line(view),
+        *_trouble_lines(view),
         _figures_line(view),
         _money_line(view),
         _saves_line(view),
+        *_mirror_error_lines(view),
         *_data_lines(view),
         _machine_line(view),
     ]
@@ -61,11 +64,18 @@ def _run_line(view: RunView) -> Text:
         line.append(f"/{view.total_steps:,} {percent(view.progress_fraction)}", style="not bold")
     if view.exit_code is not None and not view.is_live:
         line.append(f"  exit code {view.exit_code}", style="not bold")
-    if view.note:
+    if view.note and view.status not in _TROUBLES:
         line.append(f"  {view.note}", style="not bold")
     elif view.is_live and view.silent_seconds is not None:
         line.append(f"  last line {duration(view.silent_seconds)} ago", style="not bold dim")
     return line
+
+
+def _trouble_lines(view: RunView) -> list[Text]:
+    """Return a line for what is too long to stand behind the status."""
+    if not view.note or view.status not in _TROUBLES:
+        return []
+    return [Text(f" {view.note}", style=STATUS_STYLES[view.status])]
 
 
 def _figures_line(view: RunView) -> Text:
@@ -86,7 +96,8 @@ def _figures_line(view: RunView) -> Text:
 def _money_line(view: RunView) -> Text:
     parts = [f"elapsed {time_text(view.seconds_trained)}{dollars(view.cost_usd)}"]
     if view.seconds_left is not None:
-        parts.append(f"left {duration(view.seconds_left)}{dollars(view.cost_left_usd)}")
+        begin = "" if view.resumes_from is None else f" from {_checkpoint(view.resumes_from)} on"
+        parts.append(f"left {duration(view.seconds_left)}{dollars(view.cost_left_usd)}{begin}")
     if view.ends is not None:
         parts.append(f"ends {moment(view.ends)}")
     if view.budget_usd is not None:
@@ -103,19 +114,26 @@ def _saves_line(view: RunView) -> Text:
     else:
         line.append(f"{saves.newest_step:,}")
     if saves.steps_at_risk:
-        line.append(f"  at risk {saves.steps_at_risk:,} steps{_equals(saves.seconds_at_risk)}")
+        fate = "lost" if view.has_ended else "at risk"
+        line.append(f"  {fate} {saves.steps_at_risk:,} steps{_equals(saves.seconds_at_risk)}")
     mirror = view.mirror
     if mirror is None:
         return line.append("  no mirror", style="dim")
-    there = "nothing yet" if mirror.newest_step is None else f"{mirror.newest_step:,}"
-    line.append(f"  mirror {there}, queue {mirror.waiting}")
-    if mirror.waiting and mirror.uploading_fraction is not None:
-        line.append(f" ({mirror.uploading_fraction:.0%})")
+    line.append("  mirror ")
+    line.append("has nothing yet" if mirror.newest_step is None else f"has {mirror.newest_step:,}")
+    if mirror.waiting:
+        line.append(f", {mirror.waiting} behind", style="yellow" if mirror.last_error else "")
+        if mirror.uploading_fraction is not None:
+            line.append(f" (next {mirror.uploading_fraction:.0%})")
     if mirror.failed:
         line.append(f", {mirror.failed} cannot be copied", style="red")
-    if mirror.last_error:
-        line.append(f", last error: {mirror.last_error}", style="red")
     return line
+
+
+def _mirror_error_lines(view: RunView) -> list[Text]:
+    if view.mirror is None or not view.mirror.last_error:
+        return []
+    return [Text(f" mirror's last error: {view.mirror.last_error}", style="red")]
 
 
 def _data_lines(view: RunView) -> list[Text]:
@@ -244,6 +262,7 @@ def run_rows(views: Sequence[RunView]) -> list[Text]:
         .append(f"/{view.total_steps:,}" if view.total_steps else "")
         .append(f"  loss {value(view.loss, '.4f')}")
         .append(f"  left {duration(view.seconds_left)}" if view.seconds_left is not None else "")
+        .append(f"  {view.note}" if view.status in _TROUBLES and view.note else "")
         for view in views
     ]
 
@@ -252,7 +271,7 @@ def all_lines(view: RunView, *, now: float, events: int) -> list[Text]:
     """Return everything, for one print."""
     return [
         *head_lines(view),
-        *alarm_lines(view.alarms, now=now, live=view.is_live),
+        *alarm_lines(view.alarms, now=now, live=not view.has_ended),
         *gpu_lines(view),
         *event_lines(view.events, count=events),
     ]
@@ -269,6 +288,11 @@ def shown(lines: Sequence[Text], *, ascii_only: bool) -> list[Text]:
             for sign in line.plain
         )
     return list(lines)
+
+
+def _checkpoint(step: int) -> str:
+    """Name what a run would go on from."""
+    return f"checkpoint {step:,}" if step else "the start"
 
 
 def _equals(seconds: float | None) -> str:

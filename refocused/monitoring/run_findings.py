@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from refocused.monitoring.history import LossPoint, StepPoint, unix_time
+from refocused.monitoring.history import LossHistory, LossPoint, StepPoint, unix_time
 from refocused.monitoring.run_view import (
+    ENDED_EARLY,
     LIVE,
     Alarm,
     Event,
@@ -32,7 +33,8 @@ class Findings:
 
     Attributes:
         name: Of the run's folder.
-        state: `state.json`; None: there is none.
+        state: `state.json`; None: there is none, or it cannot be read.
+        state_trouble: Why it cannot be read; None: it can, or there is none.
         settings: `run.yaml`.
         mirror: `mirror.json`; None: there is none.
         steps: The logged steps of the way that training took.
@@ -49,6 +51,7 @@ class Findings:
 
     name: str
     state: Mapping[str, Any] | None
+    state_trouble: str | None
     settings: Mapping[str, Any]
     mirror: Mapping[str, Any] | None
     steps: Sequence[StepPoint]
@@ -70,7 +73,7 @@ def view_of(found: Findings, *, now: float) -> RunView:
         found: What the files say.
         now: Unix seconds.
     """
-    state = found.state or {}
+    state = _state(found)
     step = whole_number(state, "step") or 0
     updated = unix_time(state.get("updated"))
     last = _last_step(found.steps, state)
@@ -79,7 +82,12 @@ def view_of(found: Findings, *, now: float) -> RunView:
     cost_settings = found.settings.get("cost")
     cost = cost_settings if isinstance(cost_settings, dict) else {}
     price = number(cost, "per_hour_usd")
-    left = _seconds_left(last, passed) if status in LIVE or status == "crashed" else None
+    resumes_from = None
+    if status in ENDED_EARLY:
+        resumes_from = resume_step(found.saved_steps, found.mirror)
+        left = _seconds_left_from(resumes_from, found.steps[-1] if found.steps else None)
+    else:
+        left = _seconds_left(last, passed) if status in LIVE else None
     return RunView(
         name=text(state, "run") or found.name,
         status=status,
@@ -99,6 +107,7 @@ def view_of(found: Findings, *, now: float) -> RunView:
         cost_usd=_plus(number(state, "cost_usd"), passed / 3600 * (price or 0.0)),
         seconds_left=left,
         cost_left_usd=left / 3600 * price if left is not None and price is not None else None,
+        resumes_from=resumes_from,
         budget_usd=number(cost, "budget_usd"),
         ends=now + left if left is not None and status in LIVE else None,
         saves=_saves(found, step, last, now=now),
@@ -114,6 +123,36 @@ def view_of(found: Findings, *, now: float) -> RunView:
     )
 
 
+def resume_step(saved_steps: Sequence[int], mirror: Mapping[str, Any] | None) -> int:
+    """Return the newest step that is saved here or in the mirror, 0 without any.
+
+    Args:
+        saved_steps: Step directories on the disk.
+        mirror: `mirror.json`; None: there is none.
+    """
+    there = None if mirror is None else _mirror(mirror).newest_step
+    return max([*saved_steps, there or 0])
+
+
+def _state(found: Findings) -> Mapping[str, Any]:
+    """Return `state.json`; where it cannot be read, what the run's other files say instead."""
+    if found.state_trouble is None:
+        return found.state or {}
+    run = found.settings.get("run")
+    total = whole_number(run, "steps") if isinstance(run, dict) else None
+    best = LossHistory([], list(found.validations)).best
+    last = found.steps[-1] if found.steps else StepPoint(0)
+    return {
+        "step": last.step,
+        "total_steps": total,
+        "loss": last.loss,
+        "best_loss": None if best is None else best.loss,
+        "best_step": None if best is None else best.step,
+        "seconds": last.seconds_trained,
+        "cost_usd": last.cost_usd,
+    }
+
+
 def _last_step(steps: Sequence[StepPoint], state: Mapping[str, Any]) -> StepPoint | None:
     """Return the newest figures, unless they are those of a session before this one.
 
@@ -127,7 +166,7 @@ def _last_step(steps: Sequence[StepPoint], state: Mapping[str, Any]) -> StepPoin
 def _status(found: Findings, state: Mapping[str, Any], *, now: float) -> Status:
     said = text(state, "status")
     if found.state is None:
-        return "starting"
+        return "starting" if found.state_trouble is None else "unknown"
     if said != "training":
         return _ENDED.get(said or "", "unknown")
     if found.liveness == "gone":
@@ -153,8 +192,25 @@ def _seconds_left(last: StepPoint | None, passed: float) -> float | None:
     return last.seconds_left - passed
 
 
+def _seconds_left_from(step: int, last: StepPoint | None) -> float | None:
+    """Return what is left from a saved step on, by what training expected at its last line.
+
+    The steps made since that save are to be made again.
+    """
+    if last is None or last.seconds_left is None:
+        return None
+    again = last.step - step
+    if again and last.step_seconds is None:
+        return None
+    return max(0.0, last.seconds_left + again * (last.step_seconds or 0.0))
+
+
 def _note(found: Findings, status: Status) -> str:
     state = found.state or {}
+    if found.state_trouble is not None:
+        return f"state.json cannot be read: {found.state_trouble}"
+    if status == "unknown":
+        return f"state.json names no status that is known: {state.get('status')!r}"
     if status == "starting":
         return "no step yet"
     if status == "crashed":

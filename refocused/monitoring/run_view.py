@@ -14,6 +14,7 @@ Status = Literal[
 ]
 Liveness = Literal["alive", "gone", "elsewhere"]
 LIVE: tuple[Status, ...] = ("starting", "training", "silent")
+ENDED_EARLY: tuple[Status, ...] = ("stopped", "failed", "crashed")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,9 +123,11 @@ class RunView:
             trains and is gone.
         host: Where it trains.
         exit_code: Of the command, once it has ended.
-        note: What else is to be known of the status.
+        note: What else is to be known of the status: why it failed, what cannot be read.
         last_step: The figures of the last logged step; None before this session's first.
         silent_seconds: Since its last line.
+        resumes_from: Of a run that ended early: the step of the checkpoint that it would go on
+            from, 0: anew. The time and the money left are those from there on.
         ends: When it will be done, in Unix seconds.
     """
 
@@ -146,6 +149,7 @@ class RunView:
     cost_usd: float | None
     seconds_left: float | None
     cost_left_usd: float | None
+    resumes_from: int | None
     budget_usd: float | None
     ends: float | None
     saves: Saves
@@ -163,6 +167,11 @@ class RunView:
     def is_live(self) -> bool:
         """Whether it trains, as far as one can see."""
         return self.status in LIVE
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it surely trains no more."""
+        return self.status == "finished" or self.status in ENDED_EARLY
 
     @property
     def progress_fraction(self) -> float | None:

@@ -15,7 +15,14 @@ from refocused.monitoring.run_findings import Findings, view_of
 from refocused.monitoring.run_view import Alarm, Event, Liveness, RunView
 from refocused.monitoring.sample_lines import SamplesTail
 from refocused.monitoring.samples import GpuSample, SystemSample
-from refocused.monitoring.tail import JsonLinesTail, Record, ReplacedFile, read_json, text
+from refocused.monitoring.tail import (
+    JsonLinesTail,
+    Record,
+    ReplacedFile,
+    read_json,
+    read_small,
+    text,
+)
 
 SAMPLES_BYTES = 1 << 20  # of the end of a file of samples: some minutes of eight GPUs
 EVENTS_SHOWN = 50
@@ -69,7 +76,7 @@ class RunFollower:
             samples = SamplesTail(path, last_bytes=SAMPLES_BYTES)
             for record in self._sample_tails.setdefault(path, samples).records():
                 self._take_sample(record)
-        state = read_json(self.folder / "state.json")
+        state = read_small(self.folder / "state.json")
         sampled = max(
             (at for at, _ in (*self._gpus.values(), *self._systems.values())), default=None
         )
@@ -77,7 +84,8 @@ class RunFollower:
         return view_of(
             Findings(
                 name=self.folder.absolute().name,
-                state=state,
+                state=state.content,
+                state_trouble=state.trouble,
                 settings=self._settings.content(),
                 mirror=read_json(self.folder / "mirror.json"),
                 steps=self._way.steps,
@@ -89,7 +97,7 @@ class RunFollower:
                 sampled=sampled,
                 alarms=sorted(self._alarms.values(), key=lambda alarm: not alarm.critical),
                 events=sorted(self._events, key=lambda event: event.time or 0.0),
-                liveness=None if state is None else self._liveness(state),
+                liveness=None if state.content is None else self._liveness(state.content),
             ),
             now=now,
         )

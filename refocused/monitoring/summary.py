@@ -170,7 +170,8 @@ def _money(view: RunView) -> list[tuple[str, str]]:
         rows.append(("a million tokens", f"${price:.4f}"))
     if view.seconds_left is not None:
         left = f"{duration(view.seconds_left)}{dollars(view.cost_left_usd)}"
-        rows.append(("left", left))
+        begin = "" if view.resumes_from is None else f", from step {view.resumes_from:,} on"
+        rows.append(("left", left + begin))
     return rows
 
 

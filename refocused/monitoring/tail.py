@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -69,12 +70,38 @@ def as_record(line: bytes) -> Record | None:
     return record if isinstance(record, dict) else None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SmallFile:
+    """What a small file holds.
+
+    Attributes:
+        content: Its object; None: it is not there, or cannot be read.
+        trouble: Why it cannot be read; None: it can, or it is not there.
+    """
+
+    content: Record | None = None
+    trouble: str | None = None
+
+
+def read_small(path: Path) -> SmallFile:
+    """Read a file of one JSON object."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return SmallFile()
+    except OSError as error:
+        return SmallFile(trouble=error.strerror or str(error))
+    if not content.strip(b" \t\r\n\0"):  # zeros are what a crash of the machine leaves
+        return SmallFile(trouble="it is empty")
+    record = as_record(content)
+    if record is None:
+        return SmallFile(trouble="it is torn, or no JSON object")
+    return SmallFile(record)
+
+
 def read_json(path: Path) -> Record | None:
     """Return the object that a small file holds; None: it is not there or holds none."""
-    try:
-        return as_record(path.read_bytes())
-    except OSError:
-        return None
+    return read_small(path).content
 
 
 class ReplacedFile:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from refocused.checkpoints.manifest import MANIFEST
 from refocused.commands.estimate_cost import main
 from refocused.config.decode import load_run
 from refocused.estimate.run_cost import DISK_BYTES_PER_SECOND, START_UP_SECONDS
@@ -157,6 +158,9 @@ def write_run(folder: Path, status: str, **changes: object) -> Path:
         "cost_usd": None,
     }
     (run / "state.json").write_text(json.dumps(state | changes))
+    saved = run / "checkpoints" / f"checkpoint_step_{(state | changes)['step']}"
+    saved.mkdir(parents=True)
+    (saved / MANIFEST).touch()
     (run / PERFORMANCE_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in time_lines()))
     validation = {"kind": "validation", "step": 250, "seconds": 20.0}
     (run / "logs" / "training_metrics.jsonl").write_text(f"{json.dumps(validation)}\n")
@@ -197,7 +201,8 @@ def test_a_stopped_run_by_hand_over_a_rewind(
     assert found["goodput_fraction"] == pytest.approx((960 * 400 / 480 + 220) / 2020)
     assert main(["--measured", "one", "--per-hour", "36"]) == 0
     text = capsys.readouterr().out
-    assert "left       18.3 min, $11.00, ends" in text and "if it goes on now" in text
+    assert "left       18.3 min, $11.00, ends" in text
+    assert "if it goes on now from checkpoint 500\n" in text
     assert "2 s a step, 500,000 tokens/s, 20 s a validation, 12 s a save" in text
 
 
@@ -219,6 +224,26 @@ def test_a_run_whose_process_is_gone_has_crashed(tmp_path: Path) -> None:
 
     run = write_run(tmp_path, "training", host=socket.gethostname(), pid=2**22 + 1)
     assert measure(run, per_hour_usd=1.0, budget_usd=None, now=0.0).status == "crashed"
+
+
+def test_what_a_crashed_run_has_left_counts_from_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import socket
+
+    gone = {"host": socket.gethostname(), "pid": 2**22 + 1}
+    run = write_run(tmp_path, "training", step=400, **gone)
+    state = json.loads((run / "state.json").read_text())
+    (run / "state.json").write_text(json.dumps(state | {"step": 500}))
+    monkeypatch.chdir(tmp_path)
+    found = estimated(capsys, "--measured", "one", "--per-hour", "36", "--budget", "18")
+    # 600 steps, validations at 500, 750 and 1,000, saves at 500 to 1,000
+    assert (found["step"], found["resumes_from"]) == (500, 400)
+    assert found["seconds_left"] == 600 * 2.0 + 3 * 20.0 + 6 * 12.0
+    assert found["budget_step"] == 400 + int(600 * 5 / (found["seconds_left"] / 100))
+    (run / "checkpoints" / "checkpoint_step_400" / MANIFEST).unlink()
+    assert main(["--measured", "one"]) == 0
+    assert "if it goes on now from the start\n" in capsys.readouterr().out
 
 
 def test_a_finished_run_tells_what_it_cost(
@@ -269,7 +294,16 @@ def test_what_a_budget_was_good_for(
     assert f": {answer}\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("state", [None, "{}", "[1]", '{"step": 3}', "\x00"])
+@pytest.mark.parametrize("state", ["", "[1]", "\x00", '{"step": 3'])
+def test_a_state_that_cannot_be_read_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str
+) -> None:
+    (tmp_path / "state.json").write_text(state)
+    assert main(["--measured", str(tmp_path)]) == 1
+    assert f"{tmp_path}/state.json cannot be read: it is " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("state", [None, "{}", '{"step": 3}'])
 def test_a_folder_that_is_no_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str | None
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from monitoring.watched_run import GPU, WatchedRun, new_run
 
 from refocused.commands import monitor
+from refocused.commands.run_catalog import whole_steps
 from refocused.process_identity import this_process
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "monitor.py"
@@ -72,7 +73,7 @@ def test_only_steps_with_a_manifest_are_whole(tmp_path: Path) -> None:
     for step in (10, 20):
         (tmp_path / f"checkpoint_step_{step}").mkdir()
     (tmp_path / "checkpoint_step_10" / "manifest.json").touch()
-    assert monitor.whole_steps(tmp_path) == [10]
+    assert whole_steps(tmp_path) == [10]
 
 
 def test_a_run_that_is_not_there_is_wrong_use(

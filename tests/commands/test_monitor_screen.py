@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import shutil
 import subprocess
@@ -72,13 +73,14 @@ def test_a_session_shows_the_run_from_before_its_beginning_to_its_end(
     tmp_path: Path, sockets: Path
 ) -> None:
     folder, copy = tmp_path / "runs" / "one", tmp_path / "copy"
-    assert "screen -U -r monitor-one" in open_in_screen(folder)
+    name = session_name(folder)
+    assert f"screen -U -r {name} shows {folder}" in open_in_screen(folder)
     assert "is there already" in open_in_screen(folder)
     assert len(list(sockets.iterdir())) == 1
 
     def wait_for(words: str) -> list[str]:
         for _ in range(100):
-            lines = seen_in("monitor-one", copy, size=(80, 24))
+            lines = seen_in(name, copy, size=(80, 24))
             if any(words in line for line in lines):
                 return lines
         raise AssertionError(f"{words!r} is not among:\n" + "\n".join(lines))
@@ -89,10 +91,10 @@ def test_a_session_shows_the_run_from_before_its_beginning_to_its_end(
     run.gpus(GPU)
     lines = wait_for("TRAINING")
     assert any("0    97%    48.4/79.6" in line for line in lines)
-    assert has_curve(attached_to("monitor-one", until=has_curve))
+    assert has_curve(attached_to(name, until=has_curve))
     run.state(step=2000, status="finished", exit_code=0)
     wait_for("FINISHED")
-    subprocess.run(["screen", "-S", "monitor-one", "-X", "stuff", "q"], check=True)
+    subprocess.run(["screen", "-S", name, "-X", "stuff", "q"], check=True)
     for _ in range(100):
         if not list(sockets.iterdir()):
             return
@@ -119,10 +121,32 @@ def test_screen_is_told_to_speak_utf8_and_what_to_watch(
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
     open_in_screen(Path("runs") / "a b")
     listed, opened = (tmp_path / "said").read_text().splitlines()
-    assert listed == "C -ls monitor-a_b"
-    assert opened.startswith("C.UTF-8 -U -T screen-256color -dmS monitor-a_b ")
+    name = session_name(Path("runs") / "a b")
+    assert listed == f"C -ls {name}"
+    assert opened.startswith(f"C.UTF-8 -U -T screen-256color -dmS {name} ")
     assert opened.endswith(f"--wait {Path('runs').absolute()}/a b")
 
 
 def test_every_runs_name_is_one_of_a_session() -> None:
-    assert session_name(Path("runs/gpt2-1b.v2")) == "monitor-gpt2-1b_v2"
+    assert re.fullmatch(r"monitor-gpt2-1b_v2-[0-9a-f]{6}", session_name(Path("runs/gpt2-1b.v2")))
+    assert len(session_name(Path("x" * 200))) < 64
+
+
+def test_runs_of_one_name_in_two_folders_have_sessions_of_their_own(tmp_path: Path) -> None:
+    here, there = tmp_path / "here" / "runs" / "one", tmp_path / "there" / "runs" / "one"
+    assert session_name(here) != session_name(there)
+    assert session_name(tmp_path / "a b") != session_name(tmp_path / "a_b")
+    here.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(here)
+    assert session_name(tmp_path / "link") == session_name(here)  # one run, however it is named
+
+
+@needs_screen
+@pytest.mark.slow
+def test_a_run_of_the_same_name_elsewhere_is_not_taken_for_this_one(
+    tmp_path: Path, sockets: Path
+) -> None:
+    for folder in (tmp_path / "here" / "one", tmp_path / "there" / "one"):
+        assert f"shows {folder}" in open_in_screen(folder)
+        assert "is there already" in open_in_screen(folder)
+    assert len(list(sockets.iterdir())) == 2

@@ -108,14 +108,23 @@ def test_a_run_whose_process_was_killed_is_not_running(tmp_path: Path, ended_pid
     assert not (run / "STOP").exists()
 
 
-@pytest.mark.parametrize("content", [None, "", '{"status": "trai'])
 def test_a_folder_that_is_no_run_is_wrong_use(
-    tmp_path: Path, content: str | None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if content is not None:
-        (tmp_path / "state.json").write_text(content)
     assert stop.main([str(tmp_path)]) == 2
     assert f"{tmp_path}: no run with a state.json is there." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b'{"status": "trai', b"\xff", b"[1]"])
+def test_a_state_that_cannot_be_read_says_what_stops_the_run_all_the_same(
+    tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "state.json").write_bytes(content)
+    assert stop.main([str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/state.json cannot be read (it is " in said
+    assert f"`touch {tmp_path}/STOP`" in said
+    assert not (tmp_path / "STOP").exists()
 
 
 def test_without_any_run_there_is_nothing_to_stop(

@@ -44,8 +44,45 @@ def test_a_run_that_says_it_trains_and_is_gone_has_crashed(tmp_path: Path) -> No
     view = run.follower(alive=False).view(now=NOW)
     assert view.status == "crashed"
     assert view.cost_usd == 20.0  # a dead run costs no more
-    assert view.seconds_left == pytest.approx(1500)
     assert view.ends is None
+
+
+@pytest.mark.parametrize("status", ["training", "failed", "stopped"])
+def test_what_is_left_of_a_run_that_ended_early_counts_from_its_checkpoint(
+    tmp_path: Path, status: str
+) -> None:
+    run = new_run(tmp_path)
+    run.begin(status=status, age=3600.0)
+    view = run.follower(alive=False).view(now=NOW)
+    assert view.resumes_from == 900
+    # 1,000 steps were left at the last line, and 100 are lost
+    assert view.seconds_left == pytest.approx(1100 * STEP_SECONDS)
+    assert view.cost_left_usd == pytest.approx(1100 * STEP_SECONDS * 36 / 3600)
+    assert "left 27.5 min $16.50 from checkpoint 900 on" in printed(view)
+    assert "lost 100 steps = 2.5 min" in printed(view)
+
+
+def test_a_crashed_run_goes_on_from_what_only_the_mirror_has_or_anew(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.begin()
+    for saved in (run.folder / "checkpoints").iterdir():
+        saved.rmdir()
+    view = run.follower(alive=False).view(now=NOW)
+    assert view.seconds_left == pytest.approx(2000 * STEP_SECONDS)
+    assert "from the start on" in printed(view)
+    (run.folder / "mirror.json").write_text(json.dumps({"bucket": "gs://b", "mirrored": [800]}))
+    view = run.follower(alive=False).view(now=NOW)
+    assert (view.resumes_from, view.seconds_left) == (800, pytest.approx(1200 * STEP_SECONDS))
+
+
+def test_a_crash_before_a_sessions_first_line_leaves_what_the_last_one_left(
+    tmp_path: Path,
+) -> None:
+    run = new_run(tmp_path)
+    run.begin(just_begun=True)
+    view = run.follower(alive=False).view(now=NOW)
+    assert view.last_step is None
+    assert view.seconds_left == pytest.approx(1100 * STEP_SECONDS)
 
 
 @pytest.mark.parametrize(("age", "status"), [(119.0, "training"), (121.0, "silent")])
@@ -105,9 +142,9 @@ def test_the_mirror_is_what_it_says(tmp_path: Path) -> None:
     status = {"bucket": "gs://b", "mirrored": [700, 800], "waiting": [900], "done_bytes": 3}
     status |= {"total_bytes": 4, "failed": {"600": "damaged"}, "last_error": "503"}
     (run.folder / "mirror.json").write_text(json.dumps(status))
-    assert "mirror 800, queue 1 (75%), 1 cannot be copied, last error: 503" in printed(
-        run.follower().view(now=NOW)
-    )
+    lines = printed(run.follower().view(now=NOW))
+    assert "mirror has 800, 1 behind (next 75%), 1 cannot be copied" in lines
+    assert " mirror's last error: 503" in lines.splitlines()
 
 
 def test_alarms_stand_until_they_end_the_critical_ones_first(tmp_path: Path) -> None:
@@ -171,7 +208,51 @@ def test_damaged_files_cost_only_what_is_damaged(tmp_path: Path) -> None:
     assert (view.step, len(view.steps), len(view.gpus)) == (1000, 100, 1)
     assert view.mirror is None
     (run.folder / "state.json").write_text('{"step": "many", "status": 3}')
-    assert run.follower().view(now=NOW).status == "unknown"
+    view = run.follower().view(now=NOW)
+    assert view.status == "unknown"
+    assert " state.json names no status that is known: 3" in printed(view).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("content", "trouble"),
+    [(b"", "it is empty"), (b'{"step": 10', "it is torn, or no JSON object")],
+)
+def test_a_state_that_cannot_be_read_is_said_and_all_else_is_shown(
+    tmp_path: Path, content: bytes, trouble: str
+) -> None:
+    run = new_run(tmp_path)
+    run.begin()
+    run.gpus(GPU)
+    run.alarm()
+    validation = {"kind": "validation", "step": 1000, "validation_loss": 3.05}
+    run.line("training_metrics", NOW - 5, validation)
+    (run.folder / "run.yaml").write_text("run: {steps: 2000}\n")
+    (run.folder / "state.json").write_bytes(content)
+    view = run.follower().view(now=NOW)
+    assert (view.status, view.is_live, view.has_ended) == ("unknown", False, False)
+    lines = printed(view).splitlines()
+    assert lines[0] == " one  UNKNOWN  step 1,000/2,000 50.0%"
+    assert lines[1] == f" state.json cannot be read: {trouble}"
+    assert lines[2].startswith(" loss 3.1000  best val 3.0500 at 1,000  1.5 s/step")
+    assert any("ALARM" in line for line in lines)
+    assert any("48.4/79.6" in line for line in lines)
+    assert run_rows([view])[0].plain.endswith(f"state.json cannot be read: {trouble}")
+
+
+def test_a_state_that_may_not_be_read_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(tmp_path)
+    run.begin()
+    read_bytes = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path.name == "state.json":
+            raise PermissionError(13, "Permission denied")
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # root may read everything
+    assert run.follower().view(now=NOW).note == "state.json cannot be read: Permission denied"
 
 
 def test_a_folder_with_nothing_in_it_is_a_run_that_starts(tmp_path: Path) -> None:

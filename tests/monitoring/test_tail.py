@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from refocused.monitoring.tail import JsonLinesTail, number, read_json, whole_number
+import pytest
+
+from refocused.monitoring.tail import JsonLinesTail, number, read_json, read_small, whole_number
 
 
 def test_what_is_new_is_read_once_and_what_is_old_never_again(tmp_path: Path) -> None:
@@ -70,3 +72,26 @@ def test_a_small_file_that_is_missing_or_torn_holds_nothing(tmp_path: Path) -> N
     assert read_json(tmp_path / "none") is None
     (tmp_path / "torn").write_text('{"a": ')
     assert read_json(tmp_path / "torn") is None
+
+
+@pytest.mark.parametrize(
+    ("content", "trouble"),
+    [
+        (b'{"a": 1}', None),
+        (b"", "it is empty"),
+        (b"\0\0\0\0", "it is empty"),
+        (b'{"a": ', "it is torn, or no JSON object"),
+        (b"[1]", "it is torn, or no JSON object"),
+    ],
+)
+def test_why_a_small_file_cannot_be_read_is_told(
+    tmp_path: Path, content: bytes, trouble: str | None
+) -> None:
+    file = tmp_path / "state.json"
+    assert read_small(file).trouble is None  # it is not there, which is no trouble
+    file.write_bytes(content)
+    assert read_small(file).trouble == trouble
+    assert (read_small(file).content is None) == (trouble is not None)
+    file.unlink()
+    file.mkdir()
+    assert read_small(file).trouble == "Is a directory"
