@@ -64,10 +64,39 @@ def _facts(found: Estimate) -> Iterable[tuple[str, str]]:
             else "; no mirror"
         ),
     )
+    yield "evaluation", _evaluation_text(found)
     yield (
         "data",
         f"up to {size_text(storage.data)} of tokens, {size_text(storage.data_per_second)}/s; out "
         f"of the bucket to another provider up to ${found.data_out_usd:,.2f}",
+    )
+    yield "prices", _prices_text(found)
+
+
+def _evaluation_text(found: Estimate) -> str:
+    work, config = found.work, found.loaded.config.evaluation
+    parts = [f"{work.validations:,} x {count_text(work.validation_tokens)} tokens of validation"]
+    if found.tasks.counted:
+        tasks = ", ".join(f"{task.name} {task.items:,} items" for task in found.tasks.counted)
+        tokens = count_text(int(float(f"{work.task_tokens:.3g}")))
+        parts.append(f"{work.task_rounds:,} x tasks ({tasks}; about {tokens} tokens)")
+    if work.sample is not None:
+        parts.append(f"{work.samples:,} x a sample of {config.sample_tokens:,} tokens")
+    if found.tasks.missing:
+        parts.append(f"LEFT OUT, as the file is not here: {', '.join(found.tasks.missing)}")
+    return "; ".join(parts)
+
+
+def _prices_text(found: Estimate) -> str:
+    bucket = found.prices.bucket
+    days = sorted(offer.price.looked_up for offer in found.offers)
+    machines = f"no machine with {found.gpu.name}"
+    if days:
+        when = f"{days[0]}" if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
+        machines = f"machines below looked up {when}"
+    return (
+        f"TO BE CHECKED, from config/prices.yaml: {bucket.provider} looked up {bucket.looked_up}, "
+        f"{machines}"
     )
 
 
@@ -93,7 +122,7 @@ def _scenario_table(on: OnGpus) -> list[str]:
             f"{one.cost.step_seconds:.3g} s",
             f"{3600 / one.cost.step_seconds:,.0f}",
             duration(one.cost.training_seconds),
-            duration(one.cost.validation_seconds),
+            duration(one.cost.evaluation_seconds),
             duration(one.cost.save_seconds),
             duration(one.cost.hours * 3600),
             _cost_text(one.cost.cost_usd, one.cost.usd_per_million_tokens),
@@ -105,7 +134,7 @@ def _scenario_table(on: OnGpus) -> list[str]:
         if on.per_hour_usd is None
         else f"at ${on.per_hour_usd:,.2f} an hour"
     )
-    assumed = "validations at the same MFU; saves at 2 GB/s of disk, start-up of 3 min: assumed"
+    assumed = "evaluation at the same MFU, saves at 2 GB/s of disk, start-up of 3 min: assumed"
     return [*_table(head, rows), f"{price}; {assumed}"]
 
 
@@ -173,8 +202,8 @@ def _offer_table(found: Estimate) -> list[str]:
     head = ("provider", "an hour", "at 40% MFU", "looked up", "source")
     return [
         *_table(head, rows, left=(0, 3, 4)),
-        "Prices of config/prices.yaml are TO BE CHECKED: on demand, without disks and taxes; not "
-        "every one is for so many GPUs in one machine.",
+        "TO BE CHECKED on the pages named: on demand, without disks and taxes; not every one is "
+        "for so many GPUs in one machine.",
     ]
 
 

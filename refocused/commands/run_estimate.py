@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from refocused.commands.evaluation_work import TasksWork, sample_work, tasks_work
 from refocused.config.batch_plan import BatchPlan, plan_batch
 from refocused.config.decode import LoadedRun
 from refocused.config.prices import MachinePrice, Prices
 from refocused.errors import ConfigError
 from refocused.estimate.choice import Choice, choose
 from refocused.estimate.run_cost import (
+    HOST_SECONDS_A_LAYER,
     Machine,
     RunCost,
     RunWork,
@@ -25,9 +27,6 @@ from refocused.hardware import GpuFacts, gpu_facts, known_gpus
 
 SCENARIOS = (0.3, 0.4, 0.5)  # of the GPUs' peak; whole runs of this size reach 30 to 50 %
 LIKELY = 0.4  # where one figure must do
-# What DeepSpeed's Python takes of a pass for each layer, by ZeRO stage: measured with 24 layers,
-# blocks as leaves, beside a bare loop. A pass that is shorter waits for the host.
-HOST_SECONDS_A_LAYER = {0: 0.2e-3, 1: 0.8e-3, 2: 0.8e-3, 3: 1.7e-3}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,6 +116,7 @@ class Estimate:
         data_out_usd: Of the data leaving the bucket once for another provider's machines.
         sweep: On other numbers of GPUs.
         offers: Of providers with this GPU, the cheapest first.
+        tasks: What its tasks take; those whose files are not here count as nothing.
         budget_usd: What the run may cost; None: not given.
         prices: The list that the offers are from.
     """
@@ -130,6 +130,7 @@ class Estimate:
     data_out_usd: float
     sweep: tuple[OnGpus, ...]
     offers: tuple[Offer, ...]
+    tasks: TasksWork
     budget_usd: float | None
     prices: Prices
 
@@ -153,10 +154,15 @@ class Estimate:
             "total_flops": self.work.tokens * self.work.flops_per_token,
             **_record_of(self.main),
             "host_bound": self.main.host_bound(self.loaded.shape.layers),
+            "tasks": dataclasses.asdict(self.tasks),
             "storage_bytes": dataclasses.asdict(self.storage),
             "bucket_month_usd": self.bucket_month_usd,
             "data_out_usd": self.data_out_usd,
             "budget_usd": self.budget_usd,
+            "prices": {
+                "to_be_checked": True,
+                "bucket": self.prices.bucket.model_dump(mode="json"),
+            },
             "sweep": [_record_of(one) for one in self.sweep],
             "offers": [
                 {
@@ -199,11 +205,10 @@ def estimate(
             f"--gpu {gpu!r}: nothing is known of it. Known are {', '.join(known_gpus())}."
         )
     each_usd = None if per_hour_usd is None else per_hour_usd / gpus
-    main = _on_gpus(loaded, facts, gpus, each_usd=each_usd, budget_usd=budget_usd)
-    others = tuple(
-        _tried_on_gpus(loaded, facts, number, each_usd=each_usd, budget_usd=budget_usd)
-        for number in sweep
-    )
+    tasks = tasks_work(loaded.config)
+    asked = _Asked(loaded, facts, tasks.tokens, each_usd=each_usd, budget_usd=budget_usd)
+    main = _on_gpus(asked, gpus)
+    others = tuple(_tried_on_gpus(asked, number) for number in sweep)
     assert main.work is not None and main.likely is not None  # it was not refused
     config = loaded.config
     storage = run_storage(
@@ -229,36 +234,46 @@ def estimate(
         data_out_usd=storage.data / 1e9 * prices.bucket.gb_out_usd,
         sweep=others,
         offers=tuple(sorted(offers, key=lambda offer: offer.cost_usd)),
+        tasks=tasks,
         budget_usd=budget_usd,
         prices=prices,
     )
 
 
-def _tried_on_gpus(
-    loaded: LoadedRun,
-    gpu: GpuFacts,
-    gpus: int,
-    *,
-    each_usd: float | None,
-    budget_usd: float | None,
-) -> OnGpus:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is asked, on any number of GPUs.
+
+    Attributes:
+        loaded: The run file and the model's shape.
+        gpu: To train on.
+        task_tokens: Of putting all tasks once.
+        each_usd: Price of a GPU an hour; None: unknown.
+        budget_usd: What the run may cost; None: not given.
+    """
+
+    loaded: LoadedRun
+    gpu: GpuFacts
+    task_tokens: int
+    each_usd: float | None
+    budget_usd: float | None
+
+    def price(self, gpus: int) -> float | None:
+        """Return the price of so many an hour; None: unknown."""
+        return None if self.each_usd is None else self.each_usd * gpus
+
+
+def _tried_on_gpus(asked: _Asked, gpus: int) -> OnGpus:
     """Return a run on a number of GPUs, or why it cannot be made on so many."""
     try:
-        return _on_gpus(loaded, gpu, gpus, each_usd=each_usd, budget_usd=budget_usd)
+        return _on_gpus(asked, gpus)
     except ConfigError as error:
-        price = None if each_usd is None else each_usd * gpus
+        price = asked.price(gpus)
         return OnGpus(gpus, price, None, None, False, None, (), refused=str(error))
 
 
-def _on_gpus(
-    loaded: LoadedRun,
-    gpu: GpuFacts,
-    gpus: int,
-    *,
-    each_usd: float | None,
-    budget_usd: float | None,
-) -> OnGpus:
-    config, shape = loaded.config, loaded.shape
+def _on_gpus(asked: _Asked, gpus: int) -> OnGpus:
+    config, shape, gpu = asked.loaded.config, asked.loaded.shape, asked.gpu
     memory_bytes = gpu.memory_gib * 2**30
     choice = choose(
         shape,
@@ -279,14 +294,16 @@ def _on_gpus(
         sequence_length=length,
         flops_per_token=flops_per_token(shape, sequence_length=length),
         evaluation=config.evaluation,
+        task_tokens=asked.task_tokens,
+        sample=sample_work(config, layers=shape.layers, stage=choice.zero.stage),
         checkpoint=config.checkpoint,
         save_bytes=checkpoint_bytes(
             count.allocated, stage=choice.zero.stage, dtype=config.precision.dtype
         ),
     )
-    price = None if each_usd is None else each_usd * gpus
+    price = asked.price(gpus)
     scenarios = (
-        _scenario(work, Machine(gpus, gpu.bf16_flops, share, price), budget_usd)
+        _scenario(work, Machine(gpus, gpu.bf16_flops, share, price), asked.budget_usd)
         for share in SCENARIOS
     )
     fits = choice.memory.fits(memory_bytes)
@@ -313,6 +330,8 @@ def _record_of(on: OnGpus) -> dict[str, Any]:
         "work": {
             **dataclasses.asdict(on.work),
             "validations": on.work.validations,
+            "task_rounds": on.work.task_rounds,
+            "samples": on.work.samples,
             "saves": on.work.saves,
         },
         "scenarios": [

@@ -112,6 +112,8 @@ def measure(
     config = read_run(run / "run.yaml")
     records = JsonLinesTail(run / PERFORMANCE_FILE).records()
     metrics = JsonLinesTail(run / METRICS_FILE).records()
+    events = JsonLinesTail(run / "logs" / "events.jsonl").records()
+    samples = [event for event in events if event.get("kind") == "sample"]
     return figures(
         state,
         status=_status(state),
@@ -119,7 +121,7 @@ def measure(
             whole_steps(run / "checkpoints"), read_json(run / "mirror.json")
         ),
         used=run_time(records),
-        pace=measured_pace([*records, *metrics]),
+        pace=measured_pace([*records, *metrics, *samples]),
         evaluation=config.evaluation,
         checkpoint=config.checkpoint,
         per_hour_usd=per_hour_usd or config.cost.per_hour_usd,
@@ -166,6 +168,7 @@ def figures(
         validations=times_left(begin, total, evaluation.interval),
         saves=times_left(begin, total, checkpoint.interval),
         tasks=times_left(begin, total, evaluation.task_interval) if evaluation.tasks else 0,
+        samples=max(0, times_left(begin, total, evaluation.sample_interval) - 1),
     )
     if left is not None and status == "training":
         left = max(0.0, left - max(0.0, now - _unix_seconds(state["updated"])))

@@ -11,6 +11,9 @@ from refocused.estimate.work import tokens_per_second_at
 DISK_BYTES_PER_SECOND = 2e9  # one NVMe drive, written by all ranks together
 HOST_COPY_BYTES_PER_SECOND = 10e9  # of one GPU's state into the host's memory
 START_UP_SECONDS = 180.0  # imports, the first shards, the compiled blocks
+# What DeepSpeed's Python takes of a pass for each layer, by ZeRO stage: measured with 24 layers,
+# blocks as leaves, beside a bare loop. A pass that is shorter waits for the host.
+HOST_SECONDS_A_LAYER = {0: 0.2e-3, 1: 0.8e-3, 2: 0.8e-3, 3: 1.7e-3}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +34,21 @@ class Machine:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SampleWork:
+    """What a sample of the model's writing takes: a forward pass on every rank for each token.
+
+    Attributes:
+        tokens: Written at most.
+        context_tokens: That such a pass goes over, in the middle of the sample.
+        host_seconds: That the host needs for such a pass, however fast the GPU is.
+    """
+
+    tokens: int
+    context_tokens: int
+    host_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RunWork:
     """What a run consists of.
 
@@ -40,6 +58,10 @@ class RunWork:
         flops_per_token: Of a forward and a backward pass.
         validation_interval: Steps between validations; 0: only at the end.
         validation_tokens: Tokens of one.
+        task_interval: Steps between tasks; 0: only at the end.
+        task_tokens: Tokens of putting all of them once; 0: there are none, or none is known.
+        sample_interval: Steps between samples; 0: only at the end.
+        sample: One of them; None: none is written.
         save_interval: Steps between saves; 0: only at the end.
         save_bytes: Of one checkpoint.
         saves_in_background: Training waits for a copy in the host's memory alone.
@@ -50,6 +72,10 @@ class RunWork:
     flops_per_token: float
     validation_interval: int
     validation_tokens: int
+    task_interval: int
+    task_tokens: int
+    sample_interval: int
+    sample: SampleWork | None
     save_interval: int
     save_bytes: int
     saves_in_background: bool
@@ -63,6 +89,16 @@ class RunWork:
     def validations(self) -> int:
         """Validations, that at the end included."""
         return times_left(0, self.steps, self.validation_interval)
+
+    @property
+    def task_rounds(self) -> int:
+        """Times that all tasks are put, that at the end included."""
+        return times_left(0, self.steps, self.task_interval) if self.task_tokens else 0
+
+    @property
+    def samples(self) -> int:
+        """Samples, that of the summary included."""
+        return 0 if self.sample is None else times_left(0, self.steps, self.sample_interval)
 
     @property
     def saves(self) -> int:
@@ -79,6 +115,8 @@ class RunCost:
         step_seconds: Of one.
         training_seconds: Of all steps.
         validation_seconds: Of all validations.
+        task_seconds: Of all tasks, whenever they are put.
+        sample_seconds: Of all samples.
         save_seconds: In which training stands still for saves.
         start_up_seconds: Assumed.
         cost_usd: None when the price is unknown.
@@ -89,6 +127,8 @@ class RunCost:
     step_seconds: float
     training_seconds: float
     validation_seconds: float
+    task_seconds: float
+    sample_seconds: float
     save_seconds: float
     start_up_seconds: float
     cost_usd: float | None
@@ -97,8 +137,13 @@ class RunCost:
     @property
     def hours(self) -> float:
         """Of the whole machine."""
-        parts = (self.training_seconds, self.validation_seconds, self.save_seconds)
+        parts = (self.training_seconds, self.evaluation_seconds, self.save_seconds)
         return (sum(parts) + self.start_up_seconds) / 3600
+
+    @property
+    def evaluation_seconds(self) -> float:
+        """Of validations, tasks and samples."""
+        return self.validation_seconds + self.task_seconds + self.sample_seconds
 
     def as_record(self) -> dict[str, float | None]:
         """Return the fields under their own names, and the hours."""
@@ -114,6 +159,8 @@ def work_of(
     evaluation: EvaluationConfig,
     checkpoint: CheckpointConfig,
     save_bytes: int,
+    task_tokens: int = 0,
+    sample: SampleWork | None = None,
 ) -> RunWork:
     """Return the work of a run as its sections ask for it.
 
@@ -122,9 +169,11 @@ def work_of(
         step_tokens: Tokens of one.
         sequence_length: Tokens of a window.
         flops_per_token: Of a forward and a backward pass.
-        evaluation: When and how much is validated.
+        evaluation: When and how much is validated, when tasks are put and samples written.
         checkpoint: When is saved, and how.
         save_bytes: Of one checkpoint.
+        task_tokens: Tokens of putting all tasks once.
+        sample: One sample; None: none is written.
     """
     return RunWork(
         steps=steps,
@@ -132,6 +181,10 @@ def work_of(
         flops_per_token=flops_per_token,
         validation_interval=evaluation.interval,
         validation_tokens=evaluation.windows * sequence_length,
+        task_interval=evaluation.task_interval,
+        task_tokens=task_tokens,
+        sample_interval=evaluation.sample_interval,
+        sample=sample,
         save_interval=checkpoint.interval,
         save_bytes=save_bytes,
         saves_in_background=checkpoint.in_background,
@@ -141,7 +194,8 @@ def work_of(
 def run_cost(work: RunWork, machine: Machine) -> RunCost:
     """Return the time and the money of a run.
 
-    A validation has the forward pass alone: a third of the FLOPs, at the same share of the peak.
+    Validations and tasks have the forward pass alone: a third of the FLOPs, at the same share of
+    the peak. A sample is written by each GPU for itself.
 
     Raises:
         ConfigError: The assumed share of the peak cannot be.
@@ -160,6 +214,8 @@ def run_cost(work: RunWork, machine: Machine) -> RunCost:
         step_seconds=work.step_tokens / speed,
         training_seconds=work.tokens / speed,
         validation_seconds=work.validations * work.validation_tokens / 3 / speed,
+        task_seconds=work.task_rounds * work.task_tokens / 3 / speed,
+        sample_seconds=work.samples * _sample_seconds(work.sample, speed / machine.gpus),
         save_seconds=work.saves * work.save_bytes / rate,
         start_up_seconds=START_UP_SECONDS,
         cost_usd=None,
@@ -171,6 +227,14 @@ def run_cost(work: RunWork, machine: Machine) -> RunCost:
     return dataclasses.replace(
         cost, cost_usd=dollars, usd_per_million_tokens=dollars / (work.tokens / 1e6)
     )
+
+
+def _sample_seconds(sample: SampleWork | None, tokens_per_second: float) -> float:
+    """Return the time of a sample; the speed is that of one GPU's training."""
+    if sample is None:
+        return 0.0
+    computing = sample.context_tokens / 3 / tokens_per_second
+    return sample.tokens * max(sample.host_seconds, computing)
 
 
 def affordable_steps(work: RunWork, machine: Machine, *, budget_usd: float) -> int:

@@ -63,10 +63,10 @@ def measured_pace(records: Iterable[Mapping[str, Any]]) -> Pace:
 
     Args:
         records: The lines of `performance_metrics.jsonl` in their order, and those of
-            `training_metrics.jsonl`, before or behind them.
+            `training_metrics.jsonl` and the samples of `events.jsonl`, before or behind them.
     """
     warm_up, steps, earlier = list[float](), list[float](), list[float]()
-    others: dict[str, list[float]] = {"validation": [], "save": [], "tasks": []}
+    others: dict[str, list[float]] = {"validation": [], "save": [], "tasks": [], "sample": []}
     began = 0
     for record in records:
         kind, step = text(record, "kind"), whole_number(record, "step")
@@ -88,6 +88,7 @@ def measured_pace(records: Iterable[Mapping[str, Any]]) -> Pace:
         validation_seconds=median(others["validation"]),
         save_seconds=median(others["save"]),
         tasks_seconds=median(others["tasks"]),
+        sample_seconds=median(others["sample"]),
     )
 
 

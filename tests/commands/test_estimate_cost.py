@@ -10,12 +10,14 @@ import pytest
 
 from refocused.checkpoints.manifest import MANIFEST
 from refocused.commands.estimate_cost import main
-from refocused.config.decode import load_run
+from refocused.config.decode import load_run, render_run
+from refocused.config.prices import read_prices
 from refocused.estimate.run_cost import DISK_BYTES_PER_SECOND, START_UP_SECONDS
 from refocused.monitoring.performance import PERFORMANCE_FILE
 from refocused.process_identity import this_process
 
 RUN = "gpt2_1b_8xh100_fast"
+TOKENIZER = "data.tokenizer=hub:any/model"
 
 
 def estimated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -47,6 +49,70 @@ def likely_save(found: dict[str, Any]) -> int:
     assert found["parameters"]["total"] == 759_905_280
     assert found["storage_bytes"]["checkpoint"] == 12 * (759_905_280 + 48 * 1536)
     return 12 * (759_905_280 + 48 * 1536)
+
+
+def write_tasks(file: Path, *, items: int) -> str:
+    """Write items of 20 bytes of context and two endings of 11 and 31, each behind a space."""
+    item = {"ctx": "c" * 20, "endings": ["e" * 11, "f" * 31], "label": 0}
+    file.write_text(f"{json.dumps(item)}\n" * items)
+    return str(file)
+
+
+def test_tasks_and_samples_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_tasks(tmp_path / "mine.jsonl", items=7)
+    settings = ["run.steps=20000", f"evaluation.tasks=['{file}']", "evaluation.task_interval=6000"]
+    settings += ["evaluation.task_items=5", "evaluation.sample_prompt=Once upon"]
+    settings += ["evaluation.sample_interval=4000", "evaluation.sample_tokens=100", TOKENIZER]
+    plain = estimated(capsys, "--config", RUN, "run.steps=20000")["scenarios"][1]
+    found = estimated(capsys, "--config", RUN, *settings)
+    likely, work = found["scenarios"][1], found["work"]
+    # 32 and 52 bytes, four to a token
+    assert work["task_tokens"] == 5 * (8 + 13)
+    assert (work["task_rounds"], work["samples"]) == (4, 5)
+    assert likely["task_seconds"] == pytest.approx(4 * 105 / 3 / likely["tokens_per_second"])
+    # 24 layers under ZeRO-3: the host needs 1.7 ms for each
+    assert likely["sample_seconds"] == pytest.approx(5 * 100 * 24 * 1.7e-3)
+    more = likely["task_seconds"] + likely["sample_seconds"]
+    assert likely["hours"] * 3600 == pytest.approx(plain["hours"] * 3600 + more)
+    assert main(["--config", RUN, *settings]) == 0
+    text = capsys.readouterr().out
+    assert "4 x tasks (mine 5 items; about 105 tokens); 5 x a sample of 100 tokens" in text
+    bytewise = estimated(capsys, "--config", RUN, *settings[:-1], "data.tokenizer=bytes")
+    assert bytewise["work"]["task_tokens"] == 5 * (32 + 52)
+
+
+def test_tasks_whose_files_are_elsewhere_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_tasks(tmp_path / "mine.jsonl", items=1)
+    tasks = f"evaluation.tasks=['{file}','piqa=elsewhere/piqa.jsonl']"
+    assert main(["--config", RUN, tasks, TOKENIZER]) == 0
+    text = capsys.readouterr().out
+    assert "LEFT OUT, as the file is not here: piqa=elsewhere/piqa.jsonl\n" in text
+    assert estimated(capsys, "--config", RUN, tasks, TOKENIZER)["tasks"]["missing"] == [
+        "piqa=elsewhere/piqa.jsonl"
+    ]
+    (tmp_path / "mine.jsonl").write_text("{}\n")
+    assert main(["--config", RUN, tasks, TOKENIZER]) == 1
+    assert "mine.jsonl:1: it has no text `ctx`" in capsys.readouterr().err
+
+
+def test_the_days_of_the_prices_are_told_and_that_nobody_checked_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prices = read_prices()
+    days = sorted(one.looked_up for one in prices.machines if one.gpu == "H100 SXM")
+    assert main(["--config", RUN, "--per-hour", "24"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("prices"))
+    assert "TO BE CHECKED, from config/prices.yaml" in line
+    assert f"{prices.bucket.provider} looked up {prices.bucket.looked_up}" in line
+    assert f"machines below looked up {days[0]} to {days[-1]}" in line
+    assert main(["--config", RUN, "--gpu", "L4"]) == 0
+    assert "TO BE CHECKED" in (text := capsys.readouterr().out)
+    assert "no machine with L4" in text
+    found = estimated(capsys, "--config", RUN)["prices"]
+    assert found["to_be_checked"] is True
+    assert found["bucket"]["looked_up"] == str(prices.bucket.looked_up)
 
 
 def test_a_sweep_keeps_the_price_of_a_gpu_and_names_what_cannot_be(
@@ -136,8 +202,6 @@ def test_neither_help_nor_an_estimate_imports_torch() -> None:
 
 def write_run(folder: Path, status: str, **changes: object) -> Path:
     """A run of 1,000 steps of two seconds, at step 500 after a rewind from 480 to 400."""
-    from refocused.config.decode import render_run
-
     run = folder / "runs" / "one"
     (run / "logs").mkdir(parents=True)
     settings = ["run.steps=1000", "checkpoint.interval=100", "evaluation.interval=250"]
@@ -224,6 +288,21 @@ def test_a_run_whose_process_is_gone_has_crashed(tmp_path: Path) -> None:
 
     run = write_run(tmp_path, "training", host=socket.gethostname(), pid=2**22 + 1)
     assert measure(run, per_hour_usd=1.0, budget_usd=None, now=0.0).status == "crashed"
+
+
+def test_samples_of_a_run_are_measured_too(tmp_path: Path) -> None:
+    from refocused.commands.run_measured import measure
+
+    run = write_run(tmp_path, "stopped")
+    before = measure(run, per_hour_usd=None, budget_usd=None, now=0.0).seconds_left
+    settings = ["run.steps=1000", "checkpoint.interval=100", "evaluation.interval=250"]
+    settings += ["schedule.warmup_steps=10", TOKENIZER, "evaluation.sample_prompt=Once"]
+    settings += ["evaluation.sample_interval=200"]
+    (run / "run.yaml").write_text(render_run(load_run(RUN, settings, name="one").config))
+    event = {"kind": "sample", "step": 200, "text": "Once", "seconds": 7.0}
+    (run / "logs" / "events.jsonl").write_text(f"{json.dumps(event)}\n")
+    after = measure(run, per_hour_usd=None, budget_usd=None, now=0.0).seconds_left
+    assert before is not None and after == before + 2 * 7.0  # after 600 and 800
 
 
 def test_what_a_crashed_run_has_left_counts_from_its_checkpoint(

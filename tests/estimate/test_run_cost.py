@@ -12,6 +12,7 @@ from refocused.estimate.run_cost import (
     START_UP_SECONDS,
     Machine,
     RunWork,
+    SampleWork,
     affordable_steps,
     run_cost,
     times_left,
@@ -25,6 +26,10 @@ WORK = RunWork(
     flops_per_token=3.2e9,
     validation_interval=1000,
     validation_tokens=30_000_000,
+    task_interval=0,
+    task_tokens=0,
+    sample_interval=0,
+    sample=None,
     save_interval=500,
     save_bytes=10_000_000_000,
     saves_in_background=False,
@@ -42,6 +47,26 @@ def test_hours_and_dollars_by_hand() -> None:
     assert cost.hours == pytest.approx(seconds / 3600)
     assert cost.cost_usd == pytest.approx(seconds / 100)
     assert cost.usd_per_million_tokens == pytest.approx(seconds / 100 / 3600)
+
+
+def test_tasks_are_forward_passes_of_all_gpus_and_samples_of_each() -> None:
+    sample = SampleWork(tokens=200, context_tokens=750, host_seconds=1e-3)
+    asked = {"task_interval": 1200, "task_tokens": 6_000_000, "sample_interval": 900}
+    work = dataclasses.replace(WORK, **asked, sample=sample)
+    assert (work.task_rounds, work.samples) == (3, 4)
+    cost = run_cost(work, MACHINE)
+    assert cost.task_seconds == pytest.approx(3 * 2.0)
+    # One GPU takes 375,000 tokens a second forward: 2 ms for 750, more than the host needs.
+    assert cost.sample_seconds == pytest.approx(4 * 200 * 2e-3)
+    assert cost.hours * 3600 == pytest.approx(run_cost(WORK, MACHINE).hours * 3600 + 6 + 1.6)
+    slow = dataclasses.replace(work, sample=dataclasses.replace(sample, host_seconds=0.04))
+    assert run_cost(slow, MACHINE).sample_seconds == pytest.approx(4 * 200 * 0.04)
+
+
+def test_tasks_and_samples_shorten_what_a_budget_pays_for() -> None:
+    work = dataclasses.replace(WORK, task_interval=10, task_tokens=30_000_000)
+    reach = affordable_steps(work, MACHINE, budget_usd=20.0)
+    assert 0 < reach < affordable_steps(WORK, MACHINE, budget_usd=20.0)
 
 
 def test_without_a_price_there_are_hours_and_no_dollars() -> None:

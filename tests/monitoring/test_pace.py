@@ -37,6 +37,12 @@ def test_a_step_is_the_median_without_the_warm_up_validations_and_saves() -> Non
     assert found.step_seconds == 3.0
 
 
+def test_samples_take_their_time_too() -> None:
+    sample = {"kind": "sample", "step": 20, "text": "sample 20", "seconds": 4.0}
+    found = measured_pace([session(0), steps(10, 20, 2.0), sample])
+    assert found.seconds_left(steps=10, validations=0, saves=0, samples=3) == 20.0 + 12.0
+
+
 def test_the_warm_up_counts_until_there_is_more() -> None:
     assert measured_pace([session(100), steps(100, 105, 8.0)]).step_seconds == 8.0
 
