@@ -18,8 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     verbs = {"compare": COMPARE, "spectrum": SPECTRUM}
     if given and given[0] in verbs:
-        return run_verb("evaluate", verbs, given)
-    code = run_one("evaluate", "evaluate", *MODEL, given=given)
+        code = run_verb("evaluate", verbs, given)
+    else:
+        code = run_one("evaluate", "evaluate", *MODEL, given=given)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         sys.stdout.flush()
         sys.stderr.flush()

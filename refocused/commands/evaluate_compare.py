@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from refocused.commands.arguments import Parser
-from refocused.commands.evaluate_model import records
+from refocused.commands.evaluate_model import Evaluated, evaluated, records
 from refocused.commands.evaluation_options import (
-    BatchLine,
     add_machine_options,
     add_task_options,
     dtype_of,
     measure_text,
     ranks,
-    settings_of,
     tasks_of,
-    tokenizer_choice,
 )
 from refocused.commands.local_steps import model_source
 from refocused.commands.run_catalog import (
@@ -45,7 +42,8 @@ def add_compare_arguments(parser: Parser) -> None:
     """Describe the command line."""
     parser.epilog = (
         "With --tasks: scores of the models, of all steps of a run when none is named, and their "
-        "curve. Without: speed, also of names in config/models, with random weights."
+        "curve; several ranks share the work. Without: speed, on one rank, also of names in "
+        "config/models, with random weights."
     )
     add = parser.add_argument
     add("models", nargs="*", metavar="MODEL", help="as for evaluate, or a name in config/models")
@@ -79,58 +77,45 @@ def _drawing(out: Path) -> Iterator[None]:
 
 
 def _by_tasks(arguments: argparse.Namespace, out: Path) -> int:
+    world = ranks(arguments.device)
+    tasks = world.together(lambda: tasks_of(arguments))
+    requests = arguments.models or world.first_does(lambda: _steps_of_run(arguments))
+    found = {
+        request: evaluated(request, arguments, tasks, world=world, label=f"{request} ")
+        for request in requests
+    }
+    world.first_does(lambda: _show_scores(found, arguments, out))
+    if world.world_size > 1:
+        world.leave()
+    return ExitCode.OK
+
+
+def _show_scores(found: Mapping[str, Evaluated], arguments: argparse.Namespace, out: Path) -> None:
+    """Print all scores, then draw them."""
     from refocused.inference.comparison_pictures import draw_scores
 
-    tasks = tasks_of(arguments)
-    requests = arguments.models or _steps_of_run(arguments)
-    world = ranks(arguments.device)
-    found: dict[str, Sequence[TimedResult]] = {}
-    facts: dict[str, Mapping[str, Any]] = {}
-    for request in requests:
-        facts[request], found[request] = _evaluated(request, arguments, tasks, world)
-    rows = {request: _measures(results) for request, results in found.items()}
+    rows = {request: _measures(one.results) for request, one in found.items()}
     if arguments.json:
         models = [
-            {"model": request, "step": facts[request].get("step"), "tasks": records(results)}
-            for request, results in found.items()
+            {"model": request, "step": one.head.get("step"), "tasks": records(one.results)}
+            for request, one in found.items()
         ]
         print(json.dumps({"picture": str(out), "models": models}, indent=1))
     else:
         for line in _table([["MODEL", *next(iter(rows.values()))], *_score_lines(rows)]):
             print(line)
     with _drawing(out):
-        draw_scores(rows, out, steps=steps_of_one_run(facts))
+        draw_scores(rows, out, steps=steps_of_one_run(found))
     if not arguments.json:
         print(f"{out}: drawn")
-    return ExitCode.OK
 
 
-def steps_of_one_run(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+def steps_of_one_run(found: Mapping[str, Evaluated]) -> dict[str, int]:
     """Return the step of each model; none where they are not all of one run: that is no curve."""
-    runs = {known.get("run") for known in facts.values()}
+    runs = {one.head.get("run") for one in found.values()}
     if len(runs) > 1 or None in runs:
         return {}
-    return {request: known["step"] for request, known in facts.items()}
-
-
-def _evaluated(
-    request: str, arguments: argparse.Namespace, tasks: Sequence[Any], world: World
-) -> tuple[Mapping[str, Any], Sequence[TimedResult]]:
-    """Put the tasks to one model, which leaves the memory again; return its facts and results."""
-    from refocused.inference.evaluation import Evaluation
-    from refocused.inference.model import load_model
-
-    model = load_model(
-        model_source(request, arguments),
-        dtype=dtype_of(arguments, world),
-        device=str(world.device),
-        tokenizer=tokenizer_choice(arguments),
-    )
-    line = BatchLine(speaks=True)
-    results = Evaluation(model, settings_of(arguments)).run(
-        tasks, world=world, progress=lambda task, *count: line.show(f"{request} {task}", *count)
-    )
-    return model.facts, results
+    return {request: one.head["step"] for request, one in found.items()}
 
 
 def _steps_of_run(arguments: argparse.Namespace) -> list[str]:
@@ -164,6 +149,7 @@ def _by_speed(arguments: argparse.Namespace, out: Path) -> int:
             "compare: name models, as gpt2_124m ten_small; or with --tasks the steps of a run."
         )
     world = ranks(arguments.device)
+    world.together(lambda: _refuse_several(world))
     rows: list[SpeedRow] = []
     for request in arguments.models:
         network = network_of(
@@ -189,6 +175,20 @@ def _by_speed(arguments: argparse.Namespace, out: Path) -> int:
     if not arguments.json:
         print(f"{out}: drawn ({dtype_of(arguments, world)} on {world.device_name})")
     return ExitCode.OK
+
+
+def _refuse_several(world: World) -> None:
+    """Refuse to measure speed on ranks that would take the machine from each other.
+
+    Raises:
+        ConfigError: There are several.
+    """
+    if world.world_size > 1:
+        raise ConfigError(
+            f"compare: speed is measured by one process, and {world.world_size} ranks would share "
+            "cores and memory while they do. Start launch/evaluate.py without a launcher, or "
+            "compare by --tasks, which ranks share."
+        )
 
 
 def network_of(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from refocused.commands.arguments import Parser
@@ -26,7 +27,21 @@ from refocused.errors import ExitCode
 if TYPE_CHECKING:
     from refocused.inference.evaluation import Evaluation, TimedResult
     from refocused.inference.model import LoadedModel
+    from refocused.inference.tasks import TaskFile
     from refocused.world import World
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What a model was and did.
+
+    Attributes:
+        head: Where it comes from, and how it was asked, as JSON knows it.
+        results: Of each task.
+    """
+
+    head: Mapping[str, Any]
+    results: Sequence[TimedResult]
 
 
 def add_evaluate_arguments(parser: Parser) -> None:
@@ -47,36 +62,64 @@ def add_evaluate_arguments(parser: Parser) -> None:
     add_machine_options(parser)
     add_run_options(parser)
     add_local_option(parser)
-    parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)
 
 
 def run_evaluate(arguments: argparse.Namespace) -> int:
     """Put all tasks to the model."""
+    world = ranks(arguments.device)
+    tasks = world.together(lambda: tasks_of(arguments))
+    found = evaluated(
+        arguments.model, arguments, tasks, world=world, is_untrained=arguments.untrained
+    )
+    if world.is_first:
+        if arguments.json:
+            print(json.dumps({**found.head, "tasks": records(found.results)}, indent=1))
+        else:
+            _print(found.head, found.results)
+    if world.world_size > 1:
+        world.leave()
+    return ExitCode.OK
+
+
+def evaluated(
+    request: str,
+    arguments: argparse.Namespace,
+    tasks: Sequence[TaskFile],
+    *,
+    world: World,
+    is_untrained: bool = False,
+    label: str = "",
+) -> Evaluated:
+    """Put tasks to one model, which leaves the memory again.
+
+    Args:
+        request: As `model_source` takes it.
+        arguments: How to load and to ask it.
+        tasks: Which.
+        world: The ranks that share the work; all must call.
+        is_untrained: Ask one of its shape with random weights.
+        label: What the line of progress begins with.
+
+    Raises:
+        RefocusedError: On every rank: there is no such model, or it cannot take a task.
+    """
     from refocused.inference.evaluation import Evaluation
     from refocused.inference.model import load_model, untrained
 
-    world = ranks(arguments.device)
-    tasks = world.together(lambda: tasks_of(arguments))
-    source = world.first_does(lambda: model_source(arguments.model, arguments))
+    source = world.first_does(lambda: model_source(request, arguments))
     dtype = dtype_of(arguments, world)
     model = world.together(
         lambda: load_model(
             source, dtype=dtype, device=str(world.device), tokenizer=tokenizer_choice(arguments)
         )
     )
-    model = untrained(model) if arguments.untrained else model
+    model = untrained(model) if is_untrained else model
     evaluation = world.together(lambda: Evaluation(model, settings_of(arguments)))
     line = BatchLine(speaks=world.is_first)
-    results = evaluation.run(tasks, world=world, progress=line.show)
-    if world.is_first:
-        head = _head(model, evaluation, world, dtype)
-        if arguments.json:
-            print(json.dumps(head | {"tasks": records(results)}, indent=1))
-        else:
-            _print(head, results)
-    if world.world_size > 1:
-        world.leave()
-    return ExitCode.OK
+    results = evaluation.run(
+        tasks, world=world, progress=lambda task, *count: line.show(label + task, *count)
+    )
+    return Evaluated(_head(model, evaluation, world, dtype), results)
 
 
 def records(results: Sequence[TimedResult]) -> dict[str, Any]:
@@ -104,7 +147,7 @@ def _head(model: LoadedModel, evaluation: Evaluation, world: World, dtype: str) 
     }
 
 
-def _print(head: dict[str, Any], results: Sequence[TimedResult]) -> None:
+def _print(head: Mapping[str, Any], results: Sequence[TimedResult]) -> None:
     step = f", step {head['step']:,}" if "step" in head else ""
     step = step or ("" if head["trained"] else ", untrained")
     several = f", {head['ranks']} ranks" if head["ranks"] > 1 else ""

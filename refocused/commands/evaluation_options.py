@@ -57,6 +57,7 @@ def add_machine_options(parser: Parser) -> None:
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(default: auto)")
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="(default: bf16 on GPUs, fp32 on CPUs)")
+    add("--local-rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher says it
 
 
 def tasks_of(arguments: argparse.Namespace) -> list[TaskFile]:

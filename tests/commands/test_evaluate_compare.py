@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from end_to_end.forked import ForkedRanks
 from inference.harness import MODELS
+from ranks import Ended
 
 from refocused.commands.evaluate import main
 from refocused.commands.evaluate_compare import steps_of_one_run
+from refocused.commands.evaluate_model import Evaluated
 from refocused.inference.multiple_choice import Measure
 from refocused.inference.speed import measure_speed
 
@@ -103,10 +106,45 @@ def test_scores_over_steps_are_a_curve(tmp_path: Path) -> None:
 
 
 def test_steps_of_several_runs_are_no_curve() -> None:
-    one, other = ({"run": run, "step": step} for run, step in (("one", 10), ("other", 20)))
-    assert steps_of_one_run({"a": one, "b": one | {"step": 30}}) == {"a": 10, "b": 30}
+    one, other, later = (
+        Evaluated({"run": run, "step": step}, [])
+        for run, step in (("one", 10), ("other", 20), ("one", 30))
+    )
+    assert steps_of_one_run({"a": one, "b": later}) == {"a": 10, "b": 30}
     assert steps_of_one_run({"a": one, "b": other}) == {}
-    assert steps_of_one_run({"a": one, "b": {}}) == {}
+    assert steps_of_one_run({"a": one, "b": Evaluated({}, [])}) == {}
+
+
+def on_two_ranks(folder: Path, *arguments: object) -> Ended:
+    given = ["compare", *map(str, arguments), "--device", "cpu"]
+    started = ForkedRanks(2, given, folder=folder, command=main)
+    try:
+        return started.wait(60)
+    finally:
+        started.kill()
+
+
+@pytest.mark.slow
+def test_ranks_share_the_tasks_of_a_comparison(models: Path, tmp_path: Path, capsys: Any) -> None:
+    given = (models / "bytes", models / "words", "--tasks", models / "quiz.jsonl", "--json")
+    alone = json.loads(compare(capsys, *given, "--out", tmp_path / "alone.png"))
+    ended = on_two_ranks(tmp_path, *given, "--out", tmp_path / "both.png", "--local_rank=0")
+    assert ended.codes == [0, 0], ended.everything
+    assert ended.out[1] == ""
+    for one, other in zip(alone["models"], json.loads(ended.out[0])["models"], strict=True):
+        assert one["model"] == other["model"]
+        for name in ("acc", "acc_norm", "items"):
+            assert one["tasks"]["quiz"][name] == other["tasks"]["quiz"][name]
+    assert (tmp_path / "both.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.slow
+def test_speed_is_not_measured_by_several_ranks(models: Path, tmp_path: Path) -> None:
+    ended = on_two_ranks(tmp_path, models / "bytes", "--lengths", "8")
+    assert ended.codes == [2, 2], ended.everything
+    assert "speed is measured by one process, and 2 ranks would share" in ended.err[0]
+    assert ended.out == ["", ""] and "speed" not in ended.err[1]
+    assert not (tmp_path / "comparison.png").exists()
 
 
 def test_what_was_measured_is_printed_though_it_cannot_be_drawn(models: Path, capsys: Any) -> None:
