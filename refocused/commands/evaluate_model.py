@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,9 @@ def evaluated(
     )
     model = untrained(model) if is_untrained else model
     evaluation = world.together(lambda: Evaluation(model, settings_of(arguments)))
+    warning = model.beyond_training(evaluation.context_tokens)
+    if warning is not None and world.is_first:
+        print(warning, file=sys.stderr)
     line = BatchLine(speaks=world.is_first)
     results = evaluation.run(
         tasks, world=world, progress=lambda task, *count: line.show(label + task, *count)
@@ -141,6 +145,7 @@ def _head(model: LoadedModel, evaluation: Evaluation, world: World, dtype: str) 
         "trained": model.is_trained,
         "parameters": model.network.num_parameters(),
         "context_tokens": evaluation.context_tokens,
+        "trained_sequence_length": model.trained_length,
         "dtype": dtype,
         "device": world.device_name,
         "ranks": world.world_size,

@@ -36,7 +36,7 @@ def add_task_options(parser: Parser) -> None:
         "--context",
         type=count,
         metavar="N",
-        help="tokens that the model sees at once (default: those a step was trained on)",
+        help="tokens that the model sees at once (default: those it was trained on)",
     )
     add(
         "--stride",

@@ -102,8 +102,9 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     if arguments.json:
         print(json.dumps(_record(model, prompts, sampling, found), indent=1))
-        return ExitCode.OK
-    _print_answers(prompts, found, is_single=is_single)
+    else:
+        _print_answers(prompts, found, is_single=is_single)
+    _warn_of_length(model, found)
     return ExitCode.OK
 
 
@@ -212,6 +213,7 @@ def _converse(model: LoadedModel, sampling: Sampling) -> None:
             drawn = dataclasses.replace(sampling, seed=sampling.seed + turn)
             found = generate(model, [prompt], drawn, batch=sampling.samples, show=show)
             _print_answers([prompt], found, is_single=sampling.samples == 1)
+            _warn_of_length(model, found)
         except ConfigError as error:
             print(error, file=sys.stderr)
         except KeyboardInterrupt:
@@ -231,6 +233,13 @@ def _print_answers(prompts: Sequence[str], found: Generated, *, is_single: bool)
             print(f"--- {number} ({answer.ended}, {answer.tokens} tokens)")
             print(prompts[answer.prompt] + answer.text)
     print(pace_line(found), file=sys.stderr)
+
+
+def _warn_of_length(model: LoadedModel, found: Generated) -> None:
+    """Say on standard error when a text went beyond what the model was trained on."""
+    line = model.beyond_training(found.longest)
+    if line is not None:
+        print(line, file=sys.stderr)
 
 
 def pace_line(found: Generated) -> str:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-
-import yaml
 
 from refocused.errors import EvaluationError
 from refocused.inference import multiple_choice, perplexity
@@ -70,7 +67,7 @@ class Evaluation:
         self._settings = settings
         self._scorer = NetworkScorer(model.network)
         self.context_tokens = context_of(
-            settings.context_tokens, longest=self._scorer.context_tokens, source=model.source
+            settings.context_tokens, model, longest=self._scorer.context_tokens
         )
         self._encoder = Encoder(
             model.tokenizer,
@@ -117,30 +114,26 @@ class Evaluation:
         return TimedResult(result, time.monotonic() - began)
 
 
-def context_of(wanted: int | None, *, longest: int | None, source: Path) -> int:
+def context_of(wanted: int | None, model: LoadedModel, *, longest: int | None) -> int:
     """Return how many tokens a model sees at once.
 
-    Without a wish it is what a step was trained on, beyond which its embeddings of positions have
-    learned nothing; of other models the longest that they take.
+    Without a wish it is what the model was trained on, beyond which its embeddings of positions
+    have learned nothing; of one that does not say, the longest that it takes.
 
     Args:
         wanted: By the command line.
+        model: A step, an export of one, or any other.
         longest: By the model's configuration.
-        source: A step directory, or a transformers folder.
 
     Raises:
         EvaluationError: More is wanted than the model takes, or it does not say how much that is.
     """
     if wanted is not None and longest is not None and wanted > longest:
         raise EvaluationError(f"--context {wanted}: the model takes {longest} tokens at most.")
-    trained_on = None
-    if (source / "run.yaml").is_file():
-        settings = yaml.safe_load((source / "run.yaml").read_text())
-        trained_on = settings["model"]["sequence_length"]
-    found = wanted or trained_on or longest
+    found = wanted or model.trained_length or longest
     if found is None:
         raise EvaluationError(
-            f"{source} does not say how long a context the model takes (config.json has no "
+            f"{model.source} does not say how long a context the model takes (config.json has no "
             "max_position_embeddings). Say it: --context N"
         )
-    return int(found)
+    return found

@@ -45,11 +45,13 @@ class Generated:
         answers: In the order of the prompts; the samples of one prompt together.
         seconds: That all batches took, reading the prompts included.
         first_seconds: Until the first batch's first tokens were there.
+        longest: Most tokens that the model read of one text; the last one written is not read.
     """
 
     answers: tuple[Answer, ...]
     seconds: float
     first_seconds: float
+    longest: int
 
     @property
     def tokens(self) -> int:
@@ -115,7 +117,8 @@ def generate(
             first_seconds.append((writing.first_seconds or began) - began)
     seconds = time.perf_counter() - began
     answers.sort(key=lambda answer: answer.prompt)
-    return Generated(tuple(answers), seconds, first_seconds[0])
+    longest = max(len(read[answer.prompt].ids) + answer.tokens - 1 for answer in answers)
+    return Generated(tuple(answers), seconds, first_seconds[0], longest)
 
 
 def _read(model: LoadedModel, number: int, text: str, sampling: Sampling) -> _Prompt:

@@ -15,7 +15,12 @@ from torch import Tensor
 from refocused.checkpoints.manifest import MANIFEST
 from refocused.checkpoints.step_directory import read_step
 from refocused.errors import CheckpointError
-from refocused.inference.model_weights import ModelWeights, network_class, open_model_weights
+from refocused.inference.model_weights import (
+    TRAINED_LENGTH,
+    ModelWeights,
+    network_class,
+    open_model_weights,
+)
 from refocused.inference.safetensors_files import TORCH_DTYPES, Dtype
 from refocused.inference.tokenizer import as_transformers, tokenizer_of
 from refocused.models.build import register_families
@@ -45,6 +50,22 @@ class LoadedModel:
     source: Path
     facts: Mapping[str, Any]
     is_trained: bool = True
+
+    @property
+    def trained_length(self) -> int | None:
+        """Tokens of the sequences that it was trained on; None: its source does not say."""
+        found = getattr(self.network.config, TRAINED_LENGTH, None)
+        return found if isinstance(found, int) and found > 0 else None
+
+    def beyond_training(self, tokens: int) -> str | None:
+        """Return a line on a sequence longer than those of training; None: it is not longer."""
+        known = self.trained_length
+        if known is None or tokens <= known or not self.is_trained:
+            return None
+        return (
+            f"{self.source}: {tokens:,} tokens at once, and it was trained on {known:,}: what it "
+            "makes of those beyond was never learned."
+        )
 
 
 def load_model(

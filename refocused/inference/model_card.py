@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from refocused.inference.model_weights import ModelWeights
+from refocused.inference.model_weights import TRAINED_LENGTH, ModelWeights
 from refocused.inference.safetensors_files import Dtype
 
 
@@ -25,7 +25,7 @@ def model_card(weights: ModelWeights, *, dtype: Dtype, parameters: int) -> str:
         "run": f"{manifest.run}, step {manifest.step:,}",
         "saved": manifest.created.isoformat(timespec="seconds"),
         "architecture": f"{config.model_type}, {parameters:,} parameters, stored as {dtype}",
-        "context": f"trained on {weights.settings['model']['sequence_length']:,} tokens at once",
+        "context": _context(config),
         "vocabulary": f"{config.vocab_size:,} ids, {_tokenizer(weights.settings)}",
         "tokens": f"{manifest.tokens:,} trained on",
         "data": f"fingerprint {manifest.data_fingerprint}, order {manifest.data_order}",
@@ -56,6 +56,12 @@ model = AutoModelForCausalLM.from_pretrained(".")
 tokenizer = AutoTokenizer.from_pretrained(".")
 ```
 """
+
+
+def _context(config: Any) -> str:
+    trained, longest = getattr(config, TRAINED_LENGTH), config.max_position_embeddings
+    fewer = f", of {longest:,} that it takes" if trained < longest else ""
+    return f"trained on {trained:,} tokens at once{fewer}"
 
 
 def _registration(config: Any) -> str:

@@ -16,6 +16,10 @@ from refocused.errors import CheckpointError
 from refocused.inference.weights import StepWeights, joined, open_weights
 from refocused.models.build import transformers_config
 
+# In the configuration: tokens of a training sequence, which may be fewer than the model can take.
+# transformers keep what they do not know.
+TRAINED_LENGTH = "trained_sequence_length"
+
 
 class ModelWeights:
     """The tensors of the model that a step is, one tensor or one piece of it at a time.
@@ -23,7 +27,8 @@ class ModelWeights:
     Attributes:
         step: Where they come from.
         settings: The run file that the step was trained under.
-        config: transformers' configuration of the model; its `vocab_size` is V without padding.
+        config: transformers' configuration of the model; its `vocab_size` is V without padding,
+            and it says how long the sequences were that the model was trained on.
         padded: The same with the rows that were trained.
         shapes: The shape of each tensor by transformers' name, in the model's order; tied ones
             under one name.
@@ -46,6 +51,7 @@ class ModelWeights:
             transformers_config(shape.settings, vocabulary=vocabulary, dropout=dropout)
             for vocabulary in (shape.vocabulary, rows)
         )
+        setattr(self.config, TRAINED_LENGTH, int(model["sequence_length"]))
         self._check(_shapes(self.padded))
         wanted = _shapes(self.config)
         self.shapes = {name: wanted[name] for name in weights.shapes}

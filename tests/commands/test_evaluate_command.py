@@ -154,6 +154,30 @@ def test_a_model_of_the_same_shape_without_training_shows_what_chance_is(
     assert "untrained: 22,968 parameters" in command(capsys, *arguments, "--untrained")
 
 
+def test_the_context_is_the_trained_one_and_a_longer_one_is_said(
+    model: Path, tmp_path: Path, capsys: Any
+) -> None:
+    folder = shutil.copytree(model / "model", tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"trained_sequence_length": 40}))
+    tasks = ("--tasks", f"{model}/story.txt", "--device", "cpu", "--json")
+    alike = []
+    for source, context in ((folder, ()), (model / "model", ("--context", 40))):
+        assert main([str(argument) for argument in (source, *tasks, *context)]) == 0
+        out, err = capsys.readouterr()
+        alike.append(json.loads(out)["tasks"]["story"]["perplexity"])
+        assert err == ""
+    assert alike[0] == alike[1]
+    assert main([str(folder), *tasks, "--context", "96"]) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert (told["context_tokens"], told["trained_sequence_length"]) == (96, 40)
+    assert f"{folder}: 96 tokens at once, and it was trained on 40" in err
+    assert len(err.splitlines()) == 1
+    assert main([str(folder), *tasks, "--context", "96", "--untrained"]) == 0
+    assert capsys.readouterr().err == ""  # nothing of it is trained
+
+
 def be_a_rank(arguments: list[str]) -> int:
     return main(arguments)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,25 @@ def test_a_prompt_that_is_too_long_has_one_message(folder: Path, capsys: Capture
     err = capsys.readouterr().err
     assert "has 80 tokens, and the model's context is 64" in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_text_beyond_what_was_trained_is_said(
+    folder: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    trained = shutil.copytree(folder, tmp_path / "trained")
+    config = json.loads((trained / "config.json").read_text())
+    (trained / "config.json").write_text(json.dumps(config | {"trained_sequence_length": 20}))
+    # The token that is written last is not read: 12 + 9 - 1.
+    options = ["--tokens", "9", "--temperature", "0", "--json"]
+    assert main([str(trained), "x" * 12, *options]) == 0
+    assert capsys.readouterr().err == ""
+    assert main([str(trained), "x" * 13, *options]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["tokens"] == 9
+    assert err.startswith(f"{trained}: 21 tokens at once, and it was trained on 20: ")
+    assert len(err.splitlines()) == 1
+    assert main([str(trained), "x" * 40, "--tokens", "2"]) == 0
+    assert "41 tokens at once, and it was trained on 20" in capsys.readouterr().err
 
 
 def test_a_device_that_is_not_there_is_refused(folder: Path, capsys: Capture) -> None:

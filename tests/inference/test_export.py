@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from checkpoints.step_samples import manifest_for
-from inference.step_saves import PLAIN, SPECIAL, VOCABULARY, Save, step_of, weights_of
+from inference.step_saves import LENGTH, PLAIN, SPECIAL, VOCABULARY, Save, step_of, weights_of
 from safetensors.torch import load_file
 from shards.text_samples import word_file
 
@@ -19,6 +19,7 @@ from refocused.checkpoints.manifest import MANIFEST
 from refocused.checkpoints.step_directory import StepDirectory, read_step
 from refocused.errors import CheckpointError, ShardError
 from refocused.inference import export, export_check
+from refocused.inference.evaluation import Evaluation, Settings
 from refocused.inference.export import export_step
 from refocused.inference.model import load_model
 from refocused.inference.model_weights import ModelWeights, open_model_weights
@@ -66,6 +67,23 @@ def test_round_trip(saved: dict[int, Path], tmp_path: Path, ranks: int, save: Sa
         assert torch.equal(parameters[name], weight[:rows]), name
     assert found.parameters == sum(p.numel() for p in parameters.values())
     assert found.bytes == sum(p.stat().st_size for p in (tmp_path / "out").iterdir())
+
+
+def test_an_export_knows_how_long_its_training_sequences_were(
+    saved: dict[int, Path], tmp_path: Path
+) -> None:
+    weights = opened(saved, 2, SAVE)
+    words = TokenizerChoice(str(word_file(tmp_path / "words.json")))
+    export_step(weights, tmp_path / "out", tokenizer=tokenizer_of(weights, words))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["n_positions"], config["trained_sequence_length"]) == (33, LENGTH)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| context | trained on 16 tokens at once, of 33 that it takes |" in card
+    for source, tokenizer in ((tmp_path / "out", None), (step_of(saved[2], SAVE), words)):
+        model = load_model(source, dtype="fp32", tokenizer=tokenizer)
+        assert Evaluation(model, Settings()).context_tokens == LENGTH
+        assert model.beyond_training(LENGTH) is None
+        assert "17 tokens at once" in str(model.beyond_training(LENGTH + 1))
 
 
 def test_several_files_of_half_the_bytes_load_alike(saved: dict[int, Path], tmp_path: Path) -> None:
