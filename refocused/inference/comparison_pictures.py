@@ -57,15 +57,18 @@ def draw_speed(rows: Sequence[SpeedRow], file: Path) -> None:
     for axes, (column, label) in zip(panels, columns.items(), strict=True):
         for model, batch in dict.fromkeys((row.model, row.batch) for row in rows):
             own = [row for row in rows if (row.model, row.batch) == (model, batch)]
-            known = [row for row in own if getattr(row, column) is not None]
+            known = [row for row in own if getattr(row, column)]  # a logarithm has no zero
             axes.plot(
                 [row.length for row in known],
                 [getattr(row, column) for row in known],
                 marker="o",
                 label=f"{model}, batch {batch}",
             )
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        if any(getattr(row, column) for row in rows):
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+        else:  # of no value matplotlib makes no logarithmic axis
+            axes.text(0.5, 0.5, "unknown", ha="center", transform=axes.transAxes)
         axes.set_xlabel("tokens of a prompt")
         axes.set_title(label)
     panels[0].legend(fontsize="small")

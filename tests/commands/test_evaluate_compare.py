@@ -12,8 +12,9 @@ from ranks import Ended
 from refocused.commands.evaluate import main
 from refocused.commands.evaluate_compare import steps_of_one_run
 from refocused.commands.evaluate_model import Evaluated
+from refocused.inference.comparison_pictures import draw_scores, draw_speed
 from refocused.inference.multiple_choice import Measure
-from refocused.inference.speed import measure_speed
+from refocused.inference.speed import SpeedRow, measure_speed
 
 PNG = b"\x89PNG"
 ITEM = {"ctx": "the cat", "endings": ["sat on", "ran"], "label": 0}
@@ -80,6 +81,15 @@ def test_speed_is_counted_by_the_clock() -> None:
     assert row.tokens_per_second == pytest.approx(24 / 29)
 
 
+@pytest.mark.parametrize("memory_gib", [None, 0.0, 0.5])
+def test_what_is_unknown_of_every_model_is_drawn_as_that(
+    tmp_path: Path, memory_gib: float | None
+) -> None:
+    row = SpeedRow("m", 10, 8, 2, latency_seconds=0.1, memory_gib=memory_gib)
+    draw_speed([row, SpeedRow("m", 10, 16, 2)], tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").read_bytes().startswith(PNG)
+
+
 def test_a_time_that_drowns_in_noise_is_unknown() -> None:
     network, _ = MODELS["bytes"]()
     rows = measure_speed("m", network, lengths=[8], batches=[1], new_tokens=5, clock=_Alike())
@@ -98,8 +108,6 @@ class _Alike:
 
 
 def test_scores_over_steps_are_a_curve(tmp_path: Path) -> None:
-    from refocused.inference.comparison_pictures import draw_scores
-
     rows = {str(step): {"quiz acc": Measure(step / 100, None)} for step in (10, 20)}
     draw_scores(rows, tmp_path / "a" / "curve.png", steps={"10": 10, "20": 20})
     assert (tmp_path / "a" / "curve.png").read_bytes().startswith(PNG)
