@@ -42,6 +42,22 @@ def write_json_atomic(path: Path, content: object) -> None:
     write_bytes_atomic(path, (text + "\n").encode())
 
 
+def replace_folder(fresh: Path, folder: Path) -> None:
+    """Give a finished folder its name; one that has it goes first, and is removed after that.
+
+    Args:
+        fresh: The new folder, beside the other.
+        folder: The name.
+    """
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)  # of a replacement that was killed
+    if folder.exists():
+        folder.rename(old)
+    fresh.rename(folder)
+    fsync_path(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def link_or_copy(source: Path, target: Path) -> None:
     """Give a file that never changes another name, or copy it where that cannot be done."""
     try:

@@ -6,9 +6,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from refocused.commands.places import place
 from refocused.commands.progress_line import ProgressLine
 from refocused.commands.run_catalog import RUNS, FoundStep, find_step
 from refocused.errors import CheckpointError
+
+MODELS = Path("data/models")  # those that came from buckets, each below its address
 
 if TYPE_CHECKING:
     from refocused.checkpoints.catalog import Catalog
@@ -102,8 +105,8 @@ def model_source(request: str, arguments: argparse.Namespace) -> Path:
     """Return the folder of the model that is meant: a step directory or a transformers folder.
 
     Args:
-        request: A folder of either kind, a run's folder or name (its latest step), or what
-            `local_step` takes.
+        request: A folder of either kind, the `gs://` address of an export, a run's folder or name
+            (its latest step), or what `local_step` takes.
         arguments: As for `local_step`; `arguments.run` names the run of a step.
 
     Raises:
@@ -119,4 +122,30 @@ def model_source(request: str, arguments: argparse.Namespace) -> Path:
             if (run / "checkpoints").is_dir():
                 named = argparse.Namespace(**{**vars(arguments), "run": str(run)})
                 return local_step("latest", named).path
+    if "://" in request and (exported := _brought_export(request, arguments)) is not None:
+        return exported
     return local_step(request, arguments).path
+
+
+def _brought_export(address: str, arguments: argparse.Namespace) -> Path | None:
+    """Return the copy here of the exported model at an address; None: no export is there."""
+    from refocused.bucket.bucket import checked_name
+    from refocused.checkpoints.step_directory import parse_name
+    from refocused.inference.bucket_copy import CONFIG, FOLDER, fetch_folder
+
+    place_name = address.partition("://")[2].strip("/")
+    last = place_name.rpartition("/")[2]
+    if parse_name(last) is not None:
+        return None
+    bucket = place(address, arguments)
+    if last != FOLDER and bucket.info(CONFIG) is None:
+        return None
+    line = ProgressLine(f"download {last}")
+    try:
+        return fetch_folder(
+            bucket,
+            MODELS / checked_name(place_name, where=address),
+            progress=lambda progress: line.show(progress.done_bytes, progress.total_bytes),
+        )
+    finally:
+        line.end()

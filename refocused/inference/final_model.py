@@ -11,21 +11,16 @@ from typing import Literal
 
 import pydantic
 
-from refocused.bucket.bucket import Bucket
 from refocused.bucket.checksum import crc32c_of
 from refocused.bucket.open import open_bucket
-from refocused.bucket.transfer import upload_many
-from refocused.checkpoints.atomic import fsync_path, write_json_atomic
+from refocused.checkpoints.atomic import replace_folder, write_json_atomic
 from refocused.checkpoints.manifest import MANIFEST
-from refocused.checkpoints.remote_steps import COMMITTED
 from refocused.checkpoints.step_directory import StepDirectory, in_use, read_step
 from refocused.errors import BucketError, RefocusedError
+from refocused.inference.bucket_copy import FOLDER, ORIGIN, upload_folder
 from refocused.inference.export import export_step
 from refocused.inference.model_weights import open_model_weights
 from refocused.inference.tokenizer import travelled_tokenizer
-
-FOLDER = "final_model"
-ORIGIN = "origin.json"  # in the folder: of which save it is
 
 
 class FinalModelRequest(pydantic.BaseModel):
@@ -122,17 +117,12 @@ def make_final_model(request: FinalModelRequest) -> str:
 
 
 def _replace(folder: Path, step: StepDirectory, origin: Mapping[str, object]) -> None:
-    fresh, old = (folder.with_name(f".{FOLDER}.{which}") for which in ("new", "old"))
-    for leftover in (fresh, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    fresh = folder.with_name(f".{FOLDER}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
     weights = open_model_weights(step)
     export_step(weights, fresh, tokenizer=travelled_tokenizer(weights))
     write_json_atomic(fresh / ORIGIN, origin)
-    if folder.exists():
-        folder.rename(old)
-    fresh.rename(folder)
-    fsync_path(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    replace_folder(fresh, folder)
 
 
 def _origin(step: StepDirectory) -> dict[str, object]:
@@ -147,32 +137,6 @@ def _read_origin(folder: Path) -> object:
         return json.loads((folder / ORIGIN).read_text())
     except (OSError, ValueError):
         return None
-
-
-def upload_folder(folder: Path, bucket: Bucket, prefix: str) -> None:
-    """Make a prefix of a bucket the copy of a folder; `COMMITTED` is there when all of it is.
-
-    The marker of another content goes first, so that no reader takes a mixture for a model.
-
-    Raises:
-        BucketError: The bucket cannot be read or written.
-    """
-    files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
-    described = {
-        name: {"bytes": path.stat().st_size, "crc32c": crc32c_of(path)}
-        for name, path in files.items()
-    }
-    content = json.dumps(described, indent=1).encode()
-    marker = f"{prefix}/{COMMITTED}"
-    if bucket.info(marker) is not None and bucket.read(marker) == content:
-        return
-    bucket.delete(marker)
-    for blob in list(bucket.list(f"{prefix}/")):
-        known = described.get(blob.name.removeprefix(f"{prefix}/"))
-        if known is None or blob.crc32c != known["crc32c"]:
-            bucket.delete(blob.name)
-    upload_many(bucket, {f"{prefix}/{name}": path for name, path in files.items()})
-    bucket.write(marker, content)
 
 
 def read_answer(request: FinalModelRequest) -> FinalModelAnswer | None:

@@ -11,12 +11,8 @@ from pathlib import Path
 from refocused.checkpoints.step_directory import name_of
 from refocused.config.outputs import CheckpointConfig
 from refocused.detached import start_detached
-from refocused.inference.final_model import (
-    FOLDER,
-    FinalModelAnswer,
-    FinalModelRequest,
-    read_answer,
-)
+from refocused.inference.bucket_copy import FOLDER
+from refocused.inference.final_model import FinalModelAnswer, FinalModelRequest, read_answer
 from refocused.process_identity import ProcessIdentity, identify
 from refocused.training.stopping import StopRequest
 from refocused.world import World

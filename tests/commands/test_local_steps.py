@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
 from commands.run_samples import SampleRun
 from fakes import Emulator
+from inference.small_models import small_model
 
 from refocused.bucket.gcs import GcsBucket
 from refocused.checkpoints.staging import remove_step
 from refocused.commands import evaluate, generate
 from refocused.commands.local_steps import local_step
 from refocused.errors import CheckpointError
+from refocused.inference.bucket_copy import upload_folder
 
 pytestmark = pytest.mark.bucket
 OPTIONS = argparse.Namespace(run=None, bucket=None, gcs_credentials=None, gcp_project=None)
@@ -77,3 +80,36 @@ def test_a_half_uploaded_step_is_neither_measured_nor_asked(
             assert said in err
             assert len(err.splitlines()) == 1
     assert not step.path.exists()
+
+
+def test_an_export_in_a_bucket_is_measured_and_asked(
+    tmp_path: Path,
+    emulator: Emulator,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = small_model()
+    model.network.save_pretrained("model")
+    model.tokenizer.save_pretrained("model")
+    upload_folder(Path("model"), GcsBucket(f"{emulator.url}/mirror"), "one/final_model")
+    address = f"{emulator.url}/mirror/one/final_model"
+    Path("story.txt").write_text("once upon a time")
+    told = []
+    for source in (address, "model"):
+        assert evaluate.main([source, "--tasks", "story.txt", "--device", "cpu", "--json"]) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    here = Path("data/models") / emulator.bucket / "mirror/one/final_model"
+    assert told[0]["model"] == str(here)
+    perplexities = [one["tasks"]["story"]["perplexity"] for one in told]
+    assert perplexities[0] == perplexities[1]
+    done = len(emulator.proxy.requests)
+    assert generate.main([address, "once", "--tokens", "3", "--json", "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 3
+    again = [one.path for one in emulator.proxy.requests[done:] if one.is_download]
+    assert [path.rpartition("/")[2] for path in again] == ["COMMITTED"]  # the copy was taken
+    GcsBucket(address).delete("COMMITTED")
+    assert evaluate.main([address, "--tasks", "story.txt", "--device", "cpu"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
+    assert f"{address} has no COMMITTED object" in err

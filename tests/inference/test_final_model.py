@@ -2,63 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
 from checkpoints.step_samples import flip_byte
 from inference.step_saves import PLAIN, step_of
 
-from refocused.bucket.directory import DirectoryBucket
 from refocused.inference import final_model
-from refocused.inference.final_model import (
-    FinalModelRequest,
-    answer_to,
-    read_answer,
-    upload_folder,
-)
-
-
-def test_a_folder_is_in_the_bucket_when_its_marker_is(tmp_path: Path) -> None:
-    folder, bucket = tmp_path / "model", DirectoryBucket(tmp_path / "bucket")
-    folder.mkdir()
-    (tmp_path / "bucket").mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "gone.bin").write_text("old")
-    upload_folder(folder, bucket, "run/final_model")
-    marker = tmp_path / "bucket/run/final_model/COMMITTED"
-    assert json.loads(marker.read_text())["gone.bin"]["bytes"] == 3
-    before = marker.stat().st_mtime_ns
-    upload_folder(folder, bucket, "run/final_model")
-    assert marker.stat().st_mtime_ns == before  # nothing was done
-    (folder / "gone.bin").unlink()
-    (folder / "config.json").write_text('{"other": 1}')
-    upload_folder(folder, bucket, "run/final_model")
-    there = {blob.name: bucket.read(blob.name) for blob in bucket.list("run/")}
-    assert there.keys() == {"run/final_model/COMMITTED", "run/final_model/config.json"}
-    assert there["run/final_model/config.json"] == b'{"other": 1}'
-
-
-def test_an_interrupted_upload_leaves_no_marker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, bucket = tmp_path / "model", DirectoryBucket(tmp_path / "bucket")
-    folder.mkdir()
-    (tmp_path / "bucket").mkdir()
-    (folder / "config.json").write_text("{}")
-    upload_folder(folder, bucket, "m")
-
-    def killed(*arguments: Any, **others: Any) -> None:
-        raise KeyboardInterrupt
-
-    (folder / "config.json").write_text("[]")
-    monkeypatch.setattr(final_model, "upload_many", killed)
-    with pytest.raises(KeyboardInterrupt):
-        upload_folder(folder, bucket, "m")
-    assert bucket.info("m/COMMITTED") is None
+from refocused.inference.final_model import FinalModelRequest, answer_to, read_answer
 
 
 @pytest.fixture
