@@ -39,7 +39,7 @@ class CurveWidget(Widget):
         """Draw nothing yet."""
         super().__init__(id=name, classes="curve")
         self._ascii_only = ascii_only
-        self._curve = Curve(name, ())
+        self._curve = Curve(name, (), ())
 
     def show(self, curve: Curve) -> None:
         """Draw another curve."""
@@ -132,6 +132,8 @@ class Dashboard(App[None]):
         self._clock = clock
         self._shown = 0
         self._zoomed = False
+        self._written: dict[str, Text] = {}
+        self._drawn: tuple[object, ...] | None = None
 
     def compose(self) -> ComposeResult:
         """Make the parts of the screen."""
@@ -163,9 +165,7 @@ class Dashboard(App[None]):
         self._write("gpus", gpu_lines(view))
         events = self.query_one("#events")
         self._write("events", event_lines(view.events, count=max(2, events.size.height)))
-        loss, speed = curves_of(view, newest_only=self._zoomed)
-        self.query_one("#loss", CurveWidget).show(loss)
-        self.query_one("#speed", CurveWidget).show(speed)
+        self._draw(view)
 
     def on_resize(self) -> None:
         """Show as much as the new size holds."""
@@ -192,9 +192,28 @@ class Dashboard(App[None]):
             self.look()
 
     def _write(self, part: str, lines: Sequence[Text]) -> None:
+        """Show the lines of a part; what is there already costs nothing."""
+        text = Text("\n").join(shown(lines, ascii_only=self._ascii_only))
+        before = self._written.get(part)
+        if text == before:
+            return
+        self._written[part] = text
         widget = self.query_one(f"#{part}", Static)
         widget.display = bool(lines)
-        widget.update(Text("\n").join(shown(lines, ascii_only=self._ascii_only)))
+        # Each line has its row, whatever is in it: only their number moves other parts.
+        moves = before is None or before.plain.count("\n") != text.plain.count("\n")
+        widget.update(text, layout=moves or not before)
+
+    def _draw(self, view: RunView) -> None:
+        """Draw the curves, unless they are as they were: that costs more than all the rest."""
+        ends = [*view.steps[-1:], *view.validations[-1:]]
+        drawn = (self._shown, self._zoomed, len(view.steps), len(view.validations), *ends)
+        if drawn == self._drawn:
+            return
+        self._drawn = drawn
+        loss, speed = curves_of(view, newest_only=self._zoomed)
+        self.query_one("#loss", CurveWidget).show(loss)
+        self.query_one("#speed", CurveWidget).show(speed)
 
 
 def curves_of(view: RunView, *, newest_only: bool = False) -> tuple[Curve, Curve]:
@@ -208,12 +227,13 @@ def curves_of(view: RunView, *, newest_only: bool = False) -> tuple[Curve, Curve
     if newest_only:
         steps = steps[-max(NEWEST_POINTS, round(len(steps) * NEWEST_SHARE)) :]
     first = steps[0].step if steps else 0
-    losses: list[Point] = [(point.step, point.loss) for point in steps]
+    places = [point.step for point in steps]
     marks: list[Point] = [
         (point.step, point.loss) for point in view.validations if point.step >= first
     ]
-    speeds: list[Point] = [(point.step, point.tokens_per_second) for point in steps]
+    losses = [point.loss for point in steps]
+    speeds = [point.tokens_per_second for point in steps]
     return (
-        Curve("loss (line) and validation (dots)", losses, marks, "{:.4f}".format),
-        Curve("tokens a second", speeds, (), "{:,.0f}".format),
+        Curve("loss (line) and validation (dots)", places, losses, marks, "{:.4f}".format),
+        Curve("tokens a second", places, speeds, (), "{:,.0f}".format),
     )

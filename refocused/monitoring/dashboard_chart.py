@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.text import Text
 
@@ -23,15 +24,20 @@ _BRAILLE = 0x2800
 class Curve:
     """What is drawn.
 
+    A long run has tens of thousands of points: two lists of numbers are nothing that Python's
+    garbage collector would go through again and again, as it does with pairs.
+
     Attributes:
         title: Above it.
-        points: Places and values, ascending by place; a value None leaves a gap.
-        marks: Single points drawn over it.
+        places: Of its points, ascending.
+        values: At these places; None leaves a gap.
+        marks: Single points drawn over it, ascending by place.
         label: Spells a value beside the axis.
     """
 
     title: str
-    points: Sequence[Point]
+    places: Sequence[float]
+    values: Sequence[float | None]
     marks: Sequence[Point] = ()
     label: Callable[[float], str] = "{:.4g}".format
 
@@ -66,23 +72,23 @@ def draw_curve(curve: Curve, *, width: int, height: int, ascii_only: bool) -> li
     """
     body, plot = height - 2, width - LABEL_WIDTH - 1
     title = Text(curve.title[:width], style="bold")
-    places = [place for place, value in (*curve.points, *curve.marks) if value is not None]
     if body < 1 or plot < 4:
         return [title]
-    if not places:
+    ends = _ends(curve)
+    if ends is None:
         return [title, *[Text()] * (body - 1), Text("  no values yet", style="dim")]
     across, down = (1, 1) if ascii_only else (2, 4)
-    low, high = _values_in_sight(curve, min(places), max(places))
+    low, high = _values_in_sight(curve, *ends)
     room = (high - low) * 0.02 or abs(high) * 0.01 or 1.0
     frame = _Frame(
-        left=min(places),
-        right=max(places),
+        left=ends[0],
+        right=ends[1],
         bottom=low - room,
         top=high + room,
         columns=plot * across,
         rows=body * down,
     )
-    dots = _line_dots(frame, curve.points)
+    dots = _line_dots(frame, curve)
     rows = [
         "".join(_character(dots, row, column, ascii_only) for column in range(plot))
         for row in range(body)
@@ -91,18 +97,33 @@ def draw_curve(curve: Curve, *, width: int, height: int, ascii_only: bool) -> li
     lines = [_labelled(row, labels.get(number, "")) for number, row in enumerate(rows)]
     for row, column in _mark_cells(frame, curve.marks, across=across, down=down):
         lines[row] = _marked(lines[row], LABEL_WIDTH + 1 + column, "o" if ascii_only else "\u2022")
-    ends = f"{min(places):,.0f}", f"{max(places):,.0f}"
-    foot = f"{'':{LABEL_WIDTH + 1}}{ends[0]}{ends[1]:>{max(1, plot - len(ends[0]))}}"
+    first, last = f"{ends[0]:,.0f}", f"{ends[1]:,.0f}"
+    foot = f"{'':{LABEL_WIDTH + 1}}{first}{last:>{max(1, plot - len(first))}}"
     return [title, *lines, Text(foot, style="dim")]
+
+
+def _ends(curve: Curve) -> tuple[float, float] | None:
+    """Return the first and the last place that has a value; None: there is none."""
+    line = (index for index, value in enumerate(curve.values) if value is not None)
+    back = (-index for index, value in enumerate(reversed(curve.values), 1) if value is not None)
+    ends = [
+        curve.places[index] for index in (*itertools.islice(line, 1), *itertools.islice(back, 1))
+    ]
+    ends += [place for place, value in curve.marks if value is not None]
+    return (min(ends), max(ends)) if ends else None
 
 
 def _values_in_sight(curve: Curve, left: float, right: float) -> tuple[float, float]:
     """Return the lowest and the highest value that the frame is made for."""
-    pairs = [pair for pair in (*curve.points, *curve.marks) if pair[1] is not None]
-    begin = left + (right - left) * UNSEEN_SHARE if len(pairs) >= ENOUGH_POINTS else left
-    seen = [value for place, value in pairs if place >= begin and value is not None]
-    low = min(value for _, value in pairs if value is not None)
-    return min(low, *seen), max(seen)
+    marked = [value for _, value in curve.marks if value is not None]
+    values = [value for value in curve.values if value is not None] + marked
+    if len(values) < ENOUGH_POINTS:
+        return min(values), max(values)
+    begin = left + (right - left) * UNSEEN_SHARE
+    late = curve.values[bisect.bisect_left(curve.places, begin) :]
+    seen = [value for value in late if value is not None]
+    seen += [value for place, value in curve.marks if place >= begin and value is not None]
+    return min(values), max(seen)
 
 
 def _mark_cells(
@@ -121,16 +142,14 @@ def _mark_cells(
     return cells
 
 
-def _line_dots(frame: _Frame, points: Sequence[Point]) -> set[tuple[int, int]]:
+def _line_dots(frame: _Frame, curve: Curve) -> set[tuple[int, int]]:
     """Return the dots, by row and column, of a line through the mean of each column."""
     dots: set[tuple[int, int]] = set()
     before: tuple[int, float] | None = None
-    for column, group in itertools.groupby(points, key=lambda point: frame.column(point[0])):
-        values = [value for _, value in group if value is not None]
-        if not values:
+    for column, mean in _column_means(frame, curve):
+        if mean is None:
             before = None
             continue
-        mean = math.fsum(values) / len(values)
         start, begin = before or (column, mean)
         last_row = frame.row(begin)
         for between in range(start, column + 1):
@@ -141,6 +160,20 @@ def _line_dots(frame: _Frame, points: Sequence[Point]) -> set[tuple[int, int]]:
             last_row = row
         before = column, mean
     return dots
+
+
+def _column_means(frame: _Frame, curve: Curve) -> Iterator[tuple[int, float | None]]:
+    """Return each column of dots that has points, and the mean of their values; None: of none.
+
+    The columns' borders are looked for: a long run has a hundred times as many points.
+    """
+    begin = 0
+    while begin < len(curve.places):
+        column = frame.column(curve.places[begin])
+        end = bisect.bisect_right(curve.places, column, lo=begin, key=frame.column)
+        values = [value for value in curve.values[begin:end] if value is not None]
+        yield column, math.fsum(values) / len(values) if values else None
+        begin = end
 
 
 def _character(dots: set[tuple[int, int]], row: int, column: int, ascii_only: bool) -> str:

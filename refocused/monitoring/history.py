@@ -109,8 +109,13 @@ class WayTaken:
         """The losses, ascending by step."""
         return LossHistory(
             [LossPoint(point.step, point.loss) for point in self._steps.values()],
-            sorted(self._validations.values(), key=lambda point: point.step),
+            self.validations,
         )
+
+    @property
+    def validations(self) -> list[LossPoint]:
+        """The validations, ascending by step."""
+        return sorted(self._validations.values(), key=lambda point: point.step)
 
 
 def step_point(record: Mapping[str, Any]) -> StepPoint:

@@ -89,7 +89,7 @@ class RunFollower:
                 settings=self._settings.content(),
                 mirror=read_json(self.folder / "mirror.json"),
                 steps=self._way.steps,
-                validations=self._way.losses.validation,
+                validations=self._way.validations,
                 saved_steps=self._saved_steps(self.folder / "checkpoints"),
                 saved_time=self._saved_time,
                 gpus=[one for _, (at, one) in sorted(self._gpus.items()) if at >= oldest],

@@ -4,12 +4,17 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from monitoring.watched_run import GPU, NOW, WatchedRun, new_run
+from rich.text import Text
 from textual.pilot import Pilot
+from textual.widgets import Static
 
+from refocused.monitoring import dashboard
 from refocused.monitoring.dashboard import Dashboard
+from refocused.monitoring.dashboard_chart import Curve, draw_curve
 
 Story = Callable[[Dashboard, Pilot[None]], Awaitable[None]]
 
@@ -88,6 +93,42 @@ def test_new_lines_appear_and_alarms_go(tmp_path: Path) -> None:
         assert "step 1,010/2,000" in text
         assert "ALARM" not in text
         assert "WARN" in text
+
+    watch([run], story)
+
+
+def test_what_has_not_changed_is_not_drawn_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = full_run(tmp_path)
+    drawn: list[str] = []
+
+    def draw(curve: Curve, **sizes: Any) -> list[Text]:
+        drawn.append(curve.title)
+        return draw_curve(curve, **sizes)
+
+    monkeypatch.setattr(dashboard, "draw_curve", draw)
+
+    async def story(app: Dashboard, pilot: Pilot[None]) -> None:
+        update, updated = Static.update, list[str | None]()
+
+        def note(widget: Static, *content: Any, **options: Any) -> None:
+            updated.append(widget.id)
+            update(widget, *content, **options)
+
+        monkeypatch.setattr(Static, "update", note)
+        drawn.clear()
+        app.look()
+        await pilot.pause()
+        assert (drawn, updated) == ([], [])
+        run.gpus(dataclasses.replace(GPU, temperature_celsius=70))
+        app.look()
+        await pilot.pause()
+        assert (drawn, updated) == ([], ["gpus"])
+        run.metrics([1010], last=1010)
+        app.look()
+        await pilot.pause()
+        assert len(drawn) == 2
 
     watch([run], story)
 

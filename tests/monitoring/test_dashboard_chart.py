@@ -5,8 +5,12 @@ import pytest
 from refocused.monitoring.dashboard_chart import Curve, Point, draw_curve
 
 
+def curve_of(points: list[Point], marks: tuple[Point, ...] = ()) -> Curve:
+    return Curve("loss", [place for place, _ in points], [value for _, value in points], marks)
+
+
 def rows(points: list[Point], marks: tuple[Point, ...] = ()) -> list[str]:
-    curve = Curve("loss", points, marks)
+    curve = curve_of(points, marks)
     return [line.plain for line in draw_curve(curve, width=29, height=7, ascii_only=True)]
 
 
@@ -56,7 +60,7 @@ def test_marks_are_there_but_do_not_hide_the_line() -> None:
 def test_no_size_and_no_values_are_too_little(
     points: list[Point], width: int, height: int, ascii_only: bool
 ) -> None:
-    lines = draw_curve(Curve("x", points), width=width, height=height, ascii_only=ascii_only)
+    lines = draw_curve(curve_of(points), width=width, height=height, ascii_only=ascii_only)
     if height >= 3:
         assert len(lines) <= height
     assert all(line.cell_len <= max(width, 15) for line in lines)
