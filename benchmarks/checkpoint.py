@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpoint_mirror import measure_mirror
+from emulator import storage_process
 from measuring import ROOT, Column, Record, medians, say, seconds, table, write_report
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -121,15 +122,13 @@ def measure_saves(folder: Path, parameters: float, repeats: int) -> list[Record]
 
 def measure_transfers(folder: Path, repeats: int) -> list[Record]:
     """Send files to an emulator and fetch them, by us and by transfer_manager, in turns."""
-    from fakes import storage_emulator
-
     sources = {f"{number}.bin": folder / "files" / f"{number}.bin" for number in range(FILES)}
     (folder / "files").mkdir()
     for path in sources.values():
         path.write_bytes(os.urandom(FILE_BYTES))
     records = []
-    with storage_emulator("benchmark") as emulator:
-        os.environ["STORAGE_EMULATOR_HOST"] = emulator.proxy.url
+    with storage_process("benchmark") as url:
+        os.environ["STORAGE_EMULATOR_HOST"] = url
         for number in range(repeats):
             say(f"{number + 1}/{repeats}  transfers")
             record: Record = {}

@@ -13,6 +13,7 @@ from refocused.bucket.google_connection import GoogleConnection
 from refocused.bucket.google_faults import RefusedRequestError, fault_types
 from refocused.bucket.google_requests import ONCE, GoogleRequests
 from refocused.bucket.google_upload import bytes_content, file_content, store
+from refocused.bucket.media import read_media, stream_media
 from refocused.bucket.part_file import PartFile, require_space
 from refocused.bucket.retry import Fault, RetryPolicy
 from refocused.errors import BucketError
@@ -199,15 +200,7 @@ class GcsBucket:
         end = None if length is None else start + length - 1
 
         def ask() -> bytes:
-            blob = self._requests.blob(name, generation=generation)
-            content: bytes = blob.download_as_bytes(
-                start=start,
-                end=end,
-                raw_download=True,
-                checksum=None,
-                **ONCE,
-            )
-            return content
+            return read_media(self._requests, name, start=start, end=end, generation=generation)
 
         try:
             return self._requests.ask(ask, name, permission=_READ)
@@ -222,13 +215,10 @@ class GcsBucket:
         while part.size < blob.size:
             before = part.size
             try:
-                self._requests.blob(blob.name, generation=blob.generation).download_to_file(
-                    part,
-                    start=before or None,
-                    raw_download=True,
-                    checksum=None,
-                    **ONCE,
-                )
+                for piece in stream_media(
+                    self._requests, blob.name, start=before, generation=blob.generation
+                ):
+                    part.write(piece)
                 fault = Fault(f"the answer ended after {part.size:,} bytes", transient=True)
             except fault_types() as error:
                 fault = self._requests.passing(error, blob.name, permission=_READ)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from refocused.bucket.bucket import BlobInfo, checked_name
@@ -50,13 +50,30 @@ class GoogleRequests:
         checked_name(name, where=self._address)
         return self.connection.bucket.blob(self.root + name, generation=generation)
 
+    def media_url(self, name: str) -> str:
+        """Return the URL of an object's bytes; raises as `blob` does."""
+        path: str = self.blob(name).path
+        return f"{self.connection.bucket.client.api_endpoint}/download/storage/v1{path}"
+
+    def media_parameters(self, generation: int | None) -> dict[str, str]:
+        """Return the query for an object's bytes, of one generation or the newest."""
+        chosen = {"generation": generation, "userProject": self.connection.bucket.user_project}
+        return {"alt": "media"} | {
+            key: str(value) for key, value in chosen.items() if value is not None
+        }
+
     def described(self, blob: Any) -> BlobInfo:
         """Describe a blob whose metadata were received."""
+        fields = ("name", "size", "crc32c", "generation")
+        return self.described_in({field: getattr(blob, field) for field in fields})
+
+    def described_in(self, fields: Mapping[str, Any]) -> BlobInfo:
+        """Describe an object by the fields of its resource in the store's JSON."""
         return BlobInfo(
-            name=blob.name.removeprefix(self.root),
-            size=int(blob.size),
-            crc32c=crc32c_from_base64(blob.crc32c),
-            generation=int(blob.generation),
+            name=fields["name"].removeprefix(self.root),
+            size=int(fields["size"]),
+            crc32c=crc32c_from_base64(fields["crc32c"]),
+            generation=int(fields["generation"]),
         )
 
     def info(self, name: str) -> BlobInfo | None:

@@ -29,12 +29,12 @@ class Content:
     Attributes:
         size: Bytes.
         crc32c: Checksum that the store must confirm.
-        send: Makes one attempt at it.
+        send: Makes one attempt at it; returns the store's description, where it is readable.
     """
 
     size: int
     crc32c: int
-    send: Callable[[], None]
+    send: Callable[[], BlobInfo | None]
 
 
 def bytes_content(
@@ -43,14 +43,16 @@ def bytes_content(
     """Describe bytes that are sent in one request."""
     checksum = extended_crc32c(0, content)
 
-    def send() -> None:
-        _new_blob(requests, name, checksum).upload_from_string(
+    def send() -> BlobInfo:
+        blob = _new_blob(requests, name, checksum)
+        blob.upload_from_string(
             content,
             content_type="application/octet-stream",
             if_generation_match=None if overwrite else 0,
             checksum=None,
             **ONCE,
         )
+        return requests.described(blob)
 
     return Content(
         size=len(content),
@@ -89,23 +91,24 @@ def file_content(
 
 
 def store(requests: GoogleRequests, name: str, content: Content) -> BlobInfo:
-    """Send until the store describes the object with our size and checksum.
+    """Send until the store has described the object with our size and checksum.
 
     Raises:
         BucketError: Other bytes are there already, or the store refuses.
     """
     for start in range(_FRESH_STARTS + 1):
+        stored = None
         try:
-            content.send()
+            stored = content.send()
         except RefusedRequestError as refused:
             last = start == _FRESH_STARTS
             if refused.status != _EXISTS and (refused.status != _BAD_REQUEST or last):
                 raise
-        stored = requests.info(name)
+        stored = stored or requests.info(name)
         if stored is not None:
             return _same(stored, content, address=requests.address(name))
     raise BucketError(
-        f"{requests.address(name)}: the store took it but does not have it. Another program "
+        f"{requests.address(name)}: the store said that it has it, and does not. Another program "
         "deletes there, or a lifecycle rule does: see the bucket's settings, then run again."
     )
 
@@ -122,7 +125,7 @@ def _same(stored: BlobInfo, content: Content, *, address: str) -> BlobInfo:
 
 def _chunked_send(
     requests: GoogleRequests, name: str, source: Path, *, size: int, checksum: int
-) -> Callable[[], None]:
+) -> Callable[[], BlobInfo | None]:
     def open_session() -> str:
         blob = _new_blob(requests, name, checksum)
         url: str = blob.create_resumable_upload_session(
@@ -134,8 +137,8 @@ def _chunked_send(
         )
         return url
 
-    def send() -> None:
-        ResumableUpload(
+    def send() -> BlobInfo | None:
+        described = ResumableUpload(
             source,
             size=size,
             open_session=lambda: requests.ask(open_session, name, permission=_PERMISSION),
@@ -144,6 +147,7 @@ def _chunked_send(
             timeout_s=TIMEOUT_S,
             refused=lambda fault: requests.refused(fault, name, permission=_PERMISSION),
         ).send()
+        return None if described is None else requests.described_in(described)
 
     return send
 

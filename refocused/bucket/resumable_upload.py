@@ -53,8 +53,8 @@ class ResumableUpload:
         self._refused = refused
         self._furthest = 0  # most bytes that the store ever confirmed
 
-    def send(self) -> None:
-        """Send everything.
+    def send(self) -> dict[str, Any] | None:
+        """Send everything; return the store's description of the object, where it is readable.
 
         Raises:
             BucketError: The store refuses, the faults do not end, or the file got shorter.
@@ -67,7 +67,7 @@ class ResumableUpload:
                 self._wait_after(answer)
                 confirmed = None
             elif answer.status_code in _DONE:
-                return
+                return _description(answer)
             elif answer.status_code == _INCOMPLETE:
                 confirmed = self._confirmed(answer, before=confirmed)
             elif answer.status_code in _SESSION_GONE:
@@ -121,3 +121,11 @@ class ResumableUpload:
                 "expected. The file was cut while it was sent; send it again when it is whole."
             )
         return content
+
+
+def _description(answer: Any) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = answer.json()
+    except ValueError:
+        return None
+    return found

@@ -196,6 +196,13 @@ def test_a_read_past_the_end_is_empty(emulator: Emulator, gcs: GcsBucket, stored
     assert gcs.read(stored.name, start=len(CONTENT)) == b""
 
 
+def test_an_answer_of_another_part_than_was_asked_for_is_not_taken(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo
+) -> None:
+    emulator.proxy.script(IS_DOWNLOAD, Fault(status=200))  # the range was not heeded
+    assert gcs.read(stored.name, start=5, length=10) == CONTENT[5:15]
+
+
 def test_a_listing_goes_over_all_pages(emulator: Emulator, gcs: GcsBucket) -> None:
     names = [f"part_{number:05d}" for number in range(2050)]
     for name in reversed(names):

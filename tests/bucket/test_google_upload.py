@@ -65,6 +65,24 @@ def test_an_object_that_vanishes_after_it_was_stored_is_told(
     emulator: Emulator, gcs: GcsBucket, small: Path
 ) -> None:
     is_info = lambda request: request.method == "GET" and not request.is_download  # noqa: E731
+    emulator.proxy.script(IS_UPLOAD, Fault(status=412), times=100)
     emulator.proxy.script(is_info, Fault(status=404), times=100)
-    with pytest.raises(BucketError, match="does not have it"):
+    with pytest.raises(BucketError, match="said that it has it, and does not"):
         gcs.upload(small, "x")
+
+
+@pytest.mark.parametrize("file", ["small", "large"])
+def test_an_upload_is_described_by_its_own_answer(
+    emulator: Emulator, gcs: GcsBucket, file: str, request: pytest.FixtureRequest
+) -> None:
+    stored = gcs.upload(request.getfixturevalue(file), "x")
+    assert not any(asked.method == "GET" for asked in emulator.proxy.requests)
+    assert stored == gcs.info("x")
+
+
+def test_an_answer_to_a_last_chunk_that_is_no_json_is_no_failure(
+    emulator: Emulator, gcs: GcsBucket, large: Path
+) -> None:
+    is_last = lambda asked: asked.headers.get("Content-Range", "").startswith("bytes 33554432")  # noqa: E731
+    emulator.proxy.script(is_last, Fault(garble_reply=True))
+    assert gcs.upload(large, "x") == gcs.info("x")
