@@ -250,6 +250,9 @@ class Catalog:
             return Found(f"broken: {MANIFEST} is missing")
         try:
             manifest = known or self.remote.manifest(name_of(step))
+            is_foreign = COMMITTED in objects and self.remote.marks_other_files(
+                name_of(step), objects, manifest
+            )
         except CheckpointError as error:
             return Found(f"broken: {error}")
         right = {
@@ -263,6 +266,8 @@ class Catalog:
             return Found(f"{min(percent, 99)} %", manifest)
         if lost:
             return Found(f"broken: {lost} of {len(manifest.files)} files are lost", manifest)
+        if is_foreign:
+            return Found(f"broken: {COMMITTED} belongs to other files", manifest)
         return Found(WHOLE, manifest)
 
     def _nothing(self, request: str) -> str:

@@ -84,7 +84,7 @@ class StepCopier:
             self._start(step, continuing=there is None)
             if not self._send_missing(step) or self._lacks_other_parts(step):
                 return False
-            self._require_whole(name, step.manifest)
+            self._require_whole(name, step.manifest, marker)
             if not step.path.exists():
                 raise _removed(step)
             self.remote.commit(name, marker)
@@ -226,7 +226,7 @@ class StepCopier:
         self.remote.bucket.upload(step.path / file, name, crc32c=step.manifest.files[file].crc32c)
         return True
 
-    def _require_whole(self, name: str, manifest: CheckpointManifest) -> None:
+    def _require_whole(self, name: str, manifest: CheckpointManifest, marker: Marker) -> None:
         objects = self.remote.objects(name)
         expected = {*manifest.files, MANIFEST}
         wrong = sorted(
@@ -242,7 +242,8 @@ class StepCopier:
         foreign = sorted(set(objects) - expected - {COMMITTED})
         for file in foreign:
             self.remote.bucket.delete(objects[file].name)
-        if wrong or MANIFEST not in objects:
+        listed = objects.get(MANIFEST)
+        if wrong or listed is None or listed.crc32c not in (None, marker.manifest_crc32c):
             what = wrong[0] if wrong else MANIFEST
             raise BucketError(
                 f"{self.remote.url}/{name}/{what} is not what was sent, or is gone "

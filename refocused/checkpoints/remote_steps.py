@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated
 
 import pydantic
 
 from refocused.bucket.bucket import BlobInfo, Bucket
+from refocused.bucket.checksum import extended_crc32c
 from refocused.checkpoints.manifest import (
     MANIFEST,
     CheckpointManifest,
@@ -43,6 +45,11 @@ class Marker(pydantic.BaseModel):
     files: Annotated[int, pydantic.Field(ge=0)]
     bytes: Annotated[int, pydantic.Field(ge=0)]
     manifest_crc32c: Annotated[int, pydantic.Field(ge=0, lt=2**32)]
+
+
+def content_of(marker: Marker) -> bytes:
+    """Return the bytes of COMMITTED."""
+    return json.dumps(marker.model_dump()).encode()
 
 
 def prefix_of(run: str) -> str:
@@ -122,8 +129,30 @@ class RemoteSteps:
 
     def commit(self, name: str, marker: Marker) -> None:
         """Write the marker: from now on the step exists."""
-        content = json.dumps(marker.model_dump()).encode()
-        self.bucket.write(self.object_name(name, COMMITTED), content)
+        self.bucket.write(self.object_name(name, COMMITTED), content_of(marker))
+
+    def marks_other_files(
+        self, name: str, objects: Mapping[str, BlobInfo], manifest: CheckpointManifest
+    ) -> bool:
+        """Whether a listed step's marker is of another manifest than the one beside it.
+
+        Two runs that meet under one name can leave that. A folder keeps no checksums to tell it by;
+        there a download tells. The marker is read only where its checksum is not the expected one.
+
+        Raises:
+            CheckpointError: The object is no marker.
+        """
+        marker, listed = objects[COMMITTED], objects[MANIFEST]
+        if marker.crc32c is None or listed.crc32c is None:
+            return False
+        expected = Marker(
+            files=len(manifest.files),
+            bytes=manifest.total_bytes,
+            manifest_crc32c=listed.crc32c,
+        )
+        if marker.crc32c == extended_crc32c(0, content_of(expected)):
+            return False
+        return self.marker(name) != expected
 
     def point_to(self, name: str) -> None:
         """Name a step as the newest, for those who look for it with a listing; only a hint.
