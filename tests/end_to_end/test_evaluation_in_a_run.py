@@ -88,22 +88,38 @@ def test_tasks_and_samples_of_a_run_under_zero_3(
     assert (tmp_path / "comparison.png").is_file()
 
 
-def test_a_stop_between_batches_of_tasks_saves_and_ends(tmp_path: Path) -> None:
+def test_tasks_that_a_stop_cut_short_are_made_up_for_once(tmp_path: Path) -> None:
     tiny_run(tmp_path)
     row = {"ctx": "a" * 20, "endings": ["b" * 10, "c" * 10], "label": 0}
     (tmp_path / "quiz.jsonl").write_text((json.dumps(row) + "\n") * 4000)
-    settings = ("data.tokenizer=bytes", "evaluation.tasks=[quiz.jsonl]", "run.steps=6")
-    settings += ("evaluation.task_interval=2", "evaluation.task_items=4000", "batch.micro=1")
-    started = ForkedRanks(2, ["--config", "tiny.yaml", *settings], folder=tmp_path)
+    given = ["--config", "tiny.yaml", "data.tokenizer=bytes", "evaluation.tasks=[quiz.jsonl]"]
+    given += ["run.steps=6", "evaluation.interval=2", "evaluation.task_interval=2", "batch.micro=1"]
+    run = tmp_path / "runs" / "tiny"
+    started = ForkedRanks(2, [*given, "evaluation.task_items=4000"], folder=tmp_path)
     try:
-        started.wait_until(lambda: "2/6 33.3%" in started.printed(), timeout=60)
-        (tmp_path / "runs" / "tiny" / "STOP").touch()
+        started.wait_until(lambda: "(best)" in started.printed(), timeout=60)
+        (run / "STOP").touch()
         ended = started.wait(30)
     finally:
         started.kill()
     assert ended.codes == [130, 130], ended.everything
     assert records(tmp_path, "tasks") == []
-    assert (tmp_path / "runs/tiny/checkpoints/checkpoint_step_2").is_dir()
+    saved = json.loads((run / "checkpoints/checkpoint_step_2/trainer.json").read_text())
+    assert (saved["validation_step"], saved["tasks_step"]) == (2, None)
+
+    again = train(tmp_path, *given, "evaluation.task_items=5", ranks=2)
+    assert again.codes == [0, 0], again.everything
+    told = records(tmp_path, "tasks")
+    assert [(one["step"], one["tasks"]["quiz"]["items"]) for one in told] == [
+        (2, 5),
+        (4, 5),
+        (6, 5),
+    ]
+    losses = {one["step"]: one["validation_loss"] for one in records(tmp_path, "validation")}
+    assert len(records(tmp_path, "validation")) == 3 and list(losses) == [2, 4, 6]
+    last = json.loads((run / "checkpoints/checkpoint_step_6/trainer.json").read_text())
+    assert last["tasks_step"] == 6
+    assert (last["best_loss"], last["best_step"]) == min((losses[one], one) for one in losses)
 
 
 def test_a_broken_task_file_is_said_before_anything_is_trained(tmp_path: Path) -> None:
