@@ -9,10 +9,8 @@ from refocused.config.optimization import Dtype
 from refocused.config.shape import Attention, ModelShape, Resonators
 from refocused.estimate.mixing_memory import MixingMemory, eigenstates_memory, resonators_memory
 
-# Tensors of the inner width that eager autograd keeps for each activation function, its output
-# included; transformers writes GPT-2's tanh form out in eight operations. Others keep two.
-_KEPT_BY_ACTIVATION = {"gelu_new": 5}
-_KEPT_BY_OTHERS = 2
+# Tensors of the inner width that eager autograd keeps for an activation: its input and its output.
+_KEPT_BY_ACTIVATION = 2
 # Of the residual width: GPT-2 keeps both norms' inputs and outputs, q, k, v (3) and the attention's
 # output. NeoX keeps rotated q and k besides, and a copy of the attention's output.
 _KEPT_BY_GPT2 = 8
@@ -81,7 +79,7 @@ def _block_bytes(
         mixing = resonators_memory(shape.mixer, shape, size=size, rows=rows, length=length)
     else:
         mixing = eigenstates_memory(shape.mixer, shape, size=size, rows=rows, length=length)
-    feed_forward = size * (2 * shape.width + _KEPT_BY_OTHERS * shape.ffn_width)
+    feed_forward = size * (2 * shape.width + _KEPT_BY_ACTIVATION * shape.ffn_width)
     a_token = int(mixing.a_token) + feed_forward + _STATISTICS + masks
     return rows * length * a_token + int(mixing.shared), int(mixing.working)
 
@@ -90,24 +88,24 @@ def _attention_block_bytes(shape: ModelShape, *, heads: int, size: int) -> int:
     """Return the bytes that a block with attention keeps for each token, without dropout."""
     if shape.family == "gpt2":
         residual = _KEPT_BY_GPT2
-        function = shape.settings.get("activation_function", "gelu_new")
     else:
         parallel = shape.settings.get("use_parallel_residual", True)
         residual = _KEPT_BY_NEOX if parallel else _KEPT_BY_NEOX + 1
-        function = shape.settings.get("hidden_act", "gelu")
-    inner = _KEPT_BY_ACTIVATION.get(function, _KEPT_BY_OTHERS)
-    return size * (residual * shape.width + inner * shape.ffn_width) + _STATISTICS + 4 * heads
+    inner = _KEPT_BY_ACTIVATION * shape.ffn_width
+    return size * (residual * shape.width + inner) + _STATISTICS + 4 * heads
 
 
 def _head_bytes(shape: ModelShape, *, model: ModelConfig, tokens: int, size: int) -> int:
     """Return the most that the final norm and the chunked loss hold at once.
 
     The forward pass holds the norm's input and output, the gradient of the hidden states, that of
-    the weight in float32, and a chunk's logits: in float32 twice, for the log-sum-exp. The
-    backward pass scales the weight's gradient and casts it.
+    the weight in float32, and a chunk's logits, with their softmax in float32; a CPU, whose softmax
+    does not read 16 bits, copies these to float32 first. The backward pass scales the weight's
+    gradient and casts it.
     """
     rows = shape.padded_vocabulary(model.vocabulary_multiple)
     weight = rows * shape.width
-    chunk = 8 * min(model.head_chunk_tokens, tokens) * rows + size * weight
+    a_logit = size + 4 + (4 if size < 4 else 0)
+    chunk = a_logit * min(model.head_chunk_tokens, tokens) * rows + size * weight
     scaled = 4 * weight + (size * weight if size < 4 else 0) + size * tokens * shape.width
     return 3 * size * tokens * shape.width + 4 * weight + max(chunk, scaled)

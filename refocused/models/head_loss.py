@@ -34,9 +34,12 @@ class LossHead(nn.Linear):
         """
         if labels is None:
             return super().forward(hidden)
-        wants_gradient = torch.is_grad_enabled()
+        wants_gradient, weight = torch.is_grad_enabled(), self.weight
+        if torch.is_autocast_enabled(hidden.device.type):  # which does not reach the products below
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
         loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden.flatten(0, -2), self.weight, labels.flatten(), self.chunk_tokens, wants_gradient
+            hidden.flatten(0, -2), weight, labels.flatten(), self.chunk_tokens, wants_gradient
         )
         return loss
 
@@ -59,17 +62,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=exact, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if wants_gradient else None
         weight_gradient = torch.zeros_like(weight, dtype=exact) if wants_gradient else None
+        room = hidden.new_empty(min(chunk, len(hidden)), len(weight))
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             rows, mask = hidden[part], counted[part].unsqueeze(1)
-            logits = (rows @ weight.T).to(exact)
+            logits = torch.mm(rows, weight.T, out=room[: len(rows)])
             index = labels[part].unsqueeze(1).where(mask, 0)
-            log_normalizer = logits.logsumexp(dim=1, keepdim=True)
-            total += (log_normalizer - logits.gather(1, index)).where(mask, 0.0).sum()
+            losses, shares = _losses_and_softmax(logits, index, exact)
+            total += losses.where(mask, 0.0).sum()
             if hidden_gradient is not None and weight_gradient is not None:
-                slope = _slope(logits, log_normalizer, index, mask).to(hidden.dtype)
-                torch.mm(slope, weight, out=hidden_gradient[part])
-                _add_product(weight_gradient, slope.T, rows)
+                shares.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=exact))
+                slope = shares if exact == logits.dtype else logits.copy_(shares)
+                # Rows without a label are silenced in the narrow tensors, not in the slope.
+                torch.mm(slope, weight, out=hidden_gradient[part]).mul_(mask)
+                _add_product(weight_gradient, slope.T, rows * mask)
         if wants_gradient:
             ctx.save_for_backward(hidden_gradient, weight_gradient, count)
             ctx.weight_dtype = weight.dtype
@@ -96,8 +102,13 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _slope(logits: Tensor, log_normalizer: Tensor, index: Tensor, mask: Tensor) -> Tensor:
-    """Return softmax(logits) - onehot(index) `[rows, V]` in place of the logits; 0 where masked."""
-    slope = logits.sub_(log_normalizer).exp_()
-    slope.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=slope.dtype))
-    return slope.mul_(mask)
+def _losses_and_softmax(logits: Tensor, index: Tensor, exact: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return each row's -log softmax at its index `[rows, 1]`, and the softmax `[rows, V]`.
+
+    The largest share of a row is 1 / sum(exp(logit - largest logit)), never below 1 / V: its
+    logarithm is exact where that of an unlikely label's own share would be infinite. The one
+    kernel of softmax goes over the logits less often than a log-sum-exp and an exponential.
+    """
+    shares = torch.softmax(logits, dim=1, dtype=exact)
+    below_largest = logits.amax(dim=1, keepdim=True).to(exact) - logits.gather(1, index).to(exact)
+    return below_largest - shares.amax(dim=1, keepdim=True).log(), shares

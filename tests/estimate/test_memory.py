@@ -64,16 +64,18 @@ def test_a_billion_parameters_on_eight_gpus() -> None:
     )
     assert memory.states / 1e9 == pytest.approx(18 * 0.76 / 8, rel=0.01)
     assert memory.gathered / 1e9 == pytest.approx(2 * 0.76, rel=0.01)
-    # 24 blocks x 8,192 tokens x 2 bytes x (8 x 1,536 + 5 x 6,144), and the statistics
-    assert memory.activations / 1e9 > 24 * 8192 * 2 * 43_008 / 1e9
-    assert memory.fits(80e9) and not memory.fits(20e9)
+    # 24 blocks x 8,192 tokens x 2 bytes x (8 x 1,536 + 2 x 6,144), and the statistics
+    assert memory.activations / 1e9 > 24 * 8192 * 2 * 24_576 / 1e9
+    assert memory.fits(80e9) and not memory.fits(15e9)
 
 
 def test_each_measure_takes_less_than_what_it_replaces() -> None:
     def peak(case: Case) -> int:
         return planned(case, ranks=8).peak
 
-    assert peak(Case(3)) < peak(Case(2)) < peak(Case(1)) < peak(Case(0))
+    assert peak(Case(2)) < peak(Case(1)) < peak(Case(0))
+    # What a step of stage 3 gathers may take a small model's peak above stage 2's.
+    assert planned(Case(3), ranks=8).states < planned(Case(2), ranks=8).states
     assert peak(Case(3, activation_checkpointing=True)) < peak(Case(3))
     assert peak(Case(3, micro=1)) < peak(Case(3))
 

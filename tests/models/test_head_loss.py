@@ -155,3 +155,32 @@ def test_a_loss_scale_of_65536_neither_overflows_nor_underflows_in_fp16() -> Non
         assert float((unscaled - plain).norm() / plain.norm()) < 2e-3
         # Rows of rare tokens keep a gradient, which plain fp16 would flush to zero.
         assert torch.equal(unscaled.any(dim=-1), plain.any(dim=-1))
+
+
+def test_a_label_whose_probability_underflows_has_its_true_loss() -> None:
+    hidden = torch.ones(1, 1, 1, requires_grad=True)
+    weight = nn.Parameter(torch.tensor([[200.0], [0.0], [0.0]]))
+    loss = ours(hidden, weight, torch.tensor([[1]]), chunk=4)
+    assert loss.item() == 200.0  # exp(-200) is 0 in float32
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    assert gradient.item() == 200.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_validation_and_training_give_the_same_loss(dtype: torch.dtype) -> None:
+    hidden, weight, labels = sample(dtype)
+    with torch.no_grad():
+        validated = ours(hidden, weight, labels, chunk=7)
+    assert torch.equal(validated, ours(hidden, weight, labels, chunk=7))
+
+
+def test_under_autocast_it_computes_in_its_type_as_a_linear_layer_does() -> None:
+    hidden, weight, labels = sample(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = ours(hidden, weight, labels, chunk=7)
+    rounded = [tensor.detach().bfloat16().requires_grad_() for tensor in (hidden, weight)]
+    wanted = ours(rounded[0], nn.Parameter(rounded[1]), labels, chunk=7)
+    assert torch.equal(loss, wanted)
+    gradient, expected = torch.autograd.grad(loss, hidden), torch.autograd.grad(wanted, rounded[0])
+    assert gradient[0].dtype == torch.float32
+    assert torch.equal(gradient[0], expected[0].float())
