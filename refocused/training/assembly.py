@@ -20,6 +20,7 @@ from refocused.checkpoints.mirror_status import MirrorSettings
 from refocused.checkpoints.remote_steps import prefix_of
 from refocused.config.decode import render_run
 from refocused.config.deepspeed import deepspeed_config
+from refocused.config.optimization import PrecisionConfig
 from refocused.engine.build import build_engine
 from refocused.engine.compiled import Compilation, compile_blocks
 from refocused.engine.engine import Engine
@@ -48,6 +49,7 @@ from refocused.training.host_memory import (
 )
 from refocused.training.job import Job
 from refocused.training.mixing import choose_mixing
+from refocused.training.opening import uncompiled_fp8
 from refocused.training.parts import Parts
 from refocused.training.reporter import Reporter
 from refocused.training.saver import Saver
@@ -169,7 +171,7 @@ def assemble_parts(job: Job, data: DataParts, built: Built, *, began_seconds: fl
         time_book=TimeBook(throughput, phases),
         world=world,
     )
-    _say_computation(built, reporter)
+    _say_computation(built, reporter, precision=config.precision)
     if config.checkpoint.in_background:
         copied = copied_bytes(
             parameters,
@@ -224,7 +226,7 @@ def assemble_parts(job: Job, data: DataParts, built: Built, *, began_seconds: fl
     )
 
 
-def _say_computation(built: Built, reporter: Reporter) -> None:
+def _say_computation(built: Built, reporter: Reporter, *, precision: PrecisionConfig) -> None:
     """Tell how positions meet and how the blocks are computed."""
     done = built.compilation
     reporter.event(
@@ -234,6 +236,9 @@ def _say_computation(built: Built, reporter: Reporter) -> None:
         compiled=done.is_on,
         seconds=done.seconds,
     )
+    warning = uncompiled_fp8(precision, done)
+    if warning is not None:
+        reporter.event("fp8_warning", warning, fp8=precision.fp8)
 
 
 def _profiler(job: Job, reporter: Reporter) -> StepProfiler | None:

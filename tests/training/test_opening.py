@@ -1,7 +1,16 @@
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from refocused.config.data import DataConfig
-from refocused.training.opening import tokenizer_lines
+from refocused.config.optimization import PrecisionConfig
+from refocused.engine.compiled import Compilation
+from refocused.models.fp8 import VALUES, in_8_bits, scale_of
+from refocused.training.opening import EAGER_BYTES_TO_8_BITS, tokenizer_lines, uncompiled_fp8
 
 
 def test_a_tokenizer_that_is_named_and_not_held_is_said_before_training() -> None:
@@ -13,3 +22,36 @@ def test_a_tokenizer_that_is_named_and_not_held_is_said_before_training() -> Non
 def test_nothing_is_said_where_it_travels_or_is_not_named() -> None:
     for settings in ({"bpe_folder": "bpe", "tokenizer": "gpt2"}, {"tokenizer": "bytes"}, {}):
         assert tokenizer_lines(DataConfig(source="tokens", **settings)) == []
+
+
+def test_8_bits_without_compiled_blocks_are_told_with_their_cost() -> None:
+    in_8, in_16 = PrecisionConfig(dtype="bf16", fp8="tensorwise"), PrecisionConfig(dtype="bf16")
+    written, compiled = Compilation(False, "as written"), Compilation(True, "compiled")
+    line = uncompiled_fp8(in_8, written)
+    assert line is not None
+    assert f"moves {EAGER_BYTES_TO_8_BITS} bytes" in line and "model.compile=auto" in line
+    assert uncompiled_fp8(in_8, compiled) is uncompiled_fp8(in_16, written) is None
+
+
+class BytesMoved(TorchDispatchMode):
+    """Counts what operations read and write of tensors with more than one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in (*args, made):
+            if isinstance(tensor, Tensor) and tensor.numel() > 1:
+                self.bytes += tensor.numel() * tensor.element_size()
+        return made
+
+
+def test_the_bytes_that_are_told_are_those_that_an_element_moves() -> None:
+    matrix = torch.randn(16, 64).bfloat16()
+    with BytesMoved() as moved:
+        in_8_bits(matrix, scale_of(matrix, VALUES, by_rows=False), VALUES)
+    assert moved.bytes == EAGER_BYTES_TO_8_BITS * matrix.numel()
