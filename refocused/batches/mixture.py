@@ -161,9 +161,11 @@ class MixedStream:
         sources = self._places[places]
         own = self._ahead[sources] + periods * self._counts[sources] + self._before[places, sources]
         located = Located(np.empty_like(own), np.empty_like(own), numbers)
-        for source in np.unique(sources).tolist():
+        for source, order in enumerate(self._orders):
             here = sources == source
-            part = self._orders[source].locate_in_stream(own[here])
+            if not here.any():
+                continue
+            part = order.locate_in_stream(own[here])
             located.shards[here] = part.shards
             located.windows[here] = part.windows
         return located

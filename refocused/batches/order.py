@@ -76,7 +76,7 @@ class Order:
         self.block_shards = block_shards
         self.windows_per_epoch = int(self._counts.sum())
         self.blocks_per_epoch = -(-len(ranges) // block_shards)
-        self.shard_count = len(np.unique(self._shards))
+        self.shard_count = len({one.shard for one in ranges})
         self._layout = functools.lru_cache(maxsize=2)(self._lay_out)
 
     @property

@@ -43,7 +43,7 @@ class ValidationWindows:
 
     def shards_used(self) -> list[int]:
         """Return the shards that must stay local (`ShardCache.pin`), in ascending order."""
-        return [int(shard) for shard in np.unique(self.shards)]
+        return sorted(set(self.shards.tolist()))
 
 
 def validation_batches(
