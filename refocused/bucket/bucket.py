@@ -58,6 +58,10 @@ class Bucket(Protocol):
         """Fetch a whole object to `target`, atomically and verified; return its CRC-32C."""
         ...
 
+    def local_file(self, blob: BlobInfo) -> Path | None:
+        """Return the object's file where it may be read in place of a download; None elsewhere."""
+        ...
+
     def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
         """Store a file under a new name; done already when the same bytes are there."""
         ...

@@ -149,6 +149,15 @@ class DirectoryBucket:
             part.publish()
         return part.crc32c
 
+    def local_file(self, blob: BlobInfo) -> Path | None:
+        """Return the file that an object is, where a download would check no more than this does.
+
+        None where `blob` has a checksum, which a download compares, and where the file is not the
+        one that was listed; a download then says what is wrong. Asked again after reading, it
+        tells whether the file changed meanwhile.
+        """
+        return self._path(blob.name) if self.info(blob.name) == blob else None
+
     def delete(self, name: str) -> None:
         """Remove one object and the folders that this leaves empty; absent is fine."""
         path = self._path(name)

@@ -139,6 +139,9 @@ class GcsBucket:
             part.discard()
         raise self._corrupt(wanted, found)
 
+    def local_file(self, blob: BlobInfo) -> None:
+        """Return None: no object of Google Cloud Storage is a file here."""
+
     def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
         """Store a file under a new name; done already when the same bytes are there.
 

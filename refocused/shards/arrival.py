@@ -61,7 +61,7 @@ class Arrival:
         return [
             functools.partial(_download, self.bucket, file, path)
             for file, path in zip(files, self._paths(), strict=True)
-            if not path.exists()
+            if not path.exists() and self._in_place(file) is None
         ]
 
     def finish(self) -> None:
@@ -75,14 +75,17 @@ class Arrival:
         finished = self.folder / f"{self.index}.npy"
         if self._ranged.exists():
             self._join(paths[0])
+        sources = self._sources()
         try:
             max_id = write_local_form(
-                paths,
+                sources,
                 finished,
                 shard=shard,
                 data=self.local.data(self.index),
                 vocabulary=self.local.vocabulary,
             )
+            if self._sources() != sources:
+                _explain(self.bucket, shard, BucketError("it changed while it was read."))
             self.local.publish(self.index, finished, max_id=max_id)
         except OSError as error:
             raise ShardError(
@@ -96,6 +99,20 @@ class Arrival:
     def _paths(self) -> list[Path]:
         count = len(self.shard.files)
         return [self.folder / f"{self.index}.{part}.object" for part in range(count)]
+
+    def _sources(self) -> list[Path]:
+        """Return the shard's files: what was brought, else what is read in place."""
+        return [
+            path if path.exists() else self._in_place(file) or path
+            for file, path in zip(self.shard.files, self._paths(), strict=True)
+        ]
+
+    def _in_place(self, file: Shard) -> Path | None:
+        """Return a file of this machine that is converted from where it lies, if it is one.
+
+        A `.npy` may have the local form already: its copy is then all that is made, and is moved.
+        """
+        return None if file.name.endswith(".npy") else self.bucket.local_file(file.blob)
 
     @property
     def _ranged(self) -> Path:

@@ -67,6 +67,11 @@ class MixedBucket:
         bucket, own = self._own(blob.name)
         return bucket.download(_renamed(blob, own), target)
 
+    def local_file(self, blob: BlobInfo) -> Path | None:
+        """Return an object's file where its source lets it be read in place."""
+        bucket, own = self._own(blob.name)
+        return bucket.local_file(_renamed(blob, own))
+
     def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
         """Store a file in its source."""
         bucket, own = self._own(name)

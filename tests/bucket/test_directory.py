@@ -150,6 +150,19 @@ def test_a_listing_that_is_no_longer_true_is_found(tmp_path: Path) -> None:
     assert list((tmp_path / "down").iterdir()) == []
 
 
+def test_a_file_is_read_in_place_while_it_is_the_one_that_was_listed(tmp_path: Path) -> None:
+    bucket = DirectoryBucket(tmp_path)
+    blob = bucket.write("a/x", b"12345")
+    assert bucket.local_file(blob) == tmp_path / "a" / "x"
+    checked = dataclasses.replace(blob, crc32c=crc32c_of(tmp_path / "a" / "x"))
+    assert bucket.local_file(checked) is None  # only a download compares checksums
+    later = tmp_path.stat().st_mtime_ns + 10**9
+    os.utime(tmp_path / "a" / "x", ns=(later, later))
+    assert bucket.local_file(blob) is None
+    (tmp_path / "a" / "x").unlink()
+    assert bucket.local_file(blob) is None
+
+
 def test_folders_left_empty_by_a_delete_go_too(tmp_path: Path) -> None:
     bucket = DirectoryBucket(tmp_path / "bucket")
     bucket.write("a/b/x", b"1")

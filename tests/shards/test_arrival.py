@@ -1,14 +1,21 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from cache_site import Site, eventually, shard_tokens
-from shard_samples import WatchedBucket, opened
+from shard_samples import WatchedBucket, npy_bytes, npz_bytes, opened, settings
 
+from refocused.bucket.bucket import BlobInfo
+from refocused.bucket.directory import DirectoryBucket
+from refocused.errors import ShardError
 from refocused.shards import arrival
+from refocused.shards.cache import ShardCache
+from refocused.shards.manifest import build_manifest
 from refocused.shards.shared_jobs import SharedJobs
 
 OBJECT_BYTES = 128 + 4 * 100
@@ -65,6 +72,54 @@ def test_nothing_is_left_of_ranges(site: Site, tmp_path: Path) -> None:
     cache = site.cache()
     opened(cache, 0)
     assert not [path for path in tmp_path.rglob("incoming/*/*") if path.is_file()]
+
+
+@pytest.fixture
+def in_folder(tmp_path: Path) -> Iterator[ShardCache]:
+    """A cache over a folder of two shards, one of them to be converted."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.npz").write_bytes(npz_bytes(tokens=shard_tokens(0)))
+    (source / "b.npy").write_bytes(npy_bytes(shard_tokens(1).astype(np.uint16)))
+    bucket, data = DirectoryBucket(source), settings()
+    manifest = build_manifest(bucket, data, cache_file=None)
+    folder = tmp_path / "cache"
+    with ShardCache(bucket, manifest, folder, data=data, vocabulary=2000, fetches=True) as cache:
+        yield cache
+
+
+def test_a_file_of_this_machine_is_converted_where_it_lies(
+    in_folder: ShardCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    downloads = []
+    download = DirectoryBucket.download
+
+    def noted(bucket: DirectoryBucket, blob: BlobInfo, target: Path) -> int:
+        downloads.append(blob.name)
+        return download(bucket, blob, target)
+
+    monkeypatch.setattr(DirectoryBucket, "download", noted)
+    for index in range(2):
+        assert np.array_equal(opened(in_folder, index), shard_tokens(index))
+    assert downloads == ["b.npy"]  # its copy has the local form already
+    assert sorted(path.name for path in (tmp_path / "source").iterdir()) == ["a.npz", "b.npy"]
+
+
+def test_a_file_that_changes_while_it_is_converted_is_named(
+    in_folder: ShardCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "source" / "a.npz"
+    convert = arrival.write_local_form
+
+    def convert_slowly(*arguments: Any, **named: Any) -> int:
+        max_id = convert(*arguments, **named)
+        path.write_bytes(npz_bytes(tokens=shard_tokens(5)[:90]))
+        return max_id
+
+    monkeypatch.setattr(arrival, "write_local_form", convert_slowly)
+    with pytest.raises(ShardError, match=r"a\.npz: the object in .* changed since it was listed"):
+        in_folder.open(0)
+    assert not list((tmp_path / "cache").rglob("a.npz.npy"))
 
 
 def test_a_helper_does_jobs_and_the_owner_gets_its_failure() -> None:

@@ -43,6 +43,7 @@ def test_objects_stand_below_the_name_of_their_source(mixed: MixedBucket, tmp_pa
     assert mixed.read("web/b.npy", start=1, length=5) == b"NUMPY"
     mixed.download(info, tmp_path / "here.npy")
     assert np.load(tmp_path / "here.npy")[0] == 100
+    assert mixed.local_file(info) == tmp_path / "web" / "b.npy"
     uploaded = mixed.upload(tmp_path / "here.npy", "code/new.npy")
     assert uploaded.name == "code/new.npy"
     mixed.write("code/note.txt", b"x")
