@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 import zipfile
 from collections.abc import Mapping
 
@@ -35,6 +36,19 @@ def read_all(content: bytes, *, size: int = 100_000, offset: int = 0) -> bytes:
 def test_a_member_is_read_from_an_offset_in_pieces_of_any_size(method: int, size: int) -> None:
     content = b"prefix" + zipped({"other": b"x" * 50, "ids.npy": CONTENT}, method)
     assert read_all(content, size=size, offset=128) == CONTENT[128:]
+
+
+def test_a_member_that_deflates_to_almost_nothing_is_inflated_in_pieces() -> None:
+    content = zipped({"ids.npy": bytes(16_000_000)})
+    file = io.BytesIO(content)
+    with opened_zip(file, name="a.npz") as archive:
+        read = member_reader(file, archive, "ids.npy", offset=0)
+        tracemalloc.start()
+        length = sum(len(piece) for piece in iter(lambda: read(1 << 17), b""))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert length == 16_000_000
+    assert peak < 4_000_000
 
 
 def test_two_members_are_read_in_turns() -> None:
