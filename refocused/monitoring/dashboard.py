@@ -18,6 +18,7 @@ from refocused.monitoring.dashboard_chart import Curve, Point, draw_curve
 from refocused.monitoring.dashboard_lines import (
     alarm_lines,
     event_lines,
+    fitted,
     gpu_lines,
     head_lines,
     run_rows,
@@ -27,7 +28,8 @@ from refocused.monitoring.run_view import RunView
 from refocused.monitoring.run_view_files import RunFollower
 
 KEYS = " q quit  r runs  n next run  z newest part of the curves"
-ALARMS_SHOWN = 3  # the table of GPUs shows the others' notes
+ALARMS_SHOWN = 3  # in a line each; the table of GPUs shows the others' notes
+ALARM_ROWS = 4  # that they may have where all are shown whole
 NEWEST_SHARE = 0.1  # of the logged steps
 NEWEST_POINTS = 20  # at least
 
@@ -157,11 +159,8 @@ class Dashboard(App[None]):
         """Read what is new and show it."""
         now = self._clock()
         view = self._followers[self._shown].view(now=now)
-        self._write("head", head_lines(view))
-        alarms = alarm_lines(view.alarms, now=now, live=not view.has_ended)
-        hidden = len(alarms) - ALARMS_SHOWN
-        more = [Text(f" and {hidden} more", style="dim")] if hidden > 0 else []
-        self._write("alarms", [*alarms[:ALARMS_SHOWN], *more])
+        self._write("head", head_lines(view, width=self.size.width))
+        self._write("alarms", alarms_shown(view, now=now, width=self.size.width))
         self._write("gpus", gpu_lines(view))
         events = self.query_one("#events")
         self._write("events", event_lines(view.events, count=max(2, events.size.height)))
@@ -193,12 +192,13 @@ class Dashboard(App[None]):
 
     def _write(self, part: str, lines: Sequence[Text]) -> None:
         """Show the lines of a part; what is there already costs nothing."""
-        text = Text("\n").join(shown(lines, ascii_only=self._ascii_only))
-        before = self._written.get(part)
+        widget, ascii_only = self.query_one(f"#{part}", Static), self._ascii_only
+        whole = shown(lines, ascii_only=ascii_only)
+        cut = (fitted(line, widget.size.width, ascii_only=ascii_only) for line in whole)
+        text, before = Text("\n").join(cut), self._written.get(part)
         if text == before:
             return
         self._written[part] = text
-        widget = self.query_one(f"#{part}", Static)
         widget.display = bool(lines)
         # Each line has its row, whatever is in it: only their number moves other parts.
         moves = before is None or before.plain.count("\n") != text.plain.count("\n")
@@ -214,6 +214,23 @@ class Dashboard(App[None]):
         loss, speed = curves_of(view, newest_only=self._zoomed)
         self.query_one("#loss", CurveWidget).show(loss)
         self.query_one("#speed", CurveWidget).show(speed)
+
+
+def alarms_shown(view: RunView, *, now: float, width: int) -> list[Text]:
+    """Return the alarms whole where there is room for all, else the first in a line each.
+
+    Args:
+        view: The run.
+        now: Unix seconds.
+        width: Characters of a line.
+    """
+    live = not view.has_ended
+    whole = alarm_lines(view.alarms, now=now, live=live, width=width)
+    if len(whole) <= ALARM_ROWS:
+        return whole
+    hidden = len(view.alarms) - ALARMS_SHOWN
+    more = [Text(f" and {hidden} more", style="dim")] if hidden > 0 else []
+    return [*alarm_lines(view.alarms[:ALARMS_SHOWN], now=now, live=live), *more]
 
 
 def curves_of(view: RunView, *, newest_only: bool = False) -> tuple[Curve, Curve]:

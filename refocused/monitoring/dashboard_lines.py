@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import textwrap
 from collections.abc import Sequence
 
 from rich.text import Text
@@ -20,6 +21,7 @@ from refocused.monitoring.run_view import Alarm, Event, RunView, Status
 from refocused.monitoring.samples import GpuSample, SystemSample
 
 STALE_SAMPLE_SECONDS = 60.0
+TROUBLE_ROWS = 3  # of what a run failed with
 STATUS_STYLES: dict[Status, str] = {
     "starting": "cyan",
     "training": "bold green",
@@ -41,11 +43,16 @@ _THROTTLES = {  # the worst first
 }
 
 
-def head_lines(view: RunView) -> list[Text]:
-    """Return the run, its figures, its time and money, what is saved, its data, the machine."""
+def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
+    """Return the run, its figures, its time and money, what is saved, its data, the machine.
+
+    Args:
+        view: The run.
+        width: Characters of a line, at which sentences go on in the next; None: no limit.
+    """
     return [
         _run_line(view),
-        *_trouble_lines(view),
+        *_trouble_lines(view, width),
         _figures_line(view),
         _money_line(view),
         _saves_line(view),
@@ -59,6 +66,9 @@ def _run_line(view: RunView) -> Text:
     line = Text(f" {view.name}  ", style="bold").append(
         view.status.upper(), style=STATUS_STYLES[view.status]
     )
+    silent = None if view.silent_seconds is None else f"{duration(view.silent_seconds)} ago"
+    if view.has_ended and silent is not None:
+        line.append(f" {silent}", style="not bold")
     line.append(f"  step {view.step:,}", style="not bold")
     if view.total_steps:
         line.append(f"/{view.total_steps:,} {percent(view.progress_fraction)}", style="not bold")
@@ -66,16 +76,23 @@ def _run_line(view: RunView) -> Text:
         line.append(f"  exit code {view.exit_code}", style="not bold")
     if view.note and view.status not in _TROUBLES:
         line.append(f"  {view.note}", style="not bold")
-    elif view.is_live and view.silent_seconds is not None:
-        line.append(f"  last line {duration(view.silent_seconds)} ago", style="not bold dim")
+    elif view.is_live and silent is not None:
+        line.append(f"  last line {silent}", style="not bold dim")
     return line
 
 
-def _trouble_lines(view: RunView) -> list[Text]:
-    """Return a line for what is too long to stand behind the status."""
+def _trouble_lines(view: RunView, width: int | None) -> list[Text]:
+    """Return what is too long to stand behind the status."""
     if not view.note or view.status not in _TROUBLES:
         return []
-    return [Text(f" {view.note}", style=STATUS_STYLES[view.status])]
+    rows = _rows(view.note, None if width is None else width - 1)
+    if len(rows) > TROUBLE_ROWS:  # the last one is cut at the edge, visibly
+        rows = [*rows[: TROUBLE_ROWS - 1], " ".join(rows[TROUBLE_ROWS - 1 :])]
+    return [Text(f" {row}", style=STATUS_STYLES[view.status]) for row in rows]
+
+
+def _rows(words: str, width: int | None) -> list[str]:
+    return textwrap.wrap(words, max(20, width)) if width is not None else [words]
 
 
 def _figures_line(view: RunView) -> Text:
@@ -95,15 +112,13 @@ def _figures_line(view: RunView) -> Text:
 
 def _money_line(view: RunView) -> Text:
     parts = [f"elapsed {time_text(view.seconds_trained)}{dollars(view.cost_usd)}"]
+    if view.budget_usd is not None:
+        parts[0] += f" of ${view.budget_usd:,.0f}"
     if view.seconds_left is not None:
         begin = "" if view.resumes_from is None else f" from {_checkpoint(view.resumes_from)} on"
         parts.append(f"left {duration(view.seconds_left)}{dollars(view.cost_left_usd)}{begin}")
     if view.ends is not None:
         parts.append(f"ends {moment(view.ends)}")
-    if view.budget_usd is not None:
-        parts.append(f"budget ${view.budget_usd:,.0f}")
-    if view.tokens is not None:
-        parts.append(tokens_text(view.tokens))
     return Text(" " + "  ".join(parts))
 
 
@@ -120,11 +135,11 @@ def _saves_line(view: RunView) -> Text:
     if mirror is None:
         return line.append("  no mirror", style="dim")
     line.append("  mirror ")
-    line.append("has nothing yet" if mirror.newest_step is None else f"has {mirror.newest_step:,}")
+    line.append("empty" if mirror.newest_step is None else f"{mirror.newest_step:,}")
     if mirror.waiting:
         line.append(f", {mirror.waiting} behind", style="yellow" if mirror.last_error else "")
         if mirror.uploading_fraction is not None:
-            line.append(f" (next {mirror.uploading_fraction:.0%})")
+            line.append(f" ({mirror.uploading_fraction:.0%})")
     if mirror.failed:
         line.append(f", {mirror.failed} cannot be copied", style="red")
     return line
@@ -142,6 +157,8 @@ def _data_lines(view: RunView) -> list[Text]:
         parts.append(f"{shards.local:,}/{shards.total:,} shards local, next {shards.ready:,} ready")
     if last is not None and last.data_wait_fraction is not None:
         parts.append(f"wait {percent(last.data_wait_fraction)}")
+    if view.tokens:
+        parts.append(f"{tokens_text(view.tokens)} trained on")
     return [Text(" data " + "  ".join(parts))] if parts else []
 
 
@@ -150,11 +167,10 @@ def _machine_line(view: RunView) -> Text:
     parts = [_system_text(system, named=len(view.systems) > 1) for system in view.systems]
     if last is not None and last.gpu_memory_fraction is not None:
         parts.append(f"GPU peak {last.gpu_memory_fraction:.0%}")
-    line = Text(" " + "  ".join(parts or ["no samples of the machine"]))
-    age = view.samples_age_seconds
+    line, age = Text(" "), view.samples_age_seconds
     if age is not None and age > STALE_SAMPLE_SECONDS:
-        line.append(f"  sampled {duration(age)} ago", style="yellow" if view.is_live else "dim")
-    return line
+        line.append(f"{duration(age)} ago: ", style="yellow" if view.is_live else "dim")
+    return line.append("  ".join(parts or ["no samples of the machine"]))
 
 
 def _system_text(system: SystemSample, *, named: bool) -> str:
@@ -168,20 +184,35 @@ def _system_text(system: SystemSample, *, named: bool) -> str:
     return "  ".join(parts)
 
 
-def alarm_lines(alarms: Sequence[Alarm], *, now: float, live: bool) -> list[Text]:
-    """Return a line for each alarm; of a run that has ended they are history."""
-    return [
-        Text(f" {'ALARM' if alarm.critical else 'WARN '} ", style=_alarm_style(alarm, live)).append(
-            f" {_since(alarm, now)}{alarm.text}", style="not reverse"
-        )
-        for alarm in alarms
-    ]
+def alarm_lines(
+    alarms: Sequence[Alarm], *, now: float, live: bool, width: int | None = None
+) -> list[Text]:
+    """Return a line for each alarm; of a run that has ended they are history.
+
+    Args:
+        alarms: The critical ones first.
+        now: Unix seconds.
+        live: Whether the run may still be helped.
+        width: Characters of a line, at which an alarm goes on in the next; None: no limit.
+    """
+    lines = []
+    for alarm in alarms:
+        label = Text(f" {'ALARM' if alarm.critical else 'WARN '} ", style=_alarm_style(alarm, live))
+        room = None if width is None else width - label.cell_len - 1
+        first, *others = _rows(f"{_since(alarm, now)}{alarm.text}", room)
+        lines.append(label.append(f" {first}", style="not reverse"))
+        lines += [
+            Text(f"{'':8}{row}", style=_alarm_style(alarm, live, label=False)) for row in others
+        ]
+    return lines
 
 
-def _alarm_style(alarm: Alarm, live: bool) -> str:
+def _alarm_style(alarm: Alarm, live: bool, *, label: bool = True) -> str:
     if not live:
         return "dim"
-    return "bold reverse red" if alarm.critical else "bold yellow"
+    if not alarm.critical:
+        return "bold yellow"
+    return "bold reverse red" if label else "bold red"
 
 
 def _since(alarm: Alarm, now: float) -> str:
@@ -194,8 +225,10 @@ def gpu_lines(view: RunView) -> list[Text]:
         notes = [system.gpu_note for system in view.systems if system.gpu_note]
         return [Text(f" {notes[0] if notes else 'no GPU samples'}", style="dim")]
     several = len({gpu.host for gpu in view.gpus}) > 1
+    age = view.samples_age_seconds or 0.0
+    note = f"{duration(age)} ago" if age > STALE_SAMPLE_SECONDS else "note"
     return [
-        Text(_gpu_row(_GPU_HEAD, "note"), style="bold"),
+        Text(_gpu_row(_GPU_HEAD, note), style="bold"),
         *(_gpu_line(gpu, host=gpu.host if several else "") for gpu in view.gpus),
     ]
 
@@ -288,6 +321,21 @@ def shown(lines: Sequence[Text], *, ascii_only: bool) -> list[Text]:
             for sign in line.plain
         )
     return list(lines)
+
+
+def fitted(line: Text, width: int, *, ascii_only: bool) -> Text:
+    """Return a line that shows where it was cut: half a number would be another one.
+
+    Args:
+        line: What is to be shown.
+        width: Characters that there is room for; 0: it is not known yet.
+        ascii_only: Only ASCII may be used.
+    """
+    if not width or line.cell_len <= width:
+        return line
+    mark = "..." if ascii_only else "\u2026"
+    line.truncate(max(0, width - len(mark)))
+    return line.append(mark)
 
 
 def _checkpoint(step: int) -> str:

@@ -97,6 +97,55 @@ def test_new_lines_appear_and_alarms_go(tmp_path: Path) -> None:
     watch([run], story)
 
 
+ERROR = "Loss is not finite on rank 2 at step 1,001 (shard_0113.npz, windows 4096-4099). Stopped."
+
+
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_a_line_that_is_too_long_says_so(tmp_path: Path, ascii_only: bool) -> None:
+    run = full_run(tmp_path, alarms=False)
+    run.line("events", NOW - 5, {"kind": "note", "text": "x" * 200})
+    mark = "..." if ascii_only else "\u2026"
+
+    async def story(app: Dashboard, _pilot: Pilot[None]) -> None:
+        lines = screen_of(app)
+        assert any("xxx" in line and line.rstrip().endswith(f"x{mark}") for line in lines)
+        # What a run may cost is never shown by half of its digits.
+        assert any("elapsed 25.2 min $20.10 of $400" in line for line in lines)
+
+    watch([run], story, ascii_only=ascii_only)
+
+
+def test_why_a_run_failed_is_shown_whole(tmp_path: Path) -> None:
+    run = full_run(tmp_path, alarms=False)
+    run.state(step=1000, status="failed", exit_code=1)
+    run.line("events", NOW - 5, {"kind": "failed", "error": ERROR})
+
+    async def story(app: Dashboard, _pilot: Pilot[None]) -> None:
+        rows = [line.strip() for line in screen_of(app)[1:3]]
+        assert " ".join(rows) == ERROR
+
+    watch([run], story)
+
+
+def test_alarms_are_whole_where_there_is_room_for_all(tmp_path: Path) -> None:
+    run = full_run(tmp_path, alarms=False)
+    long = "the machine needs a reboot, and whoever rents it out has to do that: ask for another"
+    run.alarm(name=long)
+
+    async def story(app: Dashboard, pilot: Pilot[None]) -> None:
+        text = " ".join(" ".join(screen_of(app)).split())
+        assert f"ALARM 2.0 min GPU 7: {long}" in text
+        for name in ("gpu_lost", "gpu_ecc", "gpu_throttle"):
+            run.alarm(name=name)
+        app.look()
+        await pilot.pause()
+        lines = screen_of(app)
+        assert sum("ALARM" in line for line in lines) == 3
+        assert any("and 1 more" in line for line in lines)
+
+    watch([run], story)
+
+
 def test_what_has_not_changed_is_not_drawn_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

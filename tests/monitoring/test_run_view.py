@@ -128,7 +128,10 @@ def test_the_shards_are_what_training_says(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     run.begin(shards_local=214, shards_total=1774, shards_ready=6)
     view = run.follower().view(now=NOW)
-    assert " data 214/1,774 shards local, next 6 ready" in printed(view).splitlines()
+    assert (
+        " data 214/1,774 shards local, next 6 ready  1 M tokens trained on"
+        in printed(view).splitlines()
+    )
     assert view.as_record()["shards"] == {"local": 214, "total": 1774, "ready": 6}
     run.state(step=1000, status="training", shards_total=1774)  # it takes what others fetch
     view = run.follower().view(now=NOW)
@@ -143,7 +146,7 @@ def test_the_mirror_is_what_it_says(tmp_path: Path) -> None:
     status |= {"total_bytes": 4, "failed": {"600": "damaged"}, "last_error": "503"}
     (run.folder / "mirror.json").write_text(json.dumps(status))
     lines = printed(run.follower().view(now=NOW))
-    assert "mirror has 800, 1 behind (next 75%), 1 cannot be copied" in lines
+    assert "mirror 800, 1 behind (75%), 1 cannot be copied" in lines
     assert " mirror's last error: 503" in lines.splitlines()
 
 
@@ -260,6 +263,22 @@ def test_a_folder_with_nothing_in_it_is_a_run_that_starts(tmp_path: Path) -> Non
     assert (view.name, view.status, view.step) == ("new", "starting", 0)
     assert "STARTING" in printed(view)
     assert run_rows([view])[0].plain.startswith(" new  starting  step 0")
+
+
+def test_old_samples_say_how_old_they_are(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.begin()
+    run.gpus(GPU, age=600.0)
+    lines = printed(run.follower().view(now=NOW)).splitlines()
+    assert any(line.startswith(" 10.0 min ago: CPU 12%") for line in lines)
+    assert any(line.startswith(" GPU util") and line.endswith(" 10.0 min ago") for line in lines)
+
+
+def test_a_run_that_ended_says_when(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.begin(age=7200.0)
+    text = printed(run.follower(alive=False).view(now=NOW))
+    assert text.startswith(" one  CRASHED 2.0 h ago  step 1,000/2,000 50.0%  gone without a word")
 
 
 def test_json_holds_everything_but_the_curves(tmp_path: Path) -> None:
