@@ -214,7 +214,7 @@ def _note(found: Findings, status: Status) -> str:
     if status == "starting":
         return "no step yet"
     if status == "crashed":
-        return "gone without a word"
+        return "without a word"
     if status == "failed":
         errors = [event.text for event in found.events if event.kind == "failed"]
         return errors[-1].partition("\n")[0] if errors else ""

@@ -278,7 +278,7 @@ def test_a_run_that_ended_says_when(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     run.begin(age=7200.0)
     text = printed(run.follower(alive=False).view(now=NOW))
-    assert text.startswith(" one  CRASHED 2.0 h ago  step 1,000/2,000 50.0%  gone without a word")
+    assert text.startswith(" one  CRASHED 2.0 h ago  step 1,000/2,000 50.0%  without a word")
 
 
 def test_json_holds_everything_but_the_curves(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from refocused.monitoring.tensorboard import TensorBoardTracker
 from refocused.monitoring.trackers import Record
@@ -48,6 +49,15 @@ def read(folder: Path) -> Any:
 
 def losses(folder: Path, tag: str = "train/loss") -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in read(folder).Scalars(tag)]
+
+
+def test_a_record_is_one_event_whatever_it_holds(tmp_path: Path) -> None:
+    numbers = {"loss": 3.0, "tokens_per_second": 7.0, "sources": {"web": {"tokens": 5}}}
+    tell(tmp_path, {"kind": "step", "step": 4, **numbers})
+    (file,) = tmp_path.glob("events*")
+    events = [event for event in EventFileLoader(str(file)).Load() if event.step == 4]
+    tags = [[value.tag for value in event.summary.value] for event in events]
+    assert tags == [["train/loss", "train/tokens_per_second", "train/sources/web/tokens"]]
 
 
 def test_what_is_told_can_be_read_back(tmp_path: Path) -> None:
