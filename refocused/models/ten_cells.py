@@ -145,7 +145,7 @@ class TenMixer(nn.Module):
             states: What came before, one for each scale, brought up to date here; None: nothing
                 came before, and nothing is kept.
         """
-        total = torch.zeros_like(inputs)
+        total: Tensor | None = None
         for place, (scale, cells) in enumerate(zip(self.scales, self.cells, strict=True)):
             if states is None and scale == 1:
                 outputs, _ = cells(inputs)
@@ -154,7 +154,8 @@ class TenMixer(nn.Module):
                 outputs, after = _at_scale(cells, inputs, scale, before, states is not None)
                 if states is not None:
                     states[place] = after
-            total = total + outputs
+            total = outputs if total is None else total + outputs
+        assert total is not None, "there is at least one scale"
         return total
 
 

@@ -76,15 +76,17 @@ def chunked_scan(
     beta = beta.reshape(2, modes, -1, chunk)
     real, imaginary = powers(log_decay, frequency, chunk + 1, dtype=beta.dtype)
     into_real, into_imaginary = _toeplitz(real, imaginary, chunk)
-    # Columns 0..C-1 are Re(c) of the chunk alone, column C is Im(c) of its last token.
-    within = torch.bmm(beta[0], into_real) + torch.bmm(beta[1], into_imaginary)
-    within = within.view(modes, rows, -1, chunk + 1)
-    ends = torch.stack((within[..., chunk - 1], within[..., chunk]))
+    # Columns 0..C-1 are Re(c) of the chunk alone, column C is Im(c) of its last token. Products add
+    # to what they are given, and parts are unbound: sums and zeros of this size would cost as much.
+    in_real, in_imaginary = beta.unbind(0)
+    within = torch.baddbmm(torch.bmm(in_real, into_real), in_imaginary, into_imaginary)
+    ends = within.view(modes, rows, -1, chunk + 1)[..., chunk - 1 :].movedim(-1, 0)
     first = torch.zeros_like(ends[..., :1]) if state is None else state.unsqueeze(-1)
     before = _states(torch.cat((first, ends[..., :-1]), dim=-1), log_decay, frequency, chunk)
-    real, imaginary = real[:, None, None, 1:], imaginary[:, None, None, 1:]
-    carried = real * before[0, ..., None] - imaginary * before[1, ..., None]
-    return (within[..., :chunk] + carried).flatten(-2)[..., :length]
+    carried = torch.stack((real[:, 1:], -imaginary[:, 1:]), dim=1)
+    starts = before.flatten(2).movedim(0, -1)
+    outputs = torch.baddbmm(within[..., :chunk], starts, carried)
+    return outputs.view(modes, rows, -1)[..., :length]
 
 
 def last_state(
