@@ -1,11 +1,14 @@
 """Our step beside what people use: transformers' Trainer with DeepSpeed, and plain torch loops.
 
-    python benchmarks/peers.py [--repeats 7] [--lengths 512 2048] [--stage 1] [--compiled]
+    python benchmarks/peers.py [--repeats 7] [--lengths 512 2048] [--stage 1] [--dtype bf16]
+                               [--compiled]
 
 All contenders live in one process on one rank. The Trainer makes its steps, and after each one the
 others make theirs, so that a slow minute of the machine meets all; the table shows the medians of
 the CPU time of a step, and the largest temporary memory of the head and its loss. `--compiled` adds
-ours and a torch loop with compiled blocks. accelerate, which the Trainer needs, goes into an
+ours and a torch loop with compiled blocks. `products` is the share of the Trainer's steps that its
+matrix products and attention take, by the profiler: what everybody computes with the same kernels,
+and so the floor of `of the Trainer's`. accelerate, which the Trainer needs, goes into an
 environment of its own.
 """
 
@@ -15,7 +18,9 @@ import argparse
 import json
 import sys
 import tempfile
+from collections import deque
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -35,11 +40,14 @@ from step import WARM_STEPS, alone
 from step_contenders import Setup, Step, bare_torch, ours, trainer, transformers_own
 from torch import nn
 
+from refocused.config.optimization import PrecisionConfig
 from refocused.models.head_loss import LossHead
 
 WORK = Path("/tmp/refocused-benchmarks")
 ACCELERATE = "accelerate==1.15.0"
+PROFILED_STEPS = 3
 TRAINER, OURS, THEIRS = "Trainer + DeepSpeed", "ours", "transformers, plain loop"
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product")
 HEAD_CHUNK, HEAD_ROWS, HEAD_WIDTH, HEAD_VOCABULARY = 256, 8192, 64, 8192
 COLUMNS = (
     Column("cpu_ms", "CPU ms a step", "{:,.1f}"),
@@ -54,13 +62,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--stage", type=int, default=1, choices=(0, 1, 2, 3))
+    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--json", type=Path, default=WORK / "peers.json")
     parser.add_argument("--length-alone", type=int, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.length_alone:
-        records = steps_in_turns(chosen)
-        print(json.dumps({"records": records}))
+        records, products = steps_in_turns(chosen)
+        print(json.dumps({"records": records, "products": products}))
         return
     python = environment(WORK / "accelerate", whole=[ACCELERATE])
     if python is None:
@@ -69,24 +78,32 @@ def main() -> None:
     for length in chosen.lengths:
         command = [__file__, *sys.argv[1:], "--length-alone", str(length)]
         found = measure([Case(f"T {length}", command, python)], repeats=1, timeout_s=3000)
-        records = found[f"T {length}"][0]["records"]
-        title = f"T {length}, ZeRO-{chosen.stage}, median of {len(records)}"
-        print(table(compared(records), COLUMNS, title=title))
-        results[title] = records
+        records, products = (found[f"T {length}"][0][key] for key in ("records", "products"))
+        title = f"T {length}, {chosen.dtype}, ZeRO-{chosen.stage}, median of {len(records)}"
+        rows = compared(records) | {"products (the floor)": {"of_trainer": products}}
+        print(table(rows, COLUMNS, title=title))
+        results[title] = {"records": records, "products": products}
     results["head"] = heads = head_memory()
     say(", ".join(f"{name} {mib:,.2f} MiB" for name, mib in heads.items()))
     write_report(chosen.json, settings={"repeats": chosen.repeats}, results=results)
 
 
-def setup_of(length: int) -> Setup:
+def setup_of(length: int, dtype: Literal["fp32", "bf16"]) -> Setup:
     """Return a model and a step of 1,024 tokens or more."""
+    precision = PrecisionConfig(dtype=dtype)
     accumulation = max(1, 1024 // length)
-    return Setup(4, 256, 8192, length=length, micro=1, accumulation=accumulation)
+    return Setup(
+        4, 256, 8192, length=length, micro=1, accumulation=accumulation, precision=precision
+    )
 
 
-def steps_in_turns(chosen: argparse.Namespace) -> list[Record]:
-    """Let the Trainer drive, and the others follow each of its steps."""
-    setup, world = setup_of(chosen.length_alone), alone()
+def steps_in_turns(chosen: argparse.Namespace) -> tuple[list[Record], float]:
+    """Let the Trainer drive, and the others follow each of its steps, in another order each time.
+
+    Returns:
+        The milliseconds by contender, and the share of products in the Trainer's last steps.
+    """
+    setup, world = setup_of(chosen.length_alone, chosen.dtype), alone()
     others: dict[str, Step] = {
         OURS: ours(setup, chosen.stage, world),
         THEIRS: transformers_own(setup),
@@ -95,23 +112,32 @@ def steps_in_turns(chosen: argparse.Namespace) -> list[Record]:
         others["ours, compiled"] = ours(setup, chosen.stage, world, compiled="on")
         others["torch loop, compiled"] = bare_torch(setup, compiled=True)
     records: list[Record] = []
-    clock = CpuClock()
+    turns, clock, profile = deque(others.items()), CpuClock(), torch.profiler.profile()
 
     def after_step(trainer_ms: float) -> None:
-        records.append(
-            {TRAINER: trainer_ms} | {n: timed_ms(clock, step) for n, step in others.items()}
-        )
+        if len(records) < WARM_STEPS + chosen.repeats:
+            records.append({TRAINER: trainer_ms} | {n: timed_ms(clock, one) for n, one in turns})
+            turns.rotate(1)
+            if len(records) == WARM_STEPS + chosen.repeats:
+                profile.start()
 
     with tempfile.TemporaryDirectory() as folder:
         trainer(
             setup,
             chosen.stage,
-            steps=WARM_STEPS + chosen.repeats,
+            steps=WARM_STEPS + chosen.repeats + PROFILED_STEPS,
             folder=Path(folder),
             clock=CpuClock(),
             after_step=after_step,
         )
-    return records[WARM_STEPS:]
+    profile.stop()
+    return records[WARM_STEPS:], share_of_products(profile)
+
+
+def share_of_products(profile: torch.profiler.profile) -> float:
+    """Return what part of the profiled time matrix products and attention took themselves."""
+    spent = {event.key: event.self_cpu_time_total for event in profile.key_averages()}
+    return sum(spent[name] for name in spent if name.startswith(PRODUCTS)) / sum(spent.values())
 
 
 def compared(records: list[Record]) -> dict[str, Record]:

@@ -1,0 +1,174 @@
+"""A run as people start it, with everything on, and a bare DeepSpeed loop: a step in turns.
+
+    python benchmarks/step_whole.py [--setup 512] [--stage 1] [--steps 100]
+
+The run logs, writes TensorBoard and OpenMetrics files, samples the machine, saves and mirrors;
+after each pass of its loop the bare loop makes a step. Compared is the CPU time of this process,
+all its threads together: `median` is that of the pairs' ratios, `mean` the ratio of the sums, in
+which saves are (every 50 steps here, every 1,000 by default). What the run's other processes take,
+the sampler and the mirror, stands in the last column.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from clocks import CpuClock, timed_ms
+from measuring import CLOCK_TICKS, Column, Record, medians, table, write_report
+from step import SETUPS, alone
+from step_contenders import OPTIMIZER, Setup, Step, bare_deepspeed
+
+from refocused.world import World
+
+FIRST_PASSES = 5  # not counted: torch and DeepSpeed allocate
+SAVE_INTERVAL = 50
+COLUMNS = (
+    Column("deepspeed", "DeepSpeed, ms", "{:,.1f}"),
+    Column("run", "the run, ms", "{:,.1f}"),
+    Column("ratio", "median", "{:.3f}"),
+    Column("mean_ratio", "mean", "{:.3f}"),
+    Column("helpers_ms", "helpers, ms a step", "{:,.2f}"),
+)
+
+
+def main() -> None:
+    """Measure, print the table, write everything down."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--setup", default="512", choices=list(SETUPS))
+    parser.add_argument("--stage", type=int, default=1, choices=(1, 2, 3))
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument(
+        "--json", type=Path, default=Path("/tmp/refocused-benchmarks/step_whole.json")
+    )
+    chosen = parser.parse_args()
+    setup, world = SETUPS[chosen.setup], alone()
+    with tempfile.TemporaryDirectory() as folder:
+        turns = Turns(bare_deepspeed(setup, chosen.stage, world), Path(folder))
+        train_whole(setup, chosen.stage, Path(folder), world, steps=chosen.steps, turns=turns)
+    title = f"{setup.name}, ZeRO-{chosen.stage}"
+    rows = {title: turns.compared()}
+    print(table(rows, COLUMNS, title=f"CPU time of a step, {len(turns.records)} pairs"))
+    settings = {"steps": chosen.steps, "save_interval": SAVE_INTERVAL}
+    write_report(chosen.json, settings=settings, results={title: turns.records, "rows": rows})
+
+
+class Turns:
+    """Measures each pass of a run's loop, and the bare loop's step after it."""
+
+    def __init__(self, bare: Step, folder: Path) -> None:
+        """Take the bare loop, and the folder by which the run's other processes are known."""
+        self.records: list[Record] = []
+        self._bare, self._folder = bare, folder
+        self._clock, self._passes = CpuClock(), 0
+        self._helpers_before_ms = self._helpers_ms = 0.0
+
+    def before(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the first thing of a pass of the loop, which ends the pass before."""
+
+        def end_and_fetch(*args: Any) -> Any:
+            run_ms = self._clock.end() if self._passes else 0.0
+            self._helpers_ms = cpu_of_others_ms(self._folder)
+            bare_ms = timed_ms(self._clock, self._bare)
+            if self._passes > FIRST_PASSES:
+                self.records.append({"run": run_ms, "deepspeed": bare_ms})
+            else:
+                self._helpers_before_ms = self._helpers_ms
+            self._passes += 1
+            self._clock.begin()
+            return fetch(*args)
+
+        return end_and_fetch
+
+    def compared(self) -> Record:
+        """Return the medians, and the ratio of all passes together."""
+        run, bare = (sum(one[name] for one in self.records) for name in ("run", "deepspeed"))
+        ratios = [{"ratio": one["run"] / one["deepspeed"]} for one in self.records]
+        helpers = (self._helpers_ms - self._helpers_before_ms) / len(self.records)
+        return {
+            **medians(self.records),
+            **medians(ratios),
+            "mean_ratio": run / bare,
+            "helpers_ms": helpers,
+        }
+
+
+def train_whole(
+    setup: Setup, stage: int, folder: Path, world: World, *, steps: int, turns: Turns
+) -> None:
+    """Train as the command does, in this process."""
+    from refocused.config.decode import load_run
+    from refocused.training import loop
+    from refocused.training.job import Request
+    from refocused.training.run import run
+    from refocused.training.session import begin_session
+
+    _write_tokens(folder / "tokens", setup, windows=2 * steps * setup.micro * setup.accumulation)
+    loaded = load_run(_run_file(setup, stage, folder, steps=steps))
+    request = Request(
+        resume="none", dry_run=False, credentials_file=None, project=None, command="step_whole.py"
+    )
+    with mock.patch.object(loop, "fetch_together", turns.before(loop.fetch_together)):
+        run(loaded, request, world, begin_session(0))
+
+
+def _run_file(setup: Setup, stage: int, folder: Path, *, steps: int) -> Path:
+    """Write a run with everything on, saves more often than by default."""
+    shape = folder / "shape.json"
+    shape.write_text(json.dumps(dict(setup.shape())))
+    settings = {
+        "run": {"name": "whole", "steps": steps, "directory": str(folder / "runs")},
+        "model": {
+            "preset": str(shape),
+            "sequence_length": setup.length,
+            "dropout": 0.0,
+            "head_chunk_tokens": setup.chunk_tokens,
+        },
+        "batch": {"micro": setup.micro, "accumulation": setup.accumulation},
+        "data": {"source": str(folder / "tokens"), "cache": str(folder / "cache")},
+        "optimizer": {"lr": OPTIMIZER.lr},
+        "precision": {"dtype": setup.precision.dtype},
+        "zero": {"stage": stage},
+        "checkpoint": {
+            "interval": SAVE_INTERVAL,
+            "mirror": str(folder / "mirror"),
+            "export_final": False,
+        },
+        "tracking": {"tensorboard": True, "openmetrics": str(folder / "run.prom")},
+    }
+    file = folder / "whole.yaml"
+    file.write_text(json.dumps(settings))  # JSON is YAML
+    return file
+
+
+def _write_tokens(folder: Path, setup: Setup, *, windows: int) -> None:
+    folder.mkdir()
+    draw = np.random.default_rng(0)
+    ids = draw.integers(0, setup.vocabulary, windows * (setup.length + 1), dtype=np.uint16)
+    for number, part in enumerate(np.array_split(ids, 4)):
+        np.save(folder / f"shard_{number}.npy", part)
+
+
+def cpu_of_others_ms(folder: Path) -> float:
+    """Return the CPU time of other processes in whose command line a folder is, in ms."""
+    ticks = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        if process.name == str(os.getpid()):
+            continue
+        with contextlib.suppress(OSError):  # it has ended
+            if str(folder).encode() in (process / "cmdline").read_bytes():
+                fields = (process / "stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks * 1000 / CLOCK_TICKS
+
+
+if __name__ == "__main__":
+    main()
