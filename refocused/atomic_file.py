@@ -1,10 +1,16 @@
-"""Small files replaced at once: a reader sees all of the old content or all of the new."""
+"""Small files replaced at once, old content or new; and how bytes are pushed to the disk."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
+
+_SYNC_FILE_RANGE_WRITE = 2  # from linux/fs.h: begin to write, and do not wait
 
 
 def replace_file(
@@ -52,3 +58,21 @@ def synchronize(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def begin_write_back(descriptor: int, start: int, size: int) -> None:
+    """Let the kernel write a part of a file to the disk, where it can be asked to; do not wait.
+
+    Only a hint: what it cannot do, and what fails in it, is left to `fsync`.
+    """
+    if (sync := _sync_file_range()) is not None:
+        sync(descriptor, start, size, _SYNC_FILE_RANGE_WRITE)
+
+
+@functools.cache
+def _sync_file_range() -> Callable[..., int] | None:
+    """Return Linux's `sync_file_range`, which Python does not offer; None: there is none."""
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return cast("Callable[..., int] | None", function)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from refocused.atomic_file import replace_file
+from refocused import atomic_file
+from refocused.atomic_file import begin_write_back, replace_file
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -60,3 +61,18 @@ def test_what_a_killed_writer_left_is_taken_over(tmp_path: Path) -> None:
     replace_file(path, b"whole")
     assert path.read_bytes() == b"whole"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_kernel_is_asked_in_a_way_that_it_understands(tmp_path: Path) -> None:
+    sync = atomic_file._sync_file_range()
+    assert sync is not None  # on Linux
+    with (tmp_path / "file").open("wb") as file:
+        file.write(os.urandom(1 << 20))
+        file.flush()
+        assert sync(file.fileno(), 0, 1 << 20, atomic_file._SYNC_FILE_RANGE_WRITE) == 0
+
+
+def test_a_hint_that_cannot_be_taken_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin_write_back(-1, 0, 10)  # no such file
+    monkeypatch.setattr(atomic_file, "_sync_file_range", lambda: None)
+    begin_write_back(-1, 0, 10)

@@ -11,11 +11,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from refocused.atomic_file import synchronize
+from refocused.atomic_file import begin_write_back, synchronize
 from refocused.bucket.checksum import crc32c_of, extended_crc32c
 from refocused.errors import BucketError
 
 PART_SUFFIX = ".part"
+# Given to the disk as they arrive, or the last `fsync` waits for all of them: with eight downloads
+# of 12.5 MB at once that was 60 ms of each one's 720.
+WRITE_BACK_BYTES = 4 * 1024 * 1024
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -92,6 +95,7 @@ class PartFile:
         self.size = 0
         self.crc32c = 0
         self._total_bytes = total_bytes
+        self._sent_to_disk = 0
         with disk_errors(self.path, needed_bytes=total_bytes):
             target.parent.mkdir(parents=True, exist_ok=True)
             kept = self.path.stat().st_size if resume and self.path.exists() else 0
@@ -119,6 +123,10 @@ class PartFile:
                 view = view[self._file.write(view) :]
         self.crc32c = extended_crc32c(self.crc32c, content)
         self.size += len(content)
+        if self.size - self._sent_to_disk >= WRITE_BACK_BYTES:
+            started = self._sent_to_disk
+            begin_write_back(self._file.fileno(), started, self.size - started)
+            self._sent_to_disk = self.size
         return len(content)
 
     def restart(self) -> None:
@@ -126,7 +134,7 @@ class PartFile:
         with disk_errors(self.path):
             self._file.close()
             self._file = self.path.open("wb", buffering=0)
-        self.size = self.crc32c = 0
+        self.size = self.crc32c = self._sent_to_disk = 0
 
     def publish(self) -> None:
         """Give the received bytes their final name, durably."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import functools
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -15,9 +12,10 @@ import numpy as np
 import torch
 from torch.utils.serialization import config as serialization_config
 
+from refocused.atomic_file import begin_write_back
+
 BLOCK_BYTES = 512 * 1024  # hashed while it is still in the processor's cache
 WRITE_BACK_BYTES = 32 * 1024 * 1024  # few enough calls to cost nothing, early enough to save time
-_SYNC_FILE_RANGE_WRITE = 2  # from linux/fs.h: begin to write, and do not wait
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,21 +117,3 @@ def copy_hashed(source: Path, target: Path) -> WrittenFile:
         if writer.error is not None:
             raise writer.error
     return WrittenFile(target, writer.size, writer.crc32c)
-
-
-def begin_write_back(descriptor: int, start: int, size: int) -> None:
-    """Let the kernel write a part of a file to the disk, where it can be asked to; do not wait.
-
-    Only a hint: what it cannot do, and what fails in it, is left to `fsync`.
-    """
-    if (sync := _sync_file_range()) is not None:
-        sync(descriptor, start, size, _SYNC_FILE_RANGE_WRITE)
-
-
-@functools.cache
-def _sync_file_range() -> Callable[..., int] | None:
-    """Return Linux's `sync_file_range`, which Python does not offer; None: there is none."""
-    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if function is not None:
-        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return cast("Callable[..., int] | None", function)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from refocused.bucket import part_file
 from refocused.bucket.checksum import extended_crc32c
 from refocused.bucket.part_file import PartFile, disk_errors, free_bytes, require_space
 from refocused.errors import BucketError
@@ -39,6 +40,21 @@ def test_what_is_too_long_or_not_wanted_is_thrown_away(
     with PartFile(tmp_path / "x", total_bytes=total_bytes, resume=resume) as part:
         assert (part.size, part.crc32c) == (0, 0)
     assert part.path.read_bytes() == b""
+
+
+def test_what_arrived_is_on_its_way_to_the_disk_before_it_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(part_file, "WRITE_BACK_BYTES", 30)
+    monkeypatch.setattr(part_file, "begin_write_back", lambda _, *part: sent.append(part))
+    with PartFile(tmp_path / "x", total_bytes=200, resume=True) as part:
+        for size in (5, 70, 10, 29):
+            part.write(bytes(size))
+        assert sent == [(0, 75), (75, 39)]
+        part.restart()
+        part.write(bytes(40))
+    assert sent[2:] == [(0, 40)]
 
 
 def test_a_restart_begins_at_nothing(tmp_path: Path) -> None:

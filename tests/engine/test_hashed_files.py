@@ -16,7 +16,6 @@ from refocused.engine import hashed_files
 from refocused.engine.hashed_files import (
     HashingWriter,
     WrittenFile,
-    begin_write_back,
     copy_hashed,
     save_hashed,
 )
@@ -109,21 +108,6 @@ def test_all_but_the_tail_is_on_its_way_before_the_flush(
     assert sent == [(0, 3500), (3500, 3000), (6500, 3100)]
     assert writer.crc32c == crc32c_of(tmp_path / "file")
     assert writer.size == (tmp_path / "file").stat().st_size == 10_500
-
-
-def test_the_kernel_is_asked_in_a_way_that_it_understands(tmp_path: Path) -> None:
-    sync = hashed_files._sync_file_range()
-    assert sync is not None  # on Linux
-    with (tmp_path / "file").open("wb") as file:
-        file.write(os.urandom(1 << 20))
-        file.flush()
-        assert sync(file.fileno(), 0, 1 << 20, hashed_files._SYNC_FILE_RANGE_WRITE) == 0
-
-
-def test_a_hint_that_cannot_be_taken_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin_write_back(-1, 0, 10)  # no such file
-    monkeypatch.setattr(hashed_files, "_sync_file_range", lambda: None)
-    begin_write_back(-1, 0, 10)
 
 
 def test_a_copied_file_is_its_original_with_its_digest(tmp_path: Path) -> None:
