@@ -100,12 +100,11 @@ def _head_bytes(shape: ModelShape, *, model: ModelConfig, tokens: int, size: int
 
     The forward pass holds the norm's input and output, the gradient of the hidden states, that of
     the weight in float32, and a chunk's logits, with their softmax in float32; a CPU, whose softmax
-    does not read 16 bits, copies these to float32 first. The backward pass scales the weight's
-    gradient and casts it.
+    does not read 16 bits, copies these to float32 first. The backward pass scales both gradients
+    where they are, and casts the weight's.
     """
     rows = shape.padded_vocabulary(model.vocabulary_multiple)
     weight = rows * shape.width
     a_logit = size + 4 + (4 if size < 4 else 0)
     chunk = a_logit * min(model.head_chunk_tokens, tokens) * rows + size * weight
-    scaled = 4 * weight + (size * weight if size < 4 else 0) + size * tokens * shape.width
-    return 3 * size * tokens * shape.width + 4 * weight + max(chunk, scaled)
+    return 3 * size * tokens * shape.width + 4 * weight + chunk

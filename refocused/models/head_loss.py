@@ -85,9 +85,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden_gradient, weight_gradient, count = ctx.saved_tensors
         factor = gradient / count
+        # In place: a second gradient of the weight's size is what a step's peak is made of.
         return (
-            (hidden_gradient * factor).to(hidden_gradient.dtype),
-            (weight_gradient * factor).to(ctx.weight_dtype),
+            hidden_gradient.mul_(factor),
+            weight_gradient.mul_(factor).to(ctx.weight_dtype),
             None,
             None,
             None,
