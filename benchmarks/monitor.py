@@ -100,7 +100,7 @@ def main() -> None:
         steps = step_cost(site.run, site.sampler_pid, pairs=chosen.pairs, steps=chosen.steps)
     title = f"The sampler at 1 Hz over {GPUS} GPUs"
     print(table({"sampler": sampler}, SAMPLER_COLUMNS, title=title))
-    print(table(screens, SCREEN_COLUMNS, title="The live screen, a look every 2 s"))
+    print(table(screens, SCREEN_COLUMNS, title="The live screen, as often as it looks by itself"))
     title = f"A step with everything on ({', '.join(steps['on'])}), reported every {LOG_STEPS}"
     print(table(steps["rows"], STEP_COLUMNS, title=title))
     title = "What watching takes of it, measured by itself"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from refocused.monitoring.run_view import Liveness, RunView
     from refocused.monitoring.run_view_files import RunFollower
 
-INTERVAL_SECONDS = 2.0
+INTERVAL_SECONDS = 2.5
 EVENTS_PRINTED = 5
 SAMPLES = Path("samples")
 
@@ -41,7 +41,7 @@ def build_parser() -> Parser:
         type=positive,
         default=INTERVAL_SECONDS,
         metavar="SECONDS",
-        help=f"time between two looks ({INTERVAL_SECONDS:.0f})",
+        help=f"time between two looks ({INTERVAL_SECONDS:g})",
     )
     add("--once", action="store_true", help="print what is to be seen now, and end")
     add("--list", action="store_true", help="print a line for each run, and end")
