@@ -1,26 +1,16 @@
-"""A storage emulator in a process of its own, so that a client's work is measured and not its."""
+"""A storage emulator in a process of its own."""
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+
+from server_process import server_process
 
 
-@contextmanager
-def storage_process(bucket: str) -> Iterator[str]:
-    """Serve one empty bucket from memory; yield the server's URL."""
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(
-        target=serve, args=(bucket, sender), daemon=True
-    )
-    process.start()
-    try:
-        yield f"http://127.0.0.1:{receiver.recv()}"
-    finally:
-        process.terminate()
-        process.join()
+def storage_process(bucket: str) -> AbstractContextManager[str]:
+    """Serve one empty bucket from memory; the context is the server's URL."""
+    return server_process(serve, bucket)
 
 
 def serve(bucket: str, sender) -> None:

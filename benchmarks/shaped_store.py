@@ -11,17 +11,17 @@ import base64
 import dataclasses
 import http.server
 import json
-import multiprocessing
 import threading
 import time
 import urllib.parse
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import google_crc32c
+from server_process import server_process
 
 PIECE_BYTES = 1 << 17
 BUCKET = "benchmark"
@@ -42,19 +42,9 @@ class Shape:
     total_rate: float | None = None
 
 
-@contextmanager
-def shaped_store(folder: Path, shape: Shape) -> Iterator[str]:
-    """Serve a folder's files as a bucket, from a process of its own; yield its URL."""
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(
-        target=serve, args=(str(folder), shape, sender), daemon=True
-    )
-    process.start()
-    try:
-        yield f"http://127.0.0.1:{receiver.recv()}"
-    finally:
-        process.terminate()
-        process.join()
+def shaped_store(folder: Path, shape: Shape) -> AbstractContextManager[str]:
+    """Serve a folder's files as a bucket, from a process of its own; the context is its URL."""
+    return server_process(serve, str(folder), shape)
 
 
 @dataclasses.dataclass(frozen=True)

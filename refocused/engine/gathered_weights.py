@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 
@@ -16,14 +17,15 @@ def kept_gathered(optimizer: Any) -> Iterator[None]:
     It takes all weights apart before it writes, so that files hold each rank's part alone, and
     gathers those below `stage3_param_persistence_threshold` when it has written: half of what
     training waits for in a save from host memory (deepspeed 0.19, gloo). They have not changed
-    meanwhile, so that they can be put aside and back. Nothing is done at other stages.
+    meanwhile, so that they can be put aside and back. Nothing is done at other stages, nor where a
+    weight's own part lies on an NVMe drive: taking it apart gives that part's buffer back.
 
     Args:
         optimizer: DeepSpeed's.
     """
     small = getattr(optimizer, "persistent_parameters", [])
-    whole = [(weight, weight.data) for weight in small if _is_whole(weight)]
-    if len(whole) < len(small) or not whole:  # not gathered yet, at step 0
+    whole = [(weight, weight.data) for weight in small if _can_be_kept(weight)]
+    if len(whole) < len(small) or not whole:  # at step 0 they are not gathered yet
         yield
         return
     optimizer.checkpoint_event_epilogue = optimizer.invalidate_secondary_tensor
@@ -36,5 +38,6 @@ def kept_gathered(optimizer: Any) -> Iterator[None]:
             weight.ds_status = ZeroParamStatus.AVAILABLE
 
 
-def _is_whole(weight: Any) -> bool:
-    return bool(weight.ds_status is ZeroParamStatus.AVAILABLE)
+def _can_be_kept(weight: Any) -> bool:
+    is_whole = weight.ds_status is ZeroParamStatus.AVAILABLE
+    return is_whole and bool(weight.ds_tensor.final_location != OffloadDeviceEnum.nvme)

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from refocused.engine.gathered_weights import kept_gathered
+
+WHOLE, APART = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
+
+
+class Optimizer:
+    """As much of DeepSpeed's as a save looks at."""
+
+    def __init__(self, *weights: SimpleNamespace) -> None:
+        self.persistent_parameters = list(weights)
+        self.gathered = 0
+
+    def save(self) -> None:
+        for weight in self.persistent_parameters:
+            weight.data, weight.ds_status = torch.empty(0), APART
+        self.checkpoint_event_epilogue()
+
+    def checkpoint_event_epilogue(self) -> None:
+        self.gathered += 1
+
+    def invalidate_secondary_tensor(self) -> None:
+        """Nothing to forget here."""
+
+
+def weight(
+    status: ZeroParamStatus = WHOLE, part: OffloadDeviceEnum | None = None
+) -> SimpleNamespace:
+    place = SimpleNamespace(final_location=part)
+    return SimpleNamespace(data=torch.arange(3.0), ds_status=status, ds_tensor=place)
+
+
+@pytest.mark.parametrize("part", [None, OffloadDeviceEnum.cpu])
+def test_whole_weights_are_put_back_and_not_gathered(part: OffloadDeviceEnum | None) -> None:
+    optimizer = Optimizer(weight(part=part), weight(part=part))
+    with kept_gathered(optimizer):
+        optimizer.save()
+    assert optimizer.gathered == 0
+    for one in optimizer.persistent_parameters:
+        assert (one.ds_status, one.data.tolist()) == (WHOLE, [0.0, 1.0, 2.0])
+    optimizer.checkpoint_event_epilogue()
+    assert optimizer.gathered == 1  # the next one is DeepSpeed's own again
+
+
+def test_they_are_put_back_when_the_save_fails() -> None:
+    optimizer = Optimizer(weight())
+    with pytest.raises(OSError, match="full"), kept_gathered(optimizer):
+        optimizer.persistent_parameters[0].ds_status = APART
+        raise OSError("full")
+    assert optimizer.persistent_parameters[0].ds_status is WHOLE
+
+
+@pytest.mark.parametrize(
+    "other", [weight(status=APART), weight(part=OffloadDeviceEnum.nvme)], ids=["apart", "nvme"]
+)
+def test_deepspeed_gathers_where_one_cannot_be_kept(other: SimpleNamespace) -> None:
+    optimizer = Optimizer(weight(), other)
+    with kept_gathered(optimizer):
+        optimizer.save()
+    assert optimizer.gathered == 1
+
+
+def test_other_stages_have_nothing_to_keep() -> None:
+    with kept_gathered(object()):
+        pass
