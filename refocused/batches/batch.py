@@ -23,11 +23,15 @@ IGNORED_LABEL = -100  # what torch's cross entropy leaves out of the loss
 class Batch:
     """The rows of one pass on one rank.
 
+    Inputs and labels are views of the same rows: a token is widened to int64, and copied to a
+    GPU, once.
+
     Attributes:
-        input_ids: Shape [micro, sequence_length], int64, contiguous.
-        labels: Same shape: the label of position t is token t + 1 of the text, already shifted.
-            `IGNORED_LABEL` in the rows that only fill up a validation batch, and where documents
-            are masked and the next token begins another one.
+        tokens: Shape [micro, sequence_length + 1], int64, contiguous: the windows, each with the
+            token that follows it; zeros in the rows that only fill up a validation batch.
+        masked_labels: Shape [micro, sequence_length]: the labels, where some of them are
+            `IGNORED_LABEL`: in the rows that only fill up, and where documents are masked and the
+            next token begins another one. None: every token is the label of the one before it.
         shards: Shape [rows]: index of the shard of each row that holds a window.
         windows: Shape [rows]: index of that window in its shard.
         names: Names of all shards of the manifest.
@@ -36,13 +40,23 @@ class Batch:
             it; None: all of a training batch.
     """
 
-    input_ids: torch.Tensor
-    labels: torch.Tensor
+    tokens: torch.Tensor
+    masked_labels: torch.Tensor | None
     shards: NDArray[np.int64]
     windows: NDArray[np.int64]
     names: Sequence[str]
     source: str | None = None
     counted_labels: int | None = None
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """What the model reads: shape [micro, sequence_length], a view of `tokens`."""
+        return self.tokens[:, :-1]
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """The label of position t, token t + 1 of the text: the shape of `input_ids`."""
+        return self.tokens[:, 1:] if self.masked_labels is None else self.masked_labels
 
     def describe(self) -> str:
         """Name the windows for a message: `a.npy windows 17, 90-92; b.npy window 4`."""
@@ -104,28 +118,23 @@ class BatchReader:
         Raises:
             ShardError: A shard does not become local.
         """
-        both = self._memory.empty((2, micro, self._sequence_length))
-        inputs, labels = both.numpy()
-        self._fill(inputs, labels, shards, windows)
-        if len(shards) < micro:
-            inputs[len(shards) :] = 0
-            labels[len(shards) :] = IGNORED_LABEL
+        tokens = self._memory.empty((micro, self._sequence_length + 1))
+        self._fill(tokens.numpy(), shards, windows)
+        masked_labels = self._masked_labels(tokens, rows=len(shards))
         counted_labels = None
         if self._document_id is not None:
-            labels[labels == self._document_id] = IGNORED_LABEL
-            counted_labels = int(np.count_nonzero(labels != IGNORED_LABEL))
-        return Batch(both[0], both[1], shards, windows, self._names, counted_labels=counted_labels)
+            assert masked_labels is not None  # these documents mask it
+            counted_labels = int(np.count_nonzero(masked_labels.numpy() != IGNORED_LABEL))
+        return Batch(
+            tokens, masked_labels, shards, windows, self._names, counted_labels=counted_labels
+        )
 
     def has_open(self, shards: NDArray[np.int64]) -> bool:
         """Whether windows of these shards (any shape) are read without waiting."""
         return self._cache.has_open(shards.ravel().tolist())
 
     def _fill(
-        self,
-        inputs: NDArray[np.int64],
-        labels: NDArray[np.int64],
-        shards: NDArray[np.int64],
-        windows: NDArray[np.int64],
+        self, into: NDArray[np.int64], shards: NDArray[np.int64], windows: NDArray[np.int64]
     ) -> None:
         files = [self._cache.open(shard) for shard in shards.tolist()]
         firsts = (windows * self._sequence_length).tolist()
@@ -135,9 +144,20 @@ class BatchReader:
             for row, tokens in zip(rows, stage.rows, strict=False):
                 files[row].read_into(tokens, first=firsts[row])
             # One type in all shards is the rule, and a slice is filled faster than a list of rows.
-            into = slice(len(rows)) if len(rows) == len(files) else rows
-            inputs[into] = stage.tokens[: len(rows), :-1]
-            labels[into] = stage.tokens[: len(rows), 1:]
+            into[slice(len(rows)) if len(rows) == len(files) else rows] = stage.tokens[: len(rows)]
+        into[len(files) :] = 0
+
+    def _masked_labels(self, tokens: torch.Tensor, *, rows: int) -> torch.Tensor | None:
+        """Return the labels in memory of their own where not every one of them counts."""
+        if self._document_id is None and rows == len(tokens):
+            return None
+        masked = self._memory.empty((len(tokens), self._sequence_length))
+        labels = masked.numpy()
+        labels[:] = tokens[:, 1:].numpy()
+        labels[rows:] = IGNORED_LABEL
+        if self._document_id is not None:
+            labels[labels == self._document_id] = IGNORED_LABEL
+        return masked
 
     def _stage(self, kind: np.dtype[Any], *, rows: int) -> _Stage:
         stage = self._stages.get(kind)

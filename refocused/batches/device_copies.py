@@ -45,8 +45,10 @@ class DeviceCopier:
             copies = [
                 dataclasses.replace(
                     batch,
-                    input_ids=batch.input_ids.to(self._device, non_blocking=True),
-                    labels=batch.labels.to(self._device, non_blocking=True),
+                    tokens=batch.tokens.to(self._device, non_blocking=True),
+                    masked_labels=None
+                    if batch.masked_labels is None
+                    else batch.masked_labels.to(self._device, non_blocking=True),
                 )
                 for batch in batches
             ]
@@ -61,6 +63,7 @@ class DeviceCopier:
         computing = self._cuda.current_stream(self._device)
         computing.wait_event(copies.arrived)
         for batch in copies.batches:
-            batch.input_ids.record_stream(computing)
-            batch.labels.record_stream(computing)
+            batch.tokens.record_stream(computing)
+            if batch.masked_labels is not None:
+                batch.masked_labels.record_stream(computing)
         return copies.batches

@@ -31,8 +31,18 @@ def test_labels_are_the_next_tokens_of_the_shard(cache, manifest):
     assert torch.equal(batch.labels, batch.input_ids + 1)
     assert batch.labels[0, -1] == SHARD_STRIDE + 40  # the very last token of the shard
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
-    assert batch.input_ids.is_contiguous()
-    assert batch.labels.is_contiguous()
+
+
+def test_inputs_and_labels_are_views_of_the_same_contiguous_rows(cache, manifest):
+    reader = reader_of(cache, manifest, sequence_length=8)
+    batch = reader.read(np.array([1, 0]), np.array([4, 2]), micro=2)
+    assert (batch.tokens.shape, batch.tokens.is_contiguous()) == ((2, 9), True)
+    assert batch.masked_labels is None
+    assert batch.input_ids.data_ptr() == batch.tokens.data_ptr()
+    assert batch.labels.data_ptr() == batch.tokens.data_ptr() + 8
+    masked = reader.read(np.array([1]), np.array([4]), micro=2)
+    assert masked.masked_labels is not None
+    assert masked.labels is masked.masked_labels
 
 
 def test_ids_above_16_bits_are_read_whole(tmp_path, manifest):

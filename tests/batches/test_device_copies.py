@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -68,33 +68,34 @@ class FakeTensor:
         self.cuda.log.append(f"{stream.name}: uses {self.name}")
 
 
-def fake_batch(cuda: FakeCuda, number: int) -> Any:
+def fake_batch(cuda: FakeCuda, number: int, *, masked: bool = False) -> Any:
     none = np.empty(0, np.int64)
-    tensors: list[Any] = [FakeTensor(cuda, f"{kind}{number}") for kind in ("ids", "labels")]
-    return Batch(tensors[0], tensors[1], none, none, ())
+    kinds = ("tokens", "labels")
+    tokens, labels = (cast("Any", FakeTensor(cuda, f"{kind}{number}")) for kind in kinds)
+    return Batch(tokens, labels if masked else None, none, none, ())
 
 
 def test_copies_run_on_their_own_stream_and_the_computation_waits_for_them_on_the_device():
     cuda = FakeCuda()
     copier = DeviceCopier(GPU, cuda=cuda)
-    copies = copier.begin([fake_batch(cuda, 0), fake_batch(cuda, 1)])
+    copies = copier.begin([fake_batch(cuda, 0), fake_batch(cuda, 1, masked=True)])
     assert cuda.log == [
-        "copying: copy ids0",
-        "copying: copy labels0",
-        "copying: copy ids1",
+        "copying: copy tokens0",
+        "copying: copy tokens1",
         "copying: copy labels1",
         "copying: event",
     ]
     cuda.log.clear()
-    batches = copier.hand_over(copies)
+    batches: list[Any] = copier.hand_over(copies)
     assert cuda.log == [
         "computing: wait for event of copying",
-        "computing: uses ids0 there",
-        "computing: uses labels0 there",
-        "computing: uses ids1 there",
+        "computing: uses tokens0 there",
+        "computing: uses tokens1 there",
         "computing: uses labels1 there",
     ]
-    assert [batch.input_ids.name for batch in batches] == ["ids0 there", "ids1 there"]
+    assert [batch.tokens.name for batch in batches] == ["tokens0 there", "tokens1 there"]
+    assert batches[0].masked_labels is None
+    assert batches[1].masked_labels.name == "labels1 there"
 
 
 class RecordingCopier:

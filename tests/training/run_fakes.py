@@ -47,10 +47,12 @@ class Clock:
 
 def batch(window: int, *, labels: int = 4, ignored: int = 0, source: str | None = None) -> Batch:
     """One row of `labels` labels, of which the first `ignored` do not count."""
-    ids = torch.full((1, labels), window)
-    marked = ids.clone()
+    tokens = torch.full((1, labels + 1), window)
+    marked = tokens[:, 1:].clone()
     marked[:, :ignored] = IGNORED_LABEL
-    return Batch(ids, marked, np.array([0]), np.array([window]), ("a.npy",), source)
+    return Batch(
+        tokens, marked if ignored else None, np.array([0]), np.array([window]), ("a.npy",), source
+    )
 
 
 @dataclasses.dataclass
