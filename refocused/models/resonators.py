@@ -145,10 +145,10 @@ def _table(tuning: Tuning, lags: Tensor) -> Tensor:
 
 
 def kernel(tuning: Tuning, length: int) -> Tensor:
-    """Return k_d[n] = Re sum_i w'_{i,d} lambda_i^n, `[D, length]`: two matrix products."""
+    """Return k_d[n] = Re sum_i w'_{i,d} lambda_i^n, `[D, length]`: one matrix product."""
     real, imaginary = tuning.weights
-    cosine, sine = powers(tuning, length)
-    response: Tensor = real.T @ cosine - imaginary.T @ sine
+    cosine_and_sine = powers(tuning, length).flatten(0, 1)
+    response: Tensor = torch.cat((real, -imaginary)).T @ cosine_and_sine
     return response
 
 
