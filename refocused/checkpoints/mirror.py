@@ -17,7 +17,7 @@ from refocused.process_identity import ProcessIdentity, identify
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from refocused.process_identity import this_process
 
 logger = logging.getLogger(__name__)
 
+ASKED_SECONDS = 0.1  # between two looks for what somebody waits for
 HEARTBEAT_SECONDS = 5.0
 STOP_SECONDS = 1.0  # for a request on its way, once told to end
 
@@ -77,7 +78,7 @@ class MirrorLoop:
         signal.signal(signal.SIGALRM, self._on_deadline)
         lock = FileLock(self._files.lock)
         while not lock.acquire():  # the mirror of an earlier start may be finishing its queue
-            time.sleep(self._settings.scan_seconds)
+            time.sleep(ASKED_SECONDS)
             if self._stopping or not self._settings.training.alive:
                 return
         while not self._stopping:
@@ -94,7 +95,16 @@ class MirrorLoop:
                 return
             else:
                 self._attempt(None)
-                time.sleep(self._settings.scan_seconds)
+                self._pause()
+
+    def _pause(self) -> None:
+        """Wait for the next look at the folder, or until the trainer waits for the end."""
+        until = time.monotonic() + self._settings.scan_seconds
+        while not (self._stopping or self._files.drain.exists()):
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(ASKED_SECONDS, left))
 
     def _observe_requests(self) -> None:
         """Note whether to finish the queue and end; the clock runs from the first time it is so."""

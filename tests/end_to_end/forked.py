@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -22,9 +23,21 @@ _BASE = {
     "DS_ACCELERATOR": "cpu",
 }
 _PRELOADED = [
-    "deepspeed.runtime.zero.muon.original_muon",  # compiles at its import
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # compiles at its import
     "google.cloud.storage",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "refocused.commands.train",
+    "refocused.models.resonance",
+    "refocused.models.ten",
+    "refocused.monitoring.run_view_files",
+    "refocused.monitoring.summary",
     "refocused.training.run",
+    "setuptools",  # DeepSpeed asks it for compilers
+    "torch.profiler._cupti_monitor",
     "transformers.models.gpt2.modeling_gpt2",
 ]
 Command = Callable[[list[str]], int]
@@ -144,6 +157,7 @@ def _run(
     command: Command, arguments: list[str], folder: Path, logs: Path, environment: dict[str, str]
 ) -> None:
     """Be a rank: its environment, its folder, its own output files, and the command."""
+    gc.freeze()  # a collection would walk what the server imported, and so copy its memory
     os.environ.update(environment)
     os.chdir(folder)
     for stream, kind in ((sys.stdout, "out"), (sys.stderr, "err")):

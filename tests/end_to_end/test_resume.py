@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import TRAIN, Ranks, metrics, train
+from forked import ForkedRanks, train
+from ranks import metrics
 from tiny import tiny_run
 
+from refocused.checkpoints.step_directory import saved_steps
+
 pytestmark = pytest.mark.slow
+STEPS, INTERVAL = 24, 6
 
 
 def hex_losses(run: Path) -> dict[int, str]:
@@ -40,55 +45,66 @@ def mirrored(run: Path) -> list[int]:
     return json.loads(status.read_text())["mirrored"] if status.exists() else []
 
 
+def wait_for_the_mirror(run: Path, step: int) -> None:
+    """The mirror outlives the ranks to finish its queue."""
+    deadline = time.monotonic() + 30
+    while step not in mirrored(run):
+        assert time.monotonic() < deadline, (run / "logs" / "mirror.log").read_text()
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_killed_and_resumed_equals_uninterrupted_here_and_from_the_mirror(
     tmp_path: Path, dtype: str
 ) -> None:
-    file = tiny_run(tmp_path)
-    settings = ["--config", str(file), f"precision.dtype={dtype}"]
-    straight = train(tmp_path, *settings, "run.directory=straight", "checkpoint.mirror=mirror_a")
+    tiny_run(tmp_path)
+    settings = [
+        *("--config", "tiny.yaml", f"precision.dtype={dtype}"),
+        *(f"run.steps={STEPS}", f"checkpoint.interval={INTERVAL}"),
+    ]
+    mirror_a = ("run.directory=straight", "checkpoint.mirror=mirror_a")
+    straight = train(tmp_path, *settings, *mirror_a, ranks=2)
     assert straight.codes == [0, 0], straight.everything
     wanted = hex_losses(tmp_path / "straight" / "tiny")
-    assert sorted(wanted) == list(range(1, 21))
+    assert sorted(wanted) == list(range(1, STEPS + 1))
 
     broken = tmp_path / "runs" / "tiny"
-    ranks = Ranks(2, [str(TRAIN), *settings, "run.steps=20"], folder=tmp_path)
-    ranks.wait_until(lambda: max(metrics(broken), default=0) >= 12 and 10 in mirrored(broken))
+    ranks = ForkedRanks(2, settings, folder=tmp_path)
+    ranks.wait_until(lambda: max(metrics(broken), default=0) >= INTERVAL + 2)
     ranks.kill()
-    ranks.wait()
-    shutil.rmtree(broken / "checkpoints" / "checkpoint_step_20", ignore_errors=True)
+    ranks.wait(10)
+    saved = max(saved_steps(broken / "checkpoints"))
+    assert INTERVAL <= saved < STEPS
+    wait_for_the_mirror(broken, saved)
     shutil.copytree(tmp_path / "mirror", tmp_path / "mirror_b")
-    shutil.rmtree(tmp_path / "mirror_b" / "tiny" / "checkpoints" / "checkpoint_step_20", True)
 
-    resumed = train(tmp_path, *settings)
+    resumed = train(tmp_path, *settings, ranks=2)
     assert resumed.codes == [0, 0], resumed.everything
-    assert "resume   step 10" in resumed.out[0]
-    from_mirror = train(
-        tmp_path, *settings, "run.directory=elsewhere", "checkpoint.mirror=mirror_b"
-    )
+    assert f"resume   step {saved} " in resumed.out[0]
+    mirror_b = ("run.directory=elsewhere", "checkpoint.mirror=mirror_b")
+    from_mirror = train(tmp_path, *settings, *mirror_b, ranks=2)
     assert from_mirror.codes == [0, 0], from_mirror.everything
-    assert "Fetching step 10" in from_mirror.out[0]
+    assert f"Fetching step {saved} " in from_mirror.out[0]
 
-    final = state_of(tmp_path / "straight" / "tiny", 20)
+    final = state_of(tmp_path / "straight" / "tiny", STEPS)
     assert len(final) == 2
+    after = range(saved + 1, STEPS + 1)
     for run in (broken, tmp_path / "elsewhere" / "tiny"):
         losses = hex_losses(run)
-        assert {step: losses[step] for step in range(11, 21)} == {
-            step: wanted[step] for step in range(11, 21)
-        }
-        assert same(state_of(run, 20), final)
-    other = state_of(tmp_path / "straight" / "tiny", 10)
+        assert [losses[step] for step in after] == [wanted[step] for step in after]
+        assert same(state_of(run, STEPS), final)
+    other = state_of(tmp_path / "straight" / "tiny", INTERVAL)
     assert not same(other, final)  # the comparison can tell two states apart
 
 
 def test_run_again_after_its_end_takes_no_step_and_more_steps_go_on(tmp_path: Path) -> None:
-    file = tiny_run(tmp_path)
-    first = train(tmp_path, "--config", str(file), "--max-steps", "6")
+    tiny_run(tmp_path)
+    first = train(tmp_path, "--config", "tiny.yaml", "--max-steps", "6", ranks=2)
     assert first.codes == [0, 0], first.everything
-    again = train(tmp_path, "--config", str(file), "--max-steps", "6")
+    again = train(tmp_path, "--config", "tiny.yaml", "--max-steps", "6", ranks=2)
     assert again.codes == [0, 0], again.everything
     assert "resume   step 6" in again.out[0]
     assert "loss" not in again.out[0].partition("resume")[2].partition("best")[0]
-    more = train(tmp_path, "--config", str(file), "--max-steps", "8")
+    more = train(tmp_path, "--config", "tiny.yaml", "--max-steps", "8", ranks=2)
     assert more.codes == [0, 0], more.everything
     assert sorted(metrics(tmp_path / "runs" / "tiny")) == list(range(1, 9))
