@@ -154,16 +154,18 @@ def _print_config(loaded: LoadedRun) -> None:
 def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int, session: Session) -> int:
     """Join the other ranks and train; every failure is said before this returns."""
     from refocused import logs
+    from refocused.quick_imports import quick_imports
     from refocused.world import join_world, lost_connection
 
     logs.start_screen(rank)
     try:
-        world = join_world(loaded.config.run.device)
-        # Told what to use, DeepSpeed does not search for it with warnings on every rank; what an
-        # environment for CPU trials had left here would make it compute elsewhere than we do.
-        os.environ["DS_ACCELERATOR"] = world.device_kind
-        from refocused.training.job import Request
-        from refocused.training.run import run
+        with quick_imports():
+            world = join_world(loaded.config.run.device)
+            # Told what to use, DeepSpeed does not search for it with warnings on every rank; what
+            # an environment for CPU trials had left here would make it compute elsewhere than we.
+            os.environ["DS_ACCELERATOR"] = world.device_kind
+            from refocused.training.job import Request
+            from refocused.training.run import run
 
         request = Request(
             resume=arguments.resume,

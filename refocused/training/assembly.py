@@ -21,7 +21,7 @@ from refocused.checkpoints.remote_steps import prefix_of
 from refocused.config.decode import render_run
 from refocused.config.deepspeed import deepspeed_config
 from refocused.config.optimization import PrecisionConfig
-from refocused.engine.build import build_engine
+from refocused.engine.build import build_engine, load_deepspeed
 from refocused.engine.compiled import Compilation, compile_blocks
 from refocused.engine.engine import Engine
 from refocused.engine.randomness import seed_everything
@@ -32,7 +32,7 @@ from refocused.estimate.work import (
     mfu_fraction,
 )
 from refocused.hardware import gpu_facts
-from refocused.models.build import build_model
+from refocused.models.build import build_model, register_families
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, counted_parameters, untrained_loss
 from refocused.monitoring.history import METRICS_FILE
 from refocused.monitoring.profile import StepProfiler
@@ -40,6 +40,7 @@ from refocused.monitoring.step_phases import step_phases
 from refocused.monitoring.throughput import Throughput
 from refocused.monitoring.time_book import TimeBook
 from refocused.process_identity import identify
+from refocused.quick_imports import quick_imports
 from refocused.training.cadence import Cadence
 from refocused.training.data import DataParts, build_data
 from refocused.training.host_memory import (
@@ -92,6 +93,9 @@ class Built:
 def assemble_engine(job: Job) -> Built:
     """Build the model, alike on every rank, compile its blocks and partition it."""
     config, shape = job.loaded.config, job.loaded.shape
+    with quick_imports():
+        register_families()
+        load_deepspeed()
     seed_everything(config.run.seed, rank=0)
     model = build_model(
         shape.settings,

@@ -14,12 +14,21 @@ import torch
 os.environ["DS_ACCELERATOR"] = "cpu"
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engine_cases import ACCUMULATION, LENGTH, MICRO, RATES, Case, start_engine, windows
+from engine_cases import (
+    ACCUMULATION,
+    LENGTH,
+    MICRO,
+    RATES,
+    Case,
+    join_ready,
+    start_engine,
+    windows,
+)
 from torch._dynamo.utils import counters
 
 from refocused.engine.compiled import compile_blocks
 from refocused.models.causal_lm import CausalLM
-from refocused.world import World, join_world
+from refocused.world import World
 
 CASES = [
     Case(1, "gpt_neox"),
@@ -90,7 +99,7 @@ def step_losses(losses: list[float], world: World) -> list[float]:
 
 def main() -> None:
     out = Path(sys.argv[1])
-    world = join_world("cpu")
+    world = join_ready()
     found = {
         case.name: {kind: train(case, world, compiled=kind == "compiled") for kind in KINDS}
         for case in CASES

@@ -28,13 +28,14 @@ from engine_cases import (
     WARMED,
     Case,
     fresh_model,
+    join_ready,
     start_engine,
     windows,
 )
 
 from refocused.engine import build, hashed_files
 from refocused.engine.engine import Engine
-from refocused.world import World, join_world
+from refocused.world import World
 
 
 def train(engine: Engine, world: World, steps: range, folder: Path | None) -> list[dict[str, Any]]:
@@ -215,7 +216,7 @@ def save_on_a_failing_disk(world: World, scratch: Path) -> dict[str, Any]:
 
 def main() -> None:
     out = Path(sys.argv[1])
-    world = join_world("cpu")
+    world = join_ready()
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True

@@ -15,7 +15,7 @@ import torch
 os.environ["DS_ACCELERATOR"] = "cpu"  # as the train command does before deepspeed is imported
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engine_cases import LENGTH, MICRO, OPTIMIZER, RANKS, SHAPES, VOCABULARY
+from engine_cases import LENGTH, MICRO, OPTIMIZER, RANKS, SHAPES, VOCABULARY, join_ready
 from exactness_cases import EXACTNESS_CASES, SAVED_AT, STEPS, ExactnessCase
 
 from refocused.config.batch_plan import BatchPlan
@@ -26,7 +26,7 @@ from refocused.engine.engine import Engine
 from refocused.engine.randomness import seed_everything
 from refocused.models.build import build_model
 from refocused.models.causal_lm import counted_parameters
-from refocused.world import World, join_world
+from refocused.world import World
 
 
 def start(case: ExactnessCase, world: World, *, seed: int) -> Engine:
@@ -140,7 +140,7 @@ def run(case: ExactnessCase, world: World, scratch: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    world = join_world("cpu")
+    world = join_ready()
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True

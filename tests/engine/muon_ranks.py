@@ -12,11 +12,11 @@ from typing import Any
 os.environ["DS_ACCELERATOR"] = "cpu"  # as the train command does before deepspeed is imported
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engine_cases import RATES, SAVED_AT, Case, start_engine, windows
+from engine_cases import RATES, SAVED_AT, Case, join_ready, start_engine, windows
 from muon_cases import MUON, MUON_CASES
 
 from refocused.engine.engine import Engine
-from refocused.world import World, join_world
+from refocused.world import World
 
 
 def train(engine: Engine, world: World, steps: range) -> list[float]:
@@ -51,7 +51,7 @@ def run(case: Case, world: World, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    out, world = Path(sys.argv[1]), join_world("cpu")
+    out, world = Path(sys.argv[1]), join_ready()
     scratch = Path(world.broadcast(tempfile.mkdtemp(dir=out)))
     found = {case.name: run(case, world, scratch / case.name) for case in MUON_CASES}
     if world.is_first:

@@ -33,3 +33,9 @@ def test_zero_3_sends_the_model_once_each_way_for_a_micro_batch(found: dict[str,
 @pytest.mark.slow
 def test_a_save_sends_no_weights(found: dict[str, Any]) -> None:
     assert found["in a save"].get("gather", 0) < 0.01 * found["parameters"]
+
+
+@pytest.mark.slow
+def test_no_compiler_is_imported_where_nothing_is_compiled(found: dict[str, Any]) -> None:
+    assert not found["inductor"]
+    assert found["compile"] == "torch"  # torch's own is back

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engine_cases import ACCUMULATION, Case, start_engine, windows
+from engine_cases import ACCUMULATION, Case, join_ready, start_engine, windows
 
 from refocused.models.causal_lm import counted_parameters
-from refocused.world import join_world
 
 SENT: Counter[str] = Counter()  # elements of the whole tensor, by kind
 
@@ -53,7 +53,7 @@ def counting(kind: str, function: Callable[..., Any], whole: str) -> Callable[..
 
 def main() -> None:
     out = Path(sys.argv[1])
-    world = join_world("cpu")
+    world = join_ready()
     count_what_is_sent()
     engine = start_engine(Case(3), world)
     steps = []
@@ -74,6 +74,8 @@ def main() -> None:
             "in a save": in_a_save,
             "parameters": parameters,
             "accumulation": ACCUMULATION,
+            "inductor": "torch._inductor.compile_fx" in sys.modules,
+            "compile": torch.compile.__module__,
         }
         (out / "found.json").write_text(json.dumps(found))
     world.barrier()

@@ -20,9 +20,10 @@ from memory_cases import CASES, CHUNK, ROWS, Case, shape_of
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.deepspeed import deepspeed_config
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
-from refocused.engine.build import build_engine
-from refocused.models.build import build_model
+from refocused.engine.build import build_engine, load_deepspeed
+from refocused.models.build import build_model, register_families
 from refocused.models.causal_lm import counted_parameters
+from refocused.quick_imports import quick_imports
 from refocused.world import World, join_world
 
 
@@ -74,7 +75,10 @@ def peak_of(case: Case, world: World) -> int:
 
 
 def main() -> None:
-    out, world = Path(sys.argv[1]), join_world("cpu")
+    with quick_imports():  # or each of the collections would walk them
+        out, world = Path(sys.argv[1]), join_world("cpu")
+        register_families()
+        load_deepspeed()
     peaks = {}
     for case in CASES:
         peaks[case.name] = peak_of(case, world)
