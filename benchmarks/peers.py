@@ -6,15 +6,17 @@
 All contenders live in one process on one rank. The Trainer makes its steps, and after each one the
 others make theirs, so that a slow minute of the machine meets all; the table shows the medians of
 the CPU time of a step, and the largest temporary memory of the head and its loss. `--compiled` adds
-ours and a torch loop with compiled blocks. `products` is the share of the Trainer's steps that its
-matrix products and attention take, by the profiler: what everybody computes with the same kernels,
-and so the floor of `of the Trainer's`. accelerate, which the Trainer needs, goes into an
-environment of its own.
+ours and a torch loop with compiled blocks. Where a step has several passes, `ours, micro: auto`
+makes the same step in passes of the size that `batch.micro: auto` chooses. `products` is the share
+of the Trainer's steps that its matrix products and attention take, by the profiler: what everybody
+computes with the same kernels, and so the floor of `of the Trainer's` where passes are the same.
+accelerate, which the Trainer needs, goes into an environment of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import tempfile
@@ -40,7 +42,10 @@ from step import WARM_STEPS, alone
 from step_contenders import Setup, Step, bare_torch, ours, trainer, transformers_own
 from torch import nn
 
-from refocused.config.optimization import PrecisionConfig
+from refocused.config.model import ModelConfig
+from refocused.config.optimization import BatchConfig, PrecisionConfig, ZeroSettings
+from refocused.config.shape import shape_from
+from refocused.estimate.choice import choose
 from refocused.models.head_loss import LossHead
 
 WORK = Path("/tmp/refocused-benchmarks")
@@ -97,6 +102,21 @@ def setup_of(length: int, dtype: Literal["fp32", "bf16"]) -> Setup:
     )
 
 
+def as_planned(setup: Setup) -> Setup:
+    """Return the same step in passes of the size that a run with `batch.micro: auto` takes."""
+    windows = setup.micro * setup.accumulation
+    choice = choose(
+        shape_from(setup.shape(), where="the benchmark's model"),
+        model=ModelConfig(preset="given", sequence_length=setup.length),
+        batch=BatchConfig(micro="auto", windows=windows),
+        zero=ZeroSettings(),
+        dtype=setup.precision.dtype,
+        ranks=1,
+        memory_bytes=None,
+    )
+    return dataclasses.replace(setup, micro=choice.micro, accumulation=windows // choice.micro)
+
+
 def steps_in_turns(chosen: argparse.Namespace) -> tuple[list[Record], float]:
     """Let the Trainer drive, and the others follow each of its steps, in another order each time.
 
@@ -111,6 +131,13 @@ def steps_in_turns(chosen: argparse.Namespace) -> tuple[list[Record], float]:
     if chosen.compiled:
         others["ours, compiled"] = ours(setup, chosen.stage, world, compiled="on")
         others["torch loop, compiled"] = bare_torch(setup, compiled=True)
+    planned = as_planned(setup)
+    if planned != setup:
+        others["ours, micro: auto"] = ours(planned, chosen.stage, world)
+        if chosen.compiled:
+            others["ours, micro: auto, compiled"] = ours(
+                planned, chosen.stage, world, compiled="on"
+            )
     records: list[Record] = []
     turns, clock, profile = deque(others.items()), CpuClock(), torch.profiler.profile()
 

@@ -28,7 +28,7 @@ class BatchConfig(Section):
 
     Attributes:
         micro: Windows of one forward and backward pass on one GPU; `auto`: the most that its memory
-            holds and that divide `windows`.
+            holds and that divide `windows`; on CPUs the most that are no more than 4,096 tokens.
         accumulation: Passes summed before one update.
         windows: Windows of one step over all GPUs.
     """
