@@ -6,15 +6,14 @@ import dataclasses
 import datetime
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from refocused.bucket.bucket import BlobInfo, Bucket
+from refocused.bucket.bucket import Bucket
 from refocused.bucket.transfer import Progress
 from refocused.checkpoints.aliases import ROLES, by_role, is_role, tier_notes
 from refocused.checkpoints.fetch import fetch_step
-from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest
-from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED, RemoteSteps, is_copy
+from refocused.checkpoints.remote_steps import SUPERSEDED, RemoteSteps
 from refocused.checkpoints.retention import best_of
 from refocused.checkpoints.step_directory import (
     StepDirectory,
@@ -23,13 +22,17 @@ from refocused.checkpoints.step_directory import (
     read_step,
     step_paths,
 )
+from refocused.checkpoints.step_state import (
+    LEFT_BEHIND,
+    WHOLE,
+    Found,
+    is_part,
+    judge_directory,
+    judge_objects,
+)
 from refocused.checkpoints.tiers import Tier
-from refocused.checkpoints.verify import FileProblem, describe, verify
+from refocused.checkpoints.verify import FileProblem, verify
 from refocused.errors import CheckpointError
-
-ABSENT = "-"
-WHOLE = "ok"
-LEFT_BEHIND = "superseded"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,21 +91,6 @@ class ResolvedStep:
     path: Path | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Found:
-    """What one place says of one step.
-
-    Attributes:
-        state: As in CatalogEntry.
-        manifest: None: there is none that can be read.
-        objects_bytes: Bytes of its objects in the bucket.
-    """
-
-    state: str = ABSENT
-    manifest: CheckpointManifest | None = None
-    objects_bytes: int = 0
-
-
 class Catalog:
     """The steps of one run.
 
@@ -123,14 +111,7 @@ class Catalog:
             BucketError: The bucket cannot be listed.
         """
         here = self.here()
-        objects = self.remote.scan() if self.remote is not None else {}
-        there = {
-            step: dataclasses.replace(
-                self._judge(step, found, here.get(step, Found()).manifest),
-                objects_bytes=sum(blob.size for blob in found.values()),
-            )
-            for step, found in objects.items()
-        }
+        there = self._there(here)
         entries = [
             _entry(step, here.get(step, Found()), there.get(step, Found()))
             for step in sorted({*here, *there})
@@ -147,7 +128,19 @@ class Catalog:
 
     def here(self) -> dict[int, Found]:
         """Judge every local step by its structure and sizes."""
-        return {_step_of(path): _look(path) for path in step_paths(self.local)}
+        return {_step_of(path): judge_directory(path) for path in step_paths(self.local)}
+
+    def _there(self, here: Mapping[int, Found]) -> dict[int, Found]:
+        """Judge every step of the bucket by the manifest that the disk has of it, or its own."""
+        if self.remote is None:
+            return {}
+        found = {}
+        for step, objects in self.remote.scan().items():
+            known = here.get(step, Found()).manifest
+            judged = judge_objects(self.remote, name_of(step), objects, known)
+            size = sum(blob.size for blob in objects.values())
+            found[step] = dataclasses.replace(judged, objects_bytes=size)
+        return found
 
     def supersede_after(self, step: int) -> list[str]:
         """Mark the bucket's steps beyond a step as left behind; return their names.
@@ -228,7 +221,7 @@ class Catalog:
             BucketError: The bucket cannot be read, or the disk has no room.
         """
         path = self.local / name_of(step)
-        if not replace and _look(path).state == WHOLE:
+        if not replace and judge_directory(path).state == WHOLE:
             return read_step(path)
         if self.remote is None:
             raise CheckpointError(
@@ -238,37 +231,6 @@ class Catalog:
         return fetch_step(
             self.remote, path.name, checkpoints=self.local, threads=threads, progress=progress
         )
-
-    def _judge(
-        self, step: int, objects: dict[str, BlobInfo], known: CheckpointManifest | None
-    ) -> Found:
-        """Compare the objects of one step with its manifest, reading that when it is not known."""
-        assert self.remote is not None  # only its steps are judged
-        if SUPERSEDED in objects:
-            return Found(LEFT_BEHIND, known)
-        if MANIFEST not in objects and (known is None or COMMITTED in objects):
-            return Found(f"broken: {MANIFEST} is missing")
-        try:
-            manifest = known or self.remote.manifest(name_of(step))
-            is_foreign = COMMITTED in objects and self.remote.marks_other_files(
-                name_of(step), objects, manifest
-            )
-        except CheckpointError as error:
-            return Found(f"broken: {error}")
-        right = {
-            file: record.size
-            for file, record in manifest.files.items()
-            if file in objects and is_copy(objects[file], record)
-        }
-        lost = len(manifest.files) - len(right)
-        if COMMITTED not in objects:
-            percent = 100 * sum(right.values()) // max(manifest.total_bytes, 1)
-            return Found(f"{min(percent, 99)} %", manifest)
-        if lost:
-            return Found(f"broken: {lost} of {len(manifest.files)} files are lost", manifest)
-        if is_foreign:
-            return Found(f"broken: {COMMITTED} belongs to other files", manifest)
-        return Found(WHOLE, manifest)
 
     def _nothing(self, request: str) -> str:
         if request in ("best", "best_model"):
@@ -290,27 +252,10 @@ class Catalog:
         return f"{self.local} or {self.remote.url}" if self.remote else str(self.local)
 
 
-def is_part(state: str) -> bool:
-    """Whether a local state is that of one machine's part of a step."""
-    return state.startswith("node ")
-
-
 def _step_of(path: Path) -> int:
     step = parse_name(path.name)
     assert step is not None  # step_paths yields no other names
     return step
-
-
-def _look(path: Path) -> Found:
-    """Judge a local step directory by its structure and sizes."""
-    try:
-        directory = read_step(path)
-    except CheckpointError as error:
-        reason = str(error).split(". ")[0].replace(f"{path}/", "")
-        return Found(f"broken: {reason}")
-    problems = verify(directory, deep=False)
-    state = WHOLE if directory.part is None else str(directory.part)
-    return Found(f"broken: {describe(problems)}" if problems else state, directory.manifest)
 
 
 def _entry(step: int, here: Found, there: Found) -> CatalogEntry:

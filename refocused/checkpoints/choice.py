@@ -6,15 +6,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from refocused.checkpoints.catalog import (
-    ABSENT,
-    LEFT_BEHIND,
-    WHOLE,
-    Catalog,
-    CatalogEntry,
-    ResolvedStep,
-)
+from refocused.checkpoints.catalog import Catalog, CatalogEntry, ResolvedStep
 from refocused.checkpoints.step_directory import StepDirectory, read_step
+from refocused.checkpoints.step_state import ABSENT, LEFT_BEHIND, WHOLE
 from refocused.checkpoints.verify import FileProblem, describe
 from refocused.errors import BucketError, CheckpointError
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from refocused.bucket.checksum import crc32c_of
 from refocused.bucket.transfer import Progress
-from refocused.checkpoints.catalog import WHOLE, Catalog, Found, is_part
+from refocused.checkpoints.catalog import Catalog
 from refocused.checkpoints.fetch import fetch_step
 from refocused.checkpoints.manifest import MANIFEST
 from refocused.checkpoints.remote_steps import Marker
@@ -20,6 +20,7 @@ from refocused.checkpoints.step_directory import (
     read_step,
     step_paths,
 )
+from refocused.checkpoints.step_state import WHOLE, Found, is_part
 from refocused.checkpoints.verify import FileProblem, verify
 from refocused.errors import CheckpointError, RefocusedError
 from refocused.world import World

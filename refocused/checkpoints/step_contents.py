@@ -10,9 +10,10 @@ from typing import Any
 import yaml
 
 from refocused.bucket.checksum import extended_crc32c
-from refocused.checkpoints.catalog import LEFT_BEHIND, WHOLE, Catalog, CatalogEntry
+from refocused.checkpoints.catalog import Catalog, CatalogEntry
 from refocused.checkpoints.manifest import CheckpointManifest
 from refocused.checkpoints.step_directory import read_step
+from refocused.checkpoints.step_state import LEFT_BEHIND, WHOLE
 from refocused.errors import CheckpointError
 
 

@@ -28,8 +28,8 @@ def add_info_arguments(parser: Parser) -> None:
 
 def run_info(arguments: argparse.Namespace) -> int:
     """Show one step; a broken one as far as it can be read."""
-    from refocused.checkpoints.catalog import LEFT_BEHIND
     from refocused.checkpoints.step_contents import read_contents
+    from refocused.checkpoints.step_state import LEFT_BEHIND
 
     found = find_step(arguments.step, arguments)
     readable = found.entry.usable or found.entry.bucket == LEFT_BEHIND

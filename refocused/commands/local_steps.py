@@ -45,8 +45,8 @@ def brought_here(found: FoundStep, *, must_be_copy: bool = False) -> StepDirecto
         CheckpointError: It is whole in neither place, or another is here under its name.
         BucketError: The bucket cannot be read, or the disk has no room.
     """
-    from refocused.checkpoints.catalog import LEFT_BEHIND, WHOLE
     from refocused.checkpoints.step_directory import read_step
+    from refocused.checkpoints.step_state import LEFT_BEHIND, WHOLE
 
     catalog, entry = found.catalog, found.entry
     path = catalog.local / entry.name

@@ -1,0 +1,89 @@
+"""What one place, the disk or the bucket, says of one step of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from refocused.bucket.bucket import BlobInfo
+from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest
+from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED, RemoteSteps, is_copy
+from refocused.checkpoints.step_directory import read_step
+from refocused.checkpoints.verify import describe, verify
+from refocused.errors import CheckpointError
+
+ABSENT = "-"
+WHOLE = "ok"
+LEFT_BEHIND = "superseded"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """What one place says of one step.
+
+    Attributes:
+        state: As in CatalogEntry.
+        manifest: None: there is none that can be read.
+        objects_bytes: Bytes of its objects in the bucket.
+    """
+
+    state: str = ABSENT
+    manifest: CheckpointManifest | None = None
+    objects_bytes: int = 0
+
+
+def is_part(state: str) -> bool:
+    """Whether a local state is that of one machine's part of a step."""
+    return state.startswith("node ")
+
+
+def judge_directory(path: Path) -> Found:
+    """Judge a local step directory by its structure and sizes."""
+    try:
+        directory = read_step(path)
+    except CheckpointError as error:
+        reason = str(error).split(". ")[0].replace(f"{path}/", "")
+        return Found(f"broken: {reason}")
+    problems = verify(directory, deep=False)
+    state = WHOLE if directory.part is None else str(directory.part)
+    return Found(f"broken: {describe(problems)}" if problems else state, directory.manifest)
+
+
+def judge_objects(
+    remote: RemoteSteps,
+    name: str,
+    objects: Mapping[str, BlobInfo],
+    known: CheckpointManifest | None,
+) -> Found:
+    """Compare the objects of one step with its manifest.
+
+    Args:
+        remote: The steps of the bucket.
+        name: Directory name of the step.
+        objects: Its objects, by their names below it.
+        known: Its manifest, where a whole local step has it; None: it is read from the bucket.
+    """
+    if SUPERSEDED in objects:
+        return Found(LEFT_BEHIND, known)
+    if MANIFEST not in objects and (known is None or COMMITTED in objects):
+        return Found(f"broken: {MANIFEST} is missing")
+    try:
+        manifest = known or remote.manifest(name)
+        is_foreign = COMMITTED in objects and remote.marks_other_files(name, objects, manifest)
+    except CheckpointError as error:
+        return Found(f"broken: {error}")
+    right = {
+        file: record.size
+        for file, record in manifest.files.items()
+        if file in objects and is_copy(objects[file], record)
+    }
+    lost = len(manifest.files) - len(right)
+    if COMMITTED not in objects:
+        percent = 100 * sum(right.values()) // max(manifest.total_bytes, 1)
+        return Found(f"{min(percent, 99)} %", manifest)
+    if lost:
+        return Found(f"broken: {lost} of {len(manifest.files)} files are lost", manifest)
+    if is_foreign:
+        return Found(f"broken: {COMMITTED} belongs to other files", manifest)
+    return Found(WHOLE, manifest)
