@@ -49,6 +49,9 @@ class Request:
         return self.method == "PUT" and "upload_id" in self.query
 
 
+GARBLED = b"<html>"  # no JSON, and no object
+
+
 @dataclasses.dataclass(frozen=True)
 class Fault:
     """What happens to one exchange.
@@ -65,7 +68,7 @@ class Fault:
         flip_byte: Invert this byte of the answer's body.
         strip_headers: Leave these headers out of the answer, in lower case.
         lose_reply: Let the emulator work, then close the connection without an answer.
-        garble_reply: Let the emulator work, then answer 200 with text that is no JSON.
+        reply: Let the emulator work, then answer 200 with this instead, such as `GARBLED`.
         delay_s: Wait so long first, in seconds.
     """
 
@@ -80,7 +83,7 @@ class Fault:
     flip_byte: int | None = None
     strip_headers: frozenset[str] = frozenset()
     lose_reply: bool = False
-    garble_reply: bool = False
+    reply: bytes | None = None
     delay_s: float = 0.0
 
 
@@ -232,8 +235,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if fault.lose_reply:
             self.close_connection = True
             return
-        if fault.garble_reply:
-            answer.body = b"<html>"
+        if fault.reply is not None:
+            answer.body = fault.reply
         self._send(answer, fault)
 
     do_POST = do_GET  # noqa: N815 - the names the base class looks for

@@ -17,6 +17,7 @@ TIMEOUT_S = (10.0, 60.0)  # connect, and silence between two pieces of an answer
 # What the library must not do by itself: its retries end 120 s after the call began, ignore
 # Retry-After and leave resumed downloads unchecked.
 ONCE = {"retry": None, "timeout": TIMEOUT_S}
+DESCRIBED = ("name", "size", "crc32c", "generation")  # what is read of an object's resource
 
 
 class GoogleRequests:
@@ -63,12 +64,17 @@ class GoogleRequests:
         }
 
     def described(self, blob: Any) -> BlobInfo:
-        """Describe a blob whose metadata were received."""
-        fields = ("name", "size", "crc32c", "generation")
-        return self.described_in({field: getattr(blob, field) for field in fields})
+        """Describe a blob by the metadata that were received; errors are `described_in`'s."""
+        return self.described_in({field: getattr(blob, field) for field in DESCRIBED})
 
-    def described_in(self, fields: Mapping[str, Any]) -> BlobInfo:
-        """Describe an object by the fields of its resource in the store's JSON."""
+    def described_in(self, fields: object) -> BlobInfo:
+        """Describe an object by its resource in the store's JSON.
+
+        Raises:
+            ConnectionError: That is no such resource; it is a fault that may pass.
+        """
+        if not isinstance(fields, Mapping) or any(fields.get(name) is None for name in DESCRIBED):
+            raise ConnectionError("the store's answer describes no object")
         return BlobInfo(
             name=fields["name"].removeprefix(self.root),
             size=int(fields["size"]),

@@ -138,7 +138,7 @@ def _chunked_send(
         return url
 
     def send() -> BlobInfo | None:
-        described = ResumableUpload(
+        answer = ResumableUpload(
             source,
             size=size,
             open_session=lambda: requests.ask(open_session, name, permission=_PERMISSION),
@@ -147,7 +147,10 @@ def _chunked_send(
             timeout_s=TIMEOUT_S,
             refused=lambda fault: requests.refused(fault, name, permission=_PERMISSION),
         ).send()
-        return None if described is None else requests.described_in(described)
+        try:
+            return requests.described_in(answer)
+        except ConnectionError:
+            return None  # the store is asked
 
     return send
 

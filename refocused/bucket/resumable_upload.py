@@ -53,8 +53,8 @@ class ResumableUpload:
         self._refused = refused
         self._furthest = 0  # most bytes that the store ever confirmed
 
-    def send(self) -> dict[str, Any] | None:
-        """Send everything; return the store's description of the object, where it is readable.
+    def send(self) -> object:
+        """Send everything; return the store's last answer, None where it is no JSON.
 
         Raises:
             BucketError: The store refuses, the faults do not end, or the file got shorter.
@@ -67,7 +67,7 @@ class ResumableUpload:
                 self._wait_after(answer)
                 confirmed = None
             elif answer.status_code in _DONE:
-                return _description(answer)
+                return _content(answer)
             elif answer.status_code == _INCOMPLETE:
                 confirmed = self._confirmed(answer, before=confirmed)
             elif answer.status_code in _SESSION_GONE:
@@ -123,9 +123,9 @@ class ResumableUpload:
         return content
 
 
-def _description(answer: Any) -> dict[str, Any] | None:
+def _content(answer: Any) -> object:
     try:
-        found: dict[str, Any] = answer.json()
+        content: object = answer.json()
     except ValueError:
         return None
-    return found
+    return content

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from fakes import Emulator, Fault
+from fakes import GARBLED, Emulator, Fault
 
 from refocused.bucket.gcs import GcsBucket
 from refocused.errors import BucketError
@@ -24,7 +24,7 @@ def test_these_statuses_pass(emulator: Emulator, gcs: GcsBucket, status: int) ->
     assert list(gcs.list()) == []
 
 
-@pytest.mark.parametrize("fault", [Fault(lose_reply=True), Fault(garble_reply=True)])
+@pytest.mark.parametrize("fault", [Fault(lose_reply=True), Fault(reply=GARBLED)])
 def test_broken_answers_pass(emulator: Emulator, gcs: GcsBucket, fault: Fault) -> None:
     emulator.proxy.script(lambda request: True, fault)
     assert list(gcs.list()) == []

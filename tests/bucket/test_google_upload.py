@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes import Emulator, Fault, Request
+from fakes import GARBLED, Emulator, Fault, Request
 
 from refocused.bucket.gcs import GcsBucket
 from refocused.errors import BucketError
@@ -20,10 +20,11 @@ def test_a_lost_answer_is_no_failure(emulator: Emulator, gcs: GcsBucket, small: 
     assert gcs.read("x") == small.read_bytes()
 
 
-def test_an_answer_that_is_no_json_is_no_failure(
-    emulator: Emulator, gcs: GcsBucket, small: Path
+@pytest.mark.parametrize("reply", [GARBLED, b"{}"])
+def test_an_answer_that_describes_nothing_is_no_failure(
+    emulator: Emulator, gcs: GcsBucket, small: Path, reply: bytes
 ) -> None:
-    emulator.proxy.script(IS_UPLOAD, Fault(garble_reply=True))
+    emulator.proxy.script(IS_UPLOAD, Fault(reply=reply))
     gcs.upload(small, "x")
     assert gcs.read("x") == small.read_bytes()
 
@@ -80,9 +81,10 @@ def test_an_upload_is_described_by_its_own_answer(
     assert stored == gcs.info("x")
 
 
-def test_an_answer_to_a_last_chunk_that_is_no_json_is_no_failure(
-    emulator: Emulator, gcs: GcsBucket, large: Path
+@pytest.mark.parametrize("reply", [GARBLED, b"{}"])
+def test_an_answer_to_a_last_chunk_that_describes_nothing_is_no_failure(
+    emulator: Emulator, gcs: GcsBucket, large: Path, reply: bytes
 ) -> None:
     is_last = lambda asked: asked.headers.get("Content-Range", "").startswith("bytes 33554432")  # noqa: E731
-    emulator.proxy.script(is_last, Fault(garble_reply=True))
+    emulator.proxy.script(is_last, Fault(reply=reply))
     assert gcs.upload(large, "x") == gcs.info("x")

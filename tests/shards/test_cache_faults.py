@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import Emulator, Fault, Request
+from fakes import GARBLED, Emulator, Fault, Request
 from shard_samples import npy_bytes, npz_bytes, opened, settings
 
 from refocused.bucket.gcs import GcsBucket
@@ -133,7 +133,7 @@ SURVIVED: dict[str, tuple[Script, int]] = {
     "a stall": ([(is_download, Fault(stall_after=20_000, stall_s=1.5), 1)], 6),
     "a stall before the first byte": ([(is_download, Fault(stall_after=0, stall_s=1.5), 1)], 6),
     "a lost answer": ([(is_download, Fault(lose_reply=True), 2)], 7),
-    "text instead of the object": ([(is_download, Fault(garble_reply=True), 1)], 7),
+    "text instead of the object": ([(is_download, Fault(reply=GARBLED), 1)], 7),
     **{
         f"HTTP {status} twice": ([(is_download, Fault(status=status), 2)], 7)
         for status in (408, 429, 500, 502, 503, 504)
@@ -192,7 +192,7 @@ def test_many_threads_through_many_faults(
         Fault(status=429),
         Fault(cut_after=50),
         Fault(lose_reply=True),
-        Fault(garble_reply=True),
+        Fault(reply=GARBLED),
         Fault(stall_after=3, stall_s=1.5),
     ],
     ids=["503", "429", "cut", "lost", "garbled", "stall"],
