@@ -44,7 +44,8 @@ def test_it_is_the_sum_over_all_lags_with_every_gradient(
         assert relative(mine.grad, other.grad) < tolerance
 
 
-def test_groups_of_channels_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cut", ["transformed", "turned by tokens", "turned by channels"])
+def test_cuts_do_not_show(cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, kernel = drawn(2, 16, 7), drawn(7, 16, seed=1)
 
     def both() -> list[Tensor]:
@@ -54,7 +55,13 @@ def test_groups_of_channels_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None
         return [outputs.detach(), *(t.grad for t in tensors)]
 
     together = both()
-    monkeypatch.setattr(module, "BYTES_ON_CPU", 8 * 2 * 17 * 3)  # groups of 3, 3 and 1
+    if cut == "transformed":
+        monkeypatch.setattr(module, "BYTES_ON_CPU", 8 * 2 * 17 * 3)  # groups of 3, 3 and 1
+    elif cut == "turned by tokens":
+        monkeypatch.setattr(module, "TOKENS_TURNED", 5)  # 5, 5, 5 and 1
+    else:  # as on a GPU
+        channels = [slice(0, 4), slice(4, 8)]
+        monkeypatch.setattr(module, "_turned_at_once", lambda _: channels)
     for one, other in zip(together, both(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
