@@ -80,8 +80,12 @@ def load_deepspeed() -> None:
     DeepSpeed's own Muon, which nothing here uses, hands a function to torch.compile when it is
     imported, and that imports inductor: 1.3 s of every rank where no block is compiled.
     """
+
+    def left_alone(function: Any = None, **_: Any) -> Any:
+        return left_alone if function is None else function  # a decorator with arguments, or bare
+
     compile_ = torch.compile
-    torch.compile = lambda function: function  # type: ignore[assignment]
+    torch.compile = left_alone  # type: ignore[assignment]
     try:
         import deepspeed.runtime.zero.muon.muon_optimizer
     finally:
