@@ -24,7 +24,8 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from refocused.batches.position import Position
 from refocused.checkpoints.atomic import fsync_path
-from refocused.checkpoints.checkpointer import Checkpointer, RunFacts
+from refocused.checkpoints.changes import RunFacts
+from refocused.checkpoints.checkpointer import Checkpointer
 from refocused.checkpoints.step_directory import read_step
 from refocused.checkpoints.verify import verify
 from refocused.config.batch_plan import BatchPlan
@@ -117,7 +118,7 @@ class Ways:
         try:
             saving = seconds(lambda: engine.save_checkpoint(str(folder), tag="zero"))
             paths = list((folder / "zero").glob(f"*_rank_{self._world.rank}_*"))
-            syncing = seconds(lambda: [fsync_path(path) for path in paths])
+            syncing = seconds(lambda: list(map(fsync_path, paths)))
             return {"DeepSpeed": saving, "DeepSpeed, then fsync": saving + syncing}
         finally:
             engine.checkpoint_engine = ours
@@ -134,7 +135,9 @@ class Ways:
         """The same with `checkpoint.async`; what the loop waits for at the copy and the commit."""
         checkpointer, state = self._checkpointer()
         copy = seconds(lambda: checkpointer.begin(self._engine, state, files_done=0))
-        writing = seconds(lambda: checkpointer._begun[1].result())
+        begun = checkpointer._begun
+        assert begun is not None
+        writing = seconds(begun[1].result)
         self._world.barrier()
         commit = seconds(lambda: checkpointer.finish(wait=True))
         return {"async, stall": copy + commit, "async, until written": copy + writing + commit}
@@ -155,8 +158,8 @@ class Ways:
         names = [name for name in step.manifest.files if f"_rank_{self._world.rank}_" in name]
         paths = [step.path / name for name in names]
         found = {}
-        ways = [
-            ("read", lambda: [read_whole(path) for path in paths]),
+        ways: list[tuple[str, Callable[[], object]]] = [
+            ("read", lambda: list(map(read_whole, paths))),
             ("verified", lambda: verify(step, deep=True, files=names)),
         ]
         if self._step % 4 == 1:  # every other time: the disk is another for the second of two
@@ -226,4 +229,5 @@ def main() -> None:
     os._exit(0)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
+from multiprocessing.connection import Connection
 
 from server_process import server_process
 
@@ -13,7 +14,7 @@ def storage_process(bucket: str) -> AbstractContextManager[str]:
     return server_process(serve, bucket)
 
 
-def serve(bucket: str, sender) -> None:
+def serve(bucket: str, sender: Connection) -> None:
     """Be the server, until terminated."""
     from gcp_storage_emulator.handlers.buckets import create_bucket
     from gcp_storage_emulator.server import create_server

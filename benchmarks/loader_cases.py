@@ -67,7 +67,7 @@ class Ours:
             for _ in itertools.islice(self.open(0), STEPS_OF_EPOCH):
                 pass
 
-    def state_at(self, step: int) -> int:
+    def state_at(self, step: int) -> int | None:
         """Return the step: the position follows from it."""
         return step
 
@@ -93,7 +93,9 @@ class Ours:
         stream = parts.loader.batches_from(Position(0, state * ROWS))
         try:
             while True:
-                for batch in stream.next_step():
+                batches = stream.next_step()
+                assert batches is not None, "it waits for them"
+                for batch in batches:
                     yield batch.input_ids, batch.labels
         finally:
             stream.close()
@@ -206,6 +208,9 @@ class StatefulLoader(TorchLoader):
 
     def open(self, state: Any) -> Iterator[Pair]:
         """Load the state and read epoch after epoch."""
+        return self._resumed(state)
+
+    def _resumed(self, state: Any) -> Iterator[Any]:
         loader = self._loader()
         if state is not None:
             loader.load_state_dict(state)
@@ -234,7 +239,7 @@ class LitData(StatefulLoader):
 
     def open(self, state: Any) -> Iterator[Pair]:
         """Widen its uint16 blocks."""
-        for block in super().open(state):
+        for block in self._resumed(state):
             wide = block.to(torch.int64)
             yield wide[:, :-1], wide[:, 1:]
 
@@ -264,10 +269,7 @@ class Mosaic(LitData):
 
     def open(self, state: Any) -> Iterator[Pair]:
         """Widen its uint16 rows."""
-        loader = self._loader()
-        if state is not None:
-            loader.load_state_dict(state)
-        for rows in _for_ever(loader):
+        for rows in self._resumed(state):
             wide = rows["tokens"].to(torch.int64)
             yield wide[:, :-1], wide[:, 1:]
 

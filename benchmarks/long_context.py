@@ -19,7 +19,7 @@ import importlib
 import json
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,10 @@ class Promise:
             value = self.value(rows)
         except KeyError:
             return None
-        limit = self.at_most if self.at_most is not None else self.at_least
-        holds = value <= limit if self.at_most is not None else value >= limit
-        return {"value": value, "limit": limit, "holds": float(holds)}
+        if self.at_most is not None:
+            return {"value": value, "limit": self.at_most, "holds": float(value <= self.at_most)}
+        assert self.at_least is not None, "a promise has a limit"
+        return {"value": value, "limit": self.at_least, "holds": float(value >= self.at_least)}
 
 
 def main() -> None:
@@ -101,7 +102,7 @@ def cases_of(family: str) -> Mapping[str, Callable[[], Record]]:
     return cases
 
 
-def promised(families: tuple[str, ...], rows: Mapping[str, Record]) -> dict[str, Record]:
+def promised(families: Sequence[str], rows: Mapping[str, Record]) -> dict[str, Record]:
     """Hold every family's promises to the rows; what was not measured is said and left out."""
     found = {}
     for family in families:

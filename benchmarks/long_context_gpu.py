@@ -128,6 +128,9 @@ def preset(name: str, device: torch.device) -> Record:
     """Train on one micro-batch of a run as it is configured, with its activation checkpointing."""
     loaded = load_run(name)
     config, shape = loaded.config, loaded.shape
+    micro = config.batch.micro
+    if micro == "auto":
+        raise SystemExit(f"{name} leaves batch.micro to each machine: give a run that says it.")
     model = build_model(
         shape.settings,
         vocabulary=shape.padded_vocabulary(config.model.vocabulary_multiple),
@@ -135,7 +138,7 @@ def preset(name: str, device: torch.device) -> Record:
         activation_checkpointing=config.model.activation_checkpointing,
         chunk_tokens=config.model.head_chunk_tokens,
     ).to(device, torch.bfloat16)
-    size = (config.batch.micro, config.model.sequence_length)
+    size = (micro, config.model.sequence_length)
     ids = torch.randint(shape.vocabulary, size, device=device)
     return timed(lambda: model(ids, ids).backward(), tokens=ids.numel(), device=device)
 

@@ -32,7 +32,7 @@ def convolution(convolve: Callable[[Tensor, Tensor], Tensor]) -> Record:
 
     def step() -> None:
         inputs.grad = kernel.grad = None
-        convolve(inputs, kernel).backward(slope)
+        convolve(inputs, kernel).backward(slope)  # type: ignore[no-untyped-call]
 
     record = cost(step, tokens=batch * tokens)
     with torch.no_grad():
@@ -47,7 +47,8 @@ def along_the_middle(inputs: Tensor, kernel: Tensor) -> Tensor:
     length = inputs.shape[1]
     spectrum = torch.fft.fft(inputs, n=2 * length, dim=1)
     spectrum = spectrum * torch.fft.fft(kernel.T, n=2 * length, dim=0)
-    return torch.fft.ifft(spectrum, dim=1).real[:, :length]
+    outputs: Tensor = torch.fft.ifft(spectrum, dim=1).real[:, :length]
+    return outputs
 
 
 def layer(length: int) -> Record:
@@ -76,7 +77,8 @@ class Attention(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Return `[B, T, D]`."""
         heads = self.joint(inputs).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        query, key, value = heads
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         outputs: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return outputs
 
@@ -100,7 +102,7 @@ def carried(length: int) -> Record:
     def step() -> None:
         tuning = resonators.tuning(torch.float32)
         state = silence(inputs, tuning)
-        for part in inputs.split(CHUNK, dim=1):
+        for part in torch.split(inputs, CHUNK, dim=1):
             _, state = ring_on(part, tuning, state, chunk=CHUNK)
 
     return cost(step, tokens=length)

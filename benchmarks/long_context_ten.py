@@ -31,12 +31,12 @@ def scan(form: Scan) -> Record:
     leaves = [t.requires_grad_() for t in (beta, spectrum.log_decay, spectrum.frequency)]
     slope = torch.randn(modes, batch, tokens)
     compiled = torch.compile(form, dynamic=False)
-    compiled(*leaves).backward(slope)  # it is compiled here
+    compiled(*leaves).backward(slope)  # type: ignore[no-untyped-call]  # it is compiled here
 
     def step() -> None:
         for leaf in leaves:
             leaf.grad = None
-        compiled(*leaves).backward(slope)
+        compiled(*leaves).backward(slope)  # type: ignore[no-untyped-call]
 
     record = cost(step, tokens=batch * tokens)
     with torch.no_grad():
@@ -55,7 +55,8 @@ def by_fft(beta: Tensor, log_decay: Tensor, frequency: Tensor) -> Tensor:
     kernel = torch.complex(*powers(log_decay, frequency, length, dtype=beta.dtype))
     inputs = torch.complex(beta[0], beta[1])
     spectrum = torch.fft.fft(inputs, n=2 * length) * torch.fft.fft(kernel[:, None], n=2 * length)
-    return torch.fft.ifft(spectrum)[..., :length].real
+    outputs: Tensor = torch.fft.ifft(spectrum)[..., :length].real
+    return outputs
 
 
 def layer(length: int) -> Record:

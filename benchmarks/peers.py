@@ -163,7 +163,9 @@ def steps_in_turns(chosen: argparse.Namespace) -> tuple[list[Record], float]:
 
 def share_of_products(profile: torch.profiler.profile) -> float:
     """Return what part of the profiled time matrix products and attention took themselves."""
-    spent = {event.key: event.self_cpu_time_total for event in profile.key_averages()}
+    spent: dict[str, float] = {
+        event.key: event.self_cpu_time_total for event in profile.key_averages()
+    }
     return sum(spent[name] for name in spent if name.startswith(PRODUCTS)) / sum(spent.values())
 
 
@@ -190,7 +192,7 @@ def head_memory() -> dict[str, float]:
     kept = (2 * weight.numel() + 2 * hidden.numel()) * 4 / 2**20
 
     def full() -> None:
-        F.cross_entropy((hidden @ weight.T).float(), labels).backward()
+        F.cross_entropy((hidden @ weight.T).float(), labels).backward()  # type: ignore[no-untyped-call]
 
     def chunked() -> None:
         LossHead(weight, chunk_tokens=HEAD_CHUNK)(hidden, labels).backward()

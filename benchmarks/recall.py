@@ -172,7 +172,7 @@ def judged(model: CausalLM) -> Record:
 
 def answers(model: CausalLM, inputs: Tensor) -> Tensor:
     """Return the likeliest next tokens `[rows, T]`."""
-    return torch.cat([model.logits(part).argmax(-1) for part in inputs.split(ROWS)])
+    return torch.cat([model.logits(part).argmax(-1) for part in torch.split(inputs, ROWS)])
 
 
 def distances(inputs: Tensor, labels: Tensor) -> Tensor:

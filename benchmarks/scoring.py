@@ -85,7 +85,7 @@ def make_model(folder: Path, *, preset: str, bpe_folder: Path) -> None:
 
     from refocused.config.files import find_config
     from refocused.config.shape import load_shape
-    from refocused.inference.model import network_class
+    from refocused.inference.model_weights import network_class
     from refocused.inference.tokenizer import as_transformers
     from refocused.models.build import transformers_config
     from refocused.shards.tokenizer_files import tokenizer_file

@@ -18,6 +18,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import google_crc32c
@@ -66,7 +67,7 @@ def asked_for(store: str) -> dict[str, Asked]:
         return {name: Asked(*found) for name, found in json.load(answer).items()}
 
 
-def serve(folder: str, shape: Shape, sender) -> None:
+def serve(folder: str, shape: Shape, sender: Connection) -> None:
     """Be the server, until terminated."""
     server = Server(Path(folder), shape)
     sender.send(server.server_address[1])
@@ -153,8 +154,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         asked = self.headers.get("Range")
         first, last = 0, len(body) - 1
         if asked:
-            start, _, end = asked.removeprefix("bytes=").partition("-")
-            first, last = int(start), min(int(end or last), last)
+            asked_first, _, asked_last = asked.removeprefix("bytes=").partition("-")
+            first, last = int(asked_first), min(int(asked_last or last), last)
         self.server.counted(name, last - first + 1)
         self.send_response(206 if asked else 200)
         metadata = self.server.metadata[name]

@@ -18,6 +18,8 @@ whole epochs of the real order:
 from __future__ import annotations
 
 import argparse
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -49,11 +51,11 @@ def main() -> None:
     arguments = parser.parse_args()
     count = arguments.shards * arguments.shard_windows
     draw = np.random.default_rng(0)
-    epochs = {
+    epochs: dict[str, Callable[[int], NDArray[np.int64]]] = {
         "no shuffle": lambda epoch: np.arange(count),
         **{
-            f"blocks of {block}": lambda epoch, block=block: _places(
-                arguments.shards, arguments.shard_windows, block=block, epoch=epoch
+            f"blocks of {block}": functools.partial(
+                _places, shards=arguments.shards, windows=arguments.shard_windows, block=block
             )
             for block in BLOCKS
             if block <= arguments.shards
@@ -81,7 +83,7 @@ def main() -> None:
         write_report(arguments.json, settings=settings, results=rows)
 
 
-def _places(shards: int, windows: int, *, block: int, epoch: int) -> NDArray[np.int64]:
+def _places(epoch: int, *, shards: int, windows: int, block: int) -> NDArray[np.int64]:
     """Return the place on the line of each window of an epoch, in the order of training."""
     ranges = [WindowRange(shard, 0, windows) for shard in range(shards)]
     order = Order(ranges, seed=1337, block_shards=block)

@@ -107,6 +107,7 @@ def train_whole(
     """Train as the command does, in this process."""
     from refocused.config.decode import load_run
     from refocused.training import loop
+    from refocused.training.fetching import fetch_together
     from refocused.training.job import Request
     from refocused.training.run import run
     from refocused.training.session import begin_session
@@ -116,7 +117,7 @@ def train_whole(
     request = Request(
         resume="none", dry_run=False, credentials_file=None, project=None, command="step_whole.py"
     )
-    with mock.patch.object(loop, "fetch_together", turns.before(loop.fetch_together)):
+    with mock.patch.object(loop, "fetch_together", turns.before(fetch_together)):
         run(loaded, request, world, begin_session(0))
 
 

@@ -6,11 +6,15 @@ import importlib.machinery
 import shutil
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
 
 SHARDS = 16
 SHARD_TOKENS = 6_250_000  # 12.5 MB of uint16
@@ -24,7 +28,8 @@ def shard_tokens(number: int) -> npt.NDArray[np.uint16]:
     draw = np.random.default_rng(number)
     ranks = np.exp(draw.random(SHARD_TOKENS, dtype=np.float32) * np.log(VOCABULARY))
     ids = np.minimum(ranks.astype(np.int64) - 1, VOCABULARY - 1)
-    return (ids * 25_013 % VOCABULARY).astype(np.uint16)
+    tokens: npt.NDArray[np.uint16] = (ids * 25_013 % VOCABULARY).astype(np.uint16)
+    return tokens
 
 
 def npy_folder(work: Path) -> Path:
@@ -52,7 +57,7 @@ def mosaic_folder(work: Path) -> Path:
     return _once(work / "mds", _write_mosaic)
 
 
-def litdata_shard(number: int):
+def litdata_shard(number: int) -> Iterator[torch.Tensor]:
     """Yield a shard as litdata wants it."""
     import torch
 
@@ -61,7 +66,7 @@ def litdata_shard(number: int):
 
 def without_pictures() -> None:
     """Let mosaicml-streaming be imported without torchvision, which only its pictures need."""
-    stands_in = {
+    stands_in: dict[str, dict[str, object]] = {
         "torchvision": {},
         "torchvision.datasets": {"VisionDataset": object},
         "torchvision.transforms": {},
