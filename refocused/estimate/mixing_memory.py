@@ -16,7 +16,7 @@ DEFAULT_CHUNK = 64  # of the ten family, where the shape does not say it
 FINE = 256  # powers of a resonator come from tables of so many fine and T / 256 coarse ones
 TABLE_BYTES = 40  # kept of such a table's element: angle, size, cosine, sine in float64, and both
 SPECTRUM_BYTES = 2**28  # of one spectrum: more channels are transformed in turns
-SPECTRA = 3  # that live at once while a convolution is differentiated
+SPECTRA = 5  # that live at once while a convolution is differentiated (of several windows, 4)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ def causal_convolution_backward(
             across = _spectrum(signal[part]).conj_physical_()
             across *= spectrum
             of_response[part] = _signal(across.sum(1))
+            del across  # before three more of its size are made
             spectrum *= _spectrum(response[part]).conj_physical_()
             slope[part] = _signal(spectrum)
         _channels_last(slope, into=of_inputs[:, :, block])
