@@ -13,8 +13,6 @@ ruff format --check .
 ruff check .
 mypy
 lint-imports
-# Files share the cores, except where several ranks, signals and time limits are the subject.
 pytest -n 2 --dist loadfile -m "not slow"
-alone=(tests/checkpoints tests/commands tests/end_to_end)
-pytest -n 2 --dist loadfile -m slow "${alone[@]/#/--ignore=}"
-pytest -m slow "${alone[@]}"
+# Many of these wait more than they compute; tests/spread.py says which of them stay together.
+pytest -n 2 --dist loadscope -m slow

@@ -24,6 +24,16 @@ def pytest_configure() -> None:
             signal.signal(number, usual)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Spread tests over workers our way where `--dist loadscope` asks for it."""
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from spread import Spread
+
+    return Spread(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave the tests that are marked `gpu` out, by name, where there is none."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
