@@ -72,10 +72,12 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1 ||
     [[ "$(.venv/bin/python --version)" != "${version%.*}".* ]]; then
     "$python" -m venv --clear .venv # there is none, it was broken off, or it is of another Python
 fi
-install=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
+install=(.venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check)
 quietly "${install[@]}" "$(grep '^torch==' requirements_training.txt)"
 quietly "${install[@]}" -r requirements_training.txt
 quietly "${install[@]}" --editable ".$extra"
+# pip would compile one file after another; here all cores do. Some are of other Pythons, and fail.
+.venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
 echo "$wanted" >"$stamp"
 command -v screen >/dev/null ||
     echo "setup: screen, which train.sh --monitor opens, is not here; --screen installs it" >&2

@@ -17,6 +17,7 @@ case "$*" in
     [ -z "$STAND_IN_BREAKS" ] || { touch .venv/broken; exit 1; } ;;
 "-m pip --version") [ ! -e .venv/broken ] ;;
 "-m pip install"*) echo "$*" | sed 's/.*-check //' >> "$SAID" ;;
+"-m compileall"*) echo "compiled" >> "$SAID"; exit 1 ;;
 esac
 """
 
@@ -75,7 +76,7 @@ def test_a_fresh_machine_is_prepared_and_the_second_time_nothing_is_done(
     machine: FreshMachine,
 ) -> None:
     told, words = machine.set_up()
-    assert told == ["venv", "torch==1", "-r requirements_training.txt", "--editable ."]
+    assert told == ["venv", "torch==1", "-r requirements_training.txt", "--editable .", "compiled"]
     assert all((machine.folder / name).is_dir() for name in ("runs", "data", ".venv"))
     assert "--screen installs it" in words
     assert machine.set_up() == ([], "")
