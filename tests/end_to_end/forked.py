@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -138,6 +140,16 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.callback(started.kill)  # nothing is left behind when one does not end in time
         return started.wait(timeout)
+
+
+def main_of(module: str) -> Command:
+    """Return the command that is the `main` of a module, which the rank alone imports."""
+    return functools.partial(_be, module)
+
+
+def _be(module: str, arguments: list[str]) -> int:
+    code: int = importlib.import_module(module).main(arguments)
+    return code
 
 
 def _start_server() -> None:

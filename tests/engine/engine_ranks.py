@@ -1,4 +1,4 @@
-"""Trains every case on this rank, and writes what it measured: `engine_ranks.py OUT`."""
+"""Trains every case on this rank, and writes what it measured."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-os.environ["DS_ACCELERATOR"] = "cpu"  # as the train command does before deepspeed is imported
-sys.path.insert(0, str(Path(__file__).parent))
-
 from engine_cases import (
     CASES,
     DESCRIBED_AT,
@@ -214,8 +210,8 @@ def save_on_a_failing_disk(world: World, scratch: Path) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    out = Path(sys.argv[1])
+def main(arguments: list[str]) -> int:
+    out = Path(arguments[0])
     world = join_ready()
     from deepspeed.accelerator import get_accelerator
 
@@ -232,6 +228,3 @@ def main() -> None:
     world.barrier()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads abort an ordinary end now and then
-
-
-main()

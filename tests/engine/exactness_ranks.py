@@ -1,4 +1,4 @@
-"""One rank that trains every case straight and interrupted twice: `exactness_ranks.py OUT`."""
+"""One rank that trains every case straight and interrupted twice."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-os.environ["DS_ACCELERATOR"] = "cpu"  # as the train command does before deepspeed is imported
-sys.path.insert(0, str(Path(__file__).parent))
-
 from engine_cases import LENGTH, MICRO, OPTIMIZER, RANKS, SHAPES, VOCABULARY, join_ready
 from exactness_cases import EXACTNESS_CASES, SAVED_AT, STEPS, ExactnessCase
 
@@ -139,12 +135,12 @@ def run(case: ExactnessCase, world: World, scratch: Path) -> dict[str, Any]:
     return {"straight": straight, "wanted": wanted, "resumed": resumed, "found": found}
 
 
-def main() -> None:
+def main(arguments: list[str]) -> int:
     world = join_ready()
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True
-    out = Path(sys.argv[1])
+    out = Path(arguments[0])
     found = {}
     for case in EXACTNESS_CASES:
         scratch = Path(world.broadcast(tempfile.mkdtemp(dir=out)))
@@ -153,6 +149,3 @@ def main() -> None:
     world.barrier()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads abort an ordinary end now and then
-
-
-main()

@@ -1,4 +1,4 @@
-"""Trains every case by Muon on this rank, straight and interrupted: `muon_ranks.py OUT`."""
+"""Trains every case by Muon on this rank, straight and interrupted."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-
-os.environ["DS_ACCELERATOR"] = "cpu"  # as the train command does before deepspeed is imported
-sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_cases import RATES, SAVED_AT, Case, join_ready, start_engine, windows
 from muon_cases import MUON, MUON_CASES
@@ -50,8 +47,8 @@ def run(case: Case, world: World, folder: Path) -> dict[str, Any]:
     return {"losses": losses, "resumed": resumed}
 
 
-def main() -> None:
-    out, world = Path(sys.argv[1]), join_ready()
+def main(arguments: list[str]) -> int:
+    out, world = Path(arguments[0]), join_ready()
     scratch = Path(world.broadcast(tempfile.mkdtemp(dir=out)))
     found = {case.name: run(case, world, scratch / case.name) for case in MUON_CASES}
     if world.is_first:
@@ -59,6 +56,3 @@ def main() -> None:
     world.barrier()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads abort an ordinary end now and then
-
-
-main()

@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
+from end_to_end.forked import ForkedRanks, main_of
 from engine_cases import (
     ACCUMULATION,
     CASES,
@@ -33,7 +33,6 @@ from engine_cases import (
     fresh_model,
     train_plainly,
 )
-from ranks import Ranks
 
 pytestmark = pytest.mark.slow
 Found = dict[str, Any]
@@ -44,8 +43,8 @@ plain_run = functools.cache(train_plainly)
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What the ranks measured, all cases in one start."""
     folder = tmp_path_factory.mktemp("engine")
-    script = Path(__file__).with_name("engine_ranks.py")
-    ended = Ranks(2, [str(script), str(folder)], folder=folder).wait()
+    ranks = ForkedRanks(2, [str(folder)], folder=folder, command=main_of("engine_ranks"))
+    ended = ranks.wait()
     assert ended.codes == [0, 0], ended.everything
     measured: Found = json.loads((folder / "found.json").read_text())
     return measured | {"printed": ended.everything}

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
+from end_to_end.forked import ForkedRanks, main_of
 from exactness_cases import EXACTNESS_CASES, SAVED_AT, ExactnessCase
-from ranks import Ranks
 
 Found = list[dict[str, Any]]  # of each rank, by the case's name
 
@@ -19,8 +18,8 @@ Found = list[dict[str, Any]]  # of each rank, by the case's name
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What the ranks measured, all cases in one start."""
     folder = tmp_path_factory.mktemp("exactness")
-    script = Path(__file__).with_name("exactness_ranks.py")
-    ended = Ranks(2, [str(script), str(folder)], folder=folder).wait()
+    ranks = ForkedRanks(2, [str(folder)], folder=folder, command=main_of("exactness_ranks"))
+    ended = ranks.wait()
     assert ended.codes == [0, 0], ended.everything
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 

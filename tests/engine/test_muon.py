@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from end_to_end.forked import ForkedRanks, main_of
 from engine_cases import SAVED_AT, Case, fresh_model, train_plainly
 from muon_cases import MUON, MUON_CASES, train_plainly_by_muon
-from ranks import Ranks
 
 from refocused.engine.muon import MuonAndAdamW, block_matrices, scaled_orthogonal
 from refocused.engine.optimizer import build_optimizer
@@ -27,8 +26,8 @@ by_case = pytest.mark.parametrize("case", MUON_CASES, ids=lambda case: case.name
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("muon")
-    script = Path(__file__).with_name("muon_ranks.py")
-    ended = Ranks(2, [str(script), str(folder)], folder=folder).wait()
+    ranks = ForkedRanks(2, [str(folder)], folder=folder, command=main_of("muon_ranks"))
+    ended = ranks.wait()
     assert ended.codes == [0, 0], ended.everything
     measured: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return measured

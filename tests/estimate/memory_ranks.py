@@ -1,19 +1,13 @@
-"""Makes two steps in every case and writes the peaks that it counted: `memory_ranks.py OUT`."""
+"""Makes two steps in every case and writes the peaks that it counted."""
 
 from __future__ import annotations
 
 import gc
 import json
 import os
-import sys
 from pathlib import Path
 
 import torch
-
-os.environ["DS_ACCELERATOR"] = "cpu"  # as the train command does before deepspeed is imported
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from live_memory import LiveMemory
 from memory_cases import CASES, CHUNK, ROWS, Case, shape_of
 
@@ -74,9 +68,9 @@ def peak_of(case: Case, world: World) -> int:
     return min(peaks[1:])
 
 
-def main() -> None:
+def main(arguments: list[str]) -> int:
     with quick_imports():  # or each of the collections would walk them
-        out, world = Path(sys.argv[1]), join_world("cpu")
+        out, world = Path(arguments[0]), join_world("cpu")
         register_families()
         load_deepspeed()
     peaks = {}
@@ -87,6 +81,3 @@ def main() -> None:
         (out / "peaks.json").write_text(json.dumps(peaks))
     world.barrier()
     os._exit(0)  # gloo's threads abort an ordinary end now and then
-
-
-main()

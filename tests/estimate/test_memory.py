@@ -7,11 +7,10 @@ activations and within 10 % where they are recomputed.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
+from end_to_end.forked import ForkedRanks, main_of
 from memory_cases import CASES, CHUNK, Case, shape_of
-from ranks import Ranks
 
 from refocused.config.files import find_config
 from refocused.config.model import ModelConfig
@@ -40,8 +39,8 @@ def planned(case: Case, *, ranks: int) -> MemoryPlan:
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     folder = tmp_path_factory.mktemp("memory")
-    script = Path(__file__).with_name("memory_ranks.py")
-    ended = Ranks(2, [str(script), str(folder)], folder=folder).wait()
+    ranks = ForkedRanks(2, [str(folder)], folder=folder, command=main_of("memory_ranks"))
+    ended = ranks.wait()
     assert ended.codes == [0, 0], ended.everything
     counted: dict[str, int] = json.loads((folder / "peaks.json").read_text())
     return counted
