@@ -89,7 +89,7 @@ class DataConfig(Section):
         fetch_ahead_gb: Most that the shards ahead may take, in 1e9 bytes; None: what
             `disk_limit_gb` leaves.
         fetch_timeout_s: Longest wait for one shard without progress, in seconds.
-        fetch_threads: Downloads at once.
+        fetch_threads: Downloads at once; a folder's files are read by at most a thread a core.
     """
 
     source: str | None = None

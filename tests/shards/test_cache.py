@@ -6,14 +6,17 @@ import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 from cache_site import SHARD_BYTES, SHARDS, VOCABULARY, Site, eventually, shard_tokens
 from shard_samples import npy_bytes, npz_bytes, opened, settings
 
+from refocused.bucket.bucket import Bucket
+from refocused.bucket.directory import DirectoryBucket
 from refocused.errors import ShardError
-from refocused.shards.cache import ShardCache
+from refocused.shards.cache import ShardCache, threads_for
 from refocused.shards.manifest import build_manifest
 
 
@@ -259,3 +262,11 @@ def test_an_outage_that_stays_ends_in_the_shards_name_and_the_last_failure(site:
     site.bucket.unreachable = True
     with pytest.raises(ShardError, match=r"a/t_0\.npy: nothing has been fetched.*no route"):
         cache.open(0)
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (64, 8)])
+def test_a_folder_is_read_by_a_thread_a_core_and_a_store_by_as_many_as_are_set(
+    cores: int, threads: int, tmp_path: Path
+) -> None:
+    assert threads_for(DirectoryBucket(tmp_path), 8, cores=cores) == threads
+    assert threads_for(cast("Bucket", object()), 8, cores=cores) == 8
