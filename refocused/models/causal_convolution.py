@@ -17,7 +17,7 @@ from torch import Tensor
 BYTES_ON_CPU = 2**23
 BYTES_ON_GPU = 2**28
 # A processor turns a signal by so many tokens at once, all channels of them: they lie side by side
-# in memory. Some channels of all tokens, over 65,536 of them, took ten times as long.
+# in memory. Some channels of all tokens, over 65,536 of them, took about five times as long.
 TOKENS_TURNED = 512
 
 
