@@ -199,10 +199,10 @@ def _assembly_s() -> float:
 
         names = [str(number) for number in range(16)]
         reader = BatchReader(Opened(), sequence_length=2048, names=names, pin=False)  # type: ignore[arg-type]
-        shards = np.arange(16)
+        shards = np.arange(16)[None]
 
         def read() -> None:
-            reader.read(shards, draw.integers(0, 900, 16), micro=16)
+            reader.read(shards, draw.integers(0, 900, (1, 16)), micro=16).batches()
 
         return _median_of(read, times=500)
 

@@ -1,4 +1,4 @@
-"""One micro-batch, and how its rows are read out of local shards."""
+"""Micro-batches, and how their rows are read out of local shards."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from refocused.shards.cache import ShardCache
 
 IGNORED_LABEL = -100  # what torch's cross entropy leaves out of the loss
+STAGED_TOKENS = 1 << 17  # read before they are widened: 256 KiB of uint16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -27,11 +28,11 @@ class Batch:
     GPU, once.
 
     Attributes:
-        tokens: Shape [micro, sequence_length + 1], int64, contiguous: the windows, each with the
-            token that follows it; zeros in the rows that only fill up a validation batch.
-        masked_labels: Shape [micro, sequence_length]: the labels, where some of them are
-            `IGNORED_LABEL`: in the rows that only fill up, and where documents are masked and the
-            next token begins another one. None: every token is the label of the one before it.
+        input_ids: What the model reads: shape [micro, sequence_length], int64; zeros in the rows
+            that only fill up a validation batch.
+        labels: The label of position t, token t + 1 of the text: the shape of `input_ids`;
+            `IGNORED_LABEL` in the rows that only fill up, and where documents are masked and the
+            next token begins another one.
         shards: Shape [rows]: index of the shard of each row that holds a window.
         windows: Shape [rows]: index of that window in its shard.
         names: Names of all shards of the manifest.
@@ -40,23 +41,13 @@ class Batch:
             it; None: all of a training batch.
     """
 
-    tokens: torch.Tensor
-    masked_labels: torch.Tensor | None
+    input_ids: torch.Tensor
+    labels: torch.Tensor
     shards: NDArray[np.int64]
     windows: NDArray[np.int64]
     names: Sequence[str]
     source: str | None = None
     counted_labels: int | None = None
-
-    @property
-    def input_ids(self) -> torch.Tensor:
-        """What the model reads: shape [micro, sequence_length], a view of `tokens`."""
-        return self.tokens[:, :-1]
-
-    @property
-    def labels(self) -> torch.Tensor:
-        """The label of position t, token t + 1 of the text: the shape of `input_ids`."""
-        return self.tokens[:, 1:] if self.masked_labels is None else self.masked_labels
 
     def describe(self) -> str:
         """Name the windows for a message: `a.npy windows 17, 90-92; b.npy window 4`."""
@@ -75,6 +66,45 @@ def _runs(numbers: Sequence[int]) -> str:
         run = [number for _, number in group]
         runs.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
     return ", ".join(runs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Passes:
+    """The rows of several passes in one piece of memory, read and copied together.
+
+    Attributes:
+        tokens: Shape [passes, micro, sequence_length + 1], int64, contiguous: the windows, each
+            with the token that follows it.
+        masked_labels: Shape [passes, micro, sequence_length]: the labels, where some of them are
+            `IGNORED_LABEL`. None: every token is the label of the one before it.
+        shards: Shape [passes, rows], rows at most micro: index of each window's shard.
+        windows: Same shape: index of each window in its shard.
+        names: Names of all shards of the manifest.
+        counted_labels: Of each pass, where documents are masked.
+    """
+
+    tokens: torch.Tensor
+    masked_labels: torch.Tensor | None
+    shards: NDArray[np.int64]
+    windows: NDArray[np.int64]
+    names: Sequence[str]
+    counted_labels: Sequence[int] | None = None
+
+    def batches(self) -> list[Batch]:
+        """Return each pass; views of all are made in one call, which is much of their cost."""
+        labels = self.tokens[..., 1:] if self.masked_labels is None else self.masked_labels
+        counted = self.counted_labels or itertools.repeat(None)
+        return [
+            Batch(inputs, labels, shards, windows, self.names, counted_labels=count)
+            for inputs, labels, shards, windows, count in zip(
+                self.tokens[..., :-1].unbind(),
+                labels.unbind(),
+                self.shards,
+                self.windows,
+                counted,
+                strict=False,
+            )
+        ]
 
 
 class BatchReader:
@@ -105,29 +135,35 @@ class BatchReader:
         self._document_id = document_id
         self._stages: dict[np.dtype[Any], _Stage] = {}
 
-    def read(self, shards: NDArray[np.int64], windows: NDArray[np.int64], *, micro: int) -> Batch:
-        """Read one micro-batch; rows beyond the given windows are zeros with ignored labels.
+    def read(self, shards: NDArray[np.int64], windows: NDArray[np.int64], *, micro: int) -> Passes:
+        """Read passes; their rows beyond the given windows are zeros with ignored labels.
 
-        Each batch has memory of its own for as long as one of its tensors is used.
+        They have memory of their own for as long as one of their tensors is used.
 
         Args:
-            shards: Shape [rows], at most `micro`: index of each window's shard.
-            windows: Shape [rows]: index of each window in its shard.
-            micro: Rows of the batch.
+            shards: Shape [passes, rows], at most `micro` rows: index of each window's shard.
+            windows: Same shape: index of each window in its shard.
+            micro: Rows of a pass.
 
         Raises:
             ShardError: A shard does not become local.
         """
-        tokens = self._memory.empty((micro, self._sequence_length + 1))
-        self._fill(tokens.numpy(), shards, windows)
-        masked_labels = self._masked_labels(tokens, rows=len(shards))
+        passes, rows = shards.shape
+        tokens = self._memory.empty((passes, micro, self._sequence_length + 1))
+        into = tokens.numpy()
+        if rows == micro:
+            self._fill(into.reshape(passes * micro, -1), shards.ravel(), windows.ravel())
+        else:
+            into[:, rows:] = 0
+            for own, of_shards, of_windows in zip(into, shards, windows, strict=True):
+                self._fill(own[:rows], of_shards, of_windows)
+        masked_labels = self._masked_labels(tokens, rows=rows)
         counted_labels = None
         if self._document_id is not None:
             assert masked_labels is not None  # these documents mask it
-            counted_labels = int(np.count_nonzero(masked_labels.numpy() != IGNORED_LABEL))
-        return Batch(
-            tokens, masked_labels, shards, windows, self._names, counted_labels=counted_labels
-        )
+            counted = np.count_nonzero(masked_labels.numpy() != IGNORED_LABEL, axis=(1, 2))
+            counted_labels = counted.tolist()
+        return Passes(tokens, masked_labels, shards, windows, self._names, counted_labels)
 
     def has_open(self, shards: NDArray[np.int64]) -> bool:
         """Whether windows of these shards (any shape) are read without waiting."""
@@ -136,7 +172,16 @@ class BatchReader:
     def _fill(
         self, into: NDArray[np.int64], shards: NDArray[np.int64], windows: NDArray[np.int64]
     ) -> None:
-        files = [self._cache.open(shard) for shard in shards.tolist()]
+        """Read rows, as many at a time as stay in a core's own cache until they are widened."""
+        at_once = max(1, STAGED_TOKENS // self._sequence_length)
+        for start in range(0, len(into), at_once):
+            some = slice(start, start + at_once)
+            self._fill_some(into[some], shards[some].tolist(), windows[some])
+
+    def _fill_some(
+        self, into: NDArray[np.int64], shards: list[int], windows: NDArray[np.int64]
+    ) -> None:
+        files = [self._cache.open(shard) for shard in shards]
         firsts = (windows * self._sequence_length).tolist()
         for kind in {file.dtype for file in files}:
             rows = [row for row, file in enumerate(files) if file.dtype == kind]
@@ -144,17 +189,17 @@ class BatchReader:
             for row, tokens in zip(rows, stage.rows, strict=False):
                 files[row].read_into(tokens, first=firsts[row])
             # One type in all shards is the rule, and a slice is filled faster than a list of rows.
-            into[slice(len(rows)) if len(rows) == len(files) else rows] = stage.tokens[: len(rows)]
-        into[len(files) :] = 0
+            into[slice(None) if len(rows) == len(files) else rows] = stage.tokens[: len(rows)]
 
     def _masked_labels(self, tokens: torch.Tensor, *, rows: int) -> torch.Tensor | None:
         """Return the labels in memory of their own where not every one of them counts."""
-        if self._document_id is None and rows == len(tokens):
+        passes, micro, _ = tokens.shape
+        if self._document_id is None and rows == micro:
             return None
-        masked = self._memory.empty((len(tokens), self._sequence_length))
+        masked = self._memory.empty((passes, micro, self._sequence_length))
         labels = masked.numpy()
-        labels[:] = tokens[:, 1:].numpy()
-        labels[rows:] = IGNORED_LABEL
+        labels[:] = tokens[..., 1:].numpy()
+        labels[:, rows:] = IGNORED_LABEL
         if self._document_id is not None:
             labels[labels == self._document_id] = IGNORED_LABEL
         return masked
@@ -167,7 +212,7 @@ class BatchReader:
 
 
 class _Stage:
-    """Memory for rows as they are stored, kept from batch to batch.
+    """Memory for rows as they are stored, kept from one read to the next.
 
     Attributes:
         tokens: Shape [rows, sequence_length + 1].

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from refocused.batches.batch import Batch
+from refocused.batches.batch import Batch, Passes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -16,10 +16,12 @@ class Copies:
 
     Attributes:
         batches: With tensors on the device, not to be read before `DeviceCopier.hand_over`.
+        memory: The tensors there that those are views of.
         arrived: CUDA event after the last copy.
     """
 
     batches: list[Batch]
+    memory: list[torch.Tensor]
     arrived: Any
 
 
@@ -39,20 +41,16 @@ class DeviceCopier:
         self._cuda = cuda
         self._stream = cuda.Stream(device)
 
-    def begin(self, batches: list[Batch]) -> Copies:
+    def begin(self, passes: Passes) -> Copies:
         """Enqueue the copies; the page-locked memory is reused only when torch sees them over."""
         with self._cuda.stream(self._stream):
-            copies = [
-                dataclasses.replace(
-                    batch,
-                    tokens=batch.tokens.to(self._device, non_blocking=True),
-                    masked_labels=None
-                    if batch.masked_labels is None
-                    else batch.masked_labels.to(self._device, non_blocking=True),
-                )
-                for batch in batches
-            ]
-            return Copies(copies, self._stream.record_event())
+            tokens = passes.tokens.to(self._device, non_blocking=True)
+            memory, masked_labels = [tokens], None
+            if passes.masked_labels is not None:
+                masked_labels = passes.masked_labels.to(self._device, non_blocking=True)
+                memory.append(masked_labels)
+            there = dataclasses.replace(passes, tokens=tokens, masked_labels=masked_labels)
+            return Copies(there.batches(), memory, self._stream.record_event())
 
     def hand_over(self, copies: Copies) -> list[Batch]:
         """Let the caller's stream wait for the copies, and keep their memory until it is done.
@@ -62,8 +60,6 @@ class DeviceCopier:
         """
         computing = self._cuda.current_stream(self._device)
         computing.wait_event(copies.arrived)
-        for batch in copies.batches:
-            batch.tokens.record_stream(computing)
-            if batch.masked_labels is not None:
-                batch.masked_labels.record_stream(computing)
+        for tensor in copies.memory:
+            tensor.record_stream(computing)
         return copies.batches

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from refocused.batches.batch import Batch, BatchReader
 from refocused.batches.device_copies import Copies, DeviceCopier
@@ -21,10 +24,10 @@ from refocused.config.batch_plan import BatchPlan
 if TYPE_CHECKING:
     from refocused.shards.cache import ShardCache
 
-GROUPS_READY = 2  # one being copied to the device, one behind it; reading is far faster than a step
+STEPS_READY = 2  # one being copied to the device, one behind it; reading is far faster than a step
 # Small steps are read and handed over several at once: a change of threads costs as much as
-# reading 8 windows of 2,048 tokens does.
-GROUP_TOKENS = 1 << 17
+# reading 16 windows of 2,048 tokens does.
+GROUP_TOKENS = 1 << 18
 GROUPS_IN_SHARD = 8  # at least: what is read ahead must not reach over more than two blocks
 
 
@@ -146,11 +149,12 @@ class BatchStream:
         self._planner = planner
         self._copier = copier
         self._clock = clock
-        self._handed_over: collections.deque[_Read] = collections.deque()
+        self._steps_left: collections.deque[StepWindows] = collections.deque()
+        self._batches_left: collections.deque[Batch] = collections.deque()
         self._ahead = ReadAhead(
             self._groups(),
-            ready=GROUPS_READY,
-            taken=lambda group: planner.training_on([read.step for read in group]),
+            ready=math.ceil(STEPS_READY / steps_at_once),
+            taken=lambda group: planner.training_on(group.steps),
         )
 
     def next_step(self, patience_seconds: float | None = None) -> list[Batch] | None:
@@ -167,54 +171,59 @@ class BatchStream:
                 steps that it had handed over before.
             RuntimeError: The stream was closed.
         """
-        if not self._handed_over:
+        if not self._steps_left:
             self._planner.trained()
             began = self._clock()
             group = self._ahead.take(patience_seconds)
             self.wait_seconds += self._clock() - began
             if group is None:
                 return None
-            self._handed_over.extend(group)
-        read = self._handed_over.popleft()
-        self.position = read.step.after
-        if isinstance(read.batches, Copies):
-            assert self._copier is not None  # it began them
-            return self._copier.hand_over(read.batches)
-        return read.batches
+            self._steps_left.extend(group.steps)
+            self._batches_left.extend(self._at_hand(group.batches))
+        step = self._steps_left.popleft()
+        self.position = step.after
+        return [self._batches_left.popleft() for _ in step.shards]
 
     def close(self) -> None:
         """End the reading thread; one that waits for a shard is not waited for."""
         self._planner.close()
         self._ahead.close()
 
-    def _groups(self) -> Iterator[list[_Read]]:
+    def _groups(self) -> Iterator[_Group]:
         """Yield steps that are handed over together; none waits for the shards of a later one."""
-        group: list[_Read] = []
+        group: list[StepWindows] = []
         for step in self._steps:
             if group and not self._can_follow(step):
-                yield group
+                yield self._read(group)
                 group = []
-            group.append(self._read(step))
+            self._planner.reading(step)
+            group.append(step)
             if len(group) == self._steps_at_once:
-                yield group
+                yield self._read(group)
                 group = []
 
     def _can_follow(self, step: StepWindows) -> bool:
         """Whether a step is read without waiting, for a shard or for training."""
         return self._reader.has_open(step.shards) and self._planner.has_room(step)
 
-    def _read(self, step: StepWindows) -> _Read:
-        self._planner.reading(step)
-        batches = [
-            self._reader.read(shards, windows, micro=len(shards))
-            for shards, windows in zip(step.shards, step.windows, strict=True)
-        ]
-        return _Read(step, batches if self._copier is None else self._copier.begin(batches))
+    def _read(self, steps: list[StepWindows]) -> _Group:
+        passes = self._reader.read(
+            np.concatenate([step.shards for step in steps]),
+            np.concatenate([step.windows for step in steps]),
+            micro=steps[0].shards.shape[1],
+        )
+        return _Group(steps, self._copier.begin(passes) if self._copier else passes.batches())
+
+    def _at_hand(self, batches: list[Batch] | Copies) -> list[Batch]:
+        if not isinstance(batches, Copies):
+            return batches
+        assert self._copier is not None  # it began them
+        return self._copier.hand_over(batches)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Read:
-    """A step and its batches."""
+class _Group:
+    """Steps, and the batches of all of them in order."""
 
-    step: StepWindows
+    steps: list[StepWindows]
     batches: list[Batch] | Copies

@@ -73,5 +73,6 @@ def validation_batches(
     )
     for start in range(0, len(chosen.windows), micro * world_size):
         rows = slice(start + rank * micro, start + (rank + 1) * micro)
-        batch = reader.read(chosen.shards[rows], chosen.windows[rows], micro=micro)
+        one_pass = reader.read(chosen.shards[None, rows], chosen.windows[None, rows], micro=micro)
+        (batch,) = one_pass.batches()
         yield dataclasses.replace(batch, source=source)

@@ -5,7 +5,8 @@ import pytest
 import torch
 from fake_cache import SHARD_STRIDE, FakeManifest, FolderCache
 
-from refocused.batches.batch import IGNORED_LABEL, BatchReader
+from refocused.batches import batch as batch_module
+from refocused.batches.batch import IGNORED_LABEL, Batch, BatchReader
 from refocused.errors import ShardError
 
 
@@ -23,9 +24,14 @@ def reader_of(cache, manifest, *, sequence_length: int) -> BatchReader:
     return BatchReader(cache, sequence_length=sequence_length, names=manifest.names, pin=False)
 
 
+def read_one(reader: BatchReader, shards: list[int], windows: list[int], *, micro: int) -> Batch:
+    (batch,) = reader.read(np.array([shards]), np.array([windows]), micro=micro).batches()
+    return batch
+
+
 def test_labels_are_the_next_tokens_of_the_shard(cache, manifest):
     reader = reader_of(cache, manifest, sequence_length=8)
-    batch = reader.read(np.array([1, 0, 1]), np.array([4, 2, 0]), micro=3)
+    batch = read_one(reader, [1, 0, 1], [4, 2, 0], micro=3)
     begins = torch.tensor([SHARD_STRIDE + 4 * 8, 2 * 8, SHARD_STRIDE])
     assert torch.equal(batch.input_ids, begins[:, None] + torch.arange(8))
     assert torch.equal(batch.labels, batch.input_ids + 1)
@@ -33,25 +39,39 @@ def test_labels_are_the_next_tokens_of_the_shard(cache, manifest):
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
 
 
-def test_inputs_and_labels_are_views_of_the_same_contiguous_rows(cache, manifest):
+def test_inputs_and_labels_of_all_passes_are_views_of_the_same_contiguous_rows(cache, manifest):
     reader = reader_of(cache, manifest, sequence_length=8)
-    batch = reader.read(np.array([1, 0]), np.array([4, 2]), micro=2)
-    assert (batch.tokens.shape, batch.tokens.is_contiguous()) == ((2, 9), True)
-    assert batch.masked_labels is None
-    assert batch.input_ids.data_ptr() == batch.tokens.data_ptr()
-    assert batch.labels.data_ptr() == batch.tokens.data_ptr() + 8
-    masked = reader.read(np.array([1]), np.array([4]), micro=2)
+    passes = reader.read(np.array([[1, 0], [2, 2]]), np.array([[4, 2], [5, 1]]), micro=2)
+    assert (passes.tokens.shape, passes.tokens.is_contiguous()) == ((2, 2, 9), True)
+    assert passes.masked_labels is None
+    for number, batch in enumerate(passes.batches()):
+        assert batch.input_ids.data_ptr() == passes.tokens[number].data_ptr()
+        assert batch.labels.data_ptr() == passes.tokens[number].data_ptr() + 8
+        assert torch.equal(batch.labels, batch.input_ids + 1)
+    masked = reader.read(np.array([[1]]), np.array([[4]]), micro=2)
     assert masked.masked_labels is not None
-    assert masked.labels is masked.masked_labels
+    assert masked.batches()[0].labels.data_ptr() == masked.masked_labels.data_ptr()
+
+
+def test_passes_read_together_are_those_read_one_by_one(tmp_path, manifest, monkeypatch):
+    manifest.shards[1].dtype = "uint32"
+    reader = reader_of(FolderCache(tmp_path, manifest), manifest, sequence_length=4)
+    draw = np.random.default_rng(3)
+    shards, windows = draw.integers(0, 3, (5, 3)), draw.integers(0, 9, (5, 3))
+    monkeypatch.setattr(batch_module, "STAGED_TOKENS", 4 * 4)  # four rows at a time: over passes
+    together = reader.read(shards, windows, micro=3).batches()
+    for batch, own, places in zip(together, shards.tolist(), windows.tolist(), strict=True):
+        alone = read_one(reader, own, places, micro=3)
+        assert torch.equal(batch.input_ids, alone.input_ids)
+        assert torch.equal(batch.labels, alone.labels)
+        assert (batch.shards.tolist(), batch.windows.tolist()) == (own, places)
 
 
 def test_ids_above_16_bits_are_read_whole(tmp_path, manifest):
     manifest.shards[2].dtype = "uint32"
     cache = FolderCache(tmp_path, manifest)
     np.save(tmp_path / "part_2.npy", np.array([2**31, 2**31 + 1, 70_000], dtype=np.uint32))
-    batch = reader_of(cache, manifest, sequence_length=2).read(
-        np.array([2]), np.array([0]), micro=1
-    )
+    batch = read_one(reader_of(cache, manifest, sequence_length=2), [2], [0], micro=1)
     assert batch.input_ids.tolist() == [[2**31, 2**31 + 1]]
     assert batch.labels.tolist() == [[2**31 + 1, 70_000]]
 
@@ -59,9 +79,9 @@ def test_ids_above_16_bits_are_read_whole(tmp_path, manifest):
 def test_shards_of_both_types_share_a_batch_and_batches_share_no_memory(tmp_path, manifest):
     manifest.shards[1].dtype = "uint32"
     reader = reader_of(FolderCache(tmp_path, manifest), manifest, sequence_length=4)
-    first = reader.read(np.array([0, 1, 2, 1]), np.array([1, 2, 3, 4]), micro=5)
+    first = read_one(reader, [0, 1, 2, 1], [1, 2, 3, 4], micro=5)
     kept = first.input_ids.clone()
-    reader.read(np.array([1, 1, 1, 1, 1]), np.array([0, 0, 0, 0, 0]), micro=5)
+    read_one(reader, [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], micro=5)
     begins = torch.tensor([4, SHARD_STRIDE + 8, 2 * SHARD_STRIDE + 12, SHARD_STRIDE + 16])
     assert torch.equal(first.input_ids[:4], begins[:, None] + torch.arange(4))
     assert torch.equal(first.labels[:4], first.input_ids[:4] + 1)
@@ -69,9 +89,7 @@ def test_shards_of_both_types_share_a_batch_and_batches_share_no_memory(tmp_path
 
 
 def test_missing_rows_are_ignored_by_the_loss(cache, manifest):
-    batch = reader_of(cache, manifest, sequence_length=8).read(
-        np.array([0]), np.array([1]), micro=3
-    )
+    batch = read_one(reader_of(cache, manifest, sequence_length=8), [0], [1], micro=3)
     assert batch.input_ids[1:].eq(0).all()
     assert batch.labels[1:].eq(IGNORED_LABEL).all()
     assert batch.labels[0].eq(batch.input_ids[0] + 1).all()
@@ -83,15 +101,15 @@ def test_missing_rows_are_ignored_by_the_loss(cache, manifest):
 
 def test_a_batch_is_not_overwritten_by_later_ones(cache, manifest):
     reader = reader_of(cache, manifest, sequence_length=8)
-    first = reader.read(np.array([0]), np.array([0]), micro=1)
+    first = read_one(reader, [0], [0], micro=1)
     for window in range(1, 4):
-        reader.read(np.array([0]), np.array([window]), micro=1)
+        read_one(reader, [0], [window], micro=1)
     assert first.input_ids.tolist() == [list(range(8))]
 
 
 def test_describe_names_files_and_draws_runs_together(cache, manifest):
-    batch = reader_of(cache, manifest, sequence_length=2).read(
-        np.array([1, 0, 1, 1, 1]), np.array([12, 3, 10, 4, 11]), micro=6
+    batch = read_one(
+        reader_of(cache, manifest, sequence_length=2), [1, 0, 1, 1, 1], [12, 3, 10, 4, 11], micro=6
     )
     assert batch.describe() == "part_0.npy window 3; part_1.npy windows 4, 10-12"
 
@@ -99,14 +117,14 @@ def test_describe_names_files_and_draws_runs_together(cache, manifest):
 def test_a_shard_that_cannot_be_had_stops_the_read(cache, manifest):
     cache.broken = 1
     with pytest.raises(ShardError, match=r"part_1\.npy is broken"):
-        reader_of(cache, manifest, sequence_length=8).read(np.array([1]), np.array([0]), micro=1)
+        read_one(reader_of(cache, manifest, sequence_length=8), [1], [0], micro=1)
 
 
 def test_where_a_masked_document_ends_there_is_no_label(tmp_path, manifest):
     cache = FolderCache(tmp_path, manifest)
     np.save(tmp_path / "part_0.npy", np.array([9, 1, 2, 9, 9, 3, 4, 5, 9], dtype=np.uint16))
     reader = BatchReader(cache, sequence_length=8, names=manifest.names, pin=False, document_id=9)
-    batch = reader.read(np.array([0]), np.array([0]), micro=2)
+    batch = read_one(reader, [0], [0], micro=2)
     none = IGNORED_LABEL
     assert batch.input_ids[0].tolist() == [9, 1, 2, 9, 9, 3, 4, 5]
     assert batch.labels[0].tolist() == [1, 2, none, none, 3, 4, 5, none]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from fake_cache import FakeManifest, FolderCache
 
-from refocused.batches.batch import Batch
+from refocused.batches.batch import Batch, Passes
 from refocused.batches.device_copies import Copies, DeviceCopier
-from refocused.batches.loader import GROUPS_READY, Loader
+from refocused.batches.loader import STEPS_READY, Loader
 from refocused.batches.order import Order
 from refocused.batches.position import Position
 from refocused.batches.windows import split_windows
@@ -55,6 +55,8 @@ class FakeStream:
 
 
 class FakeTensor:
+    """A tensor on the CPU or the GPU; its views tell what they are views of."""
+
     def __init__(self, cuda: FakeCuda, name: str) -> None:
         self.cuda, self.name = cuda, name
 
@@ -67,35 +69,40 @@ class FakeTensor:
     def record_stream(self, stream: FakeStream) -> None:
         self.cuda.log.append(f"{stream.name}: uses {self.name}")
 
+    def __getitem__(self, place: tuple[Any, slice]) -> FakeTensor:
+        return FakeTensor(self.cuda, f"{self.name}[{place[1].start or ''}:{place[1].stop or ''}]")
 
-def fake_batch(cuda: FakeCuda, number: int, *, masked: bool = False) -> Any:
-    none = np.empty(0, np.int64)
-    kinds = ("tokens", "labels")
-    tokens, labels = (cast("Any", FakeTensor(cuda, f"{kind}{number}")) for kind in kinds)
-    return Batch(tokens, labels if masked else None, none, none, ())
+    def unbind(self) -> list[str]:
+        return [f"{self.name} {number}" for number in range(2)]
+
+
+def two_passes(cuda: FakeCuda, *, masked: bool = False) -> Any:
+    none = np.empty((2, 0), np.int64)
+    tokens, labels = (cast("Any", FakeTensor(cuda, kind)) for kind in ("tokens", "labels"))
+    return Passes(tokens, labels if masked else None, none, none, ())
 
 
 def test_copies_run_on_their_own_stream_and_the_computation_waits_for_them_on_the_device():
     cuda = FakeCuda()
     copier = DeviceCopier(GPU, cuda=cuda)
-    copies = copier.begin([fake_batch(cuda, 0), fake_batch(cuda, 1, masked=True)])
-    assert cuda.log == [
-        "copying: copy tokens0",
-        "copying: copy tokens1",
-        "copying: copy labels1",
-        "copying: event",
-    ]
+    copies = copier.begin(two_passes(cuda))
+    assert cuda.log == ["copying: copy tokens", "copying: event"]
     cuda.log.clear()
     batches: list[Any] = copier.hand_over(copies)
-    assert cuda.log == [
-        "computing: wait for event of copying",
-        "computing: uses tokens0 there",
-        "computing: uses tokens1 there",
-        "computing: uses labels1 there",
-    ]
-    assert [batch.tokens.name for batch in batches] == ["tokens0 there", "tokens1 there"]
-    assert batches[0].masked_labels is None
-    assert batches[1].masked_labels.name == "labels1 there"
+    assert cuda.log == ["computing: wait for event of copying", "computing: uses tokens there"]
+    assert [batch.input_ids for batch in batches] == ["tokens there[:-1] 0", "tokens there[:-1] 1"]
+    assert [batch.labels for batch in batches] == ["tokens there[1:] 0", "tokens there[1:] 1"]
+
+
+def test_masked_labels_are_copied_and_kept_too():
+    cuda = FakeCuda()
+    copier = DeviceCopier(GPU, cuda=cuda)
+    copies = copier.begin(two_passes(cuda, masked=True))
+    assert cuda.log == ["copying: copy tokens", "copying: copy labels", "copying: event"]
+    cuda.log.clear()
+    batches: list[Any] = copier.hand_over(copies)
+    assert cuda.log[1:] == ["computing: uses tokens there", "computing: uses labels there"]
+    assert [batch.labels for batch in batches] == ["labels there 0", "labels there 1"]
 
 
 class RecordingCopier:
@@ -105,9 +112,9 @@ class RecordingCopier:
         self.begun: list[tuple[int, str]] = []
         self.handed: list[tuple[int, str]] = []
 
-    def begin(self, batches: list[Batch]) -> Copies:
+    def begin(self, passes: Passes) -> Copies:
         self.begun.append((len(self.begun), threading.current_thread().name))
-        return Copies([*batches], arrived=self.begun[-1][0])
+        return Copies(passes.batches(), [], arrived=self.begun[-1][0])
 
     def hand_over(self, copies: Copies) -> list[Batch]:
         self.handed.append((copies.arrived, threading.current_thread().name))
@@ -144,7 +151,7 @@ def test_a_stream_copies_ahead_in_its_own_thread_and_hands_over_in_order(tmp_pat
     here = threading.current_thread().name
     assert copier.handed == [(number, here) for number in range(6)]
     assert copier.begun[:6] == [(number, "read ahead") for number in range(6)]
-    assert len(copier.begun) <= 6 + GROUPS_READY + 1
+    assert len(copier.begun) <= 6 + STEPS_READY + 1
 
 
 def test_a_copy_that_cannot_be_begun_is_raised_where_it_is_waited_for(tmp_path):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
+import math
 import time
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from fake_cache import SHARD_STRIDE, FakeManifest, FolderCache
 
 from refocused.batches.batch import BatchReader
-from refocused.batches.loader import GROUPS_READY, Loader
+from refocused.batches.loader import STEPS_READY, BatchStream, Loader
 from refocused.batches.order import Order
 from refocused.batches.position import Position
 from refocused.batches.steps import steps_from
@@ -137,9 +138,9 @@ def test_other_ranks_and_micro_batches_go_on_with_the_same_stream_mid_epoch(cach
         assert saved.windows > 0  # inside an epoch
 
 
-def wait_until_read_ahead(stream) -> None:
+def wait_until_read_ahead(stream: BatchStream) -> None:
     deadline = time.monotonic() + 10
-    while stream._ahead._ready.qsize() < GROUPS_READY:
+    while stream._ahead._ready.qsize() < math.ceil(STEPS_READY / stream._steps_at_once):
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -160,7 +161,7 @@ def test_a_slower_rank_finds_its_shards_though_the_planning_rank_reads_ahead(tmp
         for step in itertools.islice(slow_steps, 40 * max(tokens) // 80):
             stream.next_step()
             wait_until_read_ahead(stream)
-            slow_reader.read(step.shards[0], step.windows[0], micro=2)
+            slow_reader.read(step.shards, step.windows, micro=2)
     assert min(len(needed) for needed in cache.plans) < 5  # not all that have windows
 
 
@@ -168,8 +169,8 @@ def test_reading_ahead_is_bounded(cache, manifest):
     with contextlib.closing(loader_of(cache, manifest).batches_from(Position())) as stream:
         wait_until_read_ahead(stream)
         time.sleep(0.05)  # in which a thread without bounds reads on
-        assert stream._ahead._ready.qsize() == GROUPS_READY
-        assert next(stream._ahead._items)[0].step.after == Position(0, 4 * (GROUPS_READY + 1))
+        assert stream._ahead._ready.qsize() == STEPS_READY
+        assert next(stream._ahead._items).steps[0].after == Position(0, 4 * (STEPS_READY + 1))
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ def test_small_steps_are_handed_over_together_and_equal_those_of_other_sizes(
             (batch,) = stream.next_step()
             rows += batch.input_ids.tolist()
             assert stream.position == Position().advanced(number + 1, windows_per_epoch=windows)
-        assert len(stream._ahead.take()) > 1
+        assert len(stream._ahead.take().steps) > 1
     assert rows == list(itertools.chain(*wanted))
 
 

@@ -47,12 +47,9 @@ class Clock:
 
 def batch(window: int, *, labels: int = 4, ignored: int = 0, source: str | None = None) -> Batch:
     """One row of `labels` labels, of which the first `ignored` do not count."""
-    tokens = torch.full((1, labels + 1), window)
-    marked = tokens[:, 1:].clone()
+    inputs, marked = torch.full((2, 1, labels), window)
     marked[:, :ignored] = IGNORED_LABEL
-    return Batch(
-        tokens, marked if ignored else None, np.array([0]), np.array([window]), ("a.npy",), source
-    )
+    return Batch(inputs, marked, np.array([0]), np.array([window]), ("a.npy",), source)
 
 
 @dataclasses.dataclass
