@@ -99,12 +99,11 @@ def _head_bytes(shape: ModelShape, *, model: ModelConfig, tokens: int, size: int
     """Return the most that the final norm and the chunked loss hold at once.
 
     The forward pass holds the norm's input and output, the gradient of the hidden states, that of
-    the weight in float32, and a chunk's logits, with their softmax in float32; a CPU, whose softmax
-    does not read 16 bits, copies these to float32 first. The backward pass scales both gradients
-    where they are, and casts the weight's.
+    the weight in float32, and a chunk's logits, with their softmax in float32 where that is another
+    type. The backward pass scales both gradients where they are, and casts the weight's.
     """
     rows = shape.padded_vocabulary(model.vocabulary_multiple)
     weight = rows * shape.width
-    a_logit = size + 4 + (4 if size < 4 else 0)
+    a_logit = size + (4 if size < 4 else 0)
     chunk = a_logit * min(model.head_chunk_tokens, tokens) * rows + size * weight
     return 3 * size * tokens * shape.width + 4 * weight + chunk

@@ -184,3 +184,13 @@ def test_under_autocast_it_computes_in_its_type_as_a_linear_layer_does() -> None
     gradient, expected = torch.autograd.grad(loss, hidden), torch.autograd.grad(wanted, rounded[0])
     assert gradient[0].dtype == torch.float32
     assert torch.equal(gradient[0], expected[0].float())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocabulary", [500, 8192, 50_257])  # by a warp, and by a block of threads
+def test_a_gpu_may_write_the_softmax_over_the_logits(vocabulary: int) -> None:
+    hidden, weight, labels = (part.cuda() for part in sample(torch.float32, vocabulary=vocabulary))
+    found = torch.autograd.grad(ours(hidden, weight, labels, chunk=16), (hidden, weight))
+    expected = torch.autograd.grad(full(hidden, weight, labels), (hidden, weight))
+    for mine, plain in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5)
