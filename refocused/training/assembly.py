@@ -49,6 +49,7 @@ from refocused.training.host_memory import (
     require_memory_for_copies,
 )
 from refocused.training.job import Job
+from refocused.training.mirroring import Mirroring
 from refocused.training.mixing import choose_mixing
 from refocused.training.opening import uncompiled_fp8
 from refocused.training.parts import Parts
@@ -194,7 +195,7 @@ def assemble_parts(job: Job, data: DataParts, built: Built, *, began_seconds: fl
         ),
         folder=job.checkpoints,
         engine=engine,
-        mirror=_mirror(job) if world.keeps else None,
+        mirror=Mirroring(_mirror(job) if world.keeps else None, reporter=reporter, world=world),
         settings=config.checkpoint,
         reporter=reporter,
         throughput=throughput,

@@ -62,9 +62,9 @@ def finish(
     timeout_s = INTERRUPTED_DRAIN_S if outcome.stopped else settings.drain_minutes * 60
     progress = DrainProgress(folder / "checkpoints", timeout_s)
     if outcome.stopped:
-        mirrored = parts.saver.drain(timeout_s, progress)
+        mirrored = parts.saver.mirror.drain(timeout_s, progress)
     else:
-        mirrored = parts.saver.drain(timeout_s, progress, stop.agreed)
+        mirrored = parts.saver.mirror.drain(timeout_s, progress, stop.agreed)
     code = outcome.stopped.exit_code
     if not mirrored and not outcome.stopped:
         code = ExitCode.NOT_MIRRORED
@@ -213,7 +213,7 @@ def _summary(
     elif parts.saver.last_save_failed:
         lines.append("      the last step is NOT saved (see the warnings above)")
     if settings.mirror is not None:
-        skipped = parts.saver.skipped_uploads
+        skipped = parts.saver.mirror.skipped_uploads
         lines.append(
             f"      mirror {settings.mirror}: everything is there"
             + (f" but {skipped} older steps that newer ones replace" if skipped else "")

@@ -68,7 +68,7 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
                 finite.settle()
                 state = parts.reporter.step(state, taken.losses.mean(), batches.wait_seconds)
                 garbage.collect()
-                parts.saver.watch_mirror()
+                parts.saver.mirror.watch()
             if not stopping and (last or parts.cadence.evaluation_due(state.step)):
                 settle_step(parts, finite)
                 state = evaluate(parts, state, stop)

@@ -217,7 +217,7 @@ def _train_and_finish(
     job.world.keepers_do(lambda: _begin(job.folder, render_run(config)))
     parts.saver.go_on_from(state)
     job.world.first_does(lambda: _leave_behind(job, parts, state))
-    parts.saver.start_mirror()
+    parts.saver.begin()
     start_sampling(job.folder, job.world, parts.reporter, log=config.log, cost=config.cost)
     state = start_tracking(
         job.folder,

@@ -11,15 +11,12 @@ from pathlib import Path
 
 from refocused.batches.position import Position
 from refocused.checkpoints.checkpointer import FREE_SPACE_FACTOR, Checkpointer, SavedStep
-from refocused.checkpoints.mirror import CheckpointMirror
-from refocused.checkpoints.mirror_status import MirrorStatus
 from refocused.checkpoints.retention import FEWEST
 from refocused.checkpoints.staging import clean_leftovers, set_aside
 from refocused.checkpoints.step_directory import (
     StepDirectory,
     in_use,
     parse_name,
-    saved_steps,
     step_paths,
 )
 from refocused.checkpoints.thinning import disk_is_low, thin_out
@@ -29,6 +26,7 @@ from refocused.engine.engine import Engine
 from refocused.errors import CheckpointError, RefocusedError
 from refocused.monitoring.metrics import duration
 from refocused.monitoring.throughput import Throughput
+from refocused.training.mirroring import Mirroring
 from refocused.training.reporter import Reporter
 from refocused.training.state import TrainState
 from refocused.world import World
@@ -38,11 +36,13 @@ logger = logging.getLogger(__name__)
 ABANDONED_S = 60.0  # without a write: a save or download that was killed
 
 
-DRAIN_SLICE_S = 1.0  # between two looks at whether somebody wants to wait no longer
-
-
 class Saver:
-    """Saves the state, keeps the mirror going and removes old steps; all ranks call together."""
+    """Saves the state, keeps the mirror going and removes old steps; all ranks call together.
+
+    Attributes:
+        mirror: The background copy.
+        saved_step: The newest step that this run saved or began from; None: there is none.
+    """
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Saver:
         *,
         folder: Path,
         engine: Engine,
-        mirror: CheckpointMirror | None,
+        mirror: Mirroring,
         settings: CheckpointConfig,
         reporter: Reporter,
         throughput: Throughput,
@@ -63,7 +63,7 @@ class Saver:
             checkpointer: Writes step directories.
             folder: Where they are.
             engine: What is saved.
-            mirror: The background copy; each keeper has one, no other rank.
+            mirror: The background copy.
             settings: How many to keep, how many failures to bear.
             reporter: Tells.
             throughput: Books the time.
@@ -73,14 +73,13 @@ class Saver:
         self._checkpointer = checkpointer
         self._folder = folder
         self._engine = engine
-        self._mirror = mirror
+        self.mirror = mirror
         self._settings = settings
         self._reporter = reporter
         self._throughput = throughput
         self._world = world
         self._files_done = files_done
         self._failures = 0
-        self._mirror_blocked = False
         self._stall_seconds = 0.0
         self._corrupt: Collection[Path] = ()
         self.saved_step: int | None = None
@@ -196,64 +195,10 @@ class Saver:
         """
         self._world.keepers_do(lambda: self._set_aside(state.step))
 
-    def start_mirror(self) -> None:
-        """Start the background copy, and remove what killed saves left."""
+    def begin(self) -> None:
+        """Remove what killed saves left, and start the background copy."""
         self._checkpointer.clean()
-        self._world.keepers_do(lambda: self._mirror.start() if self._mirror else None)
-
-    @property
-    def skipped_uploads(self) -> int:
-        """Local steps that the mirror left out at the end, since newer ones replace them."""
-        status = self._mirror.status() if self._mirror is not None else None
-        return len(status.skipped) if status is not None else 0
-
-    def watch_mirror(self) -> None:
-        """Tell once when the bucket refuses the mirror, and once when it takes it again."""
-        status = self._mirror.status() if self._mirror is not None else None
-        if status is None or status.blocked == self._mirror_blocked:
-            return
-        self._mirror_blocked = status.blocked
-        if status.blocked:
-            self._reporter.event(
-                "mirror_failed",
-                f"mirror {status.last_error} Training goes on, and every step stays on this disk "
-                "until the mirror has it.",
-            )
-        else:
-            self._reporter.event("mirror_recovered", "mirror goes on: the bucket takes it again")
-
-    def drain(
-        self,
-        timeout_s: float,
-        progress: Callable[[MirrorStatus | None], None],
-        given_up: Callable[[], int] = lambda: 0,
-    ) -> bool:
-        """Wait until the bucket holds everything; return whether it does, everywhere.
-
-        Args:
-            timeout_s: Longest wait, in seconds.
-            progress: Told on rank 0 how far it is; None while the mirror has said nothing.
-            given_up: Whether to wait no longer; the same on every rank, which all ask it about
-                every second.
-        """
-        requests = self._world.keepers_do(
-            lambda: self._mirror.request_drain(timeout_s) if self._mirror else None
-        )
-        request = requests[self._world.keeper]
-        while True:
-            finished = self._world.keepers_do(
-                lambda: (
-                    self._mirror.await_drain(request, DRAIN_SLICE_S, progress)
-                    if self._mirror
-                    else True
-                )
-            )
-            if False in finished:
-                return False
-            if all(finished):
-                return True
-            if given_up():
-                return False
+        self.mirror.start()
 
     def _set_aside(self, step: int) -> None:
         for path in step_paths(self._folder):
@@ -338,7 +283,7 @@ class Saver:
     def _make_way(self) -> str:
         """Keep the mirrors going and remove old steps; return what the mirrors say."""
         seen = self._world.keepers_do(
-            lambda: (self._look_after_mirror(), disk_is_low(self._folder))
+            lambda: (self.mirror.look_after(self._folder), disk_is_low(self._folder))
         )
         self._thin_out(keep=self._settings.keep, disk_low=any(low for _, low in seen))
         first, *others = (said for said, _ in seen)
@@ -349,20 +294,12 @@ class Saver:
         ]
         return first + "".join(troubles)
 
-    def _look_after_mirror(self) -> str:
-        if self._mirror is None:
-            return ""
-        self._mirror.ensure_alive()
-        status = self._mirror.status()
-        local = saved_steps(self._folder)
-        return f" | {status.progress(local) if status else 'upload queued'}"
-
     def _thin_out(self, *, keep: int, disk_low: bool) -> None:
         thin_out(
             self._folder,
             self._world,
             keep=keep,
-            mirrored=self._mirror is not None,
-            status=self._mirror.status() if self._mirror is not None else None,
+            mirrored=self.mirror.exists,
+            status=self.mirror.status(),
             disk_low=disk_low,
         )

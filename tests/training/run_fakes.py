@@ -189,7 +189,7 @@ class FakeReporter:
 
 @dataclasses.dataclass
 class FakeSaver:
-    """Notes what is saved."""
+    """Notes what is saved; it is its own mirror."""
 
     log: Log
     saved: list[TrainState] = dataclasses.field(default_factory=list)
@@ -197,7 +197,11 @@ class FakeSaver:
     waited: list[bool] = dataclasses.field(default_factory=list)
     commits: int = 0
 
-    def watch_mirror(self) -> None:
+    @property
+    def mirror(self) -> FakeSaver:
+        return self
+
+    def watch(self) -> None:
         pass
 
     def commit(self) -> None:
