@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -27,6 +26,8 @@ from refocused.training.loop import Outcome
 from refocused.training.state import TrainState
 from refocused.training.stopping import StopReason, StopRequest
 
+pytestmark = pytest.mark.usefixtures("screen")
+
 DONE = TrainState(step=6, tokens=48_000, best_loss=2.0, best_step=4, seconds=750.0, cost_usd=12.345)
 
 
@@ -34,11 +35,6 @@ DONE = TrainState(step=6, tokens=48_000, best_loss=2.0, best_step=4, seconds=750
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no run whose summary could be drawn."""
     monkeypatch.setattr("refocused.training.ending.leave_summary", lambda folder: None)
-
-
-@pytest.fixture(autouse=True)
-def screen(heard: None, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="refocused")
 
 
 @dataclasses.dataclass

@@ -1,11 +1,13 @@
+"""What the loop does in which order: steps, reports, validations, saves; stops and resumes."""
+
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import pytest
+from loop_session import happened, rate, run
 from run_fakes import Clock, FakeEngine, FakeLoader, FakeSaver, FakeStop, Log, batch, parts_of
 from thread_ranks import on_two_ranks, results
 from torch import Tensor
@@ -13,8 +15,7 @@ from torch import Tensor
 from refocused.batches.position import Position
 from refocused.checkpoints.tiers import Tier
 from refocused.engine.finite import Verdict
-from refocused.engine.schedule import learning_rate
-from refocused.errors import ShardError, TrainingError
+from refocused.errors import ShardError
 from refocused.monitoring.throughput import Throughput
 from refocused.training.cadence import Cadence
 from refocused.training.loop import Outcome, label_weights, train
@@ -24,17 +25,8 @@ from refocused.training.stopping import StopReason, StopRequest
 from refocused.world import World
 
 
-def run(
-    parts: Parts, log: Log, *, stop_when: str | None = None, state: TrainState | None = None
-) -> Outcome:
-    stop = cast("StopRequest", FakeStop(log, stop_when))
-    return train(parts, state or TrainState(), stop)
-
-
-def rate(step: int, total: int) -> str:
-    parts = parts_of([])
-    value = learning_rate(step, peak=parts.optimizer.lr, total_steps=total, schedule=parts.schedule)
-    return f"update {value:.6f}"
+def saver_of(parts: Parts) -> FakeSaver:
+    return cast("FakeSaver", parts.saver)
 
 
 def test_a_step_accumulates_all_its_passes_and_then_updates() -> None:
@@ -63,26 +55,6 @@ def test_weights_and_gradient_are_described_before_the_update_of_a_step() -> Non
     ]
 
 
-def test_only_the_last_save_is_waited_for_and_each_step_commits_what_is_written() -> None:
-    parts = parts_of([], total_steps=7, cadence=Cadence(log=0, validation=0, checkpoint=3))
-    run(parts, [])
-    saver = cast("FakeSaver", parts.saver)
-    assert [state.step for state in saver.saved] == [3, 6, 7]
-    assert saver.waited == [False, False, True]
-    assert saver.commits == 7
-
-
-def test_a_save_for_a_stop_is_waited_for() -> None:
-    log: Log = []
-    parts = parts_of(log, total_steps=7, cadence=Cadence(log=0, validation=0, checkpoint=3))
-    run(parts, log, stop_when="accumulate 5")
-    assert cast("FakeSaver", parts.saver).waited == [True]
-
-
-def happened(log: Log, *words: str) -> list[str]:
-    return [entry for entry in log if entry.split()[0] in words]
-
-
 def test_reports_validations_and_saves_come_when_they_are_due() -> None:
     log: Log = []
     run(parts_of(log, total_steps=7, cadence=Cadence(log=3, validation=4, checkpoint=2)), log)
@@ -102,12 +74,75 @@ def test_what_is_saved_holds_the_validation_before_it() -> None:
     log: Log = []
     parts = parts_of(log, total_steps=4, cadence=Cadence(log=1, validation=2, checkpoint=2))
     outcome = run(parts, log)
-    saved = cast("FakeSaver", parts.saver).saved
+    saved = saver_of(parts).saved
     assert [(state.step, state.loss, state.validation_loss) for state in saved] == [
         (2, 1.0, 2.0),
         (4, 1.0, 2.0),
     ]
     assert (outcome.state.best_loss, outcome.state.best_step) == (2.0, 2)
+
+
+def test_every_save_is_labelled_with_its_reasons() -> None:
+    log: Log = []
+    cadence = Cadence(log=0, validation=0, checkpoint=3, keep_epochs=True)
+    loader = FakeLoader(log, windows_per_epoch=4)  # two steps
+    parts = parts_of(log, total_steps=7, cadence=cadence, loader=loader)
+    run(parts, log)
+    saver = saver_of(parts)
+    labels = dict(zip((state.step for state in saver.saved), saver.tiers, strict=True))
+    assert labels == {
+        2: ["epoch"],
+        3: ["rolling"],
+        4: ["epoch"],
+        6: ["rolling", "epoch"],
+        7: ["final"],
+    }
+
+
+def test_only_the_last_save_is_waited_for_and_each_step_commits_what_is_written() -> None:
+    parts = parts_of([], total_steps=7, cadence=Cadence(log=0, validation=0, checkpoint=3))
+    run(parts, [])
+    saver = saver_of(parts)
+    assert [state.step for state in saver.saved] == [3, 6, 7]
+    assert saver.waited == [False, False, True]
+    assert saver.commits == 7
+
+
+def test_neither_a_save_nor_a_validation_is_charged_with_the_step_before_it() -> None:
+    clock = Clock()
+
+    class SlowVerdict(Verdict):
+        def was_made(self) -> bool:
+            clock.now += 5.0  # the device computes the step
+            return super().was_made()
+
+    class SlowEngine(FakeEngine):
+        def update(self, learning_rate: float) -> Verdict:
+            super().update(learning_rate)
+            return SlowVerdict(True)
+
+        def validation_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            clock.now += 2.0
+            return super().validation_loss(input_ids, labels)
+
+    class SlowSaver(FakeSaver):
+        def save(
+            self, state: TrainState, tiers: Sequence[Tier], *, wait: bool = True
+        ) -> TrainState:
+            clock.now += 1.0
+            parts.throughput.lap("save")
+            return super().save(state, tiers, wait=wait)
+
+    parts = parts_of(
+        [],
+        engine=SlowEngine([]),
+        saver=SlowSaver([]),
+        throughput=Throughput(clock),
+        cadence=Cadence(log=0, validation=3, checkpoint=2),
+    )
+    run(parts, [])
+    laps = parts.throughput.laps
+    assert (laps["step"], laps["validation"], laps["save"]) == (6 * 5.0, 2 * 2.0, 3 * 1.0)
 
 
 def test_a_stop_in_the_middle_reports_and_saves_once_and_ends() -> None:
@@ -119,28 +154,18 @@ def test_a_stop_in_the_middle_reports_and_saves_once_and_ends() -> None:
     assert outcome.stopped is StopReason.SIGNAL
 
 
-def test_every_save_is_labelled_with_its_reasons() -> None:
+def test_a_save_for_a_stop_is_waited_for() -> None:
     log: Log = []
-    cadence = Cadence(log=0, validation=0, checkpoint=3, keep_epochs=True)
-    loader = FakeLoader(log, windows_per_epoch=4)  # two steps
-    parts = parts_of(log, total_steps=7, cadence=cadence, loader=loader)
-    run(parts, log)
-    saver = cast("FakeSaver", parts.saver)
-    labels = dict(zip((state.step for state in saver.saved), saver.tiers, strict=True))
-    assert labels == {
-        2: ["epoch"],
-        3: ["rolling"],
-        4: ["epoch"],
-        6: ["rolling", "epoch"],
-        7: ["final"],
-    }
+    parts = parts_of(log, total_steps=7, cadence=Cadence(log=0, validation=0, checkpoint=3))
+    run(parts, log, stop_when="accumulate 5")
+    assert saver_of(parts).waited == [True]
 
 
 def test_a_stop_is_an_emergency() -> None:
     log: Log = []
     parts = parts_of(log)
     run(parts, log, stop_when="accumulate 1")
-    assert cast("FakeSaver", parts.saver).tiers == [["emergency"]]
+    assert saver_of(parts).tiers == [["emergency"]]
 
 
 def test_a_stop_during_a_validation_cuts_it_short_and_saves() -> None:
@@ -165,6 +190,15 @@ def test_a_finished_run_takes_no_step() -> None:
     state = TrainState(step=6, position=Position(0, 12), validation_step=6)
     assert run(parts_of(log), log, state=state).state == state
     assert log == ["close"]
+
+
+def test_a_resumed_run_goes_on_where_it_stood() -> None:
+    log: Log = []
+    run(parts_of(log), log, state=TrainState(step=4, tokens=32, position=Position(0, 8)))
+    assert happened(log, "accumulate", "update") == [
+        *("accumulate 8", "accumulate 9", rate(4, 6)),
+        *("accumulate 10", "accumulate 11", rate(5, 6)),
+    ]
 
 
 def test_a_stop_at_the_last_step_saves_it_and_the_next_session_validates() -> None:
@@ -193,15 +227,6 @@ def test_a_stop_where_a_validation_was_due_leaves_it_to_the_next_session() -> No
         *("validate", rate(2, 3), "validate", "save 3"),
     ]
     assert outcome.state.validation_step == 3
-
-
-def test_a_resumed_run_goes_on_where_it_stood() -> None:
-    log: Log = []
-    run(parts_of(log), log, state=TrainState(step=4, tokens=32, position=Position(0, 8)))
-    assert happened(log, "accumulate", "update") == [
-        *("accumulate 8", "accumulate 9", rate(4, 6)),
-        *("accumulate 10", "accumulate 11", rate(5, 6)),
-    ]
 
 
 def test_bad_data_on_one_rank_is_raised_on_both_before_any_pass_of_that_step() -> None:
@@ -268,131 +293,6 @@ def test_a_step_that_was_reported_and_saved_is_not_reported_again_when_the_next_
     parts = parts_of(log, cadence=cadence, loader=FakeLoader(log, missing_from=2))
     run(parts, log, stop_when="waits")
     assert happened(log, "report") == ["report 1"]
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_on_one_rank_stops_both_and_nothing_is_updated_or_told(
-    value: float,
-) -> None:
-    logs: list[Log] = [[], []]
-
-    def action(world: World) -> None:
-        log = logs[world.rank]
-        engine = FakeEngine(
-            log,
-            training_loss=lambda step: value if (step, world.rank) == (2, 1) else 1.0,
-            refuses_from=2,
-        )
-        cadence = Cadence(log=1, validation=2, checkpoint=2)
-        run(parts_of(log, world=world, engine=engine, cadence=cadence), log)
-
-    for ended, log in zip(on_two_ranks(action), logs, strict=True):
-        assert isinstance(ended.error, TrainingError)
-        assert ended.error.on_every_rank
-        message = str(ended.error)
-        assert "Loss is not finite on rank 1 at step 2 (a.npy window 2; a.npy win" in message
-        assert "before the optimizer step" in message
-        assert "lower optimizer.lr" in message
-        assert log[2:] == [
-            rate(0, 6),
-            "report 1",
-            "accumulate 2",
-            "accumulate 3",
-            "refuse",
-            "close",
-        ]
-
-
-def run_refused(cadence: Cadence, **engine: Any) -> tuple[Log, list[str]]:
-    """Train alone with an engine that refuses the third update; the log, and what was raised."""
-    log: Log = []
-    fake = FakeEngine(log, refuses_from=3, **engine)
-    raised = []
-    try:
-        run(parts_of(log, engine=fake, cadence=cadence), log)
-    except TrainingError as error:
-        raised.append(str(error))
-    return log, raised
-
-
-def test_a_refused_update_is_found_while_the_next_step_is_computed() -> None:
-    log, [message] = run_refused(Cadence(log=0, validation=0, checkpoint=0))
-    assert "Gradient is not finite on rank 0 at step 3 (a.npy window 4; a.npy window 5)" in message
-    assert happened(log, "update", "refuse") == [rate(0, 6), rate(1, 6), "refuse", "refuse"]
-    assert log[-1] == "close"
-
-
-@pytest.mark.parametrize(
-    "cadence",
-    [
-        Cadence(log=3, validation=0, checkpoint=0),
-        Cadence(log=0, validation=3, checkpoint=0),
-        Cadence(log=0, validation=0, checkpoint=3),
-    ],
-    ids=["told", "validated", "saved"],
-)
-def test_a_step_is_known_to_be_good_before_it_is_told_validated_or_saved(cadence: Cadence) -> None:
-    log, [message] = run_refused(cadence)
-    assert "at step 3 " in message
-    assert log[-2:] == ["refuse", "close"]
-
-
-def test_a_step_is_known_to_be_good_before_the_next_one_waits_for_data() -> None:
-    log: Log = []
-    engine = FakeEngine(log, refuses_from=2)
-    parts = parts_of(log, engine=engine, loader=FakeLoader(log, missing_from=4))
-    with pytest.raises(TrainingError, match="not finite on rank 0 at step 2"):
-        run(parts, log, stop_when="waits")
-    assert not happened(log, "save")
-
-
-def test_neither_a_save_nor_a_validation_is_charged_with_the_step_before_it() -> None:
-    clock = Clock()
-
-    class SlowVerdict(Verdict):
-        def was_made(self) -> bool:
-            clock.now += 5.0  # the device computes the step
-            return super().was_made()
-
-    class SlowEngine(FakeEngine):
-        def update(self, learning_rate: float) -> Verdict:
-            super().update(learning_rate)
-            return SlowVerdict(True)
-
-        def validation_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-            clock.now += 2.0
-            return super().validation_loss(input_ids, labels)
-
-    class SlowSaver(FakeSaver):
-        def save(
-            self, state: TrainState, tiers: Sequence[Tier], *, wait: bool = True
-        ) -> TrainState:
-            clock.now += 1.0
-            parts.throughput.lap("save")
-            return super().save(state, tiers, wait=wait)
-
-    parts = parts_of(
-        [],
-        engine=SlowEngine([]),
-        saver=SlowSaver([]),
-        throughput=Throughput(clock),
-        cadence=Cadence(log=0, validation=3, checkpoint=2),
-    )
-    run(parts, [])
-    laps = parts.throughput.laps
-    assert (laps["step"], laps["validation"], laps["save"]) == (6 * 5.0, 2 * 2.0, 3 * 1.0)
-
-
-def test_an_overflow_of_fp16_ends_nothing() -> None:
-    log, raised = run_refused(Cadence(log=0, validation=0, checkpoint=0), scale=65536.0)
-    assert not raised
-    assert log.count("refuse") == 4
-    log, [message] = run_refused(
-        Cadence(log=0, validation=0, checkpoint=0),
-        scale=65536.0,
-        training_loss=lambda step: math.nan if step == 4 else 1.0,
-    )
-    assert "Loss is not finite on rank 0 at step 4" in message
 
 
 def test_every_label_of_a_step_counts_the_same() -> None:

@@ -1,0 +1,19 @@
+"""What estimate_cost.py tells other programs of a shipped run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from refocused.commands.estimate_cost import main
+
+RUN = "gpt2_1b_8xh100_fast"
+TOKENIZER = "data.tokenizer=hub:any/model"
+
+
+def estimated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main([*arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found

@@ -1,0 +1,207 @@
+"""What a run has taken and has left, read off its own files."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands.cost_estimates import RUN, TOKENIZER, estimated
+
+from refocused.checkpoints.manifest import MANIFEST
+from refocused.commands.estimate_cost import main
+from refocused.commands.run_measured import measure
+from refocused.config.decode import load_run, render_run
+from refocused.monitoring.performance import PERFORMANCE_FILE
+from refocused.process_identity import this_process
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder of its own, the current one: a run below it is found by its name."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_run(folder: Path, status: str, **changes: object) -> Path:
+    """A run of 1,000 steps of two seconds, at step 500 after a rewind from 480 to 400."""
+    run = folder / "runs" / "one"
+    (run / "logs").mkdir(parents=True)
+    write_settings(run)
+    process = this_process()
+    state = {
+        "run": "one",
+        "status": status,
+        "host": "elsewhere",
+        "pid": process.pid,
+        "pid_started": process.started,
+        "updated": "2026-11-22T09:00:00.000Z",
+        "step": 500,
+        "total_steps": 1000,
+        "tokens": 500_000_000,
+        "seconds": 1300.0,
+        "cost_usd": None,
+    }
+    (run / "state.json").write_text(json.dumps(state | changes))
+    saved = run / "checkpoints" / f"checkpoint_step_{(state | changes)['step']}"
+    saved.mkdir(parents=True)
+    (saved / MANIFEST).touch()
+    (run / PERFORMANCE_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in time_lines()))
+    validation = {"kind": "validation", "step": 250, "seconds": 20.0}
+    (run / "logs" / "training_metrics.jsonl").write_text(f"{json.dumps(validation)}\n")
+    return run
+
+
+def write_settings(run: Path, *more: str) -> None:
+    settings = ["run.steps=1000", "checkpoint.interval=100", "evaluation.interval=250"]
+    settings += ["schedule.warmup_steps=10", *more]
+    (run / "run.yaml").write_text(render_run(load_run(RUN, settings, name="one").config))
+
+
+def time_lines() -> list[dict[str, Any]]:
+    def line(kind: str, at: str, step: int, first: int = 0, **uses: float) -> dict[str, Any]:
+        seconds = {f"{name}_seconds": value for name, value in uses.items()}
+        moment = f"2026-11-22T{at}.000Z"
+        return {"kind": kind, "time": moment, "step": step, "first_step": first, **seconds}
+
+    return [
+        line("session", "08:01:00", 0, start_up=60),
+        line("time", "08:18:00", 480, 0, forward_backward=900, update=60, save_stall=60),
+        line("save", "08:18:00", 400, save_stall=12),
+        line("session", "08:30:00", 400, start_up=40),
+        line("time", "08:30:40", 410, 400, forward_backward=40),
+        line("time", "08:33:40", 500, 410, forward_backward=170, update=10),
+    ]
+
+
+def gone() -> dict[str, object]:
+    """Return what names a process of this machine that there cannot be."""
+    return {"host": socket.gethostname(), "pid": 2**22 + 1}
+
+
+def test_a_stopped_run_by_hand_over_a_rewind(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(here, "stopped")
+    found = estimated(capsys, "--measured", "one", "--per-hour", "36", "--budget", "18")
+    assert (found["sessions"], found["step_seconds"]) == (2, 2.0)
+    # 500 steps, validations at 750 and 1,000, saves at 600 to 1,000
+    assert found["seconds_left"] == 500 * 2.0 + 2 * 20.0 + 5 * 12.0
+    assert found["cost_left_usd"] == pytest.approx(11.0)
+    assert found["cost_usd"] == pytest.approx(13.0)
+    assert found["usd_per_million_tokens"] == pytest.approx(13.0 / 500)
+    assert found["total_usd"] == pytest.approx(24.0)
+    assert found["budget_step"] == 500 + int(500 * 5 / 11)
+    # 960 s for 480 steps, of which 80 were lost; 220 s for 100 steps more; 08:00:00 to 08:33:40
+    assert found["goodput_fraction"] == pytest.approx((960 * 400 / 480 + 220) / 2020)
+    assert main(["--measured", "one", "--per-hour", "36"]) == 0
+    text = capsys.readouterr().out
+    assert "left       18.3 min, $11.00, ends" in text
+    assert "if it goes on now from checkpoint 500\n" in text
+    assert "2 s a step, 500,000 tokens/s, 20 s a validation, 12 s a save" in text
+
+
+def test_without_a_price_times_are_told_all_the_same(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(here, "stopped")
+    assert main(["--measured", "one", "--budget", "5"]) == 0
+    text = capsys.readouterr().out
+    assert "in 2 sessions, price unknown: name it by --per-hour" in text
+    assert "left       18.3 min, ends" in text
+    assert "budget     $5.00: how far it reaches is seen with --per-hour" in text
+
+
+def test_samples_of_a_run_are_measured_too(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "stopped")
+    before = measure(run, per_hour_usd=None, budget_usd=None, now=0.0).seconds_left
+    prompt = ("evaluation.sample_prompt=Once", "evaluation.sample_interval=200")
+    write_settings(run, TOKENIZER, *prompt)
+    event = {"kind": "sample", "step": 200, "text": "Once", "seconds": 7.0}
+    (run / "logs" / "events.jsonl").write_text(f"{json.dumps(event)}\n")
+    after = measure(run, per_hour_usd=None, budget_usd=None, now=0.0).seconds_left
+    assert before is not None and after == before + 2 * 7.0  # after 600 and 800
+
+
+def test_a_run_that_trains_has_used_the_time_since_its_last_line(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "training")
+    now = 1_795_338_000.0 + 100  # 2026-11-22T09:00:00Z and a hundred seconds
+    found = measure(run, per_hour_usd=None, budget_usd=None, now=now)
+    assert found.seconds_left == 1000.0
+    assert found.ends == now + 1000.0
+    assert (found.cost_usd, found.cost_left_usd, found.budget_step) == (None, None, None)
+
+
+def test_a_run_whose_process_is_gone_has_crashed(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "training", **gone())
+    assert measure(run, per_hour_usd=1.0, budget_usd=None, now=0.0).status == "crashed"
+
+
+def test_what_a_crashed_run_has_left_counts_from_its_checkpoint(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(here, "training", step=400, **gone())
+    state = json.loads((run / "state.json").read_text())
+    (run / "state.json").write_text(json.dumps(state | {"step": 500}))
+    found = estimated(capsys, "--measured", "one", "--per-hour", "36", "--budget", "18")
+    # 600 steps, validations at 500, 750 and 1,000, saves at 500 to 1,000
+    assert (found["step"], found["resumes_from"]) == (500, 400)
+    assert found["seconds_left"] == 600 * 2.0 + 3 * 20.0 + 6 * 12.0
+    assert found["budget_step"] == 400 + int(600 * 5 / (found["seconds_left"] / 100))
+    (run / "checkpoints" / "checkpoint_step_400" / MANIFEST).unlink()
+    assert main(["--measured", "one"]) == 0
+    assert "if it goes on now from the start\n" in capsys.readouterr().out
+
+
+def test_a_finished_run_tells_what_it_cost(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(here, "finished", step=1000, tokens=1_000_000_000, cost_usd=50.0)
+    assert main(["--measured", "one"]) == 0
+    text = capsys.readouterr().out
+    assert "step 1,000 of 1,000, 1.00 B tokens, finished" in text
+    assert "in 2 sessions, $50.00, $0.0500 a million tokens" in text
+    assert "goodput" in text and "left" not in text
+
+
+@pytest.mark.parametrize(
+    ("status", "step", "budget", "answer"),
+    [
+        ("finished", 1000, "60", "enough"),
+        ("finished", 1000, "20", "spent, and $30.00 more than that"),
+        ("stopped", 500, "49", "spent, and $1.00 more than that"),
+        ("stopped", 500, "50", "ends at step 500"),
+    ],
+)
+def test_what_a_budget_was_good_for(
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    status: str,
+    step: int,
+    budget: str,
+    answer: str,
+) -> None:
+    write_run(here, status, step=step, cost_usd=50.0)
+    assert main(["--measured", "one", "--per-hour", "36", "--budget", budget]) == 0
+    assert f": {answer}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("state", ["", "[1]", "\x00", '{"step": 3'])
+def test_a_state_that_cannot_be_read_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str
+) -> None:
+    (tmp_path / "state.json").write_text(state)
+    assert main(["--measured", str(tmp_path)]) == 1
+    assert f"{tmp_path}/state.json cannot be read: it is " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("state", [None, "{}", '{"step": 3}'])
+def test_a_folder_that_is_no_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str | None
+) -> None:
+    if state is not None:
+        (tmp_path / "state.json").write_text(state)
+    assert main(["--measured", str(tmp_path)]) == 1
+    assert "state.json is missing or not a run's" in capsys.readouterr().err
+    assert main(["--measured", "nowhere"]) == 2
+    assert capsys.readouterr().err.startswith("--measured nowhere: there is no such folder")
