@@ -108,7 +108,8 @@ def _losses_and_softmax(logits: Tensor, index: Tensor, shares: Tensor) -> tuple[
     """Return each row's -log softmax at its index `[rows, 1]`, and the softmax in `shares`.
 
     `shares` may be the logits themselves, which makes the head 1.1 times as fast on a CPU: what a
-    kernel writes is still in its cache, and no page is new.
+    kernel writes is still in its cache, and no page is new. Otherwise they are widened into it:
+    torch's softmax of bfloat16 in float32 would widen them into memory of its own, on GPUs too.
 
     The largest share of a row is 1 / sum(exp(logit - largest logit)), never below 1 / V: its
     logarithm is exact where that of an unlikely label's own share would be infinite. The one
@@ -116,7 +117,7 @@ def _losses_and_softmax(logits: Tensor, index: Tensor, shares: Tensor) -> tuple[
     """
     exact = shares.dtype
     below_largest = logits.amax(dim=1, keepdim=True).to(exact) - logits.gather(1, index).to(exact)
-    if logits.is_cpu:  # whose softmax would copy 16 bits to memory of its own first
-        logits = logits if logits.dtype == exact else shares.copy_(logits)
-    torch.softmax(logits, dim=1, dtype=exact, out=shares)
+    if logits.dtype != exact:
+        shares.copy_(logits)
+    torch.softmax(shares, dim=1, out=shares)
     return below_largest - shares.amax(dim=1, keepdim=True).log(), shares
