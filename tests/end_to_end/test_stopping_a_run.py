@@ -2,51 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from forked import ForkedRanks, train
-from ranks import ROOT, TRAIN, Ended, free_port, metrics, write_tokens
-from tiny import tiny_run
+from ranks import ROOT, Ended, metrics
+from stopped_run import RUN, SETTINGS, STEPS, last_step, prepared
 
 from refocused.monitoring.performance import read_run_time
 
 pytestmark = pytest.mark.slow
-STEPS = 40
-SETTINGS = [
-    "--config",
-    "tiny.yaml",
-    f"run.steps={STEPS}",
-    "checkpoint.mirror=null",
-    "checkpoint.interval=0",  # saved because it stops, not because it was due
-    # A validation of a few seconds, so that a signal can come in the middle of it; not due in
-    # most tests.
-    "data.validation_fraction=0.5",
-    "evaluation.windows=1500",
-]
-RUN = Path("runs") / "tiny"
 
 
 def losses(run: Path) -> list[str]:
     return [float(record["loss"]).hex() for _, record in sorted(metrics(run).items())]
-
-
-def last_step(run: Path) -> int:
-    return max(metrics(run), default=0)
-
-
-def prepared(folder: Path) -> Path:
-    tiny_run(folder)
-    write_tokens(folder / "tokens", shards=3, tokens=40_000, vocabulary=512)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -205,69 +180,6 @@ def test_the_others_end_when_a_rank_is_killed_and_the_same_command_resumes(
     assert losses(folder / RUN) == uninterrupted
 
 
-@contextlib.contextmanager
-def launched(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The real launcher over two ranks, in a session of its own that is killed at the end."""
-    deepspeed = Path(sys.executable).with_name("deepspeed")
-    with (folder / "launcher.out").open("wb") as out:
-        process = subprocess.Popen(
-            [deepspeed, "--num_gpus", "2", "--master_port", str(free_port()), TRAIN, *arguments],
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            yield process
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def running(pid: int) -> bool:
-    """Whether a process runs; one that nobody has waited for yet does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def wait_for(condition: Callable[[], bool], log: Path, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, log.read_text(errors="replace")
-        time.sleep(0.05)
-
-
-def test_ranks_notice_that_the_deepspeed_command_was_terminated(tmp_path: Path) -> None:
-    folder = prepared(tmp_path)
-    log = folder / "launcher.out"
-    state = folder / RUN / "state.json"
-    settings = [*SETTINGS, "run.steps=100000", "run.device=cpu", "evaluation.interval=0"]
-    with launched(folder, *settings) as process:
-        wait_for(lambda: last_step(folder / RUN) >= 7 or process.poll() is not None, log, 120)
-        assert process.poll() is None, log.read_text()
-        rank_0 = json.loads(state.read_text())["pid"]
-        launcher = parent_of(rank_0)
-        process.terminate()
-        process.wait(10)
-        wait_for(lambda: not running(rank_0) and not running(launcher), log, 60)
-    said = log.read_text()
-    assert "stopped by the launcher is gone" in said
-    assert "Traceback" not in said and "FutureWarning" not in said
-    stopped_at = last_step(folder / RUN)
-    saved = folder / RUN / "checkpoints" / f"checkpoint_step_{stopped_at}" / "manifest.json"
-    assert saved.exists(), said
-    assert json.loads(state.read_text())["status"] == "stopped"
-
-
 def test_a_budget_ends_all_sessions_and_a_time_limit_this_one(tmp_path: Path) -> None:
     folder = prepared(tmp_path)
     settings = [
@@ -319,62 +231,3 @@ def test_a_stop_at_the_last_step_leaves_its_validation_to_the_next_session(
     assert ended.codes == [0, 0], ended.everything
     assert list(metrics(folder / RUN, "validation")) == [8]
     assert "best validation loss" in ended.out[0]
-
-
-def test_under_the_supervisor_a_crash_starts_again_and_ctrl_c_saves(tmp_path: Path) -> None:
-    folder = prepared(tmp_path)
-    log, state = folder / "launcher.out", folder / RUN / "state.json"
-    command = [
-        *(sys.executable, "-P", "-m", "refocused.commands.launch", "--restarts", "1"),
-        *(*SETTINGS, "run.steps=100000", "run.device=cpu", "evaluation.interval=0"),
-        "checkpoint.interval=5",
-    ]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={
-                **os.environ,
-                **{"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "RANKS": "2"},
-                **{"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)},
-            },
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    mark = f"TMPDIR={folder}".encode()
-    try:
-        wait_for(lambda: last_step(folder / RUN) >= 7 or process.poll() is not None, log, 180)
-        rank_0 = json.loads(state.read_text())["pid"]
-        os.kill(rank_0, signal.SIGKILL)
-        wait_for(
-            lambda: json.loads(state.read_text())["pid"] != rank_0 or process.poll() is not None,
-            log,
-            180,
-        )
-        begun = last_step(folder / RUN)
-        wait_for(lambda: last_step(folder / RUN) > begun or process.poll() is not None, log, 60)
-        assert process.poll() is None, log.read_text()
-        process.send_signal(signal.SIGINT)
-        code = process.wait(60)
-    finally:
-        for pid in carrying(mark):
-            os.kill(pid, signal.SIGKILL)
-    said = log.read_text()
-    assert code == 130, said
-    assert "Rank 0 was killed" in said and "Starting again after step" in said
-    assert "stopping after this step and saving; 300 s" in said
-    assert "Traceback" not in said and "exits with return code" not in said
-    assert "resume: RANKS=2 launch/train.sh --restarts 1 --config tiny.yaml" in said
-    assert list(carrying(mark)) == []
-    stopped_at = last_step(folder / RUN)
-    checkpoint = folder / RUN / "checkpoints" / f"checkpoint_step_{stopped_at}"
-    assert (checkpoint / "manifest.json").exists(), said
-
-
-def carrying(mark: bytes) -> Iterator[int]:
-    """The processes whose environment holds an entry."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark in path.read_bytes().split(b"\0") and running(int(path.parent.name)):
-                yield int(path.parent.name)

@@ -1,0 +1,94 @@
+"""A run with its bucket, and the mirrors between them, which are processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from refocused.checkpoints.mirror import CheckpointMirror
+from refocused.checkpoints.mirror_status import MirrorSettings, MirrorStatus
+from refocused.checkpoints.remote_steps import COMMITTED
+from refocused.checkpoints.step_directory import read_step, step_paths
+from refocused.checkpoints.verify import verify
+from refocused.process_identity import ProcessIdentity, this_process
+
+PREFIX = "sample/checkpoints"
+PATIENCE_SECONDS = 30
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.005)
+
+
+class Place:
+    """A run with its bucket, and the mirrors between them."""
+
+    def __init__(self, root: Path) -> None:
+        self.run = root / "run"
+        self.checkpoints = self.run / "checkpoints"
+        self.bucket = root / "bucket"
+        self.checkpoints.mkdir(parents=True)
+        self.mirrors: list[CheckpointMirror] = []
+
+    def mirror(
+        self,
+        training: ProcessIdentity | None = None,
+        drain_seconds: float = 20.0,
+        keep_remote: int | None = None,
+    ) -> CheckpointMirror:
+        mirror = CheckpointMirror(
+            MirrorSettings(
+                run=self.run,
+                bucket=str(self.bucket),
+                prefix=PREFIX,
+                training=training or this_process(),
+                drain_seconds=drain_seconds,
+                scan_seconds=0.05,
+                longest_wait_seconds=0.2,
+                keep_remote=keep_remote,
+            )
+        )
+        self.mirrors.append(mirror)
+        return mirror
+
+    def status(self) -> MirrorStatus:
+        status = self.mirrors[-1].status()
+        assert status is not None
+        return status
+
+    def says(self, condition: Callable[[MirrorStatus], object]) -> Callable[[], object]:
+        def asked() -> object:
+            status = self.mirrors[-1].status()
+            return status is not None and condition(status)
+
+        return asked
+
+    def committed(self) -> list[int]:
+        """The marked steps of the bucket, each of which must be whole."""
+        root = self.bucket / PREFIX
+        steps = []
+        for path in step_paths(root):
+            if (path / COMMITTED).exists():
+                (path / COMMITTED).rename(root / f"{path.name}.marker")
+                assert verify(read_step(path), deep=True) == []
+                (root / f"{path.name}.marker").rename(path / COMMITTED)
+                steps.append(read_step(path).step)
+        return steps
+
+    def kill(self) -> None:
+        status = self.mirrors[-1].status()
+        if status is not None and status.alive:
+            os.kill(status.process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        for mirror in self.mirrors:
+            process = mirror._process
+            if process is not None and process.alive:
+                os.kill(process.pid, signal.SIGKILL)

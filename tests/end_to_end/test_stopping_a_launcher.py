@@ -1,0 +1,141 @@
+"""Stopping what launched the ranks, the deepspeed command or the supervisor: the state is saved."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ranks import ROOT, TRAIN, free_port
+from stopped_run import RUN, SETTINGS, last_step, prepared
+
+pytestmark = pytest.mark.slow
+
+
+@contextlib.contextmanager
+def launched(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The real launcher over two ranks, in a session of its own that is killed at the end."""
+    deepspeed = Path(sys.executable).with_name("deepspeed")
+    with (folder / "launcher.out").open("wb") as out:
+        process = subprocess.Popen(
+            [deepspeed, "--num_gpus", "2", "--master_port", str(free_port()), TRAIN, *arguments],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def running(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for yet does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def wait_for(condition: Callable[[], bool], log: Path, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text(errors="replace")
+        time.sleep(0.05)
+
+
+def test_ranks_notice_that_the_deepspeed_command_was_terminated(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+    log = folder / "launcher.out"
+    state = folder / RUN / "state.json"
+    settings = [*SETTINGS, "run.steps=100000", "run.device=cpu", "evaluation.interval=0"]
+    with launched(folder, *settings) as process:
+        wait_for(lambda: last_step(folder / RUN) >= 7 or process.poll() is not None, log, 120)
+        assert process.poll() is None, log.read_text()
+        rank_0 = json.loads(state.read_text())["pid"]
+        launcher = parent_of(rank_0)
+        process.terminate()
+        process.wait(10)
+        wait_for(lambda: not running(rank_0) and not running(launcher), log, 60)
+    said = log.read_text()
+    assert "stopped by the launcher is gone" in said
+    assert "Traceback" not in said and "FutureWarning" not in said
+    stopped_at = last_step(folder / RUN)
+    saved = folder / RUN / "checkpoints" / f"checkpoint_step_{stopped_at}" / "manifest.json"
+    assert saved.exists(), said
+    assert json.loads(state.read_text())["status"] == "stopped"
+
+
+def test_under_the_supervisor_a_crash_starts_again_and_ctrl_c_saves(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+    log, state = folder / "launcher.out", folder / RUN / "state.json"
+    command = [
+        *(sys.executable, "-P", "-m", "refocused.commands.launch", "--restarts", "1"),
+        *(*SETTINGS, "run.steps=100000", "run.device=cpu", "evaluation.interval=0"),
+        "checkpoint.interval=5",
+    ]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={
+                **os.environ,
+                **{"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "RANKS": "2"},
+                **{"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)},
+            },
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    mark = f"TMPDIR={folder}".encode()
+    try:
+        wait_for(lambda: last_step(folder / RUN) >= 7 or process.poll() is not None, log, 180)
+        rank_0 = json.loads(state.read_text())["pid"]
+        os.kill(rank_0, signal.SIGKILL)
+        wait_for(
+            lambda: json.loads(state.read_text())["pid"] != rank_0 or process.poll() is not None,
+            log,
+            180,
+        )
+        begun = last_step(folder / RUN)
+        wait_for(lambda: last_step(folder / RUN) > begun or process.poll() is not None, log, 60)
+        assert process.poll() is None, log.read_text()
+        process.send_signal(signal.SIGINT)
+        code = process.wait(60)
+    finally:
+        for pid in carrying(mark):
+            os.kill(pid, signal.SIGKILL)
+    said = log.read_text()
+    assert code == 130, said
+    assert "Rank 0 was killed" in said and "Starting again after step" in said
+    assert "stopping after this step and saving; 300 s" in said
+    assert "Traceback" not in said and "exits with return code" not in said
+    assert "resume: RANKS=2 launch/train.sh --restarts 1 --config tiny.yaml" in said
+    assert list(carrying(mark)) == []
+    stopped_at = last_step(folder / RUN)
+    checkpoint = folder / RUN / "checkpoints" / f"checkpoint_step_{stopped_at}"
+    assert (checkpoint / "manifest.json").exists(), said
+
+
+def carrying(mark: bytes) -> Iterator[int]:
+    """The processes whose environment holds an entry."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in path.read_bytes().split(b"\0") and running(int(path.parent.name)):
+                yield int(path.parent.name)
