@@ -27,16 +27,24 @@ class BatchMemory:
         self._free: dict[Shape, list[NDArray[np.int64]]] = {}
 
     def empty(self, shape: Shape) -> torch.Tensor:
-        """Return an int64 tensor of any content, whose memory no living tensor shares."""
+        """Return an int64 tensor of any content, whose memory no living tensor shares.
+
+        Memory of more along the first dimension serves for less: groups of steps are cut short
+        where a shard is not open yet, and each size would keep memory of its own: hundreds of MiB
+        where a step is small.
+        """
         if self._pin:
             return torch.empty(shape, dtype=torch.int64, pin_memory=True)
-        free = self._free.setdefault(shape, [])
+        free = self._free.setdefault(shape[1:], [])
         try:
             memory = free.pop()
         except IndexError:
             memory = np.empty(shape, np.int64)
-        lent = memory.view(_Lent)  # lives as long as a tensor, or a view of one, uses it
-        lent.free = free
+        if len(memory) < shape[0]:
+            memory = np.empty(shape, np.int64)
+        # Lives as long as a tensor, or a view of one, uses it.
+        lent = memory[: shape[0]].view(_Lent)
+        lent.free, lent.memory = free, memory
         return torch.from_numpy(lent)
 
 
@@ -44,7 +52,7 @@ class _Lent(np.ndarray[Any, np.dtype[np.int64]]):
     """A view that gives its memory back; a `weakref.finalize` would take 1 us more a batch."""
 
     free: list[NDArray[np.int64]]
+    memory: NDArray[np.int64]
 
     def __del__(self) -> None:
-        if isinstance(self.base, np.ndarray):
-            self.free.append(self.base)
+        self.free.append(self.memory)

@@ -34,6 +34,25 @@ def test_each_shape_has_memory_of_its_own() -> None:
     assert memory.empty((1, 2)).shape == (1, 2)
 
 
+def test_what_held_more_is_given_out_for_less_and_comes_back_whole() -> None:
+    memory = BatchMemory(pin=False)
+    addresses = set()
+    for passes in (7, 3, 1, 6, 2, 7):
+        tensor = memory.empty((passes, 3, 5))
+        assert (tensor.shape, tensor.is_contiguous()) == ((passes, 3, 5), True)
+        addresses.add(tensor.data_ptr())
+        del tensor
+    assert len(addresses) == 1
+
+
+def test_what_is_too_small_for_more_is_not_given_out() -> None:
+    memory = BatchMemory(pin=False)
+    small = memory.empty((1, 3, 5))
+    del small
+    large = memory.empty((4, 3, 5))
+    assert large.fill_(1).sum() == 4 * 3 * 5
+
+
 def test_a_tensor_that_outlives_the_memory_is_whole_and_may_be_dropped_by_another_thread() -> None:
     memory = BatchMemory(pin=False)
     held = [memory.empty(SHAPE).fill_(7)]
