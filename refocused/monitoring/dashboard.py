@@ -15,11 +15,11 @@ from textual.widget import Widget
 from textual.widgets import OptionList, Static
 
 from refocused.monitoring.dashboard_chart import Curve, Point, draw_curve
+from refocused.monitoring.dashboard_gpus import gpu_lines
 from refocused.monitoring.dashboard_lines import (
     alarm_lines,
     event_lines,
     fitted,
-    gpu_lines,
     head_lines,
     run_rows,
     shown,

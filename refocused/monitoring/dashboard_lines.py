@@ -8,19 +8,20 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from refocused.monitoring.dashboard_gpus import gpu_lines
 from refocused.monitoring.dashboard_words import (
     dollars,
     moment,
     percent,
+    stale_text,
     time_text,
     tokens_text,
     value,
 )
 from refocused.monitoring.metrics import duration
 from refocused.monitoring.run_view import Alarm, Event, RunView, Status
-from refocused.monitoring.samples import GpuSample, SystemSample
+from refocused.monitoring.samples import SystemSample
 
-STALE_SAMPLE_SECONDS = 60.0
 TROUBLE_ROWS = 3  # of what a run failed with
 STATUS_STYLES: dict[Status, str] = {
     "starting": "cyan",
@@ -33,14 +34,6 @@ STATUS_STYLES: dict[Status, str] = {
     "unknown": "yellow",
 }
 _TROUBLES: tuple[Status, ...] = ("failed", "unknown")  # whose notes are sentences
-_GPU_HEAD = ("GPU", "util", "memory GiB", "temp", "power W", "SM MHz", "link", "ECC")
-_GPU_WIDTHS = (3, 4, 11, 4, 7, 9, 5, 3)
-_THROTTLES = {  # the worst first
-    "hw_thermal": "HW THERMAL",
-    "hw_power_brake": "POWER BRAKE",
-    "sw_thermal": "THERMAL",
-    "hw_slowdown": "HW SLOWDOWN",
-}
 
 
 def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
@@ -167,9 +160,9 @@ def _machine_line(view: RunView) -> Text:
     parts = [_system_text(system, named=len(view.systems) > 1) for system in view.systems]
     if last is not None and last.gpu_memory_fraction is not None:
         parts.append(f"GPU peak {last.gpu_memory_fraction:.0%}")
-    line, age = Text(" "), view.samples_age_seconds
-    if age is not None and age > STALE_SAMPLE_SECONDS:
-        line.append(f"{duration(age)} ago: ", style="yellow" if view.is_live else "dim")
+    line = Text(" ")
+    if age := stale_text(view.samples_age_seconds):
+        line.append(f"{age}: ", style="yellow" if view.is_live else "dim")
     return line.append("  ".join(parts or ["no samples of the machine"]))
 
 
@@ -217,61 +210,6 @@ def _alarm_style(alarm: Alarm, live: bool, *, label: bool = True) -> str:
 
 def _since(alarm: Alarm, now: float) -> str:
     return "" if alarm.time is None else f"{duration(max(0.0, now - alarm.time))}  "
-
-
-def gpu_lines(view: RunView) -> list[Text]:
-    """Return the table of GPUs; one line that says so where there is none."""
-    if not view.gpus:
-        notes = [system.gpu_note for system in view.systems if system.gpu_note]
-        return [Text(f" {notes[0] if notes else 'no GPU samples'}", style="dim")]
-    several = len({gpu.host for gpu in view.gpus}) > 1
-    age = view.samples_age_seconds or 0.0
-    note = f"{duration(age)} ago" if age > STALE_SAMPLE_SECONDS else "note"
-    return [
-        Text(_gpu_row(_GPU_HEAD, note), style="bold"),
-        *(_gpu_line(gpu, host=gpu.host if several else "") for gpu in view.gpus),
-    ]
-
-
-def _gpu_line(gpu: GpuSample, *, host: str) -> Text:
-    trouble = gpu_trouble(gpu)
-    if gpu.lost:
-        return Text(f" {gpu.index:<3} LOST   {trouble} {host}", style="bold red")
-    cells = (
-        f"{gpu.index}",
-        value(gpu.utilization_fraction, ".0%"),
-        _pair(gpu.memory_used_gib, gpu.memory_total_gib, ".1f"),
-        value(gpu.temperature_celsius, ".0f") + " C",
-        _pair(gpu.power_watts, gpu.power_limit_watts, ".0f"),
-        _pair(gpu.sm_clock_mhz, gpu.sm_clock_max_mhz, ".0f"),
-        _pair(gpu.nvlinks_active, gpu.nvlinks_total, ".0f"),
-        value(gpu.ecc_uncorrected, ".0f"),
-    )
-    line = Text(_gpu_row(cells, ""))
-    return line.append(f"{trouble} " if trouble else "", style="bold red").append(host, style="dim")
-
-
-def _gpu_row(cells: Sequence[str], note: str) -> str:
-    first, *others = (
-        f"{cell:>{width}}" if place else f"{cell:<{width}}"
-        for place, (cell, width) in enumerate(zip(cells, _GPU_WIDTHS, strict=True))
-    )
-    return f" {first} {'  '.join(others)}  {note}"
-
-
-def gpu_trouble(gpu: GpuSample) -> str:
-    """Say what is wrong with a GPU in few words; empty: nothing that it tells of."""
-    troubles = []
-    if gpu.lost:
-        troubles.append("fallen off the bus")
-    troubles += [
-        words for name, words in _THROTTLES.items() if name in (gpu.throttle_reasons or ())
-    ][:1]
-    if gpu.ecc_uncorrected:
-        troubles.append("memory errors")
-    if gpu.remap_failed or gpu.remap_pending:
-        troubles.append("row remap failed" if gpu.remap_failed else "row remap pending")
-    return "; ".join(troubles)
 
 
 def event_lines(events: Sequence[Event], *, count: int) -> list[Text]:
@@ -345,10 +283,6 @@ def _checkpoint(step: int) -> str:
 
 def _equals(seconds: float | None) -> str:
     return "" if seconds is None else f" = {duration(seconds)}"
-
-
-def _pair(used: float | None, total: float | None, form: str) -> str:
-    return f"{value(used, form)}/{value(total, form)}"
 
 
 def _clock(unix_seconds: float | None) -> str:

@@ -6,6 +6,8 @@ import datetime
 
 from refocused.monitoring.metrics import duration
 
+STALE_SAMPLE_SECONDS = 60.0
+
 
 def percent(share: float | None) -> str:
     """Spell a share."""
@@ -25,6 +27,13 @@ def dollars(cost_usd: float | None) -> str:
 def time_text(seconds: float | None) -> str:
     """Spell a time span; a dash where it is unknown."""
     return "-" if seconds is None else duration(seconds)
+
+
+def stale_text(age_seconds: float | None) -> str:
+    """Spell the age of a machine's samples; nothing while they are fresh, or there are none."""
+    if age_seconds is None or age_seconds <= STALE_SAMPLE_SECONDS:
+        return ""
+    return f"{duration(age_seconds)} ago"
 
 
 def moment(unix_seconds: float) -> str:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from monitoring.watched_run import GPU, NOW, STEP_SECONDS, iso, new_run
 
-from refocused.monitoring.dashboard_lines import all_lines, gpu_trouble, run_rows
+from refocused.monitoring.dashboard_gpus import gpu_trouble
+from refocused.monitoring.dashboard_lines import all_lines, run_rows
 from refocused.monitoring.dashboard_words import tokens_text
 from refocused.monitoring.run_view import RunView
 
