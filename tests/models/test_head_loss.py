@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from refocused.models.head_loss import IGNORED_LABEL, LossHead
+from refocused.models.head_loss import IGNORED_LABEL, LossHead, _losses_and_softmax
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 2, 24, 16, 50
 CHUNKS = [1, 7, 16, 48, 1000]  # 48 tokens in all
@@ -184,6 +185,18 @@ def test_under_autocast_it_computes_in_its_type_as_a_linear_layer_does() -> None
     gradient, expected = torch.autograd.grad(loss, hidden), torch.autograd.grad(wanted, rounded[0])
     assert gradient[0].dtype == torch.float32
     assert torch.equal(gradient[0], expected[0].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_not_even_torch_inside_takes_memory_for_another_chunk(dtype: torch.dtype) -> None:
+    logits = torch.randn(32, 1000).to(dtype)
+    shares = logits if dtype == torch.float32 else torch.empty(logits.shape)
+    index = torch.zeros(32, 1, dtype=torch.long)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        _losses_and_softmax(logits, index, shares)
+    events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    assert 0 < max(sizes) < logits.numel()
 
 
 @pytest.mark.gpu
