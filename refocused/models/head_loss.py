@@ -61,10 +61,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         exact = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if wants_gradient else None
-        weight_gradient = torch.zeros_like(weight, dtype=exact) if wants_gradient else None
+        weight_gradient = torch.empty_like(weight, dtype=exact) if wants_gradient else None
         room = hidden.new_empty(min(chunk, len(hidden)), len(weight))
         room_of_shares = room if exact == room.dtype else torch.empty_like(room, dtype=exact)
-        for start in range(0, len(hidden), chunk):
+        for start in range(0, max(1, len(hidden)), chunk):
             part = slice(start, start + chunk)
             rows, mask = hidden[part], counted[part].unsqueeze(1)
             logits = torch.mm(rows, weight.T, out=room[: len(rows)])
@@ -76,7 +76,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 slope = shares if exact == logits.dtype else logits.copy_(shares)
                 # Rows without a label are silenced in the narrow tensors, not in the slope.
                 torch.mm(slope, weight, out=hidden_gradient[part]).mul_(mask)
-                _add_product(weight_gradient, slope.T, rows * mask)
+                _add_product(weight_gradient, slope.T, rows * mask, is_first=start == 0)
         if wants_gradient:
             ctx.save_for_backward(hidden_gradient, weight_gradient, count)
             ctx.weight_dtype = weight.dtype
@@ -96,10 +96,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         )
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to the total, without a temporary of its size where the types allow."""
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+    """Add `left @ right` to the total, whose content the first one replaces, whatever it is.
+
+    No temporary of the total's size is made where the types allow it.
+    """
     if left.dtype == total.dtype:
-        total.addmm_(left, right)
+        total.addmm_(left, right, beta=0 if is_first else 1)
+    elif is_first:
+        total.copy_(left @ right)
     else:
         total += left @ right
 

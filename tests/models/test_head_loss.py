@@ -68,6 +68,15 @@ def test_nothing_but_ignored_labels_gives_zero_and_no_gradient() -> None:
         assert torch.all(gradient == 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_tokens_at_all_give_zero_and_no_gradient(dtype: torch.dtype) -> None:
+    hidden, weight, labels = sample(dtype, tokens=0)
+    loss = ours(hidden, weight, labels, chunk=7)
+    assert loss.item() == 0.0
+    (gradient,) = torch.autograd.grad(loss, weight)
+    assert torch.all(gradient == 0)
+
+
 def test_without_labels_it_gives_the_logits() -> None:
     hidden, weight, _ = sample(torch.float32)
     logits = LossHead(weight, chunk_tokens=4)(hidden)
