@@ -1,12 +1,14 @@
 """Our step beside what people use: transformers' Trainer with DeepSpeed, and plain torch loops.
 
     python benchmarks/peers.py [--repeats 7] [--lengths 512 2048] [--stage 1] [--dtype bf16]
-                               [--compiled]
+                               [--compiled] [--pass-tokens 2048] [--accumulation 1]
 
 All contenders live in one process on one rank. The Trainer makes its steps, and after each one the
 others make theirs, so that a slow minute of the machine meets all; the table shows the medians of
-the CPU time of a step, and the largest temporary memory of the head and its loss. `--compiled` adds
-ours and a torch loop with compiled blocks. Where a step has several passes, `ours, micro: auto`
+the CPU time of a step, and the largest temporary memory of the head and its loss. At each length a
+pass has 2,048 tokens; how many it has decides much: passes of one window of 512 compare little but
+products and what each update costs. `--compiled` adds ours and a torch loop with compiled blocks.
+Where a step has several passes, `ours, micro: auto`
 makes the same step in passes of the size that `batch.micro: auto` chooses. `products` is the share
 of the Trainer's steps that its matrix products and attention take, by the profiler: what everybody
 computes with the same kernels, and so the floor of `of the Trainer's` where passes are the same.
@@ -69,6 +71,8 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=1, choices=(0, 1, 2, 3))
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--pass-tokens", type=int, default=2048)
+    parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--json", type=Path, default=WORK / "peers.json")
     parser.add_argument("--length-alone", type=int, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -84,7 +88,11 @@ def main() -> None:
         command = [__file__, *sys.argv[1:], "--length-alone", str(length)]
         found = measure([Case(f"T {length}", command, python)], repeats=1, timeout_s=3000)
         records, products = (found[f"T {length}"][0][key] for key in ("records", "products"))
-        title = f"T {length}, {chosen.dtype}, ZeRO-{chosen.stage}, median of {len(records)}"
+        setup = _setup(chosen, length)
+        title = (
+            f"{setup.micro} x {length} x {setup.accumulation}, {chosen.dtype}, "
+            f"ZeRO-{chosen.stage}, median of {len(records)}"
+        )
         rows = compared(records) | {"products (the floor)": {"of_trainer": products}}
         print(table(rows, COLUMNS, title=title))
         results[title] = {"records": records, "products": products}
@@ -93,12 +101,24 @@ def main() -> None:
     write_report(chosen.json, settings={"repeats": chosen.repeats}, results=results)
 
 
-def setup_of(length: int, dtype: Literal["fp32", "bf16"]) -> Setup:
-    """Return a model and a step of 1,024 tokens or more."""
-    precision = PrecisionConfig(dtype=dtype)
-    accumulation = max(1, 1024 // length)
+def setup_of(
+    length: int, dtype: Literal["fp32", "bf16"], *, pass_tokens: int, accumulation: int
+) -> Setup:
+    """Return a model and its step: passes of so many tokens, or of one longer window."""
     return Setup(
-        4, 256, 8192, length=length, micro=1, accumulation=accumulation, precision=precision
+        4,
+        256,
+        8192,
+        length=length,
+        micro=max(1, pass_tokens // length),
+        accumulation=accumulation,
+        precision=PrecisionConfig(dtype=dtype),
+    )
+
+
+def _setup(chosen: argparse.Namespace, length: int) -> Setup:
+    return setup_of(
+        length, chosen.dtype, pass_tokens=chosen.pass_tokens, accumulation=chosen.accumulation
     )
 
 
@@ -123,7 +143,7 @@ def steps_in_turns(chosen: argparse.Namespace) -> tuple[list[Record], float]:
     Returns:
         The milliseconds by contender, and the share of products in the Trainer's last steps.
     """
-    setup, world = setup_of(chosen.length_alone, chosen.dtype), alone()
+    setup, world = _setup(chosen, chosen.length_alone), alone()
     others: dict[str, Step] = {
         OURS: ours(setup, chosen.stage, world),
         THEIRS: transformers_own(setup),
