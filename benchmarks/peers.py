@@ -7,10 +7,10 @@ All contenders live in one process on one rank. The Trainer makes its steps, and
 others make theirs, so that a slow minute of the machine meets all; the table shows the medians of
 the CPU time of a step, and the largest temporary memory of the head and its loss. At each length a
 pass has 2,048 tokens; how many it has decides much: passes of one window of 512 compare little but
-products and what each update costs. `--compiled` adds ours and a torch loop with compiled blocks.
-Where a step has several passes, `ours, micro: auto`
-makes the same step in passes of the size that `batch.micro: auto` chooses. `products` is the share
-of the Trainer's steps that its matrix products and attention take, by the profiler: what everybody
+products and what each update costs (`--pass-tokens 512 --accumulation 2`). `--compiled` adds ours
+and a torch loop with compiled blocks. Where a step has several passes, `ours, micro: auto` makes
+the same step in passes of the size that `batch.micro: auto` chooses. `products` is the share of the
+Trainer's steps that its matrix products and attention take, by the profiler: what everybody
 computes with the same kernels, and so the floor of `of the Trainer's` where passes are the same.
 accelerate, which the Trainer needs, goes into an environment of its own.
 """

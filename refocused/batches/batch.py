@@ -93,7 +93,7 @@ class Passes:
     def batches(self) -> list[Batch]:
         """Return each pass; views of all are made in one call, which is much of their cost."""
         labels = self.tokens[..., 1:] if self.masked_labels is None else self.masked_labels
-        counted = self.counted_labels or itertools.repeat(None)
+        counted: Sequence[int | None] = self.counted_labels or [None] * len(self.shards)
         return [
             Batch(inputs, labels, shards, windows, self.names, counted_labels=count)
             for inputs, labels, shards, windows, count in zip(
@@ -102,7 +102,7 @@ class Passes:
                 self.shards,
                 self.windows,
                 counted,
-                strict=False,
+                strict=True,
             )
         ]
 

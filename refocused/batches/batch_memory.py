@@ -30,8 +30,7 @@ class BatchMemory:
         """Return an int64 tensor of any content, whose memory no living tensor shares.
 
         Memory of more along the first dimension serves for less: groups of steps are cut short
-        where a shard is not open yet, and each size would keep memory of its own: hundreds of MiB
-        where a step is small.
+        where a shard is not open yet, and each size would keep memory of its own.
         """
         if self._pin:
             return torch.empty(shape, dtype=torch.int64, pin_memory=True)

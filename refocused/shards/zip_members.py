@@ -16,7 +16,7 @@ from refocused.shards.object_reader import ByteSource
 # Deflate cannot do better than 1032 to 1 (zlib's technical notes); stored members are 1 to 1.
 LARGEST_RATIO = 1040
 LOCAL_HEADER_BYTES = 30  # before the member's name and extra field (APPNOTE.TXT, 4.3.7)
-COMPRESSED_BYTES = 1 << 17  # read at a time: the larger, the fewer changes of threads
+COMPRESSED_BYTES = 1 << 17  # read at a time: fewer changes of threads, and still in a core's cache
 # Of one call: far above what tokens need, so that only a member of next to nothing reaches it. A
 # call that stops earlier leaves compressed bytes over, a new size each time, and these tear the
 # heap of the thread: it grew by 4 to 10 MiB over 32 shards.

@@ -1,4 +1,4 @@
-"""A run's folder of checkpoints, a folder as its bucket, and a run with mirrors to one."""
+"""A run's checkpoints, one of them, a folder as their bucket, and a run with mirrors to one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from checkpoints.mirrored_run import Place
+from checkpoints.step_copies import RecordingBucket
+from checkpoints.step_samples import make_step
 
-from refocused.bucket.directory import DirectoryBucket
+from refocused.checkpoints.step_directory import StepDirectory
 
 
 @pytest.fixture
@@ -17,9 +19,14 @@ def local(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def bucket(tmp_path: Path) -> DirectoryBucket:
+def bucket(tmp_path: Path) -> RecordingBucket:
     (tmp_path / "bucket").mkdir()
-    return DirectoryBucket(tmp_path / "bucket")
+    return RecordingBucket(tmp_path / "bucket")
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> StepDirectory:
+    return make_step(tmp_path / "checkpoints", 10)
 
 
 @pytest.fixture

@@ -26,17 +26,6 @@ from refocused.checkpoints.verify import verify
 from refocused.errors import BucketError, CheckpointError
 
 
-@pytest.fixture
-def bucket(tmp_path: Path) -> RecordingBucket:
-    (tmp_path / "bucket").mkdir()
-    return RecordingBucket(tmp_path / "bucket")
-
-
-@pytest.fixture
-def step(tmp_path: Path) -> StepDirectory:
-    return make_step(tmp_path / "checkpoints", 10)
-
-
 def test_a_step_saved_again_by_the_same_run_replaces_its_copy(
     bucket: RecordingBucket, step: StepDirectory
 ) -> None:

@@ -24,17 +24,6 @@ from refocused.checkpoints.verify import verify
 from refocused.errors import BucketError, CheckpointError
 
 
-@pytest.fixture
-def bucket(tmp_path: Path) -> RecordingBucket:
-    (tmp_path / "bucket").mkdir()
-    return RecordingBucket(tmp_path / "bucket")
-
-
-@pytest.fixture
-def step(tmp_path: Path) -> StepDirectory:
-    return make_step(tmp_path / "checkpoints", 10)
-
-
 def repaired(bucket: Bucket, step: StepDirectory) -> bool:
     remote = RemoteSteps(bucket, "run/")
     problems = verify_remote(remote, step.path.name, deep=True)
