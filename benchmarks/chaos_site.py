@@ -23,9 +23,11 @@ from fakes import Emulator, Fault, FaultProxy, Request, storage_emulator
 from ranks import free_port, write_tokens
 
 from refocused.bucket.open import open_bucket
-from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps
+from refocused.checkpoints.branches import checkpoint_paths
+from refocused.checkpoints.manifest import COMMITTED
+from refocused.checkpoints.remote_steps import RemoteSteps
 from refocused.checkpoints.remote_verify import verify_remote
-from refocused.checkpoints.step_directory import name_of, read_step, step_paths
+from refocused.checkpoints.step_directory import name_of, read_step
 from refocused.checkpoints.verify import describe, verify
 from refocused.errors import RefocusedError
 
@@ -136,7 +138,7 @@ class Site:
     def broken(self) -> list[str]:
         """Every visible step that is not whole, here and in the store."""
         found = []
-        for path in step_paths(self.checkpoints):
+        for path in checkpoint_paths(self.checkpoints).values():
             try:
                 problems = verify(read_step(path), deep=True)
             except RefocusedError as error:
@@ -151,7 +153,7 @@ class Site:
     def committed(self) -> list[str]:
         """The steps that have their marker in the store."""
         steps = self._remote().scan()
-        return [name_of(step) for step in sorted(steps) if COMMITTED in steps[step]]
+        return [name for name in steps if COMMITTED in steps[name]]
 
     def _remote(self) -> RemoteSteps:
         return RemoteSteps(open_bucket(f"{self.store.url}/runs"), "chaos/checkpoints")

@@ -52,6 +52,14 @@ class CheckpointError(RefocusedError):
     """A checkpoint cannot be saved, found, verified or loaded."""
 
 
+class CorruptCheckpointError(CheckpointError):
+    """A checkpoint is proven to be damaged: only this lets a resume take an earlier one."""
+
+
+class CheckpointUnavailableError(CheckpointError):
+    """A checkpoint cannot be read now, which proves no damage: nothing durable follows."""
+
+
 class TrainingError(RefocusedError):
     """Training itself cannot go on: a non-finite loss, a wrong start, a lost rank."""
 

@@ -32,7 +32,7 @@ def by_role(request: str, entries: Sequence[CatalogEntry]) -> CatalogEntry | Non
         entries: All steps of a run, ascending.
     """
     role = _SYNONYMS.get(request, request)
-    usable = [entry for entry in entries if entry.usable]
+    usable = [entry for entry in entries if entry.usable and entry.is_present]
     if role == "latest_backup":
         return usable[-2] if len(usable) > 1 else None
     epoch = _EPOCH.fullmatch(role)

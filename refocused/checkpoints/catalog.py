@@ -12,18 +12,25 @@ from pathlib import Path
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.transfer import Progress
 from refocused.checkpoints.aliases import ROLES, by_role, is_role, tier_notes
+from refocused.checkpoints.branches import (
+    FIRST_BRANCH,
+    Branch,
+    branch_of,
+    checkpoint_paths,
+    recorded_branch,
+)
 from refocused.checkpoints.fetch import fetch_step
-from refocused.checkpoints.remote_steps import SUPERSEDED, RemoteSteps
+from refocused.checkpoints.remote_steps import RemoteSteps
 from refocused.checkpoints.retention import best_of
 from refocused.checkpoints.step_directory import (
     StepDirectory,
-    name_of,
     parse_name,
+    parse_place,
     read_step,
-    step_paths,
 )
 from refocused.checkpoints.step_state import (
     LEFT_BEHIND,
+    UNREADABLE,
     WHOLE,
     Found,
     is_part,
@@ -53,6 +60,11 @@ class CatalogEntry:
         bucket_bytes: Bytes of its objects in the bucket, whole or not.
         tiers: Why it was saved; none when no manifest can be read.
         notes: `latest`, `best`, `final`, `epoch E`, `emergency`, `incomplete: ...`.
+        branch: Branch whose folder holds it.
+        local_run_id: Identity of the run that saved the local one; empty in the first schema.
+        bucket_run_id: The same of the one in the bucket.
+        alias: The other name it is found by, `checkpoint-epochE-stepN-filesF`.
+        is_present: Whether it is on the run's present branch: only those are `latest` or `best`.
     """
 
     step: int
@@ -66,6 +78,11 @@ class CatalogEntry:
     bucket_bytes: int = 0
     tiers: tuple[Tier, ...] = ()
     notes: tuple[str, ...] = ()
+    branch: int = 1
+    local_run_id: str = ""
+    bucket_run_id: str = ""
+    alias: str | None = None
+    is_present: bool = True
 
     @property
     def usable(self) -> bool:
@@ -84,10 +101,12 @@ class ResolvedStep:
 
     Attributes:
         step: Optimizer updates done.
+        name: Its directory name.
         path: Its local directory; None: it has to be fetched from the bucket.
     """
 
     step: int
+    name: str
     path: Path | None
 
 
@@ -103,20 +122,29 @@ class Catalog:
         """Look at a folder, and at the steps below `prefix` of a bucket (see `prefix_of`)."""
         self.local = local
         self.remote = RemoteSteps(mirror, prefix) if mirror is not None else None
+        self.branch = FIRST_BRANCH
 
     def entries(self) -> list[CatalogEntry]:
-        """Every step, ascending.
+        """Every checkpoint; those of the present branch last, by step ascending.
+
+        The present branch is then in `branch`: that of `state.json`, or that of the highest number.
 
         Raises:
             BucketError: The bucket cannot be listed.
         """
         here = self.here()
         there = self._there(here)
-        entries = [
-            _entry(step, here.get(step, Found()), there.get(step, Found()))
-            for step in sorted({*here, *there})
+        places = {place: name for name in {*here, *there} if (place := parse_place(name))}
+        found = [
+            (name, here.get(name, Found()), there.get(name, Found()))
+            for _, name in sorted(places.items())
         ]
-        return _annotated(entries)
+        manifests = (local.manifest or remote.manifest for _, local, remote in reversed(found))
+        newest = next(filter(None, manifests), None)
+        known = recorded_branch(self.local.parent)
+        self.branch = known or (branch_of(newest) if newest else FIRST_BRANCH)
+        entries = [_entry(*one, on=self.branch) for one in found]
+        return _annotated(sorted(entries, key=lambda entry: entry.is_present))
 
     def local_only(self) -> Catalog:
         """The same without the bucket."""
@@ -126,41 +154,20 @@ class Catalog:
         """Read every byte of a local step; return what is wrong with it."""
         return verify(step, deep=True)
 
-    def here(self) -> dict[int, Found]:
-        """Judge every local step by its structure and sizes."""
-        return {_step_of(path): judge_directory(path) for path in step_paths(self.local)}
+    def here(self) -> dict[str, Found]:
+        """Judge every local checkpoint by its structure and sizes."""
+        return {name: judge_directory(path) for name, path in checkpoint_paths(self.local).items()}
 
-    def _there(self, here: Mapping[int, Found]) -> dict[int, Found]:
-        """Judge every step of the bucket by the manifest that the disk has of it, or its own."""
+    def _there(self, here: Mapping[str, Found]) -> dict[str, Found]:
+        """Judge every checkpoint of the bucket by its own manifest."""
         if self.remote is None:
             return {}
         found = {}
-        for step, objects in self.remote.scan().items():
-            known = here.get(step, Found()).manifest
-            judged = judge_objects(self.remote, name_of(step), objects, known)
+        for name, objects in self.remote.scan().items():
+            judged = judge_objects(self.remote, name, objects, here.get(name, Found()))
             size = sum(blob.size for blob in objects.values())
-            found[step] = dataclasses.replace(judged, objects_bytes=size)
+            found[name] = dataclasses.replace(judged, objects_bytes=size)
         return found
-
-    def supersede_after(self, step: int) -> list[str]:
-        """Mark the bucket's steps beyond a step as left behind; return their names.
-
-        Also those that are not committed: the mirror of an earlier start may be about to.
-
-        Raises:
-            BucketError: The bucket cannot be listed or written.
-        """
-        if self.remote is None:
-            return []
-        objects = self.remote.scan()
-        names = [
-            name_of(later)
-            for later in sorted(objects)
-            if later > step and SUPERSEDED not in objects[later]  # also one that is on its way
-        ]
-        for name in names:
-            self.remote.supersede(name)
-        return names
 
     def resolve(self, request: str) -> ResolvedStep:
         """Find the step that `latest`, `best`, a number, a name or a path means.
@@ -169,9 +176,9 @@ class Catalog:
             CheckpointError: There is no such step, or it is broken; the nearest are named.
             BucketError: The bucket cannot be listed.
         """
-        if "/" in request:
+        if "/" in request and _requested_place(request) is None:
             directory = read_step(Path(request).expanduser())
-            return ResolvedStep(directory.step, directory.path)
+            return ResolvedStep(directory.step, directory.name, directory.path)
         entries = self.entries()
         entry = self.find(request, entries)
         if not entry.usable:
@@ -179,7 +186,8 @@ class Catalog:
                 f"{entry.name} cannot be used: {'; '.join(entry.notes)}. "
                 f"{_nearest(request, entries)}"
             )
-        return ResolvedStep(entry.step, self.local / entry.name if entry.local == WHOLE else None)
+        path = self.local / entry.name if entry.local == WHOLE else None
+        return ResolvedStep(entry.step, entry.name, path)
 
     def find(self, request: str, entries: Sequence[CatalogEntry]) -> CatalogEntry:
         """Find a role such as `latest` or `best`, a number or a name among entries, usable or not.
@@ -192,9 +200,13 @@ class Catalog:
             if chosen is None:
                 raise CheckpointError(self._nothing(request))
             return chosen
-        step = _requested_step(request)
-        for entry in entries:
-            if entry.step == step:
+        place, step = _requested_place(request), _requested_step(request)
+        for entry in reversed(entries):  # the present branch comes first, and its step N is meant
+            if (entry.branch, entry.step) == place or (place is None and entry.step == step):
+                if request.startswith("checkpoint-epoch") and entry.alias != request:
+                    raise CheckpointError(
+                        f"{request} does not exist: {entry.name} is {entry.alias or 'unreadable'}."
+                    )
                 return entry
         raise CheckpointError(
             f"There is no checkpoint {request!r} in {self._places()}. {_nearest(request, entries)}"
@@ -202,7 +214,7 @@ class Catalog:
 
     def fetch(
         self,
-        step: int,
+        name: str,
         *,
         threads: int = 8,
         progress: Callable[[Progress], None] | None = None,
@@ -211,7 +223,7 @@ class Catalog:
         """Return a step's local directory, downloading it when it is absent or broken.
 
         Args:
-            step: Optimizer updates done.
+            name: Its directory name.
             threads: Downloads at once.
             progress: Told how far the download is.
             replace: Download even when the local sizes are right, because a checksum was not.
@@ -220,7 +232,7 @@ class Catalog:
             CheckpointError: There is no mirror, or the step in it is not whole.
             BucketError: The bucket cannot be read, or the disk has no room.
         """
-        path = self.local / name_of(step)
+        path = self.local / name
         if not replace and judge_directory(path).state == WHOLE:
             return read_step(path)
         if self.remote is None:
@@ -229,7 +241,7 @@ class Catalog:
                 "Name one with --bucket gs://bucket/prefix, or choose another step."
             )
         return fetch_step(
-            self.remote, path.name, checkpoints=self.local, threads=threads, progress=progress
+            self.remote, name, checkpoints=self.local, threads=threads, progress=progress
         )
 
     def _nothing(self, request: str) -> str:
@@ -252,17 +264,12 @@ class Catalog:
         return f"{self.local} or {self.remote.url}" if self.remote else str(self.local)
 
 
-def _step_of(path: Path) -> int:
-    step = parse_name(path.name)
-    assert step is not None  # step_paths yields no other names
-    return step
-
-
-def _entry(step: int, here: Found, there: Found) -> CatalogEntry:
-    manifest = here.manifest or there.manifest
+def _entry(name: str, here: Found, there: Found, *, on: Branch) -> CatalogEntry:
+    place, manifest = parse_place(name), here.manifest or there.manifest
+    assert place is not None  # no other names are listed
     entry = CatalogEntry(
-        step=step,
-        name=name_of(step),
+        step=place[1],
+        name=name,
         size=manifest.total_bytes if manifest else None,
         created=manifest.created if manifest else None,
         local=here.state,
@@ -271,10 +278,17 @@ def _entry(step: int, here: Found, there: Found) -> CatalogEntry:
         validation_loss=manifest.validation_loss if manifest else None,
         bucket_bytes=there.objects_bytes,
         tiers=manifest.tiers if manifest else (),
+        branch=place[0],
+        local_run_id=here.manifest.run_id if here.manifest else "",
+        bucket_run_id=there.manifest.run_id if there.manifest else "",
+        alias=manifest.alias if manifest else None,
+        is_present=on.step_of(name) is not None,
     )
     labels: tuple[str, ...] = ()
     if manifest is not None and entry.usable:
         labels = tier_notes(manifest.tiers, epoch=manifest.epoch)
+    if not entry.is_present:
+        labels = (f"branch {entry.branch}, which the run left; ignored by resume", *labels)
     return dataclasses.replace(entry, notes=labels + _troubles(entry))
 
 
@@ -284,7 +298,7 @@ def _troubles(entry: CatalogEntry) -> tuple[str, ...]:
     broken = [
         f"{place}: {state.removeprefix('broken: ')}"
         for place, state in places.items()
-        if state.startswith("broken")
+        if state.startswith(("broken", UNREADABLE))
     ]
     if entry.usable:
         return tuple(broken)
@@ -298,16 +312,24 @@ def _troubles(entry: CatalogEntry) -> tuple[str, ...]:
 
 
 def _annotated(entries: Sequence[CatalogEntry]) -> list[CatalogEntry]:
-    usable = [entry for entry in entries if entry.usable]
+    usable = [entry for entry in entries if entry.usable and entry.is_present]
     best = best_of({entry.step: entry.validation_loss for entry in usable})
     latest = usable[-1].step if usable else None
     marks = {"latest": latest, "best": best}
     return [
         dataclasses.replace(
-            entry, notes=tuple(note for note, at in marks.items() if at == entry.step) + entry.notes
+            entry,
+            notes=tuple(note for note, at in marks.items() if entry.is_present and at == entry.step)
+            + entry.notes,
         )
         for entry in entries
     ]
+
+
+def _requested_place(request: str) -> tuple[int, int] | None:
+    """Return branch and step of a name that says both."""
+    match = re.fullmatch(r"branch-(\d+)/checkpoint_step_(\d+)", request)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def _requested_step(request: str) -> int | None:

@@ -13,13 +13,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from refocused.checkpoints.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.changes import Changes, RunFacts, changes_since
 from refocused.checkpoints.kept_history import HISTORY, bring_back, end_of
 from refocused.checkpoints.manifest import CheckpointManifest, FileRecord
 from refocused.checkpoints.parts import assembled
 from refocused.checkpoints.shard_owner import ShardOwner, Written
 from refocused.checkpoints.staging import Staging, clean_leftovers
-from refocused.checkpoints.step_directory import Part, StepDirectory, name_of
+from refocused.checkpoints.step_directory import Part, StepDirectory
 from refocused.checkpoints.tiers import Tier
 from refocused.errors import CheckpointError, RefocusedError
 from refocused.world import World
@@ -79,6 +80,7 @@ class Checkpointer:
         *,
         world: World,
         facts: RunFacts,
+        branch: Branch = FIRST_BRANCH,
         allowed_changes: Collection[str] = (),
         history: Path | None = None,
     ) -> None:
@@ -88,6 +90,7 @@ class Checkpointer:
             folder: Of all step directories, on the disk that the ranks share or on each keeper's.
             world: The ranks.
             facts: What every manifest says alike.
+            branch: The branch that what is saved is on.
             allowed_changes: Settings in which a step that is loaded may differ: `data.mixture`.
             history: Rank 0's file of metrics, of which every step keeps the end; None: nothing.
         """
@@ -95,6 +98,7 @@ class Checkpointer:
         self._world = world
         self._part = Part(node=world.keeper, nodes=world.keepers) if world.keepers > 1 else None
         self._facts = facts
+        self._branch = branch
         self._allowed_changes = allowed_changes
         self._history = history
         self._last_bytes = 0
@@ -214,7 +218,8 @@ class Checkpointer:
     ) -> _BeingSaved:
         """Make the staging directory of a step, one on each keeper's disk."""
         token = self._world.broadcast(secrets.token_hex(4))
-        staging = Staging(self._folder, step=int(trainer["step"]), token=token, part=self._part)
+        name = self._branch.name_of(int(trainer["step"]))
+        staging = Staging(self._folder, name=name, token=token, part=self._part)
         self._keepers_do(lambda: self._prepare(staging), staging)
         return _BeingSaved(staging, trainer, files_done, tiers)
 
@@ -316,7 +321,10 @@ class Checkpointer:
         facts, trainer = self._facts, being_saved.trainer
         return CheckpointManifest(
             run=facts.run,
-            name=name_of(being_saved.step),
+            run_id=self._branch.run_id,
+            branch=self._branch.number,
+            ancestry=self._branch.ancestry,
+            name=self._branch.name_of(being_saved.step),
             step=being_saved.step,
             epoch=int(trainer["position"]["epoch"]),
             files_done=being_saved.files_done,

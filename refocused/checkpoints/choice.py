@@ -1,59 +1,168 @@
-"""Which step a run resumes from: found here or in the bucket, and verified before it is used."""
+"""Select the checkpoint to resume from, and the branch that training goes on with."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from refocused.checkpoints.catalog import Catalog, CatalogEntry, ResolvedStep
+from refocused.checkpoints.branches import Branch, branch_of, recorded_branch
+from refocused.checkpoints.catalog import Catalog, CatalogEntry
 from refocused.checkpoints.step_directory import StepDirectory, read_step
-from refocused.checkpoints.step_state import ABSENT, LEFT_BEHIND, WHOLE
+from refocused.checkpoints.step_state import ABSENT, LEFT_BEHIND, UNREADABLE, WHOLE
 from refocused.checkpoints.verify import FileProblem, describe
-from refocused.errors import BucketError, CheckpointError
+from refocused.errors import (
+    BucketError,
+    CheckpointError,
+    CheckpointUnavailableError,
+    CorruptCheckpointError,
+)
 
 logger = logging.getLogger(__name__)
 
 
-def choose_step(
-    catalog: Catalog, request: str, *, passed_over: list[Path] | None = None
-) -> StepDirectory | None:
-    """Return a local, verified step to resume from; None to start from scratch.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Selection:
+    """What training starts from.
 
-    `auto` takes the newest good step, or none when there has never been one; `latest` insists on
-    one; both go back to the one before when the newest is corrupt. Anything else names one step.
-    A step that is only in the bucket, or is corrupt here and whole there, is downloaded.
+    Attributes:
+        step: The checkpoint, local and verified; None: from scratch.
+        branch: The branch that training goes on with: a new one unless the checkpoint is the
+            newest of the present branch.
+        corrupt: Newer checkpoints on this disk that cannot be used.
+    """
+
+    step: StepDirectory | None
+    branch: Branch
+    corrupt: tuple[Path, ...] = ()
+
+
+def select_checkpoint(catalog: Catalog, request: str) -> Selection:
+    """Select a local, verified checkpoint, and the branch to go on with.
+
+    `auto` and `latest` take the newest usable checkpoint of the present branch and skip corrupt
+    ones with a warning. If the run has no checkpoint yet, `auto` selects none and `latest` raises.
+    Any other request names one checkpoint. A checkpoint that only the bucket has whole is
+    downloaded first.
 
     Args:
-        catalog: The run's steps, here and in the bucket.
+        catalog: Checkpoints on the disk and in the bucket.
         request: `auto`, `latest`, `best`, `none`, a step, a name or a path.
-        passed_over: Gets the path of each step here that is newer than the chosen one and corrupt.
 
     Raises:
-        CheckpointError: The named step does not exist or is corrupt, or every step is.
-        BucketError: The bucket cannot be read, and no step is here.
+        CheckpointError: The requested checkpoint is missing or corrupt, none is usable, or another
+            process keeps it from being read: nothing is skipped for such a reason.
+        BucketError: The bucket cannot be read and there is no local checkpoint.
     """
+    entries = list_checkpoints(catalog, request)
+    present = present_branch(catalog, entries)
+    corrupt: list[str] = []
     if request == "none":
-        return None
-    if request not in ("auto", "latest"):
-        return _named(catalog, request)
-    entries = _entries(catalog)
-    for entry in reversed(entries):
+        step = None
+    elif request in ("auto", "latest"):
+        step = _newest(catalog, entries, corrupt, must_exist=request == "latest")
+    else:
+        step = _named(catalog, request)
+    branch = next_branch(present, entries, step, corrupt)
+    return Selection(step, branch, tuple(catalog.local / name for name in corrupt))
+
+
+def next_branch(
+    present: Branch,
+    entries: Sequence[CatalogEntry],
+    step: StepDirectory | None,
+    corrupt: Sequence[str] = (),
+) -> Branch:
+    """Return the present branch, or a new one where that has checkpoints beyond a step.
+
+    Args:
+        present: The present branch.
+        entries: Every checkpoint of the run.
+        step: Where training goes on; None: from scratch.
+        corrupt: Names of checkpoints on the disk that give way to new ones of their step.
+    """
+    number = 0 if step is None else step.step
+    on_it = step is None or present.holder(number) == step.manifest.branch
+    later = [entry for entry in entries if entry.is_present and entry.step > number]
+    if step is None:
+        later = list(entries)
+    if on_it and not any(_exists(entry, corrupt) for entry in later):
+        return present
+    highest = max([present.number, *(entry.branch for entry in entries)])
+    base = present if on_it or step is None else branch_of(step.manifest)
+    forked = base.fork(None if step is None else number, number=highest + 1)
+    logger.info(
+        "  branch   %d of this run begins at step %d; later checkpoints of other branches stay as "
+        "they are",
+        forked.number,
+        number,
+    )
+    return forked.model_copy(update={"run_id": present.run_id})
+
+
+def _exists(entry: CatalogEntry, corrupt: Sequence[str]) -> bool:
+    """Whether a checkpoint was completed somewhere: an interrupted upload was not."""
+    there = entry.bucket != ABSENT and not entry.bucket.endswith("%")
+    here = entry.local != ABSENT and entry.name not in corrupt
+    return there or here
+
+
+def present_branch(catalog: Catalog, entries: Sequence[CatalogEntry]) -> Branch:
+    """Return the run's present branch with the identity of the run; a new one where it has none.
+
+    Args:
+        catalog: Checkpoints on the disk and in the bucket, listed.
+        entries: All of them.
+
+    Raises:
+        CheckpointError: The disk and the mirror hold different runs.
+    """
+    known = recorded_branch(catalog.local.parent)
+    here, there = (
+        next((found for entry in reversed(entries) if (found := getattr(entry, place))), "")
+        for place in ("local_run_id", "bucket_run_id")
+    )
+    own = (known.run_id if known is not None else "") or here
+    others = {entry.bucket_run_id for entry in entries} - {"", own}
+    if own and others and catalog.remote is not None:
+        raise CheckpointError(
+            f"{catalog.remote.url} holds checkpoints of another run of this name (id "
+            f"{min(others)}; the run in {catalog.local.parent} is {own}). Start this run with "
+            "another --run NAME or another checkpoint.mirror. To continue the run in the mirror "
+            f"instead, move {catalog.local.parent} away."
+        )
+    run_id = own or there or secrets.token_hex(8)
+    return catalog.branch.model_copy(update={"run_id": run_id})
+
+
+def _newest(
+    catalog: Catalog, entries: Sequence[CatalogEntry], corrupt: list[str], *, must_exist: bool
+) -> StepDirectory | None:
+    """Return the newest usable checkpoint; the corrupt ones before it on this disk are added."""
+    present = [entry for entry in entries if entry.is_present]
+    for entry in reversed(present):
+        if any(state.startswith(UNREADABLE) for state in (entry.local, entry.bucket)):
+            raise CheckpointUnavailableError(
+                f"{entry.name} cannot be read: {'; '.join(entry.notes)}. No damage is proven, so "
+                "no earlier checkpoint is taken. Repair this, or name a checkpoint with --resume."
+            )
         try:
             if entry.usable:
                 return _verified(catalog, entry)
-            _tell_passed_over(entry)
-        except CheckpointError as error:
-            logger.warning("%s The step before it is tried.", error)
-        if passed_over is not None and entry.local != ABSENT:
-            passed_over.append(catalog.local / entry.name)
-    if entries:
-        raise CheckpointError(
-            f"None of the {len(entries)} checkpoints in {catalog.local} can be used (the newest: "
-            f"{entries[-1].name}, {'; '.join(entries[-1].notes) or 'corrupt'}). Look at them with "
-            "launch/checkpoints.py list, or start anew under another --run name."
+            _warn_skipped(entry)
+        except CorruptCheckpointError as error:
+            logger.warning("%s Trying the checkpoint before it.", error)
+        if entry.local != ABSENT:
+            corrupt.append(entry.name)
+    if present:
+        raise CorruptCheckpointError(
+            f"No usable checkpoint in {catalog.local}: all {len(present)} are corrupt (newest: "
+            f"{present[-1].name}, {'; '.join(present[-1].notes) or 'corrupt'}). Inspect them with "
+            "launch/checkpoints.py verify all, or start a new run with --run NAME."
         )
-    if request == "latest":
+    if must_exist:
         raise CheckpointError(
             f"There is no checkpoint in {catalog.local} to resume from. Start with --resume auto "
             "or none."
@@ -61,44 +170,60 @@ def choose_step(
     return None
 
 
-def _tell_passed_over(entry: CatalogEntry) -> None:
-    """Say why a step is not even tried; one that was left behind on purpose needs no word."""
+def _warn_skipped(entry: CatalogEntry) -> None:
+    """Report why a checkpoint is not tried; a mark of an earlier version needs no warning."""
     if entry.bucket != LEFT_BEHIND or entry.local != ABSENT:
         logger.warning(
-            "%s cannot be used: %s. The step before it is tried.",
-            entry.name,
-            "; ".join(entry.notes),
+            "Skipping %s: %s. Trying the checkpoint before it.", entry.name, "; ".join(entry.notes)
         )
 
 
-def _entries(catalog: Catalog) -> list[CatalogEntry]:
-    """List the steps; a bucket that cannot be listed is done without when this disk has one.
+def list_checkpoints(catalog: Catalog, request: str = "none") -> list[CatalogEntry]:
+    """List the checkpoints; the local ones alone where the bucket cannot be listed.
+
+    Args:
+        catalog: Checkpoints on the disk and in the bucket.
+        request: What has to be found among them.
 
     Raises:
-        BucketError: It cannot be listed, and nothing here tells how far the run had come.
+        BucketError: It cannot be listed, and the local checkpoints do not answer the request.
     """
     try:
         return catalog.entries()
     except BucketError as error:
-        here = catalog.local_only().entries()
-        if not any(entry.usable for entry in here):
+        local = catalog.local_only()
+        here = local.entries()
+        if not _answers(local, here, request):
             raise BucketError(
-                f"{error} No checkpoint is on this disk, and whether the mirror has one is not "
-                "known. Start again when it can be read, or from step 0 with --resume none."
+                f"{error} Whether the mirror has one is not known, and no such checkpoint is on "
+                "this disk. Start again when it can be read, or from step 0 with --resume none."
             ) from error
         logger.warning("%s Only the checkpoints on this disk are looked at.", error)
-        catalog.remote = None
+        catalog.branch, catalog.remote = local.branch, None
         return here
 
 
+def _answers(local: Catalog, entries: Sequence[CatalogEntry], request: str) -> bool:
+    """Whether the local checkpoints answer a request; they cannot say which is the best."""
+    if request in ("auto", "latest"):
+        return any(entry.usable for entry in entries)
+    if request == "best":
+        return False
+    try:
+        return request == "none" or local.resolve(request) is not None
+    except CheckpointError:
+        return False
+
+
 def _named(catalog: Catalog, request: str) -> StepDirectory:
-    found = _resolved(catalog, request)
+    found = catalog.resolve(request)
     if found.path is None:
-        return _fetched(catalog, found.step)
+        return _fetched(catalog, found.name)
     step = read_step(found.path)
     problems = catalog.problems(step)
-    if problems and "/" not in request and _in_bucket(catalog, found.step):
-        return _fetched_again(catalog, step, problems)
+    own = found.path == catalog.local / found.name
+    if problems and own and _in_bucket(catalog, found.name):
+        return _fetched_again(catalog, step, found.name, problems)
     if problems:
         raise CheckpointError(
             f"{step.path} is corrupt: {describe(problems)}. Choose another step, or --resume "
@@ -107,27 +232,8 @@ def _named(catalog: Catalog, request: str) -> StepDirectory:
     return step
 
 
-def _resolved(catalog: Catalog, request: str) -> ResolvedStep:
-    """Find what is meant; a bucket that is down does not hide a step of that number on this disk.
-
-    Which step is the best cannot be said without it.
-    """
-    try:
-        return catalog.resolve(request)
-    except BucketError as error:
-        if request == "best":
-            raise
-        try:
-            found = catalog.local_only().resolve(request)
-        except CheckpointError:
-            raise error from None
-        logger.warning("%s Only the checkpoints on this disk are looked at.", error)
-        catalog.remote = None
-        return found
-
-
-def _in_bucket(catalog: Catalog, step: int) -> bool:
-    return any(entry.step == step and entry.bucket == WHOLE for entry in catalog.entries())
+def _in_bucket(catalog: Catalog, name: str) -> bool:
+    return any(entry.name == name and entry.bucket == WHOLE for entry in catalog.entries())
 
 
 def _verified(catalog: Catalog, entry: CatalogEntry) -> StepDirectory:
@@ -137,20 +243,20 @@ def _verified(catalog: Catalog, entry: CatalogEntry) -> StepDirectory:
         if not problems:
             return step
         if entry.bucket != WHOLE:
-            raise CheckpointError(f"{step.path} is corrupt: {describe(problems)}.")
-        return _fetched_again(catalog, step, problems)
-    return _fetched(catalog, entry.step)
+            raise CorruptCheckpointError(f"{step.path} is corrupt: {describe(problems)}.")
+        return _fetched_again(catalog, step, entry.name, problems)
+    return _fetched(catalog, entry.name)
 
 
 def _fetched_again(
-    catalog: Catalog, step: StepDirectory, problems: Sequence[FileProblem]
+    catalog: Catalog, step: StepDirectory, name: str, problems: Sequence[FileProblem]
 ) -> StepDirectory:
     logger.warning(
         "%s is corrupt: %s. It is fetched from the bucket again.", step.path, describe(problems)
     )
-    return _fetched(catalog, step.step)
+    return _fetched(catalog, name)
 
 
-def _fetched(catalog: Catalog, step: int) -> StepDirectory:
-    logger.info("Fetching step %s from the bucket", f"{step:,}")
-    return catalog.fetch(step, replace=True)
+def _fetched(catalog: Catalog, name: str) -> StepDirectory:
+    logger.info("Fetching %s from the bucket", name)
+    return catalog.fetch(name, replace=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,18 +17,18 @@ from refocused.checkpoints.atomic import (
     link_or_copy,
     write_bytes_atomic,
 )
+from refocused.checkpoints.branches import Branch, step_paths
 from refocused.checkpoints.catalog import Catalog
 from refocused.checkpoints.fetch import fetch_step
-from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest
-from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED, RemoteSteps
-from refocused.checkpoints.staging import STAGING_PREFIX, remove_step, set_aside
+from refocused.checkpoints.manifest import COMMITTED, MANIFEST, SCHEMA_VERSION, CheckpointManifest
+from refocused.checkpoints.remote_steps import SUPERSEDED, RemoteSteps
+from refocused.checkpoints.staging import STAGING_PREFIX, remove_step
 from refocused.checkpoints.step_directory import (
     PART,
     StepDirectory,
     name_of,
     parse_name,
     read_step,
-    step_paths,
 )
 from refocused.checkpoints.verify import describe, verify
 from refocused.errors import CheckpointError
@@ -55,19 +56,38 @@ def as_own(request: str, catalog: Catalog) -> str | None:
 
     A path or an address of a step below the run's own folder or mirror becomes its name.
     """
-    if "/" not in request:
+    if "/" not in request or re.fullmatch(r"branch-\d+/checkpoint_step_\d+", request):
         return request
-    above, _, last = request.rstrip("/").rpartition("/")
-    if parse_name(last) is None:
+    above, name = split_address(request)
+    if name is None:
         return None
     places = [catalog.local.resolve()]
     if catalog.remote is not None:
         if above == catalog.remote.url:
-            return last
+            return name
         if "://" not in catalog.remote.url:
             places.append(Path(catalog.remote.url).resolve())
     own = "://" not in request and Path(above or "/").expanduser().resolve() in places
-    return last if own else None
+    return name if own else None
+
+
+def split_address(address: str) -> tuple[str, str | None]:
+    """Split the path or address of a checkpoint, or of what is in it, at its name.
+
+    A listing prints `latest/` last, or what is inside of a checkpoint; those are understood too.
+
+    Returns:
+        The folder of the checkpoints and the name, which may be `latest`; None in place of the
+        name: the address holds none, and is returned whole.
+    """
+    parts = address.rstrip("/").split("/")
+    for index in range(len(parts) - 1, 0, -1):
+        if parts[index] == "latest" and parts[index + 1 :] in ([], ["pointer.json"]):
+            return "/".join(parts[:index]), "latest"
+        if parse_name(parts[index]) is not None:
+            first = index - 1 if re.fullmatch(r"branch-\d+", parts[index - 1]) else index
+            return "/".join(parts[:first]), "/".join(parts[first : index + 1])
+    return address.rstrip("/"), None
 
 
 def find_elsewhere(request: str, open_url: Callable[[str], Bucket]) -> ForeignStep:
@@ -112,41 +132,54 @@ def bring(found: ForeignStep, catalog: Catalog) -> StepDirectory:
         CheckpointError: It is corrupt, or the disk has no room.
         BucketError: It cannot be read.
     """
-    name = name_of(found.manifest.step)
+    name = catalog.branch.name_of(found.manifest.step)
     if (catalog.local / name).exists() and _is_same(catalog.local / name, found.manifest):
         return read_step(catalog.local / name)
     logger.info("Fetching %s", found.where)
-    return found.bring(catalog.local / f"{STAGING_PREFIX}{name}-from-elsewhere")
+    stage = f"{STAGING_PREFIX}{name_of(found.manifest.step)}-from-elsewhere"
+    return found.bring(catalog.local / stage)
 
 
-def take_over(brought: StepDirectory, catalog: Catalog, *, run: str) -> StepDirectory:
-    """Make a step that `bring` returned the run's own, in place of what it had from there on.
+def is_brought(path: Path) -> bool:
+    """Whether a checkpoint that `bring` returned is not the run's own yet."""
+    return any(parent.name.startswith(STAGING_PREFIX) for parent in path.parents)
 
-    Its own step of that number, and that and the later ones in its mirror, get names and marks
-    that no resume takes; nothing of them is lost.
+
+def take_over(
+    brought: StepDirectory, checkpoints: Path, *, run: str, branch: Branch
+) -> StepDirectory:
+    """Make a checkpoint that `bring` returned the run's own, on a branch that it begins.
 
     Args:
-        brought: The step.
-        catalog: The run's steps.
-        run: The run's name, which the step's manifest gets.
-
-    Raises:
-        BucketError: The run's mirror cannot be written.
+        brought: The checkpoint.
+        checkpoints: Folder of the run's checkpoints.
+        run: The run's name, which the manifest gets.
+        branch: The branch that training goes on with.
     """
-    if not brought.path.parent.name.startswith(STAGING_PREFIX):
+    if not is_brought(brought.path):
         return brought  # it has been the run's own for long
-    final = catalog.local / name_of(brought.step)
+    stage = next(path for path in brought.path.parents if path.parent == checkpoints)
+    name = branch.name_of(brought.step)
+    final = checkpoints / name
     ours = brought.manifest.model_copy(
-        update={"run": run, "name": final.name, "created": datetime.datetime.now(datetime.UTC)}
+        update={
+            "schema_version": SCHEMA_VERSION,
+            "run": run,
+            "run_id": branch.run_id,
+            "branch": branch.number,
+            "ancestry": branch.ancestry,
+            "name": name,
+            "created": datetime.datetime.now(datetime.UTC),
+        }
     )
-    write_bytes_atomic(brought.path / MANIFEST, ours.to_json())
-    for name in catalog.supersede_after(brought.step - 1):
-        logger.info("  aside    %s in the mirror is marked SUPERSEDED", name)
-    if final.exists():
-        logger.info("  aside    %s is now %s", final.name, set_aside(final).name)
+    content = ours.to_json()
+    (brought.path / COMMITTED).unlink(missing_ok=True)  # a kill here leaves an unfinished copy
+    write_bytes_atomic(brought.path / MANIFEST, content)
+    write_bytes_atomic(brought.path / COMMITTED, ours.marker(content).to_json())
+    final.parent.mkdir(exist_ok=True)
     brought.path.rename(final)
     fsync_path(final.parent)
-    shutil.rmtree(brought.path.parent)
+    shutil.rmtree(stage)
     return StepDirectory(final, ours)
 
 
@@ -160,7 +193,11 @@ def _is_same(path: Path, manifest: CheckpointManifest) -> bool:
 
 
 def _in_folder(path: Path) -> ForeignStep:
-    step = read_step(path) if (path / MANIFEST).exists() else _newest(path)
+    above, name = split_address(str(path))
+    if name is not None and not (path / MANIFEST).exists():
+        path = Path(above) if name == "latest" else Path(above, name)
+    is_one = (path / MANIFEST).exists() or name not in (None, "latest")
+    step = read_step(path) if is_one else _newest(path)
     if step.part is not None:
         raise CheckpointError(
             f"{step.path} is no whole checkpoint ({step.part}). Resume from the run's mirror, or "
@@ -175,7 +212,7 @@ def _in_folder(path: Path) -> ForeignStep:
 def _newest(folder: Path) -> StepDirectory:
     """Return the newest step of a folder that has all its files."""
     candidates = step_paths(folder) or step_paths(folder / "checkpoints")
-    for path in reversed(candidates):
+    for path in reversed(candidates.values()):
         try:
             step = read_step(path)
         except CheckpointError:
@@ -196,7 +233,10 @@ def _copied(step: StepDirectory, target: Path) -> StepDirectory:
         for name in step.manifest.files:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             link_or_copy(step.path / name, target / name)
-        shutil.copyfile(step.path / MANIFEST, target / MANIFEST)
+        for name in (MANIFEST, COMMITTED):  # of the first schema there is no marker
+            if (step.path / name).exists():
+                shutil.copyfile(step.path / name, target / name)
+                fsync_path(target / name)
         fsync_directories(target)
     except OSError as error:
         raise CheckpointError(
@@ -211,23 +251,26 @@ def _copied(step: StepDirectory, target: Path) -> StepDirectory:
 
 
 def _in_bucket(url: str, open_url: Callable[[str], Bucket]) -> ForeignStep:
-    above, _, last = url.rpartition("/")
-    step = parse_name(last)
-    if step is not None:
-        return _remote_step(RemoteSteps(open_url(above), ""), name_of(step))
-    bucket = open_url(url)
+    above, name = split_address(url)
+    if name not in (None, "latest"):
+        return _remote_step(RemoteSteps(open_url(above), ""), str(name))
+    bucket = open_url(above)
     for prefix in ("", "checkpoints"):
         remote = RemoteSteps(bucket, prefix)
         whole = [
-            step
-            for step, objects in remote.scan().items()
+            name
+            for name, objects in remote.scan().items()
             if COMMITTED in objects and SUPERSEDED not in objects
         ]
         if whole:
-            return _remote_step(remote, name_of(max(whole)))
+            return _remote_step(remote, whole[-1])
+    run = url.removesuffix("/final_model")
+    hint = (
+        "" if run == url else f" An export has no optimizer states: try {run}/checkpoints/latest."
+    )
     raise CheckpointError(
         f"{url} is no checkpoint and holds none that is whole. Give the address of a "
-        "checkpoint_step_N, of the folder that holds them, or of a run."
+        f"checkpoint_step_N, of the folder that holds them, or of a run.{hint}"
     )
 
 

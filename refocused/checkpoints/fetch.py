@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,13 +16,22 @@ from refocused.checkpoints.atomic import (
     fsync_path,
     write_bytes_atomic,
 )
-from refocused.checkpoints.manifest import MANIFEST
-from refocused.checkpoints.remote_steps import COMMITTED, Marker, RemoteSteps
+from refocused.checkpoints.manifest import COMMITTED, MANIFEST, Marker
+from refocused.checkpoints.remote_steps import RemoteSteps
 from refocused.checkpoints.staging import STAGING_PREFIX, remove_step
 from refocused.checkpoints.step_directory import PART, Part, StepDirectory, read_step
 from refocused.checkpoints.verify import describe, verify
-from refocused.errors import CheckpointError
+from refocused.errors import (
+    CheckpointError,
+    CheckpointUnavailableError,
+    CorruptCheckpointError,
+)
 from refocused.file_lock import FileLock
+
+logger = logging.getLogger(__name__)
+
+LOCK_SECONDS = 900.0  # for another process's download into the same folder
+POLL_SECONDS = 0.5
 
 
 def fetch_step(
@@ -39,15 +50,16 @@ def fetch_step(
 
     Args:
         remote: Where the step is.
-        name: Its directory name.
+        name: Its directory name below that folder.
         checkpoints: Folder of the step directories.
         part: Fetch the files of this part only; None: all.
         threads: Downloads at once.
         progress: Told how far the download is.
 
     Raises:
-        CheckpointError: The step is not committed, its marker or its objects do not match its
-            manifest, or another process is fetching into the same folder.
+        CorruptCheckpointError: Its marker or its objects do not match its manifest.
+        CheckpointError: It is not committed, or another process has been fetching into the same
+            folder for `LOCK_SECONDS`.
         BucketError: The bucket cannot be read, or the disk has no room.
     """
     marker = remote.marker(name)
@@ -58,16 +70,45 @@ def fetch_step(
         )
     checkpoints.mkdir(parents=True, exist_ok=True)
     lock = FileLock(checkpoints / ".fetch.lock")
-    if not lock.acquire():
-        raise CheckpointError(
-            f"Another process is fetching a checkpoint into {checkpoints}. Wait until it is done."
-        )
+    waited = _wait_for(lock, checkpoints)
     try:
-        stage = checkpoints / f"{STAGING_PREFIX}{name}-fetch"
+        if waited and is_copy_of(checkpoints / name, marker):
+            return read_step(checkpoints / name)
+        stage = checkpoints / f"{STAGING_PREFIX}{name.replace('/', '-')}-fetch"
         step = _download(remote, name, stage, marker, part=part, threads=threads, progress=progress)
         return _install(step, checkpoints / name, stage)
     finally:
         lock.release()
+
+
+def _wait_for(lock: FileLock, checkpoints: Path) -> bool:
+    """Take a lock; return whether another process had it first."""
+    if lock.acquire():
+        return False
+    logger.warning(
+        "Another process is fetching a checkpoint into %s. Waiting for it, %.0f min at most.",
+        checkpoints,
+        LOCK_SECONDS / 60,
+    )
+    until = time.monotonic() + LOCK_SECONDS
+    while not lock.acquire():
+        if time.monotonic() >= until:
+            raise CheckpointUnavailableError(
+                f"Another process has been fetching a checkpoint into {checkpoints} for "
+                f"{LOCK_SECONDS / 60:.0f} min. Start again when it is done, or end it."
+            )
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def is_copy_of(path: Path, marker: Marker | None) -> bool:
+    """Whether a directory is the checkpoint of a marker, or a part of it, every byte right."""
+    try:
+        step = read_step(path)
+    except CorruptCheckpointError:
+        return False
+    same = marker is not None and crc32c_of(path / MANIFEST) == marker.manifest_crc32c
+    return same and not verify(step, deep=True)
 
 
 def _download(
@@ -120,17 +161,20 @@ def _fetch_manifest(remote: RemoteSteps, blob: BlobInfo, target: Path, marker: M
         found = crc32c_of(target)
         if found != marker.manifest_crc32c:
             target.unlink()
-            raise CheckpointError(
+            raise CorruptCheckpointError(
                 f"{remote.url}: {blob.name} has CRC-32C {found:08x}, but {COMMITTED} says "
                 f"{marker.manifest_crc32c:08x}: the marker belongs to other files. "
                 "Choose another step: python launch/checkpoints.py list"
             )
+    write_bytes_atomic(target.with_name(COMMITTED), marker.to_json())
 
 
 def _install(step: StepDirectory, final: Path, stage: Path) -> StepDirectory:
     fsync_directories(stage)
     if final.exists():
         remove_step(final)
+    final.parent.mkdir(exist_ok=True)  # of a branch
+    fsync_path(final.parent.parent)
     step.path.rename(final)
     fsync_path(final.parent)
     shutil.rmtree(stage)
@@ -138,7 +182,7 @@ def _install(step: StepDirectory, final: Path, stage: Path) -> StepDirectory:
 
 
 def _broken(remote: RemoteSteps, name: str, what: str) -> CheckpointError:
-    return CheckpointError(
+    return CorruptCheckpointError(
         f"{remote.url}/{name} is marked {COMMITTED} but damaged: {what}. "
         "Choose another step: python launch/checkpoints.py list"
     )

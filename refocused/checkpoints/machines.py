@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
-from refocused.bucket.checksum import crc32c_of
 from refocused.bucket.transfer import Progress
 from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.fetch import fetch_step
-from refocused.checkpoints.manifest import MANIFEST
-from refocused.checkpoints.remote_steps import Marker
-from refocused.checkpoints.step_directory import (
-    Part,
-    StepDirectory,
-    name_of,
-    read_step,
-    step_paths,
-)
-from refocused.checkpoints.step_state import WHOLE, Found, is_part
+from refocused.checkpoints.fetch import fetch_step, is_copy_of
+from refocused.checkpoints.step_directory import Part, StepDirectory, read_step
+from refocused.checkpoints.step_state import UNREADABLE, WHOLE, Found, is_part
 from refocused.checkpoints.verify import FileProblem, verify
 from refocused.errors import CheckpointError, RefocusedError
 from refocused.world import World
@@ -63,7 +53,7 @@ class MachinesCatalog(Catalog):
 
     def __init__(self, own: Catalog, world: World) -> None:
         """Ask the others in place of `own`, the catalog of this machine."""
-        self.local, self.remote = own.local, own.remote
+        self.local, self.remote, self.branch = own.local, own.remote, own.branch
         self._own = own
         self._world = world
 
@@ -73,7 +63,7 @@ class MachinesCatalog(Catalog):
 
     def problems(self, step: StepDirectory) -> list[FileProblem]:
         """Let each machine read every byte of its part; return what is wrong with all of them."""
-        found = self._ask(functools.partial(_problems, step.path.name))
+        found = self._ask(functools.partial(_problems, step.name))
         return [
             FileProblem(f"node {node}: {problem.file}", problem.problem)
             for node, problems in enumerate(found)
@@ -82,7 +72,7 @@ class MachinesCatalog(Catalog):
 
     def fetch(
         self,
-        step: int,
+        name: str,
         *,
         threads: int = 8,
         progress: Callable[[Progress], None] | None = None,
@@ -90,14 +80,14 @@ class MachinesCatalog(Catalog):
     ) -> StepDirectory:
         """Let each machine fetch its part, unless it has it; arguments as of `Catalog`."""
         keepers = self._world.keepers
-        self._ask(functools.partial(_fetch, name_of(step), keepers=keepers, threads=threads))
-        return read_step(self.local / name_of(step))
+        self._ask(functools.partial(_fetch, name, keepers=keepers, threads=threads))
+        return read_step(self.local / name)
 
-    def here(self) -> dict[int, Found]:
-        """Judge the parts of every step together."""
+    def here(self) -> dict[str, Found]:
+        """Judge the parts of every checkpoint together."""
         looks = self._ask(_look)
-        steps = sorted({step for look in looks for step in look})
-        return {step: together([look.get(step) for look in looks]) for step in steps}
+        names = {name for look in looks for name in look}
+        return {name: together([look.get(name) for look in looks]) for name in names}
 
     def _ask(self, question: Callable[[Catalog, int], T]) -> list[T]:
         """Return every machine's answer.
@@ -109,27 +99,29 @@ class MachinesCatalog(Catalog):
         return _answer(self._world, self._own, question)
 
 
-def together(parts: Sequence[tuple[Found, int] | None]) -> Found:
-    """Judge a step by what each machine says of its part.
+def together(parts: Sequence[Found | None]) -> Found:
+    """Judge a checkpoint by what each machine says of its part.
 
     Args:
-        parts: Of each machine: what it found, and the CRC-32C of its manifest; None: nothing.
+        parts: What each machine found; None: nothing.
     """
     there = [part for part in parts if part is not None]
-    manifest = next((found.manifest for found, _ in there if found.manifest is not None), None)
+    manifest = next((found.manifest for found in there if found.manifest is not None), None)
     for node, part in enumerate(parts):
         if part is None:
             return Found(f"broken: node {node} has no part of it", manifest)
-        state = part[0].state
+        state = part.state
+        if state.startswith(UNREADABLE):
+            return Found(f"{state} (node {node})", manifest)
         if state != WHOLE and not is_part(state):
             return Found(f"broken: node {node}: {state.removeprefix('broken: ')}", manifest)
-    if len({crc32c for _, crc32c in there}) > 1:
+    if len({found.manifest_crc32c for found in there}) > 1:
         return Found("broken: the machines hold different saves of it", manifest)
-    states = {found.state for found, _ in there}
+    states = {found.state for found in there}
     if WHOLE in states or states == {
         str(Part(node=n, nodes=len(parts))) for n in range(len(parts))
     }:
-        return Found(WHOLE, manifest)
+        return Found(WHOLE, manifest, manifest_crc32c=there[0].manifest_crc32c)
     return Found(f"broken: the machines hold {', '.join(sorted(states))} alone", manifest)
 
 
@@ -150,13 +142,8 @@ def _answer(world: World, catalog: Catalog | None, question: Question) -> list[A
     return [found for _, _, found, _ in answers]
 
 
-def _look(catalog: Catalog, _node: int) -> dict[int, tuple[Found, int]]:
-    """What this machine has; each with its manifest's checksum, 0 where it has none."""
-    crcs = {
-        path.name: crc32c_of(path / MANIFEST) if (path / MANIFEST).is_file() else 0
-        for path in step_paths(catalog.local)
-    }
-    return {step: (found, crcs.get(name_of(step), 0)) for step, found in catalog.here().items()}
+def _look(catalog: Catalog, _node: int) -> dict[str, Found]:
+    return catalog.here()
 
 
 def _problems(name: str, catalog: Catalog, _node: int) -> list[FileProblem]:
@@ -170,17 +157,6 @@ def _fetch(name: str, catalog: Catalog, node: int, *, keepers: int, threads: int
             f"{name} is not whole on all machines and there is no mirror that has it. "
             "Choose another step: python launch/checkpoints.py list"
         )
-    if not _has_part(name, catalog.local, catalog.remote.marker(name)):
-        part = Part(node=node, nodes=keepers)
+    part = Part(node=node, nodes=keepers)
+    if not is_copy_of(catalog.local / name, catalog.remote.marker(name)):
         fetch_step(catalog.remote, name, checkpoints=catalog.local, part=part, threads=threads)
-
-
-def _has_part(name: str, checkpoints: Path, marker: Marker | None) -> bool:
-    """Whether what is here is, every byte, of the step that the mirror has."""
-    path = checkpoints / name
-    try:
-        step = read_step(path)
-    except CheckpointError:
-        return False
-    same = marker is not None and marker.manifest_crc32c == crc32c_of(path / MANIFEST)
-    return same and not verify(step, deep=True)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 from typing import Annotated
 
 import pydantic
 
 from refocused.bucket.bucket import checked_name
+from refocused.bucket.checksum import extended_crc32c
 from refocused.checkpoints.tiers import Tier
-from refocused.errors import BucketError, CheckpointError
+from refocused.errors import BucketError, CheckpointError, CorruptCheckpointError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+FIRST_SCHEMA = 1  # without run id and branch, and without a marker beside it on the disk
 MANIFEST = "manifest.json"
+COMMITTED = "COMMITTED"
 
 
 class FileRecord(pydantic.BaseModel):
@@ -40,13 +44,53 @@ def _inside(files: dict[str, FileRecord]) -> dict[str, FileRecord]:
     return files
 
 
+class Marker(pydantic.BaseModel):
+    """The content of COMMITTED, the last file of a checkpoint on the disk and in a bucket.
+
+    Attributes:
+        files: How many files the manifest lists.
+        bytes: Their bytes together.
+        manifest_crc32c: CRC-32C of `manifest.json`, which holds that of every other file.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    files: Annotated[int, pydantic.Field(ge=0)]
+    bytes: Annotated[int, pydantic.Field(ge=0)]
+    manifest_crc32c: Annotated[int, pydantic.Field(ge=0, lt=2**32)]
+
+    def to_json(self) -> builtins.bytes:
+        """Return the content of COMMITTED."""
+        return json.dumps(self.model_dump()).encode()
+
+
+def parse_marker(content: bytes, *, where: str) -> Marker:
+    """Read the bytes of COMMITTED that `where` (a path or an address) holds.
+
+    Raises:
+        CorruptCheckpointError: It is not a marker.
+    """
+    try:
+        return Marker.model_validate_json(content)
+    except pydantic.ValidationError:
+        raise CorruptCheckpointError(
+            f"{where} holds {content[:80]!r}, which is not the marker of a checkpoint. "
+            "Resume from another checkpoint, or upload this one again: "
+            "python launch/checkpoints.py upload"
+        ) from None
+
+
 class CheckpointManifest(pydantic.BaseModel):
-    """The last file of a step directory; without it there is no checkpoint.
+    """Describes a checkpoint; the marker beside it, written after it, holds its checksum.
 
     Attributes:
         schema_version: Version of this form.
         run: Name of the run that saved the step.
-        name: Name of the step's directory.
+        run_id: Identity of that run, random and made once; empty in the first schema.
+        branch: Branch of the run that the checkpoint is on.
+        ancestry: For each ancestor of that branch, oldest first: its number, and the last step
+            that the branch has from it.
+        name: Directory name, below the folder of the run's checkpoints.
         step: Optimizer updates done.
         epoch: Passes over the data that are complete.
         files_done: Token files of this epoch that are consumed.
@@ -72,6 +116,9 @@ class CheckpointManifest(pydantic.BaseModel):
 
     schema_version: int = SCHEMA_VERSION
     run: str
+    run_id: str = ""
+    branch: Annotated[int, pydantic.Field(ge=1)] = 1
+    ancestry: tuple[tuple[int, int], ...] = ()
     name: str
     step: Annotated[int, pydantic.Field(ge=0)]
     epoch: Annotated[int, pydantic.Field(ge=0)]
@@ -105,32 +152,41 @@ class CheckpointManifest(pydantic.BaseModel):
         """The bytes of `manifest.json`."""
         return (self.model_dump_json(indent=1) + "\n").encode()
 
+    def marker(self, content: bytes) -> Marker:
+        """Return the marker that belongs to this manifest, whose bytes are `content`."""
+        return Marker(
+            files=len(self.files),
+            bytes=self.total_bytes,
+            manifest_crc32c=extended_crc32c(0, content),
+        )
+
 
 def parse_manifest(content: bytes, *, where: str) -> CheckpointManifest:
     """Read the bytes of a `manifest.json` that `where` (a path or an address) holds.
 
     Raises:
-        CheckpointError: The JSON is torn, of another schema, or lacks or adds a field.
+        CorruptCheckpointError: The JSON is torn, or lacks or adds a field.
+        CheckpointError: It is of a schema that this version does not read.
     """
     try:
         fields = json.loads(content)
-    except ValueError as error:
-        raise CheckpointError(
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(
             f"{where} is not whole JSON ({len(content)} bytes: {error}). "
             "Resume from another step, or fetch this one from the bucket."
         ) from None
     found = fields.get("schema_version") if isinstance(fields, dict) else None
-    if found != SCHEMA_VERSION:
+    if found not in (FIRST_SCHEMA, SCHEMA_VERSION):
         raise CheckpointError(
-            f"{where} has schema_version {found!r}; this program reads {SCHEMA_VERSION}. "
-            "Use the version of refocused that wrote the checkpoint."
+            f"{where} has schema_version {found!r}; this program reads {FIRST_SCHEMA} and "
+            f"{SCHEMA_VERSION}. Use the version of refocused that wrote the checkpoint."
         )
     try:
         return CheckpointManifest.model_validate(fields)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
-        raise CheckpointError(
+        raise CorruptCheckpointError(
             f"{where}: {field}: {first['msg']} (found {first['input']!r:.80}). "
             "The file was changed after it was written; resume from another step."
         ) from None

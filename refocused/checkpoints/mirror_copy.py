@@ -7,29 +7,23 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterator
 
-from refocused.bucket.checksum import crc32c_of
-from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest, FileRecord
-from refocused.checkpoints.remote_steps import (
-    COMMITTED,
-    SUPERSEDED,
+from refocused.checkpoints.manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    FileRecord,
     Marker,
-    RemoteSteps,
-    is_copy,
 )
+from refocused.checkpoints.remote_steps import RemoteSteps, is_copy
 from refocused.checkpoints.step_directory import StepDirectory, in_use
 from refocused.checkpoints.verify import describe, verify
-from refocused.errors import BucketError, CheckpointError
+from refocused.errors import BucketError, CheckpointError, CorruptCheckpointError
 
 REPORT_SECONDS = 1.0
 
 
 def marker_of(step: StepDirectory) -> Marker:
     """The content of COMMITTED for a local step."""
-    return Marker(
-        files=len(step.manifest.files),
-        bytes=step.manifest.total_bytes,
-        manifest_crc32c=crc32c_of(step.path / MANIFEST),
-    )
+    return step.manifest.marker((step.path / MANIFEST).read_bytes())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,8 +48,7 @@ class StepCopier:
 
         The manifest goes first: it says to which save the other objects belong, so that an
         interrupted copy can be continued. The marker goes last, after a fresh listing agreed, and
-        only if the step is still the run's: one that training leaves behind is renamed first and
-        looked for in the bucket then, so it is either not marked here or marked as left behind.
+        only if the checkpoint is still here.
 
         Of a step in parts, each machine copies its own once the first one's manifest is there, and
         the first one marks the whole. No machine waits here for another.
@@ -65,23 +58,22 @@ class StepCopier:
             parts of other machines are missing: then it is to be called again.
 
         Raises:
-            CheckpointError: The step is damaged or removed here, or left behind by a run elsewhere,
-                or the bucket holds another step of its name that may not be replaced.
+            CheckpointError: The step is damaged or removed here, or the bucket holds another step
+                of its name that may not be replaced.
             BucketError: The bucket cannot be read or written.
         """
         with _held(step):
-            name, marker = step.path.name, marker_of(step)
+            name, marker = step.name, marker_of(step)
             there = self.remote.marker(name)
             if there == marker:
-                self._reinstate(step)
                 return True
             if there is not None:
-                self._refuse_unless_superseded(step)
+                raise self._another(step)
             if step.part is not None and step.part.node > 0:
-                if there is None and self._is_started(step):
+                if self._is_started(step):
                     self._send_missing(step)
                 return False
-            self._start(step, continuing=there is None)
+            self._start(step)
             if not self._send_missing(step) or self._lacks_other_parts(step):
                 return False
             self._require_whole(name, step.manifest, marker)
@@ -102,7 +94,7 @@ class StepCopier:
             CheckpointError: As `copy`.
             BucketError: The bucket cannot be read or written.
         """
-        name = step.path.name
+        name = step.name
         if self._is_ours(step):
             self.remote.unmark(name)
             for file in set(damaged) & {*step.manifest.files, MANIFEST}:
@@ -115,7 +107,7 @@ class StepCopier:
 
     def _is_ours(self, step: StepDirectory) -> bool:
         """Whether the objects are of this very save; marker and manifest may both be damaged."""
-        name = step.path.name
+        name = step.name
         with contextlib.suppress(CheckpointError):
             if (there := self.remote.marker(name)) is not None:
                 return there == marker_of(step)
@@ -124,39 +116,32 @@ class StepCopier:
             return MANIFEST in objects and self.remote.manifest(name) == step.manifest
         return False
 
-    def _reinstate(self, step: StepDirectory) -> None:
-        """Take a step back that was left behind, unless that happens just now."""
-        self.remote.reinstate(step.path.name)
-        if not step.path.exists():
-            self.remote.supersede(step.path.name)
+    def _another(self, step: StepDirectory) -> CheckpointError:
+        """Return the error for a checkpoint of this name in the bucket that is not this one."""
+        theirs = self.remote.manifest(step.name)
+        return CheckpointError(
+            f"{self.remote.url}/{step.name} is another checkpoint, of run {theirs.run} "
+            f"{theirs.run_id}, saved {theirs.created.isoformat()}; it is not replaced. Give this "
+            "run another run.name or checkpoint.mirror, or remove that one."
+        )
 
-    def _refuse_unless_superseded(self, step: StepDirectory) -> None:
-        """A run that went back and saved a step again replaces its own copy, nobody else's."""
-        name, mine = step.path.name, step.manifest
-        theirs = self.remote.manifest(name)
-        if theirs.run != mine.run or theirs.created >= mine.created:
-            raise CheckpointError(
-                f"{self.remote.url}/{name} is another checkpoint, of run {theirs.run}, saved "
-                f"{theirs.created.isoformat()}; it is not replaced. Give this run another "
-                "run.name or checkpoint.mirror, or remove that one."
-            )
-
-    def _start(self, step: StepDirectory, *, continuing: bool) -> None:
+    def _start(self, step: StepDirectory) -> None:
         """Clear what an interrupted copy of another save left, and put our manifest there."""
-        name = step.path.name
+        name, run_id = step.name, step.manifest.run_id
         objects = self.remote.objects(name)
-        if continuing and MANIFEST in objects and self._is_started(step):
-            if SUPERSEDED in objects:
-                self._reinstate(step)
+        if MANIFEST in objects and self._is_started(step):
             return
         if objects:
-            self.remote.retract(name)
+            with contextlib.suppress(CorruptCheckpointError):
+                if MANIFEST in objects and self.remote.manifest(name).run_id not in ("", run_id):
+                    raise self._another(step)
+            self.remote.retract(name, also=step.manifest.files)
         content = (step.path / MANIFEST).read_bytes()
         self.remote.bucket.write(self.remote.object_name(name, MANIFEST), content)
 
     def _is_started(self, step: StepDirectory) -> bool:
         """Whether the manifest in the bucket is that of this very save."""
-        address = self.remote.object_name(step.path.name, MANIFEST)
+        address = self.remote.object_name(step.name, MANIFEST)
         if self.remote.bucket.info(address) is None:
             return False
         return self.remote.bucket.read(address) == (step.path / MANIFEST).read_bytes()
@@ -170,7 +155,7 @@ class StepCopier:
         }
         if not others:
             return False
-        objects = self.remote.objects(step.path.name)
+        objects = self.remote.objects(step.name)
         return any(
             name not in objects or not is_copy(objects[name], record)
             for name, record in others.items()
@@ -201,7 +186,7 @@ class StepCopier:
 
     def _missing(self, step: StepDirectory) -> list[str]:
         """The files the bucket does not have; objects that are not what they should be go."""
-        objects = self.remote.objects(step.path.name)
+        objects = self.remote.objects(step.name)
         missing = []
         for file, record in _own_files(step).items():
             if file in objects and is_copy(objects[file], record):
@@ -222,26 +207,17 @@ class StepCopier:
                 f"{step.path} is damaged: {describe(problems)}. It is not copied to the bucket; "
                 "remove it, or look at the disk."
             )
-        name = self.remote.object_name(step.path.name, file)
+        name = self.remote.object_name(step.name, file)
         self.remote.bucket.upload(step.path / file, name, crc32c=step.manifest.files[file].crc32c)
         return True
 
     def _require_whole(self, name: str, manifest: CheckpointManifest, marker: Marker) -> None:
         objects = self.remote.objects(name)
-        expected = {*manifest.files, MANIFEST}
         wrong = sorted(
             file
             for file, record in manifest.files.items()
             if file not in objects or not is_copy(objects[file], record)
         )
-        if SUPERSEDED in objects:
-            raise CheckpointError(
-                f"{self.remote.url}/{name} was marked {SUPERSEDED} while it was copied: the run "
-                "goes on from an earlier step somewhere else. It is not committed."
-            )
-        foreign = sorted(set(objects) - expected - {COMMITTED})
-        for file in foreign:
-            self.remote.bucket.delete(objects[file].name)
         listed = objects.get(MANIFEST)
         if wrong or listed is None or listed.crc32c not in (None, marker.manifest_crc32c):
             what = wrong[0] if wrong else MANIFEST

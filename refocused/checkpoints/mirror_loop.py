@@ -14,14 +14,15 @@ from types import FrameType
 from refocused.bucket.open import open_bucket
 from refocused.bucket.retry import RetryPolicy
 from refocused.checkpoints.atomic import write_json_atomic
+from refocused.checkpoints.manifest import COMMITTED
 from refocused.checkpoints.mirror_copy import StepCopier
 from refocused.checkpoints.mirror_queue import CopyOrder
 from refocused.checkpoints.mirror_status import BLOCKED, MirrorSettings, MirrorStatus
 from refocused.checkpoints.mirror_steps import LocalSteps, Settled, signature_of
 from refocused.checkpoints.mirror_waits import is_refusal, wait_seconds
 from refocused.checkpoints.remote_retention import RemoteRetention
-from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED, RemoteSteps
-from refocused.checkpoints.step_directory import StepDirectory, name_of, read_step
+from refocused.checkpoints.remote_steps import RemoteSteps
+from refocused.checkpoints.step_directory import StepDirectory, read_step
 from refocused.errors import BucketError, CheckpointError
 from refocused.file_lock import FileLock
 from refocused.process_identity import this_process
@@ -41,7 +42,7 @@ class MirrorLoop:
         self._settings = settings
         self._files = settings.files
         self._stopping = False  # a plain flag: an Event's lock is not safe in a signal handler
-        self._steps = LocalSteps(self._files.checkpoints)
+        self._steps = LocalSteps(self._files.checkpoints, settings.branch)
         self._awaiting: set[int] = set()
         self._copying: int | None = None
         self._filling_in = False
@@ -67,7 +68,7 @@ class MirrorLoop:
             threads=settings.threads,
         )
         self._retention = (
-            RemoteRetention(self._remote, keep=settings.keep_remote)
+            RemoteRetention(self._remote, settings.branch, keep=settings.keep_remote)
             if settings.keep_remote is not None
             else None
         )
@@ -131,7 +132,7 @@ class MirrorLoop:
             if not self._acquainted:
                 self._make_acquaintance()
             elif step is not None:
-                self._copy(self._files.checkpoints / name_of(step))
+                self._copy(self._files.checkpoints / self._name_of(step))
         except (BucketError, OSError) as error:
             self._copying = None
             self._wait_after(error)
@@ -143,14 +144,17 @@ class MirrorLoop:
     def _make_acquaintance(self) -> None:
         """See that the bucket can be written, and what it has."""
         self._remote.introduce()
-        there = [
-            step
-            for step, objects in self._remote.scan().items()
-            if COMMITTED in objects and SUPERSEDED not in objects
-        ]
-        self._point_to(max(there, default=None))
+        there = {
+            self._settings.branch.step_of(name)
+            for name, objects in self._remote.scan().items()
+            if COMMITTED in objects
+        }
+        self._point_to(max(there - {None}, key=lambda step: step or 0, default=None))
         self._thin_out()
         self._acquainted = True
+
+    def _name_of(self, step: int) -> str:
+        return self._settings.branch.name_of(step)
 
     def _point_to(self, step: int | None) -> None:
         """Name the newest step in the bucket; it is a hint, so a failure is only noted."""
@@ -159,7 +163,7 @@ class MirrorLoop:
             return
         self._newest_there = step
         try:
-            self._remote.point_to(name_of(step))
+            self._remote.point_to(self._name_of(step))
         except BucketError as error:
             logger.warning("the pointer to the newest step is not written: %s", error)
 
@@ -171,7 +175,7 @@ class MirrorLoop:
         in_use = {*order.wanted, *order.skipped}
         removed = self._retention.thin_out(in_use=in_use) if self._settings.node == 0 else []
         for step in removed:
-            logger.info("%s is removed from the bucket", name_of(step))
+            logger.info("%s is removed from the bucket", self._name_of(step))
             self._steps.forget(step)
         lacking = {
             step: manifest
@@ -196,8 +200,8 @@ class MirrorLoop:
             if not self._copier.copy(step):
                 self._await_others(step)
             else:
-                logger.info("%s is mirrored, %.1f s", path.name, time.monotonic() - started)
-                self._steps.settle(path.name, Settled(signature, None))
+                logger.info("%s is mirrored, %.1f s", step.name, time.monotonic() - started)
+                self._steps.settle(path, Settled(signature, None))
                 self._point_to(step.step)
                 self._thin_out()
         except (CheckpointError, BucketError, OSError) as error:
@@ -206,7 +210,7 @@ class MirrorLoop:
             if not isinstance(error, CheckpointError):
                 raise
             logger.error("%s", error)
-            self._steps.settle(path.name, Settled(signature or (0, 0), str(error)))
+            self._steps.settle(path, Settled(signature or (0, 0), str(error)))
 
     def _await_others(self, step: StepDirectory) -> None:
         """Let other steps go first while parts of this one are missing, if they can still come."""

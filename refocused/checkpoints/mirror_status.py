@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pydantic
 
+from refocused.checkpoints.branches import FIRST_BRANCH, Branch
 from refocused.process_identity import ProcessIdentity
 
 BLOCKED = "blocked: "
@@ -20,6 +21,7 @@ class MirrorSettings(pydantic.BaseModel):
         run: The run's folder.
         bucket: `gs://bucket/prefix` or a folder.
         prefix: Where this run's steps are below it.
+        branch: The branch of the run whose checkpoints are copied.
         training: The process whose checkpoints are mirrored; when it is gone, the queue is
             finished and the mirror ends.
         credentials_file: Key file for `gs://`; None: what the environment offers.
@@ -40,6 +42,7 @@ class MirrorSettings(pydantic.BaseModel):
     run: Path
     bucket: str
     prefix: str
+    branch: Branch = FIRST_BRANCH
     training: ProcessIdentity
     credentials_file: Path | None = None
     project: str | None = None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from refocused.checkpoints.branches import FIRST_BRANCH, Branch, step_paths
 from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest
 from refocused.checkpoints.mirror_queue import CopyOrder, copy_order
 from refocused.checkpoints.remote_retention import kept_steps
-from refocused.checkpoints.step_directory import name_of, parse_name, read_step, step_paths
+from refocused.checkpoints.step_directory import read_step
 from refocused.errors import CheckpointError
 
 Signature = tuple[int, int]
@@ -34,11 +35,12 @@ class LocalSteps:
         unwanted: Steps that the bucket need not get.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Look at the steps in a folder."""
+    def __init__(self, folder: Path, branch: Branch = FIRST_BRANCH) -> None:
+        """Look at the checkpoints of a branch in a folder."""
         self._folder = folder
-        self._settled: dict[str, Settled] = {}
-        self._manifests: dict[str, tuple[Signature, CheckpointManifest | None]] = {}
+        self._branch = branch
+        self._settled: dict[Path, Settled] = {}
+        self._manifests: dict[Path, tuple[Signature, CheckpointManifest | None]] = {}
         self.unwanted: frozenset[int] = frozenset()
 
     def order(self, *, copying: int | None) -> CopyOrder:
@@ -47,7 +49,8 @@ class LocalSteps:
         Args:
             copying: The step that is being copied, which is finished first.
         """
-        steps = [_step(path) for path in step_paths(self._folder) if signature_of(path) is not None]
+        paths = step_paths(self._folder, self._branch)
+        steps = [step for step, path in paths.items() if signature_of(path) is not None]
         known = kept_steps(
             {step: self.manifest(step) for step in steps}, whole=set(steps), in_use=()
         )
@@ -60,8 +63,8 @@ class LocalSteps:
 
     def manifest(self, step: int) -> CheckpointManifest | None:
         """Return a step's manifest, read once; None: it cannot be used, or the step is gone."""
-        path = self._folder / name_of(step)
-        signature, known = signature_of(path), self._manifests.get(path.name)
+        path = self._folder / self._branch.name_of(step)
+        signature, known = signature_of(path), self._manifests.get(path)
         if signature is None:
             return None
         if known is None or known[0] != signature:
@@ -69,25 +72,24 @@ class LocalSteps:
                 known = signature, read_step(path).manifest
             except CheckpointError:
                 known = signature, None
-            self._manifests[path.name] = known
+            self._manifests[path] = known
         return known[1]
 
     def settled(self) -> dict[int, Settled]:
         """Return what is settled, by step; a step whose manifest is another file is not."""
-        found = {path: self._settled.get(path.name) for path in step_paths(self._folder)}
         return {
-            _step(path): was
-            for path, was in found.items()
-            if was is not None and was.signature == signature_of(path)
+            step: was
+            for step, path in step_paths(self._folder, self._branch).items()
+            if (was := self._settled.get(path)) and was.signature == signature_of(path)
         }
 
-    def settle(self, name: str, settled: Settled) -> None:
+    def settle(self, path: Path, settled: Settled) -> None:
         """Note that a step needs nothing more."""
-        self._settled[name] = settled
+        self._settled[path] = settled
 
     def forget(self, step: int) -> None:
         """Note that the bucket has a step no longer."""
-        self._settled.pop(name_of(step), None)
+        self._settled.pop(self._folder / self._branch.name_of(step), None)
 
 
 def signature_of(path: Path) -> Signature | None:
@@ -97,9 +99,3 @@ def signature_of(path: Path) -> Signature | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return found.st_ino, found.st_mtime_ns
-
-
-def _step(path: Path) -> int:
-    step = parse_name(path.name)
-    assert step is not None  # step_paths yields no other names
-    return step

@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from refocused.bucket.bucket import BlobInfo
-from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest
-from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED, RemoteSteps, is_copy
+from refocused.checkpoints.branches import FIRST_BRANCH, Branch
+from refocused.checkpoints.manifest import COMMITTED, MANIFEST, CheckpointManifest
+from refocused.checkpoints.remote_steps import SUPERSEDED, RemoteSteps, is_copy
 from refocused.checkpoints.retention import KeptStep, best_of, to_remove
-from refocused.checkpoints.step_directory import name_of
 from refocused.checkpoints.tiers import Tier
 from refocused.errors import CheckpointError
 
 
 class RemoteRetention:
-    """The steps of one run in a bucket, of which the newest few stay.
+    """The checkpoints of one branch in a bucket, of which the newest few stay.
 
-    Steps that are marked as left behind are neither counted nor removed: they are a person's.
+    Those of other branches, or with a mark of an earlier version, are neither counted nor removed:
+    the run left them on purpose. So is one whose manifest cannot be read: what belongs to it is not
+    known.
     """
 
-    def __init__(self, remote: RemoteSteps, *, keep: int) -> None:
+    def __init__(self, remote: RemoteSteps, branch: Branch = FIRST_BRANCH, *, keep: int) -> None:
         """Keep the newest `keep` rolling steps below a prefix, and what retention never removes."""
         self._remote = remote
+        self._branch = branch
         self._keep = keep
         self._manifests: dict[int, tuple[BlobInfo, CheckpointManifest | None]] = {}
 
@@ -35,11 +38,15 @@ class RemoteRetention:
             BucketError: The bucket cannot be read.
         """
         manifests, whole = {}, set()
-        for step, objects in self._remote.scan().items():
-            if SUPERSEDED in objects:
+        for name, objects in self._remote.scan().items():
+            step = self._branch.step_of(name)
+            if step is None or SUPERSEDED in objects:
                 continue
-            manifest = manifests[step] = self._manifest(step, objects)
-            if manifest is not None and COMMITTED in objects and _has_all(objects, manifest):
+            manifest = self._manifest(step, objects)
+            if manifest is None:
+                continue
+            manifests[step] = manifest
+            if COMMITTED in objects and _has_all(objects, manifest):
                 whole.add(step)
         return kept_steps(manifests, whole=whole, in_use=in_use)
 
@@ -51,7 +58,7 @@ class RemoteRetention:
         """
         doomed = to_remove(self.steps(in_use=in_use), keep=self._keep)
         for step in doomed:
-            self._remote.retract(name_of(step))
+            self._remote.retract(self._branch.name_of(step))
         return doomed
 
     def unwanted(self, lacking: Mapping[int, CheckpointManifest]) -> set[int]:
@@ -76,7 +83,7 @@ class RemoteRetention:
         known = self._manifests.get(step)
         if known is None or known[0] != blob:
             try:
-                known = blob, self._remote.manifest(name_of(step))
+                known = blob, self._remote.manifest(self._branch.name_of(step))
             except CheckpointError:
                 known = blob, None
             self._manifests[step] = known

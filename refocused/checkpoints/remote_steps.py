@@ -3,53 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Annotated
-
-import pydantic
+from collections.abc import Collection, Mapping
 
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.checksum import extended_crc32c
 from refocused.checkpoints.manifest import (
+    COMMITTED,
     MANIFEST,
     CheckpointManifest,
     FileRecord,
+    Marker,
     parse_manifest,
+    parse_marker,
 )
-from refocused.checkpoints.step_directory import name_of, parse_name
-from refocused.errors import CheckpointError
+from refocused.checkpoints.mirror_waits import is_refusal
+from refocused.checkpoints.step_directory import parse_name, parse_place
+from refocused.errors import BucketError, CorruptCheckpointError
 
-COMMITTED = "COMMITTED"
 SUPERSEDED = "SUPERSEDED"
 POINTER = "latest/pointer.json"
 _ABOUT = b"""Checkpoints of one training run, copied here by refocused.
 A folder checkpoint_step_N without an object COMMITTED is incomplete: nothing reads it.
-One with an object SUPERSEDED was left behind when training went on from an earlier step: remove
-that object to use it again.
-latest/pointer.json names the newest step that was copied. It is a hint and comes last in a listing:
---resume gs://.../latest/ looks for the newest whole step by itself.
+The first branch of the run is in checkpoint_step_N. Going back to an earlier checkpoint starts
+another: branch-2/checkpoint_step_N, and so on.
+latest/pointer.json names the newest checkpoint that was copied. It is a hint and comes last in a
+listing: --resume gs://.../latest/ looks for the newest whole checkpoint by itself.
 """
-
-
-class Marker(pydantic.BaseModel):
-    """The content of COMMITTED, the last object of a step in a bucket.
-
-    Attributes:
-        files: How many files the manifest lists.
-        bytes: Their bytes together.
-        manifest_crc32c: CRC-32C of `manifest.json`, which holds that of every other file.
-    """
-
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
-
-    files: Annotated[int, pydantic.Field(ge=0)]
-    bytes: Annotated[int, pydantic.Field(ge=0)]
-    manifest_crc32c: Annotated[int, pydantic.Field(ge=0, lt=2**32)]
-
-
-def content_of(marker: Marker) -> bytes:
-    """Return the bytes of COMMITTED."""
-    return json.dumps(marker.model_dump()).encode()
 
 
 def prefix_of(run: str) -> str:
@@ -82,18 +61,32 @@ class RemoteSteps:
         return f"{self._below}{name}/{file}"
 
     def introduce(self) -> None:
-        """Write a word about the prefix beside the steps; fails where nothing can be written."""
-        self.bucket.write(f"{self._below}README.txt", _ABOUT)
+        """Describe the prefix beside the checkpoints; fails where nothing can be written.
 
-    def scan(self) -> dict[int, dict[str, BlobInfo]]:
-        """List all steps at once: for each step its objects by their path below it."""
-        steps: dict[int, dict[str, BlobInfo]] = {}
-        for blob in self.bucket.list(f"{self._below}checkpoint_step_"):
-            name, _, file = blob.name.removeprefix(self._below).partition("/")
-            step = parse_name(name)
-            if step is not None and name == name_of(step) and file:
-                steps.setdefault(step, {})[file] = blob
-        return steps
+        A README.txt that is there already stays as it is.
+        """
+        address = f"{self._below}README.txt"
+        try:
+            self.bucket.write(address, _ABOUT)
+        except BucketError as error:
+            if is_refusal(error) or self.bucket.info(address) is None:
+                raise
+
+    def scan(self) -> dict[str, dict[str, BlobInfo]]:
+        """List all checkpoints: for each name its objects by their path below it.
+
+        By branch and step, ascending.
+        """
+        found: dict[tuple[int, int], tuple[str, dict[str, BlobInfo]]] = {}
+        for prefix in ("checkpoint_step_", "branch-"):
+            for blob in self.bucket.list(f"{self._below}{prefix}"):
+                path = blob.name.removeprefix(self._below)
+                parts = path.split("/", 2 if prefix == "branch-" else 1)
+                name = "/".join(parts[:-1])
+                place = parse_place(name)
+                if place is not None and parts[-1]:
+                    found.setdefault(place, (name, {}))[1][parts[-1]] = blob
+        return dict(found[place] for place in sorted(found))
 
     def objects(self, name: str) -> dict[str, BlobInfo]:
         """List one step: its objects by their path below it, the marker among them."""
@@ -104,32 +97,26 @@ class RemoteSteps:
         """Read a step's marker; None when the step is not committed.
 
         Raises:
-            CheckpointError: The object is there but is no marker.
+            CorruptCheckpointError: The object is there but is no marker.
         """
         address = self.object_name(name, COMMITTED)
         if self.bucket.info(address) is None:
             return None
-        content = self.bucket.read(address)
-        try:
-            return Marker.model_validate_json(content)
-        except pydantic.ValidationError:
-            raise CheckpointError(
-                f"{self.url}/{name}/{COMMITTED} holds {content[:80]!r}, which is no marker of a "
-                "whole checkpoint. Remove the object; the mirror writes it again."
-            ) from None
+        return parse_marker(self.bucket.read(address), where=f"{self.url}/{name}/{COMMITTED}")
 
     def manifest(self, name: str) -> CheckpointManifest:
         """Read a step's manifest out of the bucket.
 
         Raises:
-            CheckpointError: It is torn, or of another schema.
+            CorruptCheckpointError: It is torn.
+            CheckpointError: It is of a schema of a later version.
         """
         content = self.bucket.read(self.object_name(name, MANIFEST))
         return parse_manifest(content, where=f"{self.url}/{name}/{MANIFEST}")
 
     def commit(self, name: str, marker: Marker) -> None:
         """Write the marker: from now on the step exists."""
-        self.bucket.write(self.object_name(name, COMMITTED), content_of(marker))
+        self.bucket.write(self.object_name(name, COMMITTED), marker.to_json())
 
     def marks_other_files(
         self, name: str, objects: Mapping[str, BlobInfo], manifest: CheckpointManifest
@@ -150,7 +137,7 @@ class RemoteSteps:
             bytes=manifest.total_bytes,
             manifest_crc32c=listed.crc32c,
         )
-        if marker.crc32c == extended_crc32c(0, content_of(expected)):
+        if marker.crc32c == extended_crc32c(0, expected.to_json()):
             return False
         return self.marker(name) != expected
 
@@ -160,23 +147,34 @@ class RemoteSteps:
         The prefix `latest/` is the last of a listing, where `checkpoint_step_9500` comes behind
         `checkpoint_step_10000`.
         """
-        content = json.dumps({"name": name, "step": parse_name(name)}).encode()
+        content = json.dumps({"name": name, "step": parse_name(name.rpartition("/")[2])}).encode()
         self.bucket.write(f"{self._below}{POINTER}", content, overwrite=True)
 
     def unmark(self, name: str) -> None:
         """Take the marker away: nothing reads the step until it is committed again."""
         self.bucket.delete(self.object_name(name, COMMITTED))
 
-    def supersede(self, name: str) -> None:
-        """Mark a step as left behind: no resume takes it, and nothing of it is lost."""
-        self.bucket.write(self.object_name(name, SUPERSEDED), b"", overwrite=True)
+    def retract(self, name: str, *, also: Collection[str] = ()) -> None:
+        """Remove a checkpoint: its marker first, so that no reader takes it for whole.
 
-    def reinstate(self, name: str) -> None:
-        """Take `supersede` back."""
-        self.bucket.delete(self.object_name(name, SUPERSEDED))
+        Objects that no manifest lists are not ours: they stay.
 
-    def retract(self, name: str) -> None:
-        """Remove a step: its marker first, so that no reader takes it for whole."""
+        Args:
+            name: The checkpoint.
+            also: Files that another manifest of this checkpoint lists.
+
+        Raises:
+            CheckpointError: Its manifest cannot be used, so what belongs to it is not known.
+            BucketError: The bucket cannot be read or written.
+        """
         self.bucket.delete(self.object_name(name, COMMITTED))
-        for blob in self.objects(name).values():
-            self.bucket.delete(blob.name)
+        objects = self.objects(name)
+        listed = {*also, SUPERSEDED}
+        try:
+            listed |= {*(self.manifest(name).files if MANIFEST in objects else ())}
+        except CorruptCheckpointError:
+            if not also:
+                raise
+        for file in sorted(listed & set(objects)):
+            self.bucket.delete(objects[file].name)
+        self.bucket.delete(self.object_name(name, MANIFEST))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.checksum import extended_crc32c
 from refocused.checkpoints.manifest import (
+    COMMITTED,
     MANIFEST,
     CheckpointManifest,
     FileRecord,
     parse_manifest,
 )
-from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED, RemoteSteps
+from refocused.checkpoints.remote_steps import SUPERSEDED, RemoteSteps
 from refocused.checkpoints.verify import FileProblem
 from refocused.errors import CheckpointError
 from refocused.shards.stored import stored_crc32c

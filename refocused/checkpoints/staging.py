@@ -10,8 +10,8 @@ from pathlib import Path
 
 from refocused.bucket.checksum import crc32c_of
 from refocused.checkpoints.atomic import fsync_directories, fsync_path
-from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest, FileRecord
-from refocused.checkpoints.step_directory import PART, Part, StepDirectory, name_of
+from refocused.checkpoints.manifest import COMMITTED, MANIFEST, CheckpointManifest, FileRecord
+from refocused.checkpoints.step_directory import PART, Part, StepDirectory
 from refocused.checkpoints.verify import describe, verify
 from refocused.errors import CheckpointError
 
@@ -28,19 +28,19 @@ class Staging:
     """
 
     def __init__(
-        self, checkpoints: Path, *, step: int, token: str, part: Part | None = None
+        self, checkpoints: Path, *, name: str, token: str, part: Part | None = None
     ) -> None:
         """Name the staging directory.
 
         Args:
             checkpoints: Folder of the step directories.
-            step: Optimizer updates done.
+            name: The checkpoint's directory name below that folder.
             token: Tells this attempt from others of the step.
             part: Whose files it gets; None: all.
         """
         self.part = part
         self._published = False
-        self.final = checkpoints / name_of(step)
+        self.final = checkpoints / name
         self.path = checkpoints / f"{STAGING_PREFIX}{self.final.name}-{token}"
 
     def create(self) -> None:
@@ -76,7 +76,7 @@ class Staging:
         return self.publish(manifest)
 
     def seal(self, manifest: CheckpointManifest) -> None:
-        """Write the manifest: the directory has all but its final name.
+        """Write the manifest and its marker: the directory has all but its final name.
 
         The files themselves must have been flushed by those who wrote them.
 
@@ -97,11 +97,16 @@ class Staging:
             )
         if self.part is not None:
             _write_synced(self.path / PART, self.part.model_dump_json().encode())
-        _write_synced(self.path / MANIFEST, manifest.to_json())
+        content = manifest.to_json()
+        _write_synced(self.path / MANIFEST, content)
+        _write_synced(self.path / COMMITTED, manifest.marker(content).to_json())
         fsync_directories(self.path)
 
     def publish(self, manifest: CheckpointManifest) -> StepDirectory:
         """Give a sealed directory its final name, in one rename."""
+        if not self.final.parent.exists():  # of a branch: this is its first checkpoint
+            self.final.parent.mkdir()
+            fsync_path(self.final.parent.parent)
         self.path.rename(self.final)
         self._published = True
         fsync_path(self.final.parent)
@@ -143,15 +148,9 @@ def remove_step(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def set_aside(path: Path, *, corrupt: bool = False) -> Path:
-    """Take a step out of the run's history: it gets a name that nothing reads, and stays as it is.
-
-    Args:
-        path: The step directory.
-        corrupt: It cannot be used; otherwise it is whole, and training goes on without it.
-    """
-    prefix = BAD_PREFIX if corrupt else SUPERSEDED_PREFIX
-    aside = path.with_name(f"{prefix}{path.name}-{secrets.token_hex(4)}")
+def set_aside(path: Path) -> Path:
+    """Rename a corrupt checkpoint to a name that nothing reads; return that."""
+    aside = path.with_name(f"{BAD_PREFIX}{path.name}-{secrets.token_hex(4)}")
     path.rename(aside)
     fsync_path(path.parent)
     return aside
@@ -161,8 +160,11 @@ def leftovers(checkpoints: Path) -> list[Path]:
     """Every directory that a killed save, download or removal left behind, or one is using."""
     if not checkpoints.is_dir():
         return []
+    folders = [checkpoints, *checkpoints.glob("branch-*")]
     prefixes = (STAGING_PREFIX, REMOVAL_PREFIX)
-    return sorted(path for path in checkpoints.iterdir() if path.name.startswith(prefixes))
+    return sorted(
+        path for folder in folders for path in folder.iterdir() if path.name.startswith(prefixes)
+    )
 
 
 def clean_leftovers(checkpoints: Path, *, older_than_s: float, now: float) -> list[Path]:

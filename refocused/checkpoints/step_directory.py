@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import re
 from collections.abc import Iterator
@@ -11,13 +12,21 @@ from pathlib import Path
 
 import pydantic
 
+from refocused.bucket.checksum import extended_crc32c
 from refocused.checkpoints.manifest import (
+    COMMITTED,
+    FIRST_SCHEMA,
     MANIFEST,
     CheckpointManifest,
     FileRecord,
     parse_manifest,
+    parse_marker,
 )
-from refocused.errors import CheckpointError
+from refocused.errors import (
+    CheckpointError,
+    CheckpointUnavailableError,
+    CorruptCheckpointError,
+)
 
 PART = "part.json"
 # What says what a step is; it lies in every part of one.
@@ -27,11 +36,21 @@ _NAMES = re.compile(
     r"checkpoint_step_(\d+)|checkpoint-epoch\d+-step(\d+)-files\d+"
     r"|final_checkpoint_step_(\d+)|rolling_step_(\d+)"
 )
+_PLACE = re.compile(r"(?:branch-(\d+)/)?checkpoint_step_(\d+)")
 
 
-def name_of(step: int) -> str:
-    """The directory name of a step."""
-    return f"checkpoint_step_{step}"
+def name_of(step: int, *, branch: int = 1) -> str:
+    """Return the directory name of a checkpoint, below the folder of the run's checkpoints."""
+    return f"checkpoint_step_{step}" if branch == 1 else f"branch-{branch}/checkpoint_step_{step}"
+
+
+def parse_place(name: str) -> tuple[int, int] | None:
+    """Return branch and step of a directory name; None: `name_of` gives no such name."""
+    match = _PLACE.fullmatch(name)
+    if match is None:
+        return None
+    branch, step = int(match[1] or 1), int(match[2])
+    return (branch, step) if name_of(step, branch=branch) == name else None
 
 
 def parse_name(name: str) -> int | None:
@@ -93,6 +112,11 @@ class StepDirectory:
         return {name: record for name, record in files.items() if part.holds(name, record)}
 
     @property
+    def name(self) -> str:
+        """Its name among the checkpoints of its run, here and in the bucket."""
+        return name_of(self.manifest.step, branch=self.manifest.branch)
+
+    @property
     def bytes(self) -> int:
         """Bytes of `files`."""
         return sum(record.size for record in self.files.values())
@@ -136,30 +160,64 @@ def read_step(path: Path) -> StepDirectory:
     """Read a committed step directory; its files are not looked at (see `verify`).
 
     Raises:
-        CheckpointError: There is no such directory, or its manifest is missing, torn, of another
-            schema, or of another step than the directory's name says.
+        CorruptCheckpointError: There is no such directory, or its manifest is missing, differs
+            from what its marker says, or is of another step than the directory's name.
+        CheckpointError: The manifest cannot be read, or is of a schema of a later version.
     """
     manifest_path = path / MANIFEST
     try:
         content = manifest_path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         what = f"{manifest_path} is missing" if path.is_dir() else f"{path} is not a directory"
-        raise CheckpointError(
+        raise CorruptCheckpointError(
             f"{what}, so this is no complete checkpoint. "
             "Choose another: python launch/checkpoints.py list"
         ) from None
     except OSError as error:
-        raise CheckpointError(
-            f"{manifest_path} cannot be read ({error.strerror}). Repair the disk or its "
-            "permissions, or resume from another step."
-        ) from error
-    manifest = parse_manifest(content, where=str(manifest_path))
+        raise unreadable(manifest_path, error) from error
+    manifest = _marked_manifest(path, content)
     if parse_name(path.name) not in (None, manifest.step):
-        raise CheckpointError(
+        raise CorruptCheckpointError(
             f"{manifest_path} is of step {manifest.step}, not of the step in its folder's name. "
             f"Rename the folder to {name_of(manifest.step)}, or remove it."
         )
     return StepDirectory(path, manifest, _read_part(path / PART))
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """Return the error for a file of a checkpoint: only a failing disk proves damage."""
+    kind = CorruptCheckpointError if error.errno == errno.EIO else CheckpointUnavailableError
+    return kind(
+        f"{path} cannot be read ({error.strerror}). Repair the disk or its permissions, or resume "
+        "from another checkpoint."
+    )
+
+
+def _marked_manifest(path: Path, content: bytes) -> CheckpointManifest:
+    """Parse a manifest that is what its marker says; the first schema has no marker on a disk."""
+    where, marker_path = str(path / MANIFEST), path / COMMITTED
+    marker = None
+    if marker_path.exists():
+        try:
+            marker = parse_marker(marker_path.read_bytes(), where=str(marker_path))
+        except OSError as error:
+            raise unreadable(marker_path, error) from error
+        found = extended_crc32c(0, content)
+        if found != marker.manifest_crc32c:
+            raise CorruptCheckpointError(
+                f"{where} has CRC-32C {found:08x}, but {COMMITTED} says "
+                f"{marker.manifest_crc32c:08x}. Resume from another checkpoint, or fetch this one "
+                "from the bucket."
+            )
+    manifest = parse_manifest(content, where=where)
+    if marker is None and manifest.schema_version != FIRST_SCHEMA:
+        raise CorruptCheckpointError(
+            f"{marker_path} is missing, so this is not a complete checkpoint. "
+            "Choose another: python launch/checkpoints.py list"
+        )
+    if marker is not None and marker != manifest.marker(content):
+        raise CorruptCheckpointError(f"{marker_path} counts other files than {MANIFEST} lists.")
+    return manifest
 
 
 def _read_part(path: Path) -> Part | None:
@@ -172,20 +230,6 @@ def _read_part(path: Path) -> Part | None:
             f"{path} cannot be read, so whose files this directory holds is not known. Remove the "
             "directory; the other machines and the mirror keep theirs."
         ) from None
-
-
-def step_paths(checkpoints: Path) -> list[Path]:
-    """Every directory named `checkpoint_step_N`, committed or broken, ascending by step."""
-    if not checkpoints.is_dir():
-        return []
-    found = {path: parse_name(path.name) for path in checkpoints.iterdir() if path.is_dir()}
-    named = [(step, path) for path, step in found.items() if step is not None]
-    return [path for step, path in sorted(named) if path.name == name_of(step)]
-
-
-def saved_steps(checkpoints: Path) -> list[int]:
-    """The numbers of `step_paths`."""
-    return [step for path in step_paths(checkpoints) if (step := parse_name(path.name)) is not None]
 
 
 @contextlib.contextmanager

@@ -7,15 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from refocused.bucket.bucket import BlobInfo
-from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest
-from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED, RemoteSteps, is_copy
+from refocused.bucket.checksum import crc32c_of
+from refocused.checkpoints.manifest import COMMITTED, MANIFEST, CheckpointManifest
+from refocused.checkpoints.remote_steps import SUPERSEDED, RemoteSteps, is_copy
 from refocused.checkpoints.step_directory import read_step
 from refocused.checkpoints.verify import describe, verify
-from refocused.errors import CheckpointError
+from refocused.errors import CheckpointError, CorruptCheckpointError
 
 ABSENT = "-"
 WHOLE = "ok"
-LEFT_BEHIND = "superseded"
+LEFT_BEHIND = "superseded"  # by a mark of an earlier version
+UNREADABLE = "unreadable"  # which proves no damage
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,11 +28,13 @@ class Found:
         state: As in CatalogEntry.
         manifest: None: there is none that can be read.
         objects_bytes: Bytes of its objects in the bucket.
+        manifest_crc32c: CRC-32C of the local manifest; None where it cannot be read.
     """
 
     state: str = ABSENT
     manifest: CheckpointManifest | None = None
     objects_bytes: int = 0
+    manifest_crc32c: int | None = None
 
 
 def is_part(state: str) -> bool:
@@ -42,37 +46,49 @@ def judge_directory(path: Path) -> Found:
     """Judge a local step directory by its structure and sizes."""
     try:
         directory = read_step(path)
+        problems = verify(directory, deep=False)
     except CheckpointError as error:
         reason = str(error).split(". ")[0].replace(f"{path}/", "")
-        return Found(f"broken: {reason}")
-    problems = verify(directory, deep=False)
+        return Found(f"{_kind(error)}: {reason}")
     state = WHOLE if directory.part is None else str(directory.part)
-    return Found(f"broken: {describe(problems)}" if problems else state, directory.manifest)
+    return Found(
+        f"broken: {describe(problems)}" if problems else state,
+        directory.manifest,
+        manifest_crc32c=crc32c_of(path / MANIFEST),
+    )
+
+
+def _kind(error: CheckpointError) -> str:
+    return "broken" if isinstance(error, CorruptCheckpointError) else UNREADABLE
 
 
 def judge_objects(
     remote: RemoteSteps,
     name: str,
     objects: Mapping[str, BlobInfo],
-    known: CheckpointManifest | None,
+    known: Found,
 ) -> Found:
-    """Compare the objects of one step with its manifest.
+    """Compare the objects of one step with the manifest among them.
 
     Args:
         remote: The steps of the bucket.
         name: Directory name of the step.
         objects: Its objects, by their names below it.
-        known: Its manifest, where a whole local step has it; None: it is read from the bucket.
+        known: What the disk says of it. Its manifest saves reading the one in the bucket where the
+            listing shows that they are the same.
     """
-    if SUPERSEDED in objects:
-        return Found(LEFT_BEHIND, known)
-    if MANIFEST not in objects and (known is None or COMMITTED in objects):
-        return Found(f"broken: {MANIFEST} is missing")
+    if MANIFEST not in objects:
+        return Found(f"broken: {MANIFEST} is missing" if COMMITTED in objects else "0 %")
     try:
-        manifest = known or remote.manifest(name)
+        same = objects[MANIFEST].crc32c is not None and (
+            objects[MANIFEST].crc32c == known.manifest_crc32c
+        )
+        manifest = known.manifest if same and known.manifest else remote.manifest(name)
+        if SUPERSEDED in objects:
+            return Found(LEFT_BEHIND, manifest)
         is_foreign = COMMITTED in objects and remote.marks_other_files(name, objects, manifest)
     except CheckpointError as error:
-        return Found(f"broken: {error}")
+        return Found(f"{_kind(error)}: {error}")
     right = {
         file: record.size
         for file, record in manifest.files.items()

@@ -8,17 +8,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from refocused.checkpoints.branches import FIRST_BRANCH, Branch, checkpoint_paths, step_paths
 from refocused.checkpoints.mirror_status import MirrorStatus
 from refocused.checkpoints.retention import KeptStep, best_of, to_remove
 from refocused.checkpoints.staging import remove_step
-from refocused.checkpoints.step_directory import (
-    StepDirectory,
-    is_in_use,
-    name_of,
-    parse_name,
-    read_step,
-    step_paths,
-)
+from refocused.checkpoints.step_directory import StepDirectory, is_in_use, read_step
 from refocused.checkpoints.tiers import Tier
 from refocused.checkpoints.verify import verify
 from refocused.errors import CheckpointError
@@ -33,15 +27,20 @@ def thin_out(
     checkpoints: Path,
     world: World,
     *,
+    branch: Branch = FIRST_BRANCH,
     keep: int,
     mirrored: bool,
     status: MirrorStatus | None,
     disk_low: bool = False,
-) -> list[int]:
+) -> list[str]:
     """Remove the steps that retention does not keep, from every keeper's disk.
+
+    The checkpoints of branches that the run has left go as soon as its own branch has `keep` ones
+    beyond the fork, or when the disk is low; those of epochs and the final one stay.
 
     Args:
         checkpoints: Folder of the step directories.
+        branch: The branch that the run is on.
         world: The ranks, all of which must call; rank 0's answers to the next decide.
         keep: Newest rolling steps that stay.
         mirrored: The run has a mirror; what that lacks stays.
@@ -49,13 +48,29 @@ def thin_out(
         disk_low: There may be no room for the next saves.
 
     Returns:
-        The steps that went.
+        Names of the checkpoints that went.
     """
-    seen = world.keepers_do(lambda: _seen(checkpoints, mirrored=mirrored, status=status))
-    doomed = to_remove(in_all_places(seen), keep=keep, disk_low=disk_low)
+    seen = world.keepers_do(lambda: _seen(checkpoints, branch, mirrored=mirrored, status=status))
+    steps = in_all_places(seen)
+    doomed = [branch.name_of(step) for step in to_remove(steps, keep=keep, disk_low=disk_low)]
+    own = [step for step in steps if step.verified and branch.holder(step.step) == branch.number]
+    if disk_low or len(own) >= keep:
+        doomed += _left_behind(checkpoints, branch)
     doomed = world.broadcast(doomed)
     world.keepers_do(lambda: _remove(checkpoints, doomed))
     return doomed
+
+
+def _left_behind(checkpoints: Path, branch: Branch) -> list[str]:
+    """Return the removable checkpoints here of branches that the run is not on."""
+    others = {
+        name: path
+        for name, path in checkpoint_paths(checkpoints).items()
+        if branch.step_of(name) is None and not is_in_use(path)
+    }
+    read = {name: _readable(path)[0] for name, path in others.items()}
+    kept = {Tier.EPOCH, Tier.FINAL}
+    return [name for name, step in read.items() if step and not kept & {*step.manifest.tiers}]
 
 
 def in_all_places(seen: Sequence[Sequence[KeptStep]]) -> list[KeptStep]:
@@ -75,30 +90,37 @@ def in_all_places(seen: Sequence[Sequence[KeptStep]]) -> list[KeptStep]:
     ]
 
 
-def _seen(checkpoints: Path, *, mirrored: bool, status: MirrorStatus | None) -> list[KeptStep]:
+def _seen(
+    checkpoints: Path, branch: Branch, *, mirrored: bool, status: MirrorStatus | None
+) -> list[KeptStep]:
     """Look at the steps here; a disk that cannot be read has none, so that nothing is removed."""
     try:
-        return local_steps(checkpoints, mirrored=mirrored, status=status)
+        return local_steps(checkpoints, branch, mirrored=mirrored, status=status)
     except OSError as error:
         logger.warning("%s cannot be read (%s): no step is removed.", checkpoints, error.strerror)
         return []
 
 
-def _remove(checkpoints: Path, steps: Sequence[int]) -> None:
-    for step in steps:
+def _remove(checkpoints: Path, names: Sequence[str]) -> None:
+    for name in names:
         try:
-            remove_step(checkpoints / name_of(step))
+            remove_step(checkpoints / name)
         except FileNotFoundError:
             continue  # another keeper alone has it
         except OSError as error:
-            logger.warning("%s could not be removed: %s", name_of(step), error)
+            logger.warning("%s could not be removed: %s", name, error)
 
 
 def local_steps(
-    checkpoints: Path, *, mirrored: bool, status: MirrorStatus | None
+    checkpoints: Path,
+    branch: Branch = FIRST_BRANCH,
+    *,
+    mirrored: bool,
+    status: MirrorStatus | None,
 ) -> list[KeptStep]:
-    """Look at every step directory here; arguments as of `thin_out`."""
-    found = {path: _readable(path) for path in step_paths(checkpoints)}
+    """Look at every checkpoint of a branch here; arguments as of `thin_out`."""
+    paths = step_paths(checkpoints, branch)
+    found = {step: _readable(path) for step, path in paths.items()}
     best = best_of(
         {
             read.step: read.manifest.validation_loss
@@ -107,9 +129,7 @@ def local_steps(
         }
     )
     steps = []
-    for path, (read, whole) in found.items():
-        step = parse_name(path.name)
-        assert step is not None  # step_paths yields no other names
+    for step, (read, whole) in found.items():
         steps.append(
             KeptStep(
                 step=step,
@@ -118,15 +138,17 @@ def local_steps(
                 mirrored=_is_mirrored(step, status) if mirrored else None,
                 skipped=status is not None and step in status.skipped,
                 best=step == best,
-                in_use=is_in_use(path),
+                in_use=is_in_use(paths[step]),
             )
         )
     return steps
 
 
-def disk_is_low(checkpoints: Path, *, saves: float = LOW_DISK_SAVES) -> bool:
+def disk_is_low(
+    checkpoints: Path, branch: Branch = FIRST_BRANCH, *, saves: float = LOW_DISK_SAVES
+) -> bool:
     """Whether the disk has less room than so many saves like the last one; unknown before one."""
-    paths = step_paths(checkpoints)
+    paths = list(step_paths(checkpoints, branch).values())
     sizes = [step.bytes for step, _ in map(_readable, paths[-1:]) if step]
     return shutil.disk_usage(checkpoints).free < saves * max(sizes, default=0)
 

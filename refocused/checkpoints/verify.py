@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from refocused.bucket.checksum import crc32c_of
-from refocused.checkpoints.manifest import MANIFEST, CheckpointManifest, FileRecord
-from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED
-from refocused.checkpoints.step_directory import PART, StepDirectory, rank_file
+from refocused.checkpoints.manifest import COMMITTED, MANIFEST, CheckpointManifest, FileRecord
+from refocused.checkpoints.remote_steps import SUPERSEDED
+from refocused.checkpoints.step_directory import PART, StepDirectory, rank_file, unreadable
 
 READERS = 4  # files read at once: one stream does not keep a fast disk busy
 # Beside the files of the manifest: itself, and what a copy taken from a bucket brings along.
@@ -55,6 +56,9 @@ def verify(
 
     Returns:
         Every problem found, by file name; empty when all is well.
+
+    Raises:
+        CheckpointUnavailableError: A file cannot be read for a reason that proves no damage.
     """
     if files is not None:
         return _check_files(step, sorted(files), deep=deep)
@@ -80,6 +84,8 @@ def _check_file(step: StepDirectory, name: str, *, deep: bool) -> FileProblem | 
     except (FileNotFoundError, NotADirectoryError):
         problem = "is missing"
     except OSError as error:
+        if error.errno != errno.EIO:
+            raise unreadable(step.path / name, error) from error
         problem = f"cannot be read ({error.strerror})"
     return FileProblem(name, problem) if problem else None
 

@@ -63,11 +63,11 @@ def as_record(entry: CatalogEntry) -> dict[str, Any]:
 
 def _disk_use(checkpoints: Path) -> DiskUse:
     from refocused.bucket.part_file import free_bytes
+    from refocused.checkpoints.branches import checkpoint_paths
     from refocused.checkpoints.staging import leftovers
-    from refocused.checkpoints.step_directory import step_paths
 
     return DiskUse(
-        steps=sum(_bytes_below(path) for path in step_paths(checkpoints)),
+        steps=sum(_bytes_below(path) for path in checkpoint_paths(checkpoints).values()),
         leftovers=sum(_bytes_below(path) for path in leftovers(checkpoints)),
         free=free_bytes(checkpoints),
     )

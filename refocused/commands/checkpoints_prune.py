@@ -102,15 +102,14 @@ def run_prune(arguments: argparse.Namespace) -> int:
 
 def _disk(arguments: argparse.Namespace) -> PrunedPlace:
     from refocused.checkpoints.staging import remove_step
-    from refocused.checkpoints.step_directory import name_of
 
     catalog = catalog_of(find_run(arguments.run), _without_remote(arguments))
-    entries = [entry for entry in catalog.entries() if entry.local != "-"]
+    entries = [entry for entry in catalog.entries() if entry.local != "-" and entry.is_present]
     return PrunedPlace(
         where=str(catalog.local),
         steps=[_kept_step(catalog, entry) for entry in entries],
         sizes={entry.step: entry.size or 0 for entry in entries},
-        remove=lambda step: remove_step(catalog.local / name_of(step)),
+        remove=lambda step: remove_step(catalog.local / catalog.branch.name_of(step)),
     )
 
 
@@ -121,21 +120,23 @@ def _without_remote(arguments: argparse.Namespace) -> argparse.Namespace:
 
 def _bucket(arguments: argparse.Namespace) -> PrunedPlace:
     from refocused.checkpoints.remote_retention import RemoteRetention
-    from refocused.checkpoints.step_directory import name_of
 
     run = run_of(arguments)
-    remote = catalog_of(run, arguments).remote
+    catalog = catalog_of(run, arguments)
+    remote, entries = catalog.remote, {entry.name: entry for entry in catalog.entries()}
     assert remote is not None  # catalog_of refuses --remote without one
-    steps = RemoteRetention(remote, keep=arguments.keep).steps(in_use=_on_their_way(run))
-    objects = remote.scan()
+    branch = catalog.branch
+    retention = RemoteRetention(remote, branch, keep=arguments.keep)
+    steps = retention.steps(in_use=_on_their_way(run))
     return PrunedPlace(
         where=remote.url,
         steps=steps,
         sizes={
-            step.step: sum(blob.size for blob in objects.get(step.step, {}).values())
+            step.step: entries[name].bucket_bytes
             for step in steps
+            if (name := branch.name_of(step.step)) in entries
         },
-        remove=lambda step: remote.retract(name_of(step)),
+        remove=lambda step: remote.retract(branch.name_of(step)),
     )
 
 

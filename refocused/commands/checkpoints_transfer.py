@@ -36,17 +36,15 @@ def add_download_arguments(parser: Parser) -> None:
 
 def run_download(arguments: argparse.Namespace) -> int:
     """Fetch a step from the bucket unless it is on the disk, every byte right."""
-    from refocused.checkpoints.step_directory import name_of
-
     run = run_of(arguments)
     catalog = catalog_of(run, arguments, checkpoints=arguments.to)
     remote = _require_bucket(catalog, run)
     started = time.monotonic()
     found = catalog.resolve(_name(arguments.step))
     if arguments.to is not None:
-        refuse_another(remote, catalog.local / name_of(found.step))
+        refuse_another(remote, catalog.local / found.name, found.name)
     here = _whole_here(found.path) if found.path is not None else None
-    step = here or fetch_shown(catalog, found.step, threads=arguments.threads)
+    step = here or fetch_shown(catalog, found.name, threads=arguments.threads)
     seconds = time.monotonic() - started
     if arguments.json:
         content = {

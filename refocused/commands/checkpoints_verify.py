@@ -114,7 +114,7 @@ def _check(
             here, local = [], "-"  # retention removed it meanwhile
     there = _bucket_problems(catalog, entry, deep=deep) if bucket != "-" else []
     if bucket.startswith("broken"):
-        bucket = "ok"  # the catalog had only a listing, and the manifest of the step here
+        bucket = "ok"  # the catalog had only a listing
     return StepCheck(
         step=entry.step,
         name=entry.name,

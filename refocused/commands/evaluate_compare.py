@@ -122,7 +122,7 @@ def _steps_of_run(arguments: argparse.Namespace) -> list[str]:
     run = run_of(arguments)
     arguments.run = str(run)
     entries = listed(catalog_of(run, arguments), arguments).entries
-    steps = [str(entry.step) for entry in entries if entry.usable]
+    steps = [str(entry.step) for entry in entries if entry.usable and entry.is_present]
     if not steps:
         raise CheckpointError(f"{run} has no whole step to compare. Name models, or another --run.")
     return steps

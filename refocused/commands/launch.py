@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from refocused.checkpoints.step_directory import parse_name, step_paths
+from refocused.checkpoints.branches import saved_steps
 from refocused.commands import train
 from refocused.commands.arguments import Parser, dashed
 from refocused.commands.monitor_screen import open_in_screen
@@ -215,7 +215,7 @@ def deepspeed_command(environment: Mapping[str, str], *, gpus: int) -> list[str]
 
 def newest_step(run: Path) -> int:
     """Return the newest step saved in a run's folder; 0 without any."""
-    return max((parse_name(path.name) or 0 for path in step_paths(run / "checkpoints")), default=0)
+    return max(saved_steps(run / "checkpoints"), default=0)
 
 
 def summarize(run: Path) -> str:

@@ -51,7 +51,7 @@ def brought_here(found: FoundStep, *, must_be_copy: bool = False) -> StepDirecto
     catalog, entry = found.catalog, found.entry
     path = catalog.local / entry.name
     if must_be_copy and catalog.remote is not None:
-        refuse_another(catalog.remote, path)
+        refuse_another(catalog.remote, path, entry.name)
     if entry.local == WHOLE:
         return read_step(path)
     if entry.bucket not in (WHOLE, LEFT_BEHIND):
@@ -59,20 +59,18 @@ def brought_here(found: FoundStep, *, must_be_copy: bool = False) -> StepDirecto
             f"{entry.name} cannot be read: {'; '.join(entry.notes)}. "
             "Choose another: python launch/checkpoints.py list"
         )
-    return fetch_shown(catalog, entry.step)
+    return fetch_shown(catalog, entry.name)
 
 
-def fetch_shown(catalog: Catalog, number: int, *, threads: int = 8) -> StepDirectory:
+def fetch_shown(catalog: Catalog, name: str, *, threads: int = 8) -> StepDirectory:
     """Fetch a step from the bucket, in place of what is here, and show how far it is."""
-    from refocused.checkpoints.step_directory import name_of
-
-    line = ProgressLine(f"download {number:,}")
-    marker = catalog.remote.marker(name_of(number)) if catalog.remote else None
+    line = ProgressLine(f"download {name}")
+    marker = catalog.remote.marker(name) if catalog.remote else None
     if marker is not None:
         line.show(0, marker.bytes)
     try:
         return catalog.fetch(
-            number,
+            name,
             threads=threads,
             progress=lambda progress: line.show(progress.done_bytes, progress.total_bytes),
             replace=True,
@@ -81,8 +79,8 @@ def fetch_shown(catalog: Catalog, number: int, *, threads: int = 8) -> StepDirec
         line.end()
 
 
-def refuse_another(remote: RemoteSteps, path: Path) -> None:
-    """Keep a directory of that name, unless it is a copy, perhaps damaged, of the bucket's step.
+def refuse_another(remote: RemoteSteps, path: Path, name: str) -> None:
+    """Keep a directory, unless it is a copy, perhaps damaged, of the bucket's step of a name.
 
     Raises:
         CheckpointError: It is none.
@@ -92,11 +90,11 @@ def refuse_another(remote: RemoteSteps, path: Path) -> None:
 
     if not path.exists():
         return
-    marker, manifest = remote.marker(path.name), path / MANIFEST
+    marker, manifest = remote.marker(name), path / MANIFEST
     same = manifest.is_file() and marker and crc32c_of(manifest) == marker.manifest_crc32c
     if not same:
         raise CheckpointError(
-            f"{path} exists and is not a copy of {remote.url}/{path.name}. Remove it, or name "
+            f"{path} exists and is not a copy of {remote.url}/{name}. Remove it, or name "
             "another folder: checkpoints download --to FOLDER"
         )
 
@@ -130,12 +128,12 @@ def model_source(request: str, arguments: argparse.Namespace) -> Path:
 def _brought_export(address: str, arguments: argparse.Namespace) -> Path | None:
     """Return the copy here of the exported model at an address; None: no export is there."""
     from refocused.bucket.bucket import checked_name
-    from refocused.checkpoints.step_directory import parse_name
+    from refocused.checkpoints.elsewhere import split_address
     from refocused.inference.bucket_copy import CONFIG, FOLDER, fetch_folder
 
     place_name = address.partition("://")[2].strip("/")
     last = place_name.rpartition("/")[2]
-    if parse_name(last) is not None:
+    if split_address(address)[1] is not None:
         return None
     bucket = place(address, arguments)
     if last != FOLDER and bucket.info(CONFIG) is None:

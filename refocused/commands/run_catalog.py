@@ -69,11 +69,11 @@ def find_run(request: str | None, *, must_exist: bool = True, option: str | None
 
 def whole_steps(checkpoints: Path) -> list[int]:
     """Return the committed steps in a folder: those with a manifest."""
+    from refocused.checkpoints.branches import step_paths
     from refocused.checkpoints.manifest import MANIFEST
-    from refocused.checkpoints.step_directory import parse_name, step_paths
 
-    whole = [path for path in step_paths(checkpoints) if (path / MANIFEST).is_file()]
-    return [step for path in whole if (step := parse_name(path.name)) is not None]
+    paths = step_paths(checkpoints).items()
+    return [step for step, path in paths if (path / MANIFEST).is_file()]
 
 
 def run_of(arguments: argparse.Namespace) -> Path:
@@ -187,7 +187,7 @@ def find_steps(requests: Sequence[str], arguments: argparse.Namespace) -> list[F
     catalog = listing = None
     found = []
     for request in requests:
-        if "/" in request:
+        if "/" in request and not request.startswith("branch-"):
             found.append(_found_by_place(request, arguments))
             continue
         if catalog is None or listing is None:
@@ -201,14 +201,16 @@ def find_steps(requests: Sequence[str], arguments: argparse.Namespace) -> list[F
 def _found_by_place(request: str, arguments: argparse.Namespace) -> FoundStep:
     """Find a step by its path, or by its address, whose copy here is where `download` puts it."""
     from refocused.checkpoints.catalog import Catalog
+    from refocused.checkpoints.elsewhere import split_address
 
+    parent, name = split_address(request)
+    if name is None:
+        parent, _, name = parent.rpartition("/")
     if "://" in request:
-        parent, _, name = request.rstrip("/").rpartition("/")
         run = parent.removesuffix("/checkpoints").rpartition("/")[2]
         catalog = Catalog(RUNS / run / "checkpoints", place(parent, arguments))
     else:
-        path = Path(request).expanduser()
-        catalog, name = Catalog(path.parent), path.name
+        catalog = Catalog(Path(parent or "/").expanduser())
     return FoundStep(catalog, catalog.find(name, catalog.entries()), ExitCode.OK)
 
 

@@ -15,7 +15,7 @@ from refocused.bucket.checksum import crc32c_of
 from refocused.bucket.part_file import disk_errors
 from refocused.bucket.transfer import Progress, download_many, upload_many
 from refocused.checkpoints.atomic import fsync_directories, replace_folder
-from refocused.checkpoints.remote_steps import COMMITTED
+from refocused.checkpoints.manifest import COMMITTED
 from refocused.errors import CheckpointError
 from refocused.file_lock import FileLock
 

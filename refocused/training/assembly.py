@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from refocused.bucket.open import open_bucket
+from refocused.checkpoints.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.catalog import Catalog
 from refocused.checkpoints.changes import RunFacts
 from refocused.checkpoints.checkpointer import Checkpointer
@@ -145,13 +146,16 @@ def assemble_engine(job: Job) -> Built:
     return Built(engine, parameters, mixing, compilation)
 
 
-def assemble_parts(job: Job, data: DataParts, built: Built, *, began_seconds: float) -> Parts:
+def assemble_parts(
+    job: Job, data: DataParts, built: Built, *, branch: Branch = FIRST_BRANCH, began_seconds: float
+) -> Parts:
     """Bring together what the loop uses.
 
     Args:
         job: The run.
         data: Where batches come from.
         built: The model.
+        branch: The branch that training goes on with.
         began_seconds: When this process's session began, on the monotonic clock.
     """
     config, world = job.loaded.config, job.world
@@ -165,7 +169,7 @@ def assemble_parts(job: Job, data: DataParts, built: Built, *, began_seconds: fl
         seed=config.run.seed,
         world=world,
     )
-    figures = _figures(job, data)
+    figures = _figures(job, data, branch)
     throughput = Throughput(time.monotonic, began_seconds=began_seconds)
     phases = step_phases(world.device_kind)
     reporter = Reporter(
@@ -190,12 +194,16 @@ def assemble_parts(job: Job, data: DataParts, built: Built, *, began_seconds: fl
             job.checkpoints,
             world=world,
             facts=_facts(job, data, parameters, texts.tokenizer_json),
+            branch=branch,
             allowed_changes=job.request.allowed_changes,
             history=job.folder / METRICS_FILE,
         ),
         folder=job.checkpoints,
+        branch=branch,
         engine=engine,
-        mirror=Mirroring(_mirror(job) if world.keeps else None, reporter=reporter, world=world),
+        mirror=Mirroring(
+            _mirror(job, branch) if world.keeps else None, reporter=reporter, world=world
+        ),
         settings=config.checkpoint,
         reporter=reporter,
         throughput=throughput,
@@ -258,12 +266,13 @@ def _profiler(job: Job, reporter: Reporter) -> StepProfiler | None:
     )
 
 
-def _figures(job: Job, data: DataParts) -> RunFigures:
+def _figures(job: Job, data: DataParts, branch: Branch) -> RunFigures:
     """Collect what the reporter computes with."""
     config, world = job.loaded.config, job.world
     facts = gpu_facts(world.device_name) if world.device_kind == "cuda" else None
     return RunFigures(
         name=config.run.name,
+        branch=branch,
         total_steps=config.run.steps,
         plan=job.plan,
         optimizer=config.optimizer,
@@ -312,7 +321,7 @@ def _facts(job: Job, data: DataParts, parameters: int, tokenizer_json: bytes | N
     )
 
 
-def _mirror(job: Job) -> CheckpointMirror | None:
+def _mirror(job: Job, branch: Branch) -> CheckpointMirror | None:
     """Prepare the background copy from this disk, if the run has one."""
     checkpoint = job.loaded.config.checkpoint
     if checkpoint.mirror is None:
@@ -322,6 +331,7 @@ def _mirror(job: Job) -> CheckpointMirror | None:
             run=job.folder,
             bucket=checkpoint.mirror,
             prefix=prefix_of(job.loaded.config.run.name),
+            branch=branch,
             training=identify(os.getpid()),
             credentials_file=job.request.credentials_file,
             project=job.request.project,

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from refocused.checkpoints.branches import saved_steps
 from refocused.checkpoints.mirror_status import MirrorStatus
-from refocused.checkpoints.step_directory import saved_steps
 from refocused.config.outputs import CheckpointConfig
 from refocused.errors import ExitCode
 from refocused.monitoring.metrics import duration, perplexity

@@ -8,7 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from refocused.checkpoints.step_directory import name_of
+from refocused.checkpoints.branches import present_branch
 from refocused.config.outputs import CheckpointConfig
 from refocused.detached import start_detached
 from refocused.inference.bucket_copy import FOLDER
@@ -84,10 +84,10 @@ class FinalModel:
         mirror = self._mirror
         if mirror is not None and "://" not in mirror:
             mirror = str(Path(mirror).expanduser().absolute())
-        credentials = self._credentials_file
+        credentials, checkpoints = self._credentials_file, self._run / "checkpoints"
         self._request = FinalModelRequest(
             run=self._run,
-            step=self._run / "checkpoints" / name_of(step),
+            step=checkpoints / present_branch(checkpoints).name_of(step),
             token=secrets.token_hex(8),
             bucket=mirror,
             prefix=f"{self._run.name}/{FOLDER}",

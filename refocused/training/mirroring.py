@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from refocused.checkpoints.branches import Branch, saved_steps
 from refocused.checkpoints.mirror import CheckpointMirror
 from refocused.checkpoints.mirror_status import MirrorStatus
-from refocused.checkpoints.step_directory import saved_steps
 from refocused.training.reporter import Reporter
 from refocused.world import World
 
@@ -65,16 +65,17 @@ class Mirroring:
         else:
             self._reporter.event("mirror_recovered", "mirror goes on: the bucket takes it again")
 
-    def look_after(self, folder: Path) -> str:
+    def look_after(self, folder: Path, branch: Branch) -> str:
         """Start this rank's mirror again if it died; return what to say of it behind a save.
 
         Args:
             folder: Of the steps.
+            branch: The branch that is copied.
         """
         if self._mirror is None:
             return ""
         self._mirror.ensure_alive()
-        status, local = self._mirror.status(), saved_steps(folder)
+        status, local = self._mirror.status(), saved_steps(folder, branch)
         return f" | {status.progress(local) if status else 'upload queued'}"
 
     def drain(

@@ -217,6 +217,7 @@ class Reporter:
                 self._state_file,
                 {
                     "run": self._figures.name,
+                    **self._figures.branch.as_record(),
                     "status": status,
                     "pid": self._process.pid,
                     "pid_started": self._process.started,

@@ -12,19 +12,32 @@ from typing import TypeVar
 
 from refocused.bucket.open import open_bucket
 from refocused.checkpoints.atomic import write_bytes_atomic
+from refocused.checkpoints.branches import Branch
 from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.choice import choose_step
+from refocused.checkpoints.choice import (
+    list_checkpoints,
+    next_branch,
+    present_branch,
+    select_checkpoint,
+)
 from refocused.checkpoints.elsewhere import (
     as_own,
     bring,
     find_elsewhere,
+    is_brought,
     require_trust,
     take_over,
 )
 from refocused.checkpoints.machines import decide_together
 from refocused.checkpoints.step_directory import StepDirectory, read_step
 from refocused.config.decode import LoadedRun
-from refocused.errors import CheckpointError, ConfigError, RefocusedError, TrainingError
+from refocused.errors import (
+    CheckpointError,
+    CheckpointUnavailableError,
+    ConfigError,
+    RefocusedError,
+    TrainingError,
+)
 from refocused.training.assembly import assemble_catalog
 from refocused.training.extension import planned_steps, rate_change
 from refocused.training.fetching import fetch_together
@@ -53,11 +66,13 @@ class Chosen:
 
     Attributes:
         path: The step directory; None: from scratch.
-        passed_over: Newer steps that are corrupt.
+        branch: The branch that training goes on with.
+        corrupt: Newer checkpoints on rank 0's disk that cannot be used.
     """
 
     path: Path | None
-    passed_over: tuple[Path, ...] = ()
+    branch: Branch
+    corrupt: tuple[Path, ...] = ()
 
 
 def choose(job: Job) -> Chosen:
@@ -70,6 +85,8 @@ def choose(job: Job) -> Chosen:
         return decide_together(
             job.world, lambda: assemble_catalog(job), lambda catalog: _choose(job, catalog)
         )
+    except CheckpointUnavailableError:
+        raise  # nothing may follow from it: no start from scratch either
     except CheckpointError as error:
         raise _on_every_rank(CannotResumeError(str(error))) from error
 
@@ -95,7 +112,7 @@ def start_or_resume(job: Job, parts: Parts, chosen: Chosen, stop: StopRequest) -
             )
         )
     try:
-        state = parts.saver.load(step, passed_over=chosen.passed_over)
+        state = parts.saver.load(step)
     except CheckpointError as error:
         parts.engine.close()  # another may be built, where the run goes on under another name
         raise _on_every_rank(CannotResumeError(str(error))) from error
@@ -123,14 +140,14 @@ def own(job: Job, parts: Parts, chosen: Chosen) -> None:
         RefocusedError: On every rank alike.
     """
     path, run = chosen.path, job.loaded.config.run.name
+    parts.saver.set_aside(chosen.corrupt)
     if path is None:
         return
     parts.saver.bring_back_history(job.world.together(lambda: read_step(path)))
-    if path.parent.resolve() == job.checkpoints.resolve():
-        return
-    parts.saver.saved_step = job.world.first_does(
-        lambda: take_over(read_step(path), assemble_catalog(job), run=run).step
-    )
+    if is_brought(path):
+        parts.saver.saved_step = job.world.first_does(
+            lambda: take_over(read_step(path), job.checkpoints, run=run, branch=chosen.branch).step
+        )
 
 
 def check_resumed_loss(parts: Parts, state: TrainState, stop: StopRequest) -> None:
@@ -185,14 +202,14 @@ def in_place_of(job: Job, reason: CheckpointError) -> LoadedRun:
 
 def _choose(job: Job, catalog: Catalog) -> Chosen:
     request, run = job.request, job.loaded.config.run.name
-    passed_over: list[Path] = []
     trusted = functools.partial(require_trust, run=run, trusted=request.trusts_others)
     own_request = as_own(request.resume, catalog)
     if own_request is not None:
-        step = choose_step(catalog, own_request, passed_over=passed_over)
+        selected = select_checkpoint(catalog, own_request)
+        step = selected.step
         if step is not None:
             trusted(step.manifest, where=str(step.path))
-        return Chosen(None if step is None else step.path, tuple(passed_over))
+        return Chosen(None if step is None else step.path, selected.branch, selected.corrupt)
     if job.world.keepers > 1:
         raise CheckpointError(
             f"--resume {request.resume}: machines that keep the run's files each on its own disk "
@@ -204,7 +221,10 @@ def _choose(job: Job, catalog: Catalog) -> Chosen:
     )
     found = find_elsewhere(request.resume, open_url)
     trusted(found.manifest, where=found.where)
-    return Chosen(bring(found, catalog).path)
+    entries = list_checkpoints(catalog)
+    present = present_branch(catalog, entries)
+    step = bring(found, catalog)
+    return Chosen(step.path, next_branch(present, entries, None if is_brought(step.path) else step))
 
 
 def _tell_ranks(parts: Parts, step: StepDirectory) -> None:

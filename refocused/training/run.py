@@ -14,7 +14,7 @@ from refocused import logs
 from refocused.config.batch_plan import plan_batch
 from refocused.config.decode import LoadedRun, render_run
 from refocused.config.run import RunConfig
-from refocused.errors import BucketError, ConfigError, ExitCode, RefocusedError
+from refocused.errors import ConfigError, ExitCode, RefocusedError
 from refocused.training import ending, opening
 from refocused.training.assembly import (
     assemble_catalog,
@@ -108,7 +108,11 @@ def _carry_out(job: Job, stop: StopRequest, session: Session) -> ExitCode:
         world.first_does(lambda: _say_data(job, data))
         stop.leave_if_asked()
         parts = assemble_parts(
-            job, data, assemble_engine(job), began_seconds=session.rank_began_seconds
+            job,
+            data,
+            assemble_engine(job),
+            branch=chosen.branch,
+            began_seconds=session.rank_began_seconds,
         )
         stop.leave_if_asked()
         state = start_or_resume(job, parts, chosen, stop)
@@ -215,8 +219,6 @@ def _train_and_finish(
     """Train, drain the mirror, say how it ended."""
     config = job.loaded.config
     job.world.keepers_do(lambda: _begin(job.folder, render_run(config)))
-    parts.saver.go_on_from(state)
-    job.world.first_does(lambda: _leave_behind(job, parts, state))
     parts.saver.begin()
     start_sampling(job.folder, job.world, parts.reporter, log=config.log, cost=config.cost)
     state = start_tracking(
@@ -271,25 +273,6 @@ def _finish(job: Job, parts: Parts, outcome: Outcome, stop: StopRequest) -> Exit
             project=job.request.project,
         ),
     )
-
-
-def _leave_behind(job: Job, parts: Parts, state: TrainState) -> None:
-    """Keep a later resume from the mirror's steps of the way that is not taken any more."""
-    try:
-        names = assemble_catalog(job).supersede_after(state.step)
-    except BucketError as error:
-        parts.reporter.event(
-            "supersede_failed",
-            f"{error} If the mirror holds steps beyond {state.step:,}, a later resume may take "
-            "them: name the step to resume from.",
-        )
-        return
-    for name in names:
-        parts.reporter.event(
-            "supersede",
-            f"  aside    {name} in the mirror is marked SUPERSEDED, since training goes on from "
-            f"step {state.step:,}",
-        )
 
 
 def _begin(folder: Path, run_yaml: str) -> None:

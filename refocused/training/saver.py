@@ -10,15 +10,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from refocused.batches.position import Position
+from refocused.checkpoints.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.checkpointer import FREE_SPACE_FACTOR, Checkpointer, SavedStep
 from refocused.checkpoints.retention import FEWEST
 from refocused.checkpoints.staging import clean_leftovers, set_aside
-from refocused.checkpoints.step_directory import (
-    StepDirectory,
-    in_use,
-    parse_name,
-    step_paths,
-)
+from refocused.checkpoints.step_directory import StepDirectory, in_use
 from refocused.checkpoints.thinning import disk_is_low, thin_out
 from refocused.checkpoints.tiers import Tier
 from refocused.config.outputs import CheckpointConfig
@@ -49,6 +45,7 @@ class Saver:
         checkpointer: Checkpointer,
         *,
         folder: Path,
+        branch: Branch = FIRST_BRANCH,
         engine: Engine,
         mirror: Mirroring,
         settings: CheckpointConfig,
@@ -62,6 +59,7 @@ class Saver:
         Args:
             checkpointer: Writes step directories.
             folder: Where they are.
+            branch: The branch that training goes on with.
             engine: What is saved.
             mirror: The background copy.
             settings: How many to keep, how many failures to bear.
@@ -72,6 +70,7 @@ class Saver:
         """
         self._checkpointer = checkpointer
         self._folder = folder
+        self._branch = branch
         self._engine = engine
         self.mirror = mirror
         self._settings = settings
@@ -81,7 +80,6 @@ class Saver:
         self._files_done = files_done
         self._failures = 0
         self._stall_seconds = 0.0
-        self._corrupt: Collection[Path] = ()
         self.saved_step: int | None = None
 
     def save(
@@ -153,17 +151,12 @@ class Saver:
             raise
         self.commit(wait=True)
 
-    def load(self, step: StepDirectory, *, passed_over: Collection[Path] = ()) -> TrainState:
+    def load(self, step: StepDirectory) -> TrainState:
         """Bring the engine back to a verified step; return the state that belongs to it.
-
-        Args:
-            step: The step.
-            passed_over: Newer steps that are corrupt, as `go_on_from` will call them.
 
         Raises:
             CheckpointError: On every rank: it cannot be resumed under this run's settings.
         """
-        self._corrupt = frozenset(passed_over)
         with in_use(step.path):
             changes = self._world.together(lambda: self._checkpointer.changes(step))
             for line in changes.lines():
@@ -174,7 +167,7 @@ class Saver:
             state = self._world.together(lambda: TrainState.from_record(record))
         if changes.new_data:
             state = dataclasses.replace(state, position=Position())
-        if step.path.parent.resolve() == self._folder.resolve():
+        if step.path.resolve() == (self._folder / step.name).resolve():
             self.saved_step = state.step
         return state
 
@@ -187,32 +180,22 @@ class Saver:
         """Whether there are steps that could not be saved."""
         return self._failures > 0
 
-    def go_on_from(self, state: TrainState) -> None:
-        """Set aside the steps that come after a state: training goes another way from there.
-
-        Their names are needed for what will be saved, and a later resume must not take them for
-        the newest.
-        """
-        self._world.keepers_do(lambda: self._set_aside(state.step))
+    def set_aside(self, corrupt: Collection[Path]) -> None:
+        """Rename corrupt checkpoints: their names are needed for what will be saved."""
+        self._world.keepers_do(lambda: self._set_aside(corrupt))
 
     def begin(self) -> None:
         """Remove what killed saves left, and start the background copy."""
         self._checkpointer.clean()
         self.mirror.start()
 
-    def _set_aside(self, step: int) -> None:
-        for path in step_paths(self._folder):
-            found = parse_name(path.name)
-            assert found is not None  # step_paths yields no other names
-            if found > step or (found == step and self.saved_step != step):
-                corrupt = path in self._corrupt
-                aside = set_aside(path, corrupt=corrupt)
-                why = "it is corrupt" if corrupt else f"training goes on from step {step:,}"
+    def _set_aside(self, corrupt: Collection[Path]) -> None:
+        for path in corrupt:
+            if path.exists():  # on this disk
                 self._reporter.event(
                     "set_aside",
-                    f"  aside    {path.name} is now {aside.name}, since {why}; remove it when you "
-                    "do not need it",
-                    step=found,
+                    f"  aside    {path.name} is corrupt and is now {set_aside(path).name}; remove "
+                    "it when you do not need it",
                 )
 
     def _finish_the_one_before(self, step: int) -> None:
@@ -236,7 +219,7 @@ class Saver:
     def _clean_a_low_disk(self) -> bool:
         """Return whether this disk lacks room for another save; leftovers are removed then."""
         with contextlib.suppress(OSError):  # the save that follows says what is wrong
-            if disk_is_low(self._folder, saves=FREE_SPACE_FACTOR):
+            if disk_is_low(self._folder, self._branch, saves=FREE_SPACE_FACTOR):
                 clean_leftovers(self._folder, older_than_s=ABANDONED_S, now=time.time())
                 return True
         return False
@@ -283,7 +266,10 @@ class Saver:
     def _make_way(self) -> str:
         """Keep the mirrors going and remove old steps; return what the mirrors say."""
         seen = self._world.keepers_do(
-            lambda: (self.mirror.look_after(self._folder), disk_is_low(self._folder))
+            lambda: (
+                self.mirror.look_after(self._folder, self._branch),
+                disk_is_low(self._folder, self._branch),
+            )
         )
         self._thin_out(keep=self._settings.keep, disk_low=any(low for _, low in seen))
         first, *others = (said for said, _ in seen)
@@ -298,6 +284,7 @@ class Saver:
         thin_out(
             self._folder,
             self._world,
+            branch=self._branch,
             keep=keep,
             mirrored=self.mirror.exists,
             status=self.mirror.status(),

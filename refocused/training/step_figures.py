@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
+from refocused.checkpoints.branches import FIRST_BRANCH, Branch
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.engine.engine import Engine
@@ -22,6 +23,7 @@ class RunFigures:
 
     Attributes:
         name: The run's name.
+        branch: The branch of the run that training goes on with.
         total_steps: Steps of the whole run.
         plan: The batch of a step.
         optimizer: For the learning rate.
@@ -41,6 +43,7 @@ class RunFigures:
     cadence: Cadence
     mfu: Callable[[float], float | None]
     per_hour_usd: float | None
+    branch: Branch = FIRST_BRANCH
     credible_mfu: float = CREDIBLE_MFU
     epoch_windows: Mapping[str, int] = dataclasses.field(default_factory=dict)
 

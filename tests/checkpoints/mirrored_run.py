@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from refocused.checkpoints.branches import checkpoint_paths
+from refocused.checkpoints.manifest import COMMITTED
 from refocused.checkpoints.mirror import CheckpointMirror
 from refocused.checkpoints.mirror_status import MirrorSettings, MirrorStatus
-from refocused.checkpoints.remote_steps import COMMITTED
-from refocused.checkpoints.step_directory import read_step, step_paths
+from refocused.checkpoints.step_directory import read_step
 from refocused.checkpoints.verify import verify
 from refocused.process_identity import ProcessIdentity, this_process
 
@@ -73,11 +74,9 @@ class Place:
         """The marked steps of the bucket, each of which must be whole."""
         root = self.bucket / PREFIX
         steps = []
-        for path in step_paths(root):
+        for path in checkpoint_paths(root).values():
             if (path / COMMITTED).exists():
-                (path / COMMITTED).rename(root / f"{path.name}.marker")
                 assert verify(read_step(path), deep=True) == []
-                (root / f"{path.name}.marker").rename(path / COMMITTED)
                 steps.append(read_step(path).step)
         return steps
 

@@ -29,12 +29,13 @@ from checkpoints.fake_owner import FACTS
 from thread_ranks import on_two_ranks
 
 from refocused.batches.position import Position
+from refocused.checkpoints.branches import step_paths
 from refocused.checkpoints.catalog import Catalog
 from refocused.checkpoints.checkpointer import Checkpointer
-from refocused.checkpoints.choice import choose_step
+from refocused.checkpoints.choice import select_checkpoint
 from refocused.checkpoints.machines import decide_together
 from refocused.checkpoints.staging import clean_leftovers, leftovers, remove_step
-from refocused.checkpoints.step_directory import rank_file, read_step, step_paths
+from refocused.checkpoints.step_directory import rank_file, read_step
 from refocused.checkpoints.thinning import thin_out
 from refocused.checkpoints.verify import describe, verify
 from refocused.engine.checkpoint_files import HashingCheckpointEngine
@@ -95,7 +96,7 @@ def run_kills(folders: list[Path], *, kills: int, seed: int) -> Report:
     told = 0
     for _ in range(kills):
         told = max(told, _one_life(folders, told + 1, chance.uniform(0.0, LONGEST_LIFE_S)))
-        paths = [step_paths(folder) for folder in folders]
+        paths = [list(step_paths(folder).values()) for folder in folders]
         for path in itertools.chain(*paths):
             if problems := verify(read_step(path), deep=True):
                 report.broken.append(f"{path.name}: {describe(problems)}")
@@ -117,9 +118,9 @@ def _resume(folders: list[Path]) -> int:
     def action(world: World) -> int:
         folder = folders[world.keeper]
         found = decide_together(
-            world, lambda: Catalog(folder), lambda whole: choose_step(whole, "auto")
+            world, lambda: Catalog(folder), lambda whole: select_checkpoint(whole, "auto")
         )
-        return found.step if found is not None else 0
+        return found.step.step if found.step is not None else 0
 
     chosen = on_two_ranks(action, machines=len(folders))[0]
     if chosen.error is not None:  # nothing but a half of the very first step

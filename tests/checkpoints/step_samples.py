@@ -34,7 +34,7 @@ def manifest_for(folder: Path, step: int, **changes: object) -> CheckpointManife
     }
     fields = {
         "run": "sample",
-        "name": name_of(step),
+        "name": name_of(step, branch=int(str(changes.get("branch", 1)))),
         "step": step,
         "epoch": 0,
         "files_done": step // 10,
@@ -72,7 +72,8 @@ def make_step(
     **changes: object,
 ) -> StepDirectory:
     """Commit a step of random files of `size` bytes; `changes` are fields of its manifest."""
-    staging = Staging(checkpoints, step=step, token=token)
+    name = name_of(step, branch=int(str(changes.get("branch", 1))))
+    staging = Staging(checkpoints, name=name, token=token)
     staging.create()
     fill(staging.path, seed=step if seed is None else seed, size=size)
     return staging.commit(manifest_for(staging.path, step, **changes))
@@ -103,7 +104,7 @@ def make_readable_step(
         "seconds": 90.0,
         "cost_usd": None,
     } | changes
-    staging = Staging(checkpoints, step=step, token="t")
+    staging = Staging(checkpoints, name=name_of(step), token="t")
     staging.create()
     fill(staging.path, seed=step)
     (staging.path / "trainer.json").write_text(json.dumps(trainer))

@@ -11,8 +11,9 @@ from checkpoints.fake_owner import FACTS, FakeOwner
 from thread_ranks import on_two_ranks, results
 
 from refocused.batches.position import Position
+from refocused.checkpoints.branches import step_paths
 from refocused.checkpoints.checkpointer import Checkpointer
-from refocused.checkpoints.step_directory import read_step, step_paths
+from refocused.checkpoints.step_directory import read_step
 from refocused.checkpoints.verify import verify
 from refocused.engine.engine import ShardsWritten
 from refocused.errors import CheckpointError
@@ -49,7 +50,7 @@ def test_a_step_is_there_when_the_slowest_rank_has_written(tmp_path: Path) -> No
         checkpointer.begin(owner, STATE.as_record(), files_done=0)
         assert checkpointer.begun_step == 10
         assert checkpointer.finish(wait=False) is None
-        assert step_paths(tmp_path) == []
+        assert step_paths(tmp_path) == {}
         world.barrier()
         may_write.set()
         saved = checkpointer.finish(wait=True)

@@ -8,7 +8,7 @@ from checkpoints.step_samples import flip_byte, make_step, mirrored
 
 from refocused.bucket.directory import DirectoryBucket
 from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.remote_steps import COMMITTED
+from refocused.checkpoints.manifest import COMMITTED
 from refocused.checkpoints.staging import remove_step
 from refocused.checkpoints.step_directory import read_step
 from refocused.checkpoints.verify import verify
@@ -81,7 +81,7 @@ def test_an_object_lost_after_the_commit_is_seen(
     [entry] = catalog.entries()
     assert entry.bucket == "broken: 1 of 7 files are lost"
     with pytest.raises(CheckpointError, match=r"damaged: model\.json is missing"):
-        catalog.fetch(10)
+        catalog.fetch("checkpoint_step_10")
 
 
 def test_a_marked_copy_without_its_manifest_is_broken_though_the_step_is_here(
@@ -199,7 +199,9 @@ def test_a_fetched_step_is_whole_and_nothing_else_remains(
     step = mirrored(bucket, make_step(local, 10))
     remove_step(step.path)
     done: list[int] = []
-    fetched = catalog.fetch(10, progress=lambda progress: done.append(progress.done_bytes))
+    fetched = catalog.fetch(
+        "checkpoint_step_10", progress=lambda progress: done.append(progress.done_bytes)
+    )
     assert fetched == step
     assert verify(read_step(step.path), deep=True) == []
     assert sorted(path.name for path in local.iterdir()) == [".fetch.lock", "checkpoint_step_10"]
@@ -211,10 +213,11 @@ def test_a_broken_local_step_is_replaced_by_the_fetched_one(
 ) -> None:
     step = mirrored(bucket, make_step(local, 10))
     step.trainer.unlink()
-    assert verify(catalog.fetch(10), deep=True) == []
+    assert verify(catalog.fetch("checkpoint_step_10"), deep=True) == []
     flip_byte(step.trainer)
-    assert verify(catalog.fetch(10), deep=True) != []  # its sizes are right: taken as it is
-    assert verify(catalog.fetch(10, replace=True), deep=True) == []
+    taken_as_it_is = catalog.fetch("checkpoint_step_10")  # its sizes are right
+    assert verify(taken_as_it_is, deep=True) != []
+    assert verify(catalog.fetch("checkpoint_step_10", replace=True), deep=True) == []
 
 
 def test_an_interrupted_fetch_goes_on_and_keeps_only_what_is_right(
@@ -227,7 +230,9 @@ def test_an_interrupted_fetch_goes_on_and_keeps_only_what_is_right(
     flip_byte(stage / "run.yaml")
     (stage / "model.json").unlink()
     done = []
-    fetched = catalog.fetch(10, progress=lambda progress: done.append(progress.done_objects))
+    fetched = catalog.fetch(
+        "checkpoint_step_10", progress=lambda progress: done.append(progress.done_objects)
+    )
     assert done == [1, 2]
     assert verify(fetched, deep=True) == []
 
@@ -239,7 +244,7 @@ def test_a_corrupt_object_is_refused_and_its_file_is_not_kept(
     flip_byte(there(bucket, 10, "trainer.json"))
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"damaged: trainer\.json has CRC-32C"):
-            catalog.fetch(10)
+            catalog.fetch("checkpoint_step_10")
     assert not (local / "checkpoint_step_10").exists()
 
 
@@ -249,7 +254,7 @@ def test_a_step_without_its_marker_is_not_fetched(
     remove_step(mirrored(bucket, make_step(local, 10)).path)
     there(bucket, 10, COMMITTED).unlink()
     with pytest.raises(CheckpointError, match="has no COMMITTED object"):
-        catalog.fetch(10)
+        catalog.fetch("checkpoint_step_10")
 
 
 def test_a_marker_of_other_files_is_refused(
@@ -260,15 +265,15 @@ def test_a_marker_of_other_files_is_refused(
     fields = json.loads(marker.read_text())
     marker.write_text(json.dumps(fields | {"manifest_crc32c": 1}))
     with pytest.raises(CheckpointError, match="the marker belongs to other files"):
-        catalog.fetch(10)
+        catalog.fetch("checkpoint_step_10")
     marker.write_text(json.dumps(fields | {"files": 3}))
     with pytest.raises(CheckpointError, match="counts other files"):
-        catalog.fetch(10)
+        catalog.fetch("checkpoint_step_10")
     marker.write_text("")
-    with pytest.raises(CheckpointError, match="is no marker"):
-        catalog.fetch(10)
+    with pytest.raises(CheckpointError, match="is not the marker"):
+        catalog.fetch("checkpoint_step_10")
 
 
 def test_without_a_bucket_an_absent_step_cannot_be_fetched(local: Path) -> None:
     with pytest.raises(CheckpointError, match="no bucket is known"):
-        Catalog(local).fetch(10)
+        Catalog(local).fetch("checkpoint_step_10")

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from fakes import Emulator, Fault
 
+from refocused.checkpoints.branches import step_paths
 from refocused.checkpoints.kept_history import HISTORY
-from refocused.checkpoints.step_directory import read_step, step_paths
+from refocused.checkpoints.step_directory import read_step
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +32,7 @@ def report_of(script: str, *arguments: str) -> dict[str, Any]:
 
 def steps_keep_the_losses(folder: str) -> bool:
     """Whether every step that is left vouches for the end of the file of losses."""
-    steps = [read_step(path) for path in step_paths(Path(folder))]
+    steps = [read_step(path) for path in step_paths(Path(folder)).values()]
     return bool(steps) and all(HISTORY in step.manifest.files for step in steps)
 
 

@@ -49,9 +49,9 @@ def test_torn_json_is_named_with_its_length() -> None:
         parse_manifest(b'{"step": 12, "', where="here")
 
 
-@pytest.mark.parametrize("content", [b"[]", b"{}", b'{"schema_version": 2}'])
+@pytest.mark.parametrize("content", [b"[]", b"{}", b'{"schema_version": 3}'])
 def test_another_schema_is_refused(content: bytes) -> None:
-    with pytest.raises(CheckpointError, match="this program reads 1"):
+    with pytest.raises(CheckpointError, match="this program reads 1 and 2"):
         parse_manifest(content, where="here")
 
 

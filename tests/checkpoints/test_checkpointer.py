@@ -64,8 +64,11 @@ def test_the_manifest_tells_all_about_the_step_and_every_file_in_it(tmp_path: Pa
     step = read_step(save(tmp_path))
     manifest = step.manifest
     assert manifest.model_dump(exclude={"files", "created"}) == {
-        "schema_version": 1,
+        "schema_version": 2,
         "run": "sample",
+        "run_id": "",
+        "branch": 1,
+        "ancestry": (),
         "name": "checkpoint_step_10",
         "step": 10,
         "epoch": 1,

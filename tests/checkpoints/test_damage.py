@@ -14,8 +14,8 @@ from checkpoints.step_samples import START, flip_byte, make_step, mirrored
 
 from refocused.bucket.directory import DirectoryBucket
 from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.choice import choose_step
-from refocused.checkpoints.remote_steps import COMMITTED
+from refocused.checkpoints.choice import select_checkpoint
+from refocused.checkpoints.manifest import COMMITTED
 from refocused.checkpoints.staging import clean_leftovers, remove_step
 from refocused.checkpoints.step_directory import name_of
 from refocused.errors import CheckpointError
@@ -64,11 +64,11 @@ def test_a_damaged_newest_step_is_named_and_the_one_before_is_taken(
     make_step(local, 9500)
     file, spoil = damage
     spoil(make_step(local, 10_000).path / file)
-    chosen = choose_step(Catalog(local), request_)
+    chosen = select_checkpoint(Catalog(local), request_).step
     assert chosen is not None and chosen.step == 9500
     (told,) = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
     assert "checkpoint_step_10000" in told and file in told
-    assert "The step before it is tried." in told
+    assert "Trying the checkpoint before it." in told
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
@@ -77,7 +77,7 @@ def test_a_damaged_step_that_was_named_is_refused(local: Path, damage: Damage) -
     file, spoil = damage
     spoil(make_step(local, 10_000).path / file)
     with pytest.raises(CheckpointError, match=r"checkpoint_step_10000") as told:
-        choose_step(Catalog(local), "10000")
+        select_checkpoint(Catalog(local), "10000")
     assert file in str(told.value)
 
 
@@ -86,7 +86,7 @@ def test_a_file_called_latest_means_nothing(local: Path, content: str) -> None:
     make_step(local, 5)
     make_step(local, 10)
     (local / "latest").write_text(content)
-    chosen = choose_step(Catalog(local), "latest")
+    chosen = select_checkpoint(Catalog(local), "latest").step
     assert chosen is not None and chosen.step == 10
 
 
@@ -96,7 +96,7 @@ def test_a_step_saved_by_a_clock_that_went_back_is_still_the_newest(local: Path)
     (local / ".tmp-checkpoint_step_30-a").mkdir()
     # The leftover's time lies in the future now: nobody can say that it is old.
     assert clean_leftovers(local, older_than_s=3600, now=START.timestamp()) == []
-    chosen = choose_step(Catalog(local), "auto")
+    chosen = select_checkpoint(Catalog(local), "auto").step
     assert chosen is not None and chosen.step == 20
 
 
@@ -109,8 +109,8 @@ def test_a_copy_made_by_hand_out_of_the_bucket_is_a_checkpoint(
     there = tmp_path / "bucket" / "sample" / "checkpoints" / name_of(10)
     assert (there / COMMITTED).exists()
     shutil.copytree(there, tmp_path / "elsewhere" / name)
-    chosen = choose_step(Catalog(local), str(tmp_path / "elsewhere" / name))
+    chosen = select_checkpoint(Catalog(local), str(tmp_path / "elsewhere" / name)).step
     assert chosen is not None and chosen.step == 10
     shutil.copytree(there, local / name_of(10))
-    chosen = choose_step(Catalog(local), "auto")
+    chosen = select_checkpoint(Catalog(local), "auto").step
     assert chosen is not None and chosen.path.parent == local

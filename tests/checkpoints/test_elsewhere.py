@@ -11,16 +11,22 @@ from checkpoints.step_samples import flip_byte, make_step, mirrored
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.directory import DirectoryBucket
 from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.choice import choose_step
+from refocused.checkpoints.choice import (
+    list_checkpoints,
+    next_branch,
+    present_branch,
+    select_checkpoint,
+)
 from refocused.checkpoints.elsewhere import (
     as_own,
     bring,
     find_elsewhere,
+    is_brought,
     require_trust,
     take_over,
 )
-from refocused.checkpoints.manifest import MANIFEST
-from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED, prefix_of
+from refocused.checkpoints.manifest import COMMITTED, MANIFEST
+from refocused.checkpoints.remote_steps import SUPERSEDED, prefix_of
 from refocused.checkpoints.step_directory import StepDirectory, name_of, read_step
 from refocused.checkpoints.verify import verify
 from refocused.errors import CheckpointError
@@ -35,7 +41,11 @@ def opener(tmp_path: Path) -> Callable[[str], Bucket]:
 
 def taken(request: str, catalog: Catalog, tmp_path: Path) -> StepDirectory:
     found = find_elsewhere(request, opener(tmp_path))
-    return take_over(bring(found, catalog), catalog, run="mine")
+    entries = list_checkpoints(catalog)
+    present = present_branch(catalog, entries)
+    step = bring(found, catalog)
+    branch = next_branch(present, entries, None if is_brought(step.path) else step)
+    return take_over(step, catalog.local, run="mine", branch=branch)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +57,10 @@ def taken(request: str, catalog: Catalog, tmp_path: Path) -> StepDirectory:
         ("{local}/checkpoint_step_10", "checkpoint_step_10"),
         ("{local}/../checkpoints/checkpoint_step_10/", "checkpoint_step_10"),
         ("{mirror}/checkpoint_step_10", "checkpoint_step_10"),
+        ("{mirror}/latest/", "latest"),
+        ("{mirror}/latest/pointer.json", "latest"),
+        ("{mirror}/branch-2/checkpoint_step_10/zero/", "branch-2/checkpoint_step_10"),
+        ("branch-2/checkpoint_step_10", "branch-2/checkpoint_step_10"),
         ("{local}", None),
         ("{local}/my copy", None),
         ("other/checkpoint_step_10", None),
@@ -75,7 +89,14 @@ def test_an_address_below_the_runs_own_mirror_is_not_elsewhere(
 
 
 @pytest.mark.parametrize(
-    "place", ["other/checkpoints/checkpoint_step_20", "other/checkpoints", "other"]
+    "place",
+    [
+        "other/checkpoints/checkpoint_step_20",
+        "other/checkpoints/checkpoint_step_20/zero",
+        "other/checkpoints/latest",
+        "other/checkpoints",
+        "other",
+    ],
 )
 @pytest.mark.parametrize("scheme", ["", "gs://"])
 def test_a_step_a_folder_of_steps_or_a_run_is_taken_over_whole(
@@ -104,11 +125,11 @@ def test_nothing_of_the_run_changes_before_the_step_is_taken_over(
     brought = bring(found, catalog)
     assert verify(brought, deep=True) == []
     assert [entry.name for entry in catalog.entries()] == [name_of(20)]
-    own = choose_step(catalog, "auto")
+    own = select_checkpoint(catalog, "auto").step
     assert own is not None and own.manifest.run == "sample"
 
 
-def test_what_the_run_had_there_is_set_aside_here_and_left_behind_in_the_mirror(
+def test_a_step_that_is_taken_over_begins_a_branch_and_what_the_run_had_stays(
     tmp_path: Path, local: Path, bucket: DirectoryBucket
 ) -> None:
     for step in (10, 20, 30):
@@ -117,13 +138,19 @@ def test_what_the_run_had_there_is_set_aside_here_and_left_behind_in_the_mirror(
     catalog = Catalog(local, bucket, prefix_of("sample"))
     step = taken(str(tmp_path / "there"), catalog, tmp_path)
     assert step.manifest.files[SHARD] != make_step(tmp_path / "again", 20).manifest.files[SHARD]
-    assert len(list(local.glob("superseded-checkpoint_step_20-*"))) == 1
-    assert catalog.remote is not None
-    marks = {number: SUPERSEDED in objects for number, objects in catalog.remote.scan().items()}
-    assert marks == {10: False, 20: True, 30: True}
+    assert step.path == local / "branch-2" / "checkpoint_step_20"
+    assert (step.manifest.branch, step.manifest.ancestry) == (2, ())
+    assert read_step(step.path).manifest == step.manifest
+    found = {entry.name: (entry.usable, entry.is_present) for entry in catalog.entries()}
+    assert found == {
+        "checkpoint_step_10": (True, False),
+        "checkpoint_step_20": (True, False),
+        "checkpoint_step_30": (True, False),
+        "branch-2/checkpoint_step_20": (True, True),
+    }
 
 
-def test_a_step_that_was_taken_over_is_mirrored_in_place_of_the_runs_own(
+def test_a_step_that_was_taken_over_is_mirrored_beside_the_runs_own(
     tmp_path: Path, local: Path, bucket: DirectoryBucket
 ) -> None:
     mirrored(bucket, make_step(local, 20, run="mine"), run="mine")
@@ -131,9 +158,9 @@ def test_a_step_that_was_taken_over_is_mirrored_in_place_of_the_runs_own(
     catalog = Catalog(local, bucket, prefix_of("mine"))
     mirrored(bucket, taken(str(tmp_path / "there"), catalog, tmp_path), run="mine")
     assert catalog.remote is not None
-    objects = catalog.remote.objects(name_of(20))
-    assert COMMITTED in objects and SUPERSEDED not in objects
-    assert catalog.remote.manifest(name_of(20)) == read_step(local / name_of(20)).manifest
+    scanned = catalog.remote.scan()
+    assert list(scanned) == [name_of(20), name_of(20, branch=2)]
+    assert all(COMMITTED in objects for objects in scanned.values())
 
 
 def test_a_step_is_taken_over_once(tmp_path: Path, local: Path) -> None:

@@ -9,7 +9,7 @@ from fakes import Emulator, Fault, Request
 
 from refocused.bucket.open import open_bucket
 from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.remote_steps import COMMITTED, Marker, content_of
+from refocused.checkpoints.manifest import COMMITTED, Marker
 from refocused.errors import BucketError
 
 pytestmark = pytest.mark.bucket
@@ -45,7 +45,7 @@ def test_a_marker_of_another_manifest_makes_a_step_unusable(
 ) -> None:
     step = mirrored(open_bucket(emulator.url), make_step(local, 10))
     sizes = {"files": len(step.manifest.files), "bytes": step.manifest.total_bytes}
-    emulator.put(f"{STEP}/{COMMITTED}", content_of(Marker(**sizes, manifest_crc32c=1)))
+    emulator.put(f"{STEP}/{COMMITTED}", Marker(**sizes, manifest_crc32c=1).to_json())
     assert state_of(emulator, tmp_path) == "broken: COMMITTED belongs to other files"
 
 

@@ -14,8 +14,8 @@ import pytest
 from checkpoints.mirrored_run import PATIENCE_SECONDS, PREFIX, Place, until
 from checkpoints.step_samples import make_step
 
+from refocused.checkpoints.branches import step_paths
 from refocused.checkpoints.mirror_status import MirrorStatus
-from refocused.checkpoints.step_directory import step_paths
 from refocused.process_identity import identify
 
 pytestmark = pytest.mark.slow
@@ -162,3 +162,17 @@ def test_drain_starts_a_mirror_that_has_died(place: Place) -> None:
     make_step(place.checkpoints, 10)
     assert mirror.drain(PATIENCE_SECONDS)
     assert place.committed() == [10]
+
+
+@pytest.mark.parametrize("text", ["a person's notes", "the words of another version"])
+def test_a_readme_with_other_words_is_left_alone_and_nothing_fails(place: Place, text: str) -> None:
+    """Found: nothing was mirrored any more."""
+    readme = place.bucket / PREFIX / "README.txt"
+    readme.parent.mkdir(parents=True)
+    readme.write_text(text)
+    make_step(place.checkpoints, 10)
+    mirror = place.mirror()
+    mirror.start()
+    assert mirror.drain(PATIENCE_SECONDS)
+    assert place.committed() == [10]
+    assert readme.read_text() == text

@@ -15,8 +15,9 @@ from refocused.bucket.bucket import Bucket
 from refocused.bucket.checksum import crc32c_of
 from refocused.bucket.open import open_bucket
 from refocused.checkpoints.catalog import Catalog
+from refocused.checkpoints.manifest import COMMITTED
 from refocused.checkpoints.mirror_copy import StepCopier
-from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps
+from refocused.checkpoints.remote_steps import RemoteSteps
 from refocused.checkpoints.remote_verify import verify_remote
 from refocused.checkpoints.staging import remove_step
 from refocused.checkpoints.step_directory import StepDirectory
@@ -36,7 +37,7 @@ def test_the_copy_is_the_directory_and_its_marker(
 ) -> None:
     assert copy(bucket, step)
     found = objects(bucket)
-    marker = json.loads(found.pop(COMMITTED))
+    marker = json.loads(found[COMMITTED])
     crc32c = crc32c_of(step.path / "manifest.json")
     assert marker == {"files": 7, "bytes": 7000, "manifest_crc32c": crc32c}
     assert found == {
@@ -151,9 +152,9 @@ def test_a_step_is_not_confused_with_one_whose_name_it_begins(
     copy(bucket, longer)
     copy(bucket, step)
     remote = RemoteSteps(bucket, "run")
-    assert sorted(remote.scan()) == [10, 100]
+    assert list(remote.scan()) == ["checkpoint_step_10", "checkpoint_step_100"]
     remote.retract("checkpoint_step_10")
-    assert sorted(remote.scan()) == [100]
+    assert list(remote.scan()) == ["checkpoint_step_100"]
     assert COMMITTED in remote.objects("checkpoint_step_100")
 
 
@@ -167,7 +168,7 @@ def test_an_object_store_gets_the_step_and_gives_it_back(
     catalog = Catalog(step.path.parent, bucket, "run")
     [entry] = catalog.entries()
     assert (entry.local, entry.bucket, entry.size) == ("-", "ok", 7000)
-    assert verify(catalog.fetch(10), deep=True) == []
+    assert verify(catalog.fetch("checkpoint_step_10"), deep=True) == []
 
 
 @pytest.mark.bucket

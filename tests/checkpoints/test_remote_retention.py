@@ -9,11 +9,17 @@ from fakes import Emulator
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.directory import DirectoryBucket
 from refocused.bucket.open import open_bucket
+from refocused.checkpoints.branches import FIRST_BRANCH, Branch
+from refocused.checkpoints.manifest import COMMITTED
 from refocused.checkpoints.mirror_copy import StepCopier
 from refocused.checkpoints.remote_retention import RemoteRetention
-from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps
+from refocused.checkpoints.remote_steps import SUPERSEDED, RemoteSteps
 from refocused.checkpoints.remote_verify import verify_remote
 from refocused.errors import BucketError
+
+
+def steps_in(remote: RemoteSteps) -> list[int | None]:
+    return [FIRST_BRANCH.step_of(name) for name in remote.scan()]
 
 
 class BreakingBucket(DirectoryBucket):
@@ -59,9 +65,29 @@ def test_labels_and_the_best_decide_what_stays_there(
     for step in (50, 9500, 10000, 10500):
         mirrored(bucket, tmp_path, step)
     remote = RemoteSteps(bucket, "run")
-    remote.supersede("checkpoint_step_10500")
+    (tmp_path / "bucket" / "run" / "checkpoint_step_10500" / SUPERSEDED).touch()  # by version 0.1
     assert RemoteRetention(remote, keep=2).thin_out() == [30, 50]
-    assert sorted(remote.scan()) == [10, 20, 40, 9500, 10000, 10500]
+    assert steps_in(remote) == [10, 20, 40, 9500, 10000, 10500]
+
+
+def test_checkpoints_of_other_branches_and_unreadable_ones_stay(
+    bucket: BreakingBucket, tmp_path: Path
+) -> None:
+    for step in (10, 20, 30, 40):
+        mirrored(bucket, tmp_path, step)
+    mirrored(bucket, tmp_path, 30, branch=2, ancestry=((1, 20),))
+    mirrored(bucket, tmp_path, 40, branch=2, ancestry=((1, 20),))
+    remote = RemoteSteps(bucket, "run")
+    branch = Branch(number=2, ancestry=((1, 20),))
+    (tmp_path / "bucket" / "run" / "checkpoint_step_10" / "manifest.json").write_text("{")
+    assert RemoteRetention(remote, branch, keep=1).thin_out() == [20]
+    assert list(remote.scan()) == [
+        "checkpoint_step_10",
+        "checkpoint_step_30",
+        "checkpoint_step_40",
+        "branch-2/checkpoint_step_30",
+        "branch-2/checkpoint_step_40",
+    ]
 
 
 def test_a_half_uploaded_step_goes_when_nobody_is_at_it(
@@ -75,7 +101,7 @@ def test_a_half_uploaded_step_goes_when_nobody_is_at_it(
     retention = RemoteRetention(remote, keep=2)
     assert retention.thin_out(in_use=[10]) == []
     assert retention.thin_out() == [10]  # the newer one may still be of use
-    assert sorted(remote.scan()) == [20, 30, 40]
+    assert steps_in(remote) == [20, 30, 40]
 
 
 def test_manifests_are_read_once(bucket: BreakingBucket, tmp_path: Path) -> None:
@@ -106,19 +132,19 @@ def test_a_removal_that_ends_at_any_moment_leaves_no_marked_step_that_is_broken(
         mirrored(bucket, tmp_path, step)
     remote = RemoteSteps(bucket, "run")
     ends = 0
-    while 10 in remote.scan():
+    while "checkpoint_step_10" in remote.scan():
         bucket.removals_left = 2  # the marker, which may be gone, and one more
         try:
             RemoteRetention(remote, keep=2).thin_out()
         except BucketError:
             ends += 1
-        for step, objects in remote.scan().items():
+        for name, objects in remote.scan().items():
             if COMMITTED in objects:
-                assert verify_remote(remote, f"checkpoint_step_{step}", deep=True) == []
+                assert verify_remote(remote, name, deep=True) == []
             else:
-                assert step == 10
+                assert name == "checkpoint_step_10"
     assert ends > 5
-    assert sorted(remote.scan()) == [20, 30]
+    assert steps_in(remote) == [20, 30]
 
 
 def test_a_local_step_that_would_be_removed_at_once_is_not_wanted(
@@ -149,4 +175,4 @@ def test_an_object_store_is_thinned_out_and_removing_twice_is_no_error(
     remote = RemoteSteps(bucket, "run")
     assert RemoteRetention(remote, keep=2).thin_out() == [10]
     remote.retract("checkpoint_step_10")
-    assert sorted(remote.scan()) == [20, 30]
+    assert steps_in(remote) == [20, 30]

@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 from checkpoints.step_samples import fill, make_step, manifest_for
 
+from refocused.checkpoints.branches import step_paths
 from refocused.checkpoints.staging import Staging, clean_leftovers, leftovers, remove_step
-from refocused.checkpoints.step_directory import read_step, step_paths
+from refocused.checkpoints.step_directory import read_step
 from refocused.checkpoints.verify import verify
 from refocused.errors import CheckpointError
 
 
 def test_a_step_is_invisible_until_it_is_committed(tmp_path: Path) -> None:
-    staging = Staging(tmp_path, step=5, token="ab")
+    staging = Staging(tmp_path, name="checkpoint_step_5", token="ab")
     staging.create()
     fill(staging.path, seed=5)
-    assert step_paths(tmp_path) == []
+    assert step_paths(tmp_path) == {}
     step = staging.commit(manifest_for(staging.path, 5))
     assert step == read_step(tmp_path / "checkpoint_step_5")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_step_5"]
@@ -31,14 +32,14 @@ def test_an_existing_step_is_never_rewritten(tmp_path: Path) -> None:
 
 
 def test_a_save_that_lacks_a_file_is_not_committed(tmp_path: Path) -> None:
-    staging = Staging(tmp_path, step=5, token="ab")
+    staging = Staging(tmp_path, name="checkpoint_step_5", token="ab")
     staging.create()
     fill(staging.path, seed=5)
     manifest = manifest_for(staging.path, 5)
     (staging.path / "ranks/rank_00001.pt").unlink()
     with pytest.raises(CheckpointError, match=r"Step 5 was not saved whole: ranks/rank_00001\.pt"):
         staging.commit(manifest)
-    assert step_paths(tmp_path) == []
+    assert step_paths(tmp_path) == {}
 
 
 def test_a_save_that_one_rank_took_no_part_in_is_not_committed(tmp_path: Path) -> None:
@@ -47,7 +48,7 @@ def test_a_save_that_one_rank_took_no_part_in_is_not_committed(tmp_path: Path) -
 
 
 def test_a_discarded_save_leaves_nothing(tmp_path: Path) -> None:
-    staging = Staging(tmp_path, step=5, token="ab")
+    staging = Staging(tmp_path, name="checkpoint_step_5", token="ab")
     staging.create()
     staging.discard()
     staging.discard()

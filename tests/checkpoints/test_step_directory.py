@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from checkpoints.step_samples import make_step
 
-from refocused.checkpoints.step_directory import name_of, parse_name, read_step, step_paths
+from refocused.checkpoints.branches import step_paths
+from refocused.checkpoints.step_directory import name_of, parse_name, read_step
 from refocused.errors import CheckpointError
 
 
@@ -37,12 +38,12 @@ def test_steps_are_in_numeric_order_and_nothing_else_is_listed(tmp_path: Path) -
     (tmp_path / ".tmp-checkpoint_step_7-ab").mkdir()
     (tmp_path / "checkpoint_step_007").mkdir()
     (tmp_path / "checkpoint_step_8").write_text("a file")
-    assert [path.name for path in step_paths(tmp_path)] == [
+    assert [path.name for path in step_paths(tmp_path).values()] == [
         "checkpoint_step_20",
         "checkpoint_step_9500",
         "checkpoint_step_10000",
     ]
-    assert step_paths(tmp_path / "none") == []
+    assert step_paths(tmp_path / "none") == {}
 
 
 def test_a_step_is_read_with_the_paths_of_its_parts(tmp_path: Path) -> None:
@@ -77,5 +78,8 @@ def test_a_missing_manifest_and_a_missing_directory_are_told_apart(tmp_path: Pat
 def test_an_emptied_manifest_is_told(tmp_path: Path) -> None:
     path = make_step(tmp_path, 20).path
     (path / "manifest.json").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"manifest\.json has CRC-32C 00000000"):
+        read_step(path)
+    (path / "COMMITTED").unlink()
     with pytest.raises(CheckpointError, match=r"manifest\.json is not whole JSON \(0 bytes"):
         read_step(path)

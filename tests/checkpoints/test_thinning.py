@@ -6,15 +6,20 @@ from pathlib import Path
 import pytest
 from checkpoints.step_samples import make_step
 
+from refocused.checkpoints.branches import saved_steps
 from refocused.checkpoints.mirror_status import MirrorStatus
-from refocused.checkpoints.step_directory import in_use, is_in_use, step_paths
+from refocused.checkpoints.step_directory import in_use, is_in_use
 from refocused.checkpoints.thinning import disk_is_low, local_steps, thin_out
 from refocused.process_identity import this_process
 from refocused.world import World
 
 
 def there(folder: Path) -> list[int]:
-    return [int(path.name.rpartition("_")[2]) for path in step_paths(folder)]
+    return saved_steps(folder)
+
+
+def named(*steps: int) -> list[str]:
+    return [f"checkpoint_step_{step}" for step in steps]
 
 
 def status(**facts: tuple[int, ...]) -> MirrorStatus:
@@ -28,7 +33,7 @@ def test_labels_and_the_best_decide_what_stays(tmp_path: Path) -> None:
     make_step(tmp_path, 40, tiers=["emergency"])
     for step in (50, 60, 9000, 10000):
         make_step(tmp_path, step)
-    assert thin_out(tmp_path, World(), keep=2, mirrored=False, status=None) == [30, 50, 60]
+    assert thin_out(tmp_path, World(), keep=2, mirrored=False, status=None) == named(30, 50, 60)
     assert there(tmp_path) == [10, 20, 40, 9000, 10000]
 
 
@@ -38,7 +43,7 @@ def test_a_step_that_is_read_stays_until_that_is_over(tmp_path: Path) -> None:
     with in_use(tmp_path / "checkpoint_step_10"):
         assert is_in_use(tmp_path / "checkpoint_step_10")
         assert thin_out(tmp_path, World(), keep=2, mirrored=False, status=None) == []
-    assert thin_out(tmp_path, World(), keep=2, mirrored=False, status=None) == [10]
+    assert thin_out(tmp_path, World(), keep=2, mirrored=False, status=None) == named(10)
 
 
 def test_what_is_mirrored_is_what_the_mirror_says(tmp_path: Path) -> None:
@@ -50,8 +55,10 @@ def test_what_is_mirrored_is_what_the_mirror_says(tmp_path: Path) -> None:
     assert [step.skipped for step in steps] == [False, False, True, True, False, False]
     assert all(not step.mirrored for step in local_steps(tmp_path, mirrored=True, status=None))
     assert thin_out(tmp_path, World(), keep=2, mirrored=True, status=None) == []
-    assert thin_out(tmp_path, World(), keep=2, mirrored=True, status=said) == [1, 2]
-    assert thin_out(tmp_path, World(), keep=2, mirrored=True, status=said, disk_low=True) == [3, 4]
+    assert thin_out(tmp_path, World(), keep=2, mirrored=True, status=said) == named(1, 2)
+    assert thin_out(tmp_path, World(), keep=2, mirrored=True, status=said, disk_low=True) == named(
+        3, 4
+    )
 
 
 def test_a_disk_is_low_below_the_room_of_two_more_saves(

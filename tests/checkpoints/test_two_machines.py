@@ -15,16 +15,17 @@ from checkpoints.two_machines import OF_ALL, Machines, PartOwner, copy_part
 from thread_ranks import results
 
 from refocused.bucket.directory import DirectoryBucket
+from refocused.checkpoints.branches import step_paths
 from refocused.checkpoints.catalog import Catalog
 from refocused.checkpoints.checkpointer import Checkpointer
-from refocused.checkpoints.choice import choose_step
+from refocused.checkpoints.choice import select_checkpoint
 from refocused.checkpoints.machines import decide_together
-from refocused.checkpoints.manifest import CheckpointManifest, FileRecord
+from refocused.checkpoints.manifest import COMMITTED, CheckpointManifest, FileRecord
 from refocused.checkpoints.parts import plan_deliveries, wanted_files
-from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps
+from refocused.checkpoints.remote_steps import RemoteSteps
 from refocused.checkpoints.remote_verify import verify_remote
 from refocused.checkpoints.staging import Staging
-from refocused.checkpoints.step_directory import Part, StepDirectory, in_use, read_step, step_paths
+from refocused.checkpoints.step_directory import Part, StepDirectory, in_use, read_step
 from refocused.checkpoints.thinning import thin_out
 from refocused.checkpoints.verify import verify
 from refocused.errors import CheckpointError
@@ -172,15 +173,12 @@ def test_ranks_on_other_machines_than_before_read_all_files(machines: Machines) 
 
 
 def choose(machines: Machines, remote: RemoteSteps | None, request: str = "auto") -> int | None:
-    def action(world: World, folder: Path) -> tuple[int | None, list[Path]]:
+    def action(world: World, folder: Path) -> int | None:
         def catalog() -> Catalog:
             return Catalog(folder, remote.bucket if remote else None, PREFIX)
 
-        passed: list[Path] = []
-        step = decide_together(
-            world, catalog, lambda whole: choose_step(whole, request, passed_over=passed)
-        )
-        return None if step is None else step.step
+        found = decide_together(world, catalog, lambda whole: select_checkpoint(whole, request))
+        return None if found.step is None else found.step.step
 
     first, second = results(machines.do(action))
     assert first == second
@@ -261,7 +259,7 @@ def test_parts_of_another_save_of_the_step_are_replaced_not_mixed(
     for node in range(2):
         shutil.rmtree(machines.part(node, 10).path)
     results(machines.save(10))
-    remote.supersede("checkpoint_step_10")  # as a run that went back does
+    remote.unmark("checkpoint_step_10")
     first, second = machines.part(0, 10), machines.part(1, 10)
     assert not copy_part(remote, second)
     assert remote.manifest("checkpoint_step_10") != second.manifest
@@ -275,11 +273,11 @@ def test_old_steps_go_from_every_disk_alike(machines: Machines) -> None:
     reading = contextlib.ExitStack()
     reading.enter_context(in_use(machines.part(1, 10).path))
 
-    def action(world: World, folder: Path) -> list[int]:
+    def action(world: World, folder: Path) -> list[str]:
         return thin_out(folder, world, keep=2, mirrored=False, status=None)
 
     with reading:
         assert results(machines.do(action)) == [[], []]
-    assert results(machines.do(action)) == [[10], [10]]
-    there = [[read_step(path).step for path in step_paths(f)] for f in machines.folders]
+    assert results(machines.do(action)) == [["checkpoint_step_10"]] * 2
+    there = [[read_step(path).step for path in step_paths(f).values()] for f in machines.folders]
     assert there == [[20, 30, 40]] * 2

@@ -13,9 +13,10 @@ from checkpoints.two_machines import Machines
 from thread_ranks import results
 
 from refocused.bucket.directory import DirectoryBucket
+from refocused.checkpoints.manifest import COMMITTED
 from refocused.checkpoints.mirror import CheckpointMirror
 from refocused.checkpoints.mirror_status import MirrorSettings
-from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps
+from refocused.checkpoints.remote_steps import RemoteSteps
 from refocused.checkpoints.remote_verify import verify_remote
 from refocused.process_identity import this_process
 

@@ -10,8 +10,9 @@ from checkpoints.fake_owner import FACTS, FakeOwner
 from thread_ranks import on_two_ranks, results
 
 from refocused.batches.position import Position
+from refocused.checkpoints.branches import step_paths
 from refocused.checkpoints.checkpointer import Checkpointer
-from refocused.checkpoints.step_directory import read_step, step_paths
+from refocused.checkpoints.step_directory import read_step
 from refocused.checkpoints.verify import verify
 from refocused.engine.engine import ShardsWritten
 from refocused.training.state import TrainState
@@ -32,7 +33,7 @@ class UnevenOwner(FakeOwner):
     def save_shards(self, folder: Path) -> ShardsWritten:
         if self.rank == 1:
             assert self.first_is_done.wait(20)
-            self.visible += step_paths(self.folder)
+            self.visible += step_paths(self.folder).values()
             if self.fails:
                 raise ZeroDivisionError("a defect on one rank")
         written = super().save_shards(folder)
@@ -65,4 +66,4 @@ def test_a_defect_on_one_rank_ends_both_and_shows_no_step(tmp_path: Path) -> Non
     first, second = on_two_ranks(action)
     assert isinstance(second.error, ZeroDivisionError)
     assert isinstance(first.error, threading.BrokenBarrierError)  # the lost connection's stand-in
-    assert step_paths(tmp_path) == []
+    assert step_paths(tmp_path) == {}

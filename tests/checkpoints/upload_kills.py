@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from checkpoints.step_samples import START, make_step
 
 from refocused.bucket.open import open_bucket
-from refocused.checkpoints.manifest import MANIFEST
+from refocused.checkpoints.manifest import COMMITTED, MANIFEST
 from refocused.checkpoints.mirror_loop import MirrorLoop
 from refocused.checkpoints.mirror_status import MirrorSettings
-from refocused.checkpoints.remote_steps import COMMITTED, RemoteSteps
+from refocused.checkpoints.remote_steps import RemoteSteps
 from refocused.checkpoints.remote_verify import verify_remote
 from refocused.checkpoints.staging import remove_step
 from refocused.checkpoints.step_directory import name_of

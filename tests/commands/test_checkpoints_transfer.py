@@ -7,8 +7,8 @@ from checkpoints.step_samples import flip_byte, make_step
 from commands.run_samples import SampleRun
 from fakes import Emulator
 
+from refocused.checkpoints.manifest import COMMITTED
 from refocused.checkpoints.mirror_status import MirrorFiles
-from refocused.checkpoints.remote_steps import COMMITTED
 from refocused.checkpoints.step_directory import read_step
 from refocused.checkpoints.verify import verify
 from refocused.file_lock import FileLock

@@ -6,7 +6,8 @@ import pytest
 from checkpoints.step_samples import flip_byte
 from commands.run_samples import SampleRun
 
-from refocused.checkpoints.remote_steps import COMMITTED, SUPERSEDED
+from refocused.checkpoints.manifest import COMMITTED
+from refocused.checkpoints.remote_steps import SUPERSEDED
 from refocused.checkpoints.staging import remove_step
 
 

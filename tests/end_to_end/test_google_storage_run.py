@@ -48,7 +48,7 @@ def test_a_lost_machine_costs_no_step_that_the_mirror_has(
     shutil.rmtree(tmp_path / "cache")
     resumed = train(tmp_path, *settings, ranks=2, environment=environment)
     assert resumed.codes == [0, 0], resumed.everything
-    assert "Fetching step 10 from the bucket" in resumed.out[0]
+    assert "Fetching checkpoint_step_10 from the bucket" in resumed.out[0]
     assert "resume   step 10 " in resumed.out[0]
     assert losses(run) == wanted  # those before step 10 came along with it
     names = {blob.name for blob in bucket.list("tiny/checkpoints/")}

@@ -14,7 +14,7 @@ from forked import ForkedRanks, train
 from ranks import metrics
 from tiny import tiny_run
 
-from refocused.checkpoints.step_directory import saved_steps
+from refocused.checkpoints.branches import saved_steps
 
 pytestmark = pytest.mark.slow
 STEPS, INTERVAL = 24, 6
@@ -84,7 +84,7 @@ def test_killed_and_resumed_equals_uninterrupted_here_and_from_the_mirror(
     mirror_b = ("run.directory=elsewhere", "checkpoint.mirror=mirror_b")
     from_mirror = train(tmp_path, *settings, *mirror_b, ranks=2)
     assert from_mirror.codes == [0, 0], from_mirror.everything
-    assert f"Fetching step {saved} " in from_mirror.out[0]
+    assert f"Fetching checkpoint_step_{saved} " in from_mirror.out[0]
 
     final = state_of(tmp_path / "straight" / "tiny", STEPS)
     assert len(final) == 2

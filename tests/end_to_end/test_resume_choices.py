@@ -13,6 +13,8 @@ from forked import ForkedRanks, train
 from ranks import Ended, metrics, write_tokens
 from tiny import tiny_run
 
+from refocused.checkpoints.branches import checkpoint_paths
+
 pytestmark = pytest.mark.slow
 UNMIRRORED = ["--config", "tiny.yaml", "checkpoint.mirror=null"]
 
@@ -112,7 +114,7 @@ CASES = [
     Case(
         "no step that is not corrupt",
         (),
-        ("None of the 2 checkpoints in runs/tiny/checkpoints can be used", "start anew under"),
+        ("No usable checkpoint in runs/tiny/checkpoints: all 2", "start a new run with"),
         damage_all,
     ),
 ]
@@ -185,16 +187,18 @@ def test_going_back_saves_anew_and_keeps_the_later_steps_beside(
 ) -> None:
     ended = train(copied, *UNMIRRORED, "--resume", request_, "run.steps=20", ranks=2)
     assert ended.codes == [0, 0], ended.everything
-    assert "checkpoint_step_20 is now superseded-checkpoint_step_20-" in ended.out[0]
+    start = 0 if request_ == "none" else 10
+    assert f"branch   2 of this run begins at step {start}" in ended.out[0]
     checkpoints = copied / "runs" / "tiny" / "checkpoints"
-    names = sorted(path.name.rpartition("-")[0] or path.name for path in checkpoints.iterdir())
-    aside = ["superseded-checkpoint_step_10"] if request_ == "none" else []
-    assert names == [
-        "checkpoint_step_10",
-        "checkpoint_step_20",
-        *aside,
-        "superseded-checkpoint_step_20",
+    first = ["checkpoint_step_10", "checkpoint_step_20"]
+    second = ["branch-2/checkpoint_step_10"] if request_ == "none" else []
+    assert list(checkpoint_paths(checkpoints)) == [
+        *first,
+        *second,
+        "branch-2/checkpoint_step_20",
     ]
+    again = train(copied, *UNMIRRORED, "run.steps=20", ranks=2)  # the same branch goes on
+    assert "resume   step 20 (runs/tiny/checkpoints/branch-2/" in again.out[0]
 
 
 def test_going_back_keeps_a_later_resume_from_the_mirrors_other_way(tmp_path: Path) -> None:
@@ -203,14 +207,14 @@ def test_going_back_keeps_a_later_resume_from_the_mirrors_other_way(tmp_path: Pa
     assert train(tmp_path, *settings, "run.steps=15", ranks=1).codes == [0]
     back = train(tmp_path, *settings, "--resume", "5", "run.steps=8", ranks=1)
     assert back.codes == [0], back.everything
-    assert "checkpoint_step_15 in the mirror is marked SUPERSEDED" in back.out[0]
     shutil.rmtree(tmp_path / "runs")
     again = train(tmp_path, *settings, "run.steps=12", ranks=1)
     assert again.codes == [0], again.everything
     assert "resume   step 8 " in again.out[0]
-    mirror = tmp_path / "mirror" / "tiny" / "checkpoints"
-    assert not (mirror / "checkpoint_step_10" / "SUPERSEDED").exists()  # it was saved anew
-    assert (mirror / "checkpoint_step_15" / "SUPERSEDED").exists()
-    left_behind = train(tmp_path, *settings, "--resume", "15", "run.steps=20", ranks=1)
-    assert left_behind.codes == [1]
-    assert "superseded: training went on from an earlier step" in left_behind.err[0]
+    assert list(checkpoint_paths(tmp_path / "mirror" / "tiny" / "checkpoints")) == [
+        *(f"checkpoint_step_{step}" for step in (5, 10, 15)),
+        *(f"branch-2/checkpoint_step_{step}" for step in (8, 10, 12)),
+    ]
+    left = train(tmp_path, *settings, "--resume", "15", "run.steps=20", ranks=1)
+    assert left.codes == [0], left.everything
+    assert "branch   3 of this run begins at step 15" in left.out[0]

@@ -116,7 +116,9 @@ def test_weights_that_are_not_those_that_were_saved_are_not_trained_on(copied: P
         }
     )
     files = manifest.files | {"trainer.json": record}
-    (step / "manifest.json").write_bytes(manifest.model_copy(update={"files": files}).to_json())
+    other = manifest.model_copy(update={"files": files})
+    (step / "manifest.json").write_bytes(other.to_json())
+    (step / "COMMITTED").write_bytes(other.marker(other.to_json()).to_json())
     history = copied / "runs" / "tiny" / "logs" / "training_metrics.jsonl"
     history.unlink()  # as on a machine that got the step from the mirror
     ended = train(copied, *ALIKE, ranks=2)

@@ -14,7 +14,7 @@ from ranks import Ended, metrics
 from test_full_disks import SmallDisk, fill, small_disk
 from tiny import tiny_run
 
-from refocused.checkpoints.remote_steps import COMMITTED
+from refocused.checkpoints.manifest import COMMITTED
 from refocused.checkpoints.step_directory import read_step
 from refocused.checkpoints.verify import verify
 
@@ -131,7 +131,7 @@ def test_a_single_machine_goes_on_from_the_mirror_and_two_from_there(tmp_path: P
     assert alone.codes == [1] and "node 0 of 2: its part" in alone.everything, alone.everything
     alone = train(site.places[0], *site.settings, "run.steps=6")
     assert alone.codes == [0], alone.everything
-    assert "Fetching step 4" in alone.out[0] and "ranks    2 -> 1" in alone.out[0]
+    assert "Fetching checkpoint_step_4 " in alone.out[0] and "ranks    2 -> 1" in alone.out[0]
     both = site.train("run.steps=8")
     assert "ranks    1 -> 2" in both.out[0], both.everything
     assert verify(read_step(site.step(1, 8)), deep=True) == []

@@ -11,9 +11,9 @@ from checkpoints.fake_owner import FACTS, FakeOwner
 from run_fakes import Clock, FakeReporter, Log
 from thread_ranks import on_two_ranks, results
 
+from refocused.checkpoints.branches import FIRST_BRANCH, Branch, saved_steps
 from refocused.checkpoints.checkpointer import Checkpointer
 from refocused.checkpoints.mirror_status import MirrorStatus
-from refocused.checkpoints.step_directory import parse_name, step_paths
 from refocused.config.outputs import CheckpointConfig
 from refocused.monitoring.throughput import Throughput
 from refocused.process_identity import this_process
@@ -68,6 +68,7 @@ class Session:
         keep: int = 2,
         max_failed_saves: int = 3,
         in_background: bool = False,
+        branch: Branch = FIRST_BRANCH,
     ) -> None:
         self.folder = folder
         self.log: Log = []
@@ -77,8 +78,9 @@ class Session:
         self.throughput = Throughput(self.clock)
         self.reporter = FakeReporter(self.log)
         self.saver = Saver(
-            Checkpointer(folder, world=world, facts=FACTS),
+            Checkpointer(folder, world=world, facts=FACTS, branch=branch),
             folder=folder,
+            branch=branch,
             engine=cast("Any", self.owner),
             mirror=Mirroring(cast("Any", mirror), reporter=cast("Any", self.reporter), world=world),
             settings=CheckpointConfig.model_validate(
@@ -95,8 +97,8 @@ class Session:
             state = self.saver.save(TrainState(step=step, **changes))
         return state
 
-    def there(self) -> list[int | None]:
-        return [parse_name(path.name) for path in step_paths(self.folder)]
+    def there(self) -> list[int]:
+        return saved_steps(self.folder)
 
 
 def on_machines(root: Path, action: Callable[[Session], Any], **settings: Any) -> list[Any]:

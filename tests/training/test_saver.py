@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints.step_samples import make_step
 from saver_session import FakeMirror, Session, on_machines, said_by_mirror
 from thread_ranks import on_two_ranks
 
+from refocused.checkpoints.branches import Branch, checkpoint_paths
 from refocused.checkpoints.step_directory import read_step
 from refocused.errors import CheckpointError
 from refocused.training.state import TrainState
@@ -156,26 +156,22 @@ def test_a_step_that_cannot_be_removed_does_not_stop_training(
     assert not session.saver.last_save_failed
 
 
-def test_later_steps_are_set_aside_when_training_goes_on_from_an_earlier_one(
+def test_going_back_saves_on_a_branch_and_the_steps_left_go_once_it_has_enough(
     tmp_path: Path,
 ) -> None:
     Session(tmp_path, keep=5).save(10, 20, 30)
-    session = Session(tmp_path, keep=5)
-    state = session.saver.load(read_step(tmp_path / "checkpoint_step_20"))
-    session.saver.go_on_from(state)
-    assert session.there() == [10, 20]
-    (aside,) = (path for path in tmp_path.iterdir() if "superseded" in path.name)
-    assert (aside / "zero" / "rank_0.pt").exists()
-    assert f"checkpoint_step_30 is now {aside.name}" in session.log[0]
-    session.save(30)  # another step 30, under its own name
-    assert session.there() == [10, 20, 30]
-
-
-def test_a_start_from_scratch_sets_every_step_aside(tmp_path: Path) -> None:
-    make_step(tmp_path, 10)
-    session = Session(tmp_path)
-    session.saver.go_on_from(TrainState())
-    assert session.there() == []
+    branch = Branch(run_id="a", number=2, ancestry=((1, 20),))
+    session = Session(tmp_path, keep=3, branch=branch)
+    session.saver.load(read_step(tmp_path / "checkpoint_step_20"))
+    session.save(30)
+    first = ["checkpoint_step_10", "checkpoint_step_20", "checkpoint_step_30"]
+    assert list(checkpoint_paths(tmp_path)) == [*first, "branch-2/checkpoint_step_30"]
+    manifest = read_step(tmp_path / "branch-2" / "checkpoint_step_30").manifest
+    assert (manifest.run_id, manifest.branch, manifest.ancestry) == ("a", 2, ((1, 20),))
+    session.save(40, 50)
+    assert list(checkpoint_paths(tmp_path)) == [
+        f"branch-2/checkpoint_step_{step}" for step in (30, 40, 50)
+    ]
 
 
 def test_a_step_that_one_machine_lacks_is_set_aside_on_the_others(tmp_path: Path) -> None:
@@ -185,11 +181,11 @@ def test_a_step_that_one_machine_lacks_is_set_aside_on_the_others(tmp_path: Path
     )
 
     def go_on(session: Session) -> list[int | None]:
-        state = session.saver.load(read_step(session.folder / "checkpoint_step_10"))
-        session.saver.go_on_from(state)
+        session.saver.load(read_step(session.folder / "checkpoint_step_10"))
+        session.saver.set_aside([session.folder / "checkpoint_step_20"])
         there = session.there()
         session.save(20)
         return [*there, *session.there()]
 
     assert on_machines(tmp_path, go_on) == [[10, 10, 20]] * 2
-    assert list((tmp_path / "machine_0").glob("superseded-checkpoint_step_20-*"))
+    assert list((tmp_path / "machine_0").glob(".bad-checkpoint_step_20-*"))

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoints.step_samples import make_step, mirrored
+
+from refocused.bucket.directory import DirectoryBucket
+from refocused.checkpoints.branches import (
+    FIRST_BRANCH,
+    Branch,
+    checkpoint_paths,
+    present_branch,
+    saved_steps,
+)
+from refocused.checkpoints.catalog import Catalog
+from refocused.checkpoints.choice import Selection, select_checkpoint
+from refocused.checkpoints.staging import remove_step
+from refocused.errors import BucketError, CheckpointError
+
+PREFIX = "sample/checkpoints"
+SECOND = {"branch": 2, "ancestry": ((1, 20),)}
+
+
+def record(local: Path, branch: Branch) -> None:
+    """Write `state.json` as a run on a branch does."""
+    (local.parent / "state.json").write_text(json.dumps({"step": 1, **branch.as_record()}))
+
+
+def chosen(selection: Selection) -> tuple[str | None, int, tuple[tuple[int, int], ...]]:
+    name = selection.step.name if selection.step is not None else None
+    return name, selection.branch.number, selection.branch.ancestry
+
+
+def test_a_branch_has_the_steps_of_its_ancestors_up_to_where_it_left_them() -> None:
+    branch = Branch(number=3, ancestry=((1, 100), (2, 150)))
+    assert [branch.holder(step) for step in (100, 101, 150, 151)] == [1, 2, 2, 3]
+    assert branch.name_of(100) == "checkpoint_step_100"
+    assert branch.name_of(200) == "branch-3/checkpoint_step_200"
+    assert branch.step_of("branch-2/checkpoint_step_120") == 120
+    assert branch.step_of("branch-2/checkpoint_step_160") is None
+    assert branch.step_of("checkpoint_step_101") is None
+
+
+def test_a_fork_keeps_the_ancestors_before_it_and_a_new_start_none() -> None:
+    branch = Branch(run_id="a", number=3, ancestry=((1, 100), (2, 150)))
+    assert branch.fork(400, number=4).ancestry == ((1, 100), (2, 150), (3, 400))
+    assert branch.fork(120, number=4).ancestry == ((1, 100), (2, 120))
+    assert branch.fork(100, number=4).ancestry == ((1, 100),)
+    assert branch.fork(None, number=4) == Branch(run_id="a", number=4)
+
+
+def test_the_present_branch_is_the_recorded_one_else_that_of_the_highest_number(
+    local: Path,
+) -> None:
+    assert present_branch(local) == FIRST_BRANCH
+    for step in (10, 20, 30):
+        make_step(local, step, run_id="a")
+    make_step(local, 25, run_id="a", **SECOND)
+    second = Branch(run_id="a", number=2, ancestry=((1, 20),))
+    assert present_branch(local) == second
+    assert saved_steps(local) == [10, 20, 25]
+    record(local, Branch(run_id="a"))
+    assert saved_steps(local) == [10, 20, 30]
+    (local.parent / "state.json").write_text("{torn")
+    assert present_branch(local) == second
+    assert list(checkpoint_paths(local))[-1] == "branch-2/checkpoint_step_25"
+
+
+def test_the_newest_checkpoint_continues_its_branch_and_an_earlier_one_opens_another(
+    local: Path,
+) -> None:
+    for step in (10, 20, 30):
+        make_step(local, step, run_id="a")
+    catalog = Catalog(local)
+    assert chosen(select_checkpoint(catalog, "auto")) == ("checkpoint_step_30", 1, ())
+    assert chosen(select_checkpoint(catalog, "20")) == ("checkpoint_step_20", 2, ((1, 20),))
+    assert chosen(select_checkpoint(catalog, "none")) == (None, 2, ())
+    record(local, select_checkpoint(catalog, "20").branch)
+    assert chosen(select_checkpoint(catalog, "auto")) == ("checkpoint_step_20", 2, ((1, 20),))
+    make_step(local, 25, run_id="a", **SECOND)
+    assert chosen(select_checkpoint(catalog, "auto"))[0] == "branch-2/checkpoint_step_25"
+    left = select_checkpoint(catalog, "30")  # of the branch that was left
+    assert chosen(left) == ("checkpoint_step_30", 3, ((1, 30),))
+    again = select_checkpoint(catalog, "branch-1/checkpoint_step_20")
+    assert chosen(again) == ("checkpoint_step_20", 3, ((1, 20),))
+
+
+def test_checkpoints_of_another_branch_are_listed_and_are_neither_latest_nor_best(
+    local: Path,
+) -> None:
+    make_step(local, 20, run_id="a", validation_loss=2.0)
+    make_step(local, 30, run_id="a", validation_loss=1.0)
+    make_step(local, 25, run_id="a", **SECOND)
+    entries = Catalog(local).entries()
+    assert [(entry.name, entry.notes) for entry in entries] == [
+        ("checkpoint_step_30", ("branch 1, which the run left; ignored by resume",)),
+        ("checkpoint_step_20", ("best",)),
+        ("branch-2/checkpoint_step_25", ("latest",)),
+    ]
+
+
+class SometimesDown(DirectoryBucket):
+    """A bucket that cannot be listed while it is down."""
+
+    is_down = False
+
+    def list(self, prefix: str = "") -> object:  # type: ignore[override]
+        if self.is_down:
+            raise BucketError("the bucket is down.")
+        return super().list(prefix)
+
+
+def test_a_bucket_that_is_down_when_a_run_goes_back_does_not_bring_the_other_branch_back(
+    local: Path, bucket: DirectoryBucket
+) -> None:
+    """Found: the mark that did this was not written, and `auto` took the abandoned step 30."""
+    down = SometimesDown(Path(bucket.url))
+    for step in (10, 20, 30):
+        mirrored(bucket, make_step(local, step, run_id="a"))
+    catalog = Catalog(local, down, PREFIX)
+    down.is_down = True
+    record(local, select_checkpoint(catalog, "10").branch)
+    down.is_down = False
+    branch = {"run_id": "a", "branch": 2, "ancestry": ((1, 10),)}
+    mirrored(bucket, make_step(local, 15, **branch))
+    assert chosen(select_checkpoint(Catalog(local, down, PREFIX), "auto"))[0] == (
+        "branch-2/checkpoint_step_15"
+    )
+    elsewhere = local.parents[1] / "new" / "checkpoints"  # a machine with nothing but the mirror
+    fetched = select_checkpoint(Catalog(elsewhere, down, PREFIX), "auto")
+    assert chosen(fetched) == ("branch-2/checkpoint_step_15", 2, ((1, 10),))
+    assert fetched.branch.run_id == "a"
+    assert fetched.step is not None and fetched.step.path == elsewhere / fetched.step.name
+
+
+def test_another_run_of_the_same_name_in_the_mirror_is_refused(
+    local: Path, bucket: DirectoryBucket
+) -> None:
+    remove_step(mirrored(bucket, make_step(local, 30, run_id="theirs")).path)
+    make_step(local, 10, run_id="mine")
+    for request in ("auto", "10", "none"):
+        with pytest.raises(CheckpointError, match=r"another run of this name \(id theirs"):
+            select_checkpoint(Catalog(local, bucket, PREFIX), request)
+    assert saved_steps(local) == [10]
+
+
+def test_a_run_of_the_same_name_that_has_saved_nothing_yet_is_told_by_its_state(
+    local: Path, bucket: DirectoryBucket
+) -> None:
+    remove_step(mirrored(bucket, make_step(local, 30, run_id="theirs")).path)
+    record(local, Branch(run_id="mine"))
+    with pytest.raises(CheckpointError, match=r"the run in .* is mine"):
+        select_checkpoint(Catalog(local, bucket, PREFIX), "auto")
+
+
+def test_an_upload_that_never_finished_opens_no_branch(
+    local: Path, bucket: DirectoryBucket
+) -> None:
+    mirrored(bucket, make_step(local, 10, run_id="a"))
+    step = mirrored(bucket, make_step(local, 20, run_id="a"))
+    (Path(bucket.url) / PREFIX / step.name / "COMMITTED").unlink()
+    remove_step(step.path)
+    assert chosen(select_checkpoint(Catalog(local, bucket, PREFIX), "auto"))[1] == 1
+
+
+def test_a_corrupt_checkpoint_gives_way_to_a_new_one_on_the_same_branch(local: Path) -> None:
+    make_step(local, 10, run_id="a")
+    make_step(local, 20, run_id="a").trainer.unlink()
+    selection = select_checkpoint(Catalog(local), "auto")
+    assert chosen(selection) == ("checkpoint_step_10", 1, ())
+    assert selection.corrupt == (local / "checkpoint_step_20",)
+
+
+def test_a_checkpoint_that_is_damaged_in_the_bucket_keeps_its_name_there(
+    local: Path, bucket: DirectoryBucket
+) -> None:
+    mirrored(bucket, make_step(local, 10, run_id="a"))
+    step = mirrored(bucket, make_step(local, 20, run_id="a"))
+    remove_step(step.path)
+    (Path(bucket.url) / PREFIX / step.name / "trainer.json").unlink()
+    selection = select_checkpoint(Catalog(local, bucket, PREFIX), "auto")
+    assert chosen(selection) == ("checkpoint_step_10", 2, ((1, 10),))
+
+
+def test_what_a_version_without_branches_wrote_is_read(
+    local: Path, bucket: DirectoryBucket
+) -> None:
+    for step in (10, 20, 30):
+        made = make_step(local, step, schema_version=1)
+        (made.path / "COMMITTED").unlink()
+        mirrored(bucket, made)
+    (Path(bucket.url) / PREFIX / "checkpoint_step_30" / "SUPERSEDED").touch()
+    remove_step(local / "checkpoint_step_30")
+    selection = select_checkpoint(Catalog(local, bucket, PREFIX), "auto")
+    assert chosen(selection) == ("checkpoint_step_20", 2, ((1, 20),))  # a mark is no damage
+    assert len(selection.branch.run_id) == 16
+    (Path(bucket.url) / PREFIX / "checkpoint_step_30" / "SUPERSEDED").unlink()
+    assert chosen(select_checkpoint(Catalog(local, bucket, PREFIX), "auto"))[0] == (
+        "checkpoint_step_30"
+    )
