@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from refocused.atomic_file import replace_file
 from refocused.monitoring.dashboard_words import dollars, moment, percent, time_text, value
 from refocused.monitoring.gpu_minutes import GpuMinute, read_gpu_minutes
 from refocused.monitoring.metrics import duration, perplexity
@@ -75,9 +76,7 @@ def write_summary(folder: Path, view: RunView, *, now: float) -> list[Path]:
     files = [folder / TEXT_FILE, folder / PICTURE_FILE, folder / PAGE_FILE]
     contents = [as_markdown(summary).encode(), picture, render_page(summary, picture).encode()]
     for file, content in zip(files, contents, strict=True):
-        temporary = file.with_name(f".{file.name}.part")
-        temporary.write_bytes(content)
-        temporary.replace(file)
+        replace_file(file, content, durable=True)
     return files
 
 

@@ -8,6 +8,7 @@ import functools
 import shutil
 from pathlib import Path
 
+from refocused.atomic_file import begin_write_back
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.checksum import crc32c_of
 from refocused.errors import BucketError, ShardError
@@ -136,6 +137,8 @@ class Arrival:
         with self._ranged.open("r+b") as file:
             file.seek(start)
             file.write(content)
+            file.flush()
+            begin_write_back(file.fileno(), start, len(content))
 
     def _join(self, path: Path) -> None:
         """Take the ranges for the object when they have its checksum; otherwise fetch it whole.

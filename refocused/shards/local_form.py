@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -84,8 +83,6 @@ def write_local_form(
                 layout = _checked_layout(file, part, data=data)
                 found = _copy(file, layout, out, shard=part, vocabulary=vocabulary)
             max_id = max(max_id, found)
-        local.flush()
-        os.fsync(local.fileno())
     return max_id
 
 

@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 
+from refocused.atomic_file import replace_file, synchronize
 from refocused.bucket.bucket import checked_name
 from refocused.bucket.checksum import crc32c_of
 from refocused.config.data import DataConfig
@@ -84,15 +85,16 @@ class LocalShards:
         return row if is_same else None
 
     def publish(self, index: int, file: Path, *, max_id: int) -> None:
-        """Move a finished file to its place, then write its row."""
+        """Move a finished file to its place, then write its row; both survive a power cut."""
+        synchronize(file)
         row = LocalRow(self._source(index), file.stat().st_size, crc32c_of(file), max_id)
         target = self.path(index)
         target.parent.mkdir(parents=True, exist_ok=True)
         self._row_path(index).unlink(missing_ok=True)
         file.replace(target)
-        temporary = file.with_suffix(".row")
-        temporary.write_text(json.dumps(dataclasses.asdict(row)))
-        temporary.replace(self._row_path(index))
+        synchronize(target.parent)  # the row's name must not be on the disk before the file's
+        content = json.dumps(dataclasses.asdict(row)).encode()
+        replace_file(self._row_path(index), content, durable=True)
 
     def remove(self, index: int) -> None:
         """Delete a local shard, its row first; whoever has it open can read on."""

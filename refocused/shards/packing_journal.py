@@ -93,7 +93,7 @@ class Journal:
         """Write the file anew with the lines that still say something."""
         finished = [line for lines in self._finished.values() for line in lines]
         lines = [*finished, *(line for line in self._last.values() if line.row is None)]
-        replace_file(self._path, b"".join(map(_text, lines)))
+        replace_file(self._path, b"".join(map(_text, lines)), durable=True)
 
 
 def _text(line: JournalLine) -> bytes:

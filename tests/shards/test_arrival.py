@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cache_site import Site, eventually, shard_tokens
+from power_cut import Disk
 from shard_samples import WatchedBucket, npy_bytes, npz_bytes, opened, settings
 
 from refocused.bucket.bucket import BlobInfo
@@ -72,6 +73,25 @@ def test_nothing_is_left_of_ranges(site: Site, tmp_path: Path) -> None:
     cache = site.cache()
     opened(cache, 0)
     assert not [path for path in tmp_path.rglob("incoming/*/*") if path.is_file()]
+
+
+@pytest.mark.parametrize("threads", [1, 4], ids=["whole", "by ranges"])
+def test_what_is_local_survives_a_power_cut(
+    site: Site, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = shard_tokens(3).astype(np.uint16)  # of the local form: moved, not converted
+    site.bucket.put("a/t_3.npy", npy_bytes(tokens))
+    disk = Disk(monkeypatch)
+    cache = site.cache(fetch_threads=threads)
+    opened(cache, 3)
+    cache.close()
+    disk.cut(site.folder, spared=".json")
+    site.bucket.reads.clear()
+    site.bucket.downloads.clear()
+    assert np.array_equal(opened(site.cache(), 3), tokens)
+    assert site.bucket.downloads == []
+    assert ranges_of(site.bucket, "a/t_3.npy")[1:] == []  # the header, for the manifest
+    assert [path for path in disk.exposed if "shards" in path.parts] == []
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from power_cut import Disk
 from shards.text_samples import stream
 
 from refocused.bucket.directory import DirectoryBucket
@@ -65,6 +66,18 @@ def test_a_stream_is_cut_into_shards_of_one_size(tmp_path: Path) -> None:
     assert stream(tmp_path, "train") == ALL
     for row in rows:
         assert (tmp_path / row.name).stat().st_size == row.size == 128 + 2 * row.tokens
+
+
+def test_finished_shards_and_what_is_known_of_them_survive_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = pack(tmp_path)
+    disk = Disk(monkeypatch)
+    assert pack(tmp_path) == rows  # a start reads the journal and writes it anew
+    assert disk.exposed == []
+    disk.cut(tmp_path / "work")
+    with Journal(tmp_path / "work" / "journal.jsonl") as journal:
+        assert journal.rows("s") == rows
 
 
 @pytest.mark.parametrize("lines", range(11))
