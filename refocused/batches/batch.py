@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from refocused.batches.batch_memory import BatchMemory
+from refocused.errors import ShardError
 
 if TYPE_CHECKING:
     from refocused.shards.cache import ShardCache
@@ -188,8 +189,19 @@ class BatchReader:
             stage = self._stage(kind, rows=len(rows))
             for row, tokens in zip(rows, stage.rows, strict=False):
                 files[row].read_into(tokens, first=firsts[row])
+            if stage.tokens[: len(rows)].max() >= self._cache.vocabulary:
+                at = int((stage.tokens[: len(rows)] >= self._cache.vocabulary).any(1).argmax())
+                raise self._unknown_id(stage.tokens[at], shards[rows[at]], int(windows[rows[at]]))
             # One type in all shards is the rule, and a slice is filled faster than a list of rows.
             into[slice(None) if len(rows) == len(files) else rows] = stage.tokens[: len(rows)]
+
+    def _unknown_id(self, tokens: NDArray[Any], shard: int, window: int) -> ShardError:
+        return ShardError(
+            f"{self._names[shard]} window {window}: the id {int(tokens.max()):,} was read from the "
+            f"local copy, and the model's vocabulary ends at {self._cache.vocabulary - 1:,}. The "
+            "copy has changed since it was verified: check the disk of data.cache and the "
+            "machine's memory, and start again, which verifies it and fetches it anew."
+        )
 
     def _masked_labels(self, tokens: torch.Tensor, *, rows: int) -> torch.Tensor | None:
         """Return the labels in memory of their own where not every one of them counts."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import threading
 import time
@@ -26,8 +25,6 @@ POLL_SECONDS = 0.05
 ASK_SECONDS = 1.0
 SILENCE_SECONDS = 30.0
 MOST_OPEN = 512  # files; a process may have 1,024 by default
-
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,6 +125,11 @@ class ShardCache:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @property
+    def vocabulary(self) -> int:
+        """Ids that the model knows."""
+        return self._local.vocabulary
+
     def local_bytes(self, index: int) -> int:
         """Return the bytes of a shard's local form, local or not: what a plan is made with."""
         return self._local.bytes(index)
@@ -163,7 +165,7 @@ class ShardCache:
             self._fetcher.pin(pinned)
 
     def open(self, index: int) -> TokenFile:
-        """Return a shard's tokens, open for reading; wait for them.
+        """Return a shard's tokens, verified and open for reading; wait for them.
 
         Raises:
             ShardError: The fetcher failed or is gone, the shard cannot be had or does not fit the
@@ -181,23 +183,6 @@ class ShardCache:
     def has_open(self, indices: Iterable[int]) -> bool:
         """Whether all these shards are open, so that `open` returns each at once."""
         return self._open.keys() >= set(indices)
-
-    def verify(self, indices: Iterable[int] | None = None) -> list[int]:
-        """Compare local shards with their checksums, and return those that were damaged.
-
-        A damaged file is removed, so that it is fetched again when it is next wanted.
-        """
-        chosen = range(len(self._manifest.shards)) if indices is None else indices
-        damaged = [i for i in chosen if self._local.row(i) and not self._local.is_intact(i)]
-        for index in damaged:
-            name = self._manifest.shards[index].name
-            _log.warning("%s: the local copy is damaged; it is fetched again", name)
-            with self._lock:
-                self._open.pop(index, None)
-            self._local.remove(index)
-            if self._fetcher is not None:
-                self._fetcher.forget(index)
-        return damaged
 
     def progress(self) -> dict[str, int]:
         """Return what other programs are told of the shards on this machine; reads no file.

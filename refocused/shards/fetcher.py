@@ -114,12 +114,6 @@ class Fetcher:
             self._asked_here.discard(index)
             self._renew_asked()
 
-    def forget(self, index: int) -> None:
-        """Take a shard for missing: its local file turned out to be gone or damaged."""
-        with self._changed:
-            self._queue.present.discard(index)
-            self._changed.notify_all()
-
     def missing(self) -> int:
         """Return how many wanted shards are not local yet."""
         with self._changed:

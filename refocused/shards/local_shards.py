@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -12,12 +14,16 @@ from refocused.atomic_file import replace_file, synchronize
 from refocused.bucket.bucket import checked_name
 from refocused.bucket.checksum import crc32c_of
 from refocused.config.data import DataConfig
+from refocused.errors import ShardError
 from refocused.shards.local_form import check_vocabulary, local_bytes, local_dtype
 from refocused.shards.manifest import Manifest
 from refocused.shards.mixture import source_of
 from refocused.shards.token_file import TokenFile
 
 FINGERPRINT_CHARACTERS = 16
+MOST_DAMAGES = 2  # of one shard, each mended by fetching it again; more come from the machine
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +65,8 @@ class LocalShards:
         key = manifest.packing[:FINGERPRINT_CHARACTERS]
         self.folder = cache / (f"{key}-uint32" if wide else key)
         self._sources: dict[int, str] = {}
+        self._verified: dict[int, tuple[int, ...]] = {}  # the files that this process has verified
+        self._damages: collections.Counter[int] = collections.Counter()
 
     def path(self, index: int) -> Path:
         """Return where a shard's local form lies, or will."""
@@ -104,8 +112,11 @@ class LocalShards:
     def open(self, index: int) -> TokenFile | None:
         """Open a shard for reading, or return None when it is not local.
 
+        This process's first opening of a file compares all of it with the checksum of its row. A
+        damaged file is removed, so that it is fetched again.
+
         Raises:
-            ShardError: It holds an id outside the vocabulary.
+            ShardError: It holds an id outside the vocabulary, or was damaged again and again.
         """
         row = self.row(index)
         if row is None:
@@ -113,14 +124,40 @@ class LocalShards:
         shard = self.manifest.shards[index]
         check_vocabulary(shard, row.max_id, vocabulary=self.vocabulary)
         try:
-            return TokenFile(self.path(index), name=shard.name)
+            if self._is_intact(index, row):
+                return TokenFile(self.path(index), name=shard.name)
         except FileNotFoundError:  # evicted since the row was read
-            return None
+            pass
+        return None
 
-    def is_intact(self, index: int) -> bool:
-        """Whether a local shard's bytes still have the checksum of its row."""
-        row = self.row(index)
-        return row is not None and crc32c_of(self.path(index)) == row.crc32c
+    def _is_intact(self, index: int, row: LocalRow) -> bool:
+        """Whether a local file has its checksum; where it has not, remove it."""
+        path = self.path(index)
+        version = _version(path)
+        if self._verified.get(index) == version:
+            return True
+        try:
+            found = crc32c_of(path)
+            problem = f"CRC-32C {found:#010x}, {row.crc32c:#010x} expected"
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            found, problem = None, error.strerror or str(error)
+        if found == row.crc32c:
+            self._verified[index] = version
+            return True
+        if _version(path) == version:  # else another process has replaced it meanwhile
+            self._damages[index] += 1
+            name = f"{self.manifest.shards[index].name}: its local copy {path}"
+            self.remove(index)
+            if self._damages[index] > MOST_DAMAGES:
+                raise ShardError(
+                    f"{name} was damaged {self._damages[index]} times, also after it was fetched "
+                    f"again ({problem}). Check that disk and the machine's memory, or set "
+                    "data.cache to a folder on another disk."
+                )
+            _log.warning("%s is damaged (%s); fetching it again", name, problem)
+        return False
 
     def total_bytes(self) -> int:
         """Return the bytes of all local files, whole or not."""
@@ -141,3 +178,9 @@ class LocalShards:
             described = json.dumps([*shard.fingerprint_row(), generations, kind])
             self._sources[index] = hashlib.sha256(described.encode()).hexdigest()
         return self._sources[index]
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    """Return what tells a file from one that replaces it or is written anew."""
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -40,7 +40,8 @@ class FakeManifest:
 class FolderCache:
     """Holds what was planned last, refuses the rest; may fail on, or wait for, one shard."""
 
-    def __init__(self, folder: Path, manifest: FakeManifest) -> None:
+    def __init__(self, folder: Path, manifest: FakeManifest, *, vocabulary: int = 1 << 32) -> None:
+        self.vocabulary = vocabulary
         self.plans: list[list[int]] = []
         self.opened: set[int] = set()
         self.broken: int | None = None

@@ -76,6 +76,19 @@ def test_ids_above_16_bits_are_read_whole(tmp_path, manifest):
     assert batch.labels.tolist() == [[2**31 + 1, 70_000]]
 
 
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_an_id_beyond_the_vocabulary_is_named_with_its_shard(tmp_path, manifest, dtype):
+    manifest.shards[1].dtype = dtype
+    cache = FolderCache(tmp_path, manifest, vocabulary=2050)
+    reader = reader_of(cache, manifest, sequence_length=8)
+    assert read_one(reader, [1, 0], [1, 2], micro=2).input_ids.max() < 2050
+    content = np.load(tmp_path / "part_1.npy")
+    content[12] = 2050  # meanwhile, in the second window
+    np.save(tmp_path / "part_1.npy", content)
+    with pytest.raises(ShardError, match=r"part_1\.npy window 1: .* id 2,050.* ends at 2,049"):
+        read_one(reader, [0, 1], [2, 1], micro=2)
+
+
 def test_shards_of_both_types_share_a_batch_and_batches_share_no_memory(tmp_path, manifest):
     manifest.shards[1].dtype = "uint32"
     reader = reader_of(FolderCache(tmp_path, manifest), manifest, sequence_length=4)

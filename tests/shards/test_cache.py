@@ -6,7 +6,7 @@ import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,9 +14,11 @@ from cache_site import SHARD_BYTES, SHARDS, VOCABULARY, Site, eventually, shard_
 from shard_samples import npy_bytes, npz_bytes, opened, settings
 
 from refocused.bucket.bucket import Bucket
+from refocused.bucket.checksum import crc32c_of
 from refocused.bucket.directory import DirectoryBucket
 from refocused.errors import ShardError
 from refocused.shards.cache import ShardCache, threads_for
+from refocused.shards.local_shards import LocalShards
 from refocused.shards.manifest import build_manifest
 
 
@@ -178,16 +180,61 @@ def test_a_file_without_its_row_is_not_trusted(site: Site) -> None:
     assert np.array_equal(opened(site.cache(), 5), shard_tokens(5))
 
 
-def test_verify_finds_damage_of_the_same_size_and_it_is_fetched_again(site: Site) -> None:
-    cache = site.cache()
+DAMAGES = {
+    "legal ids": lambda content: content[:-2] + b"\1\0",
+    "ids beyond the vocabulary": lambda content: content[:-2] + b"\xff\xff",
+    "zeros": lambda content: bytes(len(content)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("fetches", [True, False], ids=["the fetcher", "another rank"])
+def test_damage_of_the_same_size_is_found_at_the_first_opening_and_fetched_again(
+    site: Site, damage: str, fetches: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = site.cache()
     for index in (4, 5):
-        cache.open(index)
-    content = bytearray(site.local_file(5).read_bytes())
-    content[-1] ^= 1
-    site.local_file(5).write_bytes(content)
-    assert cache.verify() == [5]
-    assert np.array_equal(opened(cache, 5), shard_tokens(5))
-    assert cache.verify() == []
+        first.open(index)
+    first.close()
+    site.local_file(5).write_bytes(DAMAGES[damage](site.local_file(5).read_bytes()))
+    second = site.cache()
+    cache = second if fetches else site.cache(fetches=False)
+    for index in (4, 5):
+        assert np.array_equal(opened(cache, index), shard_tokens(index))
+    assert sorted(site.bucket.downloads) == ["a/t_4.npy", "a/t_5.npy", "a/t_5.npy"]
+    warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    (said,) = [text for text in warnings if "damaged" in text]
+    assert said.startswith(f"a/t_5.npy: its local copy {site.local_file(5)} is damaged")
+
+
+def test_a_copy_that_is_damaged_whenever_it_was_fetched_ends_in_the_disks_name(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = LocalShards.publish
+
+    def publish_on_a_bad_disk(local: LocalShards, index: int, *others: Any, **named: Any) -> None:
+        publish(local, index, *others, **named)
+        local.path(index).write_bytes(bytes(SHARD_BYTES))
+
+    monkeypatch.setattr(LocalShards, "publish", publish_on_a_bad_disk)
+    with pytest.raises(ShardError, match=r"a/t_5\.npy: .*damaged 3 times.*data\.cache"):
+        site.cache().open(5)
+    assert site.bucket.downloads == ["a/t_5.npy"] * 3
+
+
+def test_a_copy_is_verified_once_a_process(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = site.cache()
+    cache.plan([5])
+    eventually(lambda: cache.stats().missing == 0)
+    read = []
+    monkeypatch.setattr(
+        "refocused.shards.local_shards.crc32c_of", lambda path: read.append(path) or crc32c_of(path)
+    )
+    for planned in ([5], [], [5]):
+        cache.plan(planned)
+        if planned:
+            assert np.array_equal(opened(cache, 5), shard_tokens(5))
+    assert read == [site.local_file(5)]
 
 
 def test_what_is_read_otherwise_is_other_data_with_a_folder_of_its_own(site: Site) -> None:

@@ -101,7 +101,6 @@ def assert_all_right(cache: ShardCache) -> None:
     cache.plan(range(SHARDS))
     for index in range(SHARDS):
         assert np.array_equal(opened(cache, index), shard_tokens(index))
-    assert cache.verify() == []
 
 
 NO_HASH = frozenset({"x-goog-hash"})
