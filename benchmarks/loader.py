@@ -193,6 +193,8 @@ def _assembly_s() -> float:
         class Opened:
             """The part of a cache that a reader uses."""
 
+            vocabulary = 50_257
+
             def open(self, index: int) -> TokenFile:
                 """Return an open shard."""
                 return files[index]

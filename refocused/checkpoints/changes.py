@@ -58,6 +58,8 @@ class RunFacts:
         model_json: The model's shape in the transformers form.
         data_mixture: Shares of the sources of a mixture; empty for a single source.
         tokenizer_json: The data's tokenizer as a `tokenizers` file; None: it does not travel.
+        data_fingerprint_by_size: What earlier versions called the same data, of which they knew
+            the names and sizes; None: they knew the content too.
     """
 
     run: str
@@ -71,6 +73,7 @@ class RunFacts:
     model_json: str
     data_mixture: str = ""
     tokenizer_json: bytes | None = None
+    data_fingerprint_by_size: str | None = None
 
     def files(self) -> dict[str, bytes]:
         """Return the files that describe the run in every step, by name."""
@@ -85,7 +88,8 @@ class Changes:
 
     Attributes:
         settings: Settings that differ; all of them take effect.
-        allowed: What would be refused if it had not been allowed, in words.
+        allowed: What is accepted all the same, in words: what would be refused if it had not been
+            allowed, and data that are compared as the version that saved the step did.
         way: `exact`: every rank reads its own file back; `resharded`: the states are divided anew,
             because ranks, stage, precision or offload differ.
         new_data: The data, or their order, are others: a pass over them begins.
@@ -174,8 +178,9 @@ def changes_since(
         raise _refusal(manifest.name, in_the_way)
     return Changes(
         settings=tuple(settings),
-        allowed=tuple(
-            f"{one.what} changes here: it was {one.saved} and is {one.now}" for one in obstacles
+        allowed=(
+            *(f"{one.what} changes here: it was {one.saved} and is {one.now}" for one in obstacles),
+            *_compared_by_size(manifest, facts),
         ),
         way="exact" if exact else "resharded",
         new_data=any(one.what in (DATA, "data order") for one in obstacles),
@@ -228,7 +233,7 @@ def _refused(
                 DTYPE, manifest.dtype, facts.dtype, f"set precision.dtype={manifest.dtype}", keys
             )
         )
-    if manifest.data_fingerprint != facts.data_fingerprint:
+    if manifest.data_fingerprint not in (facts.data_fingerprint, facts.data_fingerprint_by_size):
         found.append(
             _Obstacle(
                 DATA,
@@ -254,6 +259,16 @@ def _refused(
             )
         )
     return found
+
+
+def _compared_by_size(manifest: CheckpointManifest, facts: RunFacts) -> list[str]:
+    if manifest.data_fingerprint != facts.data_fingerprint_by_size:
+        return []
+    return [
+        f"{manifest.name} was saved by an earlier version, whose fingerprint "
+        f"{manifest.data_fingerprint[:16]} is of the files' names and sizes; they agree. The "
+        f"checkpoints of this run compare content too: {facts.data_fingerprint[:16]}"
+    ]
 
 
 def _other_model(step: StepDirectory, facts: RunFacts) -> list[_Obstacle]:

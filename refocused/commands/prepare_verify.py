@@ -132,7 +132,8 @@ def _with_checksums(bucket: Bucket, manifest: Manifest) -> Manifest:
     shards, done = [], 0
     line.show(done, total)
     for shard in manifest.shards:
-        shards.append(dataclasses.replace(shard, crc32c=stored_crc32c(bucket, shard.blob)))
+        known = stored_crc32c(bucket, shard.blob)
+        shards.append(dataclasses.replace(shard, crc32c=known, sample=None))
         done += shard.size
         line.show(done, total)
     line.end()

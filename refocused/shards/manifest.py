@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from refocused.config.data import DataConfig
 from refocused.errors import ShardError
 from refocused.shards.chunk_folders import check_chunks, named_tokenizer
 from refocused.shards.selection import chosen_names, matches
+from refocused.shards.stored import sampled_crc32c
 from refocused.shards.survey import HeaderFacts, survey
 from refocused.shards.tokenizers import TokenizerChoice, identity_of
 
@@ -42,6 +44,7 @@ class Shard:
         pad_id: Id whose trailing run in each row was taken for padding; None: none is.
         separator_id: Id put between rows; None: none is.
         parts: The files that it is packed from, in order; empty: it is one file.
+        sample: Checksum of blocks of an object whose own is not known; None: it was not read.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Shard:
     pad_id: int | None = None
     separator_id: int | None = None
     parts: tuple[Shard, ...] = ()
+    sample: int | None = None
 
     @property
     def files(self) -> tuple[Shard, ...]:
@@ -76,16 +80,23 @@ class Shard:
         parts = tuple(part.renamed(rename) for part in self.parts)
         return dataclasses.replace(self, name=rename(self.name), parts=parts)
 
-    def fingerprint_row(self) -> list[object]:
-        """Return what decides its tokens: name, checksum or size, tokens, dtype, reading, parts.
+    def fingerprint_row(self, *, by_size: bool = False) -> list[object]:
+        """Return what decides its tokens: name, content, tokens, dtype, reading, parts.
 
         How rows are read and parts are named only where there are such.
+
+        Args:
+            by_size: Take the size for the content where no checksum of all of it is known.
         """
-        content = f"size {self.size}" if self.crc32c is None else f"crc32c {self.crc32c}"
+        content = f"size {self.size}"
+        if self.crc32c is not None:
+            content = f"crc32c {self.crc32c}"
+        elif self.sample is not None and not by_size:
+            content += f", sample {self.sample}"
         row: list[object] = [self.name, content, self.tokens, self.dtype]
         if (self.pad_id, self.separator_id) != (None, None):
             row.append({"pad_id": self.pad_id, "separator_id": self.separator_id})
-        return row + [part.fingerprint_row() for part in self.parts]
+        return row + [part.fingerprint_row(by_size=by_size) for part in self.parts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,19 +120,30 @@ class Manifest:
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hexadecimal) over what decides the tokens of each file, packed or not."""
-        files = [file for shard in self.shards for file in shard.files]
-        return _digest(sorted(files, key=lambda file: file.name))
+        return _digest(self._files())
+
+    @functools.cached_property
+    def fingerprint_by_size(self) -> str:
+        """The fingerprint of earlier versions, which read no blocks of files without a checksum."""
+        return _digest(self._files(), by_size=True)
 
     @functools.cached_property
     def packing(self) -> str:
-        """SHA-256 (hexadecimal) over what is local as one; the fingerprint where nothing is."""
-        return _digest(self.shards)
+        """SHA-256 (hexadecimal) over what is local as one, samples left out.
+
+        It is `fingerprint_by_size` where nothing is packed.
+        """
+        return _digest(self.shards, by_size=True)
+
+    def _files(self) -> list[Shard]:
+        files = [file for shard in self.shards for file in shard.files]
+        return sorted(files, key=lambda file: file.name)
 
 
-def _digest(shards: Iterable[Shard]) -> str:
+def _digest(shards: Iterable[Shard], *, by_size: bool = False) -> str:
     digest = hashlib.sha256()
     for shard in shards:
-        digest.update(json.dumps(shard.fingerprint_row()).encode() + b"\n")
+        digest.update(json.dumps(shard.fingerprint_row(by_size=by_size)).encode() + b"\n")
     return digest.hexdigest()
 
 
@@ -147,11 +169,11 @@ def build_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Path | None)
     names = chosen_names(listing, data=data, url=bucket.url)
     blobs = [listing[name] for name in names]
     facts = survey(bucket, blobs, data=data, cache_file=cache_file)
-    shards = tuple(_shard(blob, found) for blob, found in zip(blobs, facts, strict=True))
+    shards = [_shard(blob, found) for blob, found in zip(blobs, facts, strict=True)]
     tokenizer = data.tokenizer
     if tokenizer == "unknown":
         tokenizer = named_tokenizer(bucket, listing, names) or "unknown"
-    return Manifest(shards, tokenizer)
+    return Manifest(_with_content(bucket, shards, data), tokenizer)
 
 
 def manifest_to_json(manifest: Manifest) -> str:
@@ -210,7 +232,7 @@ def _row(shard: Shard) -> dict[str, Any]:
     assert not shard.parts, "packed shards are made by each run for itself"
     row = dataclasses.asdict(shard)
     del row["generation"], row["parts"]
-    for key in ("pad_id", "separator_id"):
+    for key in ("pad_id", "separator_id", "sample"):
         if row[key] is None:
             del row[key]
     return row
@@ -239,8 +261,25 @@ def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobI
     for shard in chosen:
         _check_reading(shard, data, url=bucket.url)
     _log.info("  shards   %s: %d by its %s", bucket.url, len(chosen), MANIFEST_NAME)
-    shards = tuple(_as_listed(shard, listing[shard.name]) for shard in chosen)
-    return Manifest(shards, written.tokenizer)
+    shards = [_as_listed(shard, listing[shard.name]) for shard in chosen]
+    return Manifest(_with_content(bucket, shards, data), written.tokenizer)
+
+
+def _with_content(bucket: Bucket, shards: Sequence[Shard], data: DataConfig) -> tuple[Shard, ...]:
+    """Read blocks of the files that no checksum is known of, so that their content counts."""
+
+    def described(shard: Shard) -> Shard:
+        if shard.crc32c is not None:
+            return shard
+        path = bucket.local_file(shard.blob)
+        if path is None:
+            blob = bucket.info(shard.name)
+            if blob is not None and blob.crc32c is not None:
+                return dataclasses.replace(shard, crc32c=blob.crc32c)
+        return dataclasses.replace(shard, sample=sampled_crc32c(bucket, shard.blob, path))
+
+    with concurrent.futures.ThreadPoolExecutor(data.fetch_threads, "content") as pool:
+        return tuple(pool.map(described, shards))
 
 
 def _as_listed(shard: Shard, blob: BlobInfo) -> Shard:

@@ -303,6 +303,7 @@ def _figures(job: Job, data: DataParts, branch: Branch) -> RunFigures:
 def _facts(job: Job, data: DataParts, parameters: int, tokenizer_json: bytes | None) -> RunFacts:
     """Collect what every checkpoint of the run says alike."""
     config = job.loaded.config
+    fingerprint, by_size = data.manifest.fingerprint, data.manifest.fingerprint_by_size
     return RunFacts(
         run=config.run.name,
         zero_stage=job.planned.choice.zero.stage,
@@ -311,7 +312,8 @@ def _facts(job: Job, data: DataParts, parameters: int, tokenizer_json: bytes | N
             name: importlib.metadata.version(name)
             for name in ("refocused", "torch", "deepspeed", "transformers")
         },
-        data_fingerprint=data.manifest.fingerprint,
+        data_fingerprint=fingerprint,
+        data_fingerprint_by_size=None if by_size == fingerprint else by_size,
         data_order=data.order_text,
         data_mixture=data.mixture_text,
         parameters=parameters,

@@ -191,6 +191,18 @@ def test_what_is_allowed_by_name_is_taken_and_told(
     assert "changes here: it was" in changes.allowed[0]
 
 
+def test_a_checkpoint_of_an_earlier_version_is_compared_by_names_and_sizes(
+    step: StepDirectory,
+) -> None:
+    changes = compared(step, data_fingerprint="content", data_fingerprint_by_size="f00d")
+    assert (changes.way, changes.new_data) == ("exact", False)
+    (said,) = changes.allowed
+    assert "checkpoint_step_10 was saved by an earlier version" in said
+    assert compared(step, data_fingerprint_by_size="other").allowed == ()
+    with pytest.raises(CheckpointError, match="with data f00d; this run has content"):
+        compared(step, data_fingerprint="content", data_fingerprint_by_size="other")
+
+
 def test_one_allowed_change_allows_no_other(step: StepDirectory) -> None:
     with pytest.raises(CheckpointError, match="data f00d") as told:
         compared(step, allowed=("precision.dtype",), dtype="fp32", data_fingerprint="b")

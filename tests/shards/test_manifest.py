@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from shard_samples import WatchedBucket, npy_bytes, npz_bytes, pt_bytes, settings
 from text_samples import word_file
 
+from refocused.bucket.directory import DirectoryBucket
 from refocused.errors import BucketError, ShardError
 from refocused.shards.manifest import (
     Manifest,
@@ -106,6 +109,51 @@ def test_the_fingerprint_speaks_of_content_and_nothing_else() -> None:
     others = [{"name": "b"}, {"tokens": 9}, {"dtype": "uint32"}, {"crc32c": 6}, {"crc32c": None}]
     assert len({fingerprint(), *(fingerprint(**change) for change in others)}) == 6
     assert len(fingerprint()) == 64
+
+
+@pytest.mark.parametrize("tokens", [1000, 500_000], ids=["read whole", "sampled"])
+@pytest.mark.parametrize("form", ["bare", "with a manifest without checksums"])
+def test_a_folders_fingerprint_depends_on_content_not_on_names_and_sizes_alone(
+    tmp_path: Path, tokens: int, form: str
+) -> None:
+    path, bucket = tmp_path / "a.npy", DirectoryBucket(tmp_path)
+
+    def described(ids: np.ndarray) -> Manifest:
+        path.write_bytes(npy_bytes(ids.astype(np.uint16)))
+        os.utime(path, ns=(7, 7))  # of an archive, in which all files have the same time
+        return build_manifest(bucket, settings(), cache_file=tmp_path / ".counts.json")
+
+    ids = np.arange(tokens) % 1000
+    if form != "bare":
+        row = Shard("a.npy", tokens, "uint16", 128 + 2 * tokens, None, None)
+        write_manifest(bucket, Manifest((row,), "unknown"))
+    first = described(ids)
+    assert described(ids).fingerprint == first.fingerprint
+    last = ids.copy()
+    last[-1] += 1
+    for other in (ids[::-1], last):
+        assert described(other).fingerprint != first.fingerprint
+        # What checkpoints of earlier versions hold, and what decides how chunks are packed.
+        assert described(other).fingerprint_by_size == first.fingerprint_by_size
+        assert described(other).packing == first.packing
+    line = json.dumps(["a.npy", f"size {128 + 2 * tokens}", tokens, "uint16"]) + "\n"
+    assert first.fingerprint_by_size == hashlib.sha256(line.encode()).hexdigest()
+
+
+def test_a_store_whose_listing_has_no_checksums_is_asked_for_each(
+    bucket: WatchedBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_tokens(bucket, "a.npy")
+    known = build(bucket)
+    listing = [dataclasses.replace(blob, crc32c=None) for blob in bucket.list()]
+    monkeypatch.setattr(bucket, "list", lambda prefix="": iter(listing))
+    assert build(bucket) == known
+    assert build(bucket).fingerprint == known.fingerprint_by_size == known.fingerprint
+
+
+def test_a_manifest_of_sampled_files_survives_the_trip_through_json() -> None:
+    manifest = Manifest((dataclasses.replace(SHARD, crc32c=None, sample=3),), "gpt2")
+    assert manifest_from_json(manifest_to_json(manifest), where="x") == manifest
 
 
 def rows_of(bucket: WatchedBucket, **changes: Any) -> Manifest:
