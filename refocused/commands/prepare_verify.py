@@ -17,6 +17,7 @@ from refocused.errors import ExitCode
 
 if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket
+    from refocused.config.data import DataConfig
     from refocused.shards.manifest import Manifest
 
 _NAMED = 20
@@ -71,7 +72,11 @@ def add_manifest_arguments(parser: Parser) -> None:
     """Describe the command line."""
     add = parser.add_argument
     add("source", metavar="DIR_OR_URL", help="folder or gs:// address of token files")
-    add("--write", action="store_true", help="store it beside the files, as manifest.json")
+    stored = parser.add_mutually_exclusive_group()
+    stored.add_argument("--write", action="store_true", help="store it beside the files")
+    stored.add_argument(
+        "--update", action="store_true", help="add the files that the stored one does not list"
+    )
     add("--json", action="store_true", help="print the manifest's text")
     add_reading_options(parser)
     add_credentials(parser)
@@ -89,6 +94,8 @@ def run_manifest(arguments: argparse.Namespace) -> int:
 
     bucket = place(arguments.source, arguments)
     data = data_settings(arguments, arguments.source)
+    if arguments.update:
+        return _update(bucket, data, arguments)
     # The files' own headers are asked, whatever an earlier manifest says.
     data = data.model_copy(update={"exclude": (*data.exclude, MANIFEST_NAME)})
     manifest = build_manifest(bucket, data, cache_file=None)
@@ -106,6 +113,46 @@ def run_manifest(arguments: argparse.Namespace) -> int:
     print(f"  fingerprint {manifest.fingerprint[:16]}")
     if arguments.write:
         print(f"  written as {MANIFEST_NAME}", file=sys.stderr)
+    return ExitCode.OK
+
+
+def _update(bucket: Bucket, data: DataConfig, arguments: argparse.Namespace) -> int:
+    """Add the files that the stored manifest does not list; the rows of the others stay."""
+    from refocused.errors import ShardError
+    from refocused.shards.manifest import (
+        MANIFEST_NAME,
+        Manifest,
+        check_tokenizer,
+        describe_files,
+        manifest_to_json,
+        read_manifest,
+        write_manifest,
+    )
+    from refocused.shards.selection import unlisted_names
+
+    listing = {blob.name: blob for blob in bucket.list()}
+    if MANIFEST_NAME not in listing:
+        raise ShardError(f"{bucket.url} has no {MANIFEST_NAME} to update. Make one with --write.")
+    earlier = read_manifest(bucket)
+    check_tokenizer(earlier, data, url=bucket.url)
+    names = unlisted_names(listing, listed={shard.name for shard in earlier.shards}, data=data)
+    added = describe_files(bucket, [listing[name] for name in names], data, cache_file=None)
+    found = _with_checksums(bucket, Manifest(added, earlier.tokenizer)).shards
+    shards = sorted([*earlier.shards, *found], key=lambda shard: shard.name)
+    manifest = Manifest(tuple(shards), earlier.tokenizer)
+    if names:
+        write_manifest(bucket, manifest)
+    if arguments.json:
+        print(manifest_to_json(manifest), end="")
+        return ExitCode.OK
+    print(f"{arguments.source}: {len(names):,} files are added to {len(earlier.shards):,}")
+    if names:
+        print(f"  {earlier.tokens:,} -> {manifest.tokens:,} tokens")
+        print(f"  fingerprint {earlier.fingerprint[:16]} -> {manifest.fingerprint[:16]}")
+        print(
+            "  A run on these data goes on without the new files. Once it stops, its next start is"
+        )
+        print("  refused, unless --allow-change data lets it begin a new pass over all files.")
     return ExitCode.OK
 
 

@@ -58,6 +58,16 @@ def judge_data(
         yield Finding("data", "fail", text, f"python launch/prepare_data.py inspect {data.source}")
     if report.problems:
         return
+    if report.unlisted:
+        yield Finding(
+            "data",
+            "warn",
+            f"{setting} {report.url}: {report.unlisted:,} of {report.files:,} token files are not "
+            "used, because manifest.json does not list them",
+            f"Add them with: python launch/prepare_data.py manifest {report.url} --update; or put "
+            "them in data.exclude.",
+        )
+        return
     sample = report.sample
     ids = "" if sample.max_id is None else f", ids {sample.min_id} to {sample.max_id:,}"
     text = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,12 +11,13 @@ from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
 from refocused.config.data import DataConfig
-from refocused.shards.manifest import Manifest, Shard, build_manifest
+from refocused.shards.manifest import MANIFEST_NAME, Manifest, Shard, build_manifest
 from refocused.shards.selection import is_validation
 
 # As uint16 16 MiB: at windows of 2,048 tokens, 0.012 % are left over at the ends, where a chunk of
 # 32,768 leaves 6 %; and the first one arrives within a second or two.
 PACKED_TOKENS = 1 << 23
+_log = logging.getLogger(__name__)
 _CHUNK = re.compile(r"(?P<folder>(?:.*/)?)chunk_(?P<number>[0-9]{6,})\.pt")
 
 
@@ -26,7 +28,16 @@ def build_run_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Path | N
         ShardError: As `build_manifest`.
         BucketError: As `build_manifest`.
     """
-    return pack_chunks(build_manifest(bucket, data, cache_file=cache_file), data)
+    manifest = build_manifest(bucket, data, cache_file=cache_file)
+    if manifest.unlisted:
+        files, unlisted = len(manifest.shards) + len(manifest.unlisted), manifest.unlisted
+        _log.warning(
+            "%s: %d of %d token files are not used, because %s does not list them (the first is "
+            "%s). Add them, before the run begins, with: refocused prepare_data manifest %s "
+            "--update; or put them in data.exclude.",
+            *(bucket.url, len(unlisted), files, MANIFEST_NAME, unlisted[0], bucket.url),
+        )
+    return pack_chunks(manifest, data)
 
 
 def pack_chunks(manifest: Manifest, data: DataConfig) -> Manifest:

@@ -16,8 +16,8 @@ from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.config.data import DataConfig
 from refocused.errors import ShardError
 from refocused.shards.chunk_folders import check_chunks, named_tokenizer
-from refocused.shards.selection import chosen_names, matches
-from refocused.shards.stored import sampled_crc32c
+from refocused.shards.selection import chosen_names, matches, unlisted_names
+from refocused.shards.stored import known_content
 from refocused.shards.survey import HeaderFacts, survey
 from refocused.shards.tokenizers import TokenizerChoice, identity_of
 
@@ -107,10 +107,12 @@ class Manifest:
         shards: One for each file, or, for a run, as `pack_chunks` makes them of files; an index
             into them names a shard everywhere.
         tokenizer: Name of the tokenizer that made the tokens.
+        unlisted: Token files beside a `manifest.json` that does not list them: they are not used.
     """
 
     shards: tuple[Shard, ...]
     tokenizer: str
+    unlisted: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     @functools.cached_property
     def tokens(self) -> int:
@@ -167,13 +169,20 @@ def build_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Path | None)
         return _from_prepared(bucket, data, listing)
     check_chunks(bucket, listing, data=data)
     names = chosen_names(listing, data=data, url=bucket.url)
-    blobs = [listing[name] for name in names]
-    facts = survey(bucket, blobs, data=data, cache_file=cache_file)
-    shards = [_shard(blob, found) for blob, found in zip(blobs, facts, strict=True)]
+    shards = describe_files(bucket, [listing[name] for name in names], data, cache_file=cache_file)
     tokenizer = data.tokenizer
     if tokenizer == "unknown":
         tokenizer = named_tokenizer(bucket, listing, names) or "unknown"
-    return Manifest(_with_content(bucket, shards, data), tokenizer)
+    return Manifest(shards, tokenizer)
+
+
+def describe_files(
+    bucket: Bucket, blobs: Sequence[BlobInfo], data: DataConfig, *, cache_file: Path | None
+) -> tuple[Shard, ...]:
+    """Describe token files by headers and content; raises as `build_manifest`."""
+    facts = survey(bucket, blobs, data=data, cache_file=cache_file)
+    shards = [_shard(blob, found) for blob, found in zip(blobs, facts, strict=True)]
+    return _with_content(bucket, shards, data)
 
 
 def manifest_to_json(manifest: Manifest) -> str:
@@ -254,7 +263,7 @@ def _shard(blob: BlobInfo, facts: HeaderFacts) -> Shard:
 
 def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobInfo]) -> Manifest:
     written = read_manifest(bucket)
-    _check_tokenizer(written, data, url=bucket.url)
+    check_tokenizer(written, data, url=bucket.url)
     rows = {shard.name: shard for shard in written.shards}
     chosen = [rows[name] for name in chosen_names(rows, data=data, url=bucket.url)]
     _check_listing(chosen, listing, url=bucket.url)
@@ -262,21 +271,18 @@ def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobI
         _check_reading(shard, data, url=bucket.url)
     _log.info("  shards   %s: %d by its %s", bucket.url, len(chosen), MANIFEST_NAME)
     shards = [_as_listed(shard, listing[shard.name]) for shard in chosen]
-    return Manifest(_with_content(bucket, shards, data), written.tokenizer)
+    unlisted = tuple(unlisted_names(listing, listed=rows, data=data))
+    return Manifest(_with_content(bucket, shards, data), written.tokenizer, unlisted)
 
 
 def _with_content(bucket: Bucket, shards: Sequence[Shard], data: DataConfig) -> tuple[Shard, ...]:
-    """Read blocks of the files that no checksum is known of, so that their content counts."""
+    """Find out what is in the files that no checksum is known of."""
 
     def described(shard: Shard) -> Shard:
         if shard.crc32c is not None:
             return shard
-        path = bucket.local_file(shard.blob)
-        if path is None:
-            blob = bucket.info(shard.name)
-            if blob is not None and blob.crc32c is not None:
-                return dataclasses.replace(shard, crc32c=blob.crc32c)
-        return dataclasses.replace(shard, sample=sampled_crc32c(bucket, shard.blob, path))
+        crc32c, sample = known_content(bucket, shard.blob)
+        return dataclasses.replace(shard, crc32c=crc32c, sample=sample)
 
     with concurrent.futures.ThreadPoolExecutor(data.fetch_threads, "content") as pool:
         return tuple(pool.map(described, shards))
@@ -289,7 +295,12 @@ def _as_listed(shard: Shard, blob: BlobInfo) -> Shard:
     return dataclasses.replace(shard, **known)
 
 
-def _check_tokenizer(manifest: Manifest, data: DataConfig, *, url: str) -> None:
+def check_tokenizer(manifest: Manifest, data: DataConfig, *, url: str) -> None:
+    """Refuse data of another tokenizer than `data.tokenizer` names.
+
+    Raises:
+        ShardError: The manifest names another one.
+    """
     if data.tokenizer in ("unknown", manifest.tokenizer):
         return
     if _identity(data) != manifest.tokenizer:

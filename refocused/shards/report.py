@@ -48,6 +48,8 @@ class DataReport:
         sample: What was seen in them.
         problems: What keeps files from being used, each with its way out.
         notes: What one should know.
+        unlisted: Those of the files that a run does not use, because `manifest.json` does not list
+            them.
     """
 
     url: str
@@ -65,6 +67,7 @@ class DataReport:
     sample: IdStatistics
     problems: tuple[str, ...]
     notes: tuple[str, ...]
+    unlisted: int
 
 
 def inspect_data(
@@ -88,7 +91,7 @@ def inspect_data(
     names = candidate_names(listing, data, url=bucket.url)
     problems: list[str] = []
     files = read_headers(bucket, [listing[name] for name in names], data, problems)
-    documents, tokenizer = prepared_facts(bucket, listing, data, problems)
+    documents, tokenizer, unlisted = prepared_facts(bucket, listing, data, problems)
     boundary = data.separator_id if data.separator_id is not None else begin_id(bucket, listing)
     counter = IdCounter()
     whole = _total(files) <= sample_tokens
@@ -107,7 +110,9 @@ def inspect_data(
         )
     if tokenizer is None:
         tokenizer = named_tokenizer(bucket, listing, names)
-    return _report(bucket.url, files, len(chosen), sample, documents, tokenizer, problems)
+    report = _report(bucket.url, files, len(chosen), sample, documents, tokenizer, problems)
+    report = dataclasses.replace(report, unlisted=unlisted)
+    return dataclasses.replace(report, notes=tuple(_notes(report)))
 
 
 def _total(files: Sequence[FileReport]) -> int:
@@ -192,7 +197,7 @@ def _report(
     rows = [file.rows for file in files if file.rows is not None]
     if documents is None and files and len(rows) == len(files):
         documents = sum(rows)
-    report = DataReport(
+    return DataReport(
         url=url,
         files=len(files),
         kinds=dict(Counter(file.layout.kind for file in files)),
@@ -208,8 +213,8 @@ def _report(
         sample=sample,
         problems=tuple(problems),
         notes=(),
+        unlisted=0,
     )
-    return dataclasses.replace(report, notes=tuple(_notes(report)))
 
 
 def _separators(file: FileReport) -> int:
@@ -220,6 +225,12 @@ def _separators(file: FileReport) -> int:
 
 
 def _notes(report: DataReport) -> Iterator[str]:
+    if report.unlisted:
+        yield (
+            f"{report.unlisted:,} of {report.files:,} token files are not used by a run, because "
+            "manifest.json does not list them. Add them with: refocused prepare_data manifest "
+            f"{report.url} --update"
+        )
     if report.padding_fraction is not None and report.padding_fraction > MUCH_PADDING:
         yield (
             f"{report.padding_fraction:.1%} of what is stored is padding: {report.places:,} ids "

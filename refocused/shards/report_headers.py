@@ -87,19 +87,24 @@ def read_headers(
 
 def prepared_facts(
     bucket: Bucket, listing: Mapping[str, BlobInfo], data: DataConfig, problems: list[str]
-) -> tuple[int | None, str | None]:
-    """Return the documents and the tokenizer that a manifest knows; compare it with the listing."""
+) -> tuple[int | None, str | None, int]:
+    """Return what a manifest knows; compare it with the listing.
+
+    Returns:
+        Its documents, its tokenizer, and the number of token files that it does not list.
+    """
     try:
         check_chunks(bucket, listing, data=data)
         if MANIFEST_NAME not in listing or matches(MANIFEST_NAME, data.exclude):
-            return None, None
+            return None, None, 0
         manifest = build_manifest(bucket, data, cache_file=None)
     except ShardError as error:
         problems.append(str(error))
-        return None, None
+        return None, None, 0
     counts = [shard.documents for shard in manifest.shards]
     known = [count for count in counts if count is not None]
-    return (sum(known) if len(known) == len(counts) else None), manifest.tokenizer
+    documents = sum(known) if len(known) == len(counts) else None
+    return documents, manifest.tokenizer, len(manifest.unlisted)
 
 
 def begin_id(bucket: Bucket, listing: Mapping[str, BlobInfo]) -> int | None:

@@ -58,6 +58,23 @@ def _is_wanted(name: str, data: DataConfig) -> bool:
     return name.endswith((*TOKEN_SUFFIXES, ".idx"))
 
 
+def unlisted_names(
+    names: Collection[str], *, listed: Collection[str], data: DataConfig
+) -> list[str]:
+    """Return the token files that a run would use if the manifest listed them, in name order.
+
+    Args:
+        names: Every object of the source.
+        listed: Those of its manifest.
+        data: The patterns.
+    """
+    return [
+        name
+        for name in sorted({*names} - {*listed})
+        if name.endswith(TOKEN_SUFFIXES) and _is_wanted(name, data) and not is_megatron(name, names)
+    ]
+
+
 def is_megatron(name: str, names: Collection[str]) -> bool:
     """Whether an object is one of a `.bin` and `.idx` pair."""
     stem = name.removesuffix(".bin").removesuffix(".idx")

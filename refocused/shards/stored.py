@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.checksum import BLOCK_BYTES, extended_crc32c
@@ -33,30 +32,31 @@ def is_stored(bucket: Bucket, name: str, *, size: int, crc32c: int) -> bool:
     return blob is not None and blob.size == size and stored_crc32c(bucket, blob) == crc32c
 
 
-def sampled_crc32c(bucket: Bucket, blob: BlobInfo, path: Path | None) -> int:
-    """Return the CRC-32C of blocks of an object that no checksum is known of.
+def known_content(bucket: Bucket, blob: BlobInfo) -> tuple[int | None, int | None]:
+    """Return what is soon known of the content of an object that was listed without a checksum.
 
-    They are 8 of 16 KiB, evenly spaced, from its first byte to its last; all of it where it is not
-    longer than they are together.
-
-    Args:
-        bucket: Where it is.
-        blob: The object.
-        path: What `local_file` returns for it.
+    Returns:
+        The checksum that the store has of it, or None and that of blocks of it: 8 of 16 KiB, evenly
+        spaced from its first byte to its last; all of it where it is not longer.
 
     Raises:
         BucketError: The object cannot be read.
     """
+    path = bucket.local_file(blob)
+    if path is None:
+        found = bucket.info(blob.name)
+        if found is not None and found.crc32c is not None:
+            return found.crc32c, None
     starts, length = [0], SAMPLED_BLOCKS * SAMPLED_BLOCK_BYTES
     if blob.size > length:
         last, length = blob.size - SAMPLED_BLOCK_BYTES, SAMPLED_BLOCK_BYTES
         starts = [last * number // (SAMPLED_BLOCKS - 1) for number in range(SAMPLED_BLOCKS)]
-    checksum = 0
+    sample = 0
     if path is None:
         for start in starts:
-            checksum = extended_crc32c(checksum, bucket.read(blob.name, start=start, length=length))
-        return checksum
+            sample = extended_crc32c(sample, bucket.read(blob.name, start=start, length=length))
+        return None, sample
     with disk_errors(path), path.open("rb", buffering=0) as file:
         for start in starts:
-            checksum = extended_crc32c(checksum, os.pread(file.fileno(), length, start))
-    return checksum
+            sample = extended_crc32c(sample, os.pread(file.fileno(), length, start))
+    return None, sample

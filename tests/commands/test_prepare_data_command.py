@@ -175,6 +175,36 @@ def test_manifest_lists_headers_and_keeps_what_was_known(
     assert run("verify", prepared) == 0
 
 
+def test_manifest_update_adds_new_files_and_says_what_follows(
+    prepared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = json.loads((prepared / "manifest.json").read_text())
+    assert run("manifest", prepared, "--update") == 0
+    assert json.loads((prepared / "manifest.json").read_text()) == before
+    for name in ("more/a.npy", "more/b.npy"):
+        (prepared / "more").mkdir(exist_ok=True)
+        np.save(prepared / name, np.arange(300, dtype=np.uint16) % 257)
+    capsys.readouterr()
+    assert run("manifest", prepared, "--update") == 0
+    after = json.loads((prepared / "manifest.json").read_text())
+    said = capsys.readouterr().out
+    assert "2 files are added to 10" in said
+    assert f"fingerprint {before['fingerprint'][:16]} -> {after['fingerprint'][:16]}" in said
+    assert "--allow-change data" in said
+    rows = {row["name"]: row for row in after["shards"]}
+    assert [rows.pop(row["name"]) for row in before["shards"]] == before["shards"]
+    assert {name: row["tokens"] for name, row in rows.items()} == {
+        "more/a.npy": 300,
+        "more/b.npy": 300,
+    }
+    assert None not in {row["crc32c"] for row in rows.values()}
+    assert run("verify", prepared, "--deep") == 0
+    assert run("manifest", prepared, "--update", "--tokenizer", "gpt2") == 1
+    (prepared / "manifest.json").unlink()
+    assert run("manifest", prepared, "--update") == 1
+    assert "--write" in capsys.readouterr().err
+
+
 def test_reading_options_are_checked(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("inspect", prepared, "--pad-id", "-1") == 2
     assert "--pad-id -1" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from refocused.config.decode import LoadedRun, load_run
 from refocused.doctor.data import NAMED_PROBLEMS, judge_data, probe_data, sources_of
 from refocused.doctor.finding import Finding
 from refocused.doctor.plan import disk_needs, host_bytes, judge_plan, plan_choice, step_bytes
+from refocused.shards.manifest import build_manifest, write_manifest
 from refocused.shards.report import DataReport
 
 
@@ -90,6 +91,23 @@ def test_ids_against_the_vocabulary(
     data = load_run(tmp_path / "tiny.yaml").config.data
     (finding,) = judge_data(report, data, vocabulary=vocabulary, setting="data.source")
     assert finding.level == level
+
+
+def test_files_that_the_manifest_does_not_list_are_a_warning(
+    report: DataReport, tmp_path: Path
+) -> None:
+    data = load_run(tmp_path / "tiny.yaml").config.data
+    bucket = DirectoryBucket(tmp_path / "tokens")
+    write_manifest(bucket, build_manifest(bucket, data, cache_file=None))
+    for number in range(3):
+        path = next((tmp_path / "tokens").glob("*.npy"))
+        (tmp_path / "tokens" / f"new_{number}.npy").write_bytes(path.read_bytes())
+    found = probe_data(bucket, data, vocabulary=512, is_quick=True)
+    assert isinstance(found, DataReport)
+    (finding,) = judge_data(found, data, vocabulary=512, setting="data.source")
+    assert finding.level == "warn"
+    assert f"3 of {report.files + 3} token files are not used" in finding.text
+    assert finding.fix is not None and f"manifest {bucket.url} --update" in finding.fix
 
 
 def test_many_problems_are_few_lines(report: DataReport, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from text_samples import word_file
 
 from refocused.bucket.directory import DirectoryBucket
 from refocused.errors import BucketError, ShardError
+from refocused.shards.chunk_packs import build_run_manifest
 from refocused.shards.manifest import (
     Manifest,
     Shard,
@@ -223,6 +224,25 @@ def test_prepared_data_are_taken_by_their_manifest(prepared: WatchedBucket) -> N
     assert {name for name, _ in prepared.reads} == {"manifest.json"}
     assert manifest.shards[0].generation == 7
     assert build(prepared, exclude=["t_1*"], max_files=1).tokens == 10
+
+
+def test_files_that_the_manifest_does_not_list_are_counted_in_a_warning(
+    prepared: WatchedBucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warned(**changes: object) -> list[str]:
+        caplog.clear()
+        assert build_run_manifest(prepared, settings(**changes), cache_file=None).tokens == 33
+        return [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+
+    assert warned() == []
+    prepared.put("readme.txt", b"no tokens")
+    for number in range(38):
+        put_tokens(prepared, f"more/u_{number:02d}.npy")
+    (said,) = warned()
+    assert "38 of 41 token files are not used" in said
+    assert "more/u_00.npy" in said
+    assert "manifest watched:source --update" in said
+    assert warned(exclude=["more/*"]) == []
 
 
 def test_objects_that_do_not_fit_the_manifest_are_named(prepared: WatchedBucket) -> None:
