@@ -174,6 +174,8 @@ def _member_header(archive: zipfile.ZipFile, member: str, *, name: str) -> NpyHe
 
 def _member_place(archive: zipfile.ZipFile, member: str, *, name: str) -> ArrayPlace:
     header = _member_header(archive, member, name=name)
+    if member == f"{MASK_KEY}.npy" and header.dtype == np.bool_:
+        header = dataclasses.replace(header, dtype=np.dtype("u1"))  # stored as the bytes 0 and 1
     room = archive.getinfo(member).file_size - header.bytes
     what = f"{name}[{member.removesuffix('.npy')}]"
     return _npy_place(header, what=what, member=member, room=room)

@@ -39,6 +39,12 @@ def test_rows_keep_the_ones_of_their_mask_wherever_they_are() -> None:
     assert tokens_of(npz_bytes(input_ids=ROWS, attention_mask=mask), "a.npz") == [6, 0, *KEPT[2:]]
 
 
+def test_a_mask_may_be_boolean_and_ids_may_not() -> None:
+    content = npz_bytes(input_ids=ROWS, attention_mask=MASK.astype(bool))
+    assert tokens_of(content, "a.npz") == KEPT
+    assert "the elements are bool" in refused(npz_bytes(input_ids=ROWS > 0), "a.npz")
+
+
 def test_separators_stand_between_rows_that_hold_tokens() -> None:
     content = npz_bytes(input_ids=ROWS, sequence_lengths=LENGTHS)
     expected = [5, 6, 99, 7, 8, 9, 99, 1, 2, 3, 4]
