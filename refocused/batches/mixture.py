@@ -116,6 +116,8 @@ class MixedStream:
     Attributes:
         windows_per_epoch: Windows within which no source is passed over more than about once.
         shard_count: Shards with windows to train on.
+        skipped: Shards whose windows are left out; the next ones of the stream, of any source, take
+            their places.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class MixedStream:
             for order, count in zip(self._orders, self._counts.tolist(), strict=True)
         )
         self.shard_count = sum(order.shard_count for order in self._orders)
+        self.skipped = frozenset(itertools.chain.from_iterable(o.skipped for o in self._orders))
 
     def number_of(self, position: Position) -> int:
         """Return the number of the first window that is not consumed at a position."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,9 +66,18 @@ class Order:
         ranges: The training windows, at least one range.
         seed: A whole number from 0.
         block_shards: Ranges in a block (the last block of an epoch may have fewer).
+        skipped: Shards that nothing is trained on. Their windows keep their numbers, so that the
+            order and every position in it stay what they are without a skip.
     """
 
-    def __init__(self, ranges: Sequence[WindowRange], *, seed: int, block_shards: int) -> None:
+    def __init__(
+        self,
+        ranges: Sequence[WindowRange],
+        *,
+        seed: int,
+        block_shards: int,
+        skipped: Iterable[int] = (),
+    ) -> None:
         self._shards = np.array([one.shard for one in ranges], dtype=np.int64)
         self._firsts = np.array([one.first for one in ranges], dtype=np.int64)
         self._counts = np.array([one.count for one in ranges], dtype=np.int64)
@@ -76,7 +85,8 @@ class Order:
         self.block_shards = block_shards
         self.windows_per_epoch = int(self._counts.sum())
         self.blocks_per_epoch = -(-len(ranges) // block_shards)
-        self.shard_count = len({one.shard for one in ranges})
+        self.skipped = frozenset(skipped)
+        self.shard_count = len({one.shard for one in ranges} - self.skipped)
         self._layout = functools.lru_cache(maxsize=2)(self._lay_out)
 
     @property
@@ -141,13 +151,14 @@ class Order:
         return blocks
 
     def blocks_from(self, block: int) -> Iterator[tuple[int, ...]]:
-        """Yield the shards of that block of the stream and of all that follow, without end."""
+        """Yield what is trained on of that block's shards and of those that follow, without end."""
         epoch, first = divmod(block, self.blocks_per_epoch)
         while True:
             shards = self._shards[self._layout(epoch).ranges]
             for number in range(first, self.blocks_per_epoch):
                 begin = number * self.block_shards
-                yield tuple(shards[begin : begin + self.block_shards].tolist())
+                here = shards[begin : begin + self.block_shards].tolist()
+                yield tuple(shard for shard in here if shard not in self.skipped)
             epoch, first = epoch + 1, 0
 
     def block_start(self, block: int) -> int:

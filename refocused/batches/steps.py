@@ -46,29 +46,41 @@ def steps_from(
 ) -> Iterator[StepWindows]:
     """Yield one rank's share of the steps from a position on, without end.
 
-    Step s takes the next `plan.windows` windows of the stream. They are dealt out in the order
-    accumulation, rank, row, so which windows a step holds depends on their number alone, not on
-    how many ranks or passes share them.
+    Step s takes the next `plan.windows` windows of the stream that are of no skipped shard. They
+    are dealt out in the order accumulation, rank, row, so which windows a step holds depends on
+    their number alone, not on how many ranks or passes share them.
     """
-    deal = np.arange(plan.windows).reshape(plan.accumulation, plan.world_size, plan.micro)
-    share, edges = deal[:, rank], np.array([0, plan.windows - 1])
+    share = np.arange(plan.windows).reshape(plan.accumulation, plan.world_size, plan.micro)[:, rank]
     # About one epoch at most: tiny data would have to lay out hundreds of them for the first step.
     most = min(WINDOWS_AT_ONCE // share.size, order.windows_per_epoch // plan.windows)
-    at_once = max(1, most)
     start = order.number_of(position)
-    while True:
-        starts = start + plan.windows * np.arange(at_once)
-        located = order.locate_in_stream(starts[:, None, None] + share)
-        blocks = order.blocks_in_stream(starts[:, None] + edges).tolist()
+    for numbers in _numbers_from(order, start, steps=max(1, most), windows=plan.windows):
+        located = order.locate_in_stream(numbers[:, share])
+        blocks = order.blocks_in_stream(numbers[:, [0, -1]]).tolist()
         for number, (first_block, last_block) in enumerate(blocks):
-            start += plan.windows
             yield StepWindows(
                 shards=located.shards[number],
                 windows=located.windows[number],
                 first_block=first_block,
                 last_block=last_block,
-                after=order.position_at(start),
+                after=order.position_at(int(numbers[number, -1]) + 1),
             )
+
+
+def _numbers_from(
+    order: Stream, start: int, *, steps: int, windows: int
+) -> Iterator[NDArray[np.int64]]:
+    """Yield the numbers of the windows of so many steps, shape [steps, windows], without end."""
+    skipped, kept = np.array(sorted(order.skipped), dtype=np.int64), np.empty(0, dtype=np.int64)
+    while True:
+        numbers = start + np.arange(steps * windows)
+        start += steps * windows
+        if skipped.size:
+            numbers = numbers[~np.isin(order.locate_in_stream(numbers).shards, skipped)]
+        kept = np.concatenate([kept, numbers])
+        if len(kept) >= steps * windows:
+            yield kept[: steps * windows].reshape(steps, windows)
+            kept = kept[steps * windows :]
 
 
 def shards_wanted(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +18,11 @@ class Stream(Protocol):
     @property
     def windows_per_epoch(self) -> int:
         """Windows within which no source is passed over more than about once."""
+        ...
+
+    @property
+    def skipped(self) -> Collection[int]:
+        """Shards whose windows have numbers and are left out."""
         ...
 
     @property

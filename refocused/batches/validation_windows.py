@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +22,7 @@ class ValidationWindows:
     Args:
         ranges: The windows kept for validation.
         windows: How many of them to take, evenly spaced; all when there are fewer.
+        skipped: Shards whose windows are left out after that, so that the others stay the same.
 
     Attributes:
         shards: Shape [windows]: index of each chosen window's shard.
@@ -31,15 +32,19 @@ class ValidationWindows:
     shards: NDArray[np.int64]
     windows: NDArray[np.int64]
 
-    def __init__(self, ranges: Sequence[WindowRange], *, windows: int) -> None:
+    def __init__(
+        self, ranges: Sequence[WindowRange], *, windows: int, skipped: Collection[int] = ()
+    ) -> None:
         total = window_count(ranges)
         taken = min(windows, total)
         places = np.arange(taken, dtype=np.int64) * total // max(1, taken)
         starts = np.cumsum([0, *(one.count for one in ranges)], dtype=np.int64)
         slots = np.searchsorted(starts, places, side="right") - 1
         firsts = np.array([one.first for one in ranges], dtype=np.int64)
-        self.shards = np.array([one.shard for one in ranges], dtype=np.int64)[slots]
-        self.windows = firsts[slots] + places - starts[slots]
+        shards = np.array([one.shard for one in ranges], dtype=np.int64)[slots]
+        kept = ~np.isin(shards, list(skipped))
+        self.shards = shards[kept]
+        self.windows = (firsts[slots] + places - starts[slots])[kept]
 
     def shards_used(self) -> list[int]:
         """Return the shards that must stay local (`ShardCache.pin`), in ascending order."""

@@ -72,6 +72,10 @@ class DataConfig(Section):
         max_files: Use only the first N training files in name order.
         include: Glob patterns of object names to use; empty: every file of a known format.
         exclude: Glob patterns of object names to leave out.
+        skip: Glob patterns of files whose windows are left out from here on, those that validate
+            too, and which are not fetched. Windows that follow take their places; order, position
+            and fingerprint stay, so that a run goes on where it stands. Of packed chunks the whole
+            pack is left out.
         validation_files: Glob patterns of the files kept for validation.
         validation_fraction: Share of the windows kept for validation when no file is named: the
             last ones in name order.
@@ -102,6 +106,7 @@ class DataConfig(Section):
     max_files: Count | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
     validation_files: tuple[str, ...] = ()
     validation_fraction: Fraction = 0.0
     dtype: TokenType | None = None
@@ -171,4 +176,5 @@ class DataConfig(Section):
         }
         if chosen.validation_files is not None:
             given["validation_fraction"] = 0.0
+        given["skip"] = tuple(pattern.removeprefix(f"{name}/") for pattern in self.skip)
         return self.model_copy(update={"source": chosen.source, "mixture": {}, **given})

@@ -193,7 +193,7 @@ def _download(bucket: Bucket, shard: Shard, target: Path) -> None:
     if size != shard.size:
         raise ShardError(
             f"{shard.name}: {size:,} bytes arrived where the listing promised {shard.size:,}. "
-            "Start again to list the bucket anew, or put its name in data.exclude."
+            "Start again to list the bucket anew, or put its name in data.skip."
         )
 
 
@@ -206,7 +206,7 @@ def _explain(bucket: Bucket, shard: Shard, error: BucketError) -> None:
     if now is None:
         raise ShardError(
             f"{shard.name}: the object is gone from {bucket.url}. Upload it again, or put its name "
-            "in data.exclude."
+            "in data.skip."
         ) from None
     known = now.crc32c is not None and shard.crc32c is not None
     if now.size != shard.size or (known and now.crc32c != shard.crc32c):
@@ -216,5 +216,5 @@ def _explain(bucket: Bucket, shard: Shard, error: BucketError) -> None:
         ) from None
     raise ShardError(
         f"{shard.name}: it cannot be read whole from {bucket.url}: {error} "
-        "If the object itself is corrupt, upload it again or put its name in data.exclude."
+        "If the object itself is corrupt, upload it again or put its name in data.skip."
     ) from None

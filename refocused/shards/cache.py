@@ -19,6 +19,7 @@ from refocused.shards.fetcher_watch import FetcherWatch
 from refocused.shards.local_form import check_vocabulary
 from refocused.shards.local_shards import LocalShards
 from refocused.shards.manifest import Manifest
+from refocused.shards.selection import is_skipped
 from refocused.shards.token_file import TokenFile
 
 POLL_SECONDS = 0.05
@@ -89,6 +90,8 @@ class ShardCache:
         silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
         for shard in manifest.shards:
+            if is_skipped(shard, data):
+                continue
             for file in shard.files:
                 check_vocabulary(file, file.max_id or 0, vocabulary=vocabulary)
         self._manifest = manifest
@@ -290,5 +293,5 @@ class ShardCache:
             f"{self._manifest.shards[index].name}: nothing has been fetched{who} for "
             f"{self._data.fetch_timeout_s:g} s, and it is not local.{trouble} Check the network "
             "and the bucket, raise data.fetch_timeout_s, or put "
-            f"{self._manifest.shards[index].file_names} in data.exclude."
+            f"{self._manifest.shards[index].file_names} in data.skip."
         )

@@ -42,7 +42,7 @@ def check_vocabulary(shard: Shard, max_id: int, *, vocabulary: int) -> None:
         raise ShardError(
             f"{shard.name}: its largest id is {max_id:,}, and the model's vocabulary ends at "
             f"{vocabulary - 1:,}. Use a model with vocab_size above {max_id:,}, or put "
-            f"{shard.file_names} in data.exclude."
+            f"{shard.file_names} in data.skip."
         )
 
 
@@ -128,7 +128,7 @@ def _copy(
     if tokens != shard.tokens:
         raise ShardError(
             f"{shard.name}: {tokens:,} tokens are in it, and the manifest says "
-            f"{shard.tokens:,}. Prepare the data again, or put its name in data.exclude."
+            f"{shard.tokens:,}. Prepare the data again, or put its name in data.skip."
         )
     check_vocabulary(shard, max_id, vocabulary=vocabulary)
     return max_id

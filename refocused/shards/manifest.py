@@ -16,7 +16,7 @@ from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.config.data import DataConfig
 from refocused.errors import ShardError
 from refocused.shards.chunk_folders import check_chunks, named_tokenizer
-from refocused.shards.selection import chosen_names, matches, unlisted_names
+from refocused.shards.selection import chosen_names, is_skipped, matches, unlisted_names
 from refocused.shards.stored import known_content
 from refocused.shards.survey import HeaderFacts, survey
 from refocused.shards.tokenizers import TokenizerChoice, identity_of
@@ -67,7 +67,7 @@ class Shard:
 
     @property
     def file_names(self) -> str:
-        """Its files as messages name them, by the names that `data.exclude` knows."""
+        """Its files as messages name them, by the names that `data.skip` knows."""
         return f"{self.parts[0].name} to {self.parts[-1].name}" if self.parts else self.name
 
     @property
@@ -266,11 +266,11 @@ def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobI
     check_tokenizer(written, data, url=bucket.url)
     rows = {shard.name: shard for shard in written.shards}
     chosen = [rows[name] for name in chosen_names(rows, data=data, url=bucket.url)]
-    _check_listing(chosen, listing, url=bucket.url)
+    _check_listing([one for one in chosen if not is_skipped(one, data)], listing, url=bucket.url)
     for shard in chosen:
         _check_reading(shard, data, url=bucket.url)
     _log.info("  shards   %s: %d by its %s", bucket.url, len(chosen), MANIFEST_NAME)
-    shards = [_as_listed(shard, listing[shard.name]) for shard in chosen]
+    shards = [_as_listed(shard, listing.get(shard.name, shard.blob)) for shard in chosen]
     unlisted = tuple(unlisted_names(listing, listed=rows, data=data))
     return Manifest(_with_content(bucket, shards, data), written.tokenizer, unlisted)
 
@@ -344,6 +344,6 @@ def _check_listing(shards: list[Shard], listing: Mapping[str, BlobInfo], *, url:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ShardError(
             f"{url}: {len(wrong)} of {len(shards)} objects are not what {MANIFEST_NAME} says: "
-            f"{'; '.join(wrong[:5])}{more}. Upload them again, prepare the data again, or put "
-            "their names in data.exclude."
+            f"{'; '.join(wrong[:5])}{more}. Upload them again, prepare the data again, or "
+            "leave them out: put their names in data.skip."
         )

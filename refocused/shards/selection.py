@@ -5,11 +5,15 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Collection, Iterable
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 from refocused.bucket.bucket import checked_name
 from refocused.config.data import DataConfig
 from refocused.errors import ShardError
 from refocused.shards.formats import TEXT_SUFFIXES, TOKEN_SUFFIXES, refusal
+
+if TYPE_CHECKING:
+    from refocused.shards.manifest import Shard
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -24,6 +28,11 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 def is_validation(name: str, data: DataConfig) -> bool:
     """Whether `data.validation_files` keeps a file for validation."""
     return matches(name, data.validation_files)
+
+
+def is_skipped(shard: Shard, data: DataConfig) -> bool:
+    """Whether `data.skip` names a shard, or a file that it is packed from."""
+    return any(matches(file.name, data.skip) for file in shard.files)
 
 
 def chosen_names(names: Collection[str], *, data: DataConfig, url: str) -> list[str]:

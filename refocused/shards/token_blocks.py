@@ -75,7 +75,7 @@ def token_blocks(file: ByteSource, layout: TokenLayout, *, name: str) -> Iterato
             if block.dtype.kind == "i" and block.size and block.min() < 0:
                 raise ShardError(
                     f"{name}: it holds the id {block.min()}, and ids are not negative. Write the "
-                    "file again, or put its name in data.exclude."
+                    "file again, or put its name in data.skip."
                 )
             yield block
 

@@ -86,6 +86,6 @@ class FiniteSteps:
             f"{what} is not finite on rank {self._world.rank} at step {taken.step:,} "
             f"({'; '.join(named)}). Stopped before the optimizer step. The last checkpoint is "
             "good: resume with a lower optimizer.lr, or leave the named file out with "
-            "data.exclude."
+            "data.skip."
         )
         self._world.raise_together(error if guilty else None)

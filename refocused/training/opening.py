@@ -130,6 +130,13 @@ def data_lines(data: DataParts, config: DataConfig, steps: int, plan: BatchPlan)
             f"{source.windows:,} to train and {source.kept:,} to validate, "
             f"{share * steps * plan.windows / source.windows:.2f} epochs in {steps:,} steps"
         )
+    if config.skip:
+        skipped = sum(source.skipped_windows for source in data.sources)
+        count = len(data.sources[0].skipped)
+        lines.append(
+            f"  skip     data.skip leaves out {count:,} of {len(manifest.shards):,} shards, "
+            f"{skipped:,} windows of an epoch; those that follow take their places"
+        )
     if config.mask_documents:
         lines.append(
             f"  mask     attention and loss stay within documents, which begin with id "

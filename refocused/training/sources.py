@@ -17,6 +17,7 @@ from refocused.config.data import DataConfig
 from refocused.errors import ShardError
 from refocused.shards.manifest import Manifest
 from refocused.shards.mixture import split_by_source
+from refocused.shards.selection import is_skipped
 
 PACKING_CHARACTERS = 8
 # Windows of a source that a step may hold or look at beyond its share: at most one at each end (see
@@ -34,6 +35,7 @@ class Source:
         train: The windows that train, by shards of the run's manifest.
         kept: Windows kept for validation.
         validation: Those of them that are validated on.
+        skipped: Shards of the run's manifest that `data.skip` leaves out, of all sources.
     """
 
     name: str | None
@@ -41,11 +43,17 @@ class Source:
     train: Sequence[WindowRange]
     kept: int
     validation: ValidationWindows
+    skipped: frozenset[int] = frozenset()
 
     @property
     def windows(self) -> int:
-        """Windows that train: those of one epoch."""
+        """Windows that train: those of one epoch, the skipped ones included."""
         return window_count(self.train)
+
+    @property
+    def skipped_windows(self) -> int:
+        """Windows of an epoch that are left out."""
+        return window_count(one for one in self.train if one.shard in self.skipped)
 
 
 def split_sources(
@@ -65,9 +73,10 @@ def split_sources(
     Raises:
         ShardError: A pattern names no shard, or no window is left to train or to validate on.
     """
+    skipped = _skipped(manifest, data)
     if not data.mixture:
         split = _split(manifest, data, sequence_length)
-        return [_source(None, PERIOD, split, evaluation_windows)]
+        return [_source(None, PERIOD, split, evaluation_windows, skipped)]
     shares = shares_of({name: one.weight for name, one in data.mixture.items()})
     sources = []
     for name, (first, own) in split_by_source(manifest).items():
@@ -77,8 +86,24 @@ def split_sources(
             raise ShardError(f"data.mixture.{name}: {error}") from None
         split = Split(_moved(split.train, first), _moved(split.validation, first))
         windows = max(1, round(evaluation_windows * shares[name] / PERIOD))
-        sources.append(_source(name, shares[name], split, windows))
+        sources.append(_source(name, shares[name], split, windows, skipped))
     return sources
+
+
+def _skipped(manifest: Manifest, data: DataConfig) -> frozenset[int]:
+    """Return the shards that `data.skip` leaves out.
+
+    Raises:
+        ShardError: A pattern names none.
+    """
+    for pattern in data.skip:
+        one = data.model_copy(update={"skip": (pattern,)})
+        if not any(is_skipped(shard, one) for shard in manifest.shards):
+            raise ShardError(
+                f"data.skip: {pattern!r} fits none of the {len(manifest.shards)} token files. "
+                "Correct the pattern; it may fit a file's name with or without its folder."
+            )
+    return frozenset(i for i, shard in enumerate(manifest.shards) if is_skipped(shard, data))
 
 
 def order_sources(
@@ -116,6 +141,7 @@ def order_sources(
             source.train,
             seed=seed if source.name is None else source_seed(seed, source.name),
             block_shards=block_shards,
+            skipped=source.skipped,
         )
         for source in sources
     ]
@@ -222,14 +248,25 @@ def _split(manifest: Manifest, data: DataConfig, sequence_length: int) -> Split:
     )
 
 
-def _source(name: str | None, share: int, split: Split, windows: int) -> Source:
-    return Source(
+def _source(
+    name: str | None, share: int, split: Split, windows: int, skipped: frozenset[int]
+) -> Source:
+    source = Source(
         name=name,
         share=share,
         train=split.train,
         kept=window_count(split.validation),
-        validation=ValidationWindows(split.validation, windows=windows),
+        validation=ValidationWindows(split.validation, windows=windows, skipped=skipped),
+        skipped=skipped,
     )
+    of_source = "" if name is None else f" of the source {name}"
+    if source.skipped_windows == source.windows:
+        raise ShardError(f"data.skip leaves no window{of_source} to train on. Skip fewer shards.")
+    if windows and source.kept and not len(source.validation.windows):
+        raise ShardError(
+            f"data.skip leaves no window{of_source} to validate on. Skip fewer shards."
+        )
+    return source
 
 
 def _moved(ranges: Sequence[WindowRange], first: int) -> tuple[WindowRange, ...]:

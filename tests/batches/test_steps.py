@@ -17,9 +17,9 @@ from refocused.batches.windows import WindowRange
 from refocused.config.batch_plan import BatchPlan
 
 
-def order_of(*counts: int, block_shards: int = 2) -> Order:
+def order_of(*counts: int, block_shards: int = 2, skipped: tuple[int, ...] = ()) -> Order:
     ranges = [WindowRange(i, 0, count) for i, count in enumerate(counts)]
-    return Order(ranges, seed=3, block_shards=block_shards)
+    return Order(ranges, seed=3, block_shards=block_shards, skipped=skipped)
 
 
 def windows_of_step(steps) -> list[tuple[int, int]]:
@@ -127,6 +127,57 @@ def test_another_global_batch_continues_at_the_same_window():
     located = order.locate(0, np.arange(7, 12))
     assert after.windows[0].tolist() == located.windows.tolist()
     assert after.after == Position(0, 12)
+
+
+@pytest.mark.parametrize("plan", PLANS_OF_16_WINDOWS)
+def test_windows_of_skipped_shards_are_left_out_and_those_that_follow_move_up(plan):
+    counts, start = (7, 12, 5, 20, 9), Position(0, 30)
+    everything = order_of(*counts)
+    order = order_of(*counts, skipped=(1, 3))
+    first = everything.number_of(start)
+    located = everything.locate_in_stream(np.arange(first, first + 1000))
+    kept = ~np.isin(located.shards, [1, 3])
+    wanted = list(zip(located.shards[kept].tolist(), located.windows[kept].tolist(), strict=True))
+    numbers = first + np.flatnonzero(kept)
+    steps = [
+        itertools.islice(steps_from(order, start, plan=plan, rank=rank), 12)
+        for rank in range(plan.world_size)
+    ]
+    for number, step in enumerate(zip(*steps, strict=True)):
+        own = wanted[16 * number : 16 * number + 16]
+        assert windows_of_step(step) == sorted(own)
+        # The position is that of the order with all shards, which takes no account of the skip.
+        last = int(numbers[16 * number + 15])
+        assert {one.after for one in step} == {everything.position_at(last + 1)}
+        blocks = everything.blocks_in_stream(numbers[[16 * number, 16 * number + 15]]).tolist()
+        assert {(one.first_block, one.last_block) for one in step} == {tuple(blocks)}
+
+
+def test_a_resume_with_other_shards_skipped_goes_on_at_the_window_after_the_last():
+    plan, counts = BatchPlan(8, 1, 1, 4), (7, 12, 5, 20, 9)
+    whole = steps_from(order_of(*counts, skipped=(3,)), Position(), plan=plan, rank=0)
+    before = list(itertools.islice(whole, 9))
+    resumed = steps_from(order_of(*counts, skipped=(3,)), before[4].after, plan=plan, rank=0)
+    for ours, theirs in zip(resumed, before[5:], strict=False):
+        assert (ours.shards.tolist(), ours.windows.tolist(), ours.after) == (
+            theirs.shards.tolist(),
+            theirs.windows.tolist(),
+            theirs.after,
+        )
+    unskipped = next(steps_from(order_of(*counts), before[4].after, plan=plan, rank=0))
+    order = order_of(*counts)
+    first = order.number_of(before[4].after)
+    located = order.locate_in_stream(np.arange(first, first + 8))
+    assert unskipped.windows[0].tolist() == located.windows.tolist()
+
+
+def test_skipped_shards_are_not_wanted_locally():
+    order = order_of(4, 4, 4, 4, 4, 4, block_shards=2, skipped=(0, 1, 5))
+    wanted = shards_wanted(
+        order, oldest=0, newest=1, ahead=9, bytes_of=lambda shard: 1, room_bytes=None
+    )
+    assert sorted(wanted) == [2, 3, 4]
+    assert order.shard_count == 3
 
 
 def test_the_blocks_of_a_step_are_those_of_all_its_ranks():

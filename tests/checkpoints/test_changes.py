@@ -73,6 +73,12 @@ def test_settings_that_change_no_model_and_no_data_are_told(step: StepDirectory)
     assert changes.way == "exact"
 
 
+def test_skipped_shards_are_told_and_refuse_nothing(step: StepDirectory) -> None:
+    changes = compared(step, {"data": {"skip": ["bad.npy"]}})
+    assert changes.lines() == ['data.skip not set -> ["bad.npy"]']
+    assert (changes.way, changes.new_data, changes.allowed) == ("exact", False, ())
+
+
 def test_many_settings_are_counted(step: StepDirectory) -> None:
     many = {f"setting_{number}": number for number in range(MOST_LINES + 3)}
     lines = compared(step, {"optimizer": many}).lines()

@@ -165,14 +165,14 @@ CASES = [
         "ids outside the vocabulary",
         1,
         (),
-        (".npy: its largest id is 6", "the model's vocabulary ends at 511", "data.exclude"),
+        (".npy: its largest id is 6", "the model's vocabulary ends at 511", "data.skip"),
         large_ids,
     ),
     Case(
         "ids outside the vocabulary, in a dry run",
         1,
         ("--dry-run",),
-        (".npy: its largest id is 6", "the model's vocabulary ends at 511", "data.exclude"),
+        (".npy: its largest id is 6", "the model's vocabulary ends at 511", "data.skip"),
         large_ids,
     ),
     Case(

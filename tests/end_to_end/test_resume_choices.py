@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -179,6 +180,24 @@ def test_a_corrupt_newest_step_is_set_aside_with_a_warning_and_the_one_before_ta
     assert len(list(checkpoints.glob(".bad-checkpoint_step_20-*"))) == 1
     third = train(copied, *UNMIRRORED, "--resume", "20", ranks=2)  # it was saved anew and is good
     assert third.codes == [0, 0], third.everything
+
+
+def test_a_bad_shard_is_skipped_and_the_run_goes_on_where_it_stands(copied: Path) -> None:
+    skip = 'data.skip=["shard_000.npy"]'
+    ended = train(copied, *UNMIRRORED, skip, "run.steps=24", ranks=2)
+    assert ended.codes == [0, 0], ended.everything
+    assert "resume   step 20" in ended.out[0]
+    assert 'differs  data.skip [] -> ["shard_000.npy"]' in ended.out[0]
+    assert "data.skip leaves out 1 of 3 shards" in ended.out[0]
+    checkpoints = copied / "runs" / "tiny" / "checkpoints"
+    windows = [
+        json.loads((checkpoints / f"checkpoint_step_{step}" / "trainer.json").read_text())[
+            "position"
+        ]["windows"]
+        for step in (20, 24)
+    ]
+    assert windows[0] == 20 * 8  # 2 ranks, micro-batches of 2, accumulated twice
+    assert windows[0] + 4 * 8 < windows[1] < windows[0] + 4 * 8 * 3  # those left out are counted
 
 
 @pytest.mark.parametrize("request_", ["10", "none", "runs/tiny/checkpoints/checkpoint_step_10"])

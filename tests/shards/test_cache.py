@@ -266,7 +266,7 @@ def test_a_corrupt_object_is_tried_again_then_named(site: Site) -> None:
     site.bucket.corrupt.add("a/t_2.npy")
     cache = site.cache()
     cache.open(1)
-    with pytest.raises(ShardError, match=r"a/t_2\.npy: it cannot be read whole.*data\.exclude"):
+    with pytest.raises(ShardError, match=r"a/t_2\.npy: it cannot be read whole.*data\.skip"):
         cache.open(2)
     assert site.bucket.downloads.count("a/t_2.npy") == 2
     assert np.array_equal(opened(cache, 1), shard_tokens(1))

@@ -104,7 +104,7 @@ def test_a_pack_is_refused_by_the_names_of_its_chunks(
     smaller = ShardCache(
         bucket, build(bucket), tmp_path / "cache", data=settings(), vocabulary=100, fetches=False
     )
-    named = "put books/chunk_000000.pt to books/chunk_000003.pt in data.exclude"
+    named = "put books/chunk_000000.pt to books/chunk_000003.pt in data.skip"
     with smaller, pytest.raises(ShardError, match=named):
         smaller.open(0)
 

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from refocused.batches.order import Order
+from refocused.batches.position import Position
+from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.directory import DirectoryBucket
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
 from refocused.errors import ShardError
 from refocused.shards.local_form import HEADER_BYTES
+from refocused.shards.manifest import write_manifest
 from refocused.training.data import DataParts, build_data
 from refocused.world import World
 
@@ -17,9 +23,11 @@ TOKENS = 1000
 SHARDS = 4
 
 
-def built(folder: Path, *, largest: int = 511, **settings: object) -> DataParts:
+def built(
+    folder: Path, *, largest: int = 511, numbers: Iterable[int] = range(SHARDS), **settings: object
+) -> DataParts:
     (folder / "tokens").mkdir(exist_ok=True)
-    for number in range(SHARDS):
+    for number in numbers:
         ids = np.random.default_rng(number).integers(0, largest + 1, TOKENS)
         np.save(folder / "tokens" / f"{number}.npy", ids.astype(np.int32))
     given = {"source": str(folder / "tokens"), "cache": str(folder / "cache"), **settings}
@@ -112,3 +120,34 @@ def test_a_folder_written_anew_with_files_of_the_same_size_is_read_anew(tmp_path
             stream.close()
             data.cache.close()
         assert bool(batch.input_ids.any()) == bool(largest)
+
+
+def test_a_shard_that_is_gone_is_skipped_where_a_manifest_knows_it(tmp_path: Path) -> None:
+    data = built(tmp_path)
+    data.cache.close()
+    bucket = DirectoryBucket(tmp_path / "tokens")
+    rows = (
+        dataclasses.replace(shard, crc32c=crc32c_of(tmp_path / "tokens" / shard.name), sample=None)
+        for shard in data.manifest.shards
+    )
+    write_manifest(bucket, dataclasses.replace(data.manifest, shards=tuple(rows)))
+    before = built(tmp_path)
+    before.cache.close()
+    (tmp_path / "tokens" / "2.npy").unlink()
+
+    def without(**settings: object) -> DataParts:
+        return built(tmp_path, numbers=(0, 1, 3), **settings)
+
+    with pytest.raises(ShardError, match=r"2\.npy is missing.*data\.skip"):
+        without()
+    data = without(skip=["2.npy"])
+    try:
+        assert data.manifest.fingerprint == before.manifest.fingerprint
+        assert data.order_text == before.order_text
+        stream = data.loader.batches_from(Position(0, 7))
+        shards = {shard for _ in range(100) for one in stream.next_step() for shard in one.shards}
+        stream.close()
+        assert shards == {0, 1, 3}
+        assert not list(tmp_path.rglob("cache/*/shards/2.npy.npy"))
+    finally:
+        data.cache.close()

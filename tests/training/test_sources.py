@@ -7,6 +7,9 @@ import pytest
 
 from refocused.batches.mixture import Mixture
 from refocused.batches.order import Order
+from refocused.batches.position import Position
+from refocused.batches.steps import steps_from
+from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
 from refocused.errors import ShardError
 from refocused.shards.manifest import Manifest, Shard
@@ -183,3 +186,46 @@ def test_another_packing_of_the_same_chunks_is_another_order() -> None:
         for one in manifests
     }
     assert len(texts) == 2
+
+
+def test_skipped_shards_keep_the_order_and_lose_their_windows() -> None:
+    plain, data = mixture(), mixture().model_copy(update={"skip": ("web/a.npy",)})
+    before, after = order_of(plain), order_of(data)
+    texts = [
+        describe_order(order, manifest=MIXED, seed=1, sequence_length=LENGTH, document_id=None)
+        for order in (before, after)
+    ]
+    assert texts[0] == texts[1]
+    assert after.stream_from(Position()).skipped == {2}
+    numbers = np.arange(400)
+    for stream in ("shards", "windows"):
+        one, other = (
+            getattr(order.stream_from(Position()).locate_in_stream(numbers), stream)
+            for order in (before, after)
+        )
+        assert np.array_equal(one, other)
+    plan = BatchPlan(micro=8, accumulation=1, world_size=2, sequence_length=LENGTH)
+    steps = steps_from(after.stream_from(Position()), Position(), plan=plan, rank=1)
+    shards = np.concatenate([next(steps).shards.ravel() for _ in range(40)])
+    assert set(shards.tolist()) == {0, 1, 3}
+
+
+def test_a_skip_that_cannot_be_meant_is_refused() -> None:
+    for skip, said in {
+        ("c.npy",): "data.skip: 'c.npy' fits none of the 5 token files",
+        ("code/a.npy",): "data.skip leaves no window of the source code to train on",
+        ("val.npy",): "data.skip leaves no window of the source code to validate on",
+    }.items():
+        with pytest.raises(ShardError, match=said):
+            split(MIXED, mixture(validation_files=["val*"]).model_copy(update={"skip": skip}))
+
+
+def test_the_windows_that_validate_stay_the_same_but_for_those_of_skipped_shards() -> None:
+    manifest = manifest_of(a=10, val_a=9, val_b=9)
+    data = DataConfig(source="s", validation_files=["val/*"])
+    [whole] = split(manifest, data)
+    [rest] = split(manifest, data.model_copy(update={"skip": ("val/a.npy",)}))
+    kept = whole.validation.shards != 1
+    assert 0 < kept.sum() < len(kept)
+    assert rest.validation.windows.tolist() == whole.validation.windows[kept].tolist()
+    assert rest.validation.shards_used() == [2]
