@@ -124,11 +124,12 @@ def _resume(folders: list[Path]) -> int:
 
     chosen = on_two_ranks(action, machines=len(folders))[0]
     if chosen.error is not None:  # nothing but a half of the very first step
-        assert "None of the 1 checkpoints" in str(chosen.error)
+        assert "all 1 are corrupt" in str(chosen.error)
     step = 0 if chosen.error is not None else int(chosen.result)
-    for path in itertools.chain(*map(step_paths, folders)):
-        if read_step(path).step > step:
-            remove_step(path)
+    for folder in folders:
+        for number, path in step_paths(folder).items():
+            if number > step:
+                remove_step(path)
     return step
 
 
