@@ -208,7 +208,9 @@ def transformers_own(setup: Setup) -> Step:
     import transformers
 
     source = transformers_config(setup.shape(), vocabulary=setup.vocabulary, dropout=0.0)
-    model = transformers.AutoModelForCausalLM.from_config(source, attn_implementation="sdpa")
+    model = transformers.AutoModelForCausalLM.from_config(
+        source, attn_implementation="sdpa", trust_remote_code=False
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER.lr)
     inputs, _ = setup.batch()
     is_bf16 = setup.precision.dtype == "bf16"
@@ -279,7 +281,9 @@ def trainer(
         },
     )
     source = transformers_config(setup.shape(), vocabulary=setup.vocabulary, dropout=0.0)
-    model = transformers.AutoModelForCausalLM.from_config(source, attn_implementation="sdpa")
+    model = transformers.AutoModelForCausalLM.from_config(
+        source, attn_implementation="sdpa", trust_remote_code=False
+    )
     ids, _ = setup.batch()
     rows = [{"input_ids": row, "labels": row} for row in ids.repeat(steps * setup.accumulation, 1)]
     transformers.Trainer(

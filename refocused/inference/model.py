@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -162,6 +163,7 @@ def load_network(folder: Path, *, dtype: Dtype) -> Any:
                 dtype=TORCH_DTYPES[dtype],
                 attn_implementation=ATTENTION,
                 local_files_only=True,
+                trust_remote_code=False,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
@@ -198,16 +200,35 @@ def _load_folder(
         network = load_network(source, dtype=dtype)
         tokenizer = None if without else _tokenizer_beside(source, network.config, choice)
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(_needs_code(source)) from None
         reason = str(error).rstrip(".")
         raise CheckpointError(f"{source} cannot be loaded by transformers: {reason}.") from None
     return LoadedModel(network.to(device), tokenizer, source, {})
+
+
+def _needs_code(source: Path) -> str:
+    """Name the file of a model that refers to Python code, which transformers refused to run."""
+    named: Mapping[str, Any] = {}
+    for name in ("config.json", "tokenizer_config.json"):
+        with contextlib.suppress(OSError, ValueError):
+            named = json.loads((source / name).read_text()).get("auto_map") or {}
+        if named:
+            break
+    return (
+        f"{source / name} needs Python code that came with the model (auto_map: "
+        f"{', '.join(sorted(named))}), and refocused runs no such code. Convert the model to an "
+        "architecture that transformers includes; for a tokenizer alone, name another: --tokenizer."
+    )
 
 
 def _tokenizer_beside(source: Path, config: Any, choice: TokenizerChoice | None) -> Any:
     import transformers
 
     if choice is None:
-        found = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
+        found = transformers.AutoTokenizer.from_pretrained(
+            source, local_files_only=True, trust_remote_code=False
+        )
         # Of no file transformers make one that knows no text.
         if set(found.get_vocab()) <= set(found.all_special_tokens):
             raise CheckpointError(

@@ -49,7 +49,10 @@ def build_model(
     config = transformers_config(settings, vocabulary=vocabulary, dropout=dropout)
     config.use_cache = False
     network = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation=register_attention(), dtype=torch.float32
+        config,
+        attn_implementation=register_attention(),
+        dtype=torch.float32,
+        trust_remote_code=False,
     )
     _fuse_activations(network)
     if activation_checkpointing:

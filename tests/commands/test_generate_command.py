@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands.run_samples import SampleRun
+from fakes import Emulator
 from inference.small_models import small_model
+from ranks import ROOT
 
 from refocused.commands.generate import main
 
@@ -37,10 +41,14 @@ def give(monkeypatch: pytest.MonkeyPatch, text: bytes, *, at_terminal: bool) -> 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A transformers folder."""
-    model, path = small_model(), tmp_path_factory.mktemp("model")
-    model.network.save_pretrained(path)
-    model.tokenizer.save_pretrained(path)
-    return path
+    return saved_model("gpt2", tmp_path_factory.mktemp("model"))
+
+
+def saved_model(family: str, folder: Path) -> Path:
+    model = small_model(family)
+    model.network.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+    return folder
 
 
 def test_one_text_is_printed_with_its_pace(folder: Path, capsys: Capture) -> None:
@@ -121,6 +129,94 @@ def test_each_mistake_has_one_message(
     err = capsys.readouterr().err
     assert said in err
     assert "Traceback" not in err
+
+
+SPY = """
+import os, pathlib
+pathlib.Path(os.environ["SENTINEL"]).touch()
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+class Config(GPT2Config):
+    model_type = "spy"
+class Model(GPT2LMHeadModel):
+    config_class = Config
+class Tokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def with_code(folder: Path, copy: Path, *, in_file: str) -> Path:
+    """Copy a model whose config or tokenizer needs Python code that lies in the folder."""
+    shutil.copytree(folder, copy)
+    (copy / "spy.py").write_text(SPY)
+    changes: dict[str, dict[str, Any]] = {
+        "config.json": {
+            "model_type": "spy",
+            "auto_map": {"AutoConfig": "spy.Config", "AutoModelForCausalLM": "spy.Model"},
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "Tokenizer",
+            "auto_map": {"AutoTokenizer": [None, "spy.Tokenizer"]},
+        },
+    }
+    file = copy / in_file
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes[in_file]))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("command", "in_file", "in_bucket"),
+    [
+        ("generate", "config.json", False),
+        ("generate", "config.json", True),
+        ("generate", "tokenizer_config.json", False),
+        ("evaluate", "config.json", False),
+        ("evaluate", "config.json", True),
+    ],
+)
+def test_code_in_a_model_folder_is_never_run(
+    folder: Path, tmp_path: Path, emulator: Emulator, command: str, in_file: str, in_bucket: bool
+) -> None:
+    if in_file == "tokenizer_config.json":  # transformers have a tokenizer of their own for GPT-2
+        folder = saved_model("ten", tmp_path / "ten")
+    source = model = with_code(folder, tmp_path / "spy", in_file=in_file)
+    named = str(source)
+    if in_bucket:
+        named = f"{emulator.url}/models/spy"
+        model = tmp_path / "data/models" / named.partition("://")[2]
+        for path in source.iterdir():
+            emulator.put(f"models/spy/{path.name}", path.read_bytes())
+    (tmp_path / "text.txt").write_text("some text to score")
+    options = {
+        "generate": ["some text", "--tokens", "2"],
+        "evaluate": ["--tasks", "text.txt", "--device", "cpu"],
+    }
+    done = subprocess.run(
+        [sys.executable, str(ROOT / f"launch/{command}.py"), named, *options[command]],
+        input="y\ny\ny\n",
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"SENTINEL": str(tmp_path / "sentinel")},
+        check=False,
+    )
+    assert not (tmp_path / "sentinel").exists(), done.stdout + done.stderr
+    assert done.returncode == 1, done.stderr
+    assert f"{model.relative_to(tmp_path) if in_bucket else model}/{in_file} needs" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("family", ["resonance", "ten"])
+def test_our_own_families_load_without_the_code_beside_them(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    saved = saved_model(family, tmp_path / family)
+    own = with_code(saved, tmp_path / "copy", in_file="config.json")
+    config = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(config | {"model_type": family}))
+    monkeypatch.setenv("SENTINEL", str(tmp_path / "sentinel"))
+    assert main([str(own), "def f", "--tokens", "2"]) == 0
+    assert capsys.readouterr().out.startswith("def f")
+    assert not (tmp_path / "sentinel").exists()
 
 
 def test_a_prompt_that_is_too_long_has_one_message(folder: Path, capsys: Capture) -> None:
