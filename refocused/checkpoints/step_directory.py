@@ -244,16 +244,35 @@ def in_use(path: Path) -> Iterator[None]:
     with (path / MANIFEST).open("rb") as manifest:
         with contextlib.suppress(OSError):  # a network disk without locks
             fcntl.flock(manifest, fcntl.LOCK_SH)
+        (path / MANIFEST).stat()  # it may have been removed while the lock was waited for
+        yield
+
+
+@contextlib.contextmanager
+def unused(path: Path) -> Iterator[None]:
+    """Keep readers away from a step while it is removed.
+
+    Raises:
+        BlockingIOError: Something holds it.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            manifest = stack.enter_context((path / MANIFEST).open("rb"))
+            try:
+                fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BlockingIOError(errno.EBUSY, "another process is reading it") from None
+            except OSError:
+                pass  # a network disk without locks
         yield
 
 
 def is_in_use(path: Path) -> bool:
-    """Whether somebody is reading a step as `in_use` says."""
+    """Whether something is reading a step."""
     try:
-        with (path / MANIFEST).open("rb") as manifest:
-            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with unused(path):
+            return False
     except BlockingIOError:
         return True
     except OSError:
         return False
-    return False

@@ -12,7 +12,7 @@ from refocused.checkpoints.branches import FIRST_BRANCH, Branch, checkpoint_path
 from refocused.checkpoints.mirror_status import MirrorStatus
 from refocused.checkpoints.retention import KeptStep, best_of, to_remove
 from refocused.checkpoints.staging import remove_step
-from refocused.checkpoints.step_directory import StepDirectory, is_in_use, read_step
+from refocused.checkpoints.step_directory import StepDirectory, is_in_use, read_step, unused
 from refocused.checkpoints.tiers import Tier
 from refocused.checkpoints.verify import verify
 from refocused.errors import CheckpointError
@@ -104,9 +104,10 @@ def _seen(
 def _remove(checkpoints: Path, names: Sequence[str]) -> None:
     for name in names:
         try:
-            remove_step(checkpoints / name)
-        except FileNotFoundError:
-            continue  # another keeper alone has it
+            with unused(checkpoints / name):
+                remove_step(checkpoints / name)
+        except (FileNotFoundError, BlockingIOError):
+            continue  # another keeper alone has it, or a reader has come meanwhile
         except OSError as error:
             logger.warning("%s could not be removed: %s", name, error)
 

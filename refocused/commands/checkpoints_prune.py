@@ -102,6 +102,12 @@ def run_prune(arguments: argparse.Namespace) -> int:
 
 def _disk(arguments: argparse.Namespace) -> PrunedPlace:
     from refocused.checkpoints.staging import remove_step
+    from refocused.checkpoints.step_directory import unused
+
+    def remove(step: int) -> None:
+        path = catalog.local / catalog.branch.name_of(step)
+        with unused(path):
+            remove_step(path)
 
     catalog = catalog_of(find_run(arguments.run), _without_remote(arguments))
     entries = [entry for entry in catalog.entries() if entry.local != "-" and entry.is_present]
@@ -109,7 +115,7 @@ def _disk(arguments: argparse.Namespace) -> PrunedPlace:
         where=str(catalog.local),
         steps=[_kept_step(catalog, entry) for entry in entries],
         sizes={entry.step: entry.size or 0 for entry in entries},
-        remove=lambda step: remove_step(catalog.local / catalog.branch.name_of(step)),
+        remove=remove,
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from refocused.checkpoints.step_directory import StepDirectory
+from refocused.checkpoints.step_directory import StepDirectory, in_use
 from refocused.checkpoints.verify import describe, verify
 from refocused.errors import CheckpointError
 from refocused.inference.layout import Layout, find_layout
@@ -15,10 +17,13 @@ from refocused.inference.zero_files import ZeroFiles
 from refocused.models.causal_lm import NETWORK_PREFIX
 
 PIECE_ELEMENTS = 2**22
+_OTHERS = "Choose another step: python launch/checkpoints.py list"
 
 
 class StepWeights:
     """The float32 masters of every parameter, and the buffers, under transformers' names.
+
+    As long as it exists, retention leaves the step alone.
 
     Attributes:
         step: Where they come from.
@@ -79,14 +84,20 @@ def open_weights(step: StepDirectory) -> StepWeights:
     Raises:
         CheckpointError: A file of it is damaged or missing, or is not as DeepSpeed writes it.
     """
-    problems = verify(step, deep=True)
-    if problems:
-        raise CheckpointError(
-            f"{step.path} is corrupt: {describe(problems)}. "
-            "Choose another step: python launch/checkpoints.py list"
-        )
-    files = ZeroFiles(step)
-    return StepWeights(step, files, find_layout(files, step.manifest))
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(in_use(step.path))
+        except OSError as error:
+            raise CheckpointError(
+                f"{step.path} cannot be read any more ({error.strerror}). {_OTHERS}"
+            ) from None
+        problems = verify(step, deep=True)
+        if problems:
+            raise CheckpointError(f"{step.path} is corrupt: {describe(problems)}. {_OTHERS}")
+        files = ZeroFiles(step)
+        weights = StepWeights(step, files, find_layout(files, step.manifest))
+        weakref.finalize(weights, stack.pop_all().close)
+    return weights
 
 
 def _plain(name: str) -> str:

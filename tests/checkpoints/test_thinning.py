@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import shutil
 from pathlib import Path
 
 import pytest
 from checkpoints.step_samples import make_step
 
+from refocused.checkpoints import thinning
 from refocused.checkpoints.branches import saved_steps
 from refocused.checkpoints.mirror_status import MirrorStatus
+from refocused.checkpoints.staging import remove_step
 from refocused.checkpoints.step_directory import in_use, is_in_use
 from refocused.checkpoints.thinning import disk_is_low, local_steps, thin_out
 from refocused.process_identity import this_process
@@ -44,6 +48,33 @@ def test_a_step_that_is_read_stays_until_that_is_over(tmp_path: Path) -> None:
         assert is_in_use(tmp_path / "checkpoint_step_10")
         assert thin_out(tmp_path, World(), keep=2, mirrored=False, status=None) == []
     assert thin_out(tmp_path, World(), keep=2, mirrored=False, status=None) == named(10)
+
+
+def test_a_reader_that_comes_between_the_choice_and_the_removal_keeps_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (10, 20, 30):
+        make_step(tmp_path, step)
+    readers = contextlib.ExitStack()
+
+    def come(*_: object, **__: object) -> list[int]:
+        readers.enter_context(in_use(tmp_path / "checkpoint_step_10"))
+        return [10]
+
+    monkeypatch.setattr(thinning, "to_remove", come)
+    thin_out(tmp_path, World(), keep=2, mirrored=False, status=None)
+    assert there(tmp_path) == [10, 20, 30]
+    readers.close()
+
+
+def test_a_step_removed_before_its_reader_has_the_lock_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_step(tmp_path, 10)
+    step = tmp_path / "checkpoint_step_10"
+    monkeypatch.setattr(fcntl, "flock", lambda *_: remove_step(step))
+    with pytest.raises(FileNotFoundError), in_use(step):
+        pytest.fail("it is gone")
 
 
 def test_what_is_mirrored_is_what_the_mirror_says(tmp_path: Path) -> None:

@@ -6,18 +6,23 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from checkpoints.step_samples import flip_byte
+from checkpoints.step_samples import flip_byte, make_step
 from inference.step_saves import PLAIN, SAVES, SPECIAL, Save, step_of, weights_of
+from shards.text_samples import word_file
 
 from refocused.checkpoints.step_directory import StepDirectory, read_step
+from refocused.checkpoints.thinning import thin_out
+from refocused.commands.main import main
 from refocused.errors import CheckpointError
+from refocused.inference import export, model, zero_files
 from refocused.inference import weights as weights_module
-from refocused.inference import zero_files
 from refocused.inference.weights import open_weights
 from refocused.inference.zero_files import ZeroFiles
+from refocused.world import World
 
 pytestmark = pytest.mark.slow
 CASES = [(ranks, save) for ranks, saves in SAVES.items() for save in saves]
@@ -36,6 +41,52 @@ def test_weights_equal_the_engines(saved: dict[int, Path], ranks: int, save: Sav
     for name, weight in wanted.items():
         assert found.shapes[name] == weight.shape
         assert torch.equal(found.tensor(name), weight), name
+
+
+@pytest.mark.parametrize(
+    ("command", "reads"),
+    [
+        (["checkpoints", "export"], "export.write_safetensors"),
+        (["evaluate"], "model.tokenizer_of"),
+        (["generate"], "model.tokenizer_of"),
+    ],
+    ids=["export", "evaluate", "generate"],
+)
+def test_retention_leaves_a_step_that_a_command_reads(
+    saved: dict[int, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    reads: str,
+) -> None:
+    step = tmp_path / "run/checkpoints/checkpoint_step_2"
+    shutil.copytree(step_of(saved[1], PLAIN[1][0]), step)
+    make_step(step.parent, 3, validation_loss=1.0)
+    make_step(step.parent, 4)
+
+    def retain() -> list[int]:
+        return thin_out(step.parent, World(), keep=2, mirrored=False, status=None)
+
+    module, name = reads.split(".")
+    original = getattr({"export": export, "model": model}[module], name)
+    removed = []
+
+    def read(*arguments: Any, **options: Any) -> Any:
+        removed.append(retain())
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(f"refocused.inference.{reads}", read)
+    (tmp_path / "text.txt").write_text("the cat the cat")
+    options = {
+        "export": [str(tmp_path / "out"), "--no-compare"],
+        "evaluate": ["--tasks", str(tmp_path / "text.txt"), "--device", "cpu"],
+        "generate": ["the cat", "--tokens", "2"],
+    }[command[-1]]
+    named = ["--tokenizer", str(word_file(tmp_path / "words.json"))]
+    monkeypatch.setattr(sys, "argv", ["refocused", *command, str(step), *options, *named])
+    assert main() == 0
+    assert removed == [[]]
+    assert retain() == [2]
 
 
 def test_small_pieces_make_the_same_tensors(
