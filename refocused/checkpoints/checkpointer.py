@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import json
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,14 +18,13 @@ from refocused.checkpoints.kept_history import HISTORY, bring_back, end_of
 from refocused.checkpoints.manifest import CheckpointManifest, FileRecord
 from refocused.checkpoints.parts import assembled
 from refocused.checkpoints.shard_owner import ShardOwner, Written
-from refocused.checkpoints.staging import Staging, clean_leftovers
+from refocused.checkpoints.staging import Staging, lack_of_room, prepare_folder, room_left
 from refocused.checkpoints.step_directory import Part, StepDirectory
 from refocused.checkpoints.tiers import Tier
 from refocused.errors import CheckpointError, RefocusedError
 from refocused.world import World
 
 FREE_SPACE_FACTOR = 1.2  # of the last save's size
-LEFTOVER_AGE_S = 3600.0
 T = TypeVar("T")
 
 
@@ -83,6 +81,7 @@ class Checkpointer:
         branch: Branch = FIRST_BRANCH,
         allowed_changes: Collection[str] = (),
         history: Path | None = None,
+        least_bytes: int = 0,
     ) -> None:
         """Save below a folder.
 
@@ -93,6 +92,7 @@ class Checkpointer:
             branch: The branch that what is saved is on.
             allowed_changes: Settings in which a step that is loaded may differ: `data.mixture`.
             history: Rank 0's file of metrics, of which every step keeps the end; None: nothing.
+            least_bytes: What a save takes of this disk at least, by an estimate; 0: unknown.
         """
         self._folder = folder
         self._world = world
@@ -101,6 +101,7 @@ class Checkpointer:
         self._branch = branch
         self._allowed_changes = allowed_changes
         self._history = history
+        self._least_bytes = least_bytes
         self._last_bytes = 0
         self._begun: tuple[_BeingSaved, Future[_WrittenPart]] | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -207,11 +208,13 @@ class Checkpointer:
         if own is not None and self._world.is_first:
             bring_back(step, own)
 
-    def clean(self) -> None:
-        """Remove what killed saves and removals left behind."""
-        self._world.keepers_do(
-            lambda: clean_leftovers(self._folder, older_than_s=LEFTOVER_AGE_S, now=time.time())
-        )
+    def prepare(self) -> None:
+        """Clean the folder, and make sure that it can be written and has room for a first save.
+
+        Raises:
+            ConfigError: On every rank: nothing that is trained could be saved.
+        """
+        self._world.keepers_do(lambda: prepare_folder(self._folder, least_bytes=self._least_bytes))
 
     def _start(
         self, trainer: Mapping[str, Any], files_done: int, tiers: Sequence[Tier]
@@ -285,13 +288,10 @@ class Checkpointer:
 
     def _prepare(self, staging: Staging) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        free, needed = shutil.disk_usage(self._folder).free, self._last_bytes * FREE_SPACE_FACTOR
-        if free < needed:
-            raise CheckpointError(
-                f"Step {staging.final.name} was not saved: {self._folder} has {free / 1e9:.2f} GB "
-                f"free and a save needs {needed / 1e9:.2f} GB. Make room, or lower "
-                "checkpoint.keep."
-            )
+        needed = round(self._last_bytes * FREE_SPACE_FACTOR) or self._least_bytes
+        lack = lack_of_room(self._folder, needed=needed)
+        if lack is not None:
+            raise CheckpointError(f"{staging.final.name} was not saved: {lack}")
         staging.create()
 
     def _commit(self, being_saved: _BeingSaved, files: dict[str, FileRecord]) -> StepDirectory:
@@ -349,14 +349,7 @@ def _save_error(staging: Staging, errors: Sequence[OSError]) -> CheckpointError:
     first = errors[0]
     return CheckpointError(
         f"{staging.final.name} was not saved: {first.strerror or first} "
-        f"({first.filename or staging.path}{_free_space(staging.final.parent)}). What was written "
-        "of it is removed. Make room on that disk, or lower checkpoint.keep."
+        f"({first.filename or staging.path}; "
+        f"{room_left(staging.final.parent, besides=staging.path)}). What was written of it is "
+        "removed. Make room on that disk, or lower checkpoint.keep."
     )
-
-
-def _free_space(folder: Path) -> str:
-    """Say how much room a folder's disk has; nothing where the folder could not even be made."""
-    try:
-        return f"; {shutil.disk_usage(folder).free / 1e9:.2f} GB free"
-    except OSError:
-        return ""

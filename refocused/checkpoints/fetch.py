@@ -18,7 +18,12 @@ from refocused.checkpoints.atomic import (
 )
 from refocused.checkpoints.manifest import COMMITTED, MANIFEST, Marker
 from refocused.checkpoints.remote_steps import RemoteSteps
-from refocused.checkpoints.staging import STAGING_PREFIX, remove_step
+from refocused.checkpoints.staging import (
+    FETCH_LOCK,
+    FETCH_SUFFIX,
+    STAGING_PREFIX,
+    remove_step,
+)
 from refocused.checkpoints.step_directory import PART, Part, StepDirectory, read_step
 from refocused.checkpoints.verify import describe, verify
 from refocused.errors import (
@@ -69,12 +74,12 @@ def fetch_step(
             "Choose another step: python launch/checkpoints.py list"
         )
     checkpoints.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(checkpoints / ".fetch.lock")
+    lock = FileLock(checkpoints / FETCH_LOCK)
     waited = _wait_for(lock, checkpoints)
     try:
         if waited and is_copy_of(checkpoints / name, marker):
             return read_step(checkpoints / name)
-        stage = checkpoints / f"{STAGING_PREFIX}{name.replace('/', '-')}-fetch"
+        stage = checkpoints / f"{STAGING_PREFIX}{name.replace('/', '-')}{FETCH_SUFFIX}"
         step = _download(remote, name, stage, marker, part=part, threads=threads, progress=progress)
         return _install(step, checkpoints / name, stage)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import shutil
 from collections.abc import Collection, Iterable, Mapping
@@ -13,12 +14,17 @@ from refocused.checkpoints.atomic import fsync_directories, fsync_path
 from refocused.checkpoints.manifest import COMMITTED, MANIFEST, CheckpointManifest, FileRecord
 from refocused.checkpoints.step_directory import PART, Part, StepDirectory
 from refocused.checkpoints.verify import describe, verify
-from refocused.errors import CheckpointError
+from refocused.errors import CheckpointError, ConfigError
+from refocused.file_lock import FileLock
+
+logger = logging.getLogger(__name__)
 
 STAGING_PREFIX = ".tmp-"
 REMOVAL_PREFIX = ".del-"
 SUPERSEDED_PREFIX = "superseded-"
 BAD_PREFIX = ".bad-"
+FETCH_SUFFIX = "-fetch"
+FETCH_LOCK = ".fetch.lock"  # held by the download that writes into such a directory
 
 
 class Staging:
@@ -145,7 +151,8 @@ def remove_step(path: Path) -> None:
     doomed = path.with_name(f"{REMOVAL_PREFIX}{path.name}-{secrets.token_hex(4)}")
     path.rename(doomed)
     fsync_path(path.parent)
-    shutil.rmtree(doomed)
+    with contextlib.suppress(FileNotFoundError):  # a start cleans up at the same time
+        shutil.rmtree(doomed)
 
 
 def set_aside(path: Path) -> Path:
@@ -158,33 +165,114 @@ def set_aside(path: Path) -> Path:
 
 def leftovers(checkpoints: Path) -> list[Path]:
     """Every directory that a killed save, download or removal left behind, or one is using."""
-    if not checkpoints.is_dir():
-        return []
-    folders = [checkpoints, *checkpoints.glob("branch-*")]
-    prefixes = (STAGING_PREFIX, REMOVAL_PREFIX)
-    return sorted(
-        path for folder in folders for path in folder.iterdir() if path.name.startswith(prefixes)
-    )
+    return _named(checkpoints, (STAGING_PREFIX, REMOVAL_PREFIX))
 
 
-def clean_leftovers(checkpoints: Path, *, older_than_s: float, now: float) -> list[Path]:
-    """Remove leftovers in which nothing was written for `older_than_s` seconds.
+def steps_set_aside(checkpoints: Path) -> list[Path]:
+    """Every step directory that was taken out of the run's history; nothing reads them."""
+    return _named(checkpoints, (SUPERSEDED_PREFIX, BAD_PREFIX))
+
+
+def bytes_below(folder: Path) -> int:
+    """Bytes of the files in a folder; other processes may remove some meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def clean_leftovers(checkpoints: Path) -> list[Path]:
+    """Remove what killed saves, downloads and removals left; return what was removed.
+
+    The caller holds the run's lock and saves nothing at the moment, so that no save or removal of
+    the run is going on. A download has a lock of its own.
 
     Args:
         checkpoints: Folder of the step directories.
-        older_than_s: Age that tells a leftover from a save in progress, in seconds.
-        now: Unix time in seconds.
-
-    Returns:
-        The directories removed.
     """
-    removed = []
-    for path in leftovers(checkpoints):
-        try:
-            newest = max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
-            if now - newest > older_than_s:
-                shutil.rmtree(path)
-                removed.append(path)
-        except FileNotFoundError:
-            continue  # its owner is at work: it was renamed or removed meanwhile
-    return removed
+    found = leftovers(checkpoints)
+    fetched = [path for path in found if path.name.endswith(FETCH_SUFFIX)]
+    lock = FileLock(checkpoints / FETCH_LOCK)
+    if fetched and not lock.acquire():
+        found = [path for path in found if path not in fetched]
+    try:
+        for path in found:
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        lock.release()
+    return [path for path in found if not path.exists()]
+
+
+def room_left(checkpoints: Path, *, besides: Path | None = None) -> str:
+    """Say how much room the folder's disk has, and which leftovers take some of it.
+
+    Args:
+        checkpoints: Folder of the step directories.
+        besides: A leftover that is about to be removed.
+    """
+    try:
+        text = f"{shutil.disk_usage(checkpoints).free / 1e9:.2f} GB free"
+    except OSError:
+        return "room unknown"
+    left = [path for path in leftovers(checkpoints) if path != besides]
+    if not left:
+        return text
+    size = sum(map(bytes_below, left)) / 1e9
+    return (
+        f"{text}; leftovers of killed saves and removals take {size:.2f} GB there and could not be "
+        f"removed: {', '.join(path.name for path in left)}"
+    )
+
+
+def lack_of_room(checkpoints: Path, *, needed: int) -> str | None:
+    """Say why a save of `needed` bytes does not fit on the disk; None: it may fit."""
+    if shutil.disk_usage(checkpoints).free >= needed:
+        return None
+    return (
+        f"{checkpoints} has {room_left(checkpoints)}, and a save needs about {needed / 1e9:.2f} "
+        "GB. Make room, lower checkpoint.keep, or set run.directory to a folder on another disk."
+    )
+
+
+def prepare_folder(checkpoints: Path, *, least_bytes: int) -> None:
+    """Clean a folder before a run saves to it; make sure that the first save can succeed.
+
+    Args:
+        checkpoints: Folder of the step directories; the caller holds the run's lock.
+        least_bytes: What a save takes at least, by an estimate.
+
+    Raises:
+        ConfigError: Nothing that is trained could be saved.
+    """
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        removed = clean_leftovers(checkpoints)
+        probe = checkpoints / ".probe"
+        _write_synced(probe, b"x" * 4096)
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"No checkpoint could be saved: {checkpoints} cannot be written ({error.strerror}). "
+            "Make it writable, or set run.directory to a folder on another disk. Nothing was "
+            "trained."
+        ) from error
+    if removed:
+        names = ", ".join(path.name for path in removed)
+        logger.info("  removed  %s: left by killed saves, downloads or removals", names)
+    lack = lack_of_room(checkpoints, needed=least_bytes)
+    if lack is None:
+        return
+    if any(checkpoints.glob("**/checkpoint_step_*")):
+        logger.warning("%s Until then older steps are removed as far as retention allows.", lack)
+    else:
+        raise ConfigError(f"No checkpoint could be saved: {lack} Nothing was trained.")
+
+
+def _named(checkpoints: Path, prefixes: tuple[str, ...]) -> list[Path]:
+    if not checkpoints.is_dir():
+        return []
+    folders = [checkpoints, *checkpoints.glob("branch-*")]
+    return sorted(
+        path for folder in folders for path in folder.iterdir() if path.name.startswith(prefixes)
+    )

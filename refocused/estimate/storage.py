@@ -6,6 +6,7 @@ import dataclasses
 
 from refocused.config.outputs import CheckpointConfig
 from refocused.estimate.run_cost import RunCost, RunWork
+from refocused.world import World
 
 MASTER_BYTES = 12  # a parameter's float32 master and Adam's two moments
 KEPT_BESIDE = 2  # the best step and the last one of an interruption
@@ -46,6 +47,21 @@ def checkpoint_bytes(parameters: int, *, stage: int, dtype: str) -> int:
     """
     weights = (4 if dtype == "fp32" else 2) if stage < 3 else 0
     return (MASTER_BYTES + weights) * parameters
+
+
+def least_save_bytes(parameters: int, stage: int, *, optimizer: str, world: World) -> int:
+    """Return the bytes that a save takes of this machine's disk at least; 0: unknown.
+
+    Args:
+        parameters: With the padding.
+        stage: Of ZeRO; at 0 rank 0 writes all, above it each rank its share.
+        optimizer: Muon has one moment where AdamW has two.
+        world: The ranks, and which of them share a disk.
+    """
+    size = (MASTER_BYTES - 4 * (optimizer == "muon")) * parameters
+    if world.keepers == 1:
+        return size
+    return size * world.local_world_size // world.world_size if stage else 0
 
 
 def run_storage(

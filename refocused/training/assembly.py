@@ -26,6 +26,7 @@ from refocused.engine.build import build_engine, load_deepspeed
 from refocused.engine.compiled import Compilation, compile_blocks
 from refocused.engine.engine import Engine
 from refocused.engine.randomness import seed_everything
+from refocused.estimate.storage import least_save_bytes
 from refocused.estimate.work import (
     CREDIBLE_MFU,
     CREDIBLE_MFU_IN_FP8,
@@ -159,7 +160,7 @@ def assemble_parts(
         began_seconds: When this process's session began, on the monotonic clock.
     """
     config, world = job.loaded.config, job.world
-    engine, parameters = built.engine, built.parameters
+    engine, parameters, zero = built.engine, built.parameters, job.planned.choice.zero
     rows = job.loaded.shape.padded_vocabulary(config.model.vocabulary_multiple)
     texts = build_texts(
         config.data,
@@ -183,10 +184,7 @@ def assemble_parts(
     _say_computation(built, reporter, precision=config.precision)
     if config.checkpoint.in_background:
         copied = copied_bytes(
-            parameters,
-            stage=job.planned.choice.zero.stage,
-            dtype=config.precision.dtype,
-            world=world,
+            parameters, stage=zero.stage, dtype=config.precision.dtype, world=world
         )
         require_memory_for_copies(copied, world=world, available=available_bytes)
     saver = Saver(
@@ -197,6 +195,9 @@ def assemble_parts(
             branch=branch,
             allowed_changes=job.request.allowed_changes,
             history=job.folder / METRICS_FILE,
+            least_bytes=least_save_bytes(
+                parameters, zero.stage, optimizer=config.optimizer.kind, world=world
+            ),
         ),
         folder=job.checkpoints,
         branch=branch,

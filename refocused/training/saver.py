@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -28,8 +27,6 @@ from refocused.training.state import TrainState
 from refocused.world import World
 
 logger = logging.getLogger(__name__)
-
-ABANDONED_S = 60.0  # without a write: a save or download that was killed
 
 
 class Saver:
@@ -185,8 +182,12 @@ class Saver:
         self._world.keepers_do(lambda: self._set_aside(corrupt))
 
     def begin(self) -> None:
-        """Remove what killed saves left, and start the background copy."""
-        self._checkpointer.clean()
+        """See that the state can be saved, and start the background copy.
+
+        Raises:
+            ConfigError: On every rank: a disk cannot be written, or has no room for a first save.
+        """
+        self._checkpointer.prepare()
         self.mirror.start()
 
     def _set_aside(self, corrupt: Collection[Path]) -> None:
@@ -220,7 +221,7 @@ class Saver:
         """Return whether this disk lacks room for another save; leftovers are removed then."""
         with contextlib.suppress(OSError):  # the save that follows says what is wrong
             if disk_is_low(self._folder, self._branch, saves=FREE_SPACE_FACTOR):
-                clean_leftovers(self._folder, older_than_s=ABANDONED_S, now=time.time())
+                clean_leftovers(self._folder)
                 return True
         return False
 

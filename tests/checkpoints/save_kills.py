@@ -107,7 +107,7 @@ def run_kills(folders: list[Path], *, kills: int, seed: int) -> Report:
         told = max(told, resumed)  # one that was committed and not told any more
         report.interrupted += any(leftovers(folder) for folder in folders)
         for folder in folders:
-            clean_leftovers(folder, older_than_s=-1, now=time.time())
+            clean_leftovers(folder)
     report.saved = told
     return report
 

@@ -15,7 +15,7 @@ from thread_ranks import on_two_ranks, results
 from refocused.batches.position import Position
 from refocused.checkpoints.changes import RunFacts
 from refocused.checkpoints.checkpointer import Checkpointer
-from refocused.checkpoints.step_directory import StepDirectory, read_step
+from refocused.checkpoints.step_directory import read_step
 from refocused.checkpoints.verify import verify
 from refocused.errors import CheckpointError
 from refocused.training.state import TrainState
@@ -227,13 +227,3 @@ def test_another_runs_name_or_version_does_not_matter(tmp_path: Path) -> None:
     save(tmp_path)
     facts = dataclasses.replace(FACTS, run="other", versions={"torch": "2.99"})
     assert load(tmp_path, facts=facts)[0] == STATE
-
-
-def test_cleaning_removes_old_leftovers_and_keeps_what_is_being_written(tmp_path: Path) -> None:
-    save(tmp_path)
-    for name, age in ((".tmp-checkpoint_step_9-old", 7200), (".tmp-checkpoint_step_9-new", 10)):
-        (tmp_path / name).mkdir()
-        os.utime(tmp_path / name, (time.time() - age,) * 2)
-    Checkpointer(tmp_path, world=World(), facts=FACTS).clean()
-    assert left_in(tmp_path) == [".tmp-checkpoint_step_9-new", "checkpoint_step_10"]
-    assert isinstance(read_step(tmp_path / "checkpoint_step_10"), StepDirectory)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from refocused.checkpoints.staging import Staging, clean_leftovers, leftovers, r
 from refocused.checkpoints.step_directory import read_step
 from refocused.checkpoints.verify import verify
 from refocused.errors import CheckpointError
+from refocused.file_lock import FileLock
 
 
 def test_a_step_is_invisible_until_it_is_committed(tmp_path: Path) -> None:
@@ -60,19 +59,18 @@ def test_a_removed_step_is_gone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_old_leftovers_are_cleaned(tmp_path: Path) -> None:
-    now = time.time()
-    old, busy, removal = (
+def test_leftovers_are_removed_but_for_those_of_a_download_that_goes_on(tmp_path: Path) -> None:
+    save, download, removal = (
         tmp_path / name
-        for name in (".tmp-checkpoint_step_1-a", ".tmp-checkpoint_step_2-b", ".del-x")
+        for name in (".tmp-checkpoint_step_1-a", ".tmp-checkpoint_step_2-fetch", ".del-x")
     )
-    for folder in (old, busy, removal):
+    for folder in (save, download, removal):
         (folder / "zero").mkdir(parents=True)
-        (folder / "zero" / "part").write_bytes(b"x")
-        for path in (folder / "zero" / "part", folder / "zero", folder):
-            os.utime(path, (now - 7200, now - 7200))
-    os.utime(busy / "zero" / "part", (now, now))  # its own folders look old: a long write
     step = make_step(tmp_path, 3).path
-    assert leftovers(tmp_path) == [removal, old, busy]
-    assert clean_leftovers(tmp_path, older_than_s=3600, now=now) == [removal, old]
-    assert sorted(tmp_path.iterdir()) == [busy, step]
+    assert leftovers(tmp_path) == [removal, save, download]
+    lock = FileLock(tmp_path / ".fetch.lock")
+    assert lock.acquire()
+    assert clean_leftovers(tmp_path) == [removal, save]
+    lock.release()
+    assert clean_leftovers(tmp_path) == [download]
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == [step]

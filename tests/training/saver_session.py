@@ -69,6 +69,7 @@ class Session:
         max_failed_saves: int = 3,
         in_background: bool = False,
         branch: Branch = FIRST_BRANCH,
+        least_bytes: int = 0,
     ) -> None:
         self.folder = folder
         self.log: Log = []
@@ -78,7 +79,7 @@ class Session:
         self.throughput = Throughput(self.clock)
         self.reporter = FakeReporter(self.log)
         self.saver = Saver(
-            Checkpointer(folder, world=world, facts=FACTS, branch=branch),
+            Checkpointer(folder, world=world, facts=FACTS, branch=branch, least_bytes=least_bytes),
             folder=folder,
             branch=branch,
             engine=cast("Any", self.owner),

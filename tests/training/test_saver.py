@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,8 @@ from thread_ranks import on_two_ranks
 
 from refocused.checkpoints.branches import Branch, checkpoint_paths
 from refocused.checkpoints.step_directory import read_step
-from refocused.errors import CheckpointError
+from refocused.errors import CheckpointError, ConfigError
+from refocused.file_lock import FileLock
 from refocused.training.state import TrainState
 from refocused.world import World
 
@@ -81,6 +85,65 @@ def test_a_step_of_another_run_is_loaded_and_still_has_to_be_saved_here(tmp_path
     state = session.saver.load(read_step(tmp_path / "other" / "checkpoint_step_10"))
     session.saver.save(state)
     assert session.there() == [10]
+
+
+def disk_with(free: int) -> Any:
+    return lambda _: shutil._ntuple_diskusage(10**12, 10**12 - free, free)  # type: ignore[attr-defined]
+
+
+def test_a_start_removes_what_saves_left_that_were_just_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, download, removal = (
+        tmp_path / name
+        for name in (".tmp-checkpoint_step_9-1a2b3c4d", ".tmp-checkpoint_step_7-fetch", ".del-x")
+    )
+    for folder in (left, download, removal):
+        (folder / "zero").mkdir(parents=True)
+        (folder / "zero" / "part").write_bytes(b"x" * 20_000_000)
+    session, lock = Session(tmp_path), FileLock(tmp_path / ".fetch.lock")
+    assert lock.acquire()
+    session.saver.begin()
+    assert (left.exists(), removal.exists(), download.exists()) == (False, False, True)
+    monkeypatch.setattr(shutil, "disk_usage", disk_with(1000))
+    session.owner.disk_is_full = True
+    session.save(10)  # its message names what is still there
+    assert "; leftovers of killed saves and removals take 0.02 GB there" in session.log[-1]
+    assert f"could not be removed: {download.name}). What was written" in session.log[-1]
+    lock.release()
+    session.saver.begin()
+    assert not download.exists()
+
+
+@pytest.mark.parametrize("fault", ["read-only", "no room"])
+def test_a_start_is_refused_where_nothing_could_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    session = Session(tmp_path / "checkpoints", least_bytes=14_400_000_000)
+    if fault == "read-only":
+
+        def refuse(_: int) -> None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        monkeypatch.setattr(os, "fsync", refuse)
+        said = "cannot be written (Read-only file system). Make it writable, or set run.directory"
+    else:
+        monkeypatch.setattr(shutil, "disk_usage", disk_with(10_000_000_000))
+        said = "has 10.00 GB free, and a save needs about 14.40 GB. Make room"
+    with pytest.raises(ConfigError, match="No checkpoint could be saved") as refused:
+        session.saver.begin()
+    assert said in str(refused.value) and "Nothing was trained" in str(refused.value)
+
+
+def test_the_first_save_is_not_begun_without_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session(tmp_path, least_bytes=14_400_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", disk_with(10_000_000_000))
+    session.save(10)
+    assert session.log[-1].startswith("save_failed: checkpoint_step_10 was not saved: ")
+    assert "has 10.00 GB free, and a save needs about 14.40 GB" in session.log[-1]
+    assert session.there() == []
 
 
 def test_a_failed_save_is_told_and_borne(tmp_path: Path) -> None:
