@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import logging
 import math
@@ -68,12 +69,36 @@ class JsonLines:
 
 
 def write_state(path: Path, state: Mapping[str, object]) -> None:
-    """Replace a small JSON file so that a reader sees the old or the new one, never a part."""
+    """Replace a small JSON file so that a reader sees the old or the new one, never a part.
+
+    Where the disk is full, it is overwritten in one write.
+    """
     text = json.dumps({"updated": utc_now(), **_known(state)}, indent=1, default=str) + "\n"
+    content = text.encode()
     try:
-        replace_file(path, text.encode(), rivals=True)
-    except OSError as error:  # the old one still stands, with its time
+        replace_file(path, content, rivals=True)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and _fits_in_place(path, content):
+            return
+        # The old one still stands, with its time.
         logger.warning("%s was not renewed: %s.", path, error.strerror)
+
+
+def _fits_in_place(path: Path, content: bytes) -> bool:
+    """Overwrite a file inside the blocks that it has; return whether that was possible.
+
+    A full disk has no room for a second file, and a run that fails there has to say so: without
+    its last state it looks as if it had been killed.
+    """
+    try:
+        with path.open("r+b", buffering=0) as file:
+            known = os.fstat(file.fileno())
+            if len(content) > known.st_blocks * 512:
+                return False
+            padded = content.ljust(known.st_size)  # spaces: JSON may end with them
+            return file.write(padded) == len(padded)
+    except OSError:
+        return False
 
 
 def utc_now() -> str:

@@ -21,6 +21,7 @@ from refocused.process_identity import (
 )
 
 _LAUNCH_FILE = "launch.json"
+_FOLDER_PREFIX = "refocused-launch-"
 
 
 class Launch(pydantic.BaseModel):
@@ -48,11 +49,17 @@ class Launch(pydantic.BaseModel):
     def create(cls, *, began_seconds: float, grace_seconds: float, command: str) -> Launch:
         """Make the folder of a launch of which this process is the supervisor.
 
+        Folders of launches of which every process was killed are removed.
+
         Raises:
             OSError: It cannot be written.
         """
+        for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+            other = _launch_in(left)
+            if other is not None and not other.alive:
+                other.remove()
         launch = cls(
-            folder=Path(tempfile.mkdtemp(prefix="refocused-launch-")),
+            folder=Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX)),
             host=socket.gethostname(),
             supervisor=this_process(),
             began_seconds=began_seconds,
@@ -75,6 +82,12 @@ class Launch(pydantic.BaseModel):
                 notes.append(RankNote.model_validate_json(path.read_bytes()))
         return sorted(notes, key=lambda note: note.rank)
 
+    @property
+    def alive(self) -> bool:
+        """Whether a process of it runs: the supervisor, a rank, or what a rank started."""
+        is_known = self.supervisor.alive or any(note.alive for note in self.notes())
+        return is_known or bool(marked_processes(self.folder))
+
     def remove(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -85,8 +98,13 @@ def launch_of(environment: Mapping[str, str]) -> Launch | None:
     folder = environment.get(LAUNCH_VARIABLE)
     if folder is None:
         return None
+    return _launch_in(Path(folder))
+
+
+def _launch_in(folder: Path) -> Launch | None:
+    """Return the launch of this machine that a folder belongs to; None: there is none."""
     try:
-        launch = Launch.model_validate_json((Path(folder) / _LAUNCH_FILE).read_bytes())
+        launch = Launch.model_validate_json((folder / _LAUNCH_FILE).read_bytes())
     except (OSError, pydantic.ValidationError):
         return None
     return launch if launch.host == socket.gethostname() else None

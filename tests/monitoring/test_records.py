@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -86,20 +86,38 @@ def test_the_state_is_replaced_whole(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def failing(number: int) -> Callable[[Path, Path], None]:
+    def fail(self: Path, target: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_a_run_that_fails_on_a_full_disk_does_not_look_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state.json"
+    write_state(path, {"status": "training", "step": 12, "tokens_per_second": 1234.5})
+    size = path.stat().st_size
+    monkeypatch.setattr(Path, "replace", failing(errno.ENOSPC))
+    write_state(path, {"status": "failed", "step": 12})
+    assert json.loads(path.read_text())["status"] == "failed"
+    assert path.stat().st_size == size  # no reader finds it cut
+    write_state(path, {"status": "failed", "step": 12, "text": "x" * 100_000})
+    assert "text" not in json.loads(path.read_text())  # there is no room for it
+
+
 def test_a_write_that_fails_leaves_the_old_state_and_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "state.json"
     write_state(path, {"step": 1})
 
-    def full(self: Path, target: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patched, heard(caplog):
-        patched.setattr(Path, "replace", full)
+        patched.setattr(Path, "replace", failing(errno.EIO))
         write_state(path, {"step": 2})
     assert [record.message for record in caplog.records] == [
-        f"{path} was not renewed: No space left on device."
+        f"{path} was not renewed: Input/output error."
     ]
     assert json.loads(path.read_text())["step"] == 1
     assert list(tmp_path.iterdir()) == [path]

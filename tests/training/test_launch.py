@@ -70,6 +70,25 @@ def test_ranks_clean_up_after_a_supervisor_that_was_killed(launch: Launch) -> No
     assert not launch.folder.exists()
 
 
+def test_what_a_launch_left_of_which_all_was_killed_is_removed_by_the_next(launch: Launch) -> None:
+    def next_start() -> None:
+        Launch.create(began_seconds=13.5, grace_seconds=30.0, command="again").remove()
+
+    presence = Presence(launch, 0)
+    dead = launch.model_copy(update={"supervisor": ProcessIdentity(pid=1, started=999)})
+    (launch.folder / "launch.json").write_text(dead.model_dump_json())
+    next_start()
+    assert launch.folder.exists()  # its rank is saving
+    presence.tell(process=ProcessIdentity(pid=2, started=999))
+    elsewhere = dead.model_copy(update={"host": "node-7"})
+    (launch.folder / "launch.json").write_text(elsewhere.model_dump_json())
+    next_start()
+    assert launch.folder.exists()
+    (launch.folder / "launch.json").write_text(dead.model_dump_json())
+    next_start()
+    assert not launch.folder.exists()
+
+
 def test_without_a_supervisor_notes_go_nowhere() -> None:
     Presence(None, 0).leave(0)
 
