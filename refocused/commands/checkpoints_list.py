@@ -27,11 +27,13 @@ class DiskUse:
     Attributes:
         steps: In step directories.
         leftovers: In what interrupted saves, downloads and removals left, or are using now.
+        aside: In step directories that were taken out of the run's history.
         free: Free on that disk.
     """
 
     steps: int
     leftovers: int
+    aside: int
     free: int
 
 
@@ -64,17 +66,14 @@ def as_record(entry: CatalogEntry) -> dict[str, Any]:
 def _disk_use(checkpoints: Path) -> DiskUse:
     from refocused.bucket.part_file import free_bytes
     from refocused.checkpoints.branches import checkpoint_paths
-    from refocused.checkpoints.staging import leftovers
+    from refocused.checkpoints.staging import bytes_below, leftovers, steps_set_aside
 
     return DiskUse(
-        steps=sum(_bytes_below(path) for path in checkpoint_paths(checkpoints).values()),
-        leftovers=sum(_bytes_below(path) for path in leftovers(checkpoints)),
+        steps=sum(map(bytes_below, checkpoint_paths(checkpoints).values())),
+        leftovers=sum(map(bytes_below, leftovers(checkpoints))),
+        aside=sum(map(bytes_below, steps_set_aside(checkpoints))),
         free=free_bytes(checkpoints),
     )
-
-
-def _bytes_below(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _print_json(run: Path, catalog: Catalog, entries: Sequence[CatalogEntry], use: DiskUse) -> None:
@@ -94,6 +93,8 @@ def _print_table(catalog: Catalog, entries: Sequence[CatalogEntry], use: DiskUse
     else:
         print(f"No checkpoints in {catalog.local}.")
     left = f", {size_text(use.leftovers)} in interrupted or running saves" if use.leftovers else ""
+    if use.aside:
+        left += f", {size_text(use.aside)} set aside (checkpoints prune removes it)"
     print(f"disk     {size_text(use.steps)} in steps{left}, {size_text(use.free)} free")
     if catalog.remote is not None:
         there = sum(entry.bucket_bytes for entry in entries)

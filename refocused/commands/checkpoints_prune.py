@@ -1,4 +1,4 @@
-"""`checkpoints prune`: removes old steps from the disk or the bucket, as training itself does."""
+"""`checkpoints prune`: remove old steps from the disk or the bucket, and what was set aside."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,8 @@ class PruneResult:
         kept: Steps that stay.
         unmirrored: Of those that stay, the ones that stay only because the bucket lacks them.
         failed: Steps that the disk did not let go, with the reason.
-        bytes: Of the steps in `removed`.
+        bytes: Of the steps in `removed`, and of `aside`.
+        aside: Directories removed that had been taken out of the run's history.
     """
 
     removed: list[int]
@@ -37,6 +38,7 @@ class PruneResult:
     unmirrored: list[int]
     failed: dict[int, str]
     bytes: int
+    aside: list[str]
 
 
 def add_prune_arguments(parser: Parser) -> None:
@@ -65,17 +67,20 @@ class PrunedPlace:
         steps: What retention has to know of each step there.
         sizes: Bytes of each step there.
         remove: Removes one; raises OSError or BucketError.
+        aside: Directories that were taken out of the run's history.
     """
 
     where: str
     steps: list[KeptStep]
     sizes: Mapping[int, int]
     remove: Callable[[int], None]
+    aside: Sequence[Path] = ()
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
     """Remove what retention does not keep; the exit code says whether all of it went."""
     from refocused.checkpoints.retention import to_remove
+    from refocused.checkpoints.staging import bytes_below
 
     place = _bucket(arguments) if arguments.remote else _disk(arguments)
     doomed = to_remove(place.steps, keep=arguments.keep)
@@ -85,9 +90,10 @@ def run_prune(arguments: argparse.Namespace) -> int:
         kept=sorted({step.step for step in place.steps} - set(doomed)),
         unmirrored=sorted(set(to_remove(free_of_mirror, keep=arguments.keep)) - set(doomed)),
         failed={},
-        bytes=sum(place.sizes[step] for step in doomed),
+        bytes=sum(place.sizes[step] for step in doomed) + sum(map(bytes_below, place.aside)),
+        aside=[path.name for path in place.aside],
     )
-    if doomed and not arguments.dry_run:
+    if (doomed or place.aside) and not arguments.dry_run:
         if not (arguments.yes or _agreed(result, place.where)):
             print("Nothing was removed.", file=sys.stderr)
             return ExitCode.FAILED
@@ -97,11 +103,12 @@ def run_prune(arguments: argparse.Namespace) -> int:
         print(json.dumps(content, indent=1))
     else:
         _print(result, place.where, dry_run=arguments.dry_run)
-    return ExitCode.FAILED if result.failed else ExitCode.OK
+    all_went = not result.failed and len(result.aside) == len(place.aside)
+    return ExitCode.OK if all_went else ExitCode.FAILED
 
 
 def _disk(arguments: argparse.Namespace) -> PrunedPlace:
-    from refocused.checkpoints.staging import remove_step
+    from refocused.checkpoints.staging import remove_step, steps_set_aside
     from refocused.checkpoints.step_directory import unused
 
     def remove(step: int) -> None:
@@ -116,6 +123,7 @@ def _disk(arguments: argparse.Namespace) -> PrunedPlace:
         steps=[_kept_step(catalog, entry) for entry in entries],
         sizes={entry.step: entry.size or 0 for entry in entries},
         remove=remove,
+        aside=steps_set_aside(catalog.local),
     )
 
 
@@ -188,7 +196,7 @@ def _agreed(result: PruneResult, where: str) -> bool:
         ConfigError: There is none, and nobody has agreed beforehand.
     """
     steps = ", ".join(f"{step:,}" for step in result.removed)
-    what = f"remove {_share(result)} in {where}: {steps}"
+    what = f"remove {_share(result)} in {where}{f': {steps}' if steps else ''}"
     if not sys.stdin.isatty():
         raise ConfigError(
             f"This would {what}. Nobody can be asked here: add --yes to do it, or --dry-run."
@@ -198,6 +206,8 @@ def _agreed(result: PruneResult, where: str) -> bool:
 
 
 def _remove(place: PrunedPlace, result: PruneResult) -> None:
+    from refocused.checkpoints.staging import bytes_below, remove_step
+
     for step in list(result.removed):
         try:
             place.remove(step)
@@ -206,6 +216,13 @@ def _remove(place: PrunedPlace, result: PruneResult) -> None:
             result.removed.remove(step)
             result.bytes -= place.sizes[step]
             print(f"step {step:,} in {place.where} was not removed: {error}", file=sys.stderr)
+    for path in place.aside:
+        try:
+            remove_step(path)
+        except OSError as error:
+            result.aside.remove(path.name)
+            result.bytes -= bytes_below(path)
+            print(f"{path} was not removed: {error}", file=sys.stderr)
 
 
 def _print(result: PruneResult, where: str, *, dry_run: bool) -> None:
@@ -215,6 +232,8 @@ def _print(result: PruneResult, where: str, *, dry_run: bool) -> None:
         "kept": result.kept,
         "kept since the mirror lacks them": result.unmirrored,
     }
+    if result.aside:
+        print(f"{verb}: {', '.join(result.aside)}")
     for what, steps in rows.items():
         if steps:
             print(f"{what}: {', '.join(f'{step:,}' for step in steps)}")
@@ -223,4 +242,5 @@ def _print(result: PruneResult, where: str, *, dry_run: bool) -> None:
 
 def _share(result: PruneResult) -> str:
     total = len(result.removed) + len(result.kept) + len(result.failed)
-    return f"{len(result.removed)} of {total} steps, {size_text(result.bytes)}"
+    aside = f" and {', '.join(result.aside)}" if result.aside else ""
+    return f"{len(result.removed)} of {total} steps{aside}, {size_text(result.bytes)}"

@@ -151,15 +151,41 @@ def test_how_many_stay_has_to_be_said(sample_run: SampleRun) -> None:
     assert end.value.code == 2
 
 
-def test_what_was_set_aside_is_neither_counted_nor_listed_nor_removed(
+def test_what_was_set_aside_is_shown_and_removed_without_counting_as_kept(
     sample_run: SampleRun,
 ) -> None:
     for step in (10, 20, 30):
         sample_run.save(step)
-    aside = [set_aside(sample_run.save(40).path)]
-    content = sample_run.command_json("prune", "--keep", "2", "--yes")
-    assert (content["removed"], content["kept"]) == ([10], [20, 30])
+    aside = [
+        set_aside(sample_run.save(40).path),
+        sample_run.save(50).path.rename(
+            sample_run.checkpoints / "superseded-checkpoint_step_50-ab"  # by an earlier version
+        ),
+    ]
+    names = [path.name for path in aside]
+    assert [name.partition("checkpoint")[0] for name in names] == [".bad-", "superseded-"]
+    size = sum(file.stat().st_size for path in aside for file in path.rglob("*"))
+    size -= sum(folder.stat().st_size for path in aside for folder in path.rglob("*/"))
+    assert sample_run.command_json("list")["disk_bytes"]["aside"] == size
     code, out, _ = sample_run.command("list")
     steps = [line.split()[0] for line in out.splitlines() if line[:1].isdigit()]
-    assert (code, steps) == (0, ["30", "20"])
-    assert all((path / "manifest.json").exists() for path in aside)
+    assert (code, steps) == (0, ["30", "20", "10"])
+    assert " set aside (checkpoints prune removes it)" in out
+    content = sample_run.command_json("prune", "--keep", "2", "--dry-run")
+    step_bytes = sample_run.command_json("list")["steps"][0]["size"]
+    assert (content["aside"], content["bytes"]) == (names, size + step_bytes)
+    assert all(path.exists() for path in aside)
+    code, out, _ = sample_run.command("prune", "--keep", "2", "--yes")
+    assert code == 0 and f"removed: {names[0]}, {names[1]}" in out
+    assert sample_run.local_steps() == [20, 30]
+    assert not any(path.exists() for path in aside)
+    again = sample_run.command_json("prune", "--keep", "2")
+    assert (again["removed"], again["aside"]) == ([], [])
+
+
+def test_what_was_set_aside_alone_is_asked_about(sample_run: SampleRun) -> None:
+    sample_run.save(10)
+    aside = set_aside(sample_run.save(20).path)
+    code, _, err = sample_run.command("prune", "--keep", "2")
+    assert code == 2 and f"remove 0 of 1 steps and {aside.name}" in err
+    assert aside.exists()
