@@ -41,6 +41,10 @@ class Request:
         return self.method == "GET" and self.path.endswith("/o")
 
     @property
+    def is_description(self) -> bool:
+        return self.method == "GET" and not self.is_download and not self.is_listing
+
+    @property
     def is_upload(self) -> bool:
         return self.path.startswith("/upload/")
 
@@ -109,11 +113,16 @@ class FaultProxy:
     Attributes:
         requests: Every request so far, in order of arrival.
         page_limit: Most objects of one page, whatever the client asks for.
+        unlisted: Fields that listings leave out of every object, as `crc32c` where the bucket has
+            customer-managed keys.
+        undescribed: Fields that an object's own description leaves out too.
     """
 
     def __init__(self, emulator_port: int) -> None:
         self.requests: list[Request] = []
         self.page_limit = 1000
+        self.unlisted: frozenset[str] = frozenset()
+        self.undescribed: frozenset[str] = frozenset()
         self._scripts: list[_Script] = []
         self._unless_exists: dict[str, str] = {}  # upload_id -> path of the object's metadata
         self._emulator_port = emulator_port
@@ -151,6 +160,9 @@ class FaultProxy:
             if request.is_listing:
                 return self._page(request, answer)
             self._remember_session(request, answer)
+            if self.undescribed and not request.is_download and answer.status == 200:
+                described = json.loads(answer.body or b"{}")
+                answer.body = json.dumps(_without(described, self.undescribed)).encode()
             # The emulator says "byte 0 is here" of a session that has none.
             if answer.status == 308 and answer.headers.get("Range") == "bytes=0-0":
                 del answer.headers["Range"]
@@ -204,7 +216,8 @@ class FaultProxy:
         items = sorted(listing.get("items", []), key=lambda item: item["name"])
         start = int(request.query.get("pageToken", "0"))
         size = min(self.page_limit, int(request.query.get("maxResults", "1000")))
-        listing["items"] = items[start : start + size]
+        hidden = self.unlisted | self.undescribed
+        listing["items"] = [_without(item, hidden) for item in items[start : start + size]]
         if start + size < len(items):
             listing["nextPageToken"] = str(start + size)
         return Answer(200, answer.headers, json.dumps(listing).encode())
@@ -280,6 +293,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 def error_answer(status: int, message: str, headers: Mapping[str, str] | None = None) -> Answer:
     body = json.dumps({"error": {"code": status, "message": message}}).encode()
     return Answer(status, {"Content-Type": "application/json"} | dict(headers or {}), body)
+
+
+def _without(fields: Mapping[str, Any], hidden: frozenset[str]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key not in hidden}
 
 
 def _object_path(request: Request) -> str:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from refocused.errors import BucketError
+
+LONGEST_PART_BYTES = 250  # of a name; file systems take 255, and local forms append a suffix
+TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{32}\.part")  # no object may have such a name
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,23 +77,32 @@ class Bucket(Protocol):
 
 
 def checked_name(name: str, *, where: str) -> str:
-    """Return an object's name when it stays inside the folder it will be written below.
+    """Return an object's name when it can be that of a file below a folder.
 
     Raises:
-        BucketError: The name is empty, absolute, holds `..`, a backslash, a NUL or a drive.
+        BucketError: The name is empty, absolute, holds `..`, a backslash, a NUL or a drive, has a
+            part that is too long, is no text, or is one of our temporary names.
     """
     path = PurePosixPath(name)
-    bad = (
+    parts = name.split("/")
+    if (
         not name
         or name.startswith("/")
         or "\\" in name
         or "\0" in name
         or ":" in (path.parts[0] if path.parts else "")
-        or any(part in ("..", ".") for part in name.split("/"))
+        or any(part in ("..", ".") for part in parts)
+    ):
+        problem = "would be written outside its folder"
+    elif _SURROGATE.search(name):
+        problem = "is no valid text"
+    elif any(len(part.encode()) > LONGEST_PART_BYTES for part in parts):
+        problem = f"has a part above {LONGEST_PART_BYTES} bytes, too long for a file"
+    elif any(TEMPORARY_NAME.fullmatch(part) for part in parts):
+        problem = "is that of a temporary file of this program"
+    else:
+        return name
+    raise BucketError(
+        f"{where}: the object name {name!r} {problem}. Rename the object in the bucket, or "
+        "exclude it."
     )
-    if bad:
-        raise BucketError(
-            f"{where}: the object name {name!r} would be written outside its folder. "
-            "Rename the object in the bucket, or exclude it."
-        )
-    return name

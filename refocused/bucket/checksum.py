@@ -34,5 +34,12 @@ def crc32c_to_base64(checksum: int) -> str:
 
 
 def crc32c_from_base64(text: str) -> int:
-    """Read a checksum as Google Cloud Storage spells it."""
-    return int.from_bytes(base64.b64decode(text), "big")
+    """Read a checksum as Google Cloud Storage spells it.
+
+    Raises:
+        ValueError: It is not four bytes in base64.
+    """
+    content = base64.b64decode(text, validate=True)
+    if len(content) != 4:
+        raise ValueError(f"{text!r} is no CRC-32C")
+    return int.from_bytes(content, "big")

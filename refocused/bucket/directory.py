@@ -124,7 +124,7 @@ class DirectoryBucket:
             return _blob(name, target)
 
     def download(self, blob: BlobInfo, target: Path) -> int:
-        """Copy an object to `target` through `<target>.part`; return its CRC-32C.
+        """Copy an object to `target` through a temporary file; return its CRC-32C.
 
         Raises:
             BucketError: The object is gone, has another size or checksum than `blob` says, or the

@@ -12,16 +12,16 @@ from refocused.bucket.checksum import extended_crc32c
 from refocused.bucket.google_connection import GoogleConnection
 from refocused.bucket.google_faults import RefusedRequestError, fault_types
 from refocused.bucket.google_requests import ONCE, GoogleRequests
-from refocused.bucket.google_upload import bytes_content, file_content, store
+from refocused.bucket.google_upload import Content, bytes_content, file_content, store
 from refocused.bucket.media import read_media, stream_media
 from refocused.bucket.part_file import PartFile, require_space
 from refocused.bucket.retry import Fault, RetryPolicy
+from refocused.bucket.stored import crc32c_of_bytes, with_checksum
 from refocused.errors import BucketError
 
 _PAGE_OBJECTS = 1000  # the most that one page of a listing holds
 _FRESH_STARTS = 3  # after bytes that do not match their checksum
 _READ = "storage.objects.get"
-_LISTED = "items(name,size,crc32c,generation),nextPageToken"
 _ADDRESS = re.compile(r"gs://(?P<bucket>[a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(/(?P<prefix>.*))?")
 
 
@@ -84,9 +84,14 @@ class GcsBucket:
         while True:
             page = self._page(prefix, token)
             yield from page.blobs
-            token = page.next_token
-            if not token:
+            if not page.next_token:
                 return
+            if page.next_token == token:
+                raise BucketError(
+                    f"{self.url}: the store's listing does not go on: its page {token!r} names "
+                    "itself as the next one. See the store's status, then run again."
+                )
+            token = page.next_token
 
     def info(self, name: str) -> BlobInfo | None:
         """Describe one object, or return None when there is none of that name."""
@@ -95,43 +100,40 @@ class GcsBucket:
     def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
         """Return `length` bytes from offset `start`; fewer when the object ends before.
 
-        A whole object is checked against its checksum. A part cannot be: the store keeps one
-        checksum for all of it.
+        A whole object is checked against its checksum, or its size where the store keeps none. A
+        part cannot be checked: the store keeps one checksum for all of it.
         """
         if start or length is not None:
             return self._read_range(name, start=start, length=length)
         blob = self._existing(name)
         for _ in range(_FRESH_STARTS + 1):
             content = self._read_range(name, start=0, length=blob.size, generation=blob.generation)
-            if extended_crc32c(0, content) == blob.crc32c:
+            if len(content) == blob.size and _agrees(extended_crc32c(0, content), blob):
                 return content
         raise self._corrupt(blob, extended_crc32c(0, content))
 
     def write(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
         """Store a small object; an existing one stays as it is unless `overwrite`."""
-        return store(
-            self._requests,
-            name,
-            bytes_content(self._requests, name, content, overwrite=overwrite),
-        )
+        return self._store(name, bytes_content(self._requests, name, content, overwrite=overwrite))
 
     def download(self, blob: BlobInfo, target: Path) -> int:
-        """Fetch a whole object through `<target>.part`, resumed after faults; return its CRC-32C.
+        """Fetch a whole object through a temporary file, resumed after faults; return its CRC-32C.
 
         The bytes are those of the generation that `blob` describes, and the checksum is computed
         here over the whole file: the client library checks nothing once a download was resumed.
+        Where the store keeps no checksum (customer-supplied keys), only the size is compared.
 
         Raises:
             BucketError: Gone, refused, still not matching its checksum after three fresh starts,
                 out of attempts, or the disk is full.
         """
         checked_name(blob.name, where=self.url)
-        wanted = blob if blob.crc32c is not None else self._existing(blob.name)
+        wanted = with_checksum(self, blob)
         with PartFile(target, total_bytes=wanted.size, resume=True) as part:
             require_space(target.parent, needed_bytes=wanted.size - part.size)
             for _ in range(_FRESH_STARTS + 1):
                 self._receive(wanted, part)
-                if (part.size, part.crc32c) == (wanted.size, wanted.crc32c):
+                if part.size == wanted.size and _agrees(part.crc32c, wanted):
                     part.publish()
                     return part.crc32c
                 found = part.crc32c
@@ -152,7 +154,7 @@ class GcsBucket:
         """
         checked_name(name, where=self.url)
         content = file_content(self._requests, name, source, crc32c=crc32c)
-        return store(self._requests, name, content)
+        return self._store(name, content)
 
     def delete(self, name: str) -> None:
         """Remove one object; absent is fine."""
@@ -166,6 +168,11 @@ class GcsBucket:
             if refused.status != 404:
                 raise
 
+    def _store(self, name: str, content: Content) -> BlobInfo:
+        return store(
+            self._requests, name, content, stored_crc32c=lambda: crc32c_of_bytes(self, name)
+        )
+
     def _existing(self, name: str) -> BlobInfo:
         blob = self.info(name)
         if blob is None:
@@ -177,21 +184,12 @@ class GcsBucket:
 
     def _page(self, prefix: str, token: str | None) -> _Page:
         def ask() -> _Page:
-            bucket = self._requests.connection.bucket
-            listing = bucket.client.list_blobs(
-                bucket,
-                prefix=self._requests.root + prefix,
-                page_token=token,
-                page_size=_PAGE_OBJECTS,
-                fields=_LISTED,
-                **ONCE,
+            items, following = self._requests.page(prefix, token, objects=_PAGE_OBJECTS)
+            blobs = [self._requests.listed(item) for item in items]
+            return _Page(
+                blobs=tuple(blob for blob in blobs if blob is not None),
+                next_token=None if following is None else str(following),
             )
-            blobs = tuple(
-                self._requests.described(blob)
-                for blob in next(listing.pages, ())
-                if not blob.name.endswith("/")
-            )
-            return _Page(blobs=blobs, next_token=listing.next_page_token)
 
         return self._requests.ask(ask, prefix, permission="storage.objects.list")
 
@@ -231,8 +229,14 @@ class GcsBucket:
                 attempts.wait_after(fault)
 
     def _corrupt(self, blob: BlobInfo, found: int) -> BucketError:
+        expected = f"{blob.size:,} bytes" if blob.crc32c is None else f"{blob.crc32c:#010x}"
         return BucketError(
             f"{self._requests.address(blob.name)}: crc32c {found:#010x} received "
-            f"{_FRESH_STARTS + 1} times over, {blob.crc32c:#010x} expected. The object or the way "
-            "to it is damaged: restore the object, or exclude it."
+            f"{_FRESH_STARTS + 1} times over, {expected} expected. The object or the way to it is "
+            "damaged: restore the object, or exclude it."
         )
+
+
+def _agrees(found: int, blob: BlobInfo) -> bool:
+    """Whether bytes have an object's checksum, or it has none."""
+    return blob.crc32c in (None, found)

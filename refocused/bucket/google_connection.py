@@ -51,7 +51,7 @@ class GoogleConnection:
     ) -> None:
         self._bucket_name = bucket_name
         self._credentials_file = credentials_file
-        self._project = project
+        self.project = project
         self._credentials: Credentials | None = None
         self._lock = threading.Lock()
         self._thread = threading.local()
@@ -69,9 +69,9 @@ class GoogleConnection:
 
             os.environ.setdefault(_NO_BACKGROUND_REQUESTS, "true")
             client = storage.Client(
-                project=self._project, credentials=self._found_credentials().google
+                project=self.project, credentials=self._found_credentials().google
             )
-            self._thread.bucket = client.bucket(self._bucket_name, user_project=self._project)
+            self._thread.bucket = client.bucket(self._bucket_name, user_project=self.project)
         return self._thread.bucket
 
     @property

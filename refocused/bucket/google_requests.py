@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from refocused.bucket.bucket import BlobInfo, checked_name
 from refocused.bucket.checksum import crc32c_from_base64
@@ -17,7 +19,8 @@ TIMEOUT_S = (10.0, 60.0)  # connect, and silence between two pieces of an answer
 # What the library must not do by itself: its retries end 120 s after the call began, ignore
 # Retry-After and leave resumed downloads unchecked.
 ONCE = {"retry": None, "timeout": TIMEOUT_S}
-DESCRIBED = ("name", "size", "crc32c", "generation")  # what is read of an object's resource
+_DESCRIBED = ("name", "size", "crc32c", "generation")  # what is read of an object's resource
+_STORE = "https://storage.googleapis.com"
 
 
 class GoogleRequests:
@@ -37,6 +40,7 @@ class GoogleRequests:
         self.connection = connection
         self._policy = policy
         self._address = f"gs://{bucket_name}/{root}"
+        self._objects = f"/storage/v1/b/{bucket_name}/o"
 
     def address(self, name: str) -> str:
         """Return `gs://bucket/prefix/name`."""
@@ -53,42 +57,89 @@ class GoogleRequests:
 
     def media_url(self, name: str) -> str:
         """Return the URL of an object's bytes; raises as `blob` does."""
-        path: str = self.blob(name).path
-        return f"{self.connection.bucket.client.api_endpoint}/download/storage/v1{path}"
+        return f"{_endpoint()}/download{self._path(name)}"
 
-    def media_parameters(self, generation: int | None) -> dict[str, str]:
-        """Return the query for an object's bytes, of one generation or the newest."""
-        chosen = {"generation": generation, "userProject": self.connection.bucket.user_project}
-        return {"alt": "media"} | {
-            key: str(value) for key, value in chosen.items() if value is not None
-        }
+    def parameters(self, **chosen: str | int | None) -> dict[str, str]:
+        """Return a query: what is not None, and the project that pays."""
+        named = chosen | {"userProject": self.connection.project}
+        return {key: str(value) for key, value in named.items() if value is not None}
+
+    def page(self, prefix: str, token: str | None, *, objects: int) -> tuple[list[object], object]:
+        """Ask once for a page of a listing; return its objects' resources, and the next token.
+
+        Raises:
+            Exception: One of `fault_types`.
+        """
+        query = self.parameters(
+            prefix=self.root + prefix,
+            pageToken=token,
+            maxResults=objects,
+            fields=f"items({','.join(_DESCRIBED)}),nextPageToken",
+        )
+        page = self._resource(self._objects, query)
+        items = page.get("items", []) if isinstance(page, Mapping) else None
+        if not isinstance(page, Mapping) or not isinstance(items, list):
+            raise ConnectionError("the store's answer is no listing")
+        return items, page.get("nextPageToken")
+
+    def listed(self, fields: object) -> BlobInfo | None:
+        """Describe an object of a listing; None when it is gone, or is the console's "folder".
+
+        One that the listing describes in part is asked for by itself.
+
+        Raises:
+            ConnectionError: It has no name.
+            BucketError: Its own description is not whole either.
+        """
+        name = fields.get("name") if isinstance(fields, Mapping) else None
+        if not isinstance(name, str) or not name.startswith(self.root):
+            raise ConnectionError("the store's listing holds an object without a name")
+        if name.endswith("/"):
+            return None
+        try:
+            return self.described_in(fields)
+        except ConnectionError:
+            return self.info(name.removeprefix(self.root))
 
     def described(self, blob: Any) -> BlobInfo:
         """Describe a blob by the metadata that were received; errors are `described_in`'s."""
-        return self.described_in({field: getattr(blob, field) for field in DESCRIBED})
+        try:
+            return self.described_in({field: getattr(blob, field) for field in _DESCRIBED})
+        except (AttributeError, TypeError, ValueError):
+            raise ConnectionError("the store's answer describes no object") from None
 
     def described_in(self, fields: object) -> BlobInfo:
-        """Describe an object by its resource in the store's JSON.
+        """Describe an object by its resource in the store's JSON; it may have no checksum.
 
         Raises:
             ConnectionError: That is no such resource; it is a fault that may pass.
         """
-        if not isinstance(fields, Mapping) or any(fields.get(name) is None for name in DESCRIBED):
+        if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
             raise ConnectionError("the store's answer describes no object")
         return BlobInfo(
             name=fields["name"].removeprefix(self.root),
-            size=int(fields["size"]),
-            crc32c=crc32c_from_base64(fields["crc32c"]),
-            generation=int(fields["generation"]),
+            size=_number(fields, "size"),
+            crc32c=_checksum(fields.get("crc32c")),
+            generation=_number(fields, "generation"),
         )
 
     def info(self, name: str) -> BlobInfo | None:
-        """Ask for an object's description; None when there is none of that name."""
+        """Ask for an object's description; None when there is none of that name.
+
+        Raises:
+            BucketError: The store describes it without a size or a generation.
+        """
 
         def ask() -> BlobInfo:
-            blob = self.blob(name)
-            blob.reload(**ONCE)
-            return self.described(blob)
+            fields = self._resource(self._path(name), self.parameters(fields=",".join(_DESCRIBED)))
+            try:
+                return self.described_in(fields)
+            except ConnectionError as error:
+                if isinstance(fields, Mapping) and fields.get("name") == self.root + name:
+                    raise RefusedRequestError(
+                        f"{self.address(name)}: {error}. Write the object again, or exclude it."
+                    ) from None
+                raise
 
         try:
             return self.ask(ask, name, permission="storage.objects.get")
@@ -135,3 +186,40 @@ class GoogleRequests:
             permission=permission,
             identity=self.connection.identity,
         )
+
+    def _path(self, name: str) -> str:
+        checked_name(name, where=self._address)
+        return f"{self._objects}/{quote(self.root + name, safe='')}"
+
+    def _resource(self, path: str, query: Mapping[str, str]) -> object:
+        """Ask once for something that the store describes in JSON."""
+        answer = self.connection.session.get(
+            _endpoint() + path, params=query, timeout=ONCE["timeout"]
+        )
+        answer.raise_for_status()
+        try:
+            content: object = answer.json()
+        except RecursionError:
+            raise ConnectionError("the store's answer is nested too deeply") from None
+        return content
+
+
+def _endpoint() -> str:
+    return os.environ.get("STORAGE_EMULATOR_HOST") or _STORE
+
+
+def _number(fields: Mapping[str, object], name: str) -> int:
+    """Return a count that the store spells in decimal digits."""
+    text = str(fields.get(name))
+    if not (text.isascii() and text.isdecimal() and len(text) < 20):
+        raise ConnectionError(f"the store describes it with no {name}")
+    return int(text)
+
+
+def _checksum(text: object) -> int | None:
+    if text is None:
+        return None
+    try:
+        return crc32c_from_base64(str(text))
+    except ValueError:
+        raise ConnectionError("the store describes it with no readable crc32c") from None

@@ -90,8 +90,17 @@ def file_content(
     return content
 
 
-def store(requests: GoogleRequests, name: str, content: Content) -> BlobInfo:
+def store(
+    requests: GoogleRequests, name: str, content: Content, *, stored_crc32c: Callable[[], int]
+) -> BlobInfo:
     """Send until the store has described the object with our size and checksum.
+
+    Args:
+        requests: The way to the store.
+        name: The object's name.
+        content: What is sent; the store compares it with the checksum that goes along.
+        stored_crc32c: Reads what is there, where the store describes an object that may be
+            another's, and keeps no checksum of it.
 
     Raises:
         BucketError: Other bytes are there already, or the store refuses.
@@ -104,23 +113,27 @@ def store(requests: GoogleRequests, name: str, content: Content) -> BlobInfo:
             last = start == _FRESH_STARTS
             if refused.status != _EXISTS and (refused.status != _BAD_REQUEST or last):
                 raise
+        was_compared = stored is not None
         stored = stored or requests.info(name)
         if stored is not None:
-            return _same(stored, content, address=requests.address(name))
+            found = stored.crc32c
+            if found is None:
+                found = content.crc32c if was_compared else stored_crc32c()
+            _require_same(stored, content, found=found, address=requests.address(name))
+            return stored
     raise BucketError(
         f"{requests.address(name)}: the store said that it has it, and does not. Another program "
         "deletes there, or a lifecycle rule does: see the bucket's settings, then run again."
     )
 
 
-def _same(stored: BlobInfo, content: Content, *, address: str) -> BlobInfo:
-    if (stored.size, stored.crc32c) == (content.size, content.crc32c):
-        return stored
-    raise BucketError(
-        f"{address} already holds other bytes: {stored.size:,} bytes, crc32c "
-        f"{stored.crc32c:#010x} there; {content.size:,} bytes, crc32c {content.crc32c:#010x} here. "
-        "Objects are not overwritten: delete it first, or choose another name."
-    )
+def _require_same(stored: BlobInfo, content: Content, *, found: int, address: str) -> None:
+    if (stored.size, found) != (content.size, content.crc32c):
+        raise BucketError(
+            f"{address} already holds other bytes: {stored.size:,} bytes, crc32c {found:#010x} "
+            f"there; {content.size:,} bytes, crc32c {content.crc32c:#010x} here. Objects are not "
+            "overwritten: delete it first, or choose another name."
+        )
 
 
 def _chunked_send(

@@ -54,7 +54,7 @@ def _answer(
         headers["Range"] = f"bytes={start}-{'' if end is None else end}"
     with requests.connection.session.get(
         requests.media_url(name),
-        params=requests.media_parameters(generation),
+        params=requests.parameters(alt="media", generation=generation),
         headers=headers,
         stream=True,
         timeout=TIMEOUT_S,

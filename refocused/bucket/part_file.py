@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -23,16 +24,26 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def part_path(target: Path) -> Path:
-    """Return the temporary name, beside `target`, under which it is received."""
-    return target.with_name(target.name + PART_SUFFIX)
+    """Return the temporary name, beside `target`, under which it is received.
+
+    It is the same for each attempt, so that a later one can resume, and of a form that no object
+    may have (`TEMPORARY_NAME`): `a.npy.part` may be an object of the bucket that `a.npy` is in.
+    """
+    digest = hashlib.sha256(os.fsencode(target.name)).hexdigest()
+    return target.with_name(f".{digest[:32]}{PART_SUFFIX}")
+
+
+def existing_folder(folder: Path) -> Path:
+    """Return a folder, or the nearest one above it that exists."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return existing
 
 
 def free_bytes(folder: Path) -> int:
     """Return the bytes free for us on the disk of a folder, which need not exist yet."""
-    existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    return shutil.disk_usage(existing).free
+    return shutil.disk_usage(existing_folder(folder)).free
 
 
 def no_space(folder: Path, *, needed_bytes: int) -> BucketError:
@@ -74,7 +85,7 @@ def disk_errors(path: Path, *, needed_bytes: int = 0) -> Iterator[None]:
 
 
 class PartFile:
-    """A file being received as `<target>.part`; what an earlier process left is continued.
+    """A file being received as `part_path(target)`; what an earlier process left is continued.
 
     Args:
         target: Final name; its folder is made.

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
+import functools
+import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from refocused.bucket.bucket import BlobInfo, Bucket, checked_name
+from refocused.bucket.object_files import object_files
 from refocused.bucket.part_file import disk_errors, part_path, require_space
 from refocused.errors import BucketError
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 # Failures after which the objects not yet begun are left: a bucket that is down fails each of
@@ -54,10 +60,10 @@ def download_many(
         progress: Called in this thread after each object.
 
     Raises:
-        BucketError: A name leaves the folder, the disk cannot hold all of it, or objects failed:
-            the first are named and all counted; those that arrived stay.
+        BucketError: Names cannot be files, or two would be one file; the disk cannot hold all of
+            it; or objects failed: the first are named and all counted; those that arrived stay.
     """
-    targets = {blob.name: folder / checked_name(blob.name, where=bucket.url) for blob in blobs}
+    targets = object_files((blob.name for blob in blobs), folder, where=bucket.url)
     kept_bytes = sum(_part_bytes(target) for target in targets.values())
     total_bytes = sum(blob.size for blob in blobs)
     require_space(folder, needed_bytes=max(0, total_bytes - kept_bytes))
@@ -111,6 +117,75 @@ def _upload_call(bucket: Bucket, source: Path, name: str) -> Callable[[], BlobIn
     return lambda: bucket.upload(source, name)
 
 
+def run_in_threads(
+    calls: Sequence[Callable[[], Result]],
+    *,
+    threads: int,
+    ended: Callable[[int, concurrent.futures.Future[Result]], bool],
+) -> None:
+    """Run calls in threads, several at once, and wait for them.
+
+    After Ctrl+C nothing is waited for: a transfer may be silent for its whole time-out. The
+    threads are daemons, so that the process can exit; what they were receiving stays resumable.
+
+    Args:
+        calls: What is run, in this order.
+        threads: How many at once.
+        ended: Called in this thread with the index of each call that has ended and its outcome;
+            after it returned False no further call is begun or reported.
+    """
+    waiting = collections.deque(enumerate(calls))
+    outcomes: queue.SimpleQueue[tuple[int, concurrent.futures.Future[Result]]] = queue.SimpleQueue()
+
+    def work() -> None:
+        while True:
+            try:
+                index, call = waiting.popleft()
+            except IndexError:
+                return
+            outcome: concurrent.futures.Future[Result] = concurrent.futures.Future()
+            try:
+                outcome.set_result(call())
+            except BaseException as error:
+                outcome.set_exception(error)
+            outcomes.put((index, outcome))
+
+    workers = [
+        threading.Thread(target=work, name=f"transfer-{number}", daemon=True)
+        for number in range(min(threads, len(calls)))
+    ]
+    is_interrupted = False
+    try:
+        for worker in workers:
+            worker.start()
+        for _ in calls:
+            if not ended(*outcomes.get()):
+                break
+    except KeyboardInterrupt:
+        is_interrupted = True
+        raise
+    finally:
+        waiting.clear()
+        for worker in workers:
+            if worker.is_alive() and not is_interrupted:
+                worker.join()
+
+
+def map_in_threads(
+    function: Callable[[Item], Result], items: Sequence[Item], *, threads: int
+) -> list[Result]:
+    """Return the results of a function in the order of its arguments; raise its first error."""
+    results: dict[int, Result] = {}
+
+    def ended(index: int, outcome: concurrent.futures.Future[Result]) -> bool:
+        results[index] = outcome.result()
+        return True
+
+    calls = [functools.partial(function, item) for item in items]
+    run_in_threads(calls, threads=threads, ended=ended)
+    return [results[index] for index in range(len(items))]
+
+
 def _run_all(
     work: Mapping[_Job, Callable[[], Result]],
     what: str,
@@ -119,27 +194,26 @@ def _run_all(
     progress: Callable[[Progress], None] | None,
 ) -> dict[str, Result]:
     """Run every job; return the results by object name, or raise one error for all failures."""
-    total_bytes = sum(job.size for job in work)
+    jobs = list(work)
+    total_bytes = sum(job.size for job in jobs)
     done_bytes = 0
     results: dict[str, Result] = {}
     failures: list[BucketError] = []
-    pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="transfer")
-    try:
-        jobs = {pool.submit(call): job for job, call in work.items()}
-        for future in concurrent.futures.as_completed(jobs):
-            job = jobs[future]
-            try:
-                results[job.name] = future.result()
-            except BucketError as error:
-                failures.append(error)
-                if len(failures) == _MOST_FAILURES:
-                    break
-                continue
-            done_bytes += job.size
-            if progress is not None:
-                progress(Progress(done_bytes, total_bytes, len(results), len(work)))
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+
+    def ended(index: int, outcome: concurrent.futures.Future[Result]) -> bool:
+        nonlocal done_bytes
+        job = jobs[index]
+        try:
+            results[job.name] = outcome.result()
+        except BucketError as error:
+            failures.append(error)
+            return len(failures) < _MOST_FAILURES
+        done_bytes += job.size
+        if progress is not None:
+            progress(Progress(done_bytes, total_bytes, len(results), len(jobs)))
+        return True
+
+    run_in_threads(list(work.values()), threads=threads, ended=ended)
     if failures:
         raise _combined(failures, what, total=len(work), done=len(results))
     return results

@@ -131,6 +131,8 @@ def _download(
     if MANIFEST not in objects:
         raise _broken(remote, name, f"{MANIFEST} is missing")
     _fetch_manifest(remote, objects[MANIFEST], inner / MANIFEST, marker)
+    for leftover in stage.rglob("[!.]*.part"):  # of a download by 0.1.0, whose part files had names
+        leftover.unlink()
     _say_part(inner / PART, part)
     step = read_step(inner)
     files = step.manifest.files

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.checksum import extended_crc32c
+from refocused.bucket.stored import with_checksum
 from refocused.checkpoints.manifest import (
     COMMITTED,
     MANIFEST,
@@ -91,7 +92,10 @@ class RemoteSteps:
     def objects(self, name: str) -> dict[str, BlobInfo]:
         """List one step: its objects by their path below it, the marker among them."""
         folder = self.object_name(name, "")
-        return {blob.name.removeprefix(folder): blob for blob in self.bucket.list(folder)}
+        return {
+            blob.name.removeprefix(folder): with_checksum(self.bucket, blob)
+            for blob in self.bucket.list(folder)
+        }
 
     def marker(self, name: str) -> Marker | None:
         """Read a step's marker; None when the step is not committed.

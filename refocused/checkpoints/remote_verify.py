@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.checksum import extended_crc32c
+from refocused.bucket.stored import stored_crc32c
 from refocused.checkpoints.manifest import (
     COMMITTED,
     MANIFEST,
@@ -14,7 +15,6 @@ from refocused.checkpoints.manifest import (
 from refocused.checkpoints.remote_steps import SUPERSEDED, RemoteSteps
 from refocused.checkpoints.verify import FileProblem
 from refocused.errors import CheckpointError
-from refocused.shards.stored import stored_crc32c
 
 
 def verify_remote(remote: RemoteSteps, name: str, *, deep: bool) -> list[FileProblem]:

@@ -89,7 +89,10 @@ def _print(
         print(json.dumps(dataclasses.asdict(result) | {"seconds": seconds}, indent=1))
         return
     kept = result.objects - result.moved_objects
-    print(f"{where}: {result.objects:,} objects, {size_text(result.bytes)}, all verified")
+    verified = "all verified"
+    if result.size_only:
+        verified = f"{result.size_only:,} of them only by size: their source keeps no checksums"
+    print(f"{where}: {result.objects:,} objects, {size_text(result.bytes)}, {verified}")
     if result.moved_objects:
         rate = size_text(result.moved_bytes / seconds)
         moved = f"{result.moved_objects:,} moved ({size_text(result.moved_bytes)}, {rate}/s)"

@@ -172,7 +172,7 @@ def _with_known(manifest: Manifest, earlier: Manifest) -> Manifest:
 
 def _with_checksums(bucket: Bucket, manifest: Manifest) -> Manifest:
     """Read the files that the store keeps no checksum of, so that the manifest can be relied on."""
-    from refocused.shards.stored import stored_crc32c
+    from refocused.bucket.stored import stored_crc32c
 
     line = ProgressLine("manifest")
     total = sum(shard.size for shard in manifest.shards)

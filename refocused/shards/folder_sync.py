@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from refocused.atomic_file import replace_file
-from refocused.bucket.bucket import BlobInfo, Bucket, checked_name
+from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.checksum import crc32c_of
 from refocused.bucket.directory import DirectoryBucket
+from refocused.bucket.object_files import object_files
 from refocused.bucket.part_file import disk_errors, part_path
-from refocused.bucket.transfer import Progress, download_many
+from refocused.bucket.stored import stored_crc32c, with_checksum
+from refocused.bucket.transfer import Progress, download_many, map_in_threads
 from refocused.errors import ShardError
 from refocused.shards.chunk_folders import METADATA_NAME
 from refocused.shards.exclusive import exclusive_folder
@@ -26,7 +29,6 @@ from refocused.shards.manifest import (
     read_manifest,
 )
 from refocused.shards.selection import matches
-from refocused.shards.stored import stored_crc32c
 
 INDEX_FOLDER = ".sync"
 TICK_SECONDS = 0.5
@@ -43,12 +45,14 @@ class SyncResult:
         bytes: Of them.
         moved_objects: Those that this start moved.
         moved_bytes: Of them.
+        size_only: Those that were moved and compared by size only: their source keeps no checksums.
     """
 
     objects: int
     bytes: int
     moved_objects: int
     moved_bytes: int
+    size_only: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,10 +98,12 @@ def sync_folder(
         show: Called now and then with bytes done, bytes in all, and a note.
 
     Raises:
-        BucketError: The source cannot be read, or the disk is full; what has arrived stays.
+        BucketError: The source cannot be read, two objects would be one file, or the disk is full;
+            what has arrived stays.
         ShardError: Nothing is meant, or another process syncs to the folder.
     """
-    listing = {blob.name: blob for blob in bucket.list()}
+    ours = f"{INDEX_FOLDER}/"  # objects of that name are the records of a sync to elsewhere
+    listing = {blob.name: blob for blob in bucket.list() if not blob.name.startswith(ours)}
     chosen = selection.chosen(listing.values())
     if not chosen:
         raise ShardError(
@@ -105,19 +111,21 @@ def sync_folder(
             "--include and --exclude."
         )
     chosen = _without_incomplete_chunks(chosen, listing)
+    object_files((blob.name for blob in chosen), folder, where=bucket.url)
     data = [blob for blob in chosen if blob.name != MANIFEST_NAME]
-    for blob in data:
-        checked_name(blob.name, where=bucket.url)
     with exclusive_folder(folder / INDEX_FOLDER):
+        data = map_in_threads(functools.partial(with_checksum, bucket), data, threads=threads)
         index = _Index(folder, bucket)
-        missing = [blob for blob in data if not index.has(blob)]
+        there = map_in_threads(index.has, data, threads=threads)
+        missing = [blob for blob, has in zip(data, there, strict=True) if not has]
         lacking = {blob.name for blob in missing}
         index.write([blob for blob in data if blob.name not in lacking])
         _fetch(bucket, missing, folder, data=data, threads=threads, show=show)
         index.write(data)
         if MANIFEST_NAME in {blob.name for blob in chosen}:
             _fetch_manifest(bucket, folder, {blob.name for blob in data})
-    return sync_result(data, missing)
+    size_only = sum(blob.crc32c is None for blob in missing)
+    return dataclasses.replace(sync_result(data, missing), size_only=size_only)
 
 
 class _Index:
@@ -138,8 +146,9 @@ class _Index:
     def has(self, blob: BlobInfo) -> bool:
         """Whether the folder has an object's bytes."""
         path = self._folder / blob.name
-        if not path.is_file() or path.stat().st_size != blob.size:
-            return False
+        with disk_errors(path):
+            if not path.is_file() or path.stat().st_size != blob.size:
+                return False
         return self._checksum(path, blob.name) == stored_crc32c(self._bucket, blob)
 
     def write(self, blobs: Iterable[BlobInfo]) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.checksum import crc32c_of
 from refocused.bucket.directory import DirectoryBucket
-from refocused.bucket.transfer import Progress, upload_many
+from refocused.bucket.part_file import disk_errors
+from refocused.bucket.stored import stored_crc32c
+from refocused.bucket.transfer import Progress, map_in_threads, upload_many
 from refocused.errors import BucketError, ShardError
 from refocused.shards.folder_sync import Shown, SyncResult, sync_result
 from refocused.shards.manifest import MANIFEST_NAME, read_manifest
-from refocused.shards.stored import stored_crc32c
 
 _NAMED = 5
 
@@ -36,11 +36,11 @@ def upload_folder(folder: Path, bucket: Bucket, *, threads: int, show: Shown) ->
     files = {blob.name: blob for blob in source.list()}
     if not files:
         raise ShardError(f"{folder}: it holds no files to upload. Correct the name.")
-    with concurrent.futures.ThreadPoolExecutor(threads, "checksums") as pool:
-        sums = dict(zip(files, pool.map(crc32c_of, (folder / name for name in files)), strict=True))
+    paths = [folder / name for name in files]
+    sums = dict(zip(files, map_in_threads(_crc32c_of, paths, threads=threads), strict=True))
     if MANIFEST_NAME in files:
         _check_manifest(source, files, sums)
-    missing = _missing(bucket, files, sums)
+    missing = _missing(bucket, files, sums, threads=threads)
     total = sum(blob.size for blob in files.values())
     kept = total - sum(files[name].size for name in missing)
 
@@ -71,15 +71,25 @@ def _check_manifest(source: Bucket, files: Mapping[str, BlobInfo], sums: Mapping
         )
 
 
-def _missing(bucket: Bucket, files: Mapping[str, BlobInfo], sums: Mapping[str, int]) -> list[str]:
+def _crc32c_of(path: Path) -> int:
+    with disk_errors(path):
+        return crc32c_of(path)
+
+
+def _missing(
+    bucket: Bucket, files: Mapping[str, BlobInfo], sums: Mapping[str, int], *, threads: int
+) -> list[str]:
     """Return the files that the bucket lacks; refuse when it has others under their names."""
     there = {blob.name: blob for blob in _listed(bucket)}
-    other = [
-        name
-        for name, blob in files.items()
-        if name in there
-        and (there[name].size != blob.size or stored_crc32c(bucket, there[name]) != sums[name])
-    ]
+
+    def is_other(name: str) -> bool:
+        if there[name].size != files[name].size:
+            return True
+        return stored_crc32c(bucket, there[name]) != sums[name]
+
+    both = [name for name in files if name in there]
+    differs = map_in_threads(is_other, both, threads=threads)
+    other = [name for name, differ in zip(both, differs, strict=True) if differ]
     if other:
         raise BucketError(
             f"{bucket.url}: {len(other)} objects have other bytes than the files of their names: "

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from refocused.bucket.bucket import BlobInfo, Bucket
+from refocused.bucket.stored import known_content
 from refocused.config.data import DataConfig
 from refocused.errors import ShardError
 from refocused.shards.chunk_folders import check_chunks, named_tokenizer
 from refocused.shards.selection import chosen_names, is_skipped, matches, unlisted_names
-from refocused.shards.stored import known_content
 from refocused.shards.survey import HeaderFacts, survey
 from refocused.shards.tokenizers import TokenizerChoice, identity_of
 

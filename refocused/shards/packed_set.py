@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
+from refocused.bucket.stored import is_stored
 from refocused.errors import ShardError
 from refocused.shards.manifest import MANIFEST_NAME, Manifest, Shard, read_manifest
 from refocused.shards.packing_journal import Journal
 from refocused.shards.shard_packer import ShardRow
-from refocused.shards.stored import is_stored
 
 _log = logging.getLogger(__name__)
 

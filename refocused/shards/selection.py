@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Iterable
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from refocused.bucket.bucket import checked_name
+from refocused.bucket.object_files import object_files
 from refocused.config.data import DataConfig
 from refocused.errors import ShardError
 from refocused.shards.formats import TEXT_SUFFIXES, TOKEN_SUFFIXES, refusal
@@ -47,11 +47,12 @@ def chosen_names(names: Collection[str], *, data: DataConfig, url: str) -> list[
 
     Raises:
         ShardError: Nothing is left, a pattern fits nothing, or a chosen form is refused.
+        BucketError: A name cannot be a file's, or two objects would be one file of the cache.
     """
     wanted = [name for name in sorted(names) if _is_wanted(name, data)]
     _check_found(wanted, names, data=data, url=url)
+    object_files(wanted, Path(data.cache), where=url)
     for name in wanted:
-        checked_name(name, where=url)
         if is_megatron(name, names) or not name.endswith(TOKEN_SUFFIXES):
             raise ShardError(refusal(name))
     training = [name for name in wanted if not is_validation(name, data)]

@@ -7,13 +7,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from refocused.bucket.bucket import BlobInfo, Bucket
+from refocused.bucket.stored import stored_crc32c
 from refocused.config.data import DataConfig
 from refocused.errors import RefocusedError, ShardError
 from refocused.shards.formats import read_layout
 from refocused.shards.manifest import MANIFEST_NAME, Manifest, Shard, read_manifest
 from refocused.shards.object_reader import ObjectReader
 from refocused.shards.selection import chosen_names, matches
-from refocused.shards.stored import stored_crc32c
 from refocused.shards.token_blocks import count_tokens, token_blocks
 
 

@@ -12,6 +12,8 @@ from fakes import Emulator, Fault, Request
 from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.checksum import crc32c_of
 from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.part_file import part_path
+from refocused.bucket.stored import stored_crc32c, with_checksum
 from refocused.errors import BucketError
 
 pytestmark = pytest.mark.bucket
@@ -94,7 +96,7 @@ def test_what_an_earlier_process_received_is_kept(
     emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, tmp_path: Path
 ) -> None:
     (tmp_path / "down").mkdir()
-    (tmp_path / "down" / "x.part").write_bytes(CONTENT[:400_000])
+    part_path(tmp_path / "down" / "x").write_bytes(CONTENT[:400_000])
     gcs.download(stored, tmp_path / "down" / "x")
     assert_whole(tmp_path / "down" / "x")
     assert ranges(emulator) == ["bytes=400000-"]
@@ -104,7 +106,7 @@ def test_a_whole_part_file_only_needs_its_name(
     emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, tmp_path: Path
 ) -> None:
     (tmp_path / "down").mkdir()
-    (tmp_path / "down" / "x.part").write_bytes(CONTENT)
+    part_path(tmp_path / "down" / "x").write_bytes(CONTENT)
     gcs.download(stored, tmp_path / "down" / "x")
     assert_whole(tmp_path / "down" / "x")
     assert ranges(emulator) == []
@@ -115,7 +117,7 @@ def test_a_foreign_part_file_is_thrown_away(
     gcs: GcsBucket, stored: BlobInfo, tmp_path: Path, left: bytes
 ) -> None:
     (tmp_path / "down").mkdir()
-    (tmp_path / "down" / "x.part").write_bytes(left)
+    part_path(tmp_path / "down" / "x").write_bytes(left)
     gcs.download(stored, tmp_path / "down" / "x")
     assert_whole(tmp_path / "down" / "x")
 
@@ -151,7 +153,7 @@ def test_faults_without_progress_end_after_the_attempts_and_keep_what_arrived(
     emulator.proxy.script(IS_DOWNLOAD, Fault(status=503), times=100)
     with pytest.raises(BucketError, match=r"HTTP 503.*given up after 4 attempts"):
         gcs.download(stored, tmp_path / "x")
-    assert (tmp_path / "x.part").stat().st_size > 0
+    assert part_path(tmp_path / "x").stat().st_size > 0
     assert not (tmp_path / "x").exists()
 
 
@@ -254,3 +256,58 @@ def test_importing_brings_in_neither_google_cloud_nor_requests() -> None:
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+NO_CRC = frozenset({"crc32c"})
+
+
+def test_a_listing_without_checksums_is_completed_by_the_objects_own_descriptions(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, waits: list[float], tmp_path: Path
+) -> None:
+    emulator.proxy.unlisted = NO_CRC  # as in a bucket with customer-managed keys
+    (listed,) = gcs.list()
+    assert listed == dataclasses.replace(stored, crc32c=None)
+    assert with_checksum(gcs, listed) == stored
+    emulator.proxy.script(IS_DOWNLOAD, Fault(flip_byte=5))
+    assert gcs.download(listed, tmp_path / "down" / "x") == stored.crc32c
+    assert_whole(tmp_path / "down" / "x")
+    assert waits == []
+
+
+def test_an_object_without_any_checksum_is_read_and_hashed(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, small: Path, tmp_path: Path
+) -> None:
+    emulator.proxy.undescribed = NO_CRC
+    (listed,) = gcs.list()
+    assert gcs.download(listed, tmp_path / "down" / "x") == stored.crc32c
+    assert_whole(tmp_path / "down" / "x")
+    assert gcs.read(stored.name) == CONTENT
+    assert stored_crc32c(gcs, listed) == stored.crc32c
+    gcs.upload(small, "new")
+    gcs.upload(small, "new")
+    other = tmp_path / "other"
+    other.write_bytes(b"x" * small.stat().st_size)
+    with pytest.raises(BucketError, match=r"new already holds other bytes"):
+        gcs.upload(other, "new")
+
+
+def test_an_object_replaced_since_a_listing_without_checksums_is_not_taken_for_the_old_one(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, tmp_path: Path
+) -> None:
+    emulator.proxy.unlisted = NO_CRC
+    (listed,) = gcs.list()
+    emulator.put("some/prefix/shard.bin", CONTENT[::-1])
+    with pytest.raises(BucketError, match="replaced after it was listed"):
+        gcs.download(listed, tmp_path / "x")
+
+
+def test_a_listed_object_without_a_size_is_asked_about_and_named_when_it_has_none(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, waits: list[float]
+) -> None:
+    emulator.put("some/prefix/other.bin", CONTENT)
+    emulator.proxy.unlisted = frozenset({"size"})
+    assert [blob.size for blob in gcs.list()] == [len(CONTENT)] * 2
+    emulator.proxy.undescribed = frozenset({"size"})
+    with pytest.raises(BucketError, match=r"other\.bin: .* no size"):
+        list(gcs.list())
+    assert waits == []

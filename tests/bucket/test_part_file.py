@@ -8,7 +8,7 @@ import pytest
 
 from refocused.bucket import part_file
 from refocused.bucket.checksum import extended_crc32c
-from refocused.bucket.part_file import PartFile, disk_errors, free_bytes, require_space
+from refocused.bucket.part_file import PartFile, disk_errors, free_bytes, part_path, require_space
 from refocused.errors import BucketError
 
 
@@ -24,7 +24,7 @@ def test_nothing_has_the_final_name_before_it_is_published(tmp_path: Path) -> No
 
 
 def test_what_is_there_is_continued_with_its_checksum(tmp_path: Path) -> None:
-    (tmp_path / "x.part").write_bytes(b"ab")
+    part_path(tmp_path / "x").write_bytes(b"ab")
     with PartFile(tmp_path / "x", total_bytes=4, resume=True) as part:
         assert part.size == 2
         part.write(b"cd")
@@ -36,7 +36,7 @@ def test_what_is_there_is_continued_with_its_checksum(tmp_path: Path) -> None:
 def test_what_is_too_long_or_not_wanted_is_thrown_away(
     tmp_path: Path, total_bytes: int, resume: bool
 ) -> None:
-    (tmp_path / "x.part").write_bytes(b"ab")
+    part_path(tmp_path / "x").write_bytes(b"ab")
     with PartFile(tmp_path / "x", total_bytes=total_bytes, resume=resume) as part:
         assert (part.size, part.crc32c) == (0, 0)
     assert part.path.read_bytes() == b""
@@ -82,7 +82,7 @@ def test_a_disk_that_fills_up_is_told_with_numbers(
 
 
 def test_a_full_device_is_met_by_the_write(tmp_path: Path) -> None:
-    (tmp_path / "x.part").symlink_to("/dev/full")
+    part_path(tmp_path / "x").symlink_to("/dev/full")
     with (
         PartFile(tmp_path / "x", total_bytes=10, resume=False) as part,
         pytest.raises(BucketError, match="No space left"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from fakes import Emulator, Fault, Request
 from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.directory import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.object_files import object_files
+from refocused.bucket.part_file import part_path
 from refocused.bucket.transfer import Progress, download_many, upload_many
 from refocused.errors import BucketError
 
@@ -68,6 +71,26 @@ def test_a_name_that_leaves_the_folder_stops_everything_first(
     assert not (tmp_path / "down").exists()
 
 
+@pytest.mark.parametrize(
+    ("one", "same"), [("data/A.bin", "data/a.bin"), ("\u00e9/x", "e\u0301/x"), ("a", "A/x")]
+)
+def test_names_that_a_file_system_takes_for_one_are_refused_only_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one: str, same: str
+) -> None:
+    assert len(object_files([one, same], tmp_path / "down", where="gs://b")) == 2
+    really_exists = Path.exists
+
+    def exists(path: Path) -> bool:  # as on macOS
+        names = [path.name, *(beside.name for beside in path.parent.iterdir())]
+        wanted, *there = [unicodedata.normalize("NFC", name).casefold() for name in names]
+        return really_exists(path) or wanted in there
+
+    monkeypatch.setattr(Path, "exists", exists)
+    with pytest.raises(BucketError, match=f"{one}' and '{same}' cannot both be files below"):
+        object_files([one, same], tmp_path / "down", where="gs://b")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_missing_file_stops_an_upload_first(bucket: DirectoryBucket, tmp_path: Path) -> None:
     (tmp_path / "there").touch()
     sources = {"new/a": tmp_path / "there", "new/b": tmp_path / "absent"}
@@ -89,7 +112,7 @@ def test_what_part_files_hold_already_needs_no_space(
     bucket: DirectoryBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "down" / "folder_1").mkdir(parents=True)
-    (tmp_path / "down" / "folder_1" / "x19.part").write_bytes(b"1" * 19)
+    part_path(tmp_path / "down" / "folder_1" / "x19").write_bytes(b"1" * 19)
     monkeypatch.setattr("refocused.bucket.part_file.free_bytes", lambda _: 171)
     assert len(download_many(bucket, list(bucket.list()), tmp_path / "down")) == 20
 

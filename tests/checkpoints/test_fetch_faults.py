@@ -70,6 +70,15 @@ def test_a_network_that_is_lost_shows_no_step_and_the_next_attempt_goes_on(
     assert len(ranges) == 2 and any(ranges)  # one of them goes on where it was cut
 
 
+def test_a_part_file_left_by_an_earlier_version_is_no_damage(
+    catalog: Catalog, step: StepDirectory
+) -> None:
+    stage = catalog.local / f".tmp-{step.path.name}-fetch" / "run" / step.path.name
+    stage.mkdir(parents=True)
+    (stage / "trainer.json.part").write_bytes(b"{")
+    assert verify(catalog.fetch(10), deep=True) == []
+
+
 def test_a_disk_without_room_is_told_and_shows_no_step(
     catalog: Catalog, step: StepDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,9 +159,11 @@ def test_a_step_is_not_confused_with_one_whose_name_it_begins(
 
 
 @pytest.mark.bucket
+@pytest.mark.parametrize("unlisted", [(), ("crc32c",)])  # customer-managed keys: none is listed
 def test_an_object_store_gets_the_step_and_gives_it_back(
-    emulator: Emulator, step: StepDirectory
+    emulator: Emulator, step: StepDirectory, unlisted: tuple[str, ...]
 ) -> None:
+    emulator.proxy.unlisted = frozenset(unlisted)
     bucket = open_bucket(f"{emulator.url}/mirror")
     assert copy(bucket, step)
     remove_step(step.path)
@@ -172,9 +174,11 @@ def test_an_object_store_gets_the_step_and_gives_it_back(
 
 
 @pytest.mark.bucket
+@pytest.mark.parametrize("unlisted", [(), ("crc32c",)])  # customer-managed keys: none is listed
 def test_an_object_changed_in_the_store_before_the_marker_is_sent_again(
-    emulator: Emulator, step: StepDirectory
+    emulator: Emulator, step: StepDirectory, unlisted: tuple[str, ...]
 ) -> None:
+    emulator.proxy.unlisted = frozenset(unlisted)
     bucket = open_bucket(f"{emulator.url}/mirror")
     assert copy(bucket, step)
     bucket.delete(f"run/checkpoint_step_10/{COMMITTED}")

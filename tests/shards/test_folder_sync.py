@@ -17,11 +17,12 @@ from shards.shard_samples import npy_bytes, settings
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.directory import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.part_file import part_path
+from refocused.bucket.stored import stored_crc32c
 from refocused.errors import BucketError, ShardError
 from refocused.shards.folder_sync import Selection, SyncResult, sync_folder
 from refocused.shards.folder_upload import upload_folder
 from refocused.shards.manifest import Manifest, Shard, build_manifest, write_manifest
-from refocused.shards.stored import stored_crc32c
 
 REPOSITORY = Path(__file__).parents[2]
 KILLS = int(os.environ.get("REFOCUSED_KILLS", "10"))
@@ -187,6 +188,81 @@ def test_a_bucket_is_fetched_once_and_uploaded_once(emulator: Emulator, tmp_path
     sync(bucket, tmp_path / "to")
     again = [r for r in emulator.proxy.requests[before:] if r.is_download]
     assert all("manifest.json" in request.path for request in again)
+
+
+@pytest.mark.bucket
+@pytest.mark.parametrize("described", [True, False])
+def test_a_bucket_that_lists_no_checksums_is_fetched_and_uploaded(
+    emulator: Emulator, tmp_path: Path, described: bool
+) -> None:
+    there = fill(DirectoryBucket(tmp_path / "from"))
+    setattr(emulator.proxy, "unlisted" if described else "undescribed", frozenset({"crc32c"}))
+    bucket = GcsBucket(f"{emulator.url}/data")
+    upload(tmp_path / "from", bucket)
+    result = sync(bucket, tmp_path / "to")
+    assert content_of(tmp_path / "to") == there
+    assert (result.moved_objects, result.size_only) == (5, 0 if described else 5)
+    assert upload(tmp_path / "from", bucket).moved_objects == 0
+    assert sync(bucket, tmp_path / "to").moved_objects == 0
+    (tmp_path / "to" / "t_000.npy").write_bytes(bytes(len(there["t_000.npy"])))
+    assert sync(bucket, tmp_path / "to").moved_objects == 1
+    assert content_of(tmp_path / "to") == there
+
+
+@pytest.mark.bucket
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (("a/b.bin", "a//b.bin"), r"'a//b\.bin' and 'a/b\.bin' cannot both .*: .*the same file"),
+        (("a", "a/b"), "'a' and 'a/b' cannot both .* the first would be a file, and the folder"),
+        (("a/./b", "a/b"), r"'a/\./b' would be written outside"),
+        (("x" * 251,), "xxx' has a part above 250 bytes"),
+        (("." + "0" * 32 + ".part",), "is that of a temporary file"),
+    ],
+)
+def test_objects_that_cannot_each_be_a_file_are_refused_before_the_first_is_fetched(
+    emulator: Emulator, tmp_path: Path, names: tuple[str, ...], told: str
+) -> None:
+    for name in (*names, "good.bin"):
+        emulator.put(f"data/{name}", name.encode())
+    bucket = GcsBucket(f"{emulator.url}/data")
+    with pytest.raises(BucketError, match=told):
+        sync(bucket, tmp_path / "to")
+    assert not any(request.is_download for request in emulator.proxy.requests)
+    assert sync(bucket, tmp_path / "to", exclude=names[:1]).objects == len(names)
+
+
+@pytest.mark.bucket
+@pytest.mark.parametrize("left", [None, ".part", "ours"])
+def test_an_object_named_like_a_part_of_another_arrives_beside_it(
+    emulator: Emulator, tmp_path: Path, left: str | None
+) -> None:
+    there = {"a.npy": b"1" * 1000, "a.npy.part": b"2" * 1000, "b.npy": b"3" * 1000}
+    for name, content in there.items():
+        emulator.put(f"data/{name}", content)
+    emulator.proxy.script(  # so that the other object is there first
+        lambda request: request.is_download and request.path.endswith("a.npy"), Fault(delay_s=0.5)
+    )
+    folder = tmp_path / "to"
+    if left is not None:  # of a killed sync: of an earlier version, of this one
+        folder.mkdir()
+        part = folder / "a.npy.part" if left == ".part" else part_path(folder / "a.npy")
+        part.write_bytes(b"1" * 300)
+    bucket = GcsBucket(f"{emulator.url}/data")
+    assert sync(bucket, folder).objects == 3
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == there
+    assert sync(bucket, folder).moved_objects == 0
+
+
+@pytest.mark.bucket
+def test_records_of_a_sync_that_were_copied_to_a_bucket_are_not_fetched(
+    emulator: Emulator, tmp_path: Path
+) -> None:
+    emulator.put("data/.sync/index.json", b"of the folder that was copied here")
+    emulator.put("data/a.npy", b"1")
+    bucket = GcsBucket(f"{emulator.url}/data")
+    assert sync(bucket, tmp_path / "to").objects == 1
+    assert sync(bucket, tmp_path / "to").moved_objects == 0
 
 
 def test_upload_refuses_other_bytes_before_it_sends(tmp_path: Path) -> None:

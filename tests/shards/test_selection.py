@@ -63,3 +63,9 @@ def test_megatron_pairs_are_refused_unless_left_out() -> None:
 def test_names_that_leave_the_folder_are_refused() -> None:
     with pytest.raises(BucketError, match="outside its folder"):
         chosen(["../x.npy"])
+
+
+def test_objects_that_would_be_one_local_shard_are_refused() -> None:
+    with pytest.raises(BucketError, match=r"'a//x\.npy' and 'a/x\.npy' cannot both be files"):
+        chosen(["a/x.npy", "a//x.npy"])
+    assert chosen(["a/x.npy", "a//x.npy"], exclude=["a//*"]) == ["a/x.npy"]

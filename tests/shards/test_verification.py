@@ -10,8 +10,8 @@ from shards.shard_samples import npy_bytes, settings
 
 from refocused.bucket.directory import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.stored import stored_crc32c
 from refocused.shards.manifest import Manifest, Shard, write_manifest
-from refocused.shards.stored import stored_crc32c
 from refocused.shards.verification import Finding, verify_data
 
 

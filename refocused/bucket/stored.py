@@ -1,14 +1,29 @@
-"""What is really stored: an object's checksum, or that of blocks of it, from store or bytes."""
+"""What is stored: the checksum of an object, or of blocks of it, from the store or its bytes."""
 
 from __future__ import annotations
 
 import os
 
 from refocused.bucket.bucket import BlobInfo, Bucket
-from refocused.bucket.checksum import BLOCK_BYTES, extended_crc32c
+from refocused.bucket.checksum import extended_crc32c
 from refocused.bucket.part_file import disk_errors
 
+READ_BYTES = 8 * 1024 * 1024  # of one request
 SAMPLED_BLOCKS, SAMPLED_BLOCK_BYTES = 8, 16 * 1024
+
+
+def with_checksum(bucket: Bucket, blob: BlobInfo) -> BlobInfo:
+    """Return a listed object with its checksum, where the store keeps one.
+
+    Listings of Google Cloud Storage leave it out for objects with customer-managed keys; the
+    object's own description has it. An object that was replaced since is returned as listed.
+    """
+    if blob.crc32c is not None:
+        return blob
+    own = bucket.info(blob.name)
+    if own is None or own.size != blob.size or blob.generation not in (None, own.generation):
+        return blob
+    return own
 
 
 def stored_crc32c(bucket: Bucket, blob: BlobInfo) -> int:
@@ -17,10 +32,18 @@ def stored_crc32c(bucket: Bucket, blob: BlobInfo) -> int:
     Raises:
         BucketError: The object cannot be read.
     """
-    if blob.crc32c is not None:
-        return blob.crc32c
+    known = with_checksum(bucket, blob).crc32c
+    return crc32c_of_bytes(bucket, blob.name) if known is None else known
+
+
+def crc32c_of_bytes(bucket: Bucket, name: str) -> int:
+    """Read an object from its start to its end; return its CRC-32C.
+
+    Raises:
+        BucketError: The object cannot be read.
+    """
     checksum = start = 0
-    while block := bucket.read(blob.name, start=start, length=BLOCK_BYTES):
+    while block := bucket.read(name, start=start, length=READ_BYTES):
         checksum = extended_crc32c(checksum, block)
         start += len(block)
     return checksum
@@ -43,10 +66,8 @@ def known_content(bucket: Bucket, blob: BlobInfo) -> tuple[int | None, int | Non
         BucketError: The object cannot be read.
     """
     path = bucket.local_file(blob)
-    if path is None:
-        found = bucket.info(blob.name)
-        if found is not None and found.crc32c is not None:
-            return found.crc32c, None
+    if path is None and (known := with_checksum(bucket, blob).crc32c) is not None:
+        return known, None
     starts, length = [0], SAMPLED_BLOCKS * SAMPLED_BLOCK_BYTES
     if blob.size > length:
         last, length = blob.size - SAMPLED_BLOCK_BYTES, SAMPLED_BLOCK_BYTES
