@@ -71,6 +71,7 @@ class Fault:
         bytes_per_second: Send the answer's body no faster.
         flip_byte: Invert this byte of the answer's body.
         strip_headers: Leave these headers out of the answer, in lower case.
+        lose_request: Close the connection; the emulator gets nothing.
         lose_reply: Let the emulator work, then close the connection without an answer.
         reply: Let the emulator work, then answer 200 with this instead, such as `GARBLED`.
         delay_s: Wait so long first, in seconds.
@@ -86,6 +87,7 @@ class Fault:
     bytes_per_second: int | None = None
     flip_byte: int | None = None
     strip_headers: frozenset[str] = frozenset()
+    lose_request: bool = False
     lose_reply: bool = False
     reply: bytes | None = None
     delay_s: float = 0.0
@@ -241,6 +243,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         request = self._read_request()
         fault = self.proxy.fault_of(request)
         time.sleep(fault.delay_s)
+        if fault.lose_request:
+            self.close_connection = True
+            return
         if fault.status is not None:
             answer = error_answer(fault.status, fault.message, fault.headers)
         else:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from refocused.bucket.google_faults import fault_of, fault_of_response, fault_types
+from refocused.bucket.part_file import disk_errors
 from refocused.bucket.retry import Attempts, Fault
 from refocused.errors import BucketError
 
-CHUNK_BYTES = 16 * 1024 * 1024  # a multiple of 256 KiB, as the protocol asks
+# Multiples of 256 KiB, as the protocol requires. A connection that is cut before a chunk is
+# through makes no progress where the store keeps nothing of it: the chunks then get smaller, and
+# larger again after some were kept.
+CHUNK_BYTES = 16 * 1024 * 1024
+SMALLEST_CHUNK_BYTES = 256 * 1024
+_SHRINK = 4
+_KEPT_TO_GROW = 4
+_HELD = re.compile(r"bytes=0-(\d{1,15})")
 _DONE = frozenset({200, 201})
 _INCOMPLETE = 308
 _SESSION_GONE = frozenset({404, 410})
@@ -21,7 +30,8 @@ class ResumableUpload:
     """One file on its way (cloud.google.com/storage/docs/performing-resumable-uploads).
 
     After a fault the store is asked how much it holds, so that an answer that was lost costs
-    nothing; a session that the store forgot is replaced by a new one.
+    nothing, and smaller chunks follow if it kept nothing; a session that the store forgot is
+    replaced by a new one. Attempts count only while the store does not hold more than ever before.
 
     Args:
         source: The file.
@@ -52,6 +62,9 @@ class ResumableUpload:
         self._timeout_s = timeout_s
         self._refused = refused
         self._furthest = 0  # most bytes that the store ever confirmed
+        self._held = 0  # bytes that it confirmed last
+        self._chunk_bytes = CHUNK_BYTES
+        self._kept = 0  # chunks in a row
 
     def send(self) -> object:
         """Send everything; return the store's last answer, None where it is no JSON.
@@ -69,10 +82,10 @@ class ResumableUpload:
             elif answer.status_code in _DONE:
                 return _content(answer)
             elif answer.status_code == _INCOMPLETE:
-                confirmed = self._confirmed(answer, before=confirmed)
+                confirmed = self._confirmed(answer, is_chunk=confirmed is not None)
             elif answer.status_code in _SESSION_GONE:
                 self._attempts.wait_after(fault_of_response(answer))
-                url, confirmed = self._open_session(), 0
+                url, confirmed, self._held = self._open_session(), 0, 0
             else:
                 self._wait_after(fault_of_response(answer))
                 confirmed = None
@@ -100,20 +113,38 @@ class ResumableUpload:
             raise self._refused(fault)
         self._attempts.wait_after(fault)
 
-    def _confirmed(self, answer: Any, *, before: int | None) -> int:
-        """Return how many bytes the store holds, from `Range: bytes=0-LAST`."""
-        held = answer.headers.get("Range")
-        confirmed = int(held.rpartition("-")[2]) + 1 if held else 0
-        if confirmed > self._furthest:
-            self._furthest = confirmed
+    def _confirmed(self, answer: Any, *, is_chunk: bool) -> int | None:
+        """Return how many bytes the store holds, from `Range: bytes=0-LAST`; None: ask again."""
+        text = answer.headers.get("Range")
+        found = _HELD.fullmatch(text) if text else None
+        held = int(found[1]) + 1 if found else 0
+        if (text and not found) or held >= self._size:
+            reason = f"the store did not say readably how much it holds: Range {text[:40]!r}"
+            self._attempts.wait_after(Fault(reason, transient=True))
+            return None
+        is_more, self._held = held > self._held, held
+        self._fit_chunks(is_more)
+        if held > self._furthest:
+            self._furthest = held
             self._attempts.progressed()
-        elif before is not None and confirmed <= before:
+        elif is_chunk and not is_more:
             self._attempts.wait_after(Fault("a chunk was answered but not kept", transient=True))
-        return confirmed
+        return held
+
+    def _fit_chunks(self, is_more: bool) -> None:
+        """Choose the size of the next chunks by whether the store kept some of the last one."""
+        if not is_more:
+            self._chunk_bytes = max(self._chunk_bytes // _SHRINK, SMALLEST_CHUNK_BYTES)
+            self._kept = 0
+            return
+        self._kept += 1
+        if self._kept == _KEPT_TO_GROW:
+            self._chunk_bytes = min(2 * self._chunk_bytes, CHUNK_BYTES)
+            self._kept = 0
 
     def _chunk(self, offset: int) -> bytes:
-        wanted = min(CHUNK_BYTES, self._size - offset)
-        with self._source.open("rb") as file:
+        wanted = min(self._chunk_bytes, self._size - offset)
+        with disk_errors(self._source), self._source.open("rb") as file:
             content = os.pread(file.fileno(), wanted, offset)
         if len(content) < wanted:
             raise BucketError(
@@ -126,6 +157,6 @@ class ResumableUpload:
 def _content(answer: Any) -> object:
     try:
         content: object = answer.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return content

@@ -43,7 +43,7 @@ class RetryPolicy:
     Attributes:
         attempts: Failures in a row without progress after which an operation is given up.
         initial_s: Ceiling of the first wait, in seconds; it doubles with each failure.
-        longest_s: Highest ceiling, in seconds.
+        longest_s: Longest wait, in seconds, whatever the store asks for.
         sleep: Waits for so many seconds; what it raises ends the operation.
         tell: Told what failed, before each wait; from whichever thread that is.
         draw: Returns a random number in [0, 1); not from Python's own generator, whose state
@@ -60,7 +60,7 @@ class RetryPolicy:
     def wait_s(self, failures: int, *, retry_after_s: float | None = None) -> float:
         """Return the seconds to wait after `failures` (at least 1) failures in a row."""
         ceiling = min(self.longest_s, self.initial_s * 2.0 ** (failures - 1))
-        return max(self.draw() * ceiling, retry_after_s or 0.0)
+        return min(max(self.draw() * ceiling, retry_after_s or 0.0), self.longest_s)
 
 
 class Attempts:
@@ -94,7 +94,9 @@ class Attempts:
                 "what has arrived is kept."
             )
         wait = self._policy.wait_s(self._failures, retry_after_s=fault.retry_after_s)
-        logger.warning("%s: %s; next attempt in %.1f s", self._what, fault.reason, wait)
+        asked = fault.retry_after_s or 0.0
+        wish = f" (the store asks for {asked:,.0f} s)" if asked > wait else ""
+        logger.warning("%s: %s; next attempt in %.1f s%s", self._what, fault.reason, wait, wish)
         self._policy.tell(f"{self._what}: {fault.reason}")
         self._policy.sleep(wait)
 
@@ -113,12 +115,12 @@ def parsed_retry_after(header: str | None, *, now_s: float) -> float | None:
     """
     if header is None:
         return None
-    if header.strip().isdigit():
+    if header.isascii() and header.strip().isdigit():
         return float(header)
     import email.utils  # 6 ms, for a header that is seldom seen
 
     try:
-        date = email.utils.parsedate_to_datetime(header)
-    except ValueError:
+        date_s = email.utils.parsedate_to_datetime(header).timestamp()
+    except (ValueError, TypeError, IndexError, OverflowError, OSError):  # as malformed dates raise
         return None
-    return max(0.0, date.timestamp() - now_s)
+    return max(0.0, date_s - now_s)
