@@ -62,7 +62,8 @@ class Fault:
 
     Attributes:
         status: Answer this instead of asking the emulator.
-        headers: Headers of that answer.
+        headers: Headers of that answer, or in place of those of the emulator's.
+        answered_as: Status in place of the emulator's.
         message: Its text, in the form of the store's JSON errors.
         cut_after: Close the connection after so many bytes of the answer's body.
         truncate_to: Answer as if the body ended here, with a length that agrees.
@@ -79,6 +80,7 @@ class Fault:
 
     status: int | None = None
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    answered_as: int | None = None
     message: str = "scripted fault"
     cut_after: int | None = None
     truncate_to: int | None = None
@@ -250,6 +252,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             answer = error_answer(fault.status, fault.message, fault.headers)
         else:
             answer = self.proxy.answer(request)
+            answer.status = fault.answered_as or answer.status
+            answer.headers |= fault.headers
         if fault.lose_reply:
             self.close_connection = True
             return

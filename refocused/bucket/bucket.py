@@ -12,7 +12,7 @@ from refocused.errors import BucketError
 
 LONGEST_PART_BYTES = 250  # of a name; file systems take 255, and local forms append a suffix
 TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{32}\.part")  # no object may have such a name
-_SURROGATE = re.compile("[\ud800-\udfff]")
+_NO_TEXT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # controls, halves of characters
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def checked_name(name: str, *, where: str) -> str:
 
     Raises:
         BucketError: The name is empty, absolute, holds `..`, a backslash, a NUL or a drive, has a
-            part that is too long, is no text, or is one of our temporary names.
+            part that is too long, holds control characters, or is one of our temporary names.
     """
     path = PurePosixPath(name)
     parts = name.split("/")
@@ -94,8 +94,8 @@ def checked_name(name: str, *, where: str) -> str:
         or any(part in ("..", ".") for part in parts)
     ):
         problem = "would be written outside its folder"
-    elif _SURROGATE.search(name):
-        problem = "is no valid text"
+    elif _NO_TEXT.search(name):
+        problem = "is no plain text"
     elif any(len(part.encode()) > LONGEST_PART_BYTES for part in parts):
         problem = f"has a part above {LONGEST_PART_BYTES} bytes, too long for a file"
     elif any(TEMPORARY_NAME.fullmatch(part) for part in parts):

@@ -137,7 +137,7 @@ class DirectoryBucket:
             source.open("rb") as file,
             PartFile(target, total_bytes=blob.size, resume=False) as part,
         ):
-            while block := file.read(BLOCK_BYTES):
+            while part.size <= blob.size and (block := file.read(BLOCK_BYTES)):
                 part.write(block)
             if part.size != blob.size or blob.crc32c not in (None, part.crc32c):
                 part.discard()

@@ -11,7 +11,7 @@ from refocused.bucket.bucket import BlobInfo, checked_name
 from refocused.bucket.checksum import extended_crc32c
 from refocused.bucket.google_connection import GoogleConnection
 from refocused.bucket.google_faults import RefusedRequestError, fault_types
-from refocused.bucket.google_requests import ONCE, GoogleRequests
+from refocused.bucket.google_requests import GoogleRequests
 from refocused.bucket.google_upload import Content, bytes_content, file_content, store
 from refocused.bucket.media import read_media, stream_media
 from refocused.bucket.part_file import PartFile, require_space
@@ -136,9 +136,15 @@ class GcsBucket:
                 if part.size == wanted.size and _agrees(part.crc32c, wanted):
                     part.publish()
                     return part.crc32c
-                found = part.crc32c
+                is_longer, found = part.size > wanted.size, part.crc32c
                 part.restart()
             part.discard()
+        if is_longer:
+            raise BucketError(
+                f"{self._requests.address(wanted.name)}: {_FRESH_STARTS + 1} times over, more than "
+                f"the {wanted.size:,} bytes that were listed came. Something on the way changes "
+                "the answers (a proxy?): use another network, or exclude the object."
+            )
         raise self._corrupt(wanted, found)
 
     def local_file(self, blob: BlobInfo) -> None:
@@ -158,15 +164,7 @@ class GcsBucket:
 
     def delete(self, name: str) -> None:
         """Remove one object; absent is fine."""
-        try:
-            self._requests.ask(
-                lambda: self._requests.blob(name).delete(**ONCE),
-                name,
-                permission="storage.objects.delete",
-            )
-        except RefusedRequestError as refused:
-            if refused.status != 404:
-                raise
+        self._requests.delete(name)
 
     def _store(self, name: str, content: Content) -> BlobInfo:
         return store(
@@ -211,7 +209,10 @@ class GcsBucket:
             raise
 
     def _receive(self, blob: BlobInfo, part: PartFile) -> None:
-        """Append to `part` until it has the object's size, over as many requests as it takes."""
+        """Append to `part` until it has the object's size, over as many requests as it takes.
+
+        Of an answer that is longer, one byte is kept: enough to tell it by.
+        """
         attempts = self._requests.attempts("downloading", blob.name)
         while part.size < blob.size:
             before = part.size
@@ -219,7 +220,9 @@ class GcsBucket:
                 for piece in stream_media(
                     self._requests, blob.name, start=before, generation=blob.generation
                 ):
-                    part.write(piece)
+                    part.write(piece[: blob.size + 1 - part.size])
+                    if part.size > blob.size:
+                        return
                 fault = Fault(f"the answer ended after {part.size:,} bytes", transient=True)
             except fault_types() as error:
                 fault = self._requests.passing(error, blob.name, permission=_READ)

@@ -101,6 +101,8 @@ def find_credentials(credentials_file: Path | None) -> Credentials:
     """
     from google.auth.credentials import AnonymousCredentials
 
+    for name in ("urllib3", "google.auth"):  # they log each attempt of theirs; ours are logged
+        logging.getLogger(name).setLevel(logging.ERROR)
     if credentials_file is not None:
         return _from_file(credentials_file)
     if os.environ.get("STORAGE_EMULATOR_HOST"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from typing import Any
@@ -21,6 +20,7 @@ _ROLES = {
 }
 # urllib3 opens its messages with the connection: `HTTPSConnection(host=..., port=443): `.
 _CONNECTION = re.compile(r"^(?:\w+\([^)]*\)|<[^>]*>): ")
+_LONGEST_REASON = 300  # characters
 _PERMISSION = re.compile(r"\b(?:storage|serviceusage)\.\w+\.\w+")
 
 
@@ -54,9 +54,10 @@ def fault_types() -> tuple[type[Exception], ...]:
         requests.RequestException,
         urllib3.exceptions.HTTPError,
         http.client.HTTPException,
-        json.JSONDecodeError,
         ConnectionError,
         TimeoutError,
+        ValueError,  # answers that cannot be read: no JSON, numbers or addresses that are none
+        RecursionError,
     )
 
 
@@ -73,12 +74,21 @@ def fault_of(error: Exception) -> Fault:
     return Fault(reason=_innermost(error), transient=True)
 
 
-def _innermost(error: Exception) -> str:
-    """Return what went wrong without the layers that tell each other: one short line."""
-    told = error.args[0] if error.args else None
-    cause = getattr(told, "reason", None)
-    inner = cause if isinstance(cause, Exception) else error
-    return f"{type(inner).__name__}: {_CONNECTION.sub('', str(inner))}"
+def _innermost(error: BaseException) -> str:
+    """Return what went wrong without the layers above it: one short line."""
+    inner = error
+    while isinstance(told := inner.args[0] if inner.args else None, Exception):
+        inner = getattr(told, "reason", told)
+        if not isinstance(inner, Exception):
+            inner = told
+            break
+    return _printable(f"{type(inner).__name__}: {_CONNECTION.sub('', str(inner))}")
+
+
+def _printable(text: str) -> str:
+    """Return text of a store as one short line that does nothing to a terminal."""
+    line = " ".join(text.split())[:_LONGEST_REASON]
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in line)
 
 
 def fault_of_response(response: Any) -> Fault:
@@ -150,7 +160,7 @@ def _fault_of_credentials(error: Exception) -> Fault:
         error
     )
     return Fault(
-        reason=f"{type(error).__name__}: {error}",
+        reason=_innermost(error),
         transient=passing,
         status=None if passing else 401,
     )
@@ -159,6 +169,7 @@ def _fault_of_credentials(error: Exception) -> Fault:
 def _message(response: Any) -> str:
     """Return the store's own words, one line."""
     try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return " ".join(str(response.reason or response.text).split())[:200]
+        text = str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        text = str(response.reason or response.text)
+    return _printable(text)

@@ -20,6 +20,7 @@ TIMEOUT_S = (10.0, 60.0)  # connect, and silence between two pieces of an answer
 # Retry-After and leave resumed downloads unchecked.
 ONCE = {"retry": None, "timeout": TIMEOUT_S}
 _DESCRIBED = ("name", "size", "crc32c", "generation")  # what is read of an object's resource
+_OK = 200
 _STORE = "https://storage.googleapis.com"
 
 
@@ -148,6 +149,19 @@ class GoogleRequests:
                 return None
             raise
 
+    def delete(self, name: str) -> None:
+        """Remove an object; absent is fine."""
+        path, query = self._path(name), self.parameters()
+        try:
+            self.ask(
+                lambda: self._answer("DELETE", path, query),
+                name,
+                permission="storage.objects.delete",
+            )
+        except RefusedRequestError as refused:
+            if refused.status != 404:
+                raise
+
     def ask(self, ask: Callable[[], Answer], name: str, *, permission: str) -> Answer:
         """Return a request's answer.
 
@@ -193,15 +207,18 @@ class GoogleRequests:
 
     def _resource(self, path: str, query: Mapping[str, str]) -> object:
         """Ask once for something that the store describes in JSON."""
-        answer = self.connection.session.get(
-            _endpoint() + path, params=query, timeout=ONCE["timeout"]
+        answer = self._answer("GET", path, query)
+        if answer.status_code != _OK:
+            raise ConnectionError(f"HTTP {answer.status_code}, which describes nothing")
+        content: object = answer.json()
+        return content
+
+    def _answer(self, method: str, path: str, query: Mapping[str, str]) -> Any:
+        answer = self.connection.session.request(
+            method, _endpoint() + path, params=query, timeout=ONCE["timeout"]
         )
         answer.raise_for_status()
-        try:
-            content: object = answer.json()
-        except RecursionError:
-            raise ConnectionError("the store's answer is nested too deeply") from None
-        return content
+        return answer
 
 
 def _endpoint() -> str:

@@ -5,14 +5,15 @@ The client library hands on eight kilobytes at a time: half of the processor's t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from refocused.bucket.google_requests import TIMEOUT_S, GoogleRequests
 
 PIECE_BYTES = 256 * 1024
-_PARTIAL = 206
+_OK, _PARTIAL = 200, 206
+_RANGE = re.compile(r"bytes (\d+)-\d+/(?:\d+|\*)")
 
 
 def read_media(
@@ -23,9 +24,15 @@ def read_media(
     Raises:
         Exception: One of `fault_types`.
     """
-    with _answer(requests, name, start=start, end=end, generation=generation) as answer:
-        content: bytes = answer.raw.read(decode_content=False)
-        return content
+    from requests import RequestException
+
+    pieces, size = [], 0
+    for piece in _pieces(requests, name, start=start, end=end, generation=generation):
+        pieces.append(piece)
+        size += len(piece)
+        if end is not None and size > end - start + 1:
+            raise RequestException("more bytes were answered than were asked for")
+    return b"".join(pieces)
 
 
 def stream_media(
@@ -36,16 +43,13 @@ def stream_media(
     Raises:
         Exception: One of `fault_types`; what came before it has been yielded.
     """
-    with _answer(requests, name, start=start, end=None, generation=generation) as answer:
-        while piece := answer.raw.read1(PIECE_BYTES, decode_content=False):
-            yield piece
+    return _pieces(requests, name, start=start, end=None, generation=generation)
 
 
-@contextmanager
-def _answer(
+def _pieces(
     requests: GoogleRequests, name: str, *, start: int, end: int | None, generation: int | None
-) -> Iterator[Any]:
-    """Ask (cloud.google.com/storage/docs/json_api/v1/objects/get) and yield the answer."""
+) -> Iterator[bytes]:
+    """Ask (cloud.google.com/storage/docs/json_api/v1/objects/get) and yield the answer's bytes."""
     from requests import RequestException
 
     is_part = bool(start) or end is not None
@@ -62,6 +66,18 @@ def _answer(
         if not answer.ok:
             _ = answer.content  # says why, and is read while the connection is there
             answer.raise_for_status()
-        if is_part and answer.status_code != _PARTIAL:
-            raise RequestException("a part of the object was asked for, and all of it answered")
-        yield answer
+        if answer.status_code not in (_OK, _PARTIAL):
+            raise RequestException(f"HTTP {answer.status_code}, which holds no part of the object")
+        if is_part and not _is_from(start, answer):
+            raise RequestException("another part of the object was answered than was asked for")
+        while piece := answer.raw.read1(PIECE_BYTES, decode_content=False):
+            yield piece
+
+
+def _is_from(start: int, answer: Any) -> bool:
+    """Whether an answer begins at a byte; some proxies answer a part with status 200."""
+    told = answer.headers.get("Content-Range")
+    if told is None:
+        return bool(answer.status_code == _PARTIAL)
+    found = _RANGE.fullmatch(told)
+    return found is not None and found[1].lstrip("0") == str(start).lstrip("0")

@@ -13,6 +13,7 @@ import pydantic
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.checksum import crc32c_of
 from refocused.bucket.part_file import disk_errors
+from refocused.bucket.stored import with_checksum
 from refocused.bucket.transfer import Progress, download_many, upload_many
 from refocused.checkpoints.atomic import fsync_directories, replace_folder
 from refocused.checkpoints.manifest import COMMITTED
@@ -69,7 +70,7 @@ def upload_folder(folder: Path, bucket: Bucket, prefix: str) -> None:
     bucket.delete(marker)
     for blob in list(bucket.list(f"{prefix}/")):
         known = described.get(blob.name.removeprefix(f"{prefix}/"))
-        if known is None or blob.crc32c != known["crc32c"]:
+        if known is None or with_checksum(bucket, blob).crc32c != known["crc32c"]:
             bucket.delete(blob.name)
     upload_many(bucket, {f"{prefix}/{name}": path for name, path in files.items()})
     bucket.write(marker, content)

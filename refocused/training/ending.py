@@ -41,6 +41,7 @@ def finish(
     settings: CheckpointConfig,
     command: str,
     final_model: FinalModel | None = None,
+    per_hour_usd: float | None = None,
 ) -> ExitCode:
     """Export, wait for the mirror, say how the run ended and where its time went; return the code.
 
@@ -53,6 +54,7 @@ def finish(
         settings: How long to wait for the mirror.
         command: What was typed: typed again, it resumes.
         final_model: What a finished run becomes; None: nothing is made.
+        per_hour_usd: Price of the machine, which the wait for the mirror holds; None: unknown.
     """
     exporting = None
     if not outcome.stopped and parts.saver.saved_step == outcome.state.step:
@@ -60,7 +62,12 @@ def finish(
     if exporting is not None:
         exporting.begin(outcome.state.step)
     timeout_s = INTERRUPTED_DRAIN_S if outcome.stopped else settings.drain_minutes * 60
-    progress = DrainProgress(folder / "checkpoints", timeout_s)
+    progress = DrainProgress(
+        folder / "checkpoints",
+        timeout_s,
+        per_hour_usd=per_hour_usd,
+        setting=None if outcome.stopped else "checkpoint.drain_minutes",
+    )
     if outcome.stopped:
         mirrored = parts.saver.mirror.drain(timeout_s, progress)
     else:
@@ -139,6 +146,9 @@ class DrainProgress:
         checkpoints: Path,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        per_hour_usd: float | None = None,
+        setting: str | None = None,
     ) -> None:
         """Begin to wait.
 
@@ -146,9 +156,13 @@ class DrainProgress:
             checkpoints: The folder of the local steps.
             timeout_s: Longest wait, in seconds.
             clock: Monotonic seconds.
+            per_hour_usd: Price of the machine that waits; None: unknown.
+            setting: What bounds the wait; None: nothing that can be set.
         """
         self._checkpoints = checkpoints
         self._clock = clock
+        self._per_hour_usd = per_hour_usd
+        self._setting = setting
         self._ends_at = clock() + timeout_s
         self._said_at = clock()
         self._said_tenth = -1
@@ -176,8 +190,14 @@ class DrainProgress:
         said = "it has said nothing yet, see logs/mirror.log"
         if status is not None:
             said = status.progress(saved_steps(self._checkpoints))
-        left = duration(max(0.0, self._ends_at - self._clock()))
-        self._say(f"waiting for the mirror, for at most {left} more: {said}")
+        left_s = max(0.0, self._ends_at - self._clock())
+        price = self._per_hour_usd
+        known = [
+            *([f"${left_s / 3600 * price:,.2f}"] if price is not None else []),
+            *([f"set by {self._setting}"] if self._setting is not None else []),
+        ]
+        more = f"{duration(left_s)} more" + (f" ({'; '.join(known)})" if known else "")
+        self._say(f"waiting for the mirror, for at most {more}: {said}")
 
     def _say(self, text: str) -> None:
         self._said_at = self._clock()

@@ -272,6 +272,7 @@ def _finish(job: Job, parts: Parts, outcome: Outcome, stop: StopRequest) -> Exit
             credentials_file=job.request.credentials_file,
             project=job.request.project,
         ),
+        per_hour_usd=config.cost.per_hour_usd,
     )
 
 

@@ -133,6 +133,15 @@ def test_a_download_with_another_checksum_leaves_no_file(bucket: Bucket, tmp_pat
     assert list((tmp_path / "down").iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["a\x1b[2Jb", "a\nb", "\x9b", "\ud800"])
+def test_names_with_control_characters_are_refused_and_shown_without_them(
+    bucket: Bucket, name: str
+) -> None:
+    with pytest.raises(BucketError, match="is no plain text") as raised:
+        bucket.info(name)
+    assert all(character.isprintable() for character in str(raised.value))
+
+
 @pytest.mark.parametrize("name", ["../x", "/x", "a\\b", "a/../../x", "", "c:/x", "a/./b"])
 def test_names_that_leave_the_folder_are_refused(bucket: Bucket, tmp_path: Path, name: str) -> None:
     (tmp_path / "source").write_bytes(b"x")

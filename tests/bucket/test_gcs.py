@@ -12,7 +12,7 @@ from fakes import Emulator, Fault, Request
 from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.checksum import crc32c_of
 from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.part_file import part_path
+from refocused.bucket.part_file import PartFile, part_path
 from refocused.bucket.stored import stored_crc32c, with_checksum
 from refocused.errors import BucketError
 
@@ -203,6 +203,70 @@ def test_an_answer_of_another_part_than_was_asked_for_is_not_taken(
 ) -> None:
     emulator.proxy.script(IS_DOWNLOAD, Fault(status=200))  # the range was not heeded
     assert gcs.read(stored.name, start=5, length=10) == CONTENT[5:15]
+
+
+def test_a_part_that_is_answered_with_status_200_is_taken_when_its_range_is_right(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, waits: list[float]
+) -> None:
+    right = Fault(answered_as=200, headers={"Content-Range": f"bytes 5-14/{len(CONTENT)}"})
+    emulator.proxy.script(IS_DOWNLOAD, right)
+    assert gcs.read(stored.name, start=5, length=10) == CONTENT[5:15]
+    assert waits == []
+
+
+@pytest.mark.parametrize("told", ["bytes 0-9/1048576", "bytes 5-", "pages 5-14/99", "bytes x-y/z"])
+def test_a_part_of_another_range_is_not_taken(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, waits: list[float], told: str
+) -> None:
+    wrong = Fault(reply=b"0123456789", headers={"Content-Range": told})
+    emulator.proxy.script(IS_DOWNLOAD, wrong)
+    assert gcs.read(stored.name, start=5, length=10) == CONTENT[5:15]
+    assert waits == [0.5]
+
+
+def test_a_part_that_is_cut_is_asked_for_again(
+    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, waits: list[float]
+) -> None:
+    emulator.proxy.script(IS_DOWNLOAD, Fault(cut_after=300_000))
+    assert gcs.read(stored.name, start=5, length=500_000) == CONTENT[5:500_005]
+    assert waits == [0.5]
+
+
+def test_no_more_than_the_listed_bytes_are_written(
+    emulator: Emulator,
+    gcs: GcsBucket,
+    stored: BlobInfo,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    longest = 0
+    really_write = PartFile.write
+
+    def write(part: PartFile, content: bytes) -> int:
+        nonlocal longest
+        written = really_write(part, content)
+        longest = max(longest, part.size)
+        return written
+
+    monkeypatch.setattr(PartFile, "write", write)
+    emulator.proxy.script(IS_DOWNLOAD, Fault(reply=b"x" * 9_000_000), times=100)
+    with pytest.raises(BucketError, match=r"shard\.bin: .*more than the 1,048,576 bytes that were"):
+        gcs.download(stored, tmp_path / "down" / "x")
+    assert longest == len(CONTENT) + 1
+    assert list((tmp_path / "down").iterdir()) == []
+    with pytest.raises(BucketError, match=r"more bytes were answered than were asked for"):
+        gcs.read(stored.name, start=0, length=10)
+
+
+def test_what_a_store_says_reaches_the_screen_without_its_control_characters(
+    emulator: Emulator, gcs: GcsBucket
+) -> None:
+    message = "no\x1b]0;title\x07 \x9b2J way\nCONFIRMED" + "!" * 10_000
+    emulator.proxy.script(lambda request: True, Fault(status=400, message=message))
+    with pytest.raises(BucketError) as raised:
+        list(gcs.list())
+    assert r"HTTP 400 no\x1b]0;title\x07 \x9b2J way CONFIRMED!!!" in str(raised.value)
+    assert len(str(raised.value)) < 1000
 
 
 def test_a_listing_goes_over_all_pages(emulator: Emulator, gcs: GcsBucket) -> None:

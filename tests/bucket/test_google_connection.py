@@ -15,6 +15,7 @@ from google.auth.exceptions import DefaultCredentialsError
 
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.google_connection import ANONYMOUS, GoogleConnection, find_credentials
+from refocused.bucket.retry import RetryPolicy
 from refocused.errors import BucketError
 
 really_default = google.auth.default
@@ -32,7 +33,7 @@ def _no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
 
 
-def write_key(path: Path) -> Path:
+def write_key(path: Path, *, token_uri: str = "https://oauth2.googleapis.com/token") -> Path:
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import rsa
 
@@ -47,7 +48,7 @@ def write_key(path: Path) -> Path:
             {
                 "type": "service_account",
                 "client_email": "trainer@project.iam.gserviceaccount.com",
-                "token_uri": "https://oauth2.googleapis.com/token",
+                "token_uri": token_uri,
                 "private_key": pem.decode(),
             }
         )
@@ -59,6 +60,16 @@ def test_a_key_file_is_used_and_named(tmp_path: Path) -> None:
     found = find_credentials(write_key(tmp_path / "key.json"))
     assert found.identity.startswith("trainer@project.iam.gserviceaccount.com")
     assert found.google.scopes
+
+
+def test_what_lies_below_logs_no_attempts_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, emulator: Emulator
+) -> None:
+    key = write_key(tmp_path / "key.json", token_uri="https://127.0.0.1:1/token")
+    policy = RetryPolicy(attempts=2, sleep=lambda _: None)
+    with pytest.raises(BucketError, match=r": NewConnectionError: Failed to .* Connection refused"):
+        list(GcsBucket(emulator.url, credentials_file=key, retry=policy).list())
+    assert {record.name for record in caplog.records} <= {"refocused.bucket.retry"}
 
 
 def test_a_missing_key_file_is_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -287,6 +288,41 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "from").mkdir()
     with pytest.raises(ShardError, match="no files to upload"):
         upload(tmp_path / "from", DirectoryBucket(tmp_path / "to"))
+
+
+@pytest.mark.bucket
+@pytest.mark.parametrize(
+    "fault",
+    [Fault(stall_after=500, stall_s=100.0), Fault(status=503, headers={"Retry-After": "99"})],
+)
+def test_ctrl_c_does_not_wait_for_transfers(
+    emulator: Emulator, tmp_path: Path, fault: Fault
+) -> None:
+    bucket = GcsBucket(f"{emulator.url}/data")
+    there = fill(bucket)
+    emulator.proxy.script(lambda r: r.is_download, fault, times=4)
+    running = subprocess.Popen(
+        [
+            sys.executable,
+            REPOSITORY / "launch" / "prepare_data.py",
+            *("sync", f"{emulator.url}/data", tmp_path / "to", "--threads", "4"),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        while sum(request.is_download for request in emulator.proxy.requests) < 4:
+            assert running.poll() is None
+            time.sleep(0.01)
+        running.send_signal(signal.SIGINT)
+        _, told = running.communicate(timeout=20)  # of 60 s until a silent answer is given up
+    finally:
+        running.kill()
+    assert running.returncode == 130
+    assert told.splitlines()[-1] == "Interrupted. The same command goes on from here."
+    assert "Traceback" not in told
+    sync(bucket, tmp_path / "to")
+    assert content_of(tmp_path / "to") == there
 
 
 @pytest.mark.slow

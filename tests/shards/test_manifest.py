@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes import Emulator
 from shard_samples import WatchedBucket, npy_bytes, npz_bytes, pt_bytes, settings
 from text_samples import word_file
 
 from refocused.bucket.directory import DirectoryBucket
+from refocused.bucket.gcs import GcsBucket
 from refocused.errors import BucketError, ShardError
 from refocused.shards.chunk_packs import build_run_manifest
 from refocused.shards.manifest import (
@@ -162,6 +164,17 @@ def rows_of(bucket: WatchedBucket, **changes: Any) -> Manifest:
     rows = np.array([[1, 2, 0], [3, 4, 0]], np.int32)
     bucket.put("rows.npy", npy_bytes(rows))
     return build(bucket, include=["rows.npy"], **changes)
+
+
+@pytest.mark.bucket
+def test_the_fingerprint_is_that_of_the_content_where_listings_have_no_checksums(
+    emulator: Emulator,
+) -> None:
+    emulator.put("data/a.npy", npy_bytes(np.arange(10, dtype=np.uint16)))
+    source = GcsBucket(f"{emulator.url}/data")
+    listed = build_manifest(source, settings(), cache_file=None)
+    emulator.proxy.unlisted = frozenset({"crc32c"})  # customer-managed keys
+    assert build_manifest(source, settings(), cache_file=None) == listed
 
 
 def test_how_rows_are_read_is_part_of_the_fingerprint(bucket: WatchedBucket) -> None:

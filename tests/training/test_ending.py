@@ -259,7 +259,7 @@ class Waiting:
 
     def __init__(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
         make_step(folder, 20)
-        self.caplog = caplog
+        self.folder, self.caplog = folder, caplog
         self.now = 100.0
         self.progress = DrainProgress(folder, 600.0, lambda: self.now)
 
@@ -285,6 +285,20 @@ def test_what_holds_up_the_mirror_is_told_soon_and_then_now_and_again(waiting: W
         "last error: asking gs://b: HTTP 503"
     ]
     assert len(waiting.hears(down, 3 * SAY_AGAIN_S)) == 3
+
+
+def test_a_wait_for_a_dead_bucket_says_what_it_may_cost_and_what_bounds_it(
+    waiting: Waiting,
+) -> None:
+    waiting.progress = DrainProgress(
+        waiting.folder,
+        600.0,
+        lambda: waiting.now,
+        per_hour_usd=30.0,
+        setting="checkpoint.drain_minutes",
+    )
+    [said] = waiting.hears(status(0, 20, error="HTTP 503"), 10.0)
+    assert "for at most 9.9 min more ($4.97; set by checkpoint.drain_minutes): nothing" in said
 
 
 def test_an_outage_that_ends_and_comes_again_is_told_again(waiting: Waiting) -> None:
