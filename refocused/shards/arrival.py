@@ -87,6 +87,8 @@ class Arrival:
             )
             if self._sources() != sources:
                 _explain(self.bucket, shard, BucketError("it changed while it was read."))
+            for path in paths:  # nothing that may wait for the disk comes after the publishing
+                path.unlink(missing_ok=True)
             self.local.publish(self.index, finished, max_id=max_id)
         except OSError as error:
             raise ShardError(

@@ -93,7 +93,11 @@ class LocalShards:
         return row if is_same else None
 
     def publish(self, index: int, file: Path, *, max_id: int) -> None:
-        """Move a finished file to its place, then write its row; both survive a power cut."""
+        """Move a finished file to its place for good, then write its row.
+
+        The row is the last thing done, for it lets others open the file. It is not flushed: where a
+        power cut empties it, the file counts as not local.
+        """
         synchronize(file)
         row = LocalRow(self._source(index), file.stat().st_size, crc32c_of(file), max_id)
         target = self.path(index)
@@ -101,8 +105,7 @@ class LocalShards:
         self._row_path(index).unlink(missing_ok=True)
         file.replace(target)
         synchronize(target.parent)  # the row's name must not be on the disk before the file's
-        content = json.dumps(dataclasses.asdict(row)).encode()
-        replace_file(self._row_path(index), content, durable=True)
+        replace_file(self._row_path(index), json.dumps(dataclasses.asdict(row)).encode())
 
     def remove(self, index: int) -> None:
         """Delete a local shard, its row first; whoever has it open can read on."""

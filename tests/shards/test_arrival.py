@@ -91,7 +91,10 @@ def test_what_is_local_survives_a_power_cut(
     assert np.array_equal(opened(site.cache(), 3), tokens)
     assert site.bucket.downloads == []
     assert ranges_of(site.bucket, "a/t_3.npy")[1:] == []  # the header, for the manifest
-    assert [path for path in disk.exposed if "shards" in path.parts] == []
+    named = [path.name for path in disk.exposed if "shards" in path.parts]
+    assert [name for name in named if name.endswith(".npy")] == []
+    disk.cut(site.folder)  # the row is lost too, and with it the trust in the file
+    assert np.array_equal(opened(site.cache(), 3), tokens)
 
 
 @pytest.fixture
