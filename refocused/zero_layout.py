@@ -24,11 +24,12 @@ _SLICES = "param_slice_mappings"
 
 FRAGMENT_ADDRESS = "deepspeed.utils.tensor_fragment.fragment_address"
 STAGE_ENUM = "deepspeed.runtime.zero.config.ZeroStageEnum"
+STAGE_MEMBERS = ("disabled", "optimizer_states", "gradients", "weights")  # of that, by number
+LOSS_SCALER = "loss_scaler"  # below `OPTIMIZER`: a mapping of its attributes
 LOSS_SCALERS = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
 )
-CLASSES = (FRAGMENT_ADDRESS, STAGE_ENUM, *LOSS_SCALERS)  # all that the files name beyond torch's
 
 _OPTIMIZER_FILE = re.compile(r"(?:zero/)?(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero/)?(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
@@ -78,6 +79,21 @@ def is_of_all_ranks(name: str) -> bool:
     return found is not None and found[1] is None
 
 
+def is_read_by(name: str, rank: int, *, exact: bool) -> bool:
+    """Whether a rank reads a file of `zero/` at a resume.
+
+    Args:
+        name: The file's name or path.
+        rank: The rank that resumes.
+        exact: Each rank reads back what it wrote; otherwise all read the states of all ranks.
+    """
+    if is_of_all_ranks(name):
+        return True
+    if exact:
+        return rank in (optimizer_file_rank(name), model_file_rank(name))
+    return optimizer_file_rank(name) is not None or model_file_rank(name) == 0
+
+
 def share(count: int, ranks: int) -> int:
     """Return each rank's elements of a parameter under ZeRO 3; the last shares are padded.
 
@@ -124,9 +140,9 @@ def _partitioned(states: Sequence[Mapping[str, Any]]) -> Iterator[SavedFragment]
     for rank, state in enumerate(states):
         for group, mapping in enumerate(state[_SLICES]):
             for name, address in mapping.items():
-                start = reached.get(name, 0)
-                reached[name] = start + address.numel
-                fragment = Fragment(name, start, address.numel, address.start)
+                start, size = reached.get(name, 0), address["numel"]
+                reached[name] = start + size
+                fragment = Fragment(name, start, size, place=address["start"])
                 yield SavedFragment(rank, group, fragment)
 
 

@@ -16,7 +16,7 @@ from refocused.checkpoints.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.changes import Changes, RunFacts, changes_since
 from refocused.checkpoints.kept_history import HISTORY, bring_back, end_of
 from refocused.checkpoints.manifest import CheckpointManifest, FileRecord
-from refocused.checkpoints.parts import assembled
+from refocused.checkpoints.parts import assembled, require_readable
 from refocused.checkpoints.shard_owner import ShardOwner, Written
 from refocused.checkpoints.staging import Staging, lack_of_room, prepare_folder, room_left
 from refocused.checkpoints.step_directory import Part, StepDirectory
@@ -194,7 +194,9 @@ class Checkpointer:
         Raises:
             CheckpointError: On every rank: a file is not what the manifest says it is.
         """
-        with assembled(step, self._world, exact=changes.way == "exact") as folder:
+        rank, exact = self._world.rank, changes.way == "exact"
+        with assembled(step, self._world, exact=exact) as folder:
+            self._world.together(lambda: require_readable(step, folder, rank=rank, exact=exact))
             self._world.together(lambda: self._load(owner, step, changes, folder))
         trainer: dict[str, Any] = json.loads(step.trainer.read_text())
         return trainer
@@ -242,7 +244,11 @@ class Checkpointer:
                 files |= self._describe(being_saved)
             except OSError as error:
                 errors.append(error)
-        failure = _save_error(staging, errors) if errors else None
+        failure: CheckpointError | None = _save_error(staging, errors) if errors else None
+        try:
+            staging.read_back(() if errors else files, rank=self._world.rank)
+        except CheckpointError as error:
+            failure = error
         return _WrittenPart(files, failure, time.monotonic() - began)
 
     def _complete(self, being_saved: _BeingSaved, part: _WrittenPart) -> SavedStep:

@@ -15,9 +15,10 @@ from refocused.checkpoints.atomic import link_or_copy
 from refocused.checkpoints.manifest import CheckpointManifest
 from refocused.checkpoints.staging import STAGING_PREFIX
 from refocused.checkpoints.step_directory import DESCRIPTIONS, StepDirectory, rank_file
+from refocused.checkpoints.verify import describe, unreadable
 from refocused.errors import CheckpointError
 from refocused.world import World
-from refocused.zero_layout import is_of_all_ranks
+from refocused.zero_layout import is_of_all_ranks, is_read_by
 
 CHUNK_BYTES = 32 * 1024 * 1024
 
@@ -71,6 +72,28 @@ def assembled(step: StepDirectory, world: World, *, exact: bool) -> Iterator[Pat
     finally:
         if world.keeps:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def require_readable(step: StepDirectory, folder: Path, *, rank: int, exact: bool) -> None:
+    """Open what a rank reads of a step before DeepSpeed's collectives, in which none may fail.
+
+    Args:
+        step: The step.
+        folder: Where its files are, see `assembled`.
+        rank: The rank that reads.
+        exact: It reads its own files; otherwise the states of all ranks.
+
+    Raises:
+        CheckpointError: A file cannot be loaded.
+    """
+    own = ("trainer.json", rank_file(rank))
+    files = step.manifest.files
+    names = [name for name in files if name in own or is_read_by(name, rank, exact=exact)]
+    if problems := unreadable(dataclasses.replace(step, path=folder), names):
+        raise CheckpointError(
+            f"{step.path} cannot be loaded: {describe(problems)}. Choose another checkpoint: "
+            "python launch/checkpoints.py list"
+        )
 
 
 def wanted_files(

@@ -12,8 +12,8 @@ from pathlib import Path
 from refocused.bucket.checksum import crc32c_of
 from refocused.checkpoints.atomic import fsync_directories, fsync_path
 from refocused.checkpoints.manifest import COMMITTED, MANIFEST, CheckpointManifest, FileRecord
-from refocused.checkpoints.step_directory import PART, Part, StepDirectory
-from refocused.checkpoints.verify import describe, verify
+from refocused.checkpoints.step_directory import PART, Part, StepDirectory, parse_name
+from refocused.checkpoints.verify import describe, require_content, verify
 from refocused.errors import CheckpointError, ConfigError
 from refocused.file_lock import FileLock
 
@@ -47,6 +47,7 @@ class Staging:
         self.part = part
         self._published = False
         self.final = checkpoints / name
+        self.step = parse_name(self.final.name) or 0
         self.path = checkpoints / f"{STAGING_PREFIX}{self.final.name}-{token}"
 
     def create(self) -> None:
@@ -75,6 +76,21 @@ class Staging:
         """Return the files that nobody has told of, pushed to the disk; raises as `describe`."""
         paths = self.path.rglob("*")
         return self._recorded((path for path in paths if self._name(path) not in listed), node)
+
+    def read_back(self, names: Iterable[str], *, rank: int) -> None:
+        """Open files that a rank wrote as a resume will.
+
+        Raises:
+            CheckpointError: One of them cannot be loaded.
+        """
+        try:
+            for name in names:
+                require_content(self.path / name, name, step=self.step)
+        except CheckpointError as error:
+            raise type(error)(
+                f"{self.final.name} was not saved, since what rank {rank} wrote cannot be read "
+                f"back: {error}"
+            ) from error
 
     def commit(self, manifest: CheckpointManifest) -> StepDirectory:
         """Seal and publish; raises what they raise."""

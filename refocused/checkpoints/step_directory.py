@@ -174,7 +174,7 @@ def read_step(path: Path) -> StepDirectory:
             "Choose another: python launch/checkpoints.py list"
         ) from None
     except OSError as error:
-        raise unreadable(manifest_path, error) from error
+        raise read_error(manifest_path, error) from error
     manifest = _marked_manifest(path, content)
     if parse_name(path.name) not in (None, manifest.step):
         raise CorruptCheckpointError(
@@ -184,7 +184,7 @@ def read_step(path: Path) -> StepDirectory:
     return StepDirectory(path, manifest, _read_part(path / PART))
 
 
-def unreadable(path: Path, error: OSError) -> CheckpointError:
+def read_error(path: Path, error: OSError) -> CheckpointError:
     """Return the error for a file of a checkpoint: only a failing disk proves damage."""
     kind = CorruptCheckpointError if error.errno == errno.EIO else CheckpointUnavailableError
     return kind(
@@ -201,7 +201,7 @@ def _marked_manifest(path: Path, content: bytes) -> CheckpointManifest:
         try:
             marker = parse_marker(marker_path.read_bytes(), where=str(marker_path))
         except OSError as error:
-            raise unreadable(marker_path, error) from error
+            raise read_error(marker_path, error) from error
         found = extended_crc32c(0, content)
         if found != marker.manifest_crc32c:
             raise CorruptCheckpointError(

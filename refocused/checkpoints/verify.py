@@ -1,10 +1,11 @@
-"""Whether a step directory is what its manifest says: its structure, sizes and checksums."""
+"""Whether a step directory is what its manifest says, and whether a resume can load it."""
 
 from __future__ import annotations
 
 import dataclasses
 import errno
 import functools
+import json
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,9 +13,12 @@ from pathlib import Path
 from refocused.bucket.checksum import crc32c_of
 from refocused.checkpoints.manifest import COMMITTED, MANIFEST, CheckpointManifest, FileRecord
 from refocused.checkpoints.remote_steps import SUPERSEDED
-from refocused.checkpoints.step_directory import PART, StepDirectory, rank_file, unreadable
+from refocused.checkpoints.step_directory import PART, StepDirectory, rank_file, read_error
+from refocused.errors import CheckpointError, CheckpointUnavailableError
+from refocused.zero_layout import OPTIMIZER, model_file_rank, optimizer_file_rank
 
 READERS = 4  # files read at once: one stream does not keep a fast disk busy
+_CHOOSE_ANOTHER = "Choose another checkpoint: python launch/checkpoints.py list"
 # Beside the files of the manifest: itself, and what a copy taken from a bucket brings along.
 _BESIDE = frozenset({MANIFEST, COMMITTED, SUPERSEDED, PART})
 
@@ -48,11 +52,11 @@ def verify(
 
     Args:
         step: The directory and its manifest.
-        deep: Read every byte and compare CRC-32C; otherwise only sizes are compared, which does
-            not find a flipped bit.
-        files: Look at these files of the manifest only, so that the ranks can share the work;
-            None: at all that belong into the directory, at the structure, and at files that
-            should not be there.
+        deep: Read every byte and compare CRC-32C, and open the files as a resume does; otherwise
+            only sizes are compared, which does not find a flipped bit.
+        files: Look at the bytes of these files of the manifest only, so that the ranks can share
+            the work; None: at all that belong into the directory, at the structure, and at files
+            that should not be there.
 
     Returns:
         Every problem found, by file name; empty when all is well.
@@ -64,7 +68,73 @@ def verify(
         return _check_files(step, sorted(files), deep=deep)
     problems = _missing_from_manifest(step.manifest) + _not_in_manifest(step)
     problems += _check_files(step, list(step.files), deep=deep)
+    if deep:
+        problems += unreadable(step, set(step.files) - {problem.file for problem in problems})
     return sorted(problems, key=lambda problem: problem.file)
+
+
+def unreadable(step: StepDirectory, files: Iterable[str] | None = None) -> list[FileProblem]:
+    """Open files as a resume does, leaving tensors on the disk; return what it could not use.
+
+    Checksums do not find this: a file may be what was written and still be of no use.
+
+    Args:
+        step: The directory and its manifest.
+        files: Of the manifest; None: all that belong into the directory.
+    """
+    problems = []
+    for name in sorted(step.files if files is None else files):
+        path = step.path / name
+        try:
+            require_content(path, name, step=step.step)
+        except CheckpointUnavailableError:
+            raise
+        except CheckpointError as error:
+            what = str(error).partition(". ")[0].removeprefix(f"{path} ")
+            problems.append(FileProblem(name, what))
+    return problems
+
+
+def require_content(path: Path, name: str, *, step: int) -> None:
+    """Open one file as a resume does: its structure, not its tensors.
+
+    Args:
+        path: The file.
+        name: Its path below the step directory; says what it has to hold.
+        step: The step that it has to be of.
+
+    Raises:
+        CheckpointError: It cannot be loaded, or is of another step.
+    """
+    if name == "trainer.json":
+        _require_step(path, _read_json(path).get("step"), step)
+    elif name.endswith(".pt"):
+        from refocused.state_files import UnreadableFileError, read_state  # loads torch
+
+        content = read_state(path, mapped=True)
+        wanted = [OPTIMIZER] if optimizer_file_rank(name) is not None else []
+        if not isinstance(content, dict) or not all(content.get(key) for key in wanted):
+            what = " ".join(["no mapping", *(f"with {key}" for key in wanted)])
+            raise UnreadableFileError(f"{path} holds {what}. {_CHOOSE_ANOTHER}")
+        if model_file_rank(name) is not None:
+            _require_step(path, content.get("global_steps"), step)
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise read_error(path, error) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON ({error}). {_CHOOSE_ANOTHER}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no settings by name. {_CHOOSE_ANOTHER}")
+    return content
+
+
+def _require_step(path: Path, found: object, step: int) -> None:
+    if found != step:
+        raise CheckpointError(f"{path} is of step {found}, not of step {step}. {_CHOOSE_ANOTHER}")
 
 
 def _check_files(step: StepDirectory, names: Sequence[str], *, deep: bool) -> list[FileProblem]:
@@ -85,7 +155,7 @@ def _check_file(step: StepDirectory, name: str, *, deep: bool) -> FileProblem | 
         problem = "is missing"
     except OSError as error:
         if error.errno != errno.EIO:
-            raise unreadable(step.path / name, error) from error
+            raise read_error(step.path / name, error) from error
         problem = f"cannot be read ({error.strerror})"
     return FileProblem(name, problem) if problem else None
 

@@ -55,7 +55,7 @@ def add_verify_arguments(parser: Parser) -> None:
     """Describe the command line."""
     add = parser.add_argument
     add("step", metavar="STEP", help="all, latest, best, a number, a name or a path")
-    add("--deep", action="store_true", help="read every byte here, and compare checksums")
+    add("--deep", action="store_true", help="also read every byte here, and compare checksums")
     add_run_options(parser)
     add_local_option(parser)
 
@@ -131,7 +131,7 @@ def _local_problems(
 ) -> list[FileProblem]:
     from refocused.checkpoints.manifest import MANIFEST
     from refocused.checkpoints.step_directory import read_step
-    from refocused.checkpoints.verify import FileProblem, verify
+    from refocused.checkpoints.verify import FileProblem, unreadable, verify
 
     try:
         step = read_step(catalog.local / entry.name)
@@ -144,7 +144,7 @@ def _local_problems(
             if file not in known:
                 problems += verify(step, deep=True, files=[file])
             read(record.size)
-    return problems
+    return problems + unreadable(step, set(step.files) - {problem.file for problem in problems})
 
 
 def _bucket_problems(catalog: Catalog, entry: CatalogEntry, *, deep: bool) -> list[FileProblem]:
@@ -180,5 +180,5 @@ def _print(catalog: Catalog, checks: Sequence[StepCheck], *, deep: bool) -> None
             if len(problems) > _NAMED:
                 print(f"  {place:<6} and {len(problems) - _NAMED} more; --json names all")
     whole = sum(check.whole for check in checks)
-    how = "every byte was read" if deep else "sizes were compared; --deep reads every byte"
+    how = "every byte was read" if deep else "files were opened; --deep reads every byte"
     print(f"{whole} of {len(checks)} steps are whole ({how})")

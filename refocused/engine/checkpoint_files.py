@@ -1,49 +1,50 @@
-"""DeepSpeed's checkpoint files, through our hands: errors are kept, and no code is loaded."""
+"""DeepSpeed's checkpoint files, written as plain values and read by the safe reader."""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
-import pickle
-import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.utils.tensor_fragment import fragment_address
 
-from refocused import zero_layout
 from refocused.engine import hashed_files
 from refocused.engine.host_copy import HostMemory, wait_for_copies
-from refocused.errors import CheckpointError
+from refocused.state_files import read_state
+from refocused.zero_layout import LOSS_SCALER, OPTIMIZER
 
-_DEEPSPEED_CLASSES = [pkgutil.resolve_name(name) for name in zero_layout.CLASSES]
+_OBJECTS = (fragment_address, LossScaler, DynamicLossScaler)
 
 
-def load_checked(path: Path, *, map_location: Any = None, mapped: bool = False) -> Any:
-    """Read a file of a checkpoint; it can hold tensors and plain values, and run no code.
+def plain(content: Any) -> Any:
+    """Return what DeepSpeed saves with its own objects as numbers and mappings.
 
-    Besides them DeepSpeed's files hold four small classes of its own, which are allowed by name.
-
-    Args:
-        path: The file.
-        map_location: Where its tensors go, as for `torch.load`.
-        mapped: Leave the tensors on the disk until they are used.
-
-    Raises:
-        CheckpointError: The file holds another object, or is no file of torch's.
+    How Python pickles an object differs among its versions, and every reader would have to rebuild
+    it. Keys stay, so that DeepSpeed's `zero_to_fp32` reads the files.
     """
-    try:
-        with torch.serialization.safe_globals(_DEEPSPEED_CLASSES):
-            return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).partition("\n")[0].removesuffix(".")
-        raise CheckpointError(
-            f"{path} cannot be read: {reason}. It was not written by this version of refocused; "
-            "resume from another step."
-        ) from error
+    if isinstance(content, enum.Enum):
+        return content.value
+    if isinstance(content, _OBJECTS):
+        return plain(vars(content))
+    if type(content) is dict:
+        return {key: plain(value) for key, value in content.items()}
+    if type(content) in (list, tuple):
+        return type(content)(map(plain, content))
+    return content
+
+
+def loss_scaler(attributes: Mapping[str, Any]) -> LossScaler | DynamicLossScaler:
+    """Rebuild DeepSpeed's loss scaler of the attributes that a file holds of it."""
+    kind = DynamicLossScaler if "scale_factor" in attributes else LossScaler
+    scaler = kind.__new__(kind)
+    vars(scaler).update(attributes)
+    return scaler
 
 
 class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
@@ -73,11 +74,12 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file, or keep the reason why not."""
+        content = plain(state_dict)
         with self._keeping_errors():
             if self._copying:
-                self.copies.append((self._copied(state_dict, Path(path).name), Path(path)))
+                self.copies.append((self._copied(content, Path(path).name), Path(path)))
             else:
-                self.written.append(hashed_files.save_hashed(state_dict, Path(path)))
+                self.written.append(hashed_files.save_hashed(content, Path(path)))
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
@@ -132,8 +134,12 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return borne
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read one file back, as `load_checked` does."""
-        return load_checked(Path(path), map_location=map_location)
+        """Read one file back, with the objects that DeepSpeed expects."""
+        content = read_state(Path(path), map_location=map_location)
+        state = content.get(OPTIMIZER)
+        if state and LOSS_SCALER in state:
+            state[LOSS_SCALER] = loss_scaler(state[LOSS_SCALER])
+        return content
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Nothing to do: the step directory is committed by its owner."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from refocused.engine import randomness
-from refocused.engine.checkpoint_files import HashingCheckpointEngine, load_checked
+from refocused.engine.checkpoint_files import HashingCheckpointEngine
 from refocused.engine.finite import FiniteUpdates, Verdict
 from refocused.engine.gathered_weights import kept_gathered
 from refocused.engine.hashed_files import WrittenFile
@@ -23,6 +23,7 @@ from refocused.engine.optimizer import OptimizerSettings
 from refocused.engine.resharding import reshard
 from refocused.engine.saved_states import SavedStates
 from refocused.errors import TrainingError
+from refocused.state_files import read_state
 
 TAG = "zero"
 
@@ -239,7 +240,7 @@ class Engine:
     def _restore_randomness(self, folder: Path) -> None:
         file = folder / self._rank_file
         if file.exists():
-            randomness.restore(load_checked(file))
+            randomness.restore(read_state(file))
 
     def _save(self, folder: Path) -> None:
         """Hand this rank's part to `_files`."""

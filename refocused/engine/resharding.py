@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from refocused.engine.checkpoint_files import loss_scaler
 from refocused.engine.muon import MuonAndAdamW
 from refocused.engine.saved_states import KINDS, MASTER, SavedStates
 from refocused.errors import CheckpointError
-from refocused.zero_layout import Fragment
+from refocused.zero_layout import LOSS_SCALER, Fragment
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,9 +136,9 @@ def _lower_stage_3(optimizer: Any) -> None:
 
 def _take_over_loss_scale(engine: Any, saved: SavedStates) -> None:
     """Go on with fp16's scale; another precision has none, and bf16's stage 1 saves none."""
-    scaler = saved.globals.get("loss_scaler")
-    if engine.fp16_enabled() and scaler is not None and saved.globals["dynamic_loss_scale"]:
-        engine.optimizer.loss_scaler = scaler
+    attributes = saved.globals.get(LOSS_SCALER)
+    if engine.fp16_enabled() and attributes is not None and saved.globals["dynamic_loss_scale"]:
+        engine.optimizer.loss_scaler = loss_scaler(attributes)
         engine.optimizer.overflow = saved.globals["overflow"]
 
 

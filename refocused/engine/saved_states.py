@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from refocused.engine.checkpoint_files import load_checked
 from refocused.errors import CheckpointError
+from refocused.state_files import read_state
 from refocused.zero_layout import (
     OPTIMIZER,
     PARAM_SHAPES,
@@ -58,7 +58,7 @@ class SavedStates:
         self._pieces: dict[str, list[tuple[Fragment, SavedGroup]]] = {}
         self.step = 0.0
         states = [self._optimizer_file(rank) for rank in range(ranks)]
-        model = load_checked(self._model_file(), mapped=True)
+        model = read_state(self._model_file(), mapped=True)
         self.globals: Mapping[str, Any] = states[0]
         self.counters = {
             key: int(model[key]) for key in ("global_steps", "global_samples", "skipped_steps")
@@ -101,7 +101,7 @@ class SavedStates:
                 f"{self._folder} has {len(found)} optimizer files of rank {rank}, not one: they "
                 "were not saved by ZeRO 1, 2 or 3. Resume with the zero.stage of the checkpoint."
             )
-        content: Mapping[str, Any] = load_checked(found[0], mapped=True)[OPTIMIZER]
+        content: Mapping[str, Any] = read_state(found[0], mapped=True)[OPTIMIZER]
         return content
 
     def _model_file(self) -> Path:

@@ -1,84 +1,20 @@
-"""DeepSpeed's checkpoint files, read without DeepSpeed: mapped, and never unpickled freely."""
+"""The files of one step below `zero/`, mapped while their weights are read."""
 
 from __future__ import annotations
 
-import pickle
-import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from refocused.checkpoints.step_directory import StepDirectory
 from refocused.errors import CheckpointError
-from refocused.zero_layout import (
-    FRAGMENT_ADDRESS,
-    LOSS_SCALERS,
-    STAGE_ENUM,
-    model_file_rank,
-    optimizer_file_rank,
-)
+from refocused.state_files import read_state
+from refocused.zero_layout import model_file_rank, optimizer_file_rank
 
 TOUCHED_BYTES = 64 * 2**20  # read through the maps before they are dropped and made anew
 
 Key = str | int
-
-
-class FragmentAddress:
-    """Stands for DeepSpeed's class of that purpose: where a rank's part of a parameter lies.
-
-    Attributes:
-        start: First element in the rank's flat partition.
-        numel: Elements.
-    """
-
-    start: int
-    numel: int
-
-
-class _LossScaler:
-    """Stands for DeepSpeed's loss scalers; nothing of them is read."""
-
-
-# An enumeration's member is rebuilt from its number.
-_STAND_INS: list[Any] = [
-    (int, STAGE_ENUM),
-    (FragmentAddress, FRAGMENT_ADDRESS),
-    *((_LossScaler, name) for name in LOSS_SCALERS),
-]
-
-
-def load_mapped(path: Path) -> dict[str, Any]:
-    """Read a file that `torch.save` wrote; its tensors stay on the disk until they are used.
-
-    Raises:
-        CheckpointError: It holds objects that are not known here, or is no such file.
-    """
-    try:
-        with torch.serialization.safe_globals(_STAND_INS):
-            content: dict[str, Any] = torch.load(
-                path, map_location="cpu", mmap=True, weights_only=True
-            )
-    except pickle.UnpicklingError as error:
-        raise _unknown(path, f"it names what may not be rebuilt: {_named(str(error))}") from None
-    except (RuntimeError, EOFError, OSError) as error:
-        raise _unknown(path, str(error).splitlines()[0]) from None
-    return content
-
-
-def _named(complaint: str) -> str:
-    """Take the name of a class or function out of what torch says of it."""
-    found = re.search(r"GLOBAL (\S+)", complaint)
-    return found[1] if found else "its content is no tensors and plain values"
-
-
-def _unknown(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} cannot be read as a file of DeepSpeed 0.19: {what:.200}. "
-        "Use the version of refocused that wrote the checkpoint, or choose another step."
-    )
 
 
 class ZeroFiles:
@@ -111,7 +47,7 @@ class ZeroFiles:
     def content(self, file: str) -> dict[str, Any]:
         """All that a file holds."""
         if file not in self._mapped:
-            self._mapped[file] = load_mapped(self._step.path / file)
+            self._mapped[file] = read_state(self._step.path / file, mapped=True)
         return self._mapped[file]
 
     def elements(self, file: str, keys: Sequence[Key], start: int, count: int) -> Tensor:

@@ -21,6 +21,7 @@ from refocused.engine.engine import Engine
 from refocused.errors import CheckpointError, RefocusedError
 from refocused.monitoring.metrics import duration
 from refocused.monitoring.throughput import Throughput
+from refocused.state_files import UnreadableFileError
 from refocused.training.mirroring import Mirroring
 from refocused.training.reporter import Reporter
 from refocused.training.state import TrainState
@@ -227,13 +228,17 @@ class Saver:
 
     def _bear(self, error: CheckpointError) -> None:
         self._failures += 1
-        given_up = self._failures >= self._settings.max_failed_saves
+        # The next save would be written, and could not be loaded, in the same way.
+        is_unreadable = isinstance(error, UnreadableFileError)
+        given_up = is_unreadable or self._failures >= self._settings.max_failed_saves
         text = "" if given_up else f"{error} Training goes on."
         self._reporter.event("save_failed", text, error=str(error))
         if given_up:
             stopping = CheckpointError(
-                f"{self._failures} saves in a row have failed; the run stops rather than train on "
-                f"unsaved. The last one: {error}"
+                f"The run stops, since its checkpoints cannot be loaded. {error}"
+                if is_unreadable
+                else f"{self._failures} saves in a row have failed; the run stops rather than "
+                f"train on unsaved. The last one: {error}"
             )
             stopping.on_every_rank = True
             raise stopping from error

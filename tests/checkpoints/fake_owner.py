@@ -10,11 +10,14 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from checkpoints.step_samples import state_file
+
 from refocused.bucket.checksum import crc32c_of
 from refocused.checkpoints.changes import RunFacts
 from refocused.checkpoints.step_directory import rank_file
 from refocused.engine.engine import ShardsWritten
 from refocused.engine.hashed_files import WrittenFile
+from refocused.state_files import read_state
 
 FACTS = RunFacts(
     run="sample",
@@ -37,6 +40,7 @@ class FakeOwner:
     content: bytes = b"weights"
     disk_is_full: bool = False
     tells_too_much: bool = False
+    writes_an_object: bool = False  # which no reader may rebuild
     loaded: bytes | None = None
     may_write: threading.Event | None = None
     resharded_from: int | None = None
@@ -47,10 +51,11 @@ class FakeOwner:
         if self.disk_is_full:
             full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(shard))
             return ShardsWritten((), (full,))
-        shard.write_bytes(self.content)
-        state.write_bytes(b"random state")
+        weights = Path() if self.writes_an_object else self.content.decode()
+        shard.write_bytes(state_file({"weights": weights}))
+        state.write_bytes(state_file({"random": 1}))
         (folder / f"zero/notes_{self.rank}.txt").write_bytes(b"written by no hasher")
-        size = len(self.content) + self.tells_too_much
+        size = shard.stat().st_size + self.tells_too_much
         files = (
             WrittenFile(shard, size, crc32c_of(shard)),
             WrittenFile(state, state.stat().st_size, crc32c_of(state)),
@@ -67,7 +72,8 @@ class FakeOwner:
         return write
 
     def load_shards(self, folder: Path) -> None:
-        self.loaded = (folder / "zero" / f"rank_{self.rank}.pt").read_bytes()
+        shard = read_state(folder / "zero" / f"rank_{self.rank}.pt")
+        self.loaded = shard["weights"].encode()
         self.steps_made = int(json.loads((folder / "trainer.json").read_text())["step"])
 
     def load_resharded(self, folder: Path, *, ranks: int) -> None:

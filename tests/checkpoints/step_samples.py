@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import io
 import json
+import pickle
 import random
+import zipfile
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
@@ -13,7 +16,7 @@ from refocused.checkpoints.manifest import CheckpointManifest, FileRecord
 from refocused.checkpoints.mirror_copy import StepCopier
 from refocused.checkpoints.remote_steps import RemoteSteps, prefix_of
 from refocused.checkpoints.staging import Staging
-from refocused.checkpoints.step_directory import StepDirectory, name_of, rank_file
+from refocused.checkpoints.step_directory import StepDirectory, name_of, rank_file, read_step
 
 START = datetime.datetime(2026, 11, 21, 8, 0, tzinfo=datetime.UTC)
 
@@ -54,12 +57,35 @@ def manifest_for(folder: Path, step: int, **changes: object) -> CheckpointManife
     return CheckpointManifest.model_validate(fields | changes)
 
 
-def fill(folder: Path, *, seed: int, size: int = 1000) -> None:
-    generator = random.Random(seed)
-    for name in layout():
+def state_file(content: object, *, size: int | None = None, seed: int = 0) -> bytes:
+    """What `torch.save` writes of plain values; filled up with letters to `size` bytes."""
+    file, letters = io.BytesIO(), random.Random(seed).randbytes(size or 0).hex()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(zipfile.ZipInfo("archive/version"), "3\n")
+        archive.writestr(zipfile.ZipInfo("archive/data.pkl"), pickle.dumps(content, 2))
+    if size is None:
+        return file.getvalue()
+    assert isinstance(content, dict)
+    room = size - len(state_file({**content, "letters": "a"})) + 1
+    return state_file({**content, "letters": letters[:room]})
+
+
+def fill(folder: Path, *, seed: int, size: int = 1000, step: int | None = None) -> None:
+    for number, name in enumerate(layout()):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(generator.randbytes(size))
+        if name == "trainer.json":
+            content = (
+                json.dumps({"step": seed if step is None else step, "seed": seed})
+                .encode()
+                .ljust(size)
+            )
+        elif name.endswith(".pt"):
+            state = {"optimizer_state_dict": {"zero_stage": 3}}
+            content = state_file(state, size=size, seed=seed * 100 + number)
+        else:
+            content = random.Random(seed * 100 + number).randbytes(size)
+        path.write_bytes(content)
 
 
 def make_step(
@@ -75,7 +101,7 @@ def make_step(
     name = name_of(step, branch=int(str(changes.get("branch", 1))))
     staging = Staging(checkpoints, name=name, token=token)
     staging.create()
-    fill(staging.path, seed=step if seed is None else seed, size=size)
+    fill(staging.path, seed=step if seed is None else seed, size=size, step=step)
     return staging.commit(manifest_for(staging.path, step, **changes))
 
 
@@ -117,3 +143,12 @@ def flip_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
+
+
+def reseal(path: Path, file: str, content: bytes) -> None:
+    """Replace a file of a step by another that its manifest vouches for: size and checksum."""
+    (path / file).write_bytes(content)
+    manifest = read_step(path).manifest
+    record = FileRecord(size=len(content), crc32c=crc32c_of(path / file))
+    manifest = manifest.model_copy(update={"files": {**manifest.files, file: record}})
+    (path / "manifest.json").write_bytes(manifest.to_json())

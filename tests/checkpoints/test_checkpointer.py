@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from checkpoints.fake_owner import FACTS, FakeOwner
+from checkpoints.step_samples import reseal
 from thread_ranks import on_two_ranks, results
 
 from refocused.batches.position import Position
@@ -18,6 +19,7 @@ from refocused.checkpoints.checkpointer import Checkpointer
 from refocused.checkpoints.step_directory import read_step
 from refocused.checkpoints.verify import verify
 from refocused.errors import CheckpointError
+from refocused.state_files import UnreadableFileError
 from refocused.training.state import TrainState
 from refocused.world import World
 
@@ -202,6 +204,52 @@ def test_a_disk_that_refuses_the_clean_up_too_fails_the_save_on_both_ranks(
         assert isinstance(ended.error, CheckpointError), ended.error
         assert "No space left on device" in str(ended.error)
     assert [name[:5] for name in left_in(tmp_path)] == [".tmp-"]  # the next start removes it
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_file_that_cannot_be_read_back_fails_the_save_on_both_ranks(
+    tmp_path: Path, in_background: bool
+) -> None:
+    def action(world: World) -> object:
+        checkpointer = Checkpointer(tmp_path, world=world, facts=FACTS)
+        owner = FakeOwner(world.rank, writes_an_object=world.rank == 1)
+        if not in_background:
+            return checkpointer.save(owner, STATE.as_record(), files_done=0)
+        checkpointer.begin(owner, STATE.as_record(), files_done=0)
+        return checkpointer.finish(wait=True)
+
+    for ended in on_two_ranks(action):
+        assert isinstance(ended.error, UnreadableFileError), ended.error
+        text = str(ended.error)
+        assert "checkpoint_step_10 was not saved, since what rank 1 wrote cannot" in text
+        assert "zero/rank_1.pt cannot be loaded: it holds pathlib" in text
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("ranks", [2, 1], ids=["exact", "resharded"])
+def test_a_file_that_one_rank_cannot_load_is_named_before_any_rank_loads(
+    tmp_path: Path, ranks: int
+) -> None:
+    shard = "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    results(on_two_ranks(lambda world: save(tmp_path, owner=FakeOwner(world.rank), world=world)))
+    reseal(tmp_path / "checkpoint_step_10", shard, b"no such file")
+    owners = [FakeOwner(rank) for rank in range(ranks)]
+
+    def action(world: World) -> object:
+        step = read_step(tmp_path / "checkpoint_step_10")
+        checkpointer = Checkpointer(tmp_path, world=world, facts=FACTS)
+        return checkpointer.load(owners[world.rank], step, checkpointer.changes(step))
+
+    errors = [one.error for one in on_two_ranks(action)] if ranks == 2 else []
+    if ranks == 1:
+        with pytest.raises(CheckpointError) as told:
+            action(World())
+        errors = [told.value]
+    for error in errors:
+        assert isinstance(error, CheckpointError), error
+        assert f"checkpoint_step_10 cannot be loaded: {shard} cannot be" in str(error)
+        assert str(error).startswith("rank 1: ") is (ranks == 2)
+    assert [owner.loaded for owner in owners] == [None] * ranks
 
 
 def test_ranks_that_did_not_save_it_divide_a_step_anew(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoints.step_samples import START, flip_byte, make_step, mirrored
+from checkpoints.step_samples import START, flip_byte, make_step, mirrored, reseal, state_file
 
 from refocused.bucket.directory import DirectoryBucket
 from refocused.checkpoints.catalog import Catalog
@@ -79,6 +79,41 @@ def test_a_damaged_step_that_was_named_is_refused(local: Path, damage: Damage) -
     with pytest.raises(CheckpointError, match=r"checkpoint_step_10000") as told:
         select_checkpoint(Catalog(local), "10000")
     assert file in str(told.value)
+
+
+# Content that was written so: size and checksum are right.
+UNUSABLE = {
+    "no file of torch": (OPTIMIZER, b"", "cannot be loaded: "),
+    "a shard without states": (OPTIMIZER, state_file({}), "holds no mapping with optimizer_state"),
+    "a rank's state that is a list": (RANK, state_file([1]), "holds no mapping"),
+    "the weights of another step": (
+        "zero/mp_rank_00_model_states.pt",
+        state_file({"global_steps": 7}),
+        "is of step 7, not of step 10000",
+    ),
+    "the training state of another step": (
+        "trainer.json",
+        b'{"step": 7}',
+        "is of step 7, not of step 10000",
+    ),
+    "a training state without a step": ("trainer.json", b"{}", "is of step None, not of step"),
+    "a training state that is no JSON": ("trainer.json", b"{", "is no JSON"),
+}
+
+
+@pytest.mark.parametrize(("file", "content", "problem"), UNUSABLE.values(), ids=UNUSABLE)
+def test_a_step_that_cannot_be_loaded_is_named_and_the_one_before_is_taken(
+    local: Path, file: str, content: bytes, problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_step(local, 9500)
+    newest = make_step(local, 10_000)
+    reseal(newest.path, file, content)
+    chosen = select_checkpoint(Catalog(local), "auto").step
+    assert chosen is not None and chosen.step == 9500
+    (told,) = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+    assert f"checkpoint_step_10000 is corrupt: {file} {problem}" in told
+    with pytest.raises(CheckpointError, match=r"checkpoint_step_10000 is corrupt"):
+        select_checkpoint(Catalog(local), "10000")
 
 
 @pytest.mark.parametrize("content", ["checkpoint_step_5", "", "checkpoint_step_99"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from checkpoints.fake_owner import FACTS, FakeOwner
+from checkpoints.step_samples import state_file
 from thread_ranks import Ended, on_two_ranks
 
 from refocused.batches.position import Position
@@ -19,6 +21,7 @@ from refocused.checkpoints.remote_steps import RemoteSteps
 from refocused.checkpoints.step_directory import StepDirectory, read_step
 from refocused.engine.engine import ShardsWritten
 from refocused.engine.hashed_files import WrittenFile
+from refocused.state_files import read_state
 from refocused.training.state import TrainState
 from refocused.world import World
 
@@ -35,13 +38,14 @@ class PartOwner(FakeOwner):
         written = super().save_shards(folder)
         if self.rank == 0 and not written.errors:
             weights = folder / OF_ALL
-            weights.write_bytes(b"all weights")
+            step = int(re.findall(r"\d+", folder.name)[0])
+            weights.write_bytes(state_file({"module": "all weights", "global_steps": step}))
             file = WrittenFile(weights, weights.stat().st_size, crc32c_of(weights))
             written = ShardsWritten((*written.files, file), ())
         return written
 
     def load_shards(self, folder: Path) -> None:
-        assert (folder / OF_ALL).read_bytes() == b"all weights"
+        assert read_state(folder / OF_ALL)["module"] == "all weights"
         self.seen = tuple(sorted(path.name for path in (folder / "zero").iterdir()))
         super().load_shards(folder)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from checkpoints.step_samples import flip_byte
+from checkpoints.step_samples import flip_byte, reseal
 from commands.run_samples import SampleRun
 
 from refocused.checkpoints.manifest import COMMITTED
@@ -27,17 +27,30 @@ def test_whole_steps_pass_in_both_places(sample_run: SampleRun) -> None:
 
 
 def test_a_flipped_byte_is_found_by_reading_every_byte(sample_run: SampleRun) -> None:
-    flip_byte(sample_run.save(10).trainer)
+    flip_byte(sample_run.save(10).run)
     sample_run.save(20)
     code, out, _ = sample_run.command("verify", "all")
     assert code == 0
     assert "--deep reads every byte" in out
     code, out, _ = sample_run.command("verify", "all", "--deep")
     assert code == 3
-    assert "local  trainer.json has CRC-32C" in out
+    assert "local  run.yaml has CRC-32C" in out
     assert "1 of 2 steps are whole" in out
     assert sample_run.command("verify", "20", "--deep")[0] == 0
     assert sample_run.command("verify", "10", "--deep")[0] == 3
+
+
+@pytest.mark.parametrize("deep", [[], ["--deep"]])
+def test_a_file_that_no_resume_could_load_is_found(sample_run: SampleRun, deep: list[str]) -> None:
+    shard = "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    reseal(sample_run.save(10).path, shard, b"what was written, and no states")
+    reseal(sample_run.save(20).path, "trainer.json", b'{"step": 10}')
+    sample_run.save(30)
+    code, out, _ = sample_run.command("verify", "all", *deep)
+    assert code == 3
+    assert f"local  {shard} cannot be loaded" in out
+    assert "local  trainer.json is of step 10, not of step 20" in out
+    assert "1 of 3 steps are whole" in out
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "trainer.json", "ranks/rank_00001.pt"])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from checkpoints.step_samples import reseal
 from forked import ForkedRanks, train
 from ranks import Ended, metrics, write_tokens
 from tiny import tiny_run
@@ -43,6 +44,12 @@ def damage_all(folder: Path) -> None:
 
 def add_shard(folder: Path) -> None:
     write_tokens(folder / "tokens", shards=4, tokens=4000, vocabulary=512)
+
+
+def make_unloadable(folder: Path) -> None:
+    """Checksums are right, so that only the reader finds it."""
+    step = folder / "runs" / "tiny" / "checkpoints" / "checkpoint_step_20"
+    reseal(step, "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt", b"what was written")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +118,16 @@ CASES = [
             "Choose another step, or --resume latest",
         ),
         damage_newest,
+    ),
+    Case(
+        "a named step with a file that one rank cannot load",
+        ("--resume", "20"),
+        (
+            "checkpoint_step_20 is corrupt: zero/zero_pp_rank_1_mp_rank_00_optim_states.pt",
+            "cannot be loaded: ",
+            "Choose another step, or --resume latest",
+        ),
+        make_unloadable,
     ),
     Case(
         "no step that is not corrupt",

@@ -178,6 +178,14 @@ def test_so_many_failures_in_a_row_stop_the_run_on_both_ranks(tmp_path: Path) ->
         assert "checkpoint_step_40 was not saved: No space left" in str(ended.error)
 
 
+def test_the_first_save_that_cannot_be_loaded_stops_the_run(tmp_path: Path) -> None:
+    session = Session(tmp_path, max_failed_saves=3)
+    session.owner.writes_an_object = True
+    with pytest.raises(CheckpointError, match=r"its checkpoints cannot be loaded\. .*_step_10 was"):
+        session.save(10)
+    assert session.there() == []
+
+
 def test_only_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     session = Session(tmp_path)
     session.save(10)
