@@ -27,7 +27,7 @@ from refocused.checkpoints.atomic import fsync_path
 from refocused.checkpoints.changes import RunFacts
 from refocused.checkpoints.checkpointer import Checkpointer
 from refocused.checkpoints.step_directory import read_step
-from refocused.checkpoints.verify import verify
+from refocused.checkpoints.verify import unreadable, verify
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.deepspeed import deepspeed_config
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
@@ -149,6 +149,7 @@ class Ways:
 
     def _checkpointer(self) -> tuple[Checkpointer, dict[str, Any]]:
         self._step += 1
+        self._engine._engine.global_steps = self._step  # what a save checks that it holds
         checkpointer = Checkpointer(self._folder / "steps", world=self._world, facts=FACTS)
         return checkpointer, TrainState(step=self._step, position=Position(0, 0)).as_record()
 
@@ -161,6 +162,7 @@ class Ways:
         ways: list[tuple[str, Callable[[], object]]] = [
             ("read", lambda: list(map(read_whole, paths))),
             ("verified", lambda: verify(step, deep=True, files=names)),
+            ("opened", lambda: unreadable(step, names)),  # as every save does, but from the disk
         ]
         if self._step % 4 == 1:  # every other time: the disk is another for the second of two
             ways.reverse()

@@ -20,8 +20,7 @@ from refocused.engine.gathered_weights import kept_gathered
 from refocused.engine.hashed_files import WrittenFile
 from refocused.engine.histograms import Histograms, histograms_of
 from refocused.engine.optimizer import OptimizerSettings
-from refocused.engine.resharding import reshard
-from refocused.engine.saved_states import SavedStates
+from refocused.engine.resharding import SWAPPED, reshard
 from refocused.errors import TrainingError
 from refocused.state_files import read_state
 
@@ -63,7 +62,7 @@ class Engine:
         self._device = device
         self._norm_scale = 1.0
         self._rank_file = f"ranks/rank_{rank:05d}.pt"
-        self._swap_folder = f"offloaded_tensors/rank{rank:02d}"  # where DeepSpeed looks for it
+        self._swap_folder = f"{SWAPPED}/rank{rank:02d}"
         self._settings = OptimizerSettings.of(deepspeed_engine.optimizer)
         self._files = HashingCheckpointEngine()
         self._engine.checkpoint_engine = self._files
@@ -233,7 +232,7 @@ class Engine:
         Raises:
             CheckpointError: The files are of another form, or of another model.
         """
-        reshard(self._engine, SavedStates(folder / TAG, ranks=ranks))
+        reshard(self._engine, folder / TAG, ranks=ranks)
         self._settings.put_back(self._engine.optimizer)
         self._restore_randomness(folder)
 

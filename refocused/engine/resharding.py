@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from refocused.engine.checkpoint_files import loss_scaler
 from refocused.engine.muon import MuonAndAdamW
-from refocused.engine.saved_states import KINDS, MASTER, SavedStates
+from refocused.engine.saved_states import KINDS, MASTER, MUON_KINDS, SavedStates
 from refocused.errors import CheckpointError
 from refocused.zero_layout import LOSS_SCALER, Fragment
+
+SWAPPED = "offloaded_tensors"  # where DeepSpeed looks for the files of an NVMe drive
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,27 +27,28 @@ class FlatGroup:
     fragments: list[Fragment]
 
 
-def reshard(engine: Any, saved: SavedStates) -> None:
+def reshard(engine: Any, folder: Path, *, ranks: int) -> None:
     """Take over saved states into a freshly built DeepSpeed engine; every rank must call.
 
     DeepSpeed's own way (universal checkpoints) writes all of them to the disk again, and its
     loader gives every group the first one's weight decay and all groups of stage 3 one tensor to
     count their steps in (0.19.8). Here each rank copies its part out of the mapped files.
 
+    Args:
+        engine: DeepSpeed's.
+        folder: DeepSpeed's files of the checkpoint.
+        ranks: How many saved it.
+
     Raises:
-        CheckpointError: The parameters are not those of this model.
+        CheckpointError: The parameters are not those of this model, or states are on NVMe.
     """
-    optimizer = engine.optimizer
-    if isinstance(getattr(optimizer, "optimizer", None), MuonAndAdamW):
+    if engine.zero_nvme_offload_optimizer() or (folder / SWAPPED).exists():
         raise CheckpointError(
-            "States of optimizer.kind=muon are resumed under the settings they were saved with "
-            "alone. Set the number of ranks, zero.stage and precision.dtype back."
+            "Optimizer states on an NVMe drive (zero.offload_optimizer=nvme) resume only as they "
+            f"were saved. Resume on {ranks} ranks, with zero.* and precision.dtype as in the "
+            "checkpoint's run.yaml."
         )
-    if getattr(optimizer, "swap_optimizer", False) or engine.zero_nvme_offload_optimizer():
-        raise CheckpointError(
-            "States offloaded to nvme are resumed under the settings they were saved with alone. "
-            "Set them back, and the number of ranks, or change to an offload to the cpu."
-        )
+    optimizer, saved = engine.optimizer, SavedStates(folder, ranks=ranks)
     if hasattr(optimizer, "checkpoint_event_prologue"):
         optimizer.checkpoint_event_prologue()
     groups = list(_groups(optimizer))
@@ -66,7 +70,9 @@ def reshard(engine: Any, saved: SavedStates) -> None:
 def _fill(adam: torch.optim.Optimizer, group: FlatGroup, saved: SavedStates) -> None:
     """Copy masters and moments; padding stays zero."""
     state = adam.state[group.masters]
-    for kind in KINDS if saved.step else (MASTER,):
+    is_muon = isinstance(adam, MuonAndAdamW) and group.masters in adam.layouts
+    kinds = MUON_KINDS if is_muon else KINDS
+    for kind in kinds if saved.step else (MASTER,):
         if kind != MASTER and kind not in state:
             state[kind] = torch.zeros_like(group.masters)
         flat = group.masters.data if kind == MASTER else state[kind]
@@ -74,6 +80,8 @@ def _fill(adam: torch.optim.Optimizer, group: FlatGroup, saved: SavedStates) -> 
             saved.fill(flat.narrow(0, part.place, part.size), part.name, kind, start=part.start)
     if not saved.step:
         state.clear()  # as Adam leaves it before its first update
+        return
+    if is_muon:
         return
     # A tensor of its own for each group: Adam adds 1 to it in place.
     state["step"] = torch.tensor(saved.step, dtype=torch.float32, device=group.masters.device)

@@ -24,13 +24,14 @@ from refocused.zero_layout import (
 
 MASTER = "master"  # the float32 weight
 KINDS = (MASTER, "exp_avg", "exp_avg_sq")
+MUON_KINDS = (MASTER, "momentum_buffer")  # of the matrices that Muon updates
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SavedGroup:
-    """One flat group of one rank: masters and both moments of the same elements.
+    """One flat group of one rank: masters and the optimizer's moments of the same elements.
 
-    Before its first update Adam has no moments: fp16 may have skipped all updates so far.
+    Before its first update it has no moments: fp16 may have skipped all updates so far.
     """
 
     tensors: Mapping[str, Tensor]
@@ -67,7 +68,7 @@ class SavedStates:
         for saved in saved_fragments(states, shapes_of(model[PARAM_SHAPES])):
             group = groups[saved.rank][saved.group]
             self._pieces.setdefault(saved.fragment.name, []).append((saved.fragment, group))
-            self.step = group.step
+            self.step = max(self.step, group.step)
 
     def sizes(self) -> dict[str, int]:
         """Return how many elements of each parameter are there."""
@@ -82,7 +83,7 @@ class SavedStates:
         Args:
             target: A flat tensor `[n]`; n elements are copied.
             name: The parameter.
-            kind: One of `KINDS`.
+            kind: One of `KINDS` or `MUON_KINDS`, as the parameter has it.
             start: The first of the elements in the flattened parameter.
         """
         end = start + target.numel()
@@ -118,5 +119,6 @@ def _group(master: Tensor, adam: Mapping[str, Any], index: int) -> SavedGroup:
     moments = adam["state"].get(index)
     if moments is None:
         return SavedGroup({MASTER: master}, 0.0)
-    tensors = {MASTER: master, **{kind: moments[kind] for kind in KINDS[1:]}}
-    return SavedGroup(tensors, float(moments["step"]))
+    kinds = [kind for kind in (*KINDS, *MUON_KINDS) if kind in moments]
+    tensors = {MASTER: master, **{kind: moments[kind] for kind in kinds}}
+    return SavedGroup(tensors, float(moments.get("step", 0.0)))  # Muon counts none

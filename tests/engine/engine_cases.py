@@ -184,7 +184,7 @@ def start_engine(
         dtype=case.dtype, fp8=case.fp8, initial_scale_power=case.initial_scale_power
     )
     settings = deepspeed_config(
-        batch=BatchPlan(MICRO, ACCUMULATION, world.world_size, LENGTH),
+        batch=BatchPlan(MICRO, RANKS * ACCUMULATION // world.world_size, world.world_size, LENGTH),
         optimizer=optimizer,
         precision=precision,
         zero=ZeroConfig(

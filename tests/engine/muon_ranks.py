@@ -1,15 +1,15 @@
-"""Trains every case by Muon on this rank, straight and interrupted."""
+"""Trains every case by Muon on this rank, straight, interrupted, and on another number of ranks."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from engine_cases import RATES, SAVED_AT, Case, join_ready, start_engine, windows
+from engine_cases import RANKS, RATES, SAVED_AT, Case, join_ready, start_engine, windows
 from muon_cases import MUON, MUON_CASES
 
 from refocused.engine.engine import Engine
@@ -17,12 +17,11 @@ from refocused.world import World
 
 
 def train(engine: Engine, world: World, steps: range) -> list[float]:
+    """Make steps, of the same windows on one rank as on two; return their losses."""
     losses = []
     for step in steps:
-        micro = [
-            engine.accumulate(ids[world.rank, :, :-1], ids[world.rank, :, 1:]).item()
-            for ids in windows()[step]
-        ]
+        own = windows()[step][:, world.rank :: world.world_size].flatten(0, 1)
+        micro = [engine.accumulate(ids[:, :-1], ids[:, 1:]).item() for ids in own]
         verdict = engine.update(RATES[step])
         assert verdict.was_made()
         losses.append(world.total([sum(micro) / len(micro)])[0] / world.world_size)
@@ -44,15 +43,32 @@ def run(case: Case, world: World, folder: Path) -> dict[str, Any]:
     engine.load_shards(folder)
     resumed = train(engine, world, range(SAVED_AT, len(RATES)))
     engine.close()
-    return {"losses": losses, "resumed": resumed}
+    return {"losses": losses, "resumed": resumed, "resharded": resume_anew(case, world, folder)}
+
+
+def resume_anew(case: Case, world: World, folder: Path) -> list[float]:
+    """Resume what two ranks saved on this number of them; return the losses of the last steps."""
+    if case.stage == 0:
+        return []
+    engine = start_engine(case, world, seed=98, optimizer=MUON)
+    engine.load_resharded(folder, ranks=RANKS)
+    losses = train(engine, world, range(SAVED_AT, len(RATES)))
+    engine.close()
+    return losses
 
 
 def main(arguments: list[str]) -> int:
+    """Save on two ranks; on one, resume what they saved, stages 1 to 3 in turns."""
     out, world = Path(arguments[0]), join_ready()
-    scratch = Path(world.broadcast(tempfile.mkdtemp(dir=out)))
-    found = {case.name: run(case, world, scratch / case.name) for case in MUON_CASES}
+    found: dict[str, Any] = {}
+    for case in MUON_CASES:
+        if world.world_size == RANKS:
+            found[case.name] = run(case, world, out / case.name)
+        else:
+            other = dataclasses.replace(case, stage=case.stage % 3 + 1 if case.stage else 0)
+            found[case.name] = resume_anew(other, world, out / case.name)
     if world.is_first:
-        (out / "found.json").write_text(json.dumps(found))
+        (out / f"on_{world.world_size}.json").write_text(json.dumps(found))
     world.barrier()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads abort an ordinary end now and then

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from refocused.engine.optimizer import OptimizerSettings
+from refocused.engine.resharding import reshard
 from refocused.engine.saved_states import KINDS, SavedStates
 from refocused.errors import CheckpointError
 
@@ -134,3 +136,12 @@ def test_settings_of_each_group_come_back_after_a_load() -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.1]
     assert [group["eps"] for group in optimizer.param_groups] == [1e-8, 1e-8]
     assert all(group["params"] for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize(("saved", "now"), [(True, False), (False, True), (True, True)])
+def test_states_on_nvme_are_not_divided_anew(tmp_path: Path, saved: bool, now: bool) -> None:
+    engine = SimpleNamespace(zero_nvme_offload_optimizer=lambda: now)
+    if saved:
+        (tmp_path / "offloaded_tensors" / "rank00").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"only as they were saved\. Resume on 2 ranks"):
+        reshard(engine, tmp_path, ranks=2)
