@@ -12,7 +12,7 @@ from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.checksum import crc32c_of
-from refocused.checkpoints.manifest import CheckpointManifest, FileRecord
+from refocused.checkpoints.manifest import COMMITTED, CheckpointManifest, FileRecord
 from refocused.checkpoints.mirror_copy import StepCopier
 from refocused.checkpoints.remote_steps import RemoteSteps, prefix_of
 from refocused.checkpoints.staging import Staging
@@ -152,3 +152,4 @@ def reseal(path: Path, file: str, content: bytes) -> None:
     record = FileRecord(size=len(content), crc32c=crc32c_of(path / file))
     manifest = manifest.model_copy(update={"files": {**manifest.files, file: record}})
     (path / "manifest.json").write_bytes(manifest.to_json())
+    (path / COMMITTED).write_bytes(manifest.marker(manifest.to_json()).to_json())
