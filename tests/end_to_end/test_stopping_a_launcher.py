@@ -1,4 +1,4 @@
-"""Stopping what launched the ranks, the deepspeed command or the supervisor: the state is saved."""
+"""Ending what launched the ranks (deepspeed, torchrun, the supervisor): the state is saved."""
 
 from __future__ import annotations
 
@@ -19,15 +19,26 @@ from stopped_run import RUN, SETTINGS, last_step, prepared
 pytestmark = pytest.mark.slow
 
 
+LAUNCHERS = {
+    "deepspeed": ["--num_gpus", "2", "--master_port"],
+    "torchrun": ["--nproc-per-node", "2", "--master-port"],
+}
+
+
 @contextlib.contextmanager
-def launched(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The real launcher over two ranks, in a session of its own that is killed at the end."""
-    deepspeed = Path(sys.executable).with_name("deepspeed")
+def launched(
+    folder: Path, *arguments: str, by: str = "deepspeed"
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The real launcher over two ranks; all that carry its environment are killed at the end."""
+    command = [Path(sys.executable).with_name(by), *LAUNCHERS[by], str(free_port())]
     with (folder / "launcher.out").open("wb") as out:
         process = subprocess.Popen(
-            [deepspeed, "--num_gpus", "2", "--master_port", str(free_port()), TRAIN, *arguments],
+            [*command, TRAIN, *arguments],
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+            env={
+                **os.environ,
+                **{"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TMPDIR": str(folder)},
+            },
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -35,8 +46,8 @@ def launched(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]
         try:
             yield process
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            for pid in carrying(f"TMPDIR={folder}".encode()):
+                os.kill(pid, signal.SIGKILL)
             process.wait()
 
 
@@ -60,21 +71,30 @@ def wait_for(condition: Callable[[], bool], log: Path, timeout: float) -> None:
         time.sleep(0.05)
 
 
-def test_ranks_notice_that_the_deepspeed_command_was_terminated(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "number", "stopped"),
+    [("deepspeed", signal.SIGTERM, True), ("torchrun", signal.SIGKILL, False)],
+)
+def test_ranks_save_and_stop_when_their_launcher_is_gone_even_if_one_is_stopped(
+    launcher: str, number: signal.Signals, stopped: bool, tmp_path: Path
+) -> None:
     folder = prepared(tmp_path)
     log = folder / "launcher.out"
     state = folder / RUN / "state.json"
     settings = [*SETTINGS, "run.steps=100000", "run.device=cpu", "evaluation.interval=0"]
-    with launched(folder, *settings) as process:
+    with launched(folder, *settings, by=launcher) as process:
         wait_for(lambda: last_step(folder / RUN) >= 7 or process.poll() is not None, log, 120)
         assert process.poll() is None, log.read_text()
         rank_0 = json.loads(state.read_text())["pid"]
-        launcher = parent_of(rank_0)
-        process.terminate()
+        (rank_1,) = (pid for pid in carrying(b"RANK=1") if parent_of(pid) == parent_of(rank_0))
+        if stopped:
+            os.kill(rank_1, signal.SIGSTOP)
+        process.send_signal(number)
         process.wait(10)
-        wait_for(lambda: not running(rank_0) and not running(launcher), log, 60)
+        wait_for(lambda: not any(map(running, (rank_0, rank_1))), log, 60)
     said = log.read_text()
     assert "stopped by the launcher is gone" in said
+    assert (f"Rank 1 (process {rank_1}) is stopped" in said) == stopped
     assert "Traceback" not in said and "FutureWarning" not in said
     stopped_at = last_step(folder / RUN)
     saved = folder / RUN / "checkpoints" / f"checkpoint_step_{stopped_at}" / "manifest.json"
@@ -135,7 +155,12 @@ def test_under_the_supervisor_a_crash_starts_again_and_ctrl_c_saves(tmp_path: Pa
 
 def carrying(mark: bytes) -> Iterator[int]:
     """The processes whose environment holds an entry."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark in path.read_bytes().split(b"\0") and running(int(path.parent.name)):
-                yield int(path.parent.name)
+    for path in Path("/proc").glob("[0-9]*"):
+        if mark in environment_of(int(path.name)) and running(int(path.name)):
+            yield int(path.name)
+
+
+def environment_of(pid: int) -> list[bytes]:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return []
