@@ -39,6 +39,9 @@ class Engine:
     """A model, its optimizer and their shards on this rank.
 
     One optimizer step is `accumulation` calls of `accumulate` and then one `update`.
+
+    Attributes:
+        last_batch: Tokens `[B, T]` of the last micro-batch trained on; None before the first.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Engine:
         self._engine = deepspeed_engine
         self._guard = guard
         self._device = device
+        self.last_batch: Tensor | None = None
         self._norm_scale = 1.0
         self._rank_file = f"ranks/rank_{rank:05d}.pt"
         self._swap_folder = f"{SWAPPED}/rank{rank:02d}"
@@ -83,6 +87,7 @@ class Engine:
             labels: The tokens that follow `[B, T]`; -100 is not counted.
             weight: Factor of the loss: 1 where every micro-batch of the step has as many labels.
         """
+        self.last_batch = input_ids
         loss = self._engine(
             input_ids.to(self._device, non_blocking=True),
             labels.to(self._device, non_blocking=True),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -36,20 +35,16 @@ from refocused.errors import (
     CheckpointUnavailableError,
     ConfigError,
     RefocusedError,
-    TrainingError,
 )
 from refocused.training.assembly import assemble_catalog
 from refocused.training.extension import planned_steps, rate_change
-from refocused.training.fetching import fetch_together
 from refocused.training.job import Job
 from refocused.training.parts import Parts
 from refocused.training.state import TrainState
-from refocused.training.stopping import StopRequest
-from refocused.training.validation import check_first_loss
+from refocused.training.validation import check_first_loss, check_resumed_loss
 
 logger = logging.getLogger(__name__)
 
-WORST_RISE = 1.0  # nats; batches differ by some tenths, and lost weights by several nats
 IN_PLACE_OF = "in-place-of"  # in the folder of a run that was started because another could not be
 
 
@@ -91,7 +86,7 @@ def choose(job: Job) -> Chosen:
         raise _on_every_rank(CannotResumeError(str(error))) from error
 
 
-def start_or_resume(job: Job, parts: Parts, chosen: Chosen, stop: StopRequest) -> TrainState:
+def start_or_resume(job: Job, parts: Parts, chosen: Chosen) -> TrainState:
     """Return the state that training starts from, with the engine to match.
 
     Raises:
@@ -129,7 +124,7 @@ def start_or_resume(job: Job, parts: Parts, chosen: Chosen, stop: StopRequest) -
     if change is not None:
         parts.reporter.event("schedule_warning", change)
     if state.step < steps:
-        check_resumed_loss(parts, state, stop)
+        check_resumed_loss(parts, parts.saver.loaded_loss, allowed=parts.saver.loaded_changed)
     return state
 
 
@@ -148,35 +143,6 @@ def own(job: Job, parts: Parts, chosen: Chosen) -> None:
         parts.saver.saved_step = job.world.first_does(
             lambda: take_over(read_step(path), job.checkpoints, run=run, branch=chosen.branch).step
         )
-
-
-def check_resumed_loss(parts: Parts, state: TrainState, stop: StopRequest) -> None:
-    """Compare the loss of the next batch with the last one that was seen before.
-
-    Raises:
-        TrainingError: On every rank: it is `WORST_RISE` nats above; nothing was trained.
-    """
-    if state.loss is None:
-        return
-    with contextlib.closing(parts.loader.batches_from(state.position)) as batches:
-        micro_batches = fetch_together(parts.world, batches.next_step, stop)
-    if micro_batches is None:
-        return  # asked to stop
-    first = micro_batches[0]
-    mine = float(parts.engine.validation_loss(first.input_ids, first.labels))
-    loss = parts.world.total([mine])[0] / parts.world.world_size
-    if not loss <= state.loss + WORST_RISE:
-        raise _on_every_rank(
-            TrainingError(
-                f"The model that was loaded has a loss of {loss:.3f} on the next batch; step "
-                f"{state.step:,} was saved with {state.loss:.3f}. What was loaded is not what was "
-                "saved, or the data are others. Nothing was trained and nothing changed: resume "
-                "from another step."
-            )
-        )
-    parts.reporter.event(
-        "resumed_loss", f"  loss     {loss:.4f} on the next batch, {state.loss:.4f} before"
-    )
 
 
 def in_place_of(job: Job, reason: CheckpointError) -> LoadedRun:

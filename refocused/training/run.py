@@ -115,7 +115,7 @@ def _carry_out(job: Job, stop: StopRequest, session: Session) -> ExitCode:
             began_seconds=session.rank_began_seconds,
         )
         stop.leave_if_asked()
-        state = start_or_resume(job, parts, chosen, stop)
+        state = start_or_resume(job, parts, chosen)
         stop.leave_if_asked()
         if job.request.dry_run:
             if not _read_first_step(parts, state, stop):

@@ -22,6 +22,7 @@ from refocused.errors import CheckpointError, RefocusedError
 from refocused.monitoring.metrics import duration
 from refocused.monitoring.throughput import Throughput
 from refocused.state_files import UnreadableFileError
+from refocused.training.loss_check import SavedLoss, measure_saved_loss, read_saved_loss
 from refocused.training.mirroring import Mirroring
 from refocused.training.reporter import Reporter
 from refocused.training.state import TrainState
@@ -36,6 +37,8 @@ class Saver:
     Attributes:
         mirror: The background copy.
         saved_step: The newest step that this run saved or began from; None: there is none.
+        loaded_loss: What the checkpoint that was loaded records; None: nothing.
+        loaded_changed: Whether the user allowed a change from the settings of that checkpoint.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class Saver:
         self._failures = 0
         self._stall_seconds = 0.0
         self.saved_step: int | None = None
+        self.loaded_loss: SavedLoss | None = None
+        self.loaded_changed = False
 
     def save(
         self, state: TrainState, tiers: Sequence[Tier] = (Tier.ROLLING,), *, wait: bool = True
@@ -98,7 +103,9 @@ class Saver:
             return state
         self._make_room()
         state = self._world.broadcast(self._reporter.booked(state))
+        loss = measure_saved_loss(self._engine, self._world)
         record, files_done = state.as_record(), self._files_done(state)
+        record["saved_loss"] = None if loss is None else loss.model_dump(mode="json")
         try:
             if self._settings.in_background and not wait:
                 self._checkpointer.begin(self._engine, record, files_done=files_done, tiers=tiers)
@@ -162,6 +169,8 @@ class Saver:
             for text in changes.allowed:
                 logger.warning("%s", text)
             record = self._checkpointer.load(self._engine, step, changes)
+            self.loaded_loss = self._world.together(lambda: read_saved_loss(record))
+            self.loaded_changed = bool(changes.allowed)
             state = self._world.together(lambda: TrainState.from_record(record))
         if changes.new_data:
             state = dataclasses.replace(state, position=Position())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import statistics
 from collections.abc import Iterator
 
 import torch
@@ -13,6 +14,7 @@ from refocused.batches.batch import IGNORED_LABEL, Batch
 from refocused.batches.read_ahead import ReadAhead
 from refocused.errors import TrainingError
 from refocused.training.fetching import fetch_together
+from refocused.training.loss_check import SavedLoss, measure_windows
 from refocused.training.parts import Parts
 from refocused.training.state import TrainState
 from refocused.training.stopping import StopRequest
@@ -105,3 +107,38 @@ def check_first_loss(parts: Parts) -> float:
             "was trained. Check initializer_range in the model's JSON."
         )
     return loss
+
+
+def check_resumed_loss(parts: Parts, saved: SavedLoss | None, *, allowed: bool) -> None:
+    """Compare the loss of the loaded model with the saved one; every rank must call.
+
+    Args:
+        parts: The run's parts.
+        saved: What the checkpoint records.
+        allowed: Whether the user has allowed a change of the model, the data or the precision.
+
+    Raises:
+        TrainingError: On every rank: a trained model was saved, and an untrained one was loaded.
+    """
+    if saved is None:
+        return
+    measured = statistics.fmean(measure_windows(parts.engine, saved.windows))
+    loss = parts.world.broadcast(measured)
+    facts = {"loss": loss, "saved_loss": saved.mean, "tolerance": saved.tolerance}
+    if abs(loss - saved.mean) <= saved.tolerance:
+        text = f"  loss     {loss:.4f} on windows of the saved step, {saved.mean:.4f} at the save"
+        parts.reporter.event("resumed_loss", text, **facts)
+        return
+    text = (
+        f"The loaded model has a loss of {loss:.3f} on windows of the saved step; at the save it "
+        f"was {saved.mean:.3f}, and +-{saved.tolerance:.3f} is usual."
+    )
+    least = parts.untrained_loss - FIRST_LOSS_TOLERANCE
+    if not allowed and saved.mean < least and not loss < least:
+        error = TrainingError(
+            f"{text} An untrained model has about {parts.untrained_loss:.3f}: the trained weights "
+            "were not loaded. Nothing was changed. Resume from another checkpoint (--resume STEP)."
+        )
+        error.on_every_rank = True
+        raise error
+    parts.reporter.event("resumed_loss_warning", text, **facts)

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 from checkpoints.step_samples import reseal
 from forked import ForkedRanks, train
@@ -179,6 +180,22 @@ def test_a_resume_that_cannot_be_right_is_refused(case: Case, refused: Mapping[s
     for text in case.says:
         assert message.count(text) == 1, ended.everything
     assert "".join(ended.out[1:] + ended.err[1:]) == ""
+
+
+def test_a_good_checkpoint_goes_on_with_allowed_data_that_it_finds_hard(copied: Path) -> None:
+    """Nothing of these tokens can be predicted: the loss on them is that of an untrained model."""
+    longer = train(copied, *UNMIRRORED, "run.steps=80", ranks=1)
+    assert longer.codes == [0], longer.everything
+    for number in range(4):
+        ids = np.random.default_rng(number).integers(0, 512, 4000).astype(np.uint16)
+        np.save(copied / "tokens" / f"shard_{number:03d}.npy", ids)
+    ended = train(copied, *UNMIRRORED, "run.steps=84", "--allow-change", "data", ranks=2)
+    assert ended.codes == [0, 0], ended.everything
+    (said,) = (line for line in ended.out[0].splitlines() if line.startswith("  loss "))
+    now, before = (float(word) for word in said.split() if "." in word)
+    assert now == pytest.approx(before, abs=1e-3) and "at the save" in said
+    run = copied / "runs" / "tiny"
+    assert float(str(metrics(run)[81]["loss"])) > before + 1
 
 
 def test_a_corrupt_newest_step_is_set_aside_with_a_warning_and_the_one_before_taken(

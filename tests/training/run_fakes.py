@@ -68,6 +68,7 @@ class FakeEngine:
     scale: float | None = None
     skipped_steps: int = 0
     refuses_from: int = 10**9
+    last_batch: Tensor | None = None
 
     def accumulate(self, input_ids: Tensor, labels: Tensor, *, weight: float) -> Tensor:
         assert weight == 1.0

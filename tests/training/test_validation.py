@@ -11,10 +11,16 @@ from thread_ranks import on_two_ranks, results
 from torch import Tensor
 
 from refocused.config.batch_plan import BatchPlan
-from refocused.errors import TrainingError
+from refocused.errors import CheckpointError, TrainingError
 from refocused.models.build import build_model
+from refocused.training.loss_check import SavedLoss, measure_saved_loss, read_saved_loss
 from refocused.training.stopping import StopRequest
-from refocused.training.validation import ValidationLoss, check_first_loss, validation_loss
+from refocused.training.validation import (
+    ValidationLoss,
+    check_first_loss,
+    check_resumed_loss,
+    validation_loss,
+)
 from refocused.world import World
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -146,3 +152,63 @@ def test_a_right_initialisation_passes(family: str) -> None:
 def test_an_initialisation_that_is_too_wide_is_refused_with_the_way_out(family: str) -> None:
     with pytest.raises(TrainingError, match="Check initializer_range in the model's JSON"):
         first_loss(family, initializer_range=1.0)
+
+
+SAVED = SavedLoss(windows=((1, 2, 3), (4, 5, 6)), losses=(2.0, 2.4))  # within 0.2
+
+
+def resumed(loss: float, saved: SavedLoss | None = SAVED, *, allowed: bool = False) -> Log:
+    log: Log = []
+    engine = FakeEngine([], validation=lambda inputs, labels: loss)
+    check_resumed_loss(parts_of(log, engine=engine), saved, allowed=allowed)
+    return log
+
+
+def test_a_resumed_model_is_compared_on_the_windows_of_its_save() -> None:
+    assert resumed(2.35) == [
+        "resumed_loss:   loss     2.3500 on windows of the saved step, 2.2000 at the save"
+    ]
+    assert resumed(9.0, None) == []  # a checkpoint of an earlier version
+
+
+@pytest.mark.parametrize("loss", [1.9, 2.45, 5.9])
+def test_a_loss_that_moved_is_a_warning_with_figures(loss: float) -> None:
+    (said,) = resumed(loss)
+    assert said.startswith(f"resumed_loss_warning: The loaded model has a loss of {loss:.3f} on")
+    assert "it was 2.200, and +-0.200 is usual" in said
+
+
+@pytest.mark.parametrize("loss", [5.95, 6.3, 30.0, math.nan])
+def test_only_a_model_that_is_untrained_again_stops_a_resume(loss: float) -> None:
+    with pytest.raises(TrainingError, match=r"untrained model has about 6\.238") as told:
+        resumed(loss)
+    assert told.value.on_every_rank
+    assert resumed(loss, allowed=True)[0].startswith("resumed_loss_warning")
+    early = SavedLoss(windows=SAVED.windows, losses=(6.0, 6.1))
+    assert "resumed_loss" in resumed(loss, early)[0]  # had learned nothing yet
+
+
+def test_a_save_measures_windows_of_rank_0_on_every_rank() -> None:
+    def action(world: World) -> SavedLoss | None:
+        rows = torch.arange(6 * 500).view(6, 500) + 10_000 * world.rank
+        engine = FakeEngine([], validation=by_first_token, last_batch=rows)
+        return measure_saved_loss(cast("Any", engine), world)
+
+    first, other = results(on_two_ranks(action))
+    assert first == other
+    assert first is not None
+    assert first.windows == tuple(tuple(range(500 * n, 500 * n + 256)) for n in range(4))
+    assert first.losses == (0.0, 500.0, 1000.0, 1500.0)
+    assert read_saved_loss({"saved_loss": first.model_dump(mode="json")}) == first
+
+
+@pytest.mark.parametrize("rows", [None, torch.full((1, 8), 7)])
+def test_a_save_without_a_step_or_a_finite_loss_records_none(rows: Tensor | None) -> None:
+    engine = FakeEngine([], validation=lambda inputs, labels: math.nan, last_batch=rows)
+    assert measure_saved_loss(cast("Any", engine), World()) is None
+    assert read_saved_loss({"step": 7}) is None and read_saved_loss({"saved_loss": None}) is None
+
+
+def test_a_malformed_record_is_named() -> None:
+    with pytest.raises(CheckpointError, match="malformed saved_loss"):
+        read_saved_loss({"saved_loss": {"windows": [], "losses": "x"}})
