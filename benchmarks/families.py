@@ -1,10 +1,11 @@
 """The loss of each family after the same tokens of real text, at equal parameters.
 
     .venv/bin/python benchmarks/families.py FILE.txt ... [--steps 150] [--lengths 512 2048]
+        [--layers 4] [--width 96]
 
 The files become byte shards by `prepare_data tokenize`; then every family trains on one CPU rank by
 the product's own train command: the same engine, optimizer, schedule, order of windows and seed,
-4,096 tokens a step at every length. Shapes have the presets' proportions at width 96; the inner
+4,096 tokens a step at every length. Shapes have the presets' proportions; the inner
 width of ten and GPT-2 is chosen so that all have as many parameters as resonance has. The loss is
 that of windows that none has trained on, in nats a byte. One table and JSON.
 """
@@ -29,7 +30,6 @@ from refocused.estimate.work import count_parameters
 
 STEP_TOKENS = 4096
 VOCABULARY = 257  # bytes, and the end of a document
-WIDTH, LAYERS = 96, 4
 RUN = """
 run: {{name: {family}-{length}, steps: {steps}, directory: runs, seed: 1}}
 model: {{preset: {family}-{length}.json, sequence_length: {length}, vocabulary_multiple: 64}}
@@ -53,6 +53,8 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=(512, 2048))
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +63,12 @@ def main() -> None:
         command("prepare_data", "tokenize", *texts, "--out=text", "--tokenizer=bytes", work=work)
         rows = {
             f"{family}, T {length:,}": trained(
-                family, length, steps=arguments.steps, lr=arguments.lr, work=work
+                family,
+                length,
+                shape_of(family, length, layers=arguments.layers, width=arguments.width),
+                steps=arguments.steps,
+                lr=arguments.lr,
+                work=work,
             )
             for length in arguments.lengths
             for family in arguments.families
@@ -79,9 +86,10 @@ def main() -> None:
         write_report(arguments.json, settings=settings, results=rows)
 
 
-def trained(family: str, length: int, *, steps: int, lr: float, work: Path) -> Record:
+def trained(
+    family: str, length: int, shape: dict[str, Any], *, steps: int, lr: float, work: Path
+) -> Record:
     """Train one model by the train command; return where it ended."""
-    shape = shape_of(family, length)
     (work / f"{family}-{length}.json").write_text(json.dumps(shape))
     run = RUN.format(
         family=family,
@@ -107,24 +115,28 @@ def trained(family: str, length: int, *, steps: int, lr: float, work: Path) -> R
     return record
 
 
-def shape_of(family: str, length: int) -> dict[str, Any]:
+def shape_of(family: str, length: int, *, layers: int, width: int) -> dict[str, Any]:
     """Return a family's shape, with as many parameters as the resonance model has."""
-    wanted = parameters(widened("resonance", length, 4 * WIDTH))
-    one, two = (parameters(widened(family, length, inner)) for inner in (1, 2))
-    return widened(family, length, round(1 + (wanted - one) / (two - one)))
+
+    def widened(kind: str, inner: int) -> dict[str, Any]:
+        return shape_with(kind, length, layers=layers, width=width, inner=inner)
+
+    wanted = parameters(widened("resonance", 4 * width))
+    one, two = (parameters(widened(family, inner)) for inner in (1, 2))
+    return widened(family, round(1 + (wanted - one) / (two - one)))
 
 
-def widened(family: str, length: int, inner: int) -> dict[str, Any]:
+def shape_with(family: str, length: int, *, layers: int, width: int, inner: int) -> dict[str, Any]:
     """Return a family's shape with a given inner width of the feed-forward part."""
     if family == "gpt2":
-        sizes = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "n_inner": inner}
+        sizes = {"n_embd": width, "n_layer": layers, "n_head": 4, "n_inner": inner}
         return {"model_type": family, "vocab_size": VOCABULARY, "n_positions": length, **sizes}
     mixing = {"resonance": {"num_resonators": 16}, "ten": {"num_eigenstates": 12}}[family]
     return {
         "model_type": family,
         "vocab_size": VOCABULARY,
-        "hidden_size": WIDTH,
-        "num_hidden_layers": LAYERS,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
         "intermediate_size": inner,
         "max_position_embeddings": length,
         **mixing,

@@ -74,6 +74,9 @@ class ResonanceBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         self.inner_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.up = nn.Linear(width, config.inner_size)
         self.down = nn.Linear(config.inner_size, width)
+        # On the matrices themselves: transformers passes a module of ours to `_init_weights` only
+        # if it has parameters of its own, which a block has not.
+        self.output.is_residual = self.down.is_residual = True  # type: ignore[assignment]
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -150,7 +153,9 @@ class ResonancePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         """Draw weights from N(0, s^2), those into the residual stream with s / sqrt(2 L)."""
         spread = self.config.initializer_range
         if isinstance(module, nn.Linear):
-            init.normal_(module.weight, mean=0.0, std=spread)
+            factor = math.sqrt(2 * self.config.num_hidden_layers)
+            is_residual = getattr(module, "is_residual", False)
+            init.normal_(module.weight, mean=0.0, std=spread / factor if is_residual else spread)
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
@@ -165,10 +170,6 @@ class ResonancePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
             init.normal_(module.interference, mean=0.0, std=INTERFERENCE_RANGE)
             init.zeros_(module.decay_shift)
             init.zeros_(module.frequency_shift)
-        elif isinstance(module, ResonanceBlock):
-            reduced = spread / math.sqrt(2 * self.config.num_hidden_layers)
-            init.normal_(module.output.weight, mean=0.0, std=reduced)
-            init.normal_(module.down.weight, mean=0.0, std=reduced)
 
 
 class ResonanceModel(ResonancePreTrainedModel):

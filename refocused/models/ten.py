@@ -123,6 +123,9 @@ class TenBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         self.ffn_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.ffn_in = nn.Linear(width, inner)
         self.ffn_out = nn.Linear(inner, width)
+        # On the matrix itself: transformers passes a module of ours to `_init_weights` only if it
+        # has parameters of its own, which a block has not.
+        self.ffn_out.is_residual = True  # type: ignore[assignment]
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, hidden: Tensor, states: list[ScaleState | None] | None = None) -> Tensor:
@@ -155,8 +158,8 @@ class TenPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
             init.normal_(module.out_weight, std=smaller)
             init.zeros_(module.rate_shift)
             init.zeros_(module.frequency_shift)
-        elif isinstance(module, TenBlock):
-            init.normal_(module.ffn_out.weight, std=smaller)
+        elif getattr(module, "is_residual", False):
+            init.normal_(module.weight, std=smaller)
 
 
 class TenModel(TenPreTrainedModel):

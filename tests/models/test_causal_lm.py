@@ -21,6 +21,7 @@ from refocused.models.causal_lm import (
     document_positions,
     untrained_loss,
 )
+from refocused.models.resonance import INTERFERENCE_RANGE
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {
@@ -125,19 +126,63 @@ def test_the_first_loss_is_that_of_a_uniform_guess(family: str) -> None:
     assert loss.item() == pytest.approx(math.log(512), abs=0.1)
 
 
-def test_projections_into_the_residual_stream_of_gpt2_start_smaller() -> None:
-    layers = 8
-    network = build("gpt2", n_layer=layers).network
-    deviations = {name: float(p.detach().std()) for name, p in network.named_parameters()}
-    for block in range(layers):
-        for kind, wanted in (
-            ("attn.c_attn", 0.02),
-            ("mlp.c_fc", 0.02),
-            ("attn.c_proj", 0.02 / math.sqrt(2 * layers)),
-            ("mlp.c_proj", 0.02 / math.sqrt(2 * layers)),
-        ):
-            name = f"transformer.h.{block}.{kind}.weight"
-            assert deviations[name] == pytest.approx(wanted, rel=0.1), name
+# Standard deviation of each matrix at the start; where None, as small as 0.02 / sqrt(2 layers).
+DEVIATIONS: dict[str, dict[str, float | None]] = {
+    "gpt2": {
+        "wte": 0.02,
+        "wpe": 0.02,
+        "attn.c_attn": 0.02,
+        "mlp.c_fc": 0.02,
+        "attn.c_proj": None,
+        "mlp.c_proj": None,
+    },
+    "gpt_neox": {
+        "embed_in": 0.02,
+        "lm_head": 0.02,
+        "query_key_value": 0.02,
+        "attention.dense": 0.02,
+        "dense_h_to_4h": 0.02,
+        "dense_4h_to_h": 0.02,
+    },
+    "resonance": {
+        "tokens": 0.02,
+        "positions": 0.02,
+        "resonators.weight.magnitude": 0.0,  # all are 1
+        "resonators.interference": INTERFERENCE_RANGE,
+        "gate": 0.02,
+        "output": None,
+        "up": 0.02,
+        "down": None,
+    },
+    "ten": {
+        "embed_tokens": 0.02,
+        "embed_positions": 0.02,
+        "cells.0.in_weight": 0.02,
+        "cells.0.mixing": 0.02,
+        "cells.0.out_weight": None,
+        "ffn_in": 0.02,
+        "ffn_out": None,
+    },
+}
+
+
+@every_family
+def test_every_matrix_starts_as_wide_as_stated_and_residual_ones_smaller(family: str) -> None:
+    layers = {"gpt2": "n_layer"}.get(family, "num_hidden_layers")
+    sizes = {"num_resonators": 32, "num_eigenstates": 32}  # so that a deviation can be measured
+    shape = {name: size for name, size in sizes.items() if name in SHAPES[family]}
+    network = build(family, **{layers: 8}, **shape).network
+    seen = set()
+    for name, parameter in network.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        plain = f".{name.removesuffix('.weight')}"
+        (kind,) = (kind for kind in DEVIATIONS[family] if plain.endswith(f".{kind}"))
+        wanted = DEVIATIONS[family][kind]
+        wanted = 0.02 / math.sqrt(2 * 8) if wanted is None else wanted
+        assert float(parameter.detach().std()) == pytest.approx(wanted, rel=0.1), name
+        seen.add(kind)
+    assert seen == set(DEVIATIONS[family])
 
 
 @pytest.mark.parametrize(
