@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -12,7 +11,8 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import ModelOutput
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 from refocused.models.recurrent_state import RecurrentState
 from refocused.models.resonators import ComplexWeight, Resonators, ring_on, silence
@@ -110,34 +110,6 @@ class ResonanceBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         return outputs
 
 
-@dataclasses.dataclass
-class ResonanceOutput(ModelOutput):  # type: ignore[misc]
-    """What a model returns.
-
-    Attributes:
-        last_hidden_state: `[B, T, D]`, after the final norm.
-        past_key_values: The state, where one is carried.
-    """
-
-    last_hidden_state: Tensor | None = None
-    past_key_values: RecurrentState | None = None
-
-
-@dataclasses.dataclass
-class ResonanceCausalLMOutput(ModelOutput):  # type: ignore[misc]
-    """What a language model returns.
-
-    Attributes:
-        loss: Mean cross-entropy, where labels were given.
-        logits: `[B, T, V]`.
-        past_key_values: The state, where one is carried.
-    """
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    past_key_values: RecurrentState | None = None
-
-
 class ResonancePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     """What both classes share: initialisation, and what transformers wants to know."""
 
@@ -202,8 +174,9 @@ class ResonanceModel(ResonancePreTrainedModel):
         inputs_embeds: Tensor | None = None,
         past_key_values: RecurrentState | None = None,
         use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
         **ignored: Any,
-    ) -> ResonanceOutput:
+    ) -> BaseModelOutputWithPast:
         """Return the last hidden states.
 
         Args:
@@ -212,6 +185,7 @@ class ResonanceModel(ResonancePreTrainedModel):
             inputs_embeds: `[B, T, D]`, in place of tokens.
             past_key_values: What came before; it is moved on.
             use_cache: Begin a state where there is none.
+            output_hidden_states: Return what each block took too; None: as the configuration says.
             ignored: What other families take, such as `position_ids`.
         """
         embedded = self.tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -228,9 +202,19 @@ class ResonanceModel(ResonancePreTrainedModel):
             positions = counter.advance(ones if mask is None else mask)
         last = self.config.max_position_embeddings - 1
         hidden = self.dropout(embedded + self.positions(positions.clamp(max=last)))
+        wants_all = output_hidden_states or (
+            output_hidden_states is None and self.config.output_hidden_states
+        )
+        taken: list[Tensor] = []
         for block in self.layers:
+            taken += [hidden] if wants_all else []  # kept, each takes memory
             hidden = block(hidden, mask, state)
-        return ResonanceOutput(last_hidden_state=self.norm(hidden), past_key_values=state)
+        hidden = self.norm(hidden)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden,
+            past_key_values=state,
+            hidden_states=(*taken, hidden) if wants_all else None,
+        )
 
 
 class ResonanceForCausalLM(ResonancePreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -248,6 +232,7 @@ class ResonanceForCausalLM(ResonancePreTrainedModel, GenerationMixin):  # type: 
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # `forward` begins a state of its own
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -256,9 +241,10 @@ class ResonanceForCausalLM(ResonancePreTrainedModel, GenerationMixin):  # type: 
         past_key_values: RecurrentState | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
-        **ignored: Any,
-    ) -> ResonanceCausalLMOutput:
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **for_loss: Any,
+    ) -> CausalLMOutputWithPast:
         """Return logits, and the loss where there are labels, which are shifted here.
 
         Args:
@@ -268,8 +254,10 @@ class ResonanceForCausalLM(ResonancePreTrainedModel, GenerationMixin):  # type: 
             past_key_values: What came before; it is moved on.
             labels: Tokens `[B, T]` themselves, as all of transformers' models take them.
             use_cache: Begin a state where there is none.
-            logits_to_keep: Of how many last tokens logits are wanted; 0: of all.
-            ignored: What other families take.
+            output_hidden_states: As in `ResonanceModel`.
+            logits_to_keep: Of how many last tokens, or of which, logits are wanted; 0: of all.
+            for_loss: What transformers' loss takes: with `num_items_in_batch`, the number of labels
+                of all accumulated passes, the loss is divided by that.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -279,11 +267,18 @@ class ResonanceForCausalLM(ResonancePreTrainedModel, GenerationMixin):  # type: 
             use_cache=self.config.use_cache and not self.training
             if use_cache is None
             else use_cache,
+            output_hidden_states=output_hidden_states,
         )
-        logits = self.lm_head(outputs.last_hidden_state[:, -logits_to_keep:])
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
-        return ResonanceCausalLMOutput(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=logits.shape[-1], **for_loss
+            )
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
         )

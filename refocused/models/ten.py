@@ -12,6 +12,7 @@ from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 from refocused.models.ten_cells import ScaleState, TenCells, TenMixer
 
@@ -185,6 +186,7 @@ class TenModel(TenPreTrainedModel):
         attention_mask: Tensor | None = None,
         past_key_values: TenState | None = None,
         use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPast:
         """Return the hidden states `[B, T, D]`, and the state where it is kept.
@@ -197,6 +199,7 @@ class TenModel(TenPreTrainedModel):
             attention_mask: Nothing may be masked; transformers passes ones.
             past_key_values: The state after the tokens before these, brought up to date here.
             use_cache: Whether to begin a state where none is given.
+            output_hidden_states: Return what each block took too; None: as the configuration says.
 
         Raises:
             ValueError: Padding, or a sequence beyond the learned positions.
@@ -210,11 +213,21 @@ class TenModel(TenPreTrainedModel):
         if self.config.learned_positions:
             hidden = hidden + self._positions(hidden, state, position_ids)
         hidden = self.dropout(hidden)
+        wants_all = output_hidden_states or (
+            output_hidden_states is None and self.config.output_hidden_states
+        )
+        taken: list[Tensor] = []
         for place, block in enumerate(self.layers):
+            taken += [hidden] if wants_all else []  # kept, each takes memory
             hidden = block(hidden) if state is None else block(hidden, state.blocks[place])
         if state is not None:
             state.seen_tokens += hidden.shape[1]
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=state)
+        hidden = self.norm(hidden)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden,
+            past_key_values=state,
+            hidden_states=(*taken, hidden) if wants_all else None,
+        )
 
     def _positions(
         self, hidden: Tensor, state: TenState | None, position_ids: Tensor | None
@@ -248,6 +261,7 @@ class TenForCausalLM(TenPreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """Say that the model makes its state itself: it has no keys and values to cache."""
         return False
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -259,7 +273,8 @@ class TenForCausalLM(TenPreTrainedModel, GenerationMixin):  # type: ignore[misc]
         attention_mask: Tensor | None = None,
         past_key_values: TenState | None = None,
         use_cache: bool | None = None,
-        **_: Any,
+        output_hidden_states: bool | None = None,
+        **for_loss: Any,
     ) -> CausalLMOutputWithPast:
         """Return the logits `[B, T, V]`, and the loss where labels are given.
 
@@ -273,6 +288,9 @@ class TenForCausalLM(TenPreTrainedModel, GenerationMixin):  # type: ignore[misc]
             attention_mask: See `TenModel`.
             past_key_values: See `TenModel`.
             use_cache: See `TenModel`.
+            output_hidden_states: See `TenModel`.
+            for_loss: What transformers' loss takes: with `num_items_in_batch`, the number of labels
+                of all accumulated passes, the loss is divided by that.
         """
         outputs = self.model(
             input_ids,
@@ -281,14 +299,18 @@ class TenForCausalLM(TenPreTrainedModel, GenerationMixin):  # type: ignore[misc]
             attention_mask=attention_mask,
             past_key_values=past_key_values,
             use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **for_loss)
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from small_families import build, every_family, tokens, where_attention_is
 from torch import Tensor
 
 from refocused.config.files import REPOSITORY_CONFIG
@@ -21,73 +22,6 @@ from refocused.models.causal_lm import (
     document_positions,
     untrained_loss,
 )
-from refocused.models.resonance import INTERFERENCE_RANGE
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "gpt2": {
-        "model_type": "gpt2",
-        "vocab_size": 512,
-        "n_positions": 64,
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 4,
-        "tie_word_embeddings": True,
-    },
-    "gpt_neox": {
-        "model_type": "gpt_neox",
-        "vocab_size": 512,
-        "max_position_embeddings": 64,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 256,
-        "tie_word_embeddings": False,
-    },
-    "resonance": {
-        "model_type": "resonance",
-        "vocab_size": 512,
-        "max_position_embeddings": 64,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_resonators": 8,
-    },
-    "ten": {
-        "model_type": "ten",
-        "vocab_size": 512,
-        "max_position_embeddings": 64,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_eigenstates": 8,
-        "chunk_size": 8,
-    },
-}
-every_family = pytest.mark.parametrize("family", list(SHAPES))
-where_attention_is = pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
-
-
-def build(
-    family: str,
-    *,
-    seed: int = 0,
-    dropout: float = 0.0,
-    checkpointing: bool = False,
-    vocabulary: int = 512,
-    document_id: int | None = None,
-    **changes: Any,
-) -> CausalLM:
-    torch.manual_seed(seed)
-    return build_model(
-        SHAPES[family] | changes,
-        vocabulary=vocabulary,
-        dropout=dropout,
-        activation_checkpointing=checkpointing,
-        chunk_tokens=50,
-        document_id=document_id,
-    )
-
-
-def tokens(rows: int = 4, length: int = 64, *, seed: int = 1) -> Tensor:
-    return torch.randint(512, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 @every_family
@@ -124,65 +58,6 @@ def test_the_first_loss_is_that_of_a_uniform_guess(family: str) -> None:
     ids = tokens(8)
     loss = build(family)(ids[:, :-1], ids[:, 1:])
     assert loss.item() == pytest.approx(math.log(512), abs=0.1)
-
-
-# Standard deviation of each matrix at the start; where None, as small as 0.02 / sqrt(2 layers).
-DEVIATIONS: dict[str, dict[str, float | None]] = {
-    "gpt2": {
-        "wte": 0.02,
-        "wpe": 0.02,
-        "attn.c_attn": 0.02,
-        "mlp.c_fc": 0.02,
-        "attn.c_proj": None,
-        "mlp.c_proj": None,
-    },
-    "gpt_neox": {
-        "embed_in": 0.02,
-        "lm_head": 0.02,
-        "query_key_value": 0.02,
-        "attention.dense": 0.02,
-        "dense_h_to_4h": 0.02,
-        "dense_4h_to_h": 0.02,
-    },
-    "resonance": {
-        "tokens": 0.02,
-        "positions": 0.02,
-        "resonators.weight.magnitude": 0.0,  # all are 1
-        "resonators.interference": INTERFERENCE_RANGE,
-        "gate": 0.02,
-        "output": None,
-        "up": 0.02,
-        "down": None,
-    },
-    "ten": {
-        "embed_tokens": 0.02,
-        "embed_positions": 0.02,
-        "cells.0.in_weight": 0.02,
-        "cells.0.mixing": 0.02,
-        "cells.0.out_weight": None,
-        "ffn_in": 0.02,
-        "ffn_out": None,
-    },
-}
-
-
-@every_family
-def test_every_matrix_starts_as_wide_as_stated_and_residual_ones_smaller(family: str) -> None:
-    layers = {"gpt2": "n_layer"}.get(family, "num_hidden_layers")
-    sizes = {"num_resonators": 32, "num_eigenstates": 32}  # so that a deviation can be measured
-    shape = {name: size for name, size in sizes.items() if name in SHAPES[family]}
-    network = build(family, **{layers: 8}, **shape).network
-    seen = set()
-    for name, parameter in network.named_parameters():
-        if parameter.dim() < 2:
-            continue
-        plain = f".{name.removesuffix('.weight')}"
-        (kind,) = (kind for kind in DEVIATIONS[family] if plain.endswith(f".{kind}"))
-        wanted = DEVIATIONS[family][kind]
-        wanted = 0.02 / math.sqrt(2 * 8) if wanted is None else wanted
-        assert float(parameter.detach().std()) == pytest.approx(wanted, rel=0.1), name
-        seen.add(kind)
-    assert seen == set(DEVIATIONS[family])
 
 
 @pytest.mark.parametrize(

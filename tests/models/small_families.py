@@ -1,0 +1,78 @@
+"""One small shape of each family, and random tokens for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from refocused.models.build import build_model
+from refocused.models.causal_lm import CausalLM
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 512,
+        "n_positions": 64,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "tie_word_embeddings": True,
+    },
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "vocab_size": 512,
+        "max_position_embeddings": 64,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 256,
+        "tie_word_embeddings": False,
+    },
+    "resonance": {
+        "model_type": "resonance",
+        "vocab_size": 512,
+        "max_position_embeddings": 64,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_resonators": 8,
+    },
+    "ten": {
+        "model_type": "ten",
+        "vocab_size": 512,
+        "max_position_embeddings": 64,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_eigenstates": 8,
+        "chunk_size": 8,
+    },
+}
+every_family = pytest.mark.parametrize("family", list(SHAPES))
+where_attention_is = pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+
+
+def build(
+    family: str,
+    *,
+    seed: int = 0,
+    dropout: float = 0.0,
+    checkpointing: bool = False,
+    vocabulary: int = 512,
+    document_id: int | None = None,
+    **changes: Any,
+) -> CausalLM:
+    torch.manual_seed(seed)
+    return build_model(
+        SHAPES[family] | changes,
+        vocabulary=vocabulary,
+        dropout=dropout,
+        activation_checkpointing=checkpointing,
+        chunk_tokens=50,
+        document_id=document_id,
+    )
+
+
+def tokens(rows: int = 4, length: int = 64, *, seed: int = 1) -> Tensor:
+    return torch.randint(512, (rows, length), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,111 @@
+"""What transformers' tools expect of every family: initialisation, losses, hidden states."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from small_families import SHAPES, build, every_family, tokens
+
+from refocused.models.resonance import INTERFERENCE_RANGE
+
+# Standard deviation of each matrix at the start; where None, as small as 0.02 / sqrt(2 layers).
+DEVIATIONS: dict[str, dict[str, float | None]] = {
+    "gpt2": {
+        "wte": 0.02,
+        "wpe": 0.02,
+        "attn.c_attn": 0.02,
+        "mlp.c_fc": 0.02,
+        "attn.c_proj": None,
+        "mlp.c_proj": None,
+    },
+    "gpt_neox": {
+        "embed_in": 0.02,
+        "lm_head": 0.02,
+        "query_key_value": 0.02,
+        "attention.dense": 0.02,
+        "dense_h_to_4h": 0.02,
+        "dense_4h_to_h": 0.02,
+    },
+    "resonance": {
+        "tokens": 0.02,
+        "positions": 0.02,
+        "resonators.weight.magnitude": 0.0,  # all are 1
+        "resonators.interference": INTERFERENCE_RANGE,
+        "gate": 0.02,
+        "output": None,
+        "up": 0.02,
+        "down": None,
+    },
+    "ten": {
+        "embed_tokens": 0.02,
+        "embed_positions": 0.02,
+        "cells.0.in_weight": 0.02,
+        "cells.0.mixing": 0.02,
+        "cells.0.out_weight": None,
+        "ffn_in": 0.02,
+        "ffn_out": None,
+    },
+}
+
+
+@every_family
+def test_every_matrix_starts_as_wide_as_stated_and_residual_ones_smaller(family: str) -> None:
+    layers = {"gpt2": "n_layer"}.get(family, "num_hidden_layers")
+    sizes = {"num_resonators": 32, "num_eigenstates": 32}  # so that a deviation can be measured
+    shape = {name: size for name, size in sizes.items() if name in SHAPES[family]}
+    network = build(family, **{layers: 8}, **shape).network
+    seen = set()
+    for name, parameter in network.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        plain = f".{name.removesuffix('.weight')}"
+        (kind,) = (kind for kind in DEVIATIONS[family] if plain.endswith(f".{kind}"))
+        wanted = DEVIATIONS[family][kind]
+        wanted = 0.02 / math.sqrt(2 * 8) if wanted is None else wanted
+        assert float(parameter.detach().std()) == pytest.approx(wanted, rel=0.1), name
+        seen.add(kind)
+    assert seen == set(DEVIATIONS[family])
+
+
+def plain_network(family: str) -> Any:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(build(family).network.config)
+
+
+@every_family
+def test_accumulated_losses_are_divided_by_the_labels_of_all_passes(family: str) -> None:
+    """As transformers' Trainer asks for: it gives the number, and sums what it gets."""
+    network, ids = plain_network(family), tokens(4, 33)
+    network(input_ids=ids, labels=ids).loss.backward()
+    wanted = {name: p.grad.clone() for name, p in network.named_parameters()}
+    network.zero_grad()
+    for row in ids.split(1):
+        loss = network(input_ids=row, labels=row, num_items_in_batch=4 * 32).loss
+        loss.backward()
+    for name, parameter in network.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=1e-7, msg=name)
+
+
+@every_family
+@torch.no_grad()
+def test_hidden_states_and_the_last_logits_are_those_of_transformers_models(family: str) -> None:
+    network, ids = plain_network(family).eval(), tokens(2, 16)
+    outputs = network(input_ids=ids, output_hidden_states=True)
+    states = outputs.hidden_states
+    assert [tuple(state.shape) for state in states] == [(2, 16, 64)] * 3  # two blocks
+    torch.testing.assert_close(network.get_output_embeddings()(states[-1]), outputs.logits)
+    embedded = network(inputs_embeds=network.get_input_embeddings()(ids), output_hidden_states=True)
+    torch.testing.assert_close(embedded.hidden_states[0], states[0])
+    assert network(input_ids=ids).hidden_states is None
+    for kept, wanted in (
+        (3, outputs.logits[:, -3:]),
+        (0, outputs.logits),
+        (torch.tensor([1, 7]), outputs.logits[:, [1, 7]]),
+    ):
+        torch.testing.assert_close(network(ids, logits_to_keep=kept).logits, wanted)
+    parts = network(input_ids=ids, labels=ids, return_dict=False)
+    torch.testing.assert_close(parts[1], outputs.logits)
