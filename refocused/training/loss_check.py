@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import pydantic
 import torch
 
+from refocused.batches.batch import IGNORED_LABEL
 from refocused.engine.engine import Engine
 from refocused.errors import CheckpointError
 from refocused.world import World
 
 MOST_WINDOWS = 4
-MOST_TOKENS = 1024  # of all windows: the forward pass that a save costs
+MOST_TOKENS = 1024  # of all windows, which travel in trainer.json
 LEAST_TOLERANCE = 0.05  # nats; another precision or device moves the mean by less than 0.01
 
 
@@ -53,21 +55,34 @@ def measure_saved_loss(engine: Engine, world: World) -> SavedLoss | None:
     Returns:
         None before the first step, and if a loss is not finite, which JSON cannot hold.
     """
-    windows: list[list[int]] = []
-    if world.is_first and engine.last_batch is not None:
-        rows = engine.last_batch[:MOST_WINDOWS]
-        windows = rows[:, : MOST_TOKENS // len(rows)].tolist()
-    windows = world.broadcast(windows)
-    losses = measure_windows(engine, windows)
+    if engine.last_batch is None:
+        return None
+    rows = engine.last_batch[:MOST_WINDOWS]
+    windows = world.broadcast(rows[:, : MOST_TOKENS // len(rows)].tolist())
+    losses = measure_windows(engine, windows, shape=tuple(engine.last_batch.shape))
     if not losses or not math.isfinite(sum(losses)):
         return None
     return SavedLoss(windows=tuple(map(tuple, windows)), losses=tuple(losses))
 
 
-def measure_windows(engine: Engine, windows: Any) -> list[float]:
-    """Return the mean loss of each window; every rank must call with the same windows."""
-    ids = [torch.tensor(window).unsqueeze(0) for window in windows]
-    return [float(engine.validation_loss(one[:, :-1], one[:, 1:])) for one in ids]
+def measure_windows(
+    engine: Engine, windows: Sequence[Sequence[int]], *, shape: tuple[int, ...]
+) -> list[float]:
+    """Return the mean loss of each window; every rank must call with the same windows.
+
+    Args:
+        engine: The model.
+        windows: Token ids, of equal lengths.
+        shape: Micro-batch and length of a validation, whose compiled graph is used again.
+    """
+    losses = []
+    for window in windows:
+        length = len(window) - 1
+        ids = torch.zeros(shape[0], max(shape[1], length), dtype=torch.long)
+        labels = torch.full_like(ids, IGNORED_LABEL)
+        ids[0, :length], labels[0, :length] = torch.tensor([window[:-1], window[1:]])
+        losses.append(float(engine.validation_loss(ids, labels)))
+    return losses
 
 
 def read_saved_loss(record: dict[str, Any]) -> SavedLoss | None:

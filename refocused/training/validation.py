@@ -122,7 +122,8 @@ def check_resumed_loss(parts: Parts, saved: SavedLoss | None, *, allowed: bool) 
     """
     if saved is None:
         return
-    measured = statistics.fmean(measure_windows(parts.engine, saved.windows))
+    shape = parts.plan.micro, parts.plan.sequence_length
+    measured = statistics.fmean(measure_windows(parts.engine, saved.windows, shape=shape))
     loss = parts.world.broadcast(measured)
     facts = {"loss": loss, "saved_loss": saved.mean, "tolerance": saved.tolerance}
     if abs(loss - saved.mean) <= saved.tolerance:
