@@ -42,8 +42,8 @@ def by_role(request: str, entries: Sequence[CatalogEntry]) -> CatalogEntry | Non
 
 
 def tier_notes(tiers: Sequence[Tier], *, epoch: int) -> tuple[str, ...]:
-    """Return what a list says of a step's labels; nothing of a rolling one."""
-    texts = {Tier.EPOCH: epoch_note(epoch), Tier.ROLLING: ""}
+    """Return what a list says of a step's labels; nothing of a rolling or formerly best one."""
+    texts = {Tier.EPOCH: epoch_note(epoch), Tier.ROLLING: "", Tier.BEST: ""}
     return tuple(filter(None, (texts.get(tier, tier.value) for tier in tiers)))
 
 

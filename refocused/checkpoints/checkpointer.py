@@ -325,6 +325,7 @@ class Checkpointer:
         self, being_saved: _BeingSaved, files: dict[str, FileRecord]
     ) -> CheckpointManifest:
         facts, trainer = self._facts, being_saved.trainer
+        is_own = trainer["validation_step"] == being_saved.step
         return CheckpointManifest(
             run=facts.run,
             run_id=self._branch.run_id,
@@ -344,7 +345,7 @@ class Checkpointer:
             data_order=facts.data_order,
             data_mixture=facts.data_mixture,
             parameters=facts.parameters,
-            validation_loss=trainer["validation_loss"],
+            validation_loss=trainer["validation_loss"] if is_own else None,
             loss=trainer["loss"],
             tokens=int(trainer["tokens"]),
             files=files,

@@ -6,13 +6,16 @@ import enum
 
 
 class Tier(enum.StrEnum):
-    """A reason to save; a step may have several. Latest and best are computed, not saved."""
+    """A reason to save; a step may have several. The latest and the present best are computed."""
 
     ROLLING = "rolling"
     """The interval was over: the newest few stay."""
 
     EPOCH = "epoch"
     """A pass over the data was complete: stays."""
+
+    BEST = "best"
+    """Its validation was the best so far: stays until another one is better."""
 
     FINAL = "final"
     """The run's last step: stays."""

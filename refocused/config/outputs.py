@@ -29,10 +29,12 @@ class CheckpointConfig(Section):
     """When the state is saved, how much of it stays, where it is mirrored.
 
     Attributes:
-        interval: Steps between saves; 0 saves only at the end and when the run is stopped.
+        interval: Steps between saves; 0: only the other saves, at the end and when stopped.
         keep: Newest of these saves kept locally, at least 2; beside them stay the best step, the
             last one of the run, the newest of an interruption, and what the mirror lacks.
         keep_epochs: Save at the end of every epoch of the data too, and keep those steps.
+        save_best: Save after every validation that is the best so far too; the best one stays
+            until another is better.
         mirror: `gs://bucket/prefix` or a folder, one for all machines, that gets a copy of every
             step directory; None: no copy.
         keep_remote: As `keep`, in the mirror; `all`: nothing is removed there.
@@ -49,6 +51,7 @@ class CheckpointConfig(Section):
     interval: CountOrZero = 1000
     keep: Count = pydantic.Field(default=5, ge=2)
     keep_epochs: bool = False
+    save_best: bool = True
     mirror: str | None = None
     keep_remote: AllOrNumber = "all"
     drain_minutes: NotNegative = pydantic.Field(default=30.0, le=100)

@@ -283,6 +283,7 @@ def _figures(job: Job, data: DataParts, branch: Branch) -> RunFigures:
             validation=config.evaluation.interval,
             checkpoint=config.checkpoint.interval,
             keep_epochs=config.checkpoint.keep_epochs,
+            save_best=config.checkpoint.save_best,
             tasks=config.evaluation.task_interval if config.evaluation.tasks else 0,
             sample=config.evaluation.sample_interval if config.evaluation.sample_prompt else 0,
             histograms=config.tracking.histogram_interval,

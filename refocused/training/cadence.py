@@ -17,6 +17,7 @@ class Cadence:
         validation: Between validations.
         checkpoint: Between saves.
         keep_epochs: The end of an epoch is followed by a save too.
+        save_best: A validation that is the best so far is followed by a save too.
         tasks: Between tasks.
         sample: Between samples.
         histograms: Between histograms of weights and gradients.
@@ -26,6 +27,7 @@ class Cadence:
     validation: int
     checkpoint: int
     keep_epochs: bool = False
+    save_best: bool = False
     tasks: int = 0
     sample: int = 0
     histograms: int = 0
@@ -59,7 +61,7 @@ class Cadence:
         return _due(step, self.checkpoint)
 
     def reasons_to_save(
-        self, step: int, *, last: bool, epoch_ended: bool, stopping: bool
+        self, step: int, *, last: bool, epoch_ended: bool, is_best: bool, stopping: bool
     ) -> tuple[Tier, ...]:
         """Return the labels of the save that follows a step; none: there is no save.
 
@@ -67,12 +69,14 @@ class Cadence:
             step: Optimizer steps made.
             last: It is the run's last one.
             epoch_ended: A pass over the data was completed in it.
+            is_best: Its validation is the best so far.
             stopping: Training ends after it, whatever else is due.
         """
         due = {
             Tier.ROLLING: self.checkpoint_due(step),
             Tier.EPOCH: self.keep_epochs and epoch_ended,
             Tier.FINAL: last,
+            Tier.BEST: self.save_best and is_best,
         }
         tiers = tuple(tier for tier, is_due in due.items() if is_due)
         return tiers or ((Tier.EMERGENCY,) if stopping else ())

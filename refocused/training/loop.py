@@ -77,6 +77,7 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
                 state.step,
                 last=last,
                 epoch_ended=state.position.epoch > epoch,
+                is_best=state.best_step == state.step,
                 stopping=bool(stopping),
             )
             if tiers:

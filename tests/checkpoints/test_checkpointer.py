@@ -32,6 +32,7 @@ STATE = TrainState(
     best_loss=2.75,
     best_step=10,
     seconds=9.0,
+    validation_step=10,
 )
 
 

@@ -61,7 +61,8 @@ def test_a_lost_machine_costs_no_step_that_the_mirror_has(
         ("by-run", f"{emulator.url}/runs/tiny/"),
     ):
         branch = [*settings, "--run", name, "--resume", address, "--max-steps", "22"]
-        branch.append("checkpoint.interval=0")  # a mirror that is late copies the newest two alone
+        # A mirror that is late copies the newest two alone.
+        branch += ["checkpoint.interval=0", "checkpoint.save_best=false"]
         refused = train(tmp_path, *branch, ranks=1, environment=environment)
         assert refused.codes == [1] and "add --trust" in refused.err[0], refused.everything
         taken = train(tmp_path, *branch, "--trust", ranks=1, environment=environment)

@@ -214,6 +214,7 @@ _TRAINER: dict[str, Any] = {
     "position": {"epoch": 0, "windows": 8},
     "loss": 4.5,
     "validation_loss": 4.25,
+    "validation_step": 2,
     "best_loss": 4.25,
     "best_step": 2,
     "seconds": 3600.0,

@@ -37,16 +37,20 @@ def test_a_save_says_what_it_is_for() -> None:
     cadence = Cadence(log=1, validation=0, checkpoint=5, keep_epochs=True)
 
     def reasons(step: int, **facts: bool) -> list[str]:
-        given = {"last": False, "epoch_ended": False, "stopping": False} | facts
+        given = {"last": False, "epoch_ended": False, "is_best": False, "stopping": False} | facts
         return [tier.value for tier in cadence.reasons_to_save(step, **given)]
 
     assert reasons(4) == []
     assert reasons(5) == ["rolling"]
     assert reasons(5, epoch_ended=True, last=True) == ["rolling", "epoch", "final"]
+    assert reasons(4, is_best=True) == []
     assert reasons(4, stopping=True) == ["emergency"]
     assert reasons(5, stopping=True) == ["rolling"]  # it would have been saved anyway
 
 
 def test_the_end_of_an_epoch_is_saved_only_when_that_is_wanted() -> None:
     cadence = Cadence(log=1, validation=0, checkpoint=5)
-    assert cadence.reasons_to_save(4, last=False, epoch_ended=True, stopping=False) == ()
+    assert (
+        cadence.reasons_to_save(4, last=False, epoch_ended=True, is_best=False, stopping=False)
+        == ()
+    )

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
 import pytest
 from loop_session import happened, rate, run
 from run_fakes import Clock, FakeEngine, FakeLoader, FakeSaver, FakeStop, Log, batch, parts_of
+from saver_session import Session
 from thread_ranks import on_two_ranks, results
 from torch import Tensor
 
 from refocused.batches.position import Position
+from refocused.checkpoints.catalog import Catalog
 from refocused.checkpoints.tiers import Tier
 from refocused.engine.finite import Verdict
 from refocused.errors import ShardError
@@ -97,6 +100,42 @@ def test_every_save_is_labelled_with_its_reasons() -> None:
         6: ["rolling", "epoch"],
         7: ["final"],
     }
+
+
+def improving(*losses: float) -> FakeEngine:
+    """An engine whose validations find these losses, one after another."""
+    found = iter(losses)
+    return FakeEngine([], validation=lambda inputs, labels: next(found))
+
+
+def test_the_step_that_the_run_calls_best_is_the_checkpoint_called_best(tmp_path: Path) -> None:
+    cadence = Cadence(log=0, validation=2, checkpoint=5, save_best=True)
+    saver = Session(tmp_path).saver
+    engine = improving(3.0, 2.5, 2.75, 2.0, 2.25)  # after the steps 2, 4, 6, 8 and 10
+    outcome = run(parts_of([], total_steps=10, cadence=cadence, engine=engine, saver=saver), [])
+    assert (outcome.state.best_loss, outcome.state.best_step) == (2.0, 8)
+    steps = {entry.step: entry for entry in Catalog(tmp_path).entries()}
+    (best,) = (entry for entry in steps.values() if "best" in entry.notes)
+    assert (best.step, best.validation_loss, best.tiers) == (8, 2.0, ("best",))
+    # The best ones before it went; a step has its own validation's loss or none.
+    assert {step: entry.validation_loss for step, entry in steps.items()} == {
+        **{5: None, 8: 2.0, 10: 2.25}
+    }
+
+
+@pytest.mark.parametrize("save_best", [True, False])
+def test_a_new_best_is_saved_once_where_that_is_wanted(save_best: bool) -> None:
+    cadence = Cadence(log=0, validation=2, checkpoint=4, save_best=save_best)
+    parts = parts_of([], total_steps=9, cadence=cadence, engine=improving(3.0, 2.0, 1.0, 5.0, 0.5))
+    run(parts, [])
+    saver = saver_of(parts)
+    labels = dict(zip((state.step for state in saver.saved), saver.tiers, strict=True))
+    rest = {8: ["rolling"]}
+    assert labels == (
+        {2: ["best"], 4: ["rolling", "best"], 6: ["best"], **rest, 9: ["final", "best"]}
+        if save_best
+        else {4: ["rolling"], **rest, 9: ["final"]}
+    )
 
 
 def test_only_the_last_save_is_waited_for_and_each_step_commits_what_is_written() -> None:

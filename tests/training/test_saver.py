@@ -189,10 +189,10 @@ def test_the_first_save_that_cannot_be_loaded_stops_the_run(tmp_path: Path) -> N
 def test_only_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     session = Session(tmp_path)
     session.save(10)
-    session.save(20, validation_loss=1.0)
-    session.save(30, 40, 50, validation_loss=1.5)
+    session.save(20, validation_loss=1.0, validation_step=20)
+    session.save(30, 40, 50, validation_loss=0.5, validation_step=25)  # not their own
     assert session.there() == [20, 40, 50]
-    session.save(60, validation_loss=0.5)
+    session.save(60, validation_loss=0.75, validation_step=60)
     assert session.there() == [50, 60]
 
 
