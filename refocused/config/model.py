@@ -19,8 +19,9 @@ class ModelConfig(Section):
             units want 64 or 128. The padding is never a label.
         activation_checkpointing: Recompute each block in the backward pass instead of keeping its
             activations: about 30 % more time for about 80 % less activation memory.
-        compile: `auto` compiles the blocks on GPUs, and says so where that fails; `on` stops then;
-            `off` runs them as they are written. The batches of training and validation use it.
+        compile: `auto` compiles the blocks on GPUs, `on` on CPUs too, where it stops without a C++
+            compiler; `off` runs them as written. If torch's compiler fails, a warning says why and
+            they run as written. The batches of training and validation use it.
         head_chunk_tokens: Tokens whose logits exist at once in the loss.
     """
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
+import shutil
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -58,12 +60,13 @@ def compile_blocks(
         batch_shape: Micro-batch, `(B, T)`. Other shapes (samples, the test of the first loss) run
             as they are written, for each would be compiled anew.
         dtype: What the passes compute in: bf16, fp16 or fp32.
-        choice: `auto` compiles on GPUs alone, and goes on without where compiling fails.
+        choice: `auto` compiles on GPUs alone. Both it and `on` continue without if torch's compiler
+            fails, which no setting of the machine mends.
         world: The ranks.
         backend: What torch.compile hands the graph to.
 
     Raises:
-        ConfigError: On every rank: `on`, and some rank cannot compile.
+        ConfigError: On every rank: `on`, and some rank has no C++ compiler.
     """
     if choice == "off":
         return Compilation(False, "blocks run as written (model.compile=off)")
@@ -78,14 +81,17 @@ def compile_blocks(
         _failure(lambda: _try(model, blocks[0], graph, batch_shape, dtype, world))
     )
     reason = next((reason for reason in reasons if reason), None)
-    if reason is not None and choice == "on":
-        raise ConfigError(
-            f"The blocks cannot be compiled: {reason}. Install a C++ compiler, or set "
-            "model.compile=off."
-        )
     if reason is not None:
+        if choice == "on" and not all(world.gather(_has_compiler())):
+            raise ConfigError(
+                f"The blocks cannot be compiled: {reason}. Install a C++ compiler, or set "
+                "model.compile=off."
+            )
         return Compilation(
-            False, f"blocks run as written, for they cannot be compiled: {reason}", failed=True
+            False,
+            f"blocks run as written: torch's compiler failed on them in {dtype} ({reason}). "
+            "model.compile=off starts faster.",
+            failed=True,
         )
     for block in blocks:
         block.forward = _dispatching(block, graph, batch_shape)
@@ -114,12 +120,21 @@ def _dispatching(
     return forward
 
 
+def _has_compiler() -> bool:
+    """Whether a C++ compiler is on the path."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "g++", "clang++"))
+
+
 def _failure(attempt: Callable[[], None]) -> str | None:
     """Return why an attempt fails; None when it does not."""
     try:
         attempt()
     except Exception as error:  # a compiler fails with anything: its own, C++'s, Triton's errors
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        # A C++ compiler's own first error comes after a command of thousands of characters.
+        first = next((line.partition(" error: ")[2] for line in lines if " error: " in line), None)
+        if first is not None:
+            lines = ["the C++ compiler refuses the code:", first]
         return f"{type(error).__name__}: {' '.join(lines)[:REASON_CHARACTERS]}"
     return None
 

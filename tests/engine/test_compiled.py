@@ -66,11 +66,24 @@ def test_on_compiles_all_blocks_before_the_first_step() -> None:
     assert is_compiled(model)
 
 
-def test_on_stops_where_it_cannot_be() -> None:
+def test_on_stops_without_a_cxx_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"cannot be compiled: .*no such file: g\+\+.*compile=off"
     ):
         compile_tiny("on", backend=broken)
+
+
+def test_on_continues_without_when_torchs_compiler_fails() -> None:
+    def invalid(graph: Any, inputs: Any) -> Any:
+        command = f"Command: g++ {'-D MACRO ' * 100}"
+        raise RuntimeError(f"C++ compile error\n{command}\nx.cpp:36:30: error: conflicting 'acc0'")
+
+    found, model = compile_tiny("on", backend=invalid)
+    assert found.failed
+    assert "the C++ compiler refuses the code: conflicting 'acc0'" in found.text
+    assert "Install a C++ compiler" not in found.text and "model.compile=off" in found.text
+    assert not is_compiled(model)
 
 
 def test_auto_goes_on_without_when_one_rank_alone_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +101,10 @@ def test_auto_goes_on_without_when_one_rank_alone_cannot(monkeypatch: pytest.Mon
     monkeypatch.setattr(compiled, "_try", explode)
     for found in results(on_two_ranks(action)):
         assert found.failed
-        assert "cannot be compiled: RuntimeError: out of registers and more" in found.text
+        assert (
+            "compiler failed on them in fp32 (RuntimeError: out of registers and more)"
+            in found.text
+        )
     assert not any(is_compiled(model) for model in models)
 
 
