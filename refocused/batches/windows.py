@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from refocused.errors import ShardError
-from refocused.shards.selection import matches
+from refocused.shards.object_names import matches
 
 if TYPE_CHECKING:
     from refocused.shards.manifest import Manifest, Shard

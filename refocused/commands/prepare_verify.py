@@ -85,12 +85,12 @@ def add_manifest_arguments(parser: Parser) -> None:
 def run_manifest(arguments: argparse.Namespace) -> int:
     """Read the headers of all files, and print or store the list of them."""
     from refocused.shards.manifest import (
-        MANIFEST_NAME,
         build_manifest,
         manifest_to_json,
         read_manifest,
         write_manifest,
     )
+    from refocused.shards.object_names import MANIFEST_NAME
 
     bucket = place(arguments.source, arguments)
     data = data_settings(arguments, arguments.source)
@@ -120,7 +120,6 @@ def _update(bucket: Bucket, data: DataConfig, arguments: argparse.Namespace) -> 
     """Add the files that the stored manifest does not list; the rows of the others stay."""
     from refocused.errors import ShardError
     from refocused.shards.manifest import (
-        MANIFEST_NAME,
         Manifest,
         check_tokenizer,
         describe_files,
@@ -128,6 +127,7 @@ def _update(bucket: Bucket, data: DataConfig, arguments: argparse.Namespace) -> 
         read_manifest,
         write_manifest,
     )
+    from refocused.shards.object_names import MANIFEST_NAME
     from refocused.shards.selection import unlisted_names
 
     listing = {blob.name: blob for blob in bucket.list()}

@@ -10,9 +10,8 @@ from typing import Any
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.config.data import DataConfig
 from refocused.errors import ShardError
-from refocused.shards.selection import matches
+from refocused.shards.object_names import METADATA_NAME, matches
 
-METADATA_NAME = "metadata.json"
 LARGEST_METADATA_BYTES = 1_000_000
 NAMED_GAPS = 5
 

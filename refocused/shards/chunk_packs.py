@@ -11,7 +11,8 @@ from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
 from refocused.config.data import DataConfig
-from refocused.shards.manifest import MANIFEST_NAME, Manifest, Shard, build_manifest
+from refocused.shards.manifest import Manifest, Shard, build_manifest
+from refocused.shards.object_names import MANIFEST_NAME
 from refocused.shards.selection import is_validation
 
 # As uint16 16 MiB: at windows of 2,048 tokens, 0.012 % are left over at the ends, where a chunk of

@@ -22,10 +22,11 @@ from refocused.shards.chunk_folders import check_chunks, named_tokenizer
 from refocused.shards.document_blocks import document_blocks
 from refocused.shards.element_types import element_type
 from refocused.shards.exclusive import exclusive_folder
-from refocused.shards.formats import ID_KEYS, TOKEN_SUFFIXES, read_layout
+from refocused.shards.formats import ID_KEYS, read_layout
 from refocused.shards.manifest import Manifest, write_manifest
 from refocused.shards.megatron import megatron_blocks
 from refocused.shards.npy_header import PickledArrayError
+from refocused.shards.object_names import TOKEN_SUFFIXES, matches
 from refocused.shards.packed_set import (
     finished_manifest,
     keep_whole_shards,
@@ -34,7 +35,7 @@ from refocused.shards.packed_set import (
 )
 from refocused.shards.packing_journal import Journal
 from refocused.shards.packing_recipe import check_recipe
-from refocused.shards.selection import is_megatron, matches
+from refocused.shards.selection import is_megatron
 from refocused.shards.shard_packer import Cursor, ShardPacker, is_open_shard_whole
 from refocused.shards.token_blocks import Ids, token_blocks
 

@@ -13,7 +13,8 @@ from refocused.bucket.stored import stored_crc32c
 from refocused.bucket.transfer import Progress, map_in_threads, upload_many
 from refocused.errors import BucketError, ShardError
 from refocused.shards.folder_sync import Shown, SyncResult, sync_result
-from refocused.shards.manifest import MANIFEST_NAME, read_manifest
+from refocused.shards.manifest import read_manifest
+from refocused.shards.object_names import MANIFEST_NAME
 
 _NAMED = 5
 

@@ -13,12 +13,10 @@ from refocused.config.data import DataConfig
 from refocused.errors import ShardError
 from refocused.shards.layout import ArrayPlace, TokenLayout, checked_place
 from refocused.shards.npy_header import NpyHeader, read_npy_header
+from refocused.shards.object_names import TEXT_SUFFIXES, TOKEN_SUFFIXES
 from refocused.shards.object_reader import ByteSource
 from refocused.shards.tensor_header import read_tensor_header
 from refocused.shards.zip_members import checked_member, opened_zip
-
-TOKEN_SUFFIXES = (".npz", ".npy", ".pt", ".bin")
-TEXT_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".txt")
 
 ID_KEYS = ("input_ids", "tokens", "arr_0", "sequences", "data")
 LENGTHS_KEY = "sequence_lengths"

@@ -17,11 +17,11 @@ from refocused.bucket.stored import known_content
 from refocused.config.data import DataConfig
 from refocused.errors import ShardError
 from refocused.shards.chunk_folders import check_chunks, named_tokenizer
-from refocused.shards.selection import chosen_names, is_skipped, matches, unlisted_names
+from refocused.shards.object_names import MANIFEST_NAME, matches
+from refocused.shards.selection import chosen_names, is_skipped, unlisted_names
 from refocused.shards.survey import HeaderFacts, survey
 from refocused.shards.tokenizers import TokenizerChoice, identity_of
 
-MANIFEST_NAME = "manifest.json"
 SCHEMA = 1
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ from pathlib import Path
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.stored import is_stored
 from refocused.errors import ShardError
-from refocused.shards.manifest import MANIFEST_NAME, Manifest, Shard, read_manifest
+from refocused.shards.manifest import Manifest, Shard, read_manifest
+from refocused.shards.object_names import MANIFEST_NAME
 from refocused.shards.packing_journal import Journal
 from refocused.shards.shard_packer import ShardRow
 

@@ -11,12 +11,13 @@ from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.config.data import DataConfig
 from refocused.errors import ShardError
 from refocused.shards.chunk_folders import check_chunks
-from refocused.shards.formats import TEXT_SUFFIXES, TOKEN_SUFFIXES, read_layout, refusal
+from refocused.shards.formats import read_layout, refusal
 from refocused.shards.layout import TokenLayout
-from refocused.shards.manifest import MANIFEST_NAME, build_manifest
+from refocused.shards.manifest import build_manifest
+from refocused.shards.object_names import MANIFEST_NAME, TEXT_SUFFIXES, TOKEN_SUFFIXES, matches
 from refocused.shards.object_reader import ObjectReader
 from refocused.shards.packing_recipe import RECIPE_NAME
-from refocused.shards.selection import is_megatron, matches
+from refocused.shards.selection import is_megatron
 from refocused.shards.token_blocks import count_tokens
 
 

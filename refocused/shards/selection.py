@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Collection, Iterable
-from pathlib import Path, PurePosixPath
+from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.bucket.object_files import object_files
 from refocused.config.data import DataConfig
 from refocused.errors import ShardError
-from refocused.shards.formats import TEXT_SUFFIXES, TOKEN_SUFFIXES, refusal
+from refocused.shards.formats import refusal
+from refocused.shards.object_names import TEXT_SUFFIXES, TOKEN_SUFFIXES, matches
 
 if TYPE_CHECKING:
     from refocused.shards.manifest import Shard
-
-
-def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a glob pattern fits an object's whole name or its last part."""
-    last = PurePosixPath(name).name
-    return any(
-        fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(last, pattern)
-        for pattern in patterns
-    )
 
 
 def is_validation(name: str, data: DataConfig) -> bool:

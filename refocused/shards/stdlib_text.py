@@ -14,13 +14,8 @@ import numpy.typing as npt
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.checksum import extended_crc32c
 from refocused.errors import ShardError
-from refocused.shards.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    Shard,
-    read_manifest,
-    write_manifest,
-)
+from refocused.shards.manifest import Manifest, Shard, read_manifest, write_manifest
+from refocused.shards.object_names import MANIFEST_NAME
 from refocused.shards.tokenizers import BYTES, BYTES_END_OF_TEXT
 
 VALIDATION_SHARE = 20  # one document in twenty: about 5 %

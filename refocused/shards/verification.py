@@ -11,9 +11,10 @@ from refocused.bucket.stored import stored_crc32c
 from refocused.config.data import DataConfig
 from refocused.errors import RefocusedError, ShardError
 from refocused.shards.formats import read_layout
-from refocused.shards.manifest import MANIFEST_NAME, Manifest, Shard, read_manifest
+from refocused.shards.manifest import Manifest, Shard, read_manifest
+from refocused.shards.object_names import MANIFEST_NAME, matches
 from refocused.shards.object_reader import ObjectReader
-from refocused.shards.selection import chosen_names, matches
+from refocused.shards.selection import chosen_names
 from refocused.shards.token_blocks import count_tokens, token_blocks
 
 

@@ -164,6 +164,16 @@ def test_patterns_choose_and_nothing_chosen_is_refused(
         sync(source, tmp_path / "to", include=("x*",))
 
 
+def test_a_sync_imports_nothing_that_it_does_not_need_before_the_first_byte() -> None:
+    check = (
+        "import sys, refocused.commands.prepare_transfer, refocused.shards.folder_sync;"
+        "import refocused.bucket.open;"
+        "print([m for m in ('numpy', 'pydantic', 'google.cloud.storage') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_two_at_once_are_refused(source: DirectoryBucket, tmp_path: Path) -> None:
     fill(source)
     folder = tmp_path / "to" / ".sync"

@@ -4,7 +4,8 @@ import pytest
 from shard_samples import settings
 
 from refocused.errors import BucketError, ShardError
-from refocused.shards.selection import chosen_names, is_validation, matches
+from refocused.shards.object_names import matches
+from refocused.shards.selection import chosen_names, is_validation
 
 NAMES = ["README.txt", "a/b/x.npz", "c/b/x.npz", "t_0.npy", "t_1.npy", "val_0.npy", "z.json"]
 

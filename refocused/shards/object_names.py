@@ -1,0 +1,21 @@
+"""What an object's name says of it; imports nothing that a sync would wait for."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+
+TOKEN_SUFFIXES = (".npz", ".npy", ".pt", ".bin")
+TEXT_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".txt")
+MANIFEST_NAME = "manifest.json"
+METADATA_NAME = "metadata.json"  # beside the chunks that it counts
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a glob pattern fits an object's whole name or its last part."""
+    last = PurePosixPath(name).name
+    return any(
+        fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(last, pattern)
+        for pattern in patterns
+    )
