@@ -121,6 +121,25 @@ def test_bfloat16_follows_float32() -> None:
         assert float(model(inputs, labels)) == pytest.approx(float(loss), rel=0.01)
 
 
+@torch.no_grad()
+def test_later_tokens_move_earlier_bfloat16_logits_by_less_than_rounding_does() -> None:
+    """The FFT's float32 noise, from all tokens, may round an output to the next bfloat16."""
+    wide = {"hidden_size": 64, "max_position_embeddings": 256}
+    ids, exact, model = tokens(4, 256), build(**wide), build(**wide).bfloat16()
+    exact_logits, logits = exact.logits(ids), model.logits(ids).float()
+    moved = {"exact": 0.0, "bfloat16": 0.0}
+    for place in range(31, 256, 32):
+        other = ids.clone()
+        other[:, place] = (other[:, place] + 1) % 100
+        for name, found, wanted in (
+            ("exact", exact.logits(other), exact_logits),
+            ("bfloat16", model.logits(other), logits),
+        ):
+            moved[name] = max(moved[name], relative(found[:, :place], wanted[:, :place]))
+    assert moved["exact"] < 1e-5
+    assert moved["bfloat16"] <= relative(logits, exact_logits)
+
+
 def test_a_compiled_block_is_one_graph() -> None:
     model, ids = build(), tokens(2, 64)
     with torch.no_grad():
