@@ -76,7 +76,7 @@ def test_a_part_file_left_by_an_earlier_version_is_no_damage(
     stage = catalog.local / f".tmp-{step.path.name}-fetch" / "run" / step.path.name
     stage.mkdir(parents=True)
     (stage / "trainer.json.part").write_bytes(b"{")
-    assert verify(catalog.fetch(10), deep=True) == []
+    assert verify(catalog.fetch("checkpoint_step_10"), deep=True) == []
 
 
 def test_a_disk_without_room_is_told_and_shows_no_step(
