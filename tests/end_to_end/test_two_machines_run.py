@@ -143,23 +143,24 @@ def test_one_full_disk_costs_a_save_and_training_goes_on(
     site = Site(tmp_path)
     filler = fill(small_disk(site.places[1] / "runs", 16 * 1024))
     with filler.open("ab") as file:
-        file.truncate(15 * 1024 * 1024 + 512 * 1024)  # a machine's part takes 0.9 MB
-    ranks = site.start("checkpoint.interval=4", "checkpoint.max_failed_saves=9")
+        file.truncate((16 * 1024 - 2300) * 1024)  # a machine's part takes 0.9 MB: two have room
+    settings = ["checkpoint.interval=4", "evaluation.interval=0", "run.steps=60"]
+    ranks = site.start(*settings, "checkpoint.max_failed_saves=99")
     try:
-        ranks.wait_until(lambda: "checkpoint_step_4 was not saved" in ranks.printed("err"))
-        assert not site.step(0, 4).exists()
+        ranks.wait_until(lambda: "checkpoint_step_12 was not saved" in ranks.printed("err"))
+        assert not site.step(0, 12).exists()
         filler.unlink()
         ended = ranks.wait(60)
     finally:
         ranks.kill()
     assert ended.codes == [0, 0], ended.everything
-    assert "No space left on device" in ended.err[0] and "Training goes on." in ended.err[0]
-    assert [verify(read_step(site.step(node, 20)), deep=True) for node in range(2)] == [[], []]
+    assert "free, and a save needs" in ended.err[0] and "Training goes on." in ended.err[0]
+    assert [verify(read_step(site.step(node, 60)), deep=True) for node in range(2)] == [[], []]
 
 
 def test_a_stop_file_on_any_machine_stops_all(tmp_path: Path) -> None:
     site = Site(tmp_path)
-    ranks = site.start("run.steps=100000", "checkpoint.interval=0")
+    ranks = site.start("run.steps=100000", "checkpoint.interval=0", "evaluation.interval=0")
     try:
         ranks.wait_until(lambda: max(metrics(site.runs[0]), default=0) >= 3)
         (site.runs[1] / "STOP").touch()
