@@ -67,7 +67,8 @@ class PrunedPlace:
         steps: What retention has to know of each step there.
         sizes: Bytes of each step there.
         remove: Removes one; raises OSError or BucketError.
-        aside: Directories that were taken out of the run's history.
+        aside: Directories that were taken out of the run's history, and those of branches that it
+            has left, but for epochs and the final one.
     """
 
     where: str
@@ -91,7 +92,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
         unmirrored=sorted(set(to_remove(free_of_mirror, keep=arguments.keep)) - set(doomed)),
         failed={},
         bytes=sum(place.sizes[step] for step in doomed) + sum(map(bytes_below, place.aside)),
-        aside=[path.name for path in place.aside],
+        aside=[_aside_name(path, place.where) for path in place.aside],
     )
     if (doomed or place.aside) and not arguments.dry_run:
         if not (arguments.yes or _agreed(result, place.where)):
@@ -110,6 +111,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
 def _disk(arguments: argparse.Namespace) -> PrunedPlace:
     from refocused.checkpoints.staging import remove_step, steps_set_aside
     from refocused.checkpoints.step_directory import unused
+    from refocused.checkpoints.tiers import Tier
 
     def remove(step: int) -> None:
         path = catalog.local / catalog.branch.name_of(step)
@@ -117,13 +119,19 @@ def _disk(arguments: argparse.Namespace) -> PrunedPlace:
             remove_step(path)
 
     catalog = catalog_of(find_run(arguments.run), _without_remote(arguments))
-    entries = [entry for entry in catalog.entries() if entry.local != "-" and entry.is_present]
+    here = [entry for entry in catalog.entries() if entry.local != "-"]
+    entries = [entry for entry in here if entry.is_present]
+    left = [
+        catalog.local / entry.name
+        for entry in here
+        if not entry.is_present and not {Tier.EPOCH, Tier.FINAL} & {*entry.tiers}
+    ]
     return PrunedPlace(
         where=str(catalog.local),
         steps=[_kept_step(catalog, entry) for entry in entries],
         sizes={entry.step: entry.size or 0 for entry in entries},
         remove=remove,
-        aside=steps_set_aside(catalog.local),
+        aside=[*steps_set_aside(catalog.local), *left],
     )
 
 
@@ -207,6 +215,7 @@ def _agreed(result: PruneResult, where: str) -> bool:
 
 def _remove(place: PrunedPlace, result: PruneResult) -> None:
     from refocused.checkpoints.staging import bytes_below, remove_step
+    from refocused.checkpoints.step_directory import unused
 
     for step in list(result.removed):
         try:
@@ -218,11 +227,16 @@ def _remove(place: PrunedPlace, result: PruneResult) -> None:
             print(f"step {step:,} in {place.where} was not removed: {error}", file=sys.stderr)
     for path in place.aside:
         try:
-            remove_step(path)
+            with unused(path):
+                remove_step(path)
         except OSError as error:
-            result.aside.remove(path.name)
+            result.aside.remove(_aside_name(path, place.where))
             result.bytes -= bytes_below(path)
             print(f"{path} was not removed: {error}", file=sys.stderr)
+
+
+def _aside_name(path: Path, where: str) -> str:
+    return path.relative_to(where).as_posix()
 
 
 def _print(result: PruneResult, where: str, *, dry_run: bool) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from commands.run_samples import SampleRun
 
+from refocused.checkpoints.branches import checkpoint_paths
 from refocused.checkpoints.manifest import COMMITTED
 from refocused.checkpoints.staging import remove_step, set_aside
 
@@ -189,3 +190,17 @@ def test_what_was_set_aside_alone_is_asked_about(sample_run: SampleRun) -> None:
     code, _, err = sample_run.command("prune", "--keep", "2")
     assert code == 2 and f"remove 0 of 1 steps and {aside.name}" in err
     assert aside.exists()
+
+
+def test_the_steps_of_a_branch_that_was_left_go_but_for_epochs(sample_run: SampleRun) -> None:
+    for step in (10, 20):
+        sample_run.save(step)
+    sample_run.save(30)
+    sample_run.save(40, tiers=["epoch"])
+    sample_run.save(25, branch=2, ancestry=((1, 20),))
+    content = sample_run.command_json("prune", "--keep", "9", "--yes")
+    assert (content["removed"], content["aside"]) == ([], ["checkpoint_step_30"])
+    assert list(checkpoint_paths(sample_run.checkpoints)) == [
+        *(f"checkpoint_step_{step}" for step in (10, 20, 40)),
+        "branch-2/checkpoint_step_25",
+    ]
