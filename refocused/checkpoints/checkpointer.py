@@ -18,7 +18,7 @@ from refocused.checkpoints.kept_history import HISTORY, bring_back, end_of
 from refocused.checkpoints.manifest import CheckpointManifest, FileRecord
 from refocused.checkpoints.parts import assembled, require_readable
 from refocused.checkpoints.shard_owner import ShardOwner, Written
-from refocused.checkpoints.staging import Staging, lack_of_room, prepare_folder, room_left
+from refocused.checkpoints.staging import Staging, lack_of_room, prepare_folder
 from refocused.checkpoints.step_directory import Part, StepDirectory
 from refocused.checkpoints.tiers import Tier
 from refocused.errors import CheckpointError, RefocusedError
@@ -244,7 +244,7 @@ class Checkpointer:
                 files |= self._describe(being_saved)
             except OSError as error:
                 errors.append(error)
-        failure: CheckpointError | None = _save_error(staging, errors) if errors else None
+        failure: CheckpointError | None = staging.failure(errors[0]) if errors else None
         try:
             staging.read_back(() if errors else files, rank=self._world.rank)
         except CheckpointError as error:
@@ -261,8 +261,7 @@ class Checkpointer:
         files: dict[str, FileRecord] = {}
         for part in reversed(parts):  # the first keeper answers for what all of them have
             files |= part.files
-        slowest = max(part.seconds for part in parts)
-        return SavedStep(self._commit(being_saved, files), slowest)
+        return SavedStep(self._commit(being_saved, files), max(part.seconds for part in parts))
 
     @staticmethod
     def _load(owner: ShardOwner, step: StepDirectory, changes: Changes, folder: Path) -> None:
@@ -283,7 +282,7 @@ class Checkpointer:
             try:
                 return action()
             except OSError as error:
-                raise _save_error(staging, [error]) from error
+                raise staging.failure(error) from error
 
         try:
             return self._world.keepers_do(guarded)
@@ -295,8 +294,7 @@ class Checkpointer:
     def _prepare(self, staging: Staging) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         needed = round(self._last_bytes * FREE_SPACE_FACTOR) or self._least_bytes
-        lack = lack_of_room(self._folder, needed=needed)
-        if lack is not None:
+        if lack := lack_of_room(self._folder, needed=needed):
             raise CheckpointError(f"{staging.final.name} was not saved: {lack}")
         staging.create()
 
@@ -350,13 +348,3 @@ class Checkpointer:
             tokens=int(trainer["tokens"]),
             files=files,
         )
-
-
-def _save_error(staging: Staging, errors: Sequence[OSError]) -> CheckpointError:
-    first = errors[0]
-    return CheckpointError(
-        f"{staging.final.name} was not saved: {first.strerror or first} "
-        f"({first.filename or staging.path}; "
-        f"{room_left(staging.final.parent, besides=staging.path)}). What was written of it is "
-        "removed. Make room on that disk, or lower checkpoint.keep."
-    )

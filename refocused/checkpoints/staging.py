@@ -144,6 +144,14 @@ class Staging:
                 remove_step(self.final)
         shutil.rmtree(self.path, ignore_errors=True)
 
+    def failure(self, error: OSError) -> CheckpointError:
+        """Return what a save reports that the disk refused; the room on it without this one."""
+        return CheckpointError(
+            f"{self.final.name} was not saved: {error.strerror or error} "
+            f"({error.filename or self.path}; {room_left(self.path.parent, besides=self.path)}). "
+            "What was written of it is removed. Make room on that disk, or lower checkpoint.keep."
+        )
+
     def _name(self, path: Path) -> str:
         return path.relative_to(self.path).as_posix()
 
