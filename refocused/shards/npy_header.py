@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import threading
 import tokenize
 from typing import Any
 
@@ -14,6 +15,9 @@ from refocused.shards.object_reader import ByteSource
 
 LARGEST_HEADER_BYTES = 10_000  # numpy's own limit for a header that is not trusted
 _LENGTH_BYTES = {1: 2, 2: 4, 3: 4}
+# numpy parses with `ast`, which in CPython 3.11 counts its recursion for all threads together: two
+# at once may raise SystemError (python/cpython#106905).
+_PARSER = threading.Lock()
 # What numpy raises of a header that is no dictionary of the three entries: TypeError of keys that
 # are not all text, for it sorts them.
 _MALFORMED = (
@@ -76,7 +80,8 @@ def _parsed(magic: bytes, rest: bytes, *, what: str) -> NpyHeader:
         else np.lib.format.read_array_header_2_0
     )
     try:
-        shape, column_order, dtype = parse(io.BytesIO(rest))
+        with _PARSER:
+            shape, column_order, dtype = parse(io.BytesIO(rest))
     except _MALFORMED as error:
         raise ShardError(
             f"{what}: its .npy header cannot be read ({error}). Write it again, or put its name "

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import gc
 import io
 import pickle
 import random
 import struct
+import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from shard_samples import llm_c_bytes, npy_bytes, npz_bytes, pt_bytes, settings,
 
 from refocused.errors import ShardError
 from refocused.shards.formats import read_layout
+from refocused.shards.npy_header import read_npy_header
 from refocused.shards.token_blocks import token_blocks
 
 ROWS = np.array([[5, 6, 0, 0], [7, 8, 9, 0], [0, 0, 0, 0], [1, 2, 3, 4]], np.int32)
@@ -266,3 +270,35 @@ def test_damaged_bytes_give_tokens_or_a_named_error_and_nothing_else(name: str) 
             assert sum(len(block) for block in token_blocks(file, layout, name=name)) < 1000
         except ShardError as error:
             assert name in str(error)
+
+
+class Finalized:
+    """Garbage in a cycle: collecting it lets another thread run, also inside of a parser."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        sum(range(50))
+
+
+def test_headers_are_read_in_several_threads_at_once() -> None:
+    """Found: on Python 3.11 a run ended with SystemError, AST constructor recursion depth."""
+    content = npy_bytes(np.arange(5, dtype=np.uint16))
+
+    def read_many() -> int:
+        for _ in range(300):
+            Finalized()
+            header = read_npy_header(io.BytesIO(content), what="a.npy")
+        return header.shape[0]
+
+    thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
+    gc.set_threshold(20)
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            found = [job.result() for job in [threads.submit(read_many) for _ in range(40)]]
+    finally:
+        gc.set_threshold(*thresholds)
+        sys.setswitchinterval(interval)
+    assert found == [5] * 40
