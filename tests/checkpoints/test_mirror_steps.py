@@ -69,16 +69,19 @@ def test_the_newest_few_stay_in_the_bucket_and_the_pointer_names_the_newest(plac
     assert place.committed() == [10, 40, 9500]
 
 
-def test_a_step_saved_again_is_copied_again(place: Place) -> None:
+def test_a_step_saved_again_never_replaces_a_complete_copy(place: Place) -> None:
     old = make_step(place.checkpoints, 10)
     mirror = place.mirror()
     mirror.start()
     until(place.says(lambda status: status.mirrored == (10,)))
     remove_step(old.path)
-    again = make_step(place.checkpoints, 10, seed=99, created="2027-01-01T00:00:00Z")
-    assert mirror.drain(PATIENCE_SECONDS)
+    make_step(place.checkpoints, 10, seed=99, created="2027-01-01T00:00:00Z")
+    make_step(place.checkpoints, 20)
+    assert not mirror.drain(PATIENCE_SECONDS)
+    assert "is another checkpoint" in place.status().failed[10]
     remote = RemoteSteps(DirectoryBucket(place.bucket), PREFIX)
-    assert remote.manifest("checkpoint_step_10") == again.manifest
+    assert remote.manifest("checkpoint_step_10") == old.manifest
+    assert place.committed() == [10, 20]
 
 
 def test_a_damaged_step_is_told_and_does_not_hold_up_the_others(place: Place) -> None:
@@ -112,4 +115,4 @@ def test_what_was_mirrored_can_be_fetched_on_another_machine(place: Place, tmp_p
     assert mirror.drain(PATIENCE_SECONDS)
     other = Catalog(tmp_path / "other", DirectoryBucket(place.bucket), PREFIX)
     assert other.resolve("latest").step == 10
-    assert other.fetch(10).manifest == step.manifest
+    assert other.fetch("checkpoint_step_10").manifest == step.manifest

@@ -37,9 +37,9 @@ from refocused.checkpoints.verify import describe
 from refocused.process_identity import this_process
 
 PREFIX = "sample/checkpoints"
-LONGEST_LIFE_S = 0.25  # about one step's upload
+LONGEST_LIFE_S = 0.6  # about the imports of a mirror and one step's upload
 PATIENCE_S = 60.0
-AGAIN_EVERY = 4  # kills after which an older step is saved once more
+AGAIN_EVERY = 4  # kills after which a step whose upload is not complete is saved once more
 
 
 @dataclasses.dataclass
@@ -74,7 +74,7 @@ def run_kills(folder: Path, bucket: str, *, kills: int, seed: int) -> Report:
     for kill in range(1, kills + 1):
         make_step(checkpoints, kill, size=200_000, tiers=[Tier.EPOCH])  # none is skipped
         if kill % AGAIN_EVERY == 0:
-            _save_again(checkpoints, chance.randint(max(1, kill - AGAIN_EVERY), kill), kill)
+            _save_again(checkpoints, _unmarked(bucket, kill), kill)
             report.replaced += 1
         mirror = _start(settings)
         time.sleep(chance.uniform(0.02, LONGEST_LIFE_S))
@@ -92,6 +92,13 @@ def run_kills(folder: Path, bucket: str, *, kills: int, seed: int) -> Report:
         report.committed += same
     report.steps = kills
     return report
+
+
+def _unmarked(bucket: str, newest: int) -> int:
+    """Return the oldest step that has no marker; a complete one is never replaced."""
+    marked = RemoteSteps(open_bucket(bucket), PREFIX).scan()
+    steps = range(1, newest + 1)
+    return next((s for s in steps if COMMITTED not in marked.get(name_of(s), {})), newest)
 
 
 def _save_again(checkpoints: Path, step: int, kill: int) -> None:
@@ -134,11 +141,11 @@ def _end(mirror: int) -> None:
 def _check(bucket: str, report: Report) -> None:
     remote = RemoteSteps(open_bucket(bucket), PREFIX)
     unmarked = False
-    for step, objects in remote.scan().items():
+    for name, objects in remote.scan().items():
         if COMMITTED not in objects:
             unmarked = True
-        elif problems := verify_remote(remote, name_of(step), deep=True):
-            report.broken.append(f"{name_of(step)}: {describe(problems)}")
+        elif problems := verify_remote(remote, name, deep=True):
+            report.broken.append(f"{name}: {describe(problems)}")
     report.interrupted += unmarked
 
 

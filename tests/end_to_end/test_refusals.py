@@ -186,7 +186,7 @@ CASES = [
         "damaged shard",
         1,
         (),
-        ("shard_001.npy: it cannot be read whole", "upload it again or put its name in data.excl"),
+        ("shard_001.npy: it cannot be read whole", "upload it again or put its name in data.skip"),
         damaged_shard,
     ),
     Case(

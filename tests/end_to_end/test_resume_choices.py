@@ -74,8 +74,8 @@ CASES = [
         "other data",
         (),
         (
-            "checkpoint_step_20 was saved with data ab496f1e",
-            "this run has 61abdddab",
+            "checkpoint_step_20 was saved with data a7d0fa5f",
+            "this run has 2e6f3c7d8",
             "data.source",
         ),
         add_shard,

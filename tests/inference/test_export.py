@@ -15,7 +15,7 @@ from inference.step_saves import LENGTH, PLAIN, SPECIAL, VOCABULARY, Save, step_
 from safetensors.torch import load_file
 from shards.text_samples import word_file
 
-from refocused.checkpoints.manifest import MANIFEST
+from refocused.checkpoints.manifest import COMMITTED, MANIFEST
 from refocused.checkpoints.step_directory import StepDirectory, read_step
 from refocused.errors import CheckpointError, ShardError
 from refocused.inference import export, export_check
@@ -201,7 +201,10 @@ def with_file(path: Path, folder: Path, name: str, write: Any) -> StepDirectory:
     shutil.copytree(path, copy)
     write(copy / name)
     manifest = read_step(path).manifest
-    (copy / MANIFEST).unlink()
+    for seal in (MANIFEST, COMMITTED):
+        (copy / seal).unlink()
     files = manifest_for(copy, manifest.step).files
-    (copy / MANIFEST).write_bytes(manifest.model_copy(update={"files": files}).to_json())
+    manifest = manifest.model_copy(update={"files": files})
+    (copy / MANIFEST).write_bytes(manifest.to_json())
+    (copy / COMMITTED).write_bytes(manifest.marker(manifest.to_json()).to_json())
     return read_step(copy)

@@ -64,7 +64,7 @@ def test_retention_leaves_a_step_that_a_command_reads(
     make_step(step.parent, 3, validation_loss=1.0)
     make_step(step.parent, 4)
 
-    def retain() -> list[int]:
+    def retain() -> list[str]:
         return thin_out(step.parent, World(), keep=2, mirrored=False, status=None)
 
     module, name = reads.split(".")
@@ -86,7 +86,7 @@ def test_retention_leaves_a_step_that_a_command_reads(
     monkeypatch.setattr(sys, "argv", ["refocused", *command, str(step), *options, *named])
     assert main() == 0
     assert removed == [[]]
-    assert retain() == [2]
+    assert retain() == ["checkpoint_step_2"]
 
 
 def test_small_pieces_make_the_same_tensors(
