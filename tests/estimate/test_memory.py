@@ -40,7 +40,7 @@ def planned(case: Case, *, ranks: int) -> MemoryPlan:
 def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     folder = tmp_path_factory.mktemp("memory")
     ranks = ForkedRanks(2, [str(folder)], folder=folder, command=main_of("memory_ranks"))
-    ended = ranks.wait()
+    ended = ranks.wait(timeout=900)  # bf16 without instructions for it takes minutes
     assert ended.codes == [0, 0], ended.everything
     counted: dict[str, int] = json.loads((folder / "peaks.json").read_text())
     return counted
