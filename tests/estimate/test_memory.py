@@ -18,6 +18,9 @@ from refocused.config.optimization import ZeroConfig
 from refocused.config.shape import load_shape
 from refocused.estimate.memory import MemoryPlan, plan_memory
 
+# The ranks take two minutes in bf16 where the processor lacks the instructions, more under load.
+pytestmark = pytest.mark.timeout(900)
+
 
 def planned(case: Case, *, ranks: int) -> MemoryPlan:
     model = ModelConfig(
@@ -40,7 +43,7 @@ def planned(case: Case, *, ranks: int) -> MemoryPlan:
 def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     folder = tmp_path_factory.mktemp("memory")
     ranks = ForkedRanks(2, [str(folder)], folder=folder, command=main_of("memory_ranks"))
-    ended = ranks.wait(timeout=900)  # bf16 without instructions for it takes minutes
+    ended = ranks.wait(timeout=900)
     assert ended.codes == [0, 0], ended.everything
     counted: dict[str, int] = json.loads((folder / "peaks.json").read_text())
     return counted
