@@ -124,6 +124,11 @@ def _config(weights: ModelWeights, tokenizer: Any, *, dtype: Dtype) -> Any:
     config = type(weights.config).from_dict(weights.config.to_dict())
     config.architectures = [network_class(config).__name__]
     config.dtype = TORCH_DTYPES[dtype]
+    # llama.cpp's converter reads these two names, which transformers 5 no longer writes.
+    if config.model_type == "gpt2":
+        config.n_ctx = config.n_positions
+    elif config.model_type == "gpt_neox":
+        config.rotary_pct = config.rope_parameters["partial_rotary_factor"]
     if tokenizer is not None:
         config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
     return config

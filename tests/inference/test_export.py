@@ -32,6 +32,7 @@ ROUND_TRIPS = [
     *((2, save) for save in PLAIN[2] if save.stage in (1, 2)),
     *((4, save) for save in PLAIN[4] if save.stage in (2, 3)),
 ]
+FOR_LLAMA_CPP = {"gpt2": (33, None), "gpt_neox": (None, 0.4)}
 SAVE = PLAIN[2][3]  # GPT-2 at stage 3
 
 
@@ -58,6 +59,8 @@ def test_round_trip(saved: dict[int, Path], tmp_path: Path, ranks: int, save: Sa
     assert ("embed_out.weight" in stored) is (save.family == "gpt_neox")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["vocab_size"], config["dtype"]) == (VOCABULARY, "float32")
+    # What llama.cpp's converter reads, and transformers do not write.
+    assert (config.get("n_ctx"), config.get("rotary_pct")) == FOR_LLAMA_CPP[save.family]
     network = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     wanted = weights_of(saved[ranks], save)
     parameters = dict(network.named_parameters())
