@@ -144,7 +144,7 @@ _NAMES: dict[str, _Names] = {
     "resonance": _Names(
         **_COMMON,
         mixing=("num_resonators",),
-        others=("tie_word_embeddings", "layer_norm_eps", "initializer_range"),
+        others=("tie_word_embeddings", "layer_norm_eps", "initializer_range", "spectrum_length"),
     ),
     "ten": _Names(
         **_COMMON,
@@ -154,6 +154,7 @@ _NAMES: dict[str, _Names] = {
             "layer_norm_eps",
             "initializer_range",
             "learned_positions",
+            "spectrum_length",
             "scales",
             "chunk_size",
         ),

@@ -17,6 +17,7 @@ from refocused.errors import CheckpointError
 from refocused.inference.export_check import largest_difference
 from refocused.inference.model_card import model_card
 from refocused.inference.model_weights import ModelWeights, network_class
+from refocused.inference.modeling_file import add_modeling_file
 from refocused.inference.safetensors_files import (
     TORCH_DTYPES,
     Dtype,
@@ -109,6 +110,7 @@ def _write(
         for name, shape in weights.shapes.items()
     ]
     write_safetensors(folder, tensors, dtype=dtype, file_bytes=file_bytes)
+    add_modeling_file(config, folder)
     config.save_pretrained(folder)
     _generation_config(config).save_pretrained(folder)
     if tokenizer is not None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from refocused.inference.model_weights import TRAINED_LENGTH, ModelWeights
+from refocused.inference.modeling_file import modeling_name
 from refocused.inference.safetensors_files import Dtype
 
 
@@ -35,6 +36,9 @@ def model_card(weights: ModelWeights, *, dtype: Dtype, parameters: int) -> str:
         "cost": "unknown" if trainer["cost_usd"] is None else f"${trainer['cost_usd']:,.2f}",
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
     }
+    name = modeling_name(config)
+    code = "" if name is None else f"It needs torch, transformers 5 and its code, {name}.py.\n\n"
+    consent = "" if name is None else ", trust_remote_code=True"
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"""---
 library_name: transformers
@@ -49,11 +53,11 @@ A causal language model, pre-trained from scratch; it is not tuned to follow ins
 |---|---|
 {table}
 
-```python
+{code}```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
-{_registration(config)}
-model = AutoModelForCausalLM.from_pretrained(".")
-tokenizer = AutoTokenizer.from_pretrained(".")
+
+model = AutoModelForCausalLM.from_pretrained("."{consent})
+tokenizer = AutoTokenizer.from_pretrained("."{consent})
 ```
 """
 
@@ -62,17 +66,6 @@ def _context(config: Any) -> str:
     trained, longest = getattr(config, TRAINED_LENGTH), config.max_position_embeddings
     fewer = f", of {longest:,} that it takes" if trained < longest else ""
     return f"trained on {trained:,} tokens at once{fewer}"
-
-
-def _registration(config: Any) -> str:
-    """Say how transformers learn of a family that is not theirs; nothing for one that is."""
-    if not type(config).__module__.startswith("refocused."):
-        return ""
-    return """
-from refocused.models.build import register_families
-
-register_families()
-"""
 
 
 def _tokenizer(settings: Mapping[str, Any]) -> str:

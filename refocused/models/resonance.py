@@ -27,6 +27,9 @@ class ResonanceConfig(PreTrainedConfig):  # type: ignore[misc]
     Attributes:
         num_resonators: Resonators of a block, F.
         max_position_embeddings: Learned positions, T_max; later tokens take the last one.
+        spectrum_length: The longest memory before training, in tokens; None:
+            `max_position_embeddings`. Weights are differences from that spectrum, so it must never
+            change once they are trained.
         intermediate_size: Inner width of the feed-forward part; None: 4 times `hidden_size`.
         dropout: Probability at the embedding and before each sum with the residual stream.
     """
@@ -39,6 +42,7 @@ class ResonanceConfig(PreTrainedConfig):  # type: ignore[misc]
     num_resonators: int = 64
     intermediate_size: int | None = None
     max_position_embeddings: int = 32768
+    spectrum_length: int | None = None
     layer_norm_eps: float = 1e-5
     initializer_range: float = 0.02
     dropout: float = 0.0
@@ -47,6 +51,10 @@ class ResonanceConfig(PreTrainedConfig):  # type: ignore[misc]
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.spectrum_length = self.spectrum_length or self.max_position_embeddings
+        super().__post_init__(**kwargs)
 
     @property
     def longest_sequence(self) -> int | None:
@@ -68,7 +76,8 @@ class ResonanceBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         self.layer = layer
         self.chunk = config.max_position_embeddings
         self.mixing_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
-        self.resonators = Resonators(width, config.num_resonators, max_length=self.chunk)
+        longest = config.spectrum_length or config.max_position_embeddings
+        self.resonators = Resonators(width, config.num_resonators, max_length=longest)
         self.gate = nn.Linear(width, width)
         self.output = nn.Linear(width, width)
         self.inner_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)

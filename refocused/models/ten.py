@@ -28,8 +28,11 @@ class TenConfig(PreTrainedConfig):  # type: ignore[misc]
         num_hidden_layers: Blocks, L.
         num_eigenstates: Modes of a cell, K; a block has two cells at every scale.
         intermediate_size: Inner size of the feed-forward part, F; 0 stands for 4 D.
-        max_position_embeddings: Sequence length that the horizons are spread over, and with learned
-            positions the longest one.
+        max_position_embeddings: Sequence length to train on, and with learned positions the longest
+            one.
+        spectrum_length: The longest horizon before training, in tokens; None:
+            `max_position_embeddings`. Weights are differences from that spectrum, so it must never
+            change once they are trained.
         learned_positions: Whether a learned embedding of the position is added. Without it a
             sequence may have any length.
         scales: Tokens that are averaged before each of a block's recurrences.
@@ -50,6 +53,7 @@ class TenConfig(PreTrainedConfig):  # type: ignore[misc]
     num_eigenstates: int = 64
     intermediate_size: int = 0
     max_position_embeddings: int = 512
+    spectrum_length: int | None = None
     learned_positions: bool = True
     scales: list[int] | None = None
     chunk_size: int = 64
@@ -65,6 +69,7 @@ class TenConfig(PreTrainedConfig):  # type: ignore[misc]
     def __post_init__(self, **kwargs: Any) -> None:
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         self.scales = list(self.scales or [1])
+        self.spectrum_length = self.spectrum_length or self.max_position_embeddings
         super().__post_init__(**kwargs)
 
     @property
@@ -117,7 +122,7 @@ class TenBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         self.mixer = TenMixer(
             width,
             eigenstates=config.num_eigenstates,
-            longest=config.max_position_embeddings,
+            longest=config.spectrum_length or config.max_position_embeddings,
             chunk=config.chunk_size,
             scales=config.scales or [1],
         )

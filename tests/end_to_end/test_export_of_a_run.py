@@ -106,7 +106,11 @@ def test_a_family_of_our_own_is_trained_exported_measured_and_asked(
     monkeypatch.chdir(tmp_path)
     told = json.loads(command(capsys, "export", "latest", "model", "--dtype", "fp32", "--json"))
     assert told["logit_difference"] < 1e-5
-    assert "register_families()" in (tmp_path / "model" / "README.md").read_text()
+    assert '(".", trust_remote_code=True)' in (tmp_path / "model" / "README.md").read_text()
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["auto_map"]["AutoConfig"].startswith(f"modeling_{family}.")
+    assert (tmp_path / "model" / f"modeling_{family}.py").is_file()
+    assert config["spectrum_length"] == 64
     loaded = load_model(tmp_path / "model", dtype="fp32")
     ids = loaded.tokenizer("def", return_tensors="pt").input_ids
     greedy = {"max_new_tokens": 8, "do_sample": False, "suppress_tokens": list(range(257, 512))}

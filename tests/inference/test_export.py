@@ -61,6 +61,7 @@ def test_round_trip(saved: dict[int, Path], tmp_path: Path, ranks: int, save: Sa
     assert (config["vocab_size"], config["dtype"]) == (VOCABULARY, "float32")
     # What llama.cpp's converter reads, and transformers do not write.
     assert (config.get("n_ctx"), config.get("rotary_pct")) == FOR_LLAMA_CPP[save.family]
+    assert "auto_map" not in config
     network = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     wanted = weights_of(saved[ranks], save)
     parameters = dict(network.named_parameters())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import transformers
 from small_families import SHAPES, build, every_family, tokens
 
 from refocused.models.resonance import INTERFERENCE_RANGE
+from refocused.models.resonators import grid
+from refocused.models.ten_spectrum import initial_spectrum
 
 # Standard deviation of each matrix at the start; where None, as small as 0.02 / sqrt(2 layers).
 DEVIATIONS: dict[str, dict[str, float | None]] = {
@@ -109,3 +113,62 @@ def test_hidden_states_and_the_last_logits_are_those_of_transformers_models(fami
         torch.testing.assert_close(network(ids, logits_to_keep=kept).logits, wanted)
     parts = network(input_ids=ids, labels=ids, return_dict=False)
     torch.testing.assert_close(parts[1], outputs.logits)
+
+
+@pytest.mark.parametrize("family", ["resonance", "ten"])
+@torch.no_grad()
+def test_the_spectrum_is_kept_beside_the_weights(tmp_path: Path, family: str) -> None:
+    """Weights are differences from it: a longer `max_position_embeddings` must not move it."""
+    changes = {"learned_positions": False, "scales": [1, 2]} if family == "ten" else {}
+    network, ids = build(family, **changes).network.eval(), tokens(2, 48)
+    wanted = network(ids).logits
+    network.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    assert config["spectrum_length"] == config["max_position_embeddings"] == 64
+    file.write_text(json.dumps(config | {"max_position_embeddings": 256}))
+    if family == "ten":  # without learned positions every tensor fits any length
+        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits
+        torch.testing.assert_close(found, wanted)
+    else:
+        with pytest.raises(RuntimeError, match="mismatch"):
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    del config["spectrum_length"]  # as earlier versions wrote it
+    file.write_text(json.dumps(config))
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits
+    torch.testing.assert_close(found, wanted)
+
+
+def test_the_spectra_that_training_begins_with_stay_what_they_are() -> None:
+    """Other formulas would change every trained model: they need a new name in the config."""
+    found = initial_spectrum(5, longest=1000)
+    torch.testing.assert_close(
+        torch.stack((found.log_decay, found.frequency)),
+        torch.tensor(
+            [
+                [
+                    -0.695524471332,
+                    -0.134551960289,
+                    -0.032133574023,
+                    -0.007974998279,
+                    -0.001997255503,
+                ],
+                [0.429857763291, 0.031763409134, 1.941611038725, 0.741629423861, 0.001705859852],
+            ],
+            dtype=torch.float64,
+        ),
+        rtol=1e-9,
+        atol=0,
+    )
+    torch.testing.assert_close(
+        torch.stack(grid(4, 1000)),
+        torch.tensor(
+            [
+                [0.013992587577, 0.195792507095, 0.002739643802, 0.038334705835],
+                [0.196349540849, 0.785398163397, 1.767145867644, 3.141592653590],
+            ],
+            dtype=torch.float64,
+        ),
+        rtol=1e-9,
+        atol=0,
+    )
