@@ -102,8 +102,10 @@ def _show_scores(found: Mapping[str, Evaluated], arguments: argparse.Namespace, 
         ]
         print(json.dumps({"picture": str(out), "models": models}, indent=1))
     else:
-        for line in _table([["MODEL", *next(iter(rows.values()))], *_score_lines(rows)]):
+        for line in _table(_score_lines(rows)):
             print(line)
+    if not any(rows.values()):
+        return  # every item was skipped
     with _drawing(out):
         draw_scores(rows, out, steps=steps_of_one_run(found))
     if not arguments.json:
@@ -137,7 +139,12 @@ def _measures(results: Sequence[TimedResult]) -> dict[str, Measure]:
 
 
 def _score_lines(rows: Mapping[str, Mapping[str, Measure]]) -> list[list[str]]:
-    return [[request, *map(measure_text, measures.values())] for request, measures in rows.items()]
+    names = list(dict.fromkeys(name for measures in rows.values() for name in measures))
+    lines = [
+        [request, *(measure_text(found[name]) if name in found else "-" for name in names)]
+        for request, found in rows.items()
+    ]
+    return [["MODEL", *names], *lines]
 
 
 def _by_speed(arguments: argparse.Namespace, out: Path) -> int:

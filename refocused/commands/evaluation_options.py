@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from refocused.world import World
 
 TASKS_HELP = (
-    "hellaswag, piqa, lambada, multiple_choice or perplexity, in --data or as NAME=FILE; "
-    "a .jsonl of ctx, endings, label; a .txt for perplexity; several with commas"
+    "hellaswag, piqa, arc_easy, arc_challenge, lambada, multiple_choice or perplexity, in --data "
+    "or as NAME=FILE; a .jsonl (ctx, endings, label; query, choices, gold; or context, "
+    "continuation); a .txt for perplexity; several with commas"
 )
 
 
@@ -143,6 +144,8 @@ def result_line(timed: TimedResult, *, width: int) -> str:
     line.append(f"{duration_text(timed.seconds)} ({rate})")
     if result.cut:
         line.append(f"{result.cut:,} contexts cut from the left")
+    if result.skipped:
+        line.append(f"{result.skipped:,} skipped: an ending is longer than the context")
     return "  ".join(line)
 
 

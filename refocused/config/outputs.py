@@ -73,8 +73,8 @@ class EvaluationConfig(Section):
         interval: Steps between validations; 0 validates only at the end.
         windows: Windows of one validation over all ranks, always the same ones.
         tasks: Questions put to the model, each `NAME=FILE.jsonl` with a name of hellaswag, piqa,
-            lambada, multiple_choice; or a file in the last one's form. They need the tokenizer's
-            own files (`data.tokenizer`), as samples do.
+            arc_easy, arc_challenge, lambada, multiple_choice; or a file whose fields tell its form.
+            They need the tokenizer's own files (`data.tokenizer`), as samples do.
         task_interval: Steps between tasks; 0 puts them only at the end.
         task_items: First items of each task that are put; the ranks share them.
         sample_prompt: Text that the model continues; None: no sample.

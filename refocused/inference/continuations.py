@@ -98,7 +98,7 @@ class Encoder:
 
     def continuations(
         self, pairs: Sequence[tuple[str, str]], *, places: Sequence[str], groups: Sequence[int]
-    ) -> list[Continuation]:
+    ) -> list[Continuation | None]:
         """Encode contexts with what follows them.
 
         White space at the end of a context goes to the continuation, and the tokens scored are
@@ -110,9 +110,12 @@ class Encoder:
             places: Where each pair comes from.
             groups: Question of each pair.
 
+        Returns:
+            In the order of the pairs; None for a continuation longer than the model's context.
+
         Raises:
-            EvaluationError: A continuation is longer than the model's context, or has no token of
-                its own; or a context is empty and the tokenizer has no end-of-text token.
+            EvaluationError: A continuation has no token of its own, or a context is empty and the
+                tokenizer has no end-of-text token.
         """
         moved = [_without_trailing_space(*pair) for pair in pairs]
         known = list(dict.fromkeys(context for context, _ in moved))
@@ -121,27 +124,22 @@ class Encoder:
         }
         wholes = self.encode([context + rest for context, rest in moved])
         return [
-            dataclasses.replace(
-                self._continuation(context, whole, lengths[context], place), group=group
-            )
+            self._continuation(context, whole, lengths[context], place=place, group=group)
             for (context, _), whole, place, group in zip(moved, wholes, places, groups, strict=True)
         ]
 
     def _continuation(
-        self, context: str, whole: list[int], begins: int, place: str
-    ) -> Continuation:
+        self, context: str, whole: list[int], begins: int, *, place: str, group: int
+    ) -> Continuation | None:
         if not context:
             whole, begins = self._begun(whole, place)
         scored = len(whole) - begins
         if scored < 1:
             raise EvaluationError(f"{place}: an ending adds no token to its context.")
         if scored > self.context_tokens:
-            raise EvaluationError(
-                f"{place}: an ending has {scored} tokens, and the model's context has "
-                f"{self.context_tokens}. Leave the item out, or take a larger --context."
-            )
+            return None
         kept = whole[-(self.context_tokens + 1) :]
-        return Continuation(tuple(kept), scored, is_cut=len(kept) < len(whole))
+        return Continuation(tuple(kept), scored, is_cut=len(kept) < len(whole), group=group)
 
     def _begun(self, ids: list[int], place: str) -> tuple[list[int], int]:
         """Put the end-of-text token before a text, unless it begins so."""

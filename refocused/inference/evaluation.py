@@ -118,7 +118,8 @@ def context_of(wanted: int | None, model: LoadedModel, *, longest: int | None) -
     """Return how many tokens a model sees at once.
 
     Without a wish it is what the model was trained on, beyond which its embeddings of positions
-    have learned nothing; of one that does not say, the longest that it takes.
+    have learned nothing; of one that does not say, the longest that its configuration names. More
+    than that can be wanted of a model that has no limit.
 
     Args:
         wanted: By the command line.
@@ -128,8 +129,12 @@ def context_of(wanted: int | None, model: LoadedModel, *, longest: int | None) -
     Raises:
         EvaluationError: More is wanted than the model takes, or it does not say how much that is.
     """
-    if wanted is not None and longest is not None and wanted > longest:
-        raise EvaluationError(f"--context {wanted}: the model takes {longest} tokens at most.")
+    limit = model.longest_sequence
+    if wanted is not None and limit is not None and wanted > limit:
+        raise EvaluationError(
+            f"--context {wanted}: {model.source} reads at most {limit} tokens at once (its number "
+            f"of positions). Take --context {limit} or less."
+        )
     found = wanted or model.trained_length or longest
     if found is None:
         raise EvaluationError(

@@ -126,7 +126,7 @@ def _read(model: LoadedModel, number: int, text: str, sampling: Sampling) -> _Pr
     ids = tuple(model.tokenizer(text, verbose=False)["input_ids"])
     if not ids:
         raise ConfigError(f"{_named(number)} is empty. Write something that can be continued.")
-    context = longest_sequence(model)
+    context = model.longest_sequence
     if context is None:
         return _Prompt(number, ids, sampling.tokens)
     if len(ids) >= context:
@@ -135,13 +135,6 @@ def _read(model: LoadedModel, number: int, text: str, sampling: Sampling) -> _Pr
             "in which what it writes has to fit too. Shorten the prompt."
         )
     return _Prompt(number, ids, min(sampling.tokens, context - len(ids)))
-
-
-def longest_sequence(model: LoadedModel) -> int | None:
-    """Return the most tokens that a model can see at once; None: a recurrence has no limit."""
-    config = model.network.config
-    longest: int | None = getattr(config, "longest_sequence", config.max_position_embeddings)
-    return longest
 
 
 def _named(number: int) -> str:

@@ -58,6 +58,14 @@ class LoadedModel:
         found = getattr(self.network.config, TRAINED_LENGTH, None)
         return found if isinstance(found, int) and found > 0 else None
 
+    @property
+    def longest_sequence(self) -> int | None:
+        """The most tokens that it can read at once; None: no limit, as for a recurrence."""
+        config = self.network.config
+        longest = getattr(config, "max_position_embeddings", None)
+        found: int | None = getattr(config, "longest_sequence", longest)
+        return found
+
     def beyond_training(self, tokens: int) -> str | None:
         """Return a line on a sequence longer than those of training; None: it is not longer."""
         known = self.trained_length

@@ -33,18 +33,20 @@ class TaskResult:
         task: Its name.
         items: Questions, or windows of a text.
         cut: Endings whose context was too long for the model and lost its beginning.
-        measures: By the names that lm-evaluation-harness gives them.
+        measures: By the names that lm-evaluation-harness gives them; none without items.
+        skipped: Questions left out: an ending is longer than the model's context.
     """
 
     task: str
     items: int
     cut: int
     measures: Mapping[str, Measure]
+    skipped: int = 0
 
     def as_record(self) -> dict[str, object]:
         """Return it as JSON knows it."""
         measures = {name: dataclasses.asdict(one) for name, one in self.measures.items()}
-        return {"items": self.items, "cut": self.cut, **measures}
+        return {"items": self.items, "cut": self.cut, "skipped": self.skipped, **measures}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,11 +57,13 @@ class Examination:
         task: Its name.
         questions: All of the same form.
         continuations: Those of all endings, question by question.
+        skipped: Questions left out.
     """
 
     task: str
     questions: Sequence[Question]
     continuations: Sequence[Continuation]
+    skipped: int = 0
 
     def take(
         self,
@@ -85,20 +89,26 @@ class Examination:
             return None
         cut = sum(one.is_cut for one in self.continuations)
         measures = measures_of(self.questions, scored)
-        return TaskResult(self.task, len(self.questions), cut, measures)
+        return TaskResult(self.task, len(self.questions), cut, measures, self.skipped)
 
 
 def prepare(task: str, questions: Sequence[Question], encoder: Encoder) -> Examination:
-    """Encode a task's questions.
+    """Encode a task's questions, but for those with an ending longer than the model's context.
 
     Raises:
-        EvaluationError: An ending is too long for the model.
+        EvaluationError: An ending has no token of its own, or a context is empty and the tokenizer
+            has no end-of-text token.
     """
     pairs = [(one.context, f" {ending}") for one in questions for ending in one.endings]
     owners = [number for number, one in enumerate(questions) for _ in one.endings]
     places = [questions[number].place for number in owners]
     given = encoder.continuations(pairs, places=places, groups=owners)
-    return Examination(task, questions, given)
+    fits = [True] * len(questions)
+    for owner, one in zip(owners, given, strict=True):
+        fits[owner] = fits[owner] and one is not None
+    kept = list(itertools.compress(questions, fits))
+    continuations = [one for one in given if one is not None and fits[one.group]]
+    return Examination(task, kept, continuations, skipped=len(questions) - len(kept))
 
 
 def measures_of(questions: Sequence[Question], scored: Sequence[Scored]) -> dict[str, Measure]:
@@ -109,6 +119,8 @@ def measures_of(questions: Sequence[Question], scored: Sequence[Scored]) -> dict
     single ending is right, `acc`, when the model would write it by itself; its `perplexity` is that
     of the whole ending.
     """
+    if not questions:
+        return {}
     remaining = iter(scored)
     own = [list(itertools.islice(remaining, len(question.endings))) for question in questions]
     if all(len(question.endings) == 1 for question in questions):

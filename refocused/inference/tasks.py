@@ -1,4 +1,4 @@
-"""Task files: JSON lines of HellaSwag's, PIQA's and LAMBADA's forms as questions to a model."""
+"""Task files: JSON lines in the forms of published benchmarks, as questions to a model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def find_tasks(requests: Sequence[str], *, data: Path | None) -> list[TaskFile]:
 
     Args:
         requests: Each is a NAME of `FORMS` or `perplexity`, whose files are in `data`; NAME=FILE;
-            or a FILE: `.jsonl` in HellaSwag's form, taken as it stands, or `.txt`.
+            or a FILE: `.jsonl`, of a form told by its fields, or `.txt`.
         data: A folder that holds `NAME*.jsonl`, perhaps in a folder NAME, and texts as `*.txt`.
 
     Raises:
@@ -69,10 +69,13 @@ def find_tasks(requests: Sequence[str], *, data: Path | None) -> list[TaskFile]:
 def read_questions(task: TaskFile, *, limit: int | None = None) -> list[Question]:
     """Read a task's items, the first ones alone where there is a limit.
 
+    The fields of the first item tell its form where they are those of `TOLD_BY_FIELDS`, else the
+    task's name does.
+
     Raises:
         EvaluationError: The file cannot be read, or one of the lines read is broken.
     """
-    read = FORMS[task.form]
+    read: Reader | None = None
     questions: list[Question] = []
     for number, line in enumerate(_lines(task.file), start=1):
         if not line.strip():
@@ -81,15 +84,24 @@ def read_questions(task: TaskFile, *, limit: int | None = None) -> list[Question
             break
         place = f"{task.file}:{number}"
         try:
-            questions.append(dataclasses.replace(read(_record(line)), place=place))
+            record = _record(line)
+            read = read or _reader(task.form, record)
+            questions.append(dataclasses.replace(read(record), place=place))
         except _BrokenItem as error:
-            raise EvaluationError(
-                f"{place}: {error} Every line is one item of the {task.form} form: "
-                f"{FIELDS[task.form]}."
-            ) from None
+            fields = FIELDS[read or FORMS[task.form]]
+            raise EvaluationError(f"{place}: {error} Every line is one item: {fields}.") from None
     if not questions:
         raise EvaluationError(f"{task.file} has no items. Name a file of JSON lines.")
     return questions
+
+
+Reader = Callable[[Mapping[str, Any]], Question]
+
+
+def _reader(form: str, first: Mapping[str, Any]) -> Reader:
+    """Return what reads a file whose first item this is."""
+    told = (read for fields, read in TOLD_BY_FIELDS.items() if first.keys() >= set(fields))
+    return next(told, FORMS[form])
 
 
 class _BrokenItem(Exception):  # noqa: N818 - becomes an EvaluationError with its place
@@ -107,8 +119,8 @@ def _find(request: str, data: Path | None) -> list[TaskFile]:
         form = {".jsonl": PLAIN, ".txt": PERPLEXITY}.get(Path(name).suffix)
         if form is None:
             raise ConfigError(
-                f"task {name!r} is unknown; known are {', '.join(known)}, and files: .jsonl of "
-                "items with ctx, endings and label, or .txt for perplexity."
+                f"task {name!r} is unknown; known are {', '.join(known)}, and files: .jsonl, or "
+                ".txt for perplexity."
             )
         return [TaskFile(Path(name).stem, form, _existing(name))]
     if data is None:
@@ -169,13 +181,47 @@ def _hellaswag(record: Mapping[str, Any]) -> Question:
         context = _text(record, "ctx")
     if "activity_label" in record:
         context = f"{_text(record, 'activity_label')}: {context}"
-    endings = tuple(_without_markup(ending) for ending in _endings(record))
-    return _choice(_without_markup(context), endings, record)
+    endings = tuple(_without_markup(ending) for ending in _texts(record, "endings"))
+    answer = _label(record, "label", choices=len(endings))
+    return _choice(_without_markup(context), endings, answer)
 
 
 def _piqa(record: Mapping[str, Any]) -> Question:
     context = f"Question: {_text(record, 'goal')}\nAnswer:"
-    return _choice(context, (_text(record, "sol1"), _text(record, "sol2")), record)
+    endings = (_text(record, "sol1"), _text(record, "sol2"))
+    return _choice(context, endings, _label(record, "label", choices=2))
+
+
+def _arc(record: Mapping[str, Any]) -> Question:
+    """Read an item as AI2 published it, or as the hub's table of it has it."""
+    asked = record.get("question")
+    asked = asked if isinstance(asked, dict) else {**record, "stem": asked}
+    context = f"Question: {_text(asked, 'stem')}\nAnswer:"
+    choices = asked.get("choices")
+    if isinstance(choices, dict):
+        texts, labels = choices.get("text"), choices.get("label")
+    elif isinstance(choices, list) and all(isinstance(one, dict) for one in choices):
+        texts, labels = ([one.get(name) for one in choices] for name in ("text", "label"))
+    else:
+        raise _BrokenItem("its `choices` are no texts with labels.")
+    endings, key = _texts({"choices": texts}, "choices"), record.get("answerKey")
+    if not isinstance(labels, list) or len(labels) != len(endings) or key not in labels:
+        raise _BrokenItem(f"its answerKey is {key!r}, and one of its labels {labels!r} is wanted.")
+    return _choice(context, endings, labels.index(key))
+
+
+def _continued(record: Mapping[str, Any]) -> Question:
+    """Read a text and what follows it, with the space between them in either or in neither."""
+    context, rest = _text(record, "context"), _text(record, "continuation")
+    if not rest.strip():
+        raise _BrokenItem("its continuation is empty.")
+    return Question(context.removesuffix(" "), (rest.removeprefix(" "),), 0)
+
+
+def _queried(record: Mapping[str, Any]) -> Question:
+    endings = _texts(record, "choices")
+    answer = _label(record, "gold", choices=len(endings))
+    return _choice(_text(record, "query").removesuffix(" "), endings, answer)
 
 
 def _lambada(record: Mapping[str, Any]) -> Question:
@@ -186,13 +232,15 @@ def _lambada(record: Mapping[str, Any]) -> Question:
 
 
 def _plain(record: Mapping[str, Any]) -> Question:
-    return _choice(_text(record, "ctx"), tuple(_endings(record)), record)
+    endings = _texts(record, "endings")
+    answer = _label(record, "label", choices=len(endings))
+    return _choice(_text(record, "ctx"), endings, answer)
 
 
-def _choice(context: str, endings: tuple[str, ...], record: Mapping[str, Any]) -> Question:
+def _choice(context: str, endings: tuple[str, ...], answer: int) -> Question:
     if any(not ending for ending in endings):
         raise _BrokenItem("one of its endings is empty.")
-    return Question(context, endings, _label(record, choices=len(endings)))
+    return Question(context, endings, answer)
 
 
 def _without_markup(text: str) -> str:
@@ -201,13 +249,13 @@ def _without_markup(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
-def _endings(record: Mapping[str, Any]) -> list[str]:
-    endings = record.get("endings")
-    if not isinstance(endings, list) or not all(isinstance(ending, str) for ending in endings):
-        raise _BrokenItem("it has no list of texts `endings`.")
-    if len(endings) < 2:
-        raise _BrokenItem(f"it has {len(endings)} endings, and at least 2 are wanted.")
-    return endings
+def _texts(record: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    texts = record.get(name)
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise _BrokenItem(f"it has no list of texts `{name}`.")
+    if len(texts) < 2:
+        raise _BrokenItem(f"it has {len(texts)} {name}, and at least 2 are wanted.")
+    return tuple(texts)
 
 
 def _text(record: Mapping[str, Any], name: str) -> str:
@@ -217,27 +265,39 @@ def _text(record: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def _label(record: Mapping[str, Any], *, choices: int) -> int:
-    label = record.get("label")
+def _label(record: Mapping[str, Any], name: str, *, choices: int) -> int:
+    label = record.get(name)
     if isinstance(label, str) and label.isdecimal():
         label = int(label)
     if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label < choices:
         raise _BrokenItem(
-            f"its label is {label!r}, and a number from 0 to {choices - 1} is wanted."
+            f"its {name} is {label!r}, and a number from 0 to {choices - 1} is wanted."
         )
     return label
 
 
 PLAIN = "multiple_choice"
-FORMS: Mapping[str, Callable[[Mapping[str, Any]], Question]] = {
+FORMS: Mapping[str, Reader] = {
     "hellaswag": _hellaswag,
     "piqa": _piqa,
+    "arc_easy": _arc,
+    "arc_challenge": _arc,
     "lambada": _lambada,
     PLAIN: _plain,
 }
-FIELDS = {
-    "hellaswag": "ctx (or ctx_a and ctx_b), endings, label, and perhaps activity_label",
-    "piqa": "goal, sol1, sol2, label",
-    "lambada": "text",
-    PLAIN: "ctx, endings, label",
+# Forms of published files and of other harnesses' dumps, whatever the task is called.
+TOLD_BY_FIELDS: Mapping[tuple[str, ...], Reader] = {
+    ("context", "continuation"): _continued,
+    ("query", "choices", "gold"): _queried,
+    ("question", "answerKey"): _arc,
+    ("goal", "sol1", "sol2"): _piqa,
+}
+FIELDS: Mapping[Reader, str] = {
+    _hellaswag: "ctx (or ctx_a and ctx_b), endings, label, and perhaps activity_label",
+    _piqa: "goal, sol1, sol2, label",
+    _arc: "question, choices with text and label, answerKey",
+    _lambada: "text, or context and continuation",
+    _plain: "ctx, endings, label; or query, choices, gold; or context, continuation",
+    _continued: "context, continuation",
+    _queried: "query, choices, gold",
 }

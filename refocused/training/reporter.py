@@ -311,7 +311,8 @@ def _scores(result: TaskResult) -> str:
     for name, measure in result.measures.items():
         error = measure.standard_error
         text += f" {name} {measure.value:.4f}" + ("" if error is None else f" +- {error:.4f}")
-    return f"{text} ({result.items:,} items)"
+    skipped = f", {result.skipped:,} skipped" if result.skipped else ""
+    return f"{text} ({result.items:,} items{skipped})"
 
 
 def _by_source(values: Mapping[str, object]) -> dict[str, object]:

@@ -72,7 +72,7 @@ def test_a_person_sees_a_line_a_task(model: Path, capsys: Any) -> None:
         (("--tasks", " ,"), 2, "--tasks: name at least one"),
         (("--tasks", "piqa"), 2, "name its file, piqa=FILE"),
         (("--tasks", "{}/broken.jsonl"), 1, "broken.jsonl:1: it is no JSON"),
-        (("--tasks", "{}/story.txt", "--context", "97"), 1, "the model takes 96 tokens at most"),
+        (("--tasks", "{}/story.txt", "--context", "97"), 1, "reads at most 96 tokens at once"),
         (("--tasks", "{}/story.txt", "--stride", "97"), 1, "--stride 97: a number from 1 to"),
     ],
 )

@@ -52,6 +52,22 @@ def test_models_are_compared_by_tasks(models: Path, capsys: Any) -> None:
     assert lines[1].startswith(f"{models}/words")
 
 
+def test_a_model_that_no_item_fits_has_no_score(models: Path, capsys: Any) -> None:
+    """Its tokens are bytes, of which every ending has more than the context."""
+    tasks = ("--tasks", models / "quiz.jsonl", "--out", models / "few.png", "--context", 3)
+    heading, none, some, _ = compare(
+        capsys, models / "bytes", models / "words", *tasks
+    ).splitlines()
+    assert heading.split() == ["MODEL", "quiz", "acc", "quiz", "acc_norm"]
+    assert none.split() == [f"{models}/bytes", "-", "-"]
+    assert len(some.split()) > 3
+    (line,) = compare(capsys, models / "bytes", *tasks).splitlines()[1:]
+    assert line == f"{models}/bytes"
+    assert main([str(models / "bytes"), *map(str, tasks[:2]), "--context", "3"]) == 0
+    assert "0 items" in (told := capsys.readouterr().out)
+    assert "3 skipped: an ending is longer than the context" in told
+
+
 def test_models_are_compared_by_speed(models: Path, capsys: Any) -> None:
     out = models / "speed.png"
     options = ("--lengths", "8,95,500", "--batches", "2", "--new-tokens", "4", "--out", out)

@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
+from inference.small_models import ROWS, small_model
 
-from refocused.inference.continuations import Scored
-from refocused.inference.multiple_choice import Measure, mean_of, measures_of
+from refocused.inference.continuations import Encoder, Scored
+from refocused.inference.multiple_choice import (
+    Measure,
+    TaskResult,
+    mean_of,
+    measures_of,
+    prepare,
+)
+from refocused.inference.network_scores import NetworkScorer
 from refocused.inference.tasks import Question
+from refocused.world import World
 
 
 def scored(*sums: float) -> list[Scored]:
@@ -38,3 +48,18 @@ def test_last_words_are_right_when_written_and_their_perplexity_is_of_the_whole_
     assert measures["acc"].value == 0.5
     assert measures["perplexity"].value == pytest.approx(math.exp(2))
     assert measures["perplexity"].standard_error == pytest.approx(math.exp(2))
+
+
+def test_questions_with_an_ending_longer_than_the_context_are_skipped_and_counted() -> None:
+    model = small_model()
+    encoder = Encoder(model.tokenizer, context_tokens=12, vocabulary=ROWS)
+    fits = [Question("what is it", ("this", "that"), 0), Question("and", ("no", "yes"), 1)]
+    longer = Question("what is it", ("this", "nothing of the sort"), 1)
+    scorer = NetworkScorer(model.network)
+    found = prepare("task", [fits[0], longer, fits[1]], encoder).take(scorer, rows=4, world=World())
+    wanted = prepare("task", fits, encoder).take(scorer, rows=4, world=World())
+    assert found is not None and wanted is not None
+    assert found == dataclasses.replace(wanted, skipped=1)
+    assert found.as_record()["skipped"] == 1
+    none = prepare("task", [longer], encoder).take(scorer, rows=4, world=World())
+    assert none == TaskResult("task", 0, 0, {}, skipped=1)

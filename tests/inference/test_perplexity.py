@@ -2,16 +2,21 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from inference.harness import CONTEXT, bytes_model
+from inference.small_models import CONTEXT as POSITIONS
+from inference.small_models import small_model
 from inference.test_continuations import bytes_encoder
 
 from refocused.errors import EvaluationError
 from refocused.inference.continuations import Continuation, Encoder, Scored
+from refocused.inference.evaluation import Evaluation, Settings
 from refocused.inference.network_scores import NetworkScorer
 from refocused.inference.perplexity import measures_of, prepare, read_text, rolling_windows
+from refocused.inference.tasks import TaskFile
 from refocused.world import World
 
 
@@ -104,3 +109,29 @@ def test_overlap_gives_later_tokens_their_context_back() -> None:
         total -= float(exact[ids[place]])
     wanted = math.exp(total / (len(ids) - 1))
     assert taken.measures["perplexity"].value == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["resonance", "ten"])
+def test_a_family_without_a_limit_reads_more_than_its_positions(
+    tmp_path: Path, family: str
+) -> None:
+    shape: dict[str, Any] = {"learned_positions": False} if family == "ten" else {}
+    model = small_model(family, **shape)
+    file = tmp_path / "text.txt"
+    file.write_text("".join(chr(97 + place * place % 26) for place in range(3 * POSITIONS)))
+    evaluation = Evaluation(model, Settings(context_tokens=4 * POSITIONS))
+    (found,) = evaluation.run([TaskFile("text", "perplexity", file)], world=World())
+    ids = torch.tensor([[256, *file.read_bytes()]])  # as a document begins
+    with torch.no_grad():
+        predicted = model.network(ids).logits[0, :-1].double().log_softmax(dim=-1)
+    loss = -predicted.gather(1, ids[0, 1:, None]).mean()
+    assert found.result.items == 1
+    assert found.result.measures["perplexity"].value == pytest.approx(math.exp(loss), rel=1e-4)
+    assert Evaluation(model, Settings()).context_tokens == POSITIONS
+
+
+@pytest.mark.parametrize("family", ["gpt2", "ten"])
+def test_a_family_with_learned_positions_reads_no_more_than_those(family: str) -> None:
+    message = f"--context 65: {family} reads at most 64 tokens at once .*Take --context 64 or less"
+    with pytest.raises(EvaluationError, match=message):
+        Evaluation(small_model(family), Settings(context_tokens=POSITIONS + 1))

@@ -55,6 +55,68 @@ def test_the_other_forms(tmp_path: Path) -> None:
     assert one(tmp_path, "multiple_choice", plain) == ("[x]  a ", ("He stands.", "He flies."), 0)
 
 
+ARC = {
+    "question": "What is hot?",
+    "choices": {"text": ["Ice", "Fire", "Snow"], "label": ["1", "2", "3"]},
+    "answerKey": "2",
+}
+ARC_OF_AI2 = {
+    "question": {
+        "stem": "What is hot?",
+        "choices": [{"text": "Ice", "label": "A"}, {"text": "Fire", "label": "B"}],
+    },
+    "answerKey": "B",
+}
+
+
+def test_forms_of_other_tools_are_told_by_their_fields(tmp_path: Path) -> None:
+    """Whatever the task is called: harnesses dump all benchmarks in one form."""
+    wanted: Any
+    for form in ("hellaswag", "lambada", "multiple_choice"):
+        query = {"query": "Sitting: A man", "choices": ["stands", "sits"], "gold": 1}
+        assert one(tmp_path, form, query) == ("Sitting: A man", ("stands", "sits"), 1)
+        wanted = ("He said to", ("her",), 0)
+        for spaces in (("He said to", " her"), ("He said to ", "her"), ("He said to", "her")):
+            row = dict(zip(("context", "continuation"), spaces, strict=True))
+            assert one(tmp_path, form, row) == wanted
+    context = "Question: What is hot?\nAnswer:"
+    for form in ("arc_easy", "arc_challenge", "multiple_choice"):
+        assert one(tmp_path, form, ARC) == (context, ("Ice", "Fire", "Snow"), 1)
+        assert one(tmp_path, form, ARC_OF_AI2) == (context, ("Ice", "Fire"), 1)
+    piqa = {"goal": "Boil water", "sol1": "Heat it", "sol2": "Cool it", "label": 1}
+    wanted = ("Question: Boil water\nAnswer:", ("Heat it", "Cool it"), 1)
+    assert one(tmp_path, "multiple_choice", piqa) == wanted
+
+
+def test_the_first_item_decides_the_form_of_a_file(tmp_path: Path) -> None:
+    rows = [{"query": "a", "choices": ["b", "c"], "gold": 0}, {"context": "a", "continuation": "b"}]
+    with pytest.raises(EvaluationError, match=r":2: it has no list of texts `choices`.*: query, "):
+        read(tmp_path, "multiple_choice", *rows)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"query": "a", "choices": ["b", "c"], "gold": 2}, "its gold is 2, and a number from 0 to"),
+        ({"context": "a", "continuation": " "}, "its continuation is empty"),
+        (
+            ARC | {"answerKey": "D"},
+            r"its answerKey is 'D', and one of its labels \['1', '2', '3'\]",
+        ),
+        (ARC | {"choices": "Fire"}, "its `choices` are no texts with labels"),
+        (
+            ARC | {"choices": {"text": ["Ice", 2], "label": ["1", "2"]}},
+            "no list of texts `choices`",
+        ),
+        (ARC | {"choices": {"text": ["Ice", "Fire"], "label": ["2"]}}, "its answerKey is '2'"),
+        (ARC | {"question": 3}, "it has no text `stem`"),
+    ],
+)
+def test_a_broken_item_of_another_form_is_named(tmp_path: Path, row: Any, message: str) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        read(tmp_path, "multiple_choice", row)
+
+
 def test_the_limit_leaves_later_lines_unread(tmp_path: Path) -> None:
     questions = read(tmp_path, "multiple_choice", CHOICE, b"", CHOICE, b"{broken", limit=2)
     assert [question.place for question in questions] == [
@@ -120,7 +182,7 @@ def test_tasks_are_found_by_name_by_file_and_in_a_folder(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        ("helaswag", "task 'helaswag' is unknown; known are hellaswag, piqa, lambada"),
+        ("helaswag", "task 'helaswag' is unknown; known are hellaswag, piqa, arc_easy"),
         ("arc=x.jsonl", "task 'arc' is unknown"),
         ("piqa=none.jsonl", r"none\.jsonl: there is no such file"),
         ("none.txt", r"none\.txt: there is no such file"),
