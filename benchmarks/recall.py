@@ -12,7 +12,8 @@ has to be at chance.
 
 What it shows: a state that holds for 512 tokens and more which of several things was seen, and a
 read-out that asks for one of them. What it does not show: values bound to keys as a sequence goes,
-which mixing that does not look at the content (both of our families) cannot do in general.
+which mixing that does not look at the content (both of our families) cannot do in general: with
+the value as a token of its own behind a marker, at T 512, both stay at chance and GPT-2 solves it.
 
 Shapes are those of the presets at width 64: horizons from 1 to T, weights drawn from N(0, 1/D) as
 0.02 nearly does at D 2,048, inner widths set for equal parameters. Training is a plain loop with
