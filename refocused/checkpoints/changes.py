@@ -168,7 +168,7 @@ def changes_since(
         and not names.intersection(_LAYOUT_SETTINGS)
     ) or manifest.zero_stage == facts.zero_stage == 0
     obstacles = [
-        *_impossible(manifest, facts),
+        *_impossible(step, facts),
         *_other_optimizer(settings),
         *_refused(manifest, facts, names),
         *_other_model(step, facts),
@@ -190,16 +190,16 @@ def changes_since(
 def _settings(step: StepDirectory, facts: RunFacts) -> list[Difference]:
     saved, now = (dotted(yaml.safe_load(text)) for text in (step.run.read_text(), facts.run_yaml))
     found = differences(saved, now)
-    return [one for one in found if one.name not in _ONLY_AT_THE_START]
+    told = [one for one in found if one.name not in _ONLY_AT_THE_START]
+    return [one for one in told if (one.a, one.b) != (None, None)]  # a setting that is new
 
 
-def _impossible(manifest: CheckpointManifest, facts: RunFacts) -> list[_Obstacle]:
+def _impossible(step: StepDirectory, facts: RunFacts) -> list[_Obstacle]:
     """List what no way of loading can bridge."""
-    found = []
+    manifest, found = step.manifest, []
     if manifest.parameters != facts.parameters:
-        found.append(
-            _Obstacle("parameters", manifest.parameters, facts.parameters, "set model.preset back")
-        )
+        way_out = _model_back([one.name for one in _shape_differences(step, facts)], step)
+        found.append(_Obstacle("parameters", manifest.parameters, facts.parameters, way_out))
     if (manifest.zero_stage == 0) != (facts.zero_stage == 0):
         found.append(
             _Obstacle(
@@ -275,15 +275,25 @@ def _other_model(step: StepDirectory, facts: RunFacts) -> list[_Obstacle]:
     """List what of the model's shape differs without changing its number of parameters."""
     if step.manifest.parameters != facts.parameters:
         return []  # said already
+    found = _shape_differences(step, facts)
+    way_out = _model_back([one.name for one in found], step)
+    return [_Obstacle(one.name, _shown(one.a), _shown(one.b), way_out, (MODEL,)) for one in found]
+
+
+def _shape_differences(step: StepDirectory, facts: RunFacts) -> list[Difference]:
     saved, now = (
         dotted({"model": json.loads(text)}) for text in (step.model.read_text(), facts.model_json)
     )
     saved.pop("model.initializer_range", None)  # of no use once the weights are there
     now.pop("model.initializer_range", None)
-    return [
-        _Obstacle(one.name, _shown(one.a), _shown(one.b), "set model.preset back", (MODEL,))
-        for one in differences(saved, now)
-    ]
+    return list(differences(saved, now))
+
+
+def _model_back(differing: Sequence[str], step: StepDirectory) -> str:
+    """Return the setting that makes the model the checkpoint's again."""
+    if differing != ["model.vocab_size"]:
+        return "set model.preset back"
+    return f"set model.vocabulary={json.loads(step.model.read_text())['vocab_size']}"
 
 
 def _is_allowed(obstacle: _Obstacle, allowed: Collection[str]) -> bool:

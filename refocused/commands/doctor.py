@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser, quiet_on_a_closed_pipe, split_overrides
-from refocused.commands.places import add_credentials
+from refocused.commands.places import add_credentials, place
 from refocused.commands.quantities import count, duration_text
-from refocused.errors import ExitCode, RefocusedError
+from refocused.errors import BucketError, ExitCode, RefocusedError, ShardError
 
 if TYPE_CHECKING:
     from refocused.doctor.examination import Examinee
@@ -69,6 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         overrides = split_overrides(arguments.overrides)
         loaded = load_run(arguments.config, overrides, name=arguments.run)
         from refocused.doctor.examination import Examinee
+        from refocused.shards.vocabulary import decide_vocabulary
+
+        with contextlib.suppress(BucketError, ShardError):  # a finding says it later
+            loaded = decide_vocabulary(loaded, lambda url: place(url, arguments))
 
         who = Examinee(
             loaded=loaded,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from refocused.commands.arguments import Parser, quiet_on_a_closed_pipe, split_overrides
 from refocused.commands.quantities import count, positive
 from refocused.commands.verbs import run_one
-from refocused.errors import ConfigError, ExitCode
+from refocused.errors import ConfigError, ExitCode, ShardError
 
 WHAT = "Estimate a run before it begins, or read off one that trains or has trained."
 SWEPT = "gpus="
@@ -61,8 +61,14 @@ def run_estimate_cost(arguments: argparse.Namespace) -> int:
     from refocused.commands.run_estimate import estimate
     from refocused.config.decode import load_run
     from refocused.config.prices import read_prices
+    from refocused.shards.vocabulary import decide_vocabulary
 
     loaded = load_run(arguments.config, split_overrides(arguments.overrides))
+    try:
+        loaded = decide_vocabulary(loaded)
+    except ShardError as error:
+        known = f"{loaded.shape.vocabulary:,} token ids of {loaded.config.model.preset}"
+        print(f"{error} The estimate takes the {known}.", file=sys.stderr)
     found = estimate(
         loaded,
         gpus=arguments.gpus or GPUS,

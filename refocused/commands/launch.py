@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from refocused.checkpoints.branches import saved_steps
 from refocused.commands import train
@@ -21,8 +22,11 @@ from refocused.commands.quantities import count
 from refocused.commands.supervision import Verdict, may_restart
 from refocused.commands.supervisor import StopSignals, Supervisor
 from refocused.commands.typed_command import VISIBLE, without_resume
-from refocused.errors import ExitCode, RefocusedError
+from refocused.errors import ExitCode, RefocusedError, ShardError
 from refocused.training.launch import Launch
+
+if TYPE_CHECKING:
+    from refocused.config.decode import LoadedRun
 
 GRACE_SECONDS = 300
 SPOT_GRACE_SECONDS = 25  # a spot machine is gone about 30 s after its notice
@@ -81,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.OK
     wanted = train.build_parser().read(arguments)
     try:
-        section = train.load(wanted).config.run  # wrong use is said before anything starts
+        section = _checked(train.load(wanted)).config.run  # before anything starts
     except RefocusedError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -99,6 +103,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         began_seconds=began,
     )
     return launches.until_the_end(restarts=own.restarts)
+
+
+def _checked(loaded: LoadedRun) -> LoadedRun:
+    """Return a run whose vocabulary holds the ids of its tokenizer, where that can be read here.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    from refocused.shards.vocabulary import decide_vocabulary, require_room_for_tokenizer
+
+    with contextlib.suppress(ShardError):  # rank 0 reads it, maybe on another machine
+        require_room_for_tokenizer(loaded, fetch=False)
+        loaded = decide_vocabulary(loaded)
+    return loaded
 
 
 class _Launches:

@@ -154,3 +154,4 @@ def _print_summary(result: TokenizeResult, seconds: float, arguments: argparse.N
         print(f"  bpe_folder: {arguments.bpe_folder}")
     if _tokens(result, "val"):
         print(f'  validation_files: ["{arguments.name}_val_*"]')
+    print("model:\n  vocabulary: auto")

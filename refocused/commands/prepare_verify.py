@@ -120,7 +120,6 @@ def _update(bucket: Bucket, data: DataConfig, arguments: argparse.Namespace) -> 
     """Add the files that the stored manifest does not list; the rows of the others stay."""
     from refocused.errors import ShardError
     from refocused.shards.manifest import (
-        Manifest,
         check_tokenizer,
         describe_files,
         manifest_to_json,
@@ -137,9 +136,9 @@ def _update(bucket: Bucket, data: DataConfig, arguments: argparse.Namespace) -> 
     check_tokenizer(earlier, data, url=bucket.url)
     names = unlisted_names(listing, listed={shard.name for shard in earlier.shards}, data=data)
     added = describe_files(bucket, [listing[name] for name in names], data, cache_file=None)
-    found = _with_checksums(bucket, Manifest(added, earlier.tokenizer)).shards
+    found = _with_checksums(bucket, dataclasses.replace(earlier, shards=added)).shards
     shards = sorted([*earlier.shards, *found], key=lambda shard: shard.name)
-    manifest = Manifest(tuple(shards), earlier.tokenizer)
+    manifest = dataclasses.replace(earlier, shards=tuple(shards))
     if names:
         write_manifest(bucket, manifest)
     if arguments.json:
@@ -165,9 +164,14 @@ def _with_known(manifest: Manifest, earlier: Manifest) -> Manifest:
         if row is not None:
             shard = dataclasses.replace(shard, max_id=row.max_id, documents=row.documents)
         shards.append(shard)
-    unnamed = manifest.tokenizer == "unknown"
-    tokenizer = earlier.tokenizer if unnamed else manifest.tokenizer
-    return dataclasses.replace(manifest, shards=tuple(shards), tokenizer=tokenizer)
+    named = earlier if manifest.tokenizer == "unknown" else manifest
+    same = named.tokenizer == earlier.tokenizer
+    return dataclasses.replace(
+        manifest,
+        shards=tuple(shards),
+        tokenizer=named.tokenizer,
+        vocabulary=earlier.vocabulary if same else None,
+    )
 
 
 def _with_checksums(bucket: Bucket, manifest: Manifest) -> Manifest:

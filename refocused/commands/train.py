@@ -127,7 +127,9 @@ def _print_config(loaded: LoadedRun) -> None:
     from refocused.config.deepspeed import deepspeed_config
     from refocused.config.optimization import ZeroConfig
     from refocused.estimate.work import count_parameters
+    from refocused.shards.vocabulary import decide_vocabulary
 
+    loaded = decide_vocabulary(loaded)
     config = loaded.config
     print(render_run(config))
     if not config.zero.decided or config.batch.micro == "auto":

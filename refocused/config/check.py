@@ -95,12 +95,14 @@ def check_shape(config: RunConfig, shape: ModelShape) -> list[Misfit]:
                 "Lower it, or choose another model.preset.",
             )
         )
-    if config.data.document_id is not None and config.data.document_id >= shape.vocabulary:
+    undecided = config.model.vocabulary == "auto"
+    document_id = config.data.document_id
+    if document_id is not None and document_id >= shape.vocabulary and not undecided:
         misfits.append(
             Misfit(
                 "data.document_id",
                 f"{config.model.preset} knows ids up to {shape.vocabulary - 1}. Give the id that "
-                "precedes each document in the files, or choose another model.preset.",
+                "precedes each document in the files, or raise model.vocabulary.",
             )
         )
     if config.data.mask_documents and not isinstance(shape.mixer, Attention):

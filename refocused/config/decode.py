@@ -62,7 +62,8 @@ class LoadedRun:
 
     Attributes:
         config: All settings.
-        shape: The shape that `model.preset` names.
+        shape: The shape that `model.preset` names, with the vocabulary that `model.vocabulary`
+            gives; while that is `auto`, the shape's own.
         fragment: The DeepSpeed settings that `zero.fragment` names; empty without one.
         changes: What the command line changed.
         file: The run file.
@@ -73,6 +74,22 @@ class LoadedRun:
     fragment: dict[str, Any]
     changes: list[Change]
     file: Path
+
+    def with_vocabulary(self, vocabulary: int) -> LoadedRun:
+        """Return the run with a number in place of `model.vocabulary: auto`.
+
+        Raises:
+            ConfigError: A setting does not fit that number.
+        """
+        if self.config.model.vocabulary != "auto":
+            return self
+        model = self.config.model.model_copy(update={"vocabulary": vocabulary})
+        config = self.config.model_copy(update={"model": model})
+        shape = self.shape.with_vocabulary(vocabulary)
+        problems = [f"{self.file}: {one.key}: {one.message}" for one in check_shape(config, shape)]
+        if problems:
+            raise ConfigError("\n".join(problems))
+        return dataclasses.replace(self, config=config, shape=shape)
 
 
 def load_run(
@@ -91,6 +108,8 @@ def load_run(
     source = _Source.read(find_config("runs", file), overrides, name=name)
     config, shape, fragment = source.decode(), source.shape(), source.fragment()
     if config is not None and shape is not None:
+        if isinstance(config.model.vocabulary, int):
+            shape = shape.with_vocabulary(config.model.vocabulary)
         source.add_misfits(check_shape(config, shape))
     if config is not None and fragment is not None:
         source.add_misfits(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from refocused.config.section import Count, Fraction, Section
+from refocused.config.section import Count, CountOrAuto, Fraction, Section
 
 
 class ModelConfig(Section):
@@ -13,6 +13,8 @@ class ModelConfig(Section):
     Attributes:
         preset: Name of a shape in `config/models/NAME.json` (the transformers config form), or a
             path to such a file.
+        vocabulary: Token ids the model knows: a number; `auto`, as many as `data.tokenizer` has,
+            else as the data's `manifest.json` says, else as the shape; None, as the shape.
         sequence_length: Tokens a window trains on; at most what the shape allows.
         dropout: Probability at every dropout of the model; 0 in pre-training by default.
         vocabulary_multiple: The embedding's rows are padded up to a multiple of this; matrix
@@ -26,6 +28,7 @@ class ModelConfig(Section):
     """
 
     preset: str
+    vocabulary: CountOrAuto | None = None
     sequence_length: Count
     dropout: Fraction = 0.0
     vocabulary_multiple: Count = 128

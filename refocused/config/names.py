@@ -71,7 +71,7 @@ _SYNONYMS = {
     "train_batch_size": "batch.windows",
     "train_micro_batch_size_per_gpu": "batch.micro",
     "val_split": "data.validation_fraction",
-    "vocab_size": "model.preset",
+    "vocab_size": "model.vocabulary",
     "warmup": "schedule.warmup_steps",
     "warmup_steps": "schedule.warmup_steps",
     "zero_stage": "zero.stage",

@@ -88,6 +88,11 @@ class ModelShape:
         """Return the embedding's rows: V rounded up to a multiple."""
         return -(-self.vocabulary // multiple) * multiple
 
+    def with_vocabulary(self, vocabulary: int) -> ModelShape:
+        """Return the same shape for another number of token ids."""
+        settings = {**self.settings, "vocab_size": vocabulary}
+        return dataclasses.replace(self, vocabulary=vocabulary, settings=settings)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Names:

@@ -79,7 +79,7 @@ def judge_data(
             "data",
             "warn",
             f"{text}: the upper half of the vocabulary is not met",
-            "See that the model's vocab_size is that of the tokenizer that made the tokens.",
+            "Set model.vocabulary to the size of the tokenizer that made the tokens.",
         )
     else:
         yield Finding("data", "ok", text)

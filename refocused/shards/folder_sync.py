@@ -245,11 +245,11 @@ def _without_incomplete_chunks(
 
 def _fetch_manifest(bucket: Bucket, folder: Path, names: set[str]) -> None:
     """Write the manifest of what the folder has of the source's shards."""
-    from refocused.shards.manifest import Manifest, manifest_to_json, read_manifest
+    from refocused.shards.manifest import manifest_to_json, read_manifest
 
     manifest = read_manifest(bucket)
     here = tuple(shard for shard in manifest.shards if shard.name in names)
-    text = manifest_to_json(Manifest(here, manifest.tokenizer))
+    text = manifest_to_json(dataclasses.replace(manifest, shards=here))
     DirectoryBucket(folder).write(MANIFEST_NAME, text.encode(), overwrite=True)
 
 

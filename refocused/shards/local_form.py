@@ -11,7 +11,7 @@ import numpy as np
 
 from refocused.config.data import DataConfig
 from refocused.errors import ShardError
-from refocused.shards.element_types import SMALL_VOCABULARY
+from refocused.shards.element_types import SMALL_VOCABULARY, vocabulary_for
 from refocused.shards.formats import read_layout
 from refocused.shards.layout import TokenLayout
 from refocused.shards.manifest import Shard
@@ -41,8 +41,8 @@ def check_vocabulary(shard: Shard, max_id: int, *, vocabulary: int) -> None:
     if max_id >= vocabulary:
         raise ShardError(
             f"{shard.name}: its largest id is {max_id:,}, and the model's vocabulary ends at "
-            f"{vocabulary - 1:,}. Use a model with vocab_size above {max_id:,}, or put "
-            f"{shard.file_names} in data.skip."
+            f"{vocabulary - 1:,}. {vocabulary_for(max_id)}, or put {shard.file_names} in "
+            "data.skip."
         )
 
 

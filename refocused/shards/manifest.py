@@ -108,11 +108,13 @@ class Manifest:
             into them names a shard everywhere.
         tokenizer: Name of the tokenizer that made the tokens.
         unlisted: Token files beside a `manifest.json` that does not list them: they are not used.
+        vocabulary: Token ids that the tokenizer has; None: unknown.
     """
 
     shards: tuple[Shard, ...]
     tokenizer: str
     unlisted: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    vocabulary: int | None = dataclasses.field(default=None, compare=False)
 
     @functools.cached_property
     def tokens(self) -> int:
@@ -138,8 +140,7 @@ class Manifest:
         return _digest(self.shards, by_size=True)
 
     def _files(self) -> list[Shard]:
-        files = [file for shard in self.shards for file in shard.files]
-        return sorted(files, key=lambda file: file.name)
+        return sorted((f for one in self.shards for f in one.files), key=lambda file: file.name)
 
 
 def _digest(shards: Iterable[Shard], *, by_size: bool = False) -> str:
@@ -191,6 +192,7 @@ def manifest_to_json(manifest: Manifest) -> str:
     content = {
         "schema": SCHEMA,
         "tokenizer": manifest.tokenizer,
+        "vocabulary": manifest.vocabulary,
         "tokens": manifest.tokens,
         "fingerprint": manifest.fingerprint,
         "shards": rows,
@@ -209,7 +211,10 @@ def manifest_from_json(text: bytes | str, *, where: str) -> Manifest:
         if content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']!r}, not {SCHEMA}")
         shards = tuple(Shard(**{"generation": None, **row}) for row in content["shards"])
-        manifest = Manifest(shards, str(content["tokenizer"]))
+        size = content.get("vocabulary")
+        if size is not None and not (type(size) is int and size > 0):
+            raise ValueError(f"vocabulary {size!r}, not a number of token ids")
+        manifest = Manifest(shards, str(content["tokenizer"]), vocabulary=size)
         if manifest.fingerprint != content["fingerprint"]:
             raise ValueError("its rows are not those that its fingerprint was made of")
         return manifest
@@ -240,11 +245,8 @@ def read_manifest(bucket: Bucket) -> Manifest:
 def _row(shard: Shard) -> dict[str, Any]:
     assert not shard.parts, "packed shards are made by each run for itself"
     row = dataclasses.asdict(shard)
-    del row["generation"], row["parts"]
-    for key in ("pad_id", "separator_id", "sample"):
-        if row[key] is None:
-            del row[key]
-    return row
+    unknown = [key for key in ("pad_id", "separator_id", "sample") if row[key] is None]
+    return {key: row[key] for key in row if key not in ("generation", "parts", *unknown)}
 
 
 def _shard(blob: BlobInfo, facts: HeaderFacts) -> Shard:
@@ -262,9 +264,9 @@ def _shard(blob: BlobInfo, facts: HeaderFacts) -> Shard:
 
 
 def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobInfo]) -> Manifest:
-    written = read_manifest(bucket)
-    check_tokenizer(written, data, url=bucket.url)
-    rows = {shard.name: shard for shard in written.shards}
+    stored = read_manifest(bucket)
+    check_tokenizer(stored, data, url=bucket.url)
+    rows = {shard.name: shard for shard in stored.shards}
     chosen = [rows[name] for name in chosen_names(rows, data=data, url=bucket.url)]
     _check_listing([one for one in chosen if not is_skipped(one, data)], listing, url=bucket.url)
     for shard in chosen:
@@ -272,7 +274,8 @@ def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobI
     _log.info("  shards   %s: %d by its %s", bucket.url, len(chosen), MANIFEST_NAME)
     shards = [_as_listed(shard, listing.get(shard.name, shard.blob)) for shard in chosen]
     unlisted = tuple(unlisted_names(listing, listed=rows, data=data))
-    return Manifest(_with_content(bucket, shards, data), written.tokenizer, unlisted)
+    found = _with_content(bucket, shards, data)
+    return dataclasses.replace(stored, shards=found, unlisted=unlisted)
 
 
 def _with_content(bucket: Bucket, shards: Sequence[Shard], data: DataConfig) -> tuple[Shard, ...]:
@@ -289,10 +292,8 @@ def _with_content(bucket: Bucket, shards: Sequence[Shard], data: DataConfig) -> 
 
 
 def _as_listed(shard: Shard, blob: BlobInfo) -> Shard:
-    known: dict[str, Any] = {"generation": blob.generation}
-    if shard.crc32c is None:
-        known["crc32c"] = blob.crc32c
-    return dataclasses.replace(shard, **known)
+    crc32c = blob.crc32c if shard.crc32c is None else shard.crc32c
+    return dataclasses.replace(shard, generation=blob.generation, crc32c=crc32c)
 
 
 def check_tokenizer(manifest: Manifest, data: DataConfig, *, url: str) -> None:
@@ -312,9 +313,8 @@ def check_tokenizer(manifest: Manifest, data: DataConfig, *, url: str) -> None:
 
 def _identity(data: DataConfig) -> str:
     """Return what a manifest would call the tokenizer; the name itself where it cannot be read."""
-    folder = Path(data.bpe_folder).expanduser() if data.bpe_folder is not None else None
     try:
-        return identity_of(TokenizerChoice(data.tokenizer, bpe_folder=folder))
+        return identity_of(TokenizerChoice.of_data(data))
     except ShardError:
         return data.tokenizer
 

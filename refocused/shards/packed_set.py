@@ -17,7 +17,9 @@ from refocused.shards.shard_packer import ShardRow
 _log = logging.getLogger(__name__)
 
 
-def manifest_of(rows: Sequence[ShardRow], *, dtype: str, tokenizer: str) -> Manifest:
+def manifest_of(
+    rows: Sequence[ShardRow], *, dtype: str, tokenizer: str, vocabulary: int | None = None
+) -> Manifest:
     """Return the manifest of shards that were packed."""
     shards = [
         Shard(
@@ -32,7 +34,8 @@ def manifest_of(rows: Sequence[ShardRow], *, dtype: str, tokenizer: str) -> Mani
         )
         for row in rows
     ]
-    return Manifest(tuple(sorted(shards, key=lambda shard: shard.name)), tokenizer)
+    ordered = sorted(shards, key=lambda shard: shard.name)
+    return Manifest(tuple(ordered), tokenizer, vocabulary=vocabulary)
 
 
 def keep_whole_shards(journal: Journal, stream: str, bucket: Bucket) -> int:

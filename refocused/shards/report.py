@@ -12,6 +12,7 @@ from refocused.bucket.bucket import Bucket
 from refocused.config.data import DataConfig
 from refocused.errors import ShardError
 from refocused.shards.chunk_folders import named_tokenizer
+from refocused.shards.element_types import vocabulary_for
 from refocused.shards.id_statistics import IdCounter, IdStatistics
 from refocused.shards.object_reader import ObjectReader
 from refocused.shards.report_headers import (
@@ -106,7 +107,7 @@ def inspect_data(
     if vocabulary is not None and sample.max_id is not None and sample.max_id >= vocabulary:
         problems.append(
             f"the id {sample.max_id:,} is in the data, and a vocabulary of {vocabulary:,} ends at "
-            f"{vocabulary - 1:,}. Use a model with vocab_size above {sample.max_id:,}."
+            f"{vocabulary - 1:,}. {vocabulary_for(sample.max_id)}."
         )
     if tokenizer is None:
         tokenizer = named_tokenizer(bucket, listing, names)

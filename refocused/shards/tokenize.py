@@ -187,7 +187,12 @@ class _Making:
             raise ShardError(
                 "There is no text in the files: every document is empty. Name other files."
             )
-        manifest = manifest_of(rows, dtype=self._dtype.name, tokenizer=self.tokenizer.name)
+        manifest = manifest_of(
+            rows,
+            dtype=self._dtype.name,
+            tokenizer=self.tokenizer.name,
+            vocabulary=self.tokenizer.vocabulary,
+        )
         write_manifest(self.bucket, manifest)
         return TokenizeResult(manifest, kept, new_tokens)
 

@@ -60,8 +60,8 @@ def check_vocabulary(content: bytes, *, vocabulary: int, where: str) -> None:
     largest = max(ids.values(), default=-1)
     if largest >= vocabulary:
         raise ShardError(
-            f"{where} has ids up to {largest:,}, and the model knows {vocabulary:,} (vocab_size). "
-            "Name the tokenizer that made the data (data.tokenizer), or a model of its size."
+            f"{where} has ids up to {largest:,}, and the model knows {vocabulary:,}. Name the "
+            "tokenizer that made the data; a new run may set model.vocabulary=auto."
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from refocused.config.data import DataConfig
 from refocused.errors import ShardError
 
 Ids = npt.NDArray[Any]
@@ -23,6 +24,7 @@ BYTES_END_OF_TEXT = 256
 BYTES_VOCABULARY = 257
 
 GPT2 = "gpt2"
+VOCABULARIES = {BYTES: BYTES_VOCABULARY, GPT2: 50_257}  # of the tokenizers known by name
 HUB = "hub:"
 BPE_FILES = ("vocab.bpe", "encoder.json")
 END_OF_TEXT = "<|endoftext|>"
@@ -70,6 +72,12 @@ class TokenizerChoice:
     name: str
     bpe_folder: Path | None = None
     end_of_text: str | None = None
+
+    @classmethod
+    def of_data(cls, data: DataConfig) -> TokenizerChoice:
+        """Return the tokenizer that a run's data section names."""
+        folder = None if data.bpe_folder is None else Path(data.bpe_folder).expanduser()
+        return cls(data.tokenizer, bpe_folder=folder)
 
 
 def open_tokenizer(choice: TokenizerChoice) -> Tokenizer:
@@ -121,6 +129,19 @@ def _hub_file(name: str) -> Path:
             f"tokenizer {name!r}: the hub gave no tokenizer.json ({reason}). Check the name and "
             "the connection, or put the file here and name its path."
         ) from None
+
+
+def vocabulary_of(choice: TokenizerChoice) -> int:
+    """Return one more than a tokenizer's largest id; GPT-2's own needs no files for that.
+
+    Raises:
+        ShardError: Its files are missing or damaged.
+    """
+    if choice.name == BYTES or (choice.name == GPT2 and choice.bpe_folder is None):
+        return VOCABULARIES[choice.name]
+    if choice.name == GPT2:
+        return GptTokenizer(bpe_folder(choice)).vocabulary
+    return _size(load_file(tokenizers_file(choice)))
 
 
 def identity_of(choice: TokenizerChoice) -> str:
@@ -217,7 +238,7 @@ class FileTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocabulary = max(ids.values()) + 1
+        self.vocabulary = _size(self._tokenizer)
         self.end_of_text_id = _end_of_text_id(ids, wanted=end_of_text, file=file)
 
     def encode(self, text: str) -> Ids:
@@ -292,6 +313,11 @@ def load_file(file: Path) -> Any:
             f"{file}: this is no file of the tokenizers library ({error}). Name a tokenizer.json "
             "as Tokenizer.save writes it."
         ) from None
+
+
+def _size(tokenizer: Any) -> int:
+    """Return one more than the largest id; ids may have gaps."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def _end_of_text_id(ids: dict[str, int], *, wanted: str | None, file: Path) -> int:

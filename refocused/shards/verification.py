@@ -10,6 +10,7 @@ from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.stored import stored_crc32c
 from refocused.config.data import DataConfig
 from refocused.errors import RefocusedError, ShardError
+from refocused.shards.element_types import vocabulary_for
 from refocused.shards.formats import read_layout
 from refocused.shards.manifest import Manifest, Shard, read_manifest
 from refocused.shards.object_names import MANIFEST_NAME, matches
@@ -155,6 +156,6 @@ def _check_tokens(finding: Finding, row: Shard | None, vocabulary: int | None) -
     if vocabulary is not None and finding.max_id is not None and finding.max_id >= vocabulary:
         raise ShardError(
             f"{finding.name}: its largest id is {finding.max_id:,}, and a vocabulary of "
-            f"{vocabulary:,} ends at {vocabulary - 1:,}. Use a model with vocab_size above "
-            f"{finding.max_id:,}, or exclude the file."
+            f"{vocabulary:,} ends at {vocabulary - 1:,}. {vocabulary_for(finding.max_id)}, or "
+            "exclude the file."
         )

@@ -11,7 +11,6 @@ import os
 import time
 from pathlib import Path
 
-from refocused.bucket.open import open_bucket
 from refocused.checkpoints.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.catalog import Catalog
 from refocused.checkpoints.changes import RunFacts
@@ -355,7 +354,5 @@ def assemble_catalog(job: Job) -> Catalog:
     if "://" not in mirror:
         with contextlib.suppress(OSError):  # listing it says that it is not there
             Path(mirror).expanduser().mkdir(parents=True, exist_ok=True)
-    bucket = open_bucket(
-        mirror, credentials_file=job.request.credentials_file, project=job.request.project
-    )
+    bucket = job.request.open_bucket(mirror)
     return Catalog(job.checkpoints, bucket, prefix_of(job.loaded.config.run.name))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from refocused.bucket.bucket import Bucket
+from refocused.bucket.open import open_bucket
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.decode import LoadedRun
 from refocused.training.planning import Plan
@@ -36,6 +38,10 @@ class Request:
     trusts_others: bool = False
     or_start: bool = False
     profile_steps: int = 0
+
+    def open_bucket(self, url: str) -> Bucket:
+        """Return the bucket of an address, reached with the command line's credentials."""
+        return open_bucket(url, credentials_file=self.credentials_file, project=self.project)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

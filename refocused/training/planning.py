@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections.abc import Callable
 
 import torch
 
+from refocused.bucket.bucket import Bucket
 from refocused.config.decode import LoadedRun
 from refocused.config.optimization import Dtype
 from refocused.estimate.activations import activation_memory
 from refocused.estimate.choice import Choice, choose, needless_offload
 from refocused.models.build import build_model
+from refocused.shards.vocabulary import decide_vocabulary, require_room_for_tokenizer
 from refocused.world import World
 
 DTYPES: dict[Dtype, torch.dtype] = {
@@ -36,15 +39,24 @@ class Plan:
     without_offload: int | None
 
 
-def settle(loaded: LoadedRun, world: World) -> tuple[LoadedRun, Plan]:
+def settle(
+    loaded: LoadedRun, world: World, *, open_source: Callable[[str], Bucket]
+) -> tuple[LoadedRun, Plan]:
     """Return the run with nothing left to choose, and the plan; every rank must call.
 
     A micro-batch that is to be chosen on GPUs is chosen by a real pass: its memory over that of
     the formula corrects the formula.
 
+    Args:
+        loaded: The run.
+        world: The ranks.
+        open_source: Opens a source of the data, which may have to give the vocabulary.
+
     Raises:
-        ConfigError: On every rank: nothing fits, or the global batch cannot be divided.
+        RefocusedError: On every rank: nothing fits, the global batch cannot be divided, or the
+            vocabulary cannot be found or does not fit the tokenizer.
     """
+    loaded = loaded.with_vocabulary(world.first_does(lambda: _vocabulary(loaded, open_source)))
     config, memory_bytes = loaded.config, _smallest_gpu_bytes(world)
     factor = 1.0
     if config.batch.micro == "auto" and memory_bytes is not None:
@@ -77,6 +89,12 @@ def settle(loaded: LoadedRun, world: World) -> tuple[LoadedRun, Plan]:
     )
     plan = Plan(choice, memory_bytes, bare.peak if bare is not None else None)
     return dataclasses.replace(loaded, config=settled), plan
+
+
+def _vocabulary(loaded: LoadedRun, open_source: Callable[[str], Bucket]) -> int:
+    """Return how many token ids the model knows."""
+    require_room_for_tokenizer(loaded, fetch=True)
+    return decide_vocabulary(loaded, open_source).shape.vocabulary
 
 
 def _smallest_gpu_bytes(world: World) -> float | None:

@@ -9,7 +9,6 @@ import logging
 from pathlib import Path
 from typing import TypeVar
 
-from refocused.bucket.open import open_bucket
 from refocused.checkpoints.atomic import write_bytes_atomic
 from refocused.checkpoints.branches import Branch
 from refocused.checkpoints.catalog import Catalog
@@ -182,10 +181,7 @@ def _choose(job: Job, catalog: Catalog) -> Chosen:
             "resume from this run's steps alone. Set run.directory to a folder on a disk that all "
             "machines share, or copy that step to this run's place in checkpoint.mirror first."
         )
-    open_url = functools.partial(
-        open_bucket, credentials_file=request.credentials_file, project=request.project
-    )
-    found = find_elsewhere(request.resume, open_url)
+    found = find_elsewhere(request.resume, request.open_bucket)
     trusted(found.manifest, where=found.where)
     entries = list_checkpoints(catalog)
     present = present_branch(catalog, entries)

@@ -73,7 +73,7 @@ def _open(
 ) -> tuple[Job, StopRequest]:
     """Settle what is done, and take the run's folder."""
     world.together(lambda: _agree_on_configuration(loaded, world))
-    loaded, planned = settle(loaded, world)
+    loaded, planned = settle(loaded, world, open_source=request.open_bucket)
     config = loaded.config
     plan = world.together(
         lambda: plan_batch(

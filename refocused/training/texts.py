@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from refocused.config.data import DataConfig
@@ -79,9 +78,7 @@ def _read_tokenizer(data: DataConfig, vocabulary: int) -> bytes | None:
     """Read the tokenizer that travels in the checkpoints; None where the run names no files."""
     if not data.tokenizer_is_readable:
         return None
-    folder = Path(data.bpe_folder).expanduser() if data.bpe_folder is not None else None
-    choice = TokenizerChoice(data.tokenizer, bpe_folder=folder)
-    return tokenizer_file(choice, vocabulary=vocabulary)
+    return tokenizer_file(TokenizerChoice.of_data(data), vocabulary=vocabulary)
 
 
 def _sampler(

@@ -80,7 +80,7 @@ def take_trial_step(
         RefocusedError: On every rank, or on one: why the run cannot train.
     """
     began = time.monotonic()
-    loaded, planned = settle(_without_mirror(loaded), world)
+    loaded, planned = settle(_without_mirror(loaded), world, open_source=request.open_bucket)
     config = loaded.config
     plan = world.together(
         lambda: plan_batch(

@@ -28,7 +28,7 @@ RUN: dict[str, dict[str, Any]] = {
     "optimizer": {"lr": 0.1, "weight_decay": 0.1},
     "zero": {"stage": 3, "offload_optimizer": "none"},
 }
-MODEL = {"model_type": "gpt2", "n_head": 4, "initializer_range": 0.02}
+MODEL = {"model_type": "gpt2", "n_head": 4, "initializer_range": 0.02, "vocab_size": 50_000}
 
 
 def facts(settings: dict[str, dict[str, Any]], **changes: Any) -> RunFacts:
@@ -108,7 +108,8 @@ def test_without_zero_any_number_of_ranks_reads_the_same_file(step: StepDirector
 
 def test_only_a_setting_that_takes_effect_is_told(step: StepDirectory) -> None:
     precision = {"initial_scale_power": 12, "scale_window": 500}
-    lines = compared(step, {"precision": precision}).lines()
+    new = {"vocabulary": None}  # unknown to the version that saved the step, and not used
+    lines = compared(step, {"precision": precision, "model": new}).lines()
     assert lines == ["precision.scale_window not set -> 500"]
 
 
@@ -117,6 +118,19 @@ def test_only_a_setting_that_takes_effect_is_told(step: StepDirectory) -> None:
     [
         ({"zero_stage": 0}, {}, "zero.stage 3; this run has 0", "set zero.stage=3 (1, 2 and 3"),
         ({"parameters": 7}, {}, "parameters 1000; this run has 7", "set model.preset back;"),
+        (
+            {"parameters": 7, "model_json": json.dumps(MODEL | {"vocab_size": 50_257})},
+            {},
+            "parameters 1000; this run has 7",
+            "set model.vocabulary=50000;",
+        ),
+        (
+            {"model_json": json.dumps(MODEL | {"vocab_size": 50_001})},
+            {},
+            "model.vocab_size 50000; this run has 50001",
+            "set model.vocabulary=50000, or accept what follows from it with --allow-change "
+            "model.preset",
+        ),
         (
             {"dtype": "fp32"},
             {},

@@ -19,8 +19,8 @@ from refocused.estimate.run_cost import DISK_BYTES_PER_SECOND, START_UP_SECONDS
 def test_a_run_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["checkpoint.mirror=gs://bucket/runs", "run.steps=20000"]
     found = estimated(capsys, "--config", RUN, "--per-hour", "24", *settings)
-    # 24 blocks of width 1536 and 50,000 tokens: 6 N and 12 L D T FLOPs a token
-    flops = 6 * (24 * 12 * 1536**2 + 50_000 * 1536) + 12 * 24 * 1536 * 2048
+    # 24 blocks of width 1536 and GPT-2's 50,257 ids: 6 N and 12 L D T FLOPs a token
+    flops = 6 * (24 * 12 * 1536**2 + 50_257 * 1536) + 12 * 24 * 1536 * 2048
     speeds = [share * 8 * 989.4e12 / flops for share in (0.3, 0.4, 0.5)]
     likely = found["scenarios"][1]
     assert [one["tokens_per_second"] for one in found["scenarios"]] == pytest.approx(speeds)
@@ -35,10 +35,24 @@ def test_a_run_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def likely_save(found: dict[str, Any]) -> int:
-    """Twelve bytes a parameter, with the padding to 50,048 rows."""
-    assert found["parameters"]["total"] == 759_905_280
-    assert found["storage_bytes"]["checkpoint"] == 12 * (759_905_280 + 48 * 1536)
-    return 12 * (759_905_280 + 48 * 1536)
+    """Twelve bytes a parameter, with the padding to 50,304 rows."""
+    assert found["parameters"]["total"] == 760_300_032
+    assert found["storage_bytes"]["checkpoint"] == 12 * (760_300_032 + 47 * 1536)
+    return 12 * (760_300_032 + 47 * 1536)
+
+
+def test_the_vocabulary_decides_parameters_and_the_bytes_of_a_token(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = estimated(capsys, "--config", RUN, "model.vocabulary=100000", "data.tokenizer=unknown")
+    assert found["parameters"]["total"] == 760_300_032 + (100_000 - 50_257) * 1536
+    tokens = found["tokens"]
+    assert found["storage_bytes"]["data"] == 4 * tokens  # ids above 65,535 take four bytes
+    preset = estimated(capsys, "--config", RUN, "data.tokenizer=unknown")
+    assert preset["parameters"]["total"] == 759_905_280
+    missing = ["data.bpe_folder=nowhere", "data.tokenizer=gpt2"]
+    assert main(["--config", RUN, *missing]) == 0
+    assert "The estimate takes the 50,000 token ids of gpt2_1b." in capsys.readouterr().err
 
 
 def write_tasks(file: Path, *, items: int) -> str:
@@ -53,7 +67,7 @@ def test_tasks_and_samples_are_counted(tmp_path: Path, capsys: pytest.CaptureFix
     settings = ["run.steps=20000", f"evaluation.tasks=['{file}']", "evaluation.task_interval=6000"]
     settings += ["evaluation.task_items=5", "evaluation.sample_prompt=Once upon"]
     settings += ["evaluation.sample_interval=4000", "evaluation.sample_tokens=100", TOKENIZER]
-    plain = estimated(capsys, "--config", RUN, "run.steps=20000")["scenarios"][1]
+    plain = estimated(capsys, "--config", RUN, "run.steps=20000", TOKENIZER)["scenarios"][1]
     found = estimated(capsys, "--config", RUN, *settings)
     likely, work = found["scenarios"][1], found["work"]
     # 32 and 52 bytes, four to a token

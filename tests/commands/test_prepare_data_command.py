@@ -140,7 +140,7 @@ def test_inspect_prints_draws_and_tells_problems(
     assert run("inspect", prepared, "--json", "--vocabulary", 256) == 3
     report = json.loads(capsys.readouterr().out)
     assert (report["documents"], report["sample"]["max_id"]) == (50, 256)
-    assert "vocab_size above 256" in report["problems"][0]
+    assert "Set model.vocabulary" in report["problems"][0]
     assert run("inspect", tmp_path / "missing") == 1
     assert "does not exist" in capsys.readouterr().err
 
@@ -193,6 +193,7 @@ def test_manifest_update_adds_new_files_and_says_what_follows(
     assert "--allow-change data" in said
     rows = {row["name"]: row for row in after["shards"]}
     assert [rows.pop(row["name"]) for row in before["shards"]] == before["shards"]
+    assert after["vocabulary"] == before["vocabulary"] == 257
     assert {name: row["tokens"] for name, row in rows.items()} == {
         "more/a.npy": 300,
         "more/b.npy": 300,

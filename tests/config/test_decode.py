@@ -48,6 +48,18 @@ def test_the_file_gives_values_and_its_own_name(tmp_path: Path) -> None:
     assert loaded.changes == []
 
 
+def test_the_vocabulary_is_the_shapes_own_or_a_number(tmp_path: Path) -> None:
+    file = written(tmp_path, SMALL_RUN)
+    assert load_run(file).shape.vocabulary == 512
+    loaded = load_run(file, ["model.vocabulary=5e4", "data.document_id=49999"])
+    assert loaded.shape.vocabulary == loaded.shape.settings["vocab_size"] == 50_000
+    [problem] = problems(file, "model.vocabulary=600", "data.document_id=600")
+    assert "raise model.vocabulary" in problem
+    [problem] = problems(file, "model.vocabulary=many")
+    assert problem.startswith("command line: model.vocabulary = 'many': a number is wanted")
+    assert load_run(file, ["model.vocabulary=auto", "data.document_id=600"]).shape.vocabulary == 512
+
+
 def test_the_command_line_wins_and_the_later_of_two(tmp_path: Path) -> None:
     file = written(tmp_path, SMALL_RUN)
     loaded = load_run(file, ["optimizer.lr=1e-3", "optimizer.lr=2.5e-4", "log.interval=7"])

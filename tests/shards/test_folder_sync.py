@@ -40,7 +40,7 @@ def fill(bucket: Bucket, *, number: int = 5, size: int = 1000) -> dict[str, byte
         checksum = stored_crc32c(bucket, blob)
         rows.append(Shard(name, size, "uint16", blob.size, checksum, None))
     rows.sort(key=lambda row: row.name)
-    write_manifest(bucket, Manifest(tuple(rows), "gpt2"))
+    write_manifest(bucket, Manifest(tuple(rows), "gpt2", vocabulary=60_000))
     there["manifest.json"] = bucket.read("manifest.json")
     return there
 
@@ -132,7 +132,7 @@ def test_some_files_get_a_manifest_of_their_own(source: DirectoryBucket, tmp_pat
         "recipe.json",
     }
     data = build_manifest(DirectoryBucket(tmp_path / "to"), settings(), cache_file=None)
-    assert len(data.shards) == 2
+    assert (len(data.shards), data.vocabulary) == (2, 60_000)
     sync(source, tmp_path / "to")
     data = build_manifest(DirectoryBucket(tmp_path / "to"), settings(), cache_file=None)
     assert len(data.shards) == 5

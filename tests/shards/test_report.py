@@ -115,7 +115,9 @@ def test_a_sample_is_spread_over_files_and_said(
 def test_ids_beyond_a_vocabulary_are_a_problem(bucket: WatchedBucket) -> None:
     bucket.put("a.npy", npy_bytes(np.array([1, 50_256], np.uint16)))
     assert not inspect(bucket, vocabulary=50_257).problems
-    assert "vocab_size above 50,256" in inspect(bucket, vocabulary=50_256).problems[0]
+    problem = inspect(bucket, vocabulary=50_256).problems[0]
+    assert "Set model.vocabulary to the size of the tokenizer" in problem
+    assert problem.endswith("at least 50257.")
 
 
 def test_absurd_ids_take_no_memory(bucket: WatchedBucket) -> None:
