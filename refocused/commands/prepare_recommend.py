@@ -1,22 +1,37 @@
-"""`prepare_data recommend`: a model and a run that fit a data set."""
+"""`prepare_data recommend`: a model and a run that fit a data set, as a run file."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import glob
 import json
-from typing import TYPE_CHECKING
+import re
+import tempfile
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
 from refocused.commands.arguments import Parser
 from refocused.commands.places import add_credentials, place
 from refocused.commands.quantities import count, count_text, positive
 from refocused.commands.reading_options import add_reading_options, data_settings
 from refocused.errors import ConfigError, ExitCode
+from refocused.shards.object_names import matches
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from refocused.commands.recommendation import Recommendation
+    from refocused.config.data import DataConfig
     from refocused.config.shape import ModelShape
     from refocused.estimate.run_cost import Machine
+    from refocused.shards.manifest import Manifest
+
+PLACEHOLDER = "gs://YOUR-BUCKET/tokens"
+SAMPLED_TOKENS = 1_000_000  # read for the largest id, where no tokenizer gives it
+ROWS = 128  # model.vocabulary_multiple: ids up to the next multiple cost nothing
+LEAST_VALIDATION, MOST_VALIDATION = 0.001, 0.05  # shares of the windows
+_OF_VALIDATION = re.compile(r"(^|[^a-z])val(id|idation)?([^a-z]|$)", re.IGNORECASE)
 
 
 def add_recommend_arguments(parser: Parser) -> None:
@@ -24,12 +39,18 @@ def add_recommend_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("source", nargs="?", metavar="DIR_OR_URL", help="folder or gs:// address of token files")
     add("--tokens", type=count, metavar="N", help="instead of a source")
+    add("--out", type=Path, metavar="FILE", help="write the run file, for train --config FILE")
     add("--preset", metavar="NAME", help="this model (default: the nearest to the data's size)")
     add(
         "--epochs", type=positive, metavar="E", help="passes (1; with --preset: 20 tokens a weight)"
     )
-    add("--step-tokens", type=count, default=2**20, metavar="N", help="of a step (1048576)")
-    add("--sequence-length", type=count, default=2048, metavar="N", help="(2048)")
+    add(
+        "--step-tokens",
+        type=count,
+        metavar="N",
+        help="of a step (1048576, or less for at least 1,000 steps)",
+    )
+    add("--sequence-length", type=count, metavar="N", help="(2048, or the model's context)")
     add("--gpus", type=count, default=8, metavar="N", help="(8)")
     add("--gpu", default="H100 SXM", metavar="NAME", help="(H100 SXM)")
     add("--mfu", type=positive, default=0.4, metavar="F", help="share of the peak (0.4)")
@@ -40,45 +61,233 @@ def add_recommend_arguments(parser: Parser) -> None:
 
 
 def run_recommend(arguments: argparse.Namespace) -> int:
-    """Count the tokens, and print a run."""
-    from refocused.commands.recommendation import recommend
+    """Count the tokens, plan a run, and print or write its run file."""
+    from refocused.atomic_file import replace_file
 
     if (arguments.source is None) == (arguments.tokens is None):
         raise ConfigError("Name either a source or --tokens N, one of the two.")
+    out: Path | None = arguments.out
+    if out is not None and arguments.source is None:
+        raise ConfigError("--out: a run file names its data. Give a source in place of --tokens.")
+    if out is not None and (out.exists() or not out.parent.is_dir()):
+        reason = "it exists" if out.exists() else f"there is no folder {out.parent}"
+        raise ConfigError(f"--out {out}: {reason}. Name a new file in a folder that exists.")
     machine = _machine(arguments)
-    shapes = _shapes(arguments.preset)
-    found = recommend(
-        arguments.tokens or _tokens(arguments),
-        shapes=shapes,
-        preset=None if arguments.preset is None else next(iter(shapes)),
-        epochs=arguments.epochs,
-        step_tokens=arguments.step_tokens,
-        sequence_length=arguments.sequence_length,
-        machine=machine,
-    )
+    found, data, vocabulary = _recommended(arguments, machine)
+    text = _checked_text(found, data, vocabulary, arguments)
     if arguments.json:
         print(json.dumps(dataclasses.asdict(found), indent=1))
     else:
         _print(found, arguments)
+    if out is not None:
+        replace_file(out, text.encode())
+    if not arguments.json:
+        written = f"Written. Train with: launch/train.sh --config {out}"
+        print(written if out is not None else f"The run file, which --out FILE writes:\n\n{text}")
     return ExitCode.OK
 
 
-def _tokens(arguments: argparse.Namespace) -> int:
+def _recommended(
+    arguments: argparse.Namespace, machine: Machine
+) -> tuple[Recommendation, DataConfig, int | str]:
+    """Return the run, its data section, and its `model.vocabulary`."""
+    from refocused.commands.recommendation import LONGEST_SEQUENCE, choose_model, recommend
     from refocused.shards.manifest import build_manifest
 
-    data = data_settings(arguments, arguments.source)
-    return build_manifest(place(arguments.source, arguments), data, cache_file=None).tokens
+    data = data_settings(arguments, _from_anywhere(arguments.source or PLACEHOLDER))
+    manifest: Manifest | None = None
+    size: int | None = None
+    vocabulary: int | str = "auto"
+    tokens = arguments.tokens
+    if arguments.source is not None:
+        manifest = build_manifest(place(arguments.source, arguments), data, cache_file=None)
+        tokens = max(1, manifest.tokens)
+        data, size, vocabulary = _tokenized(data, manifest, arguments)
+    shapes = _shapes(arguments.preset, size)
+    epochs = arguments.epochs or (None if arguments.preset else 1.0)
+    name = next(iter(shapes))
+    if arguments.preset is None:
+        name = choose_model(tokens * epochs, shapes, sequence_length=arguments.sequence_length)
+    length = arguments.sequence_length or min(LONGEST_SEQUENCE, shapes[name].max_length)
+    if manifest is None:
+        data = data.model_copy(update={"validation_fraction": LEAST_VALIDATION})
+        windows = tokens // length
+    else:
+        data, windows = _with_validation(data, manifest, length)
+    found = recommend(
+        windows,
+        preset=name,
+        shape=shapes[name],
+        epochs=epochs,
+        step_tokens=arguments.step_tokens,
+        sequence_length=length,
+        machine=machine,
+    )
+    if vocabulary != "auto":
+        note = f"the tokenizer is unknown, and model.vocabulary={vocabulary} holds the largest id "
+        note += "that was seen. Name it by --tokenizer for its true size."
+        found = dataclasses.replace(found, notes=(*found.notes, note))
+    return found, data, vocabulary
 
 
-def _shapes(preset: str | None) -> dict[str, ModelShape]:
+def _tokenized(
+    data: DataConfig, manifest: Manifest, arguments: argparse.Namespace
+) -> tuple[DataConfig, int, int | str]:
+    """Return the data section with its tokenizer, the vocabulary, and what the file says of it."""
+    from refocused.shards.report import inspect_data
+    from refocused.shards.tokenizers import VOCABULARIES
+    from refocused.shards.vocabulary import tokenizer_vocabulary
+
+    if data.tokenizer == "unknown" and manifest.tokenizer in VOCABULARIES:
+        data = data.model_copy(update={"tokenizer": manifest.tokenizer})
+    size = tokenizer_vocabulary(data) or manifest.vocabulary
+    if size is not None:
+        return data, size, "auto"
+    ids = [-1 if shard.max_id is None else shard.max_id for shard in manifest.shards]
+    if -1 in ids:
+        bucket = place(arguments.source, arguments)
+        ids.append(inspect_data(bucket, data, sample_tokens=SAMPLED_TOKENS).sample.max_id or 0)
+    size = -(-(max(ids) + 1) // ROWS) * ROWS
+    return data, size, size
+
+
+def _with_validation(data: DataConfig, manifest: Manifest, length: int) -> tuple[DataConfig, int]:
+    """Return the data section with what validates, and the windows that train."""
+    from refocused.batches.windows import split_windows, window_count, windows_of
+    from refocused.config.outputs import EvaluationConfig
+    from refocused.shards.chunk_packs import pack_chunks
+
+    counts = {
+        shard.name: windows_of(shard.tokens, sequence_length=length) for shard in manifest.shards
+    }
+    total = sum(counts.values())
+    files = validation_files(list(counts))
+    if 0 < sum(counts[name] for name in counts if matches(name, files)) < total:
+        data = data.model_copy(update={"validation_files": files})
+    else:
+        share = min(MOST_VALIDATION, EvaluationConfig().windows / max(1, total))
+        share = float(f"{max(LEAST_VALIDATION, share):.2g}")
+        data = data.model_copy(update={"validation_fraction": share})
+    split = split_windows(
+        pack_chunks(manifest, data),
+        sequence_length=length,
+        validation_files=data.validation_files,
+        validation_fraction=data.validation_fraction,
+    )
+    return data, window_count(split.train)
+
+
+def validation_files(names: Sequence[str]) -> tuple[str, ...]:
+    """Return a pattern, or the names, of the files whose names say that they validate."""
+    found = [name for name in names if _OF_VALIDATION.search(PurePosixPath(name).name)]
+    pattern = re.sub("[0-9]+", "*", glob.escape(found[0])) if found else ""
+    if found and [name for name in names if matches(name, [pattern])] == found:
+        return (pattern,)
+    return tuple(glob.escape(name) for name in found)
+
+
+def _shapes(preset: str | None, vocabulary: int | None) -> dict[str, ModelShape]:
+    """Return the models to choose from, by what `model.preset` calls them."""
     from refocused.config.files import REPOSITORY_CONFIG, find_config
     from refocused.config.shape import load_shape
 
-    if preset is not None:
-        file = find_config("models", preset)
-        return {file.stem: load_shape(file)}
-    files = sorted((REPOSITORY_CONFIG / "models").glob("*.json"))
-    return {file.stem: load_shape(file) for file in files}
+    folder = REPOSITORY_CONFIG / "models"
+    files = sorted(folder.glob("*.json")) if preset is None else [find_config("models", preset)]
+    shapes = {}
+    for file in files:
+        shape = load_shape(file)
+        name = file.stem if file.parent == folder else str(file.resolve())
+        shapes[name] = shape if vocabulary is None else shape.with_vocabulary(vocabulary)
+    return shapes
+
+
+def _checked_text(
+    found: Recommendation,
+    data: DataConfig,
+    vocabulary: int | str,
+    arguments: argparse.Namespace,
+) -> str:
+    """Return a run file that loads and fits the GPUs, with recomputed activations if it must.
+
+    Raises:
+        ConfigError: Nothing fits.
+    """
+    import yaml
+
+    from refocused.commands.run_estimate import estimate
+    from refocused.config.decode import load_run
+    from refocused.config.prices import read_prices
+    from refocused.shards.vocabulary import decide_vocabulary
+
+    sections = _sections(found, data, vocabulary, arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / (arguments.out or Path("run.yaml")).name
+        for recomputes in (False, True):
+            if recomputes:
+                sections["model"]["activation_checkpointing"] = True
+            parts = [yaml.safe_dump({key: sections[key]}, sort_keys=False) for key in sections]
+            text = "\n".join([_header(found, arguments), *parts])
+            file.write_text(text, encoding="utf-8")
+            loaded = decide_vocabulary(load_run(file))
+            try:
+                estimate(
+                    loaded,
+                    gpus=arguments.gpus,
+                    gpu=arguments.gpu,
+                    per_hour_usd=None,
+                    budget_usd=None,
+                    sweep=(),
+                    prices=read_prices(),
+                )
+                return text
+            except ConfigError as error:
+                reason = str(error)
+    raise ConfigError(f"{reason} Or name a smaller --preset, or more --gpus.")
+
+
+def _sections(
+    found: Recommendation,
+    data: DataConfig,
+    vocabulary: int | str,
+    arguments: argparse.Namespace,
+) -> dict[str, dict[str, Any]]:
+    """Return the sections of the run file; what is left out has its default."""
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"steps": found.steps},
+        "model": {
+            "preset": found.preset,
+            "vocabulary": vocabulary,
+            "sequence_length": found.sequence_length,
+        },
+        "batch": {"micro": "auto", "windows": found.step_windows},
+        "data": data.model_dump(mode="json", exclude_defaults=True, exclude={"fetch_threads"}),
+        "optimizer": {"lr": found.learning_rate},
+        "schedule": {"kind": "cosine", "warmup_steps": found.warmup_steps},
+        "checkpoint": {"interval": found.save_interval},
+        "evaluation": {"interval": found.save_interval},
+    }
+    if arguments.per_hour is not None:
+        sections["cost"] = {"per_hour_usd": arguments.per_hour}
+    return sections
+
+
+def _from_anywhere(source: str) -> str:
+    """Return a folder's path as launch/train.sh, which runs in the repository, finds it."""
+    from refocused.config.files import REPOSITORY_CONFIG
+
+    is_elsewhere = Path.cwd() != REPOSITORY_CONFIG.parent and Path(source).exists()
+    return str(Path(source).resolve()) if is_elsewhere else source
+
+
+def _header(found: Recommendation, arguments: argparse.Namespace) -> str:
+    name = arguments.source or f"{arguments.tokens:,} tokens"
+    step = f"{found.step_windows} x {found.sequence_length} = {found.step_tokens:,} tokens"
+    tokens = count_text(found.steps * found.step_tokens)
+    return (
+        f"# A run for {name}, by prepare_data recommend for {arguments.gpus} x {arguments.gpu}.\n"
+        f"#\n#   model    {found.preset}: {found.parameters:,} parameters\n#   step     {step}\n"
+        f"#   run      {found.steps:,} steps = {tokens} tokens, {found.epochs:.2f} epochs\n"
+    )
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
@@ -114,10 +323,3 @@ def _print(found: Recommendation, arguments: argparse.Namespace) -> None:
         print(f"{name:<8} {value}")
     for note in found.notes:
         print(f"note: {note}")
-    windows = found.step_tokens // arguments.sequence_length
-    print(
-        f"In the run file:\nrun:\n  steps: {found.steps}\nmodel:\n  preset: {found.preset}\n"
-        f"  sequence_length: {arguments.sequence_length}\nbatch:\n  windows: {windows}\n"
-        f"schedule:\n  warmup_steps: {found.warmup_steps}\n"
-        f"checkpoint:\n  interval: {found.save_interval}"
-    )

@@ -1,4 +1,4 @@
-"""What a number of tokens is good for: model size, steps, saves, hours and dollars (pure)."""
+"""What a number of windows is good for: model, batch, rate, steps, saves, hours, dollars (pure)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 
 from refocused.config.outputs import CheckpointConfig, EvaluationConfig
-from refocused.config.shape import ModelShape
+from refocused.config.shape import Attention, ModelShape
 from refocused.errors import ConfigError
 from refocused.estimate.run_cost import Machine, run_cost, work_of
 from refocused.estimate.storage import checkpoint_bytes
@@ -15,6 +15,10 @@ from refocused.estimate.work import count_parameters, flops_per_token, tokens_pe
 
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022 (Chinchilla), table 3: about 20
 MOST_EPOCHS = 4.0  # Muennighoff et al. 2023: up to four passes are nearly as good as new data
+LONGEST_SEQUENCE = 2048  # unless another is wanted
+SHORTEST_CONTEXT = 256  # models with less are for tests
+STEP_TOKENS = 2**20
+FEWEST_STEPS = 1000  # a step of fewer tokens is chosen before a run of fewer steps
 SAVE_HOURS = 0.5
 FEWEST_SAVES = 5
 WARMUP_SHARE = 0.02
@@ -26,14 +30,17 @@ class Recommendation:
     """A run that fits the data.
 
     Attributes:
-        data_tokens: Tokens there are.
+        data_tokens: Tokens there are to train on, in whole windows.
         ideal_parameters: Parameters at 20 tokens each.
         preset: Name of the model.
         parameters: Of it.
+        sequence_length: Tokens of a window.
         tokens_per_parameter: Trained tokens for each parameter.
         epochs: Passes over the data.
         steps: Optimizer steps.
+        step_windows: Windows of a step, over all GPUs.
         step_tokens: Tokens of a step.
+        learning_rate: At its peak.
         warmup_steps: Of the learning rate.
         save_interval: Steps between checkpoints: about half an hour of work.
         tokens_per_second: Of the whole machine, at the assumed share of its peak.
@@ -46,10 +53,13 @@ class Recommendation:
     ideal_parameters: int
     preset: str
     parameters: int
+    sequence_length: int
     tokens_per_parameter: float
     epochs: float
     steps: int
+    step_windows: int
     step_tokens: int
+    learning_rate: float
     warmup_steps: int
     save_interval: int
     tokens_per_second: float
@@ -58,44 +68,75 @@ class Recommendation:
     notes: tuple[str, ...]
 
 
+def choose_model(
+    tokens: float, shapes: Mapping[str, ModelShape], *, sequence_length: int | None
+) -> str:
+    """Return the name of the model with attention that is nearest to 20 tokens a parameter.
+
+    Args:
+        tokens: To train on, those of every pass.
+        shapes: The models to choose from, by name.
+        sequence_length: Tokens of a window, which its context has to hold; None: any.
+
+    Raises:
+        ConfigError: No model has such a context.
+    """
+    least = sequence_length or SHORTEST_CONTEXT
+    sizes = {
+        name: count_parameters(shape).total
+        for name, shape in shapes.items()
+        if isinstance(shape.mixer, Attention) and shape.max_length >= least
+    }
+    if not sizes:
+        raise ConfigError(
+            f"--sequence-length {least}: no model with attention has such a context. Name a "
+            "--preset without attention, or a shorter window."
+        )
+    wanted = tokens / TOKENS_PER_PARAMETER
+    return min(sizes, key=lambda one: abs(math.log(sizes[one] / wanted)))
+
+
 def recommend(
-    data_tokens: int,
+    windows: int,
     *,
-    shapes: Mapping[str, ModelShape],
-    preset: str | None,
+    preset: str,
+    shape: ModelShape,
     epochs: float | None,
-    step_tokens: int,
+    step_tokens: int | None,
     sequence_length: int,
     machine: Machine,
 ) -> Recommendation:
-    """Choose a model and a run for a number of tokens.
+    """Plan a run of a model.
 
     Args:
-        data_tokens: Tokens there are.
-        shapes: The models to choose from, by name.
-        preset: The one that is wanted; None: the nearest to 20 tokens a parameter.
-        epochs: Passes; None: one, or with `preset` as many as give 20 tokens a parameter.
-        step_tokens: Tokens of an optimizer step.
-        sequence_length: Of a window.
+        windows: To train on, in one pass.
+        preset: Name of the model.
+        shape: Of the model.
+        epochs: Passes; None: as many as give 20 tokens a parameter.
+        step_tokens: Most tokens of an optimizer step; None: 2^20, or less for at least 1,000 steps.
+        sequence_length: Tokens of a window.
         machine: What the run is to be done with.
 
     Raises:
         ConfigError: The data are less than one step, or the assumed speed cannot be.
     """
-    sizes = {name: count_parameters(shape).total for name, shape in shapes.items()}
-    wanted = data_tokens * (epochs or 1.0) / TOKENS_PER_PARAMETER
-    name = preset or min(sizes, key=lambda one: abs(math.log(sizes[one] / wanted)))
-    if epochs is None:
-        ideal = sizes[name] * TOKENS_PER_PARAMETER / data_tokens
-        epochs = 1.0 if preset is None else ideal
-    trained = data_tokens * epochs
-    steps = int(trained // step_tokens)
+    count = count_parameters(shape)
+    data_tokens = windows * sequence_length
+    ideal = (data_tokens * (epochs or 1.0)) / TOKENS_PER_PARAMETER
+    epochs = epochs or count.total * TOKENS_PER_PARAMETER / data_tokens
+    trained = int(windows * epochs)
+    step_windows = _step_windows(
+        trained, gpus=machine.gpus, wanted=step_tokens, sequence_length=sequence_length
+    )
+    steps = trained // step_windows
     if not steps:
         raise ConfigError(
-            f"{trained:,.0f} tokens are less than one step of {step_tokens:,}. Name fewer "
-            "--step-tokens, or more data."
+            f"{trained:,} windows of {sequence_length:,} tokens are less than one step of "
+            f"{step_windows:,}, at least one on each of {machine.gpus} GPUs. Use fewer --gpus or "
+            "--step-tokens, a shorter --sequence-length, or more data."
         )
-    flops = flops_per_token(shapes[name], sequence_length=sequence_length)
+    step_tokens = step_windows * sequence_length
+    flops = flops_per_token(shape, sequence_length=sequence_length)
     speed = tokens_per_second_at(
         machine.mfu_fraction,
         flops_per_token=flops,
@@ -108,27 +149,40 @@ def recommend(
         step_tokens=step_tokens,
         sequence_length=sequence_length,
         flops_per_token=flops,
-        evaluation=EvaluationConfig(),
+        evaluation=EvaluationConfig(interval=interval),
         checkpoint=CheckpointConfig(interval=interval),
-        save_bytes=checkpoint_bytes(sizes[name], stage=3, dtype="bf16"),
+        save_bytes=checkpoint_bytes(count.total, stage=3, dtype="bf16"),
     )
     cost = run_cost(work, machine)
+    tokens_per_parameter = trained * sequence_length / count.total
     return Recommendation(
         data_tokens=data_tokens,
-        ideal_parameters=round(wanted),
-        preset=name,
-        parameters=sizes[name],
-        tokens_per_parameter=trained / sizes[name],
+        ideal_parameters=round(ideal),
+        preset=preset,
+        parameters=count.total,
+        sequence_length=sequence_length,
+        tokens_per_parameter=tokens_per_parameter,
         epochs=epochs,
         steps=steps,
+        step_windows=step_windows,
         step_tokens=step_tokens,
-        warmup_steps=min(LONGEST_WARMUP, math.ceil(WARMUP_SHARE * steps)),
+        learning_rate=learning_rate(count.without_embeddings),
+        warmup_steps=min(LONGEST_WARMUP, math.ceil(WARMUP_SHARE * steps), steps - 1),
         save_interval=interval,
         tokens_per_second=cost.tokens_per_second,
         hours=cost.hours,
         cost_usd=cost.cost_usd,
-        notes=tuple(_notes(trained / sizes[name], epochs)),
+        notes=tuple(_notes(tokens_per_parameter, epochs)),
     )
+
+
+def learning_rate(parameters: int) -> float:
+    """Return a peak rate for AdamW, rounded to one digit.
+
+    Args:
+        parameters: Without embeddings (Kaplan et al. 2020, equation D.1).
+    """
+    return float(f"{max(1e-4, 0.003239 - 0.0001395 * math.log(parameters)):.0e}")
 
 
 def save_interval(steps: int, *, steps_per_hour: float) -> int:
@@ -136,6 +190,14 @@ def save_interval(steps: int, *, steps_per_hour: float) -> int:
     most = max(1.0, min(SAVE_HOURS * steps_per_hour, steps / FEWEST_SAVES))
     unit = 10 ** math.floor(math.log10(most))
     return int(next(factor for factor in (5, 2, 1) if factor * unit <= most) * unit)
+
+
+def _step_windows(trained: int, *, gpus: int, wanted: int | None, sequence_length: int) -> int:
+    """Return the windows of a step: as many on each GPU, a power of two unless `wanted`."""
+    if wanted is not None:
+        return gpus * max(1, wanted // (sequence_length * gpus))
+    most = min(STEP_TOKENS // sequence_length, trained // FEWEST_STEPS)
+    return gpus << max(0, (most // gpus).bit_length() - 1)
 
 
 def _notes(tokens_per_parameter: float, epochs: float) -> list[str]:

@@ -269,26 +269,6 @@ def test_upload_and_sync_move_once(
     assert run("upload", tmp_path / "missing", tmp_path / "store") == 1
 
 
-def test_recommend_prints_a_run_or_asks_for_tokens(
-    prepared: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    capsys.readouterr()
-    assert run("recommend", "--tokens", "15B", "--per-hour", "20") == 0
-    said = capsys.readouterr().out
-    assert "model    gpt2_1b, " in said
-    assert "at $20.00 an hour" in said
-    assert "preset: gpt2_1b\n" in said
-    command = ["recommend", prepared, "--step-tokens", 512, "--preset", "demo_gpt2", "--epochs", 1]
-    assert run(*command, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["data_tokens"] == len(stream(prepared, "train"))
-    assert found["cost_usd"] is None
-    assert run("recommend") == 2
-    assert run("recommend", "--tokens", 10**9, "--gpu", "GTX 1") == 2
-    assert "Known are A100 40GB" in capsys.readouterr().err
-    assert run("recommend", "--tokens", 10**9, "--preset", "gpt5") == 2
-
-
 def test_every_verb_that_a_message_names_is_there() -> None:
     named = {
         verb

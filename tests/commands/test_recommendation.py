@@ -2,7 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from refocused.commands.recommendation import Recommendation, recommend, save_interval
+from refocused.commands.recommendation import (
+    Recommendation,
+    choose_model,
+    learning_rate,
+    recommend,
+    save_interval,
+)
 from refocused.config.files import REPOSITORY_CONFIG
 from refocused.config.shape import load_shape
 from refocused.errors import ConfigError
@@ -19,35 +25,49 @@ MACHINE = Machine(gpus=8, peak_flops=989.4e12, mfu_fraction=0.4, per_hour_usd=20
 def recommended(
     tokens: int,
     *,
-    preset: str | None = None,
-    epochs: float | None = None,
+    preset: str = "gpt2_1b",
+    epochs: float | None = 1.0,
+    step_tokens: int | None = None,
+    sequence_length: int = 2048,
     machine: Machine = MACHINE,
 ) -> Recommendation:
     return recommend(
-        tokens,
-        shapes=SHAPES,
+        tokens // sequence_length,
         preset=preset,
+        shape=SHAPES[preset],
         epochs=epochs,
-        step_tokens=2**20,
-        sequence_length=2048,
+        step_tokens=step_tokens,
+        sequence_length=sequence_length,
         machine=machine,
     )
 
 
 def test_the_nearest_model_to_twenty_tokens_a_parameter_is_chosen() -> None:
-    assert recommended(2_500_000_000).preset == "gpt2_124m"
-    assert recommended(15_000_000_000).preset == "gpt2_1b"
-    assert recommended(15_000_000_000).ideal_parameters == 750_000_000
+    assert choose_model(2_500_000_000, SHAPES, sequence_length=None) == "gpt2_124m"
+    assert choose_model(15_000_000_000, SHAPES, sequence_length=None) == "gpt2_1b"
+    assert recommended(15_000_000_000).ideal_parameters == pytest.approx(750_000_000, rel=1e-6)
+
+
+def test_a_model_whose_context_is_too_short_is_not_chosen() -> None:
+    every = {file.stem: load_shape(file) for file in (REPOSITORY_CONFIG / "models").glob("*.json")}
+    for tokens in (1, 10**6, 10**8, 10**10, 10**13):
+        for length in (None, 256, 1024, 2048):
+            chosen = every[choose_model(tokens, every, sequence_length=length)]
+            assert chosen.max_length >= (length or 256)
+    assert choose_model(10**6, every, sequence_length=None) == "demo_gpt2"
+    assert choose_model(10**6, every, sequence_length=1024) == "gpt2_124m"
+    with pytest.raises(ConfigError, match="--sequence-length 4096: no model"):
+        choose_model(10**6, every, sequence_length=4096)
 
 
 def test_steps_hours_and_dollars_by_hand() -> None:
-    found = recommended(10 * 2**30, preset="gpt2_1b", epochs=1.0)
-    assert found.steps == 10 * 1024
+    found = recommended(10 * 2**30)
+    assert (found.steps, found.step_windows, found.step_tokens) == (10 * 1024, 512, 2**20)
     flops = flops_per_token(SHAPES["gpt2_1b"], sequence_length=2048)
     speed = 8 * 989.4e12 * 0.4 / flops
     seconds = 10 * 2**30 / speed + START_UP_SECONDS
-    seconds += 11 * 256 * 2048 / 3 / speed  # validations each 1,000 steps, and at the end
     assert found.save_interval == 500
+    seconds += 21 * 256 * 2048 / 3 / speed  # validations each 500 steps, and at the end
     seconds += 21 * 12 * found.parameters / DISK_BYTES_PER_SECOND
     assert found.hours == pytest.approx(seconds / 3600)
     assert found.cost_usd == pytest.approx(20 * seconds / 3600)
@@ -55,12 +75,36 @@ def test_steps_hours_and_dollars_by_hand() -> None:
     assert found.tokens_per_parameter == pytest.approx(10 * 2**30 / found.parameters)
 
 
+@pytest.mark.parametrize(
+    ("windows", "step_windows", "steps"),
+    [(600_000, 512, 1171), (511_999, 256, 1999), (20_000, 16, 1250), (9_000, 8, 1125), (15, 8, 1)],
+)
+def test_a_step_is_smaller_where_the_data_are_few(
+    windows: int, step_windows: int, steps: int
+) -> None:
+    found = recommended(windows * 2048)
+    assert (found.step_windows, found.steps) == (step_windows, steps)
+    assert found.warmup_steps < found.steps
+
+
+def test_a_step_is_as_wanted_in_whole_windows_on_every_gpu() -> None:
+    assert recommended(10**9, step_tokens=100_000).step_windows == 48
+    three = Machine(gpus=3, peak_flops=989.4e12, mfu_fraction=0.4, per_hour_usd=None)
+    assert recommended(10**10, machine=three).step_windows == 3 * 128
+    assert recommended(10**10, machine=three, step_tokens=1).step_windows == 3
+
+
+def test_the_learning_rate_falls_with_the_size() -> None:
+    rates = [learning_rate(size) for size in (1_800_000, 85_000_000, 680_000_000, 10**11)]
+    assert rates == [1e-3, 7e-4, 4e-4, 1e-4]
+
+
 def test_a_chosen_model_gets_the_passes_it_needs() -> None:
-    found = recommended(2_000_000_000, preset="gpt2_1b")
-    assert found.epochs == pytest.approx(20 * found.parameters / 2e9)
-    assert found.tokens_per_parameter == pytest.approx(20)
+    found = recommended(2_000_000_000, epochs=None)
+    assert found.epochs == pytest.approx(20 * found.parameters / 2e9, rel=1e-5)
+    assert found.tokens_per_parameter == pytest.approx(20, rel=1e-5)
     assert "repeated data" in found.notes[0]
-    assert "large for the data" in recommended(10**9, preset="gpt2_1b", epochs=1).notes[0]
+    assert "large for the data" in recommended(10**9).notes[0]
 
 
 def test_an_unknown_price_is_no_price() -> None:
@@ -69,8 +113,9 @@ def test_an_unknown_price_is_no_price() -> None:
 
 
 def test_less_than_a_step_and_impossible_speeds_are_refused() -> None:
-    with pytest.raises(ConfigError, match="less than one step"):
-        recommended(1000, preset="gpt2_124m", epochs=1)
+    for tokens in (1000, 7 * 2048):
+        with pytest.raises(ConfigError, match="less than one step of 8"):
+            recommended(tokens, preset="gpt2_124m")
     with pytest.raises(ConfigError, match="utilisation"):
         recommended(10**10, machine=Machine(8, 989.4e12, 0.9, None))
 

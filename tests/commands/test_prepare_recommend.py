@@ -1,0 +1,211 @@
+"""`prepare_data recommend`: run files that training takes, for data of any size and vocabulary."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from shards.text_samples import random_texts, tiny_bpe, word_file, write_jsonl
+
+from refocused.bucket.directory import DirectoryBucket
+from refocused.commands import prepare_data, train
+from refocused.commands.prepare_recommend import validation_files
+from refocused.config.batch_plan import plan_batch
+from refocused.config.decode import LoadedRun
+from refocused.training.data import build_data
+from refocused.training.planning import settle
+from refocused.world import World
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def recommend(*arguments: object) -> int:
+    return prepare_data.main(["recommend", *map(str, arguments)])
+
+
+def tokens_of(folder: Path, count: int, *, largest: int, validation: bool = True) -> Path:
+    """Write one shard that trains, and one that validates, with ids up to `largest`."""
+    folder.mkdir()
+    ids = np.random.default_rng(1).integers(0, largest + 1, count)
+    ids[0] = largest
+    kind = np.uint16 if largest < 2**16 else np.uint32
+    np.save(folder / "web_train_000000.npy", ids.astype(kind))
+    if validation:
+        np.save(folder / "web_val_000000.npy", ids[: max(600, count // 20)].astype(kind))
+    return folder
+
+
+def settled(file: Path, cache: Path) -> LoadedRun:
+    """Load a run file and read its first batches as training does, on one rank without a GPU."""
+    namespace = train.build_parser().read(["--config", str(file), f"data.cache={cache}"])
+    loaded, _ = settle(
+        train.load(namespace), World(), open_source=lambda name: DirectoryBucket(Path(name))
+    )
+    config = loaded.config
+    data = build_data(
+        config.data,
+        plan=plan_batch(config.batch, world_size=1, sequence_length=config.model.sequence_length),
+        world=World(),
+        vocabulary=loaded.shape.vocabulary,
+        seed=1,
+        steps=config.run.steps,
+        evaluation_windows=config.evaluation.windows,
+        credentials_file=None,
+        project=None,
+    )
+    stream = data.loader.batches_from(data.order.position_at(0))
+    try:
+        assert stream.next_step()
+        assert next(data.validation_batches())
+    finally:
+        stream.close()
+        data.cache.close()
+    windows = sum(source.windows for source in data.sources)
+    batch = config.batch.windows
+    assert batch is not None
+    assert 0.5 * windows < config.run.steps * batch <= windows
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("count", "largest", "gpus"),
+    [
+        (6_000, 255, 8),
+        (40_000, 50_256, 8),
+        (300_000, 300, 1),
+        (300_000, 70_000, 2),
+        (3_000_000, 50_256, 8),
+        (12_000_000, 31_999, 4),
+    ],
+)
+def test_the_run_file_trains_whatever_the_size_and_the_ids(
+    tmp_path: Path, count: int, largest: int, gpus: int
+) -> None:
+    source, out = tokens_of(tmp_path / "data", count, largest=largest), tmp_path / "mine.yaml"
+    assert recommend(source, "--gpus", gpus, "--out", out) == 0
+    loaded = settled(out, tmp_path / "cache")
+    config = loaded.config
+    assert largest < loaded.shape.vocabulary <= largest + 128
+    assert config.model.sequence_length <= loaded.shape.max_length
+    assert config.data.validation_files == ("web_val_*.npy",)
+    assert config.batch.windows is not None and config.batch.windows % gpus == 0
+    assert 1e-4 <= config.optimizer.lr <= 2e-3
+    assert config.schedule.kind == "cosine"
+    assert config.run.name == "mine"
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2", "words"])
+def test_prepared_data_name_their_tokenizer(tmp_path: Path, tokenizer: str) -> None:
+    texts = write_jsonl(tmp_path / "texts.jsonl", random_texts(400))
+    source, out = tmp_path / "data", tmp_path / "mine.yaml"
+    named = {"bytes": "bytes", "gpt2": "gpt2", "words": str(word_file(tmp_path / "words.json"))}
+    options = ["--tokenizer", named[tokenizer], "--val-ratio", "0.1", "--workers", "1"]
+    if tokenizer == "gpt2":
+        options += ["--bpe-folder", str(tiny_bpe(tmp_path / "bpe"))]
+    assert prepare_data.main(["tokenize", str(texts), "--out", str(source), *options]) == 0
+    assert recommend(source, "--gpus", 1, "--out", out, "--per-hour", 20) == 0
+    loaded = settled(out, tmp_path / "cache")
+    assert loaded.shape.vocabulary == {"bytes": 257, "gpt2": 263, "words": 4}[tokenizer]
+    assert loaded.config.data.tokenizer == ("bytes" if tokenizer == "bytes" else "unknown")
+    assert loaded.config.data.validation_files == ("tokens_val_*.npy",)
+    assert loaded.config.cost.per_hour_usd == 20
+
+
+def test_options_are_taken_over(tmp_path: Path) -> None:
+    source = tokens_of(tmp_path / "data", 200_000, largest=255, validation=False)
+    out = tmp_path / "mine.yaml"
+    options = ["--preset", "ten_nano", "--epochs", 1, "--step-tokens", 5000, "--gpus", 2]
+    options += ["--sequence-length", 128, "--tokenizer", "bytes", "--exclude", "*_none_*"]
+    assert recommend(source, *options, "--out", out) == 0
+    loaded = settled(out, tmp_path / "cache")
+    config = loaded.config
+    assert (config.model.preset, config.model.sequence_length) == ("ten_nano", 128)
+    assert (config.model.vocabulary, config.data.tokenizer) == (257, "bytes")
+    assert config.batch.windows == 38
+    assert config.data.exclude == ("*_none_*",)
+    assert 0.001 <= config.data.validation_fraction <= 0.05
+
+
+def test_a_run_is_printed_where_no_file_is_wanted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert recommend("--tokens", "15B", "--per-hour", "20") == 0
+    said = capsys.readouterr().out
+    assert "model    gpt2_1b, " in said
+    assert "at $20.00 an hour" in said
+    assert "  preset: gpt2_1b\n  vocabulary: auto\n" in said
+    source = tokens_of(tmp_path / "data", 40_000, largest=255)
+    assert recommend(source, "--gpus", 1, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["data_tokens"] == 39_999 // 256 * 256
+    assert found["cost_usd"] is None
+    assert recommend(source, "--gpus", 1) == 0
+    assert "note: the tokenizer is unknown" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "either a source or --tokens"),
+        (["--tokens", "1e9", "--gpu", "GTX 1"], "Known are A100 40GB"),
+        (["--tokens", "1e9", "--preset", "gpt5"], "no file gpt5.json"),
+        (["--tokens", "1e9", "--out", "x.yaml"], "Give a source in place of --tokens"),
+        (["--tokens", "1e9", "--preset", "demo_gpt2", "--sequence-length", "512"], "up to 256"),
+        (["--tokens", "100"], "less than one step"),
+        (["data", "--out", "taken.yaml"], "taken.yaml: it exists"),
+        (["data", "--out", "no/x.yaml"], "there is no folder no"),
+        (["data", "--out", "my run.yaml", "--gpus", "1"], "a run's name is letters"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_is_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokens_of(tmp_path / "data", 40_000, largest=255)
+    (tmp_path / "taken.yaml").write_text("mine")
+    assert recommend(*arguments) == 2
+    assert said in capsys.readouterr().err
+    assert [path.read_text() for path in tmp_path.glob("*.yaml")] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("names", "files"),
+    [
+        (["a_train_0.npy", "a_val_0.npy", "a_val_1.npy"], ("a_val_*.npy",)),
+        (["train.bin", "val.bin"], ("val.bin",)),
+        (["interval_1.npy", "values_2.npy"], ()),
+        (["c/val_0.npy", "w/val_0.npy", "w/t.npy"], ("c/val_0.npy", "w/val_0.npy")),
+        (["x/VALID.npy", "x/[1]_validation.npy"], ("x/VALID.npy", "x/[[]1]_validation.npy")),
+    ],
+)
+def test_files_that_validate_are_known_by_their_names(
+    names: list[str], files: tuple[str, ...]
+) -> None:
+    assert validation_files(names) == files
+
+
+@pytest.mark.slow
+def test_training_is_ready_to_begin_with_the_run_file(tmp_path: Path) -> None:
+    source = tokens_of(tmp_path / "data", 40_000, largest=50_256)
+    assert recommend(source, "--gpus", 1, "--out", tmp_path / "mine.yaml") == 0
+    command = [sys.executable, str(REPOSITORY / "launch" / "train.py"), "--config", "mine.yaml"]
+    settings = ["--dry-run", "run.device=cpu", "precision.dtype=fp32"]
+    done = subprocess.run(
+        [*command, *settings],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "dry run: everything is in place" in done.stdout + done.stderr
