@@ -67,11 +67,11 @@ def require_room_for_tokenizer(loaded: LoadedRun, *, fetch: bool) -> None:
     size = vocabulary_of(TokenizerChoice.of_data(data))
     if size <= known:
         return
-    given = f"{model.preset} knows {known}" if model.vocabulary is None else f"{known} are known"
+    given = "model.vocabulary" if model.vocabulary else f"the vocabulary of {model.preset}"
     raise ConfigError(
-        f"{loaded.file}: model.vocabulary: data.tokenizer {data.tokenizer} has {size} token ids, "
-        f"and {given}. Set model.vocabulary=auto, or name the tokenizer that made the data in "
-        "data.tokenizer."
+        f"{loaded.file}: {given} = {known} is less than the {size} token ids of data.tokenizer = "
+        f"{data.tokenizer!r}. Set model.vocabulary=auto, or name the tokenizer that made the data "
+        "in data.tokenizer."
     )
 
 

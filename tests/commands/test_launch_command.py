@@ -75,7 +75,10 @@ def test_a_machine_without_the_driver_has_no_gpu(
         (["--learning-rate", "3"], "unrecognized arguments"),
         (["--grace", "soon"], "--grace"),
         (["optimizer.lrr=1"], "Did you mean optimizer.lr?"),
-        (["model.vocabulary=50256", "data.tokenizer=gpt2"], "gpt2 has 50257 token ids"),
+        (
+            ["model.vocabulary=50256", "data.tokenizer=gpt2"],
+            "= 50256 is less than the 50257 token ids",
+        ),
     ],
 )
 def test_wrong_use_is_said_before_anything_starts(
