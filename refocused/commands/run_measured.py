@@ -11,6 +11,7 @@ from typing import Any
 from refocused.commands.run_catalog import whole_steps
 from refocused.config.decode import read_run
 from refocused.config.outputs import CheckpointConfig, EvaluationConfig
+from refocused.config.prices import cost_usd, usd_per_million_tokens
 from refocused.errors import RefocusedError
 from refocused.estimate.run_cost import times_left
 from refocused.monitoring.history import METRICS_FILE
@@ -160,7 +161,7 @@ def figures(
     step, total, tokens = state["step"], state["total_steps"], state["tokens"]
     seconds = max(state["seconds"], used.seconds_trained or 0.0)
     known = [cost for cost in (state["cost_usd"], used.cost_usd) if cost is not None]
-    cost = max(known) if known else _usd(seconds, per_hour_usd)
+    cost = max(known) if known else cost_usd(seconds, per_hour_usd)
     resumes_from = None if status in ("training", "finished") else checkpoint_step
     begin = step if resumes_from is None else resumes_from
     left = pace.seconds_left(
@@ -172,7 +173,7 @@ def figures(
     )
     if left is not None and status == "training":
         left = max(0.0, left - max(0.0, now - _unix_seconds(state["updated"])))
-    cost_left = None if left is None else _usd(left, per_hour_usd)
+    cost_left = cost_usd(left, per_hour_usd)
     return Measured(
         name=state["run"],
         status=status,
@@ -182,7 +183,7 @@ def figures(
         sessions=max(1, used.sessions),
         seconds_trained=seconds,
         cost_usd=cost,
-        usd_per_million_tokens=cost / (tokens / 1e6) if cost is not None and tokens else None,
+        usd_per_million_tokens=usd_per_million_tokens(cost, tokens),
         goodput_fraction=used.goodput_fraction,
         time_line=used.as_line() if used.sessions else "",
         step_seconds=pace.step_seconds,
@@ -220,10 +221,6 @@ def _status(state: dict[str, Any]) -> str:
         {"pid": state.get("pid", 0), "started": state.get("pid_started", 0)}
     )
     return status if process.alive else "crashed"
-
-
-def _usd(seconds: float, per_hour_usd: float | None) -> float | None:
-    return None if per_hour_usd is None else seconds / 3600 * per_hour_usd
 
 
 def _unix_seconds(moment: str) -> float:

@@ -1,4 +1,4 @@
-"""What machines and buckets cost: the form of `config/prices.yaml`."""
+"""What machines and buckets cost: what a run pays, and the form of `config/prices.yaml`."""
 
 from __future__ import annotations
 
@@ -70,6 +70,23 @@ class Prices(Section):
 
     machines: tuple[MachinePrice, ...]
     bucket: BucketPrice
+
+
+def cost_usd(seconds: float | None, per_hour_usd: float | None) -> float | None:
+    """Return what a machine costs for a time; None: one of the two is not known.
+
+    A run pays for all of its sessions, each from its start to its end: for start-up, validations,
+    saves, steps that a rewind threw away, and the wait for the mirror after the last step. What
+    is said of an earlier moment, such as a checkpoint, is the cost up to then.
+    """
+    if seconds is None or per_hour_usd is None:
+        return None
+    return seconds / 3600 * per_hour_usd
+
+
+def usd_per_million_tokens(cost_usd: float | None, tokens: int | None) -> float | None:
+    """Return the price of a million tokens; None where it is unknown."""
+    return cost_usd / tokens * 1e6 if cost_usd is not None and tokens else None
 
 
 def read_prices(file: Path = PRICES_FILE) -> Prices:

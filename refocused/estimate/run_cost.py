@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from refocused.config.outputs import CheckpointConfig, EvaluationConfig
+from refocused.config.prices import cost_usd, usd_per_million_tokens
 from refocused.estimate.work import tokens_per_second_at
 
 # Not known before a machine is rented; assumed, and said so wherever they enter.
@@ -221,11 +222,9 @@ def run_cost(work: RunWork, machine: Machine) -> RunCost:
         cost_usd=None,
         usd_per_million_tokens=None,
     )
-    if machine.per_hour_usd is None:
-        return cost
-    dollars = cost.hours * machine.per_hour_usd
+    dollars = cost_usd(cost.hours * 3600, machine.per_hour_usd)
     return dataclasses.replace(
-        cost, cost_usd=dollars, usd_per_million_tokens=dollars / (work.tokens / 1e6)
+        cost, cost_usd=dollars, usd_per_million_tokens=usd_per_million_tokens(dollars, work.tokens)
     )
 
 

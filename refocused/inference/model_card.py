@@ -22,6 +22,7 @@ def model_card(weights: ModelWeights, *, dtype: Dtype, parameters: int) -> str:
     """
     manifest, config = weights.step.manifest, weights.config
     trainer = json.loads(weights.step.trainer.read_text())
+    cost = trainer["cost_usd"]
     rows = {
         "run": f"{manifest.run}, step {manifest.step:,}",
         "saved": manifest.created.isoformat(timespec="seconds"),
@@ -32,8 +33,8 @@ def model_card(weights: ModelWeights, *, dtype: Dtype, parameters: int) -> str:
         "data": f"fingerprint {manifest.data_fingerprint}, order {manifest.data_order}",
         "training loss": _loss(manifest.loss),
         "validation loss": _loss(manifest.validation_loss),
-        "time": f"{trainer['seconds'] / 3600:,.2f} h of training",
-        "cost": "unknown" if trainer["cost_usd"] is None else f"${trainer['cost_usd']:,.2f}",
+        "time": f"{trainer['seconds'] / 3600:,.2f} h until this step was saved",
+        "cost": "unknown" if cost is None else f"${cost:,.2f} until this step was saved",
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
     }
     name = modeling_name(config)

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from refocused.monitoring.dashboard_gpus import gpu_lines
 from refocused.monitoring.dashboard_words import (
-    dollars,
     moment,
     percent,
     stale_text,
@@ -18,7 +17,7 @@ from refocused.monitoring.dashboard_words import (
     tokens_text,
     value,
 )
-from refocused.monitoring.metrics import duration
+from refocused.monitoring.metrics import dollars, duration
 from refocused.monitoring.run_view import Alarm, Event, RunView, Status
 from refocused.monitoring.samples import SystemSample
 

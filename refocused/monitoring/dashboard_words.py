@@ -19,11 +19,6 @@ def value(number: float | None, form: str) -> str:
     return "-" if number is None else format(number, form)
 
 
-def dollars(cost_usd: float | None) -> str:
-    """Spell an amount behind a time; nothing where it is unknown."""
-    return "" if cost_usd is None else f" ${cost_usd:,.2f}"
-
-
 def time_text(seconds: float | None) -> str:
     """Spell a time span; a dash where it is unknown."""
     return "-" if seconds is None else duration(seconds)

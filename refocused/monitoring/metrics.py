@@ -80,7 +80,7 @@ class StepMetrics:
             elif name == "MFU" and self.mfu_refused:
                 parts.append("MFU ?")
         if self.seconds_left is not None:
-            parts.append(f"left {duration(self.seconds_left)}{_dollars(self.cost_left_usd)}")
+            parts.append(f"left {duration(self.seconds_left)}{dollars(self.cost_left_usd)}")
         return " | ".join(parts)
 
 
@@ -100,5 +100,6 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-def _dollars(cost_usd: float | None) -> str:
-    return "" if cost_usd is None else f" ${cost_usd:,.2f}"
+def dollars(cost_usd: float | None, *, before: str = " ") -> str:
+    """Spell an amount behind a time; nothing where it is unknown."""
+    return "" if cost_usd is None else f"{before}${cost_usd:,.2f}"

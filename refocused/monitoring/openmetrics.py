@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from refocused.atomic_file import replace_file
-from refocused.monitoring.trackers import Record, scalars
+from refocused.monitoring.trackers import END, Record, scalars
 
 _HELP = {
     "train_step": "Optimizer steps made.",
@@ -60,9 +60,9 @@ class OpenMetricsTracker:
 
     def write(self, record: Record) -> None:
         """Replace the file by one with a record's numbers, besides those of other kinds."""
-        if record["kind"] not in ("step", "validation"):
+        if record["kind"] not in ("step", "validation", END):
             return
-        group = "train" if record["kind"] == "step" else "validation"
+        group = "validation" if record["kind"] == "validation" else "train"
         numbers = {**scalars(record), f"{group}/step": float(str(record["step"]))}
         known = {name.replace("/", "_"): value for name, value in numbers.items()}
         self._values |= {name: value for name, value in known.items() if name in _HELP}

@@ -11,6 +11,7 @@ from refocused.monitoring.history import unix_time
 from refocused.monitoring.tail import JsonLinesTail, number, whole_number
 
 PERFORMANCE_FILE = Path("logs") / "performance_metrics.jsonl"
+FINISHED = "finished"  # true in the last line of a session that made the run's last step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,7 +73,8 @@ class RunTime:
         spent: Of all sessions.
         redone_seconds: Computing of steps that a rewind threw away: they were made again.
         later_start_up_seconds: Of all sessions but the first; part of `spent`.
-        away_seconds: Between sessions; a session ends with its last line.
+        away_seconds: Between sessions, but not after the run had finished; a session ends with
+            its last line.
         seconds_trained: Of all sessions, as the run itself counts them.
         cost_usd: Of that time; None while no price is known.
     """
@@ -144,6 +146,7 @@ class RunTimeReader:
         self.found = RunTime()
         self._made: list[_Made] = []
         self._ended: float | None = None
+        self._is_finished = False
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take the next line; one that is about something else is passed over."""
@@ -161,7 +164,7 @@ class RunTimeReader:
         lost = sum(one.seconds for one in self._made) - sum(one.seconds for one in kept)
         self._made = [one for one in kept if one.last > one.first]
         away, now = 0.0, unix_time(record.get("time"))
-        if self._ended is not None and now is not None:
+        if self._ended is not None and now is not None and not self._is_finished:
             away = max(0.0, now - spent.total_seconds - self._ended)
         self._add(
             record,
@@ -182,6 +185,7 @@ class RunTimeReader:
     def _add(self, record: Mapping[str, Any], spent: TimeSpent, **changes: Any) -> None:
         found = self.found
         self._ended = unix_time(record.get("time")) or self._ended
+        self._is_finished = record.get(FINISHED) is True
         trained, cost = number(record, "seconds_trained"), number(record, "cost_usd")
         self.found = dataclasses.replace(
             found,

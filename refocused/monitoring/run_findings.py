@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from refocused.config.prices import cost_usd
 from refocused.monitoring.history import LossHistory, LossPoint, StepPoint, unix_time
 from refocused.monitoring.run_view import (
     ENDED_EARLY,
@@ -104,9 +105,9 @@ def view_of(found: Findings, *, now: float) -> RunView:
         last_step=last,
         silent_seconds=None if updated is None else max(0.0, now - updated),
         seconds_trained=_plus(number(state, "seconds"), passed),
-        cost_usd=_plus(number(state, "cost_usd"), passed / 3600 * (price or 0.0)),
+        cost_usd=_plus(number(state, "cost_usd"), cost_usd(passed, price) or 0.0),
         seconds_left=left,
-        cost_left_usd=left / 3600 * price if left is not None and price is not None else None,
+        cost_left_usd=cost_usd(left, price),
         resumes_from=resumes_from,
         budget_usd=number(cost, "budget_usd"),
         ends=now + left if left is not None and status in LIVE else None,

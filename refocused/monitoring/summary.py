@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from refocused.atomic_file import replace_file
-from refocused.monitoring.dashboard_words import dollars, moment, percent, time_text, value
+from refocused.config.prices import usd_per_million_tokens
+from refocused.monitoring.dashboard_words import moment, percent, time_text, value
 from refocused.monitoring.gpu_minutes import GpuMinute, read_gpu_minutes
-from refocused.monitoring.metrics import duration, perplexity
+from refocused.monitoring.metrics import dollars, duration, perplexity
 from refocused.monitoring.run_view import Event, RunView
 from refocused.monitoring.run_view_files import event_of
 from refocused.monitoring.summary_page import render_page
@@ -131,11 +132,6 @@ def as_markdown(summary: Summary) -> str:
         lines += ["", "Warnings and failures, the last ones:", ""]
         lines += [f"- {_cell(trouble)}" for trouble in summary.troubles]
     return "\n".join([*lines, "", f"Written {summary.written}.", ""])
-
-
-def usd_per_million_tokens(cost_usd: float | None, tokens: int | None) -> float | None:
-    """Return the price of a million tokens; None where it is unknown."""
-    return cost_usd / tokens * 1e6 if cost_usd is not None and tokens else None
 
 
 def _progress(view: RunView) -> list[tuple[str, str]]:

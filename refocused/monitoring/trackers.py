@@ -18,7 +18,11 @@ Record = Mapping[str, object]
 NoteKind = Literal["tracker", "tracker_warning"]
 
 ROOM = 1000  # records of less than 2 KB each, but the rare ones of histograms
-_GROUPS = {"step": "train"}  # what the metrics of a kind of record begin with, if not the kind
+END = "end"  # kind of a session's last record: the time and the cost of the whole run
+_GROUPS = {
+    "step": "train",
+    END: "train",
+}  # what the metrics of a kind of record begin with, if not the kind
 
 
 class Tracker(Protocol):

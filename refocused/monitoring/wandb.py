@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from refocused.monitoring.trackers import Record, histograms, scalars, step_of
+from refocused.monitoring.trackers import END, Record, histograms, scalars, step_of
 from refocused.monitoring.wandb_identity import WandbNote, missing_records, write_note
 
 REACH_SECONDS = 5.0
@@ -108,6 +108,8 @@ class WandbTracker:
         if self._note.is_told(kind, step):
             return
         self._run.log({**_values(record), _STEP: step})
+        if kind == END:  # of every session, also where it repeats steps
+            return
         self._note = self._note.with_told(kind, step)
         self._unsafe.append((self._clock(), self._note))
         self._note_what_is_safe()

@@ -12,13 +12,13 @@ from pathlib import Path
 from refocused.checkpoints.branches import saved_steps
 from refocused.checkpoints.mirror_status import MirrorStatus
 from refocused.config.outputs import CheckpointConfig
+from refocused.config.prices import cost_usd
 from refocused.errors import ExitCode
-from refocused.monitoring.metrics import duration, perplexity
+from refocused.monitoring.metrics import dollars, duration, perplexity
 from refocused.training.final_model import FinalModel
 from refocused.training.loop import Outcome
 from refocused.training.parts import Parts
 from refocused.training.reporter import TRACKERS_END_S
-from refocused.training.state import TrainState
 from refocused.training.stopping import StopReason, StopRequest
 
 logger = logging.getLogger(__name__)
@@ -191,9 +191,9 @@ class DrainProgress:
         if status is not None:
             said = status.progress(saved_steps(self._checkpoints))
         left_s = max(0.0, self._ends_at - self._clock())
-        price = self._per_hour_usd
+        price = cost_usd(left_s, self._per_hour_usd)
         known = [
-            *([f"${left_s / 3600 * price:,.2f}"] if price is not None else []),
+            *([f"${price:,.2f}"] if price is not None else []),
             *([f"set by {self._setting}"] if self._setting is not None else []),
         ]
         more = f"{duration(left_s)} more" + (f" ({'; '.join(known)})" if known else "")
@@ -217,7 +217,7 @@ def _summary(
     state, saved = outcome.state, parts.saver.saved_step == outcome.state.step
     lines = [
         f"done  step {state.step:,} of {parts.total_steps:,}, {state.tokens:,} tokens, "
-        f"{duration(state.seconds)}{_dollars(state)}"
+        f"{duration(state.seconds)}{dollars(state.cost_usd, before=', ')}"
         + (f" | stopped by {outcome.stopped.text}" if outcome.stopped else "")
     ]
     used = parts.reporter.run_time()
@@ -249,7 +249,3 @@ def _summary(
     else:
         lines.append(f"      train on: {_MAX_STEPS.sub('', command)} --max-steps N")
     return lines
-
-
-def _dollars(state: TrainState) -> str:
-    return "" if state.cost_usd is None else f", ${state.cost_usd:,.2f}"

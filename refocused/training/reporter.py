@@ -10,11 +10,13 @@ from pathlib import Path
 
 import torch
 
+from refocused.config.prices import cost_usd
 from refocused.engine.engine import Engine
 from refocused.engine.histograms import Histograms
 from refocused.inference.multiple_choice import TaskResult
 from refocused.monitoring.metrics import duration, perplexity
 from refocused.monitoring.performance import (
+    FINISHED,
     PERFORMANCE_FILE,
     RunTime,
     TimeSpent,
@@ -23,7 +25,7 @@ from refocused.monitoring.performance import (
 from refocused.monitoring.records import JsonLines, utc_now, write_state
 from refocused.monitoring.throughput import Throughput
 from refocused.monitoring.time_book import TimeBook
-from refocused.monitoring.trackers import Record, Trackers
+from refocused.monitoring.trackers import END, Record, Trackers
 from refocused.process_identity import this_process
 from refocused.training.state import TrainState
 from refocused.training.step_figures import RunFigures, StepFigures
@@ -97,10 +99,16 @@ class Reporter:
         self._tell_time("session", state, None)
 
     def end(self, state: TrainState) -> TrainState:
-        """Note that the run's last wait is over; return the state with all of its time booked."""
+        """Note that the run's last wait is over; return the state with all of its time booked.
+
+        That is the run's cost: trackers get it too, in place of the last step's.
+        """
         self._throughput.lap("ending")
-        self._tell_time("time", state, None)
-        return self.booked(state)
+        state, spent = self.booked(state), self._time_book.since_last()
+        is_finished = state.step >= self._figures.total_steps
+        self._record_time("time", state, spent, **({FINISHED: True} if is_finished else {}))
+        self._track_end(state)
+        return state
 
     def run_time(self) -> RunTime:
         """Return where the time of all sessions went, as the run's file tells it."""
@@ -109,10 +117,10 @@ class Reporter:
     def booked(self, state: TrainState) -> TrainState:
         """Return a state with this session's time and money added."""
         session = self._throughput.session_seconds
-        price = self._figures.per_hour_usd
         cost = self._cost_before
-        if price is not None:
-            cost = (cost or 0.0) + session / 3600 * price
+        more = cost_usd(session, self._figures.per_hour_usd)
+        if more is not None:
+            cost = (cost or 0.0) + more
         return dataclasses.replace(state, seconds=self._seconds_before + session, cost_usd=cost)
 
     def spent_usd(self) -> float:
@@ -240,6 +248,7 @@ class Reporter:
         """
         state = self.booked(self._latest or state)
         self._record_time("time", state, self._time_book.rest_as_other())
+        self._track_end(state)
         self.event("failed", "", error=str(error), step=state.step, exit_code=exit_code)
         self.write_state(state, "failed", exit_code=exit_code)
         self.end_tracking(exit_code, limit_seconds=TRACKERS_END_S)
@@ -266,12 +275,16 @@ class Reporter:
         if self._trackers is not None:
             self._trackers.record(record)
 
+    def _track_end(self, state: TrainState) -> None:
+        cost = {"seconds_trained": state.seconds, "cost_usd": state.cost_usd}
+        self._track({"kind": END, "step": state.step, **cost})
+
     def _tell_time(self, kind: str, state: TrainState, waited_seconds: float | None) -> None:
         """Record what the time since the last such record was spent on."""
         spent = self._time_book.since_last(waited_seconds=waited_seconds)
         self._record_time(kind, self.booked(state), spent)
 
-    def _record_time(self, kind: str, state: TrainState, spent: TimeSpent) -> None:
+    def _record_time(self, kind: str, state: TrainState, spent: TimeSpent, **more: object) -> None:
         first, self._told_step = self._told_step, state.step
         self.performance(
             kind,
@@ -280,6 +293,7 @@ class Reporter:
             **{name: round(seconds, 4) for name, seconds in spent.as_record().items()},
             seconds_trained=state.seconds,
             cost_usd=state.cost_usd,
+            **more,
         )
 
     def _source_progress(self, state: TrainState) -> dict[str, object]:

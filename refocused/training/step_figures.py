@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from refocused.checkpoints.branches import FIRST_BRANCH, Branch
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
+from refocused.config.prices import cost_usd
 from refocused.engine.engine import Engine
 from refocused.engine.schedule import learning_rate
 from refocused.estimate.work import CREDIBLE_MFU
@@ -82,7 +83,6 @@ class StepFigures:
             tasks=figures.cadence.tasks_left(state.step, figures.total_steps),
             samples=figures.cadence.samples_left(state.step, figures.total_steps),
         )
-        price = figures.per_hour_usd
         mfu = figures.mfu(speed) if speed else None
         refused = mfu is not None and mfu > figures.credible_mfu
         metrics = StepMetrics(
@@ -109,7 +109,7 @@ class StepFigures:
             seconds_left=left,
             seconds_trained=state.seconds,
             cost_usd=state.cost_usd,
-            cost_left_usd=left / 3600 * price if left is not None and price else None,
+            cost_left_usd=cost_usd(left, figures.per_hour_usd),
         )
         return metrics, mfu if refused else None
 

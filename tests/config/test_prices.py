@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from refocused.config.prices import MachinePrice, read_prices
+from refocused.config.prices import (
+    MachinePrice,
+    cost_usd,
+    read_prices,
+    usd_per_million_tokens,
+)
 from refocused.errors import ConfigError
 from refocused.hardware import gpu_facts
 
@@ -60,3 +65,22 @@ def test_a_wrong_list_is_refused_with_the_place(tmp_path: Path, text: str, wante
 def test_a_missing_list_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_prices(tmp_path / "prices.yaml")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "price", "expected"),
+    [(1800.0, 24.0, 12.0), (0.0, 24.0, 0.0), (None, 24.0, None), (1800.0, None, None)],
+)
+def test_the_cost_of_a_time(
+    seconds: float | None, price: float | None, expected: float | None
+) -> None:
+    assert cost_usd(seconds, price) == expected
+
+
+@pytest.mark.parametrize(
+    ("cost", "tokens", "expected"), [(30.0, 10_000_000, 3.0), (None, 5, None), (3.0, 0, None)]
+)
+def test_the_price_of_a_million_tokens(
+    cost: float | None, tokens: int, expected: float | None
+) -> None:
+    assert usd_per_million_tokens(cost, tokens) == expected

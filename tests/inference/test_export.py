@@ -106,7 +106,10 @@ def test_the_card_says_where_the_model_comes_from(saved: dict[int, Path], tmp_pa
     card = (tmp_path / "out" / "README.md").read_text()
     for fact in ("sample, step 2", "2,048 trained on", "f00d", "4.2500 (perplexity 70.11)"):
         assert fact in card
-    assert "| time | 1.00 h of training |\n| cost | $2.50 |" in card
+    assert (
+        "| time | 1.00 h until this step was saved |\n| cost | $2.50 until this step was saved |"
+        in card
+    )
 
 
 def test_a_named_tokenizer_goes_along(saved: dict[int, Path], tmp_path: Path) -> None:

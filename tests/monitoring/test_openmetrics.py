@@ -70,6 +70,9 @@ def test_the_file_holds_the_newest_of_every_figure(tmp_path: Path) -> None:
     assert (values["validation_loss"], values["validation_step"]) == (3.5, 40)
     assert (values["training"], values["updated_timestamp_seconds"]) == (1, 1.7e9)
     assert "train_mfu_fraction" not in values  # unknown is left out
+    told.write({"kind": "end", "step": 50, "seconds_trained": 100.0, "cost_usd": 1.75})
+    values = read(file.read_text())
+    assert (values["train_cost_usd"], values["train_loss"]) == (1.75, 3.125)
     told.close(0)
     assert read(file.read_text())["training"] == 0
     assert list(tmp_path.iterdir()) == [file]

@@ -68,6 +68,17 @@ def test_a_start_from_scratch_loses_everything() -> None:
     assert (found.redone_seconds, found.productive_seconds) == (230.0, 0.0)
 
 
+def test_the_time_after_a_finished_run_is_not_away() -> None:
+    ended = {**SECOND[-1], "finished": True}
+    again = [line("session", 200, "2026-11-22T20:00:00", start_up=9.0)]
+    found = run_time([*FIRST, *SECOND[:-1], ended, *again])
+    assert found.away_seconds == 300.0  # between the first two sessions
+    assert found.elapsed_seconds == 790.0 + 9.0
+    longer = [line("time", 300, "2026-11-22T20:01:00", first=200, forward_backward=60)]
+    third = [line("session", 300, "2026-11-22T21:01:00", start_up=60.0)]  # killed an hour before
+    assert run_time([*FIRST, *SECOND[:-1], ended, *again, *longer, *third]).away_seconds == 3840.0
+
+
 def test_a_clock_that_was_set_back_makes_no_negative_time() -> None:
     found = run_time([*FIRST, line("session", 150, "2026-11-22T07:00:00", start_up=5.0)])
     assert found.away_seconds == 0.0

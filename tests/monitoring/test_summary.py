@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from monitoring.watched_run import GPU, NOW, WatchedRun, new_run
 
-from refocused.monitoring.summary import counts, usd_per_million_tokens, write_summary
+from refocused.monitoring.summary import counts, write_summary
 from refocused.monitoring.summary_picture import thinned
 
 PNG = b"\x89PNG"
@@ -103,15 +103,6 @@ def test_of_a_run_of_which_little_is_known_there_is_a_summary_too(
 def test_events_are_counted_by_what_they_tell_of() -> None:
     found = counts([{"kind": "alarm", "raised": True}, {"kind": "alarm"}, {"text": "x"}])
     assert (found.sessions, found.saves, found.stall_seconds, found.alarms) == (0, 0, None, 1)
-
-
-@pytest.mark.parametrize(
-    ("cost", "tokens", "expected"), [(30.0, 10_000_000, 3.0), (None, 5, None), (3.0, 0, None)]
-)
-def test_the_price_of_a_million_tokens(
-    cost: float | None, tokens: int, expected: float | None
-) -> None:
-    assert usd_per_million_tokens(cost, tokens) == expected
 
 
 def test_a_long_line_is_thinned_by_means_and_keeps_its_gaps() -> None:

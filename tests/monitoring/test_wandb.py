@@ -128,6 +128,16 @@ def test_a_session_that_repeats_steps_tells_none_of_them_twice(tmp_path: Path) -
     assert [one["validation/loss"] for one in told[1].history if "validation/loss" in one] == [3.0]
 
 
+def test_the_cost_at_the_end_takes_the_place_of_the_last_steps(tmp_path: Path) -> None:
+    paid: Record = {**step(3), "cost_usd": 4.15}
+    end: Record = {"kind": "end", "step": 3, "cost_usd": 4.48}
+    Session(tmp_path, WandbNote("tiny-1", 0)).tell(paid, end)
+    (told,) = offline_sessions(tmp_path)
+    costs = [record["train/cost_usd"] for record in told.history if "train/cost_usd" in record]
+    assert costs == [4.15, 4.48]
+    assert read_note(tmp_path / "wandb" / "note.json") == WandbNote("tiny-1", 0, {"step": 3})
+
+
 def test_histograms_are_told(tmp_path: Path) -> None:
     Session(tmp_path, WandbNote("tiny-1", 0)).tell(HISTOGRAMS)
     ((record,),) = [told.history for told in offline_sessions(tmp_path)]

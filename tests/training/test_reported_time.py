@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from reporter_session import PLAN, Session
 
 from refocused.batches.position import Position
+from refocused.monitoring.trackers import Record, Trackers
 from refocused.training.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("screen")
@@ -76,6 +78,44 @@ def test_every_second_of_a_session_is_recorded_once(tmp_path: Path) -> None:
     assert (ending["save_stall_seconds"], ending["ending_seconds"]) == (8.0, 4.0)
     assert ending["seconds_trained"] == 30.0 + 16.5 + 12.0
     assert session.reporter.run_time().goodput_fraction == 14.0 / 58.5
+
+
+class Listening:
+    """Stands for the trackers."""
+
+    def __init__(self) -> None:
+        self.costs: list[object] = []
+
+    def record(self, record: Record) -> None:
+        if "cost_usd" in record:
+            self.costs.append(record["cost_usd"])
+
+    def close(self, exit_code: int, *, limit_seconds: float) -> None: ...
+
+
+def test_one_cost_is_told_everywhere_at_the_end(tmp_path: Path) -> None:
+    session, trackers = Session(tmp_path, per_hour_usd=100.0), Listening()
+    session.reporter.track(cast("Trackers", trackers))
+    session.reporter.start(TrainState())
+    state = session.step(TrainState(step=100), seconds=36.0)
+    assert trackers.costs == [pytest.approx(1.0)]
+    session.clock.now += 72.0  # the mirror, the export
+    state = session.reporter.end(state)
+    session.reporter.write_state(state, "finished")
+    assert state.cost_usd == pytest.approx(3.0)
+    assert trackers.costs[-1] == state.cost_usd == session.state_file()["cost_usd"]
+    last = session.records("performance_metrics")[-1]
+    assert (last["cost_usd"], last["finished"]) == (state.cost_usd, True)
+
+
+def test_the_end_of_a_failed_session_is_told_too(tmp_path: Path) -> None:
+    session, trackers = Session(tmp_path, per_hour_usd=100.0), Listening()
+    session.reporter.track(cast("Trackers", trackers))
+    session.reporter.start(TrainState())
+    session.clock.now += 36.0
+    session.reporter.write_failure(TrainState(step=7), RuntimeError("lost"), 1)
+    assert trackers.costs == [session.state_file()["cost_usd"]] == [pytest.approx(1.0)]
+    assert "finished" not in session.records("performance_metrics")[-1]
 
 
 def test_without_a_price_the_cost_stays_what_it_was(tmp_path: Path) -> None:
