@@ -220,7 +220,7 @@ def join_world(asked_device: str) -> World:
 
     _complete_environment()
     alone = ranks_from_environment(dict(os.environ))
-    gpus = torch.cuda.device_count()
+    gpus = 0 if asked_device == "cpu" else torch.cuda.device_count()
     kind = choose_device(asked_device, local_world_size=alone.local_world_size, gpus=gpus)
     if kind == "cuda":
         torch.cuda.set_device(alone.local_rank)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from refocused.checkpoints.branches import saved_steps
 from refocused.commands import train
@@ -22,11 +20,12 @@ from refocused.commands.quantities import count
 from refocused.commands.supervision import Verdict, may_restart
 from refocused.commands.supervisor import StopSignals, Supervisor
 from refocused.commands.typed_command import VISIBLE, without_resume
+from refocused.config.decode import LoadedRun
 from refocused.errors import ExitCode, RefocusedError, ShardError
+from refocused.estimate.choice import refuse_cpu
+from refocused.monitoring.gpu import NoGpusError
+from refocused.monitoring.gpu_driver import gpu_capabilities
 from refocused.training.launch import Launch
-
-if TYPE_CHECKING:
-    from refocused.config.decode import LoadedRun
 
 GRACE_SECONDS = 300
 SPOT_GRACE_SECONDS = 25  # a spot machine is gone about 30 s after its notice
@@ -85,10 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.OK
     wanted = train.build_parser().read(arguments)
     try:
-        section = _checked(train.load(wanted)).config.run  # before anything starts
+        loaded = _checked(train.load(wanted))  # wrong use is said before anything starts
     except RefocusedError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    section = loaded.config.run
     run = Path(section.directory) / section.name
     signals = StopSignals()
     signals.install()
@@ -101,8 +101,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         grace_seconds=own.grace or (SPOT_GRACE_SECONDS if own.spot else GRACE_SECONDS),
         signals=signals,
         began_seconds=began,
+        count_gpus=lambda: usable_gpus(loaded, os.environ),
     )
-    return launches.until_the_end(restarts=own.restarts)
+    try:
+        return launches.until_the_end(restarts=own.restarts)
+    except RefocusedError as error:
+        say(str(error))
+        return error.exit_code
 
 
 def _checked(loaded: LoadedRun) -> LoadedRun:
@@ -131,6 +136,7 @@ class _Launches:
         grace_seconds: float,
         signals: StopSignals,
         began_seconds: float,
+        count_gpus: Callable[[], int],
     ) -> None:
         self._again = _again(typed, os.environ)
         self._arguments = list(arguments)
@@ -138,6 +144,7 @@ class _Launches:
         self._grace_seconds = grace_seconds
         self._signals = signals
         self._began_seconds = began_seconds
+        self._count_gpus = count_gpus
 
     def until_the_end(self, *, restarts: int) -> int:
         """Launch, again after a crash if that is allowed; return the true exit code."""
@@ -163,13 +170,14 @@ class _Launches:
         return verdict.code
 
     def _launch(self) -> Verdict:
+        gpus = self._count_gpus()
+        environment = training_environment(os.environ, gpus=gpus)
+        command = deepspeed_command(environment, gpus=gpus)
         launch = Launch.create(
             began_seconds=self._began_seconds,
             grace_seconds=self._grace_seconds,
             command=self._again,
         )
-        environment = training_environment(os.environ, gpus=count_gpus())
-        command = deepspeed_command(environment, gpus=count_gpus())
         try:
             verdict = Supervisor(
                 launch,
@@ -194,13 +202,21 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
-def count_gpus() -> int:
-    """Count the machine's GPUs, as its driver lists them."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return 0
-    listed = subprocess.run([tool, "--list-gpus"], capture_output=True, text=True, check=False)
-    return sum(line.startswith("GPU") for line in listed.stdout.splitlines())
+def usable_gpus(loaded: LoadedRun, environment: Mapping[str, str]) -> int:
+    """Count the machine's GPUs; 0 where the run is to train on the CPU.
+
+    Raises:
+        RefocusedError: The driver hangs, or a large model would train on the CPU by accident.
+    """
+    gpus = 0
+    if loaded.config.run.device != "cpu":
+        try:
+            gpus = len(gpu_capabilities())
+        except NoGpusError as error:
+            say(f"WARN  {error}")
+    if not gpus:
+        refuse_cpu(loaded, ranks=int(environment.get("RANKS") or CPU_RANKS))
+    return gpus
 
 
 def training_environment(environment: Mapping[str, str], *, gpus: int) -> dict[str, str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from refocused.doctor.finding import Finding
+from refocused.errors import RefocusedError
 from refocused.monitoring.gpu_alarms import gpu_readings
 from refocused.monitoring.samples import GpuSample
 
@@ -25,6 +26,7 @@ class Gpus:
         driver_cuda: Newest CUDA that the driver runs; None: unknown.
         torch_cuda: CUDA that torch was built for; None: it was built without.
         torch_count: GPUs that torch sees (`CUDA_VISIBLE_DEVICES` counts).
+        capability: Compute capability of the least able one; None: unknown, or there are none.
     """
 
     samples: tuple[GpuSample, ...] = ()
@@ -34,6 +36,7 @@ class Gpus:
     driver_cuda: tuple[int, int] | None = None
     torch_cuda: str | None = None
     torch_count: int = 0
+    capability: tuple[int, int] | None = None
 
 
 def probe_gpus(host: str, *, wanted: int | None, environment: Mapping[str, str]) -> Gpus:
@@ -47,8 +50,12 @@ def probe_gpus(host: str, *, wanted: int | None, environment: Mapping[str, str])
     import torch
 
     from refocused.monitoring.gpu import GpuReader, NoGpusError
-    from refocused.monitoring.gpu_driver import driver_versions
+    from refocused.monitoring.gpu_driver import driver_versions, gpu_capabilities
 
+    try:
+        known = dict(enumerate(gpu_capabilities()))  # torch would hang where the driver does
+    except RefocusedError as error:
+        return Gpus(note=str(error), is_fault=True)
     torch_cuda, torch_count = torch.version.cuda, torch.cuda.device_count()
     try:
         reader = GpuReader(
@@ -77,6 +84,7 @@ def probe_gpus(host: str, *, wanted: int | None, environment: Mapping[str, str])
         driver_cuda=driver_cuda,
         torch_cuda=torch_cuda,
         torch_count=torch_count,
+        capability=min((one for gpu in samples if (one := known.get(gpu.index))), default=None),
     )
 
 

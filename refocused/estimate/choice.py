@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from refocused.config.decode import LoadedRun
 from refocused.config.model import ModelConfig
 from refocused.config.optimization import BatchConfig, Dtype, ZeroConfig, ZeroSettings
 from refocused.config.shape import ModelShape
 from refocused.errors import ConfigError
 from refocused.estimate.memory import MemoryPlan, plan_memory
+from refocused.estimate.work import count_parameters
 
 # From this many tokens a pass a GPU computes more than it waits for the host, at these sizes;
 # assumed. A stage that leaves room for fewer gives way to one that leaves more.
 BUSY_TOKENS = 8192
 # A pass of a CPU rank, where memory is shared with everything else.
 MODEST_TOKENS = 4096
+TRIAL_PARAMETERS = 50_000_000  # a larger model on several CPU ranks is an accident, not a trial
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,6 +122,23 @@ def needless_offload(
         shape, model=model, micro=choice.micro, zero=bare, dtype=dtype, ranks=ranks
     )
     return memory if memory.fits(memory_bytes) else None
+
+
+def refuse_cpu(loaded: LoadedRun, *, ranks: int) -> None:
+    """Refuse to train a large model on several CPU ranks, unless the run file says so.
+
+    Raises:
+        ConfigError: `run.device: auto` found no GPU.
+    """
+    count = count_parameters(
+        loaded.shape, vocabulary_multiple=loaded.config.model.vocabulary_multiple
+    )
+    if loaded.config.run.device == "auto" and ranks > 1 and count.total > TRIAL_PARAMETERS:
+        raise ConfigError(
+            f"run.device=auto found no GPU on this machine, and {ranks} ranks would train "
+            f"{count.total / 1e6:,.0f} M parameters on the CPU. Find out why with "
+            "launch/doctor.py, or set run.device=cpu to train on the CPU on purpose."
+        )
 
 
 def _candidates(zero: ZeroSettings) -> Iterator[ZeroConfig]:

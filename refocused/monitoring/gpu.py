@@ -77,7 +77,7 @@ class GpuReader:
         Raises:
             NoGpusError: There is no driver, or it cannot be talked to.
         """
-        count = _open_library()
+        count = open_library()
         self._clock = clock
         self._counted: dict[int, tuple[float, int | None, int | None]] = {}
         self._slow_values: dict[int, tuple[float | None, Mapping[str, Any]]] = {}
@@ -150,8 +150,12 @@ class GpuReader:
         return _rate(before[1], sent_kib, seconds), _rate(before[2], received_kib, seconds)
 
 
-def _open_library() -> int:
-    """Open the library; return how many GPUs it knows."""
+def open_library() -> int:
+    """Open NVIDIA's library; return how many GPUs it knows.
+
+    Raises:
+        NoGpusError: There is no driver, or it cannot be used.
+    """
     try:
         pynvml.nvmlInit()
         return int(pynvml.nvmlDeviceGetCount())
@@ -175,7 +179,7 @@ def _fault(error: Any) -> str:
         pynvml.NVML_ERROR_NO_PERMISSION: "this user may not open it. Give it access to "
         "/dev/nvidiactl",
     }.get(error.value, f"{error}. See what nvidia-smi says")
-    return f"The NVIDIA driver does not answer: {what}. Until then no GPU is watched."
+    return f"The NVIDIA driver does not answer: {what}. Until then no GPU can be used."
 
 
 def _opened(index: int) -> _Gpu:

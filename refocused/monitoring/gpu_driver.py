@@ -1,10 +1,59 @@
-"""The versions of NVIDIA's driver."""
+"""What NVIDIA's driver says of itself and of its GPUs, also where it may hang."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import subprocess
+import sys
+from typing import Any
 
 import pynvml
+
+from refocused.errors import RefocusedError
+from refocused.monitoring.gpu import NoGpusError, open_library
+
+LIMIT_SECONDS = 30.0  # the first call after a start of the machine takes a few
+QUERY = [sys.executable, "-P", "-m", "refocused.monitoring.gpu_driver"]
+
+Capability = tuple[int, int]
+
+
+def gpu_capabilities() -> list[Capability | None]:
+    """Return the compute capability of each GPU of this machine; None: the GPU does not tell.
+
+    Another process queries the driver: a driver that hangs takes its caller along. That process
+    is not waited for, because SIGKILL may not end it either.
+
+    Raises:
+        NoGpusError: The driver is there and cannot be used.
+        RefocusedError: It hangs.
+    """
+    query = subprocess.Popen(
+        QUERY,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        answer, _ = query.communicate(timeout=LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        query.kill()
+        raise RefocusedError(
+            f"The NVIDIA driver did not answer within {LIMIT_SECONDS:.0f} s. Restart the machine, "
+            "or set run.device=cpu to train without GPUs."
+        ) from None
+    if query.returncode:
+        raise NoGpusError(
+            f"The NVIDIA driver does not answer: the query ended with code {query.returncode}. "
+            "See what nvidia-smi says.",
+            is_fault=True,
+        )
+    found = json.loads(answer)
+    if "fault" in found:
+        raise NoGpusError(found["fault"], is_fault=True)
+    return [None if one is None else (one[0], one[1]) for one in found["capabilities"]]
 
 
 def driver_versions() -> tuple[str | None, tuple[int, int] | None]:
@@ -20,3 +69,25 @@ def driver_versions() -> tuple[str | None, tuple[int, int] | None]:
         number = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())  # 12080 is 12.8
         cuda = (number // 1000, number % 1000 // 10)
     return driver, cuda
+
+
+def _answer() -> dict[str, Any]:
+    """Query the driver in this process."""
+    try:
+        count = open_library()
+    except NoGpusError as error:
+        return {"fault": str(error)} if error.is_fault else {"capabilities": []}
+    return {"capabilities": [_capability(index) for index in range(count)]}
+
+
+def _capability(index: int) -> Capability | None:
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    except pynvml.NVMLError:
+        return None
+    return major, minor
+
+
+if __name__ == "__main__":
+    print(json.dumps(_answer()))

@@ -8,7 +8,10 @@ import pytest
 from monitoring.watched_run import new_run
 
 from refocused.commands import launch
-from refocused.errors import ExitCode
+from refocused.config.decode import load_run
+from refocused.errors import ConfigError, ExitCode, RefocusedError
+from refocused.monitoring import gpu_driver
+from refocused.monitoring.gpu import NoGpusError
 
 RUN = """
 run: {steps: 20, device: cpu}
@@ -50,23 +53,58 @@ def test_without_a_gpu_deepspeed_is_told_not_to_look_for_one(
     assert chosen["PYTHONWARNINGS"] == "ignore"
 
 
-@pytest.mark.parametrize("lines", [0, 8])
-def test_gpus_are_those_that_the_driver_lists(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: int
-) -> None:
-    tool = tmp_path / "nvidia-smi"
-    listed = "".join(f"GPU {number}: NVIDIA H100\\n" for number in range(lines))
-    tool.write_text(f'#!/bin/sh\nprintf "{listed or "No devices were found"}"\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert launch.count_gpus() == lines
+def drivers(monkeypatch: pytest.MonkeyPatch, answer: list[None] | RefocusedError) -> list[str]:
+    """Stand in for the driver; return the list that notes each time it is asked."""
+    asked: list[str] = []
+
+    def capabilities() -> list[None]:
+        asked.append("")
+        if isinstance(answer, RefocusedError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(launch, "gpu_capabilities", capabilities)
+    return asked
 
 
-def test_a_machine_without_the_driver_has_no_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_gpus_are_those_that_the_driver_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = drivers(monkeypatch, [None] * 8)
+    assert launch.usable_gpus(load_run("gpt2_124m"), {}) == 8
+    assert launch.usable_gpus(load_run("gpt2_124m", ["run.device=cpu"]), {}) == 0
+    assert len(asked) == 1  # for the CPU nobody has to ask
+
+
+def test_a_driver_at_fault_leaves_the_cpu_and_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert launch.count_gpus() == 0
+    drivers(monkeypatch, NoGpusError("The NVIDIA driver does not answer.", is_fault=True))
+    assert launch.usable_gpus(load_run("demo"), {}) == 0
+    assert capsys.readouterr().err == "WARN  The NVIDIA driver does not answer.\n"
+
+
+@pytest.mark.parametrize(("ranks", "is_refused"), [("", True), ("4", True), ("1", False)])
+def test_a_large_model_is_not_trained_on_the_cpu_by_accident(
+    monkeypatch: pytest.MonkeyPatch, ranks: str, is_refused: bool
+) -> None:
+    drivers(monkeypatch, [])
+    loaded = load_run("gpt2_124m", ["run.device=auto"])
+    if not is_refused:
+        assert launch.usable_gpus(loaded, {"RANKS": ranks}) == 0
+        return
+    with pytest.raises(ConfigError, match=r"124 M parameters on the CPU.*run\.device=cpu"):
+        launch.usable_gpus(loaded, {"RANKS": ranks})
+
+
+def test_a_launch_ends_where_the_driver_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch.StopSignals, "install", lambda self: None)
+    monkeypatch.setattr(gpu_driver, "QUERY", ["sleep", "600"])
+    monkeypatch.setattr(gpu_driver, "LIMIT_SECONDS", 0.5)
+    file = tmp_path / "tiny.yaml"
+    file.write_text(RUN.replace("device: cpu", "device: auto"))
+    assert launch.main(["--config", str(file), f"run.directory={tmp_path}"]) == ExitCode.FAILED
+    assert "The NVIDIA driver did not answer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

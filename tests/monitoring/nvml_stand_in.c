@@ -134,6 +134,12 @@ Return nvmlDeviceGetTemperature(Handle gpu, unsigned sensor, unsigned *celsius) 
 Return nvmlDeviceGetTemperatureThreshold(Handle gpu, unsigned kind, unsigned *celsius) {
     return kind == 1 ? small(gpu, "slowdown", celsius) : UNSUPPORTED;
 }
+Return nvmlDeviceGetCudaComputeCapability(Handle gpu, int *major, int *minor) {
+    unsigned number = 0;
+    Return result = small(gpu, "capability", &number);
+    *major = (int)number / 10, *minor = (int)number % 10;
+    return result;
+}
 Return nvmlDeviceGetPowerUsage(Handle gpu, unsigned *mw) { return small(gpu, "power", mw); }
 Return nvmlDeviceGetEnforcedPowerLimit(Handle gpu, unsigned *mw) {
     return small(gpu, "power_limit", mw);
