@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from refocused.engine import randomness
 from refocused.engine.checkpoint_files import HashingCheckpointEngine
 from refocused.engine.finite import FiniteUpdates, Verdict
-from refocused.engine.gathered_weights import kept_gathered
+from refocused.engine.gathered_weights import held_whole, kept_gathered
 from refocused.engine.hashed_files import WrittenFile
 from refocused.engine.histograms import Histograms, histograms_of
 from refocused.engine.optimizer import OptimizerSettings
@@ -167,6 +167,17 @@ class Engine:
         finally:
             self._engine.train()
         return loss
+
+    @contextlib.contextmanager
+    def weights_held(self) -> Iterator[None]:
+        """Gather all weights once for the forward passes inside; every rank must call.
+
+        A training step holds them whole too, from the forward to the backward pass. Parameters
+        that are offloaded are gathered for each pass, because memory comes first.
+        """
+        offloaded = self._engine.zero_offload_param() is not None
+        with contextlib.nullcontext() if offloaded else held_whole(self._engine.module):
+            yield
 
     def next_token_logits(self, input_ids: Tensor) -> Tensor:
         """Return the predictions `[B, V]` after each row's last token; every rank must call."""

@@ -1,4 +1,4 @@
-"""Weights that every rank holds whole under ZeRO-3, over a save."""
+"""Weights that every rank holds whole under ZeRO-3: over a save, and over several passes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
+from torch import nn
+
+_HOLDER = -1  # among the numbers of the modules that use a weight, which begin with 0
 
 
 @contextlib.contextmanager
@@ -41,3 +44,22 @@ def kept_gathered(optimizer: Any) -> Iterator[None]:
 def _can_be_kept(weight: Any) -> bool:
     is_whole = weight.ds_status is ZeroParamStatus.AVAILABLE
     return is_whole and bool(weight.ds_tensor.final_location != OffloadDeviceEnum.nvme)
+
+
+@contextlib.contextmanager
+def held_whole(module: nn.Module) -> Iterator[None]:
+    """Gather the weights once for all forward passes inside; every rank must call.
+
+    DeepSpeed takes a block's weights apart after each pass, but not while another module uses
+    them; so they are marked as in use. Nothing is done at other stages.
+    """
+    weights: list[Any] = [weight for weight in module.parameters() if hasattr(weight, "ds_status")]
+    apart = [one for one in weights if one.ds_status is not ZeroParamStatus.AVAILABLE]
+    with GatheredParameters(apart):
+        for weight in weights:
+            weight.ds_active_sub_modules.add(_HOLDER)
+        try:
+            yield
+        finally:
+            for weight in weights:
+                weight.ds_active_sub_modules.discard(_HOLDER)

@@ -51,12 +51,13 @@ class Sampler:
         known = torch.tensor(sorted(self.tokenizer.get_vocab().values()))
         ids = list(self.tokenizer(self.prompt)["input_ids"])
         begins = len(ids)
-        for _ in range(self.tokens):
-            if stopping():
-                return None
-            context = torch.tensor([ids[-self.context_tokens :]])
-            logits = engine.next_token_logits(context)[0].cpu()
-            ids.append(_drawn(logits, known, generator))
+        with engine.weights_held():
+            for _ in range(self.tokens):
+                if stopping():
+                    return None
+                context = torch.tensor([ids[-self.context_tokens :]])
+                logits = engine.next_token_logits(context)[0].cpu()
+                ids.append(_drawn(logits, known, generator))
         # Drawn to the end by all ranks, whose numbers may differ in their last digits.
         written = _until(ids[begins:], self.tokenizer.eos_token_id)
         text: str = self.tokenizer.decode([*ids[:begins], *written])

@@ -143,6 +143,9 @@ def look_without_training(case: Case, world: World) -> dict[str, Any]:
         passes.append(engine.accumulate(inputs, labels).item())
         validations.append(engine.validation_loss(inputs, labels).item())
     predicted = engine.next_token_logits(inputs)
+    with engine.weights_held():
+        held = [engine.next_token_logits(inputs) for _ in range(2)]
+    validations.append(engine.validation_loss(inputs, labels).item())
     engine.update(1e-3)
     plain = fresh_model(case.family).eval()
     with torch.no_grad():
@@ -153,6 +156,7 @@ def look_without_training(case: Case, world: World) -> dict[str, Any]:
         "validations": validations,
         "plain": loss,
         "furthest logit": (predicted - wanted).abs().max().item(),
+        "held alike": all(torch.equal(predicted, again) for again in held),
     }
 
 

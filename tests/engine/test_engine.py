@@ -177,8 +177,9 @@ def test_validating_and_predicting_drop_nothing_and_disturb_no_training(
     found: Found, case: Case
 ) -> None:
     looked = found[f"look {case.name}"]
-    assert looked["validations"] == pytest.approx([looked["plain"]] * 2, abs=1e-6)
+    assert looked["validations"] == pytest.approx([looked["plain"]] * 3, abs=1e-6)
     assert looked["furthest logit"] < 1e-5
+    assert looked["held alike"]
     assert len({*looked["passes"], looked["plain"]}) == 3  # training still drops
 
 

@@ -36,6 +36,12 @@ def test_a_save_sends_no_weights(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+def test_a_sample_gathers_the_model_once(found: dict[str, Any]) -> None:
+    for_each_token, held = found["in samples"]
+    assert 0 < held <= found["parameters"] * PADDED < for_each_token
+
+
+@pytest.mark.slow
 def test_no_compiler_is_imported_where_nothing_is_compiled(found: dict[str, Any]) -> None:
     assert not found["inductor"]
     assert found["compile"] == "torch"  # torch's own is back

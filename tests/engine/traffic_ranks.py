@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -67,11 +68,19 @@ def main() -> None:
     SENT.clear()
     engine.save_shards(out / "saved")
     in_a_save = dict(SENT)
+    in_samples = []
+    for holding in (contextlib.nullcontext(), engine.weights_held()):
+        SENT.clear()
+        with holding:
+            for length in (4, 5, 6):
+                engine.next_token_logits(windows()[0, 0, 0, :, :length])
+        in_samples.append(SENT["gather"])
     parameters = counted_parameters(engine._engine.module)
     if world.is_first:
         found = {
             "steps": steps,
             "in a save": in_a_save,
+            "in samples": in_samples,
             "parameters": parameters,
             "accumulation": ACCUMULATION,
             "inductor": "torch._inductor.compile_fx" in sys.modules,

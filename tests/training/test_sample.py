@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +24,12 @@ class ScriptedEngine:
     def __init__(self, vocabulary: int = 512) -> None:
         self.contexts: list[list[int]] = []
         self.vocabulary = vocabulary
+        self.held = 0
+
+    @contextlib.contextmanager
+    def weights_held(self) -> Iterator[None]:
+        self.held += 1
+        yield
 
     def next_token_logits(self, input_ids: Tensor) -> Tensor:
         self.contexts.append(input_ids[0].tolist())
@@ -53,6 +61,12 @@ def test_the_context_is_no_longer_than_what_was_trained_on() -> None:
     sample(engine, "abc", tokens=4, length=4)
     assert [len(context) for context in engine.contexts] == [3, 4, 4, 4]
     assert engine.contexts[-1] == list(b"cdef")
+
+
+def test_the_weights_are_gathered_once_for_all_tokens() -> None:
+    engine = ScriptedEngine()
+    sample(engine, "ab", tokens=5)
+    assert (engine.held, len(engine.contexts)) == (1, 5)
 
 
 def test_a_text_that_ends_is_written_up_to_there() -> None:
@@ -93,7 +107,7 @@ def test_draws_repeat_with_their_seed_and_come_from_the_likeliest() -> None:
 
 
 def test_any_tokenizer_writes(tmp_path: Path) -> None:
-    class Cats:
+    class Cats(ScriptedEngine):
         def next_token_logits(self, input_ids: Tensor) -> Tensor:
             logits = torch.zeros(1, 8)
             logits[0, 1] = 90.0
