@@ -130,7 +130,7 @@ def as_planned(setup: Setup) -> Setup:
         model=ModelConfig(preset="given", sequence_length=setup.length),
         batch=BatchConfig(micro="auto", windows=windows),
         zero=ZeroSettings(),
-        dtype=setup.precision.dtype,
+        dtype=setup.precision.resolved,
         ranks=1,
         memory_bytes=None,
     )

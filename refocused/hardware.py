@@ -1,8 +1,15 @@
-"""What is known of a GPU by its name; an unknown GPU is None, never taken for another one."""
+"""What is known of a GPU by its name, and of the processor by its flags.
+
+An unknown GPU is None, never taken for another one.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
+
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +66,16 @@ def gpu_facts(name: str) -> GpuFacts | None:
 def known_gpus() -> list[str]:
     """Return the short names of all GPUs with facts."""
     return [facts.name for facts in _FACTS]
+
+
+def cpu_flags() -> frozenset[str]:
+    """Return the instruction sets that the kernel lists for this machine's first processor."""
+    try:
+        text = CPU_INFO.read_text()
+    except OSError:
+        return frozenset()
+    flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(flags[1].split()) if flags else frozenset()
 
 
 def _key(name: str) -> str:

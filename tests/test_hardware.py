@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from refocused.hardware import gpu_facts, known_gpus
+from refocused import hardware
+from refocused.hardware import cpu_flags, gpu_facts, known_gpus
 
 
 @pytest.mark.parametrize(
@@ -60,3 +63,18 @@ def test_every_listed_gpu_answers_to_its_short_name() -> None:
         facts = gpu_facts(name)
         assert facts is not None
         assert facts.name == name
+
+
+def test_the_flags_are_those_of_the_first_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cpuinfo"
+    monkeypatch.setattr(hardware, "CPU_INFO", file)
+    assert cpu_flags() == frozenset()  # there is no such file
+    file.write_text(
+        "processor\t: 0\nmodel name\t: AMD EPYC 9354\nflags\t\t: fpu avx2 avx512_bf16\n"
+        "bugs\t\t: spectre_v1\n\nprocessor\t: 1\nflags\t\t: fpu\n"
+    )
+    assert cpu_flags() == {"fpu", "avx2", "avx512_bf16"}
+    file.write_text("processor\t: 0\nFeatures\t: fp asimd bf16\n")  # of ARM: bf16 was not tried
+    assert cpu_flags() == frozenset()

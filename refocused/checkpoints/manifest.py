@@ -11,6 +11,7 @@ import pydantic
 from refocused.bucket.bucket import checked_name
 from refocused.bucket.checksum import extended_crc32c
 from refocused.checkpoints.tiers import Tier
+from refocused.config.optimization import Dtype
 from refocused.errors import BucketError, CheckpointError, CorruptCheckpointError
 
 SCHEMA_VERSION = 2
@@ -127,7 +128,7 @@ class CheckpointManifest(pydantic.BaseModel):
     tiers: tuple[Tier, ...] = (Tier.ROLLING,)
     world_size: Annotated[int, pydantic.Field(ge=1)]
     zero_stage: Annotated[int, pydantic.Field(ge=0, le=3)]
-    dtype: str
+    dtype: Dtype
     versions: dict[str, str]
     data_fingerprint: str
     data_order: str

@@ -6,13 +6,14 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser
 from refocused.commands.quantities import count, duration_text
 from refocused.errors import ConfigError
 
 if TYPE_CHECKING:
+    from refocused.config.optimization import Dtype
     from refocused.inference.evaluation import Settings, TimedResult
     from refocused.inference.multiple_choice import Measure
     from refocused.inference.tasks import TaskFile
@@ -57,7 +58,11 @@ def add_machine_options(parser: Parser) -> None:
     """Add what says where a model computes, and in what."""
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(default: auto)")
-    add("--dtype", choices=("bf16", "fp16", "fp32"), help="(default: bf16 on GPUs, fp32 on CPUs)")
+    add(
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        help="(default: bf16 on GPUs that have it, fp16 on others, fp32 on CPUs)",
+    )
     add("--local-rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher says it
 
 
@@ -113,10 +118,20 @@ def ranks(device: str) -> World:
     return World(device_kind=kind)
 
 
-def dtype_of(arguments: argparse.Namespace, world: World) -> Literal["bf16", "fp16", "fp32"]:
+def dtype_of(arguments: argparse.Namespace, world: World) -> Dtype:
     """Return what the model computes in."""
-    usual: Literal["bf16", "fp32"] = "bf16" if world.device_kind == "cuda" else "fp32"
-    return arguments.dtype or usual
+    return arguments.dtype or usual_dtype(str(world.device))
+
+
+def usual_dtype(device: str) -> Dtype:
+    """Return what a model computes in where no option says it: fp32 on CPUs."""
+    import torch
+
+    from refocused.estimate.precision import native_dtype
+
+    if not device.startswith("cuda"):
+        return "fp32"
+    return native_dtype(capability=torch.cuda.get_device_capability(device)).dtype
 
 
 class BatchLine:

@@ -55,7 +55,11 @@ def build_parser() -> Parser:
     add("--stop", action="append", default=[], metavar="TEXT", help="end before it; repeatable")
     add("--batch", type=count, default=8, metavar="N", help="texts written at once (8)")
     add("--device", help="cpu, cuda, cuda:1 ... (default: cuda where there is one)")
-    add("--dtype", choices=("bf16", "fp16", "fp32"), help="(default: bf16 on GPUs, else fp32)")
+    add(
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        help="(default: bf16 on GPUs that have it, fp16 on others, fp32 on CPUs)",
+    )
     add(
         "--tokenizer",
         metavar="NAME",
@@ -166,6 +170,7 @@ def _sampling(arguments: argparse.Namespace) -> Sampling:
 def _load(arguments: argparse.Namespace) -> LoadedModel:
     import torch
 
+    from refocused.commands.evaluation_options import usual_dtype
     from refocused.inference.model import load_model
     from refocused.shards.tokenizers import TokenizerChoice
 
@@ -177,7 +182,7 @@ def _load(arguments: argparse.Namespace) -> LoadedModel:
         print(f"loading {source}", file=sys.stderr)
     return load_model(
         source,
-        dtype=arguments.dtype or ("bf16" if device.startswith("cuda") else "fp32"),
+        dtype=arguments.dtype or usual_dtype(device),
         device=device,
         tokenizer=None if named is None else TokenizerChoice(named, arguments.bpe_folder),
     )

@@ -12,6 +12,7 @@ from refocused.config.decode import LoadedRun
 from refocused.config.prices import MachinePrice, Prices
 from refocused.errors import ConfigError
 from refocused.estimate.choice import Choice, choose
+from refocused.estimate.precision import with_dtype
 from refocused.estimate.run_cost import (
     HOST_SECONDS_A_LAYER,
     Machine,
@@ -204,6 +205,8 @@ def estimate(
         raise ConfigError(
             f"--gpu {gpu!r}: nothing is known of it. Known are {', '.join(known_gpus())}."
         )
+    if loaded.config.precision.dtype == "auto":
+        loaded = with_dtype(loaded, "bf16")  # which every GPU of the list computes in
     each_usd = None if per_hour_usd is None else per_hour_usd / gpus
     tasks = tasks_work(loaded.config)
     asked = _Asked(loaded, facts, tasks.tokens, each_usd=each_usd, budget_usd=budget_usd)
@@ -280,7 +283,7 @@ def _on_gpus(asked: _Asked, gpus: int) -> OnGpus:
         model=config.model,
         batch=config.batch,
         zero=config.zero,
-        dtype=config.precision.dtype,
+        dtype=config.precision.resolved,
         ranks=gpus,
         memory_bytes=memory_bytes,
     )
@@ -298,7 +301,7 @@ def _on_gpus(asked: _Asked, gpus: int) -> OnGpus:
         sample=sample_work(config, layers=shape.layers, stage=choice.zero.stage),
         checkpoint=config.checkpoint,
         save_bytes=checkpoint_bytes(
-            count.allocated, stage=choice.zero.stage, dtype=config.precision.dtype
+            count.allocated, stage=choice.zero.stage, dtype=config.precision.resolved
         ),
     )
     price = asked.price(gpus)

@@ -132,8 +132,10 @@ def _print_config(loaded: LoadedRun) -> None:
     loaded = decide_vocabulary(loaded)
     config = loaded.config
     print(render_run(config))
-    if not config.zero.decided or config.batch.micro == "auto":
-        print("# What DeepSpeed is given follows from the GPUs that train: --dry-run shows it.")
+    if "auto" in (config.batch.micro, config.precision.dtype) or not config.zero.decided:
+        print(
+            "# What DeepSpeed is given follows from the hardware that trains: --dry-run shows it."
+        )
         return
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     settings = deepspeed_config(

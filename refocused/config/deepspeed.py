@@ -63,9 +63,9 @@ def reduce_bucket_elements(parameters: int) -> int:
 
 
 def _precision(precision: PrecisionConfig) -> dict[str, Any]:
-    if precision.dtype == "fp32":
+    if precision.resolved == "fp32":
         return {}
-    if precision.dtype == "bf16":
+    if precision.resolved == "bf16":
         return {"bf16": {"enabled": True}}
     return {
         "fp16": {
@@ -84,7 +84,7 @@ def _gradient_sums(precision: PrecisionConfig, zero: ZeroConfig) -> dict[str, An
 
     Adding 16 micro-batches in bf16 loses half of its 8 bits. DeepSpeed cannot do it without ZeRO.
     """
-    if precision.dtype == "fp32" or zero.stage == 0:
+    if precision.resolved == "fp32" or zero.stage == 0:
         return {}
     return {"data_types": {"grad_accum_dtype": "fp32"}}
 

@@ -99,7 +99,9 @@ class PrecisionConfig(Section):
     """What the forward and backward passes compute in; masters and moments are float32.
 
     Attributes:
-        dtype: `bf16`, `fp16` (with a dynamic loss scale) or `fp32`.
+        dtype: `bf16`, `fp16` (with a dynamic loss scale), `fp32`, or `auto`: bf16 where GPUs or
+            processors compute in it, else fp16 on GPUs and fp32 on CPUs; a resumed run keeps the
+            precision of its checkpoint.
         fp8: Products of the blocks' linear layers in 8 bits while training, with one scale for a
             whole matrix (`tensorwise`) or one for each of its rows (`rowwise`, finer and slower);
             `none`: in `dtype`. For dtype: bf16.
@@ -108,7 +110,7 @@ class PrecisionConfig(Section):
         scale_window: fp16: steps without overflow before the scale doubles.
     """
 
-    dtype: Dtype = "bf16"
+    dtype: Dtype | Literal["auto"] = "auto"
     fp8: Literal["none", "tensorwise", "rowwise"] = "none"
     tf32: bool = True
     initial_scale_power: CountOrZero = 16
@@ -116,9 +118,15 @@ class PrecisionConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _fp8_beside_bf16(self) -> PrecisionConfig:
-        if self.fp8 != "none" and self.dtype != "bf16":
+        if self.fp8 != "none" and self.dtype not in ("bf16", "auto"):
             raise ValueError(f"fp8: {self.fp8} needs dtype: bf16 for all that is not 8 bits")
         return self
+
+    @property
+    def resolved(self) -> Dtype:
+        """The dtype, once `refocused.estimate.precision` has decided what `auto` is."""
+        assert self.dtype != "auto"
+        return self.dtype
 
 
 class ZeroSettings(Section):

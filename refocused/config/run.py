@@ -40,7 +40,8 @@ class RunSection(Section):
         directory: Folder of all runs, on a disk that all machines share or on each one's own.
         steps: Optimizer steps of the whole run.
         seed: Seed of the initial weights, the dropout and the order of the data.
-        device: `cuda` refuses to start without GPUs; `auto` takes them when there are any.
+        device: `cuda` refuses to start without GPUs; `auto` takes them when there are any, and else
+            trains small models on the CPU; `cpu` trains any model there.
         time_limit_hours: Of one session, from the command's start: then the run is saved and
             stops, with exit code 4; None: no limit.
     """

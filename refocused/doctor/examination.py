@@ -29,7 +29,9 @@ from refocused.doctor.finding import Finding
 from refocused.doctor.rank_process import RankTask
 from refocused.doctor.ranks import RanksOutcome, judge_allreduce, judge_step, run_ranks
 from refocused.errors import BucketError, ConfigError
-from refocused.estimate.choice import Choice
+from refocused.estimate.choice import Choice, refuse_cpu
+from refocused.estimate.precision import BF16_CAPABILITY, native_dtype, with_dtype
+from refocused.hardware import cpu_flags
 
 Device = Literal["cuda", "cpu"]
 
@@ -108,8 +110,17 @@ class Examination:
         yield from _compiling(who, device)
         yield from gpu_checks.judge_gpus(gpus, wanted=who.gpus, device=config.run.device)
         memory_bytes = gpu_checks.smallest_memory_bytes(gpus.samples) if device == "cuda" else None
+        native = native_dtype(
+            capability=(gpus.capability or BF16_CAPABILITY) if device == "cuda" else None,
+            cpu_flags=cpu_flags(),
+        )
+        yield plan_checks.judge_precision(config.precision, native)
         choice: Choice | None = None
         try:
+            if device == "cpu":
+                refuse_cpu(who.loaded, ranks=ranks)
+            if config.precision.dtype == "auto":
+                who = dataclasses.replace(who, loaded=with_dtype(who.loaded, native.dtype))
             choice = plan_checks.plan_choice(who.loaded, ranks=ranks, memory_bytes=memory_bytes)
         except ConfigError as error:
             yield plan_checks.plan_failure(error)

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from refocused.config.decode import LoadedRun
+from refocused.config.optimization import PrecisionConfig
 from refocused.doctor.finding import Finding, size
 from refocused.doctor.machine import DiskNeed, folder_bytes
 from refocused.errors import ConfigError
 from refocused.estimate.choice import Choice, choose, needless_offload
+from refocused.estimate.precision import NativeDtype
 from refocused.estimate.storage import BEING_WRITTEN, KEPT_BESIDE, checkpoint_bytes
 from refocused.estimate.work import count_parameters
 from refocused.shards.element_types import element_type
@@ -29,10 +31,25 @@ def plan_choice(loaded: LoadedRun, *, ranks: int, memory_bytes: float | None) ->
         model=config.model,
         batch=config.batch,
         zero=config.zero,
-        dtype=config.precision.dtype,
+        dtype=config.precision.resolved,
         ranks=ranks,
         memory_bytes=memory_bytes,
     )
+
+
+def judge_precision(precision: PrecisionConfig, native: NativeDtype) -> Finding:
+    """Say what the run computes in, and why `auto` chooses that."""
+    if precision.dtype == "auto":
+        text = f"{native.dtype} (precision.dtype=auto): {native.reason}"
+        return Finding("precision", "ok", f"{text}; a resumed run keeps its checkpoint's")
+    if precision.dtype == "bf16" != native.dtype:
+        return Finding(
+            "precision",
+            "warn",
+            f"bf16 is slow here: {native.reason}",
+            f"Set precision.dtype={native.dtype}.",
+        )
+    return Finding("precision", "ok", f"{precision.dtype}, as the run file says")
 
 
 def judge_plan(
@@ -64,7 +81,7 @@ def judge_plan(
         choice,
         loaded.shape,
         model=loaded.config.model,
-        dtype=loaded.config.precision.dtype,
+        dtype=loaded.config.precision.resolved,
         ranks=ranks,
         memory_bytes=memory_bytes,
     )
@@ -93,7 +110,7 @@ def host_bytes(loaded: LoadedRun, choice: Choice, *, ranks: int) -> int:
 def step_bytes(loaded: LoadedRun, choice: Choice) -> int:
     """Return what one saved step takes."""
     return checkpoint_bytes(
-        _parameters(loaded), stage=choice.zero.stage, dtype=loaded.config.precision.dtype
+        _parameters(loaded), stage=choice.zero.stage, dtype=loaded.config.precision.resolved
     )
 
 

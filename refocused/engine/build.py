@@ -54,7 +54,7 @@ def build_engine(
         # Without this DeepSpeed compiles a C++ all-reduce at start (35-80 s, needs g++); gloo
         # gives bit-identical results.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if precision.dtype == "fp16" and not get_accelerator().is_fp16_supported():
+    if precision.resolved == "fp16" and not get_accelerator().is_fp16_supported():
         raise ConfigError(
             "precision.dtype is fp16, which this processor cannot compute. Set "
             "precision.dtype=bf16 or fp32."
@@ -102,8 +102,8 @@ def _guard(
     optimizer without ZeRO has a check of its own.
     """
     is_plain = zero["stage"] == 0
-    on_the_host = precision.dtype == "fp16" or "offload_optimizer" in zero
-    if on_the_host or (is_plain and precision.dtype != "fp32"):
+    on_the_host = precision.resolved == "fp16" or "offload_optimizer" in zero
+    if on_the_host or (is_plain and precision.resolved != "fp32"):
         return None
     updating = optimizer if is_plain else optimizer.optimizer
     if not FiniteUpdates.can_guard(updating):

@@ -122,7 +122,7 @@ def assemble_engine(job: Job) -> Built:
         model,
         block_class=model.block_class,
         batch_shape=(job.plan.micro, job.plan.sequence_length),
-        dtype=config.precision.dtype,
+        dtype=config.precision.resolved,
         choice=config.model.compile,
         world=job.world,
     )
@@ -183,7 +183,7 @@ def assemble_parts(
     _say_computation(built, reporter, precision=config.precision)
     if config.checkpoint.in_background:
         copied = copied_bytes(
-            parameters, stage=zero.stage, dtype=config.precision.dtype, world=world
+            parameters, stage=zero.stage, dtype=config.precision.resolved, world=world
         )
         require_memory_for_copies(copied, world=world, available=available_bytes)
     saver = Saver(
@@ -308,7 +308,7 @@ def _facts(job: Job, data: DataParts, parameters: int, tokenizer_json: bytes | N
     return RunFacts(
         run=config.run.name,
         zero_stage=job.planned.choice.zero.stage,
-        dtype=config.precision.dtype,
+        dtype=config.precision.resolved,
         versions={
             name: importlib.metadata.version(name)
             for name in ("refocused", "torch", "deepspeed", "transformers")

@@ -48,7 +48,8 @@ def lines(
         f"{padding} ({count.without_embeddings / 1e6:,.1f} M without embeddings)",
         f"  batch    {plan.micro} x {plan.sequence_length} x {plan.accumulation} accumulation x "
         f"{ranks} = {plan.tokens:,} tokens a step",
-        *_memory_lines(planned, precision=precision, world=world, unit=unit),
+        *memory_lines(planned, precision=precision, world=world),
+        *_dtype_lines(planned, precision=precision),
         *(
             f"  changed  {change.key} {change.before} -> {change.after} (command line)"
             for change in changes
@@ -56,13 +57,25 @@ def lines(
     ]
 
 
-def _memory_lines(
-    planned: Plan, *, precision: PrecisionConfig, world: World, unit: str
-) -> list[str]:
+def _dtype_lines(planned: Plan, *, precision: PrecisionConfig) -> list[str]:
+    """Return why `auto` chose the precision, or that the chosen one is slow here."""
+    native = planned.native
+    if planned.is_native_by_choice:
+        return [f"  dtype    {native.dtype} (precision.dtype=auto): {native.reason}"]
+    if precision.resolved == "bf16" != native.dtype:
+        return [
+            f"  WARN     precision.dtype=bf16 is slow here: {native.reason}. "
+            f"precision.dtype={native.dtype} is several times as fast"
+        ]
+    return []
+
+
+def memory_lines(planned: Plan, *, precision: PrecisionConfig, world: World) -> list[str]:
     """Return what a step takes of a GPU, and what of it is not needed or not there."""
+    unit = "GPU" if world.device_kind == "cuda" else "rank"
     zero, memory = planned.choice.zero, planned.choice.memory
     fp8 = f" with {precision.fp8} fp8" if precision.fp8 != "none" else ""
-    computed_in = precision.dtype + fp8
+    computed_in = precision.resolved + fp8
     parts = [f"{memory.states / 1e9:,.2f} GB states"]
     if memory.gathered:
         parts.append(f"{memory.gathered / 1e9:,.2f} GB gathered")

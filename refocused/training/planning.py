@@ -11,8 +11,10 @@ import torch
 from refocused.bucket.bucket import Bucket
 from refocused.config.decode import LoadedRun
 from refocused.config.optimization import Dtype
+from refocused.estimate import precision
 from refocused.estimate.activations import activation_memory
-from refocused.estimate.choice import Choice, choose, needless_offload
+from refocused.estimate.choice import Choice, choose, needless_offload, refuse_cpu
+from refocused.hardware import cpu_flags
 from refocused.models.build import build_model
 from refocused.shards.vocabulary import decide_vocabulary, require_room_for_tokenizer
 from refocused.world import World
@@ -32,11 +34,15 @@ class Plan:
         choice: Stage, offloads, micro-batch and the memory they take.
         memory_bytes: Of the smallest GPU; None without GPUs.
         without_offload: What a step would take without an offload that is not needed, in bytes.
+        native: The precision that the hardware of all ranks computes fastest in.
+        is_native_by_choice: Whether `precision.dtype: auto` chose it.
     """
 
     choice: Choice
     memory_bytes: float | None
     without_offload: int | None
+    native: precision.NativeDtype
+    is_native_by_choice: bool
 
 
 def settle(
@@ -53,10 +59,16 @@ def settle(
         open_source: Opens a source of the data, which may have to give the vocabulary.
 
     Raises:
-        RefocusedError: On every rank: nothing fits, the global batch cannot be divided, or the
-            vocabulary cannot be found or does not fit the tokenizer.
+        RefocusedError: On every rank: nothing fits, the global batch cannot be divided, a large
+            model would train on the CPU by accident, or the vocabulary cannot be found or does not
+            fit the tokenizer.
     """
     loaded = loaded.with_vocabulary(world.first_does(lambda: _vocabulary(loaded, open_source)))
+    if world.device_kind == "cpu":
+        world.together(lambda: refuse_cpu(loaded, ranks=world.world_size))
+    native, is_auto = _native_dtype(world), loaded.config.precision.dtype == "auto"
+    if is_auto:
+        loaded = world.together(lambda: precision.with_dtype(loaded, native.dtype))
     config, memory_bytes = loaded.config, _smallest_gpu_bytes(world)
     factor = 1.0
     if config.batch.micro == "auto" and memory_bytes is not None:
@@ -67,7 +79,7 @@ def settle(
             model=config.model,
             batch=config.batch,
             zero=config.zero,
-            dtype=config.precision.dtype,
+            dtype=config.precision.resolved,
             ranks=world.world_size,
             memory_bytes=memory_bytes,
             activation_factor=factor,
@@ -77,7 +89,7 @@ def settle(
         choice,
         loaded.shape,
         model=config.model,
-        dtype=config.precision.dtype,
+        dtype=config.precision.resolved,
         ranks=world.world_size,
         memory_bytes=memory_bytes,
     )
@@ -87,7 +99,7 @@ def settle(
             "batch": config.batch.model_copy(update={"micro": choice.micro}),
         }
     )
-    plan = Plan(choice, memory_bytes, bare.peak if bare is not None else None)
+    plan = Plan(choice, memory_bytes, bare.peak if bare is not None else None, native, is_auto)
     return dataclasses.replace(loaded, config=settled), plan
 
 
@@ -95,6 +107,16 @@ def _vocabulary(loaded: LoadedRun, open_source: Callable[[str], Bucket]) -> int:
     """Return how many token ids the model knows."""
     require_room_for_tokenizer(loaded, fetch=True)
     return decide_vocabulary(loaded, open_source).shape.vocabulary
+
+
+def _native_dtype(world: World) -> precision.NativeDtype:
+    """Return what the least able rank computes in, so that all ranks decide alike."""
+    on_gpu = world.device_kind == "cuda"
+    own = precision.native_dtype(
+        capability=torch.cuda.get_device_capability(world.device) if on_gpu else None,
+        cpu_flags=cpu_flags(),
+    )
+    return max(world.gather(own), key=lambda one: precision.FASTEST_FIRST.index(one.dtype))
 
 
 def _smallest_gpu_bytes(world: World) -> float | None:
@@ -115,7 +137,7 @@ def _measured_over_computed(loaded: LoadedRun, device: torch.device) -> float:
     computed: list[int] = []
     for micro in (1, 2):
         expected = activation_memory(
-            loaded.shape, model=config.model, micro=micro, dtype=config.precision.dtype
+            loaded.shape, model=config.model, micro=micro, dtype=config.precision.resolved
         )
         computed.append(expected.blocks + max(expected.head, expected.recomputed))
     with torch.device(device):
@@ -126,7 +148,7 @@ def _measured_over_computed(loaded: LoadedRun, device: torch.device) -> float:
             activation_checkpointing=config.model.activation_checkpointing,
             chunk_tokens=config.model.head_chunk_tokens,
         )
-    model.to(DTYPES[config.precision.dtype])
+    model.to(DTYPES[config.precision.resolved])
     for micro in (1, 2):
         ids = torch.zeros(micro, config.model.sequence_length, dtype=torch.long, device=device)
         model.zero_grad(set_to_none=True)

@@ -11,10 +11,12 @@ import time
 from pathlib import Path
 
 from refocused import logs
-from refocused.config.batch_plan import plan_batch
+from refocused.checkpoints.step_directory import read_step
+from refocused.config.batch_plan import BatchPlan, plan_batch
 from refocused.config.decode import LoadedRun, render_run
 from refocused.config.run import RunConfig
 from refocused.errors import ConfigError, ExitCode, RefocusedError
+from refocused.estimate.precision import with_dtype
 from refocused.training import ending, opening
 from refocused.training.assembly import (
     assemble_catalog,
@@ -29,9 +31,10 @@ from refocused.training.job import Job, Request
 from refocused.training.limits import Budget, time_limit
 from refocused.training.loop import Outcome, train
 from refocused.training.parts import Parts
-from refocused.training.planning import settle
+from refocused.training.planning import Plan, settle
 from refocused.training.resuming import (
     CannotResumeError,
+    Chosen,
     choose,
     in_place_of,
     own,
@@ -60,10 +63,11 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
     while True:
         job, stop = _open(loaded, request, world, session)
         try:
-            return _carry_out(job, stop, session)
+            return _carry_out(job, loaded, stop, session)
         except CannotResumeError as error:
             if not request.or_start:
                 raise
+            job = dataclasses.replace(job, loaded=loaded)
             loaded, request = in_place_of(job, error), dataclasses.replace(request, resume="auto")
         logs.start_screen(world.rank)  # no more lines into the files of the other run
 
@@ -73,13 +77,8 @@ def _open(
 ) -> tuple[Job, StopRequest]:
     """Settle what is done, and take the run's folder."""
     world.together(lambda: _agree_on_configuration(loaded, world))
-    loaded, planned = settle(loaded, world, open_source=request.open_bucket)
+    loaded, planned, plan = _planned(loaded, request, world)
     config = loaded.config
-    plan = world.together(
-        lambda: plan_batch(
-            config.batch, world_size=world.world_size, sequence_length=config.model.sequence_length
-        )
-    )
     folder = Path(config.run.directory) / config.run.name
     world.together(lambda: _open_folder(folder, world))
     world = find_keepers(folder, world)
@@ -96,12 +95,27 @@ def _open(
     return Job(loaded, request, planned, plan, world, folder), stop
 
 
-def _carry_out(job: Job, stop: StopRequest, session: Session) -> ExitCode:
-    """Build every part, resume, train, finish."""
+def _planned(
+    loaded: LoadedRun, request: Request, world: World
+) -> tuple[LoadedRun, Plan, BatchPlan]:
+    """Decide everything that the run file leaves open."""
+    loaded, planned = settle(loaded, world, open_source=request.open_bucket)
+    config = loaded.config
+    plan = world.together(
+        lambda: plan_batch(
+            config.batch, world_size=world.world_size, sequence_length=config.model.sequence_length
+        )
+    )
+    return loaded, planned, plan
+
+
+def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) -> ExitCode:
+    """Build every part, resume, train, finish; `given` is the run before it was planned."""
     world = job.world
     world.first_does(lambda: _say_opening(job))
     stop.leave_if_asked()
     chosen = choose(job)
+    job = _in_saved_precision(job, given, chosen)
     stop.leave_if_asked()
     data = world.together(lambda: assemble_data(job))
     try:
@@ -131,6 +145,35 @@ def _carry_out(job: Job, stop: StopRequest, session: Session) -> ExitCode:
         return _train_and_finish(job, parts, state, stop, session)
     finally:
         data.cache.close()
+
+
+def _in_saved_precision(job: Job, given: LoadedRun, chosen: Chosen) -> Job:
+    """Plan again in the checkpoint's precision, where `precision.dtype: auto` chose another one.
+
+    A resume on other hardware must not change the precision of a run.
+    """
+    path = chosen.path
+    if path is None or given.config.precision.dtype != "auto":
+        return job
+    manifest = job.world.together(lambda: read_step(path)).manifest
+    if manifest.dtype == job.loaded.config.precision.dtype:
+        return job
+    kept = job.world.together(lambda: with_dtype(given, manifest.dtype))
+    loaded, planned, plan = _planned(kept, job.request, job.world)
+    job = dataclasses.replace(job, loaded=loaded, planned=planned, plan=plan)
+    if job.world.is_first:
+        logger.info(
+            "  dtype    %s, as %s was saved; precision.dtype=%s --allow-change precision.dtype "
+            "would change it",
+            manifest.dtype,
+            manifest.name,
+            planned.native.dtype,
+        )
+        for line in opening.memory_lines(
+            planned, precision=loaded.config.precision, world=job.world
+        ):
+            logger.info("%s", line)
+    return job
 
 
 def _keep_to_limits(config: RunConfig, parts: Parts, stop: StopRequest, session: Session) -> None:

@@ -15,6 +15,7 @@ from ranks import ROOT
 from safetensors.torch import load_file, save_file
 
 from refocused.commands.evaluate import main
+from refocused.commands.evaluation_options import usual_dtype
 
 ON_FILE: dict[str, Any] = json.loads(SCORES.read_text())
 
@@ -223,3 +224,14 @@ def test_the_script_helps_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "usage: evaluate" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "dtype"),
+    [("cpu", None, "fp32"), ("cuda:0", (7, 5), "fp16"), ("cuda:0", (9, 0), "bf16")],
+)
+def test_a_model_computes_in_what_its_device_has(
+    monkeypatch: pytest.MonkeyPatch, device: str, capability: tuple[int, int] | None, dtype: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    assert usual_dtype(device) == dtype

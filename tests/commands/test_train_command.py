@@ -143,12 +143,13 @@ def test_all_that_is_wrong_is_said_at_once(file: str, capsys: pytest.CaptureFixt
 
 
 def test_printed_settings_load_back_and_need_no_torch(tmp_path: Path, file: str) -> None:
+    settings = ["optimizer.lr=1e-4", "precision.dtype=bf16"]
     code = (
         "import sys; from refocused.commands.train import main; "
         "code = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "--config", file, "--print-config", "optimizer.lr=1e-4"],
+        [sys.executable, "-c", code, "--config", file, "--print-config", *settings],
         capture_output=True,
         text=True,
         check=False,
@@ -158,7 +159,7 @@ def test_printed_settings_load_back_and_need_no_torch(tmp_path: Path, file: str)
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(done.stdout)
     assert yaml.safe_load(done.stdout)["optimizer"]["lr"] == 1e-4
-    assert load_run(resolved).config == load_run(file, ["optimizer.lr=1e-4"]).config
+    assert load_run(resolved).config == load_run(file, settings).config
 
 
 def test_only_rank_0_prints_the_settings(

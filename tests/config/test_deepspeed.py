@@ -115,9 +115,14 @@ def test_a_fragment_cannot_take_over_what_the_run_owns() -> None:
         ("gpt2_1b_8xh100_fast", ["precision.dtype=fp32"]),
         (
             "production_8gpu",
-            ["zero.fragment=nvme", "zero.offload_optimizer=nvme", "zero.nvme_path=/nvme"],
+            [
+                "precision.dtype=bf16",
+                "zero.fragment=nvme",
+                "zero.offload_optimizer=nvme",
+                "zero.nvme_path=/nvme",
+            ],
         ),
-        ("gpt2_124m", []),
+        ("gpt2_124m", ["precision.dtype=bf16"]),
     ],
 )
 def test_deepspeed_itself_takes_what_is_generated(run: str, overrides: list[str]) -> None:

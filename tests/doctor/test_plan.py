@@ -10,9 +10,34 @@ from refocused.bucket.directory import DirectoryBucket
 from refocused.config.decode import LoadedRun, load_run
 from refocused.doctor.data import NAMED_PROBLEMS, judge_data, probe_data, sources_of
 from refocused.doctor.finding import Finding
-from refocused.doctor.plan import disk_needs, host_bytes, judge_plan, plan_choice, step_bytes
+from refocused.doctor.plan import (
+    disk_needs,
+    host_bytes,
+    judge_plan,
+    judge_precision,
+    plan_choice,
+    step_bytes,
+)
+from refocused.estimate.precision import NativeDtype
 from refocused.shards.manifest import build_manifest, write_manifest
 from refocused.shards.report import DataReport
+
+NO_BF16 = NativeDtype("fp32", "the processor has no bf16 instructions")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "level", "words"),
+    [
+        ("auto", "ok", "fp32 (precision.dtype=auto): the processor has no bf16 instructions"),
+        ("bf16", "warn", "bf16 is slow here: the processor has no bf16 instructions"),
+        ("fp32", "ok", "fp32, as the run file says"),
+    ],
+)
+def test_the_precision_and_its_reason(dtype: str, level: str, words: str) -> None:
+    precision = load_run("demo", [f"precision.dtype={dtype}"]).config.precision
+    finding = judge_precision(precision, NO_BF16)
+    assert finding.level == level
+    assert finding.text.startswith(words)
 
 
 def planned(loaded: LoadedRun, *, memory_bytes: float | None, ranks: int = 8) -> Finding:

@@ -17,6 +17,10 @@ from ranks import Ended, metrics, write_tokens
 from tiny import tiny_run
 
 from refocused.checkpoints.branches import checkpoint_paths
+from refocused.checkpoints.step_directory import read_step
+from refocused.config.decode import load_run
+from refocused.estimate.precision import native_dtype
+from refocused.hardware import cpu_flags
 
 pytestmark = pytest.mark.slow
 UNMIRRORED = ["--config", "tiny.yaml", "checkpoint.mirror=null"]
@@ -196,6 +200,21 @@ def test_a_good_checkpoint_goes_on_with_allowed_data_that_it_finds_hard(copied: 
     assert now == pytest.approx(before, abs=1e-3) and "at the save" in said
     run = copied / "runs" / "tiny"
     assert float(str(metrics(run)[81]["loss"])) > before + 1
+
+
+def test_auto_keeps_the_precision_of_the_checkpoint(copied: Path) -> None:
+    """The checkpoint is of the precision that this machine would not choose."""
+    native = native_dtype(capability=None, cpu_flags=cpu_flags()).dtype
+    other = "bf16" if native == "fp32" else "fp32"
+    changed = (f"precision.dtype={other}", "--allow-change", "precision.dtype", "run.steps=21")
+    assert train(copied, *UNMIRRORED, *changed, ranks=2).codes == [0, 0]
+    ended = train(copied, *UNMIRRORED, "precision.dtype=auto", "run.steps=22", ranks=2)
+    assert ended.codes == [0, 0], ended.everything
+    assert f"  dtype    {native} (precision.dtype=auto)" in ended.out[0]
+    assert f"  dtype    {other}, as checkpoint_step_21 was saved" in ended.out[0]
+    run = copied / "runs" / "tiny"
+    assert load_run(run / "run.yaml").config.precision.dtype == other
+    assert read_step(run / "checkpoints" / "checkpoint_step_22").manifest.dtype == other
 
 
 def test_a_corrupt_newest_step_is_set_aside_with_a_warning_and_the_one_before_taken(

@@ -6,11 +6,22 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
+from refocused.config.decode import load_run
 from refocused.config.optimization import PrecisionConfig
 from refocused.engine.compiled import Compilation
+from refocused.estimate.choice import choose
+from refocused.estimate.precision import NativeDtype, with_dtype
 from refocused.models.fp8 import VALUES, in_8_bits, scale_of
-from refocused.training.opening import EAGER_BYTES_TO_8_BITS, tokenizer_lines, uncompiled_fp8
+from refocused.training.opening import (
+    EAGER_BYTES_TO_8_BITS,
+    lines,
+    tokenizer_lines,
+    uncompiled_fp8,
+)
+from refocused.training.planning import Plan
+from refocused.world import World
 
 
 def test_a_tokenizer_that_is_named_and_not_held_is_said_before_training() -> None:
@@ -22,6 +33,52 @@ def test_a_tokenizer_that_is_named_and_not_held_is_said_before_training() -> Non
 def test_nothing_is_said_where_it_travels_or_is_not_named() -> None:
     for settings in ({"bpe_folder": "bpe", "tokenizer": "gpt2"}, {"tokenizer": "bytes"}, {}):
         assert tokenizer_lines(DataConfig(source="tokens", **settings)) == []
+
+
+def dtype_lines(given: str, native: NativeDtype) -> list[str]:
+    """Return the lines about the precision among the first ones of the demonstration."""
+    loaded = load_run("demo", [f"precision.dtype={given}"])
+    config = with_dtype(loaded, native.dtype).config if given == "auto" else loaded.config
+    choice = choose(
+        loaded.shape,
+        model=config.model,
+        batch=config.batch,
+        zero=config.zero,
+        dtype=config.precision.resolved,
+        ranks=2,
+        memory_bytes=None,
+    )
+    found = lines(
+        name="demo",
+        shape=loaded.shape,
+        vocabulary_multiple=64,
+        plan=BatchPlan(micro=4, accumulation=1, world_size=2, sequence_length=256),
+        planned=Plan(choice, None, None, native, given == "auto"),
+        precision=config.precision,
+        changes=[],
+        world=World(world_size=2),
+        digest="c5fc",
+    )
+    assert f"ZeRO-3, {config.precision.dtype}, CPU" in found[3]
+    return found[4:]
+
+
+def test_the_precision_of_auto_is_said_with_its_reason() -> None:
+    native = NativeDtype("fp32", "the processor has no bf16 instructions")
+    assert dtype_lines("auto", native) == [
+        "  dtype    fp32 (precision.dtype=auto): the processor has no bf16 instructions"
+    ]
+
+
+def test_a_precision_that_is_slow_here_is_a_warning() -> None:
+    native = NativeDtype("fp32", "the processor has no bf16 instructions")
+    (line,) = dtype_lines("bf16", native)
+    assert line.startswith(
+        "  WARN     precision.dtype=bf16 is slow here: the processor has no bf16"
+    )
+    assert "precision.dtype=fp32" in line
+    assert dtype_lines("fp32", native) == []
+    assert dtype_lines("bf16", NativeDtype("bf16", "")) == []
 
 
 def test_8_bits_without_compiled_blocks_are_told_with_their_cost() -> None:
