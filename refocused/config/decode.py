@@ -40,6 +40,8 @@ from refocused.config.run import RunConfig
 from refocused.config.shape import ModelShape, load_shape
 from refocused.errors import ConfigError
 
+SHORTENED_WARMUP = 10  # steps of a shortened run for each of its warmup
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
@@ -172,6 +174,7 @@ class _Source:
         written, typed = read_document(file), read_overrides(overrides)
         if name is not None:
             typed.settings["run", "name"] = Setting(name, name, name, COMMAND_LINE)
+        _shorten_warmup(written, typed)
         problems = [*written.problems, *typed.problems]
         problems += unknown_names(written) + unknown_names(typed)
         return cls(file, written, typed, problems)
@@ -300,6 +303,19 @@ class _Source:
             origin = self.file if setting is None else setting.origin
             shown = _default(path) if setting is None else _shown(setting)
             self.problems.append(f"{origin}: {misfit.key} = {shown}: {misfit.message}")
+
+
+def _shorten_warmup(written: Document, typed: Document) -> None:
+    """Shorten a warmup that only the file names where the command line ends the run within it."""
+    key = ("schedule", "warmup_steps")
+    steps, warmup = typed.settings.get(("run", "steps")), written.settings.get(key)
+    if steps is None or warmup is None or key in typed.settings:
+        return
+    if isinstance(steps.value, int) and isinstance(warmup.value, int):
+        shorter = steps.value // SHORTENED_WARMUP
+        if warmup.value >= steps.value > shorter >= 0:
+            text = f"{shorter} (1/{SHORTENED_WARMUP} of run.steps={steps.text})"
+            typed.settings[key] = Setting(shorter, str(shorter), text, COMMAND_LINE)
 
 
 def _holds_parts(setting: Setting) -> bool:

@@ -70,6 +70,21 @@ def test_the_command_line_wins_and_the_later_of_two(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("steps", "warmup"), [("41", 40), ("40", 4), ("5", 0)])
+def test_a_shorter_run_shortens_the_files_warmup(tmp_path: Path, steps: str, warmup: int) -> None:
+    file = written(tmp_path, SMALL_RUN + "schedule:\n  warmup_steps: 40\n")
+    loaded = load_run(file, [f"run.steps={steps}"])
+    assert loaded.config.schedule.warmup_steps == warmup
+    shown = Change("schedule.warmup_steps", "40", f"{warmup} (1/10 of run.steps={steps})")
+    assert (shown in loaded.changes) == (warmup != 40)
+    if warmup != 40:  # what is typed, or contradicts itself in the file, is meant
+        [problem] = problems(file, f"run.steps={steps}", "schedule.warmup_steps=40")
+        assert f"the warmup must end before run.steps = {steps}" in problem
+        contradiction = file.read_text().replace("steps: 100", f"steps: {steps}", 1)
+        [problem] = problems(written(tmp_path, contradiction), "optimizer.lr=1")
+        assert "schedule.warmup_steps = 40: the warmup must end" in problem
+
+
 def test_an_override_equal_to_the_file_is_no_change(tmp_path: Path) -> None:
     assert load_run(written(tmp_path, SMALL_RUN), ["run.steps=1e2"]).changes == []
 
