@@ -13,7 +13,7 @@ from refocused.commands.arguments import Parser
 from refocused.commands.local_steps import local_step
 from refocused.commands.quantities import duration_text, size_text
 from refocused.commands.run_catalog import add_local_option, add_run_options
-from refocused.errors import ExitCode
+from refocused.errors import ConfigError, ExitCode
 
 
 def add_export_arguments(parser: Parser) -> None:
@@ -40,7 +40,13 @@ def add_export_arguments(parser: Parser) -> None:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    """Export one step."""
+    """Export one step.
+
+    Raises:
+        ConfigError: The folder exists; known before torch is imported and a step is verified.
+    """
+    if arguments.out.expanduser().exists():
+        raise ConfigError(f"{arguments.out} exists already. Remove it, or name another folder.")
     from refocused.inference.export import export_step
     from refocused.inference.model_weights import open_model_weights
     from refocused.inference.onnx_file import require_onnx, write_onnx

@@ -46,6 +46,21 @@ def mirror(run: Path, bucket: Path, step: int) -> None:
     MirrorFiles(run).status.write_text(status.model_dump_json())
 
 
+def test_an_export_refuses_a_folder_that_exists_before_it_imports_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; from refocused.commands.checkpoints import main; code = main(sys.argv[1:]);"
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "export", "latest", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == f"{tmp_path} exists already. Remove it, or name another folder.\n"
+
+
 def test_the_table_shows_both_places_newest_first(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
