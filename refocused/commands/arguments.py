@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from refocused.errors import ConfigError, ExitCode
 
@@ -30,6 +30,25 @@ class Parser(argparse.ArgumentParser):
             time.sleep(SILENT_RANK_SECONDS)
             sys.exit(ExitCode.WRONG_USE)
         self.exit(ExitCode.WRONG_USE, f"{self.prog}: {message}. See {self.prog} --help.\n")
+
+
+class Once(argparse.Action):
+    """Stores a value and refuses a second one, where argparse would take the last in silence."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Store what follows the option."""
+        mark = f"{self.dest} was given"
+        if hasattr(namespace, mark):
+            before = getattr(namespace, self.dest)
+            parser.error(f"{option_string} is given twice ({before}, then {values}). Keep one")
+        setattr(namespace, mark, True)
+        setattr(namespace, self.dest, values)
 
 
 def is_another_rank() -> bool:

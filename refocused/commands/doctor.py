@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from refocused.commands.arguments import Parser, quiet_on_a_closed_pipe, split_overrides
+from refocused.commands.arguments import Once, Parser, quiet_on_a_closed_pipe, split_overrides
 from refocused.commands.places import add_credentials, place
 from refocused.commands.quantities import count, duration_text
 from refocused.errors import BucketError, ExitCode, RefocusedError, ShardError
@@ -39,6 +39,7 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add(
         "--config",
+        action=Once,
         default="demo",
         metavar="FILE",
         help="run file, or the name of one in config/runs (default: demo)",

@@ -7,11 +7,15 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from refocused.commands.arguments import Parser, quiet_on_a_closed_pipe, split_overrides
+from refocused.commands.arguments import Once, Parser, quiet_on_a_closed_pipe, split_overrides
 from refocused.commands.quantities import count, positive
 from refocused.commands.verbs import run_one
 from refocused.errors import ConfigError, ExitCode, ShardError
+
+if TYPE_CHECKING:
+    from refocused.commands.run_estimate import Estimate
 
 WHAT = "Estimate a run before it begins, or read off one that trains or has trained."
 SWEPT = "gpus="
@@ -28,7 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def add_estimate_cost_arguments(parser: Parser) -> None:
     """Describe the command line."""
     add = parser.add_argument
-    add("--config", metavar="FILE", help="run file, or the name of one in config/runs")
+    add(
+        "--config",
+        action=Once,
+        metavar="FILE",
+        help="run file, or the name of one in config/runs",
+    )
     add(
         "--measured", metavar="RUN", help="instead: a run's folder or name; what it takes, measured"
     )
@@ -78,8 +87,23 @@ def run_estimate_cost(arguments: argparse.Namespace) -> int:
         sweep=_sweep(arguments.sweep),
         prices=read_prices(),
     )
-    _print(found.as_record(), estimate_lines(found), as_json=arguments.json)
-    return ExitCode.OK
+    fix = _remedy(found)
+    lines = [*estimate_lines(found), *([] if fix is None else ["", fix])]
+    _print({**found.as_record(), "fix": fix}, lines, as_json=arguments.json)
+    return ExitCode.OK if fix is None else ExitCode.CHECK_FAILED
+
+
+def _remedy(found: Estimate) -> str | None:
+    """Return what makes a run fit its GPUs' memory; None: it fits as it is."""
+    from refocused.doctor.plan import fitting_on_gpus
+
+    main = found.main
+    if main.fits or main.choice is None:
+        return None
+    fix = fitting_on_gpus(
+        found.loaded, main.choice, ranks=main.gpus, memory_bytes=found.gpu.memory_gib * 2**30
+    )
+    return f"A step does not fit into a GPU's memory. {fix}"
 
 
 def _measure(arguments: argparse.Namespace) -> int:

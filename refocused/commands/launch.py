@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import shlex
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from refocused.checkpoints.branches import saved_steps
@@ -21,7 +22,8 @@ from refocused.commands.supervision import Verdict, may_restart
 from refocused.commands.supervisor import StopSignals, Supervisor
 from refocused.commands.typed_command import VISIBLE, without_resume
 from refocused.config.decode import LoadedRun
-from refocused.errors import ExitCode, RefocusedError, ShardError
+from refocused.doctor.early import refuse_early
+from refocused.errors import ConfigError, ExitCode, RefocusedError, ShardError
 from refocused.estimate.choice import refuse_cpu
 from refocused.monitoring.gpu import NoGpusError
 from refocused.monitoring.gpu_driver import gpu_capabilities
@@ -85,6 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = train.build_parser().read(arguments)
     try:
         loaded = _checked(train.load(wanted))  # wrong use is said before anything starts
+        gpus = 0 if wanted.print_config else usable_gpus(loaded, os.environ)
+        if not wanted.print_config:
+            _refuse_early(loaded, wanted, gpus=gpus)
     except RefocusedError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -101,13 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         grace_seconds=own.grace or (SPOT_GRACE_SECONDS if own.spot else GRACE_SECONDS),
         signals=signals,
         began_seconds=began,
-        count_gpus=lambda: usable_gpus(loaded, os.environ),
+        gpus=gpus,
     )
-    try:
-        return launches.until_the_end(restarts=own.restarts)
-    except RefocusedError as error:
-        say(str(error))
-        return error.exit_code
+    return launches.until_the_end(restarts=own.restarts)
 
 
 def _checked(loaded: LoadedRun) -> LoadedRun:
@@ -124,6 +125,31 @@ def _checked(loaded: LoadedRun) -> LoadedRun:
     return loaded
 
 
+def _refuse_early(loaded: LoadedRun, wanted: argparse.Namespace, *, gpus: int) -> None:
+    """Refuse what cannot start before ranks take their time to find out.
+
+    Raises:
+        ConfigError: Everything that was found.
+    """
+    device = loaded.config.run.device
+    if device == "cuda" and not gpus:
+        raise ConfigError(
+            "run.device is cuda, and the NVIDIA driver lists no GPU on this machine. Check "
+            "nvidia-smi, or set run.device=cpu for a trial."
+        )
+    visible = os.environ.get(VISIBLE)
+    seen = len(visible.split(",")) if visible and gpus else gpus
+    ranks = int(os.environ.get("RANKS") or seen or CPU_RANKS)
+    refuse_early(
+        loaded,
+        ranks=ranks,
+        ranks_here=ranks,
+        device="cuda" if gpus and device != "cpu" else "cpu",
+        resume=wanted.resume,
+        credentials_file=wanted.gcs_credentials,
+    )
+
+
 class _Launches:
     """The launches of one command: the first, and those after a crash."""
 
@@ -136,7 +162,7 @@ class _Launches:
         grace_seconds: float,
         signals: StopSignals,
         began_seconds: float,
-        count_gpus: Callable[[], int],
+        gpus: int,
     ) -> None:
         self._again = _again(typed, os.environ)
         self._arguments = list(arguments)
@@ -144,7 +170,7 @@ class _Launches:
         self._grace_seconds = grace_seconds
         self._signals = signals
         self._began_seconds = began_seconds
-        self._count_gpus = count_gpus
+        self._gpus = gpus
 
     def until_the_end(self, *, restarts: int) -> int:
         """Launch, again after a crash if that is allowed; return the true exit code."""
@@ -170,9 +196,8 @@ class _Launches:
         return verdict.code
 
     def _launch(self) -> Verdict:
-        gpus = self._count_gpus()
-        environment = training_environment(os.environ, gpus=gpus)
-        command = deepspeed_command(environment, gpus=gpus)
+        environment = training_environment(os.environ, gpus=self._gpus)
+        command = deepspeed_command(environment, gpus=self._gpus)
         launch = Launch.create(
             began_seconds=self._began_seconds,
             grace_seconds=self._grace_seconds,

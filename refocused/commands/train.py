@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from refocused.commands.arguments import SILENT_RANK_SECONDS, Parser, split_overrides
+from refocused.commands.arguments import SILENT_RANK_SECONDS, Once, Parser, split_overrides
 from refocused.commands.places import add_credentials
 from refocused.commands.quantities import count
 from refocused.commands.typed_command import command_to_go_on
@@ -34,6 +34,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument(
         "--config",
+        action=Once,
         default="demo",
         metavar="FILE",
         help="run file, or the name of one in config/runs (default: demo)",
@@ -60,7 +61,13 @@ def build_parser() -> Parser:
         help="resume though this differs from the checkpoint, for example data, data.mixture, "
         "run.seed, precision.dtype; may be given several times",
     )
-    parser.add_argument("--max-steps", type=int, metavar="N", help="the same as run.steps=N")
+    parser.add_argument(
+        "--max-steps",
+        type=int,
+        metavar="N",
+        help="the same as run.steps=N; a warmup of the run file that would not end before becomes "
+        "a tenth of it",
+    )
     parser.add_argument(
         "--profile",
         type=count,
@@ -119,6 +126,22 @@ def load(arguments: argparse.Namespace) -> LoadedRun:
     return load_run(arguments.config, overrides, name=arguments.run)
 
 
+def _refuse_early(loaded: LoadedRun, arguments: argparse.Namespace, world: World) -> None:
+    """Refuse what cannot start, on the first rank of each machine for the others."""
+    from refocused.doctor.early import refuse_early
+
+    if world.is_first_on_node:
+        refuse_early(
+            loaded,
+            ranks=world.world_size,
+            ranks_here=world.local_world_size,
+            device=world.device_kind,
+            resume=arguments.resume,
+            credentials_file=arguments.gcs_credentials,
+            started=True,
+        )
+
+
 def _print_config(loaded: LoadedRun) -> None:
     import json
 
@@ -165,6 +188,8 @@ def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int, session:
     try:
         with quick_imports():
             world = join_world(loaded.config.run.device)
+            if session.launch is None:  # else its command has looked already
+                world.together(lambda: _refuse_early(loaded, arguments, world))
             # Told what to use, DeepSpeed does not search for it with warnings on every rank; what
             # an environment for CPU trials had left here would make it compute elsewhere than we.
             os.environ["DS_ACCELERATOR"] = world.device_kind

@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.google_connection import ANONYMOUS, find_credentials
@@ -25,21 +24,22 @@ from refocused.doctor import machine as machine_checks
 from refocused.doctor import plan as plan_checks
 from refocused.doctor import software as software_checks
 from refocused.doctor import storage as storage_checks
+from refocused.doctor.early import place_problems
 from refocused.doctor.finding import Finding
 from refocused.doctor.rank_process import RankTask
 from refocused.doctor.ranks import RanksOutcome, judge_allreduce, judge_step, run_ranks
 from refocused.errors import BucketError, ConfigError
 from refocused.estimate.choice import Choice, refuse_cpu
+from refocused.estimate.host import Device
 from refocused.estimate.precision import BF16_CAPABILITY, native_dtype, with_dtype
 from refocused.hardware import cpu_flags
-
-Device = Literal["cuda", "cpu"]
 
 CPU_RANKS = 2
 # Training waits a bucket out for minutes; who asks whether it is there wants to know now.
 BRIEF = RetryPolicy(attempts=4)
 CUDA_PAYLOAD_BYTES, CPU_PAYLOAD_BYTES = 256 * 2**20, 16 * 2**20
 SOURCE_NEEDS = frozenset({"list", "read"})
+MIRROR = "checkpoint.mirror"
 MIRROR_NEEDS = frozenset({"list", "read", "write"})
 
 
@@ -126,10 +126,19 @@ class Examination:
             yield plan_checks.plan_failure(error)
         else:
             yield plan_checks.judge_plan(who.loaded, choice, ranks=ranks, memory_bytes=memory_bytes)
-        kept = 0 if choice is None else plan_checks.host_bytes(who.loaded, choice, ranks=ranks)
-        yield from machine_checks.judge_machine(
-            machine_checks.probe_machine(), ranks=ranks, device=device, host_bytes=kept
+        machine = machine_checks.probe_machine()
+        yield from machine_checks.judge_machine(machine, ranks=ranks, device=device)
+        shortage = plan_checks.host_shortage(
+            who.loaded,
+            ranks=ranks,
+            ranks_here=ranks,
+            device=device,
+            gpu_bytes=memory_bytes,
+            memory=machine.memory,
         )
+        if shortage is not None:
+            yield shortage
+        yield from self._places()
         yield from self._store()
         yield from self._data()
         if choice is not None:
@@ -139,12 +148,23 @@ class Examination:
             links = gpu_checks.fewest_links(gpus.samples)
             yield from self._trial(ranks=ranks, device=device, nvlinks=links)
 
+    def _places(self) -> Iterator[Finding]:
+        """Look at the places as a start does; what fails there is not looked at again."""
+        problems = place_problems(self._who.loaded, credentials_file=self._who.credentials_file)
+        self._unreadable |= set(problems)
+        for problem in dict.fromkeys(problems.values()):
+            yield Finding("bucket" if problem.startswith(MIRROR) else "data", "fail", problem)
+
     def _store(self) -> Iterator[Finding]:
         """Look at the clock, the credentials and what they may do."""
         who, mirror = self._who, self._who.loaded.config.checkpoint.mirror
         sources = data_checks.sources_of(who.loaded.config.data)
-        urls = [str(one.source) for one in sources.values()] + ([mirror] if mirror else [])
-        asks = any(url.startswith("gs://") for url in urls)
+        places = {setting: str(one.source) for setting, one in sources.items()}
+        places |= {MIRROR: mirror} if mirror else {}
+        asks = any(
+            url.startswith("gs://") and setting not in self._unreadable
+            for setting, url in places.items()
+        )
         store_s = store_time_s() if asks else None
         yield machine_checks.judge_clock(now_s=time.time(), store_s=store_s, signs=asks)
         try:
@@ -160,9 +180,10 @@ class Examination:
             exposed=storage_checks.exposed_key(who.credentials_file) if asks else None,
         )
         for setting, data in sources.items():
-            if not _will_be_made(data):
+            if not _will_be_made(data) and setting not in self._unreadable:
                 yield from self._source_rights(setting, str(data.source))
-        yield from _mirror_rights(who, mirror)
+        if MIRROR not in self._unreadable:
+            yield from _mirror_rights(who, mirror)
         if who.loaded.config.tracking.wandb is not None:
             from refocused.monitoring.wandb import what_keeps_offline
 
@@ -231,7 +252,7 @@ def _compiling(who: Examinee, device: Device) -> Iterator[Finding]:
 
 
 def _mirror_rights(who: Examinee, mirror: str | None) -> Iterator[Finding]:
-    setting, config = "checkpoint.mirror", who.loaded.config
+    setting, config = MIRROR, who.loaded.config
     if mirror is None:
         text = f"{setting} is not set: a machine that is lost takes its checkpoints along"
         yield Finding("bucket", "warn", text, f"{setting}=gs://BUCKET/PREFIX")

@@ -12,7 +12,7 @@ from typing import Literal
 
 from refocused.bucket.part_file import free_bytes
 from refocused.doctor.finding import Finding, size
-from refocused.monitoring.memory import memory_now
+from refocused.monitoring.memory import Memory, memory_now
 
 FEWEST_FILES = 1024
 # NCCL passes data between the processes of a machine through /dev/shm, and fails where that is
@@ -30,13 +30,13 @@ class Machine:
 
     Attributes:
         cores: Processors that this process may use.
-        memory_bytes: Memory that is left.
+        memory: All of it, and what is left.
         shm_bytes: Room in /dev/shm; None: there is none.
         open_files: How many files a process may open, now and at most.
     """
 
     cores: int
-    memory_bytes: int
+    memory: Memory
     shm_bytes: int | None
     open_files: tuple[int, int]
 
@@ -77,14 +77,14 @@ def probe_machine() -> Machine:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Machine(
         cores=len(os.sched_getaffinity(0)),
-        memory_bytes=memory_now().available,
+        memory=memory_now(),
         shm_bytes=free_bytes(shm) if shm.is_dir() else None,
         open_files=(soft, hard),
     )
 
 
 def judge_machine(
-    found: Machine, *, ranks: int, device: Literal["cuda", "cpu"], host_bytes: int
+    found: Machine, *, ranks: int, device: Literal["cuda", "cpu"]
 ) -> Iterator[Finding]:
     """Say what of the machine is too small for a run.
 
@@ -92,18 +92,9 @@ def judge_machine(
         found: What there is.
         ranks: Processes of the run here.
         device: What it computes on.
-        host_bytes: What the run keeps in the host's memory (offloads, copies of saves).
     """
-    memory = f"{found.cores} cores, {size(found.memory_bytes)} of memory left"
-    if host_bytes > found.memory_bytes:
-        yield Finding(
-            "machine",
-            "fail",
-            f"{memory}; offloads and copies for saves take {size(host_bytes)} of it",
-            "Set zero.offload_optimizer=none, zero.offload_parameters=none or "
-            "checkpoint.async=false, or take a machine with more memory.",
-        )
-    elif found.cores < ranks:
+    memory = f"{found.cores} cores, {size(found.memory.available)} of memory left"
+    if found.cores < ranks:
         text = f"{memory}: {ranks} ranks share the cores, and GPUs wait for their hosts"
         yield Finding("machine", "warn", text, "Take a machine with more cores.")
     else:

@@ -7,13 +7,16 @@ from pathlib import Path
 
 from refocused.config.decode import LoadedRun
 from refocused.config.optimization import PrecisionConfig
-from refocused.doctor.finding import Finding, size
+from refocused.doctor.finding import Finding, Level, size
 from refocused.doctor.machine import DiskNeed, folder_bytes
 from refocused.errors import ConfigError
 from refocused.estimate.choice import Choice, choose, needless_offload
+from refocused.estimate.fitting import settings_that_fit
+from refocused.estimate.host import Device, HostPlan, plan_host
 from refocused.estimate.precision import NativeDtype
 from refocused.estimate.storage import BEING_WRITTEN, KEPT_BESIDE, checkpoint_bytes
 from refocused.estimate.work import count_parameters
+from refocused.monitoring.memory import Memory
 from refocused.shards.element_types import element_type
 
 EXPORTED_BYTES = 2  # a parameter of the final model, in bfloat16
@@ -70,13 +73,9 @@ def judge_plan(
         f"states): ZeRO-{zero.stage}, micro-batch {choice.micro}, {ranks} ranks"
     )
     if memory_bytes is not None and not memory.fits(memory_bytes):
-        return Finding(
-            "plan",
-            "fail" if memory.peak > memory_bytes else "warn",
-            text,
-            "Set batch.micro=auto and zero.stage=auto to what fits, "
-            "model.activation_checkpointing=true, or take more GPUs.",
-        )
+        level: Level = "fail" if memory.peak > memory_bytes else "warn"
+        fix = fitting_on_gpus(loaded, choice, ranks=ranks, memory_bytes=memory_bytes)
+        return Finding("plan", level, text, fix)
     bare = needless_offload(
         choice,
         loaded.shape,
@@ -96,15 +95,99 @@ def judge_plan(
     return Finding("plan", "ok", text)
 
 
+def fitting_on_gpus(loaded: LoadedRun, choice: Choice, *, ranks: int, memory_bytes: float) -> str:
+    """Say with which settings, or with how many GPUs, a step fits their memory."""
+
+    def fits(run: LoadedRun, number: int) -> bool:
+        planned = plan_choice(run, ranks=number, memory_bytes=memory_bytes)
+        return planned.memory.fits(memory_bytes)
+
+    for number in (ranks * 2**power for power in range(8)):
+        settings = settings_that_fit(loaded, micro=choice.micro, ranks=number, fits=fits)
+        if settings is not None:
+            on = "" if number == ranks else f" on {number} such GPUs"
+            return f"It fits{on} with: {settings}" if settings else f"It fits{on}."
+    return "Lower model.sequence_length, or take a smaller model.preset or larger GPUs."
+
+
 def plan_failure(error: ConfigError) -> Finding:
     """Return the finding of a plan that cannot be made."""
     return Finding("plan", "fail", str(error))
 
 
-def host_bytes(loaded: LoadedRun, choice: Choice, *, ranks: int) -> int:
-    """Return what the ranks of one machine keep in the host's memory."""
-    copies = step_bytes(loaded, choice) if loaded.config.checkpoint.in_background else 0
-    return ranks * choice.memory.host + copies
+def host_plan(
+    loaded: LoadedRun, choice: Choice, *, ranks: int, ranks_here: int, device: Device
+) -> HostPlan:
+    """Plan what a run takes of one machine's memory."""
+    return plan_host(
+        choice,
+        parameters=_parameters(loaded),
+        dtype=loaded.config.precision.resolved,
+        ranks=ranks,
+        ranks_here=ranks_here,
+        device=device,
+        in_background=loaded.config.checkpoint.in_background,
+    )
+
+
+def host_shortage(
+    loaded: LoadedRun,
+    *,
+    ranks: int,
+    ranks_here: int,
+    device: Device,
+    gpu_bytes: float | None,
+    memory: Memory,
+) -> Finding | None:
+    """Return why a run does not fit into this machine's memory; None: it fits.
+
+    Args:
+        loaded: The run.
+        ranks: Of the run.
+        ranks_here: On this machine.
+        device: What computes.
+        gpu_bytes: Of the smallest GPU; None: there is none, or it is not known yet.
+        memory: Of this machine.
+    """
+
+    def plan(run: LoadedRun, number: int) -> tuple[Choice, HostPlan]:
+        choice = plan_choice(run, ranks=number, memory_bytes=gpu_bytes)
+        here = ranks_here if number == ranks else number
+        return choice, host_plan(run, choice, ranks=number, ranks_here=here, device=device)
+
+    def fits(run: LoadedRun, number: int) -> bool:
+        choice, planned = plan(run, number)
+        if device == "cuda" and gpu_bytes is None and run.config.zero != loaded.config.zero:
+            return False  # the GPUs might not hold it
+        on_device = gpu_bytes is None or choice.memory.fits(gpu_bytes)
+        return on_device and planned.total <= memory.available
+
+    try:
+        choice, planned = plan(loaded, ranks)
+    except ConfigError:
+        return None  # without a plan for the ranks there is none for their host
+    if planned.total <= memory.available:
+        return None
+    settings = settings_that_fit(
+        loaded,
+        micro=choice.micro,
+        ranks=ranks,
+        fits=fits,
+        fewer_ranks=device == "cpu" and 1 < ranks == ranks_here,
+    )
+    unit = "CPU" if device == "cpu" else "GPU"
+    copies = f"{size(planned.copies)} copies for saves, " if planned.copies else ""
+    return Finding(
+        "memory",
+        "fail",
+        f"the run takes {size(planned.total)} of this machine's memory ({ranks_here} {unit} ranks: "
+        f"{size(planned.tensors)} tensors, {copies}{size(planned.processes)} processes), and "
+        f"{size(memory.available)} of {size(memory.total)} are left",
+        f"It fits with: {settings}"
+        if settings
+        else f"Take a machine with {size(planned.total)} of free memory, or a smaller "
+        "model.preset.",
+    )
 
 
 def step_bytes(loaded: LoadedRun, choice: Choice) -> int:

@@ -121,9 +121,9 @@ def _reduction_bytes(stage: int, *, dtype: Dtype, ranks: int) -> tuple[float, fl
 
     First from the first gradient on, then besides while a full bucket is reduced: stage 1 sums in
     float32 and copies the sums, stage 2 copies them, stage 3 packs a bucket and takes its share of
-    the result in float32.
+    the result in float32, twice where the passes compute in it.
     """
     size = 4 if dtype == "fp32" else 2
     if stage == 3:
-        return 0, size + 4 / ranks
+        return 0, size + (8 if size == 4 else 4) / ranks
     return {0: (0, 0), 1: (0, 4 + size), 2: (size if size == 2 else 0, size)}[stage]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
-_MEMINFO = Path("/proc/meminfo")
-_CONTROL_GROUPS = (
-    # The folder, the files of the limit and of what counts against it, in version 2 and 1.
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
-    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
+_PROC, _CONTROL_GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+# The files of the limit and of what counts against it, in version 2 and 1.
+_VERSION_2 = ("memory.max", "memory.current")
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 _PAGE_CACHE = ("active_file", "inactive_file")
 
 
@@ -29,12 +28,35 @@ class Memory:
     swap_used: int
 
 
-def memory_now() -> Memory:
-    """Read what there is now."""
-    memory = _of_machine(_MEMINFO.read_text())
-    for folder, limit, used in _CONTROL_GROUPS:
+def memory_now(proc: Path = _PROC, groups: Path = _CONTROL_GROUPS) -> Memory:
+    """Read what there is now: of the machine, or within the tightest control group around us."""
+    memory = _of_machine((proc / "meminfo").read_text())
+    for folder, limit, used in _groups_around_us(proc, groups):
         memory = within_group(memory, folder, limit=limit, used=used)
     return memory
+
+
+def _groups_around_us(proc: Path, groups: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yield the folder of each control group that holds this process, the outermost last.
+
+    In a container the path may be the host's, of which only the outermost folder is to be seen.
+    """
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    mounts = {"memory": (groups / "memory", _VERSION_1), "": (groups, _VERSION_2)}
+    paths = {"memory": "/", "": "/"}
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        paths |= {name: path for name in controllers.split(",") if name in mounts}
+    for name, path in paths.items():
+        mount, files = mounts[name]
+        folder = mount / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            yield (group, *files)
+            if group == mount:
+                break
 
 
 def within_group(memory: Memory, folder: Path, *, limit: str, used: str) -> Memory:

@@ -44,11 +44,6 @@ from refocused.process_identity import identify
 from refocused.quick_imports import quick_imports
 from refocused.training.cadence import Cadence
 from refocused.training.data import DataParts, build_data
-from refocused.training.host_memory import (
-    available_bytes,
-    copied_bytes,
-    require_memory_for_copies,
-)
 from refocused.training.job import Job
 from refocused.training.mirroring import Mirroring
 from refocused.training.mixing import choose_mixing
@@ -181,11 +176,6 @@ def assemble_parts(
         world=world,
     )
     _say_computation(built, reporter, precision=config.precision)
-    if config.checkpoint.in_background:
-        copied = copied_bytes(
-            parameters, stage=zero.stage, dtype=config.precision.resolved, world=world
-        )
-        require_memory_for_copies(copied, world=world, available=available_bytes)
     saver = Saver(
         Checkpointer(
             job.checkpoints,

@@ -80,10 +80,10 @@ def test_a_wrong_run_file_is_wrong_use(tiny: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("setting", "check", "words"),
     [
-        ("data.source=nowhere", "bucket", "data.source: list does not work. nowhere: the folder"),
+        ("data.source=nowhere", "data", "data.source: nowhere: the folder does not exist"),
         ("batch.micro=auto batch.accumulation=null batch.windows=3", "plan", "not a multiple of 2"),
         ("checkpoint.mirror=tiny.yaml", "bucket", "checkpoint.mirror: write does not work."),
-        ("data.source=gs://X", "bucket", "data.source: 'gs://X' is not the address"),
+        ("data.source=gs://X", "data", "data.source: 'gs://X' is not the address"),
     ],
 )
 def test_what_fails_is_named(

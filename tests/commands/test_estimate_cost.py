@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -161,8 +162,15 @@ def test_a_budget_says_how_far_it_reaches(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_step_that_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", RUN, "batch.micro=64", "--gpu", "L4"]) == 0
-    assert "does NOT fit" in capsys.readouterr().out
+    crowded = ["--config", RUN, "batch.micro=64", "--gpu", "L4"]
+    assert main(crowded) == 3
+    told = capsys.readouterr().out
+    assert "does NOT fit" in told
+    (settings,) = re.findall(r"^A step does not fit .* It fits with: (.*)$", told, re.MULTILINE)
+    assert main([*crowded, *settings.split()]) == 0
+    capsys.readouterr()
+    assert main([*crowded, "--json"]) == 3
+    assert settings in json.loads(capsys.readouterr().out)["fix"]
 
 
 def test_passes_too_short_for_the_host_are_doubted(capsys: pytest.CaptureFixture[str]) -> None:

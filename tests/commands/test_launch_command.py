@@ -1,17 +1,29 @@
 from __future__ import annotations
 
+import dataclasses
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from monitoring.watched_run import new_run
+from ranks import write_tokens
 
+from refocused.bucket import store_clock
+from refocused.bucket.directory import DirectoryBucket
 from refocused.commands import launch
+from refocused.config.data import DataConfig
 from refocused.config.decode import load_run
+from refocused.doctor import early
+from refocused.doctor.early import place_problems
 from refocused.errors import ConfigError, ExitCode, RefocusedError
 from refocused.monitoring import gpu_driver
 from refocused.monitoring.gpu import NoGpusError
+from refocused.monitoring.memory import Memory
+from refocused.shards.manifest import build_manifest, write_manifest
 
 RUN = """
 run: {steps: 20, device: cpu}
@@ -130,6 +142,137 @@ def test_wrong_use_is_said_before_anything_starts(
         code = int(str(ended.code))
     assert code == ExitCode.WRONG_USE
     assert told in capsys.readouterr().err
+
+
+def tokens(folder: Path, *, largest: int) -> str:
+    write_tokens(folder, shards=1, tokens=1000, vocabulary=largest + 1)
+    np.save(folder / "last.npy", np.full(1000, largest, np.uint16))
+    return str(folder)
+
+
+def prepared(folder: Path, *, largest: int) -> str:
+    """Data whose manifest knows the largest id of each file; the last one has it."""
+    bucket = DirectoryBucket(Path(tokens(folder, largest=largest)))
+    found = build_manifest(bucket, DataConfig(source=str(folder)), cache_file=None)
+    known = [dataclasses.replace(one, max_id=9) for one in found.shards]
+    known[0] = dataclasses.replace(known[0], max_id=largest)
+    write_manifest(bucket, dataclasses.replace(found, shards=tuple(known)))
+    return str(folder)
+
+
+MISTAKES: dict[str, tuple[str, str]] = {
+    "nowhere": ("data.source=nowhere", "data.source: nowhere: the folder does not exist"),
+    "another cloud": ("data.source=s3://x/y", "data.source: 's3://x/y' is not a bucket this"),
+    "a slash": ("data.source=gs:/bucket/x", "data.source: 'gs:/bucket/x' is not a bucket this"),
+    "no bucket": ("data.source=gs://X", "data.source: 'gs://X' is not the address of a bucket"),
+    "a mirror": ("checkpoint.mirror=s3://x", "checkpoint.mirror: 's3://x' is not a bucket this"),
+    "one of two": (
+        "data.source=null data.mixture={a: {source: nowhere, weight: 1}}",
+        "data.mixture.a: nowhere: the folder does not exist",
+    ),
+    "an empty folder": ("data.source=empty", "data.source: empty: no token files among 0"),
+    "ids": ("data.source=large", "last.npy holds the id 600, and the model's vocabulary ends at"),
+    "ids in a manifest": ("data.source=prepared", "last.npy holds the id 600, and the model's"),
+    "no GPU": ("run.device=cuda", "run.device is cuda, and the NVIDIA driver lists no GPU on this"),
+    "no key": ("data.source=gs://bucket/x --gcs-credentials no.json", "no.json cannot be read: No"),
+    "memory": (
+        "model.preset=gpt2_1b batch.micro=8 model.sequence_length=2048",
+        "10.0 GB of 10.0 GB are left. Take a machine with",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_that_is_known_at_once_starts_no_ranks(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    case: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://localhost:1")
+    monkeypatch.setattr(launch, "Supervisor", None)  # nothing can be started
+    monkeypatch.setattr(launch, "gpu_capabilities", lambda: [])
+    monkeypatch.setattr(early, "memory_now", lambda: Memory(10**10, 10**10, 0))
+    Path("tiny.yaml").write_text(RUN)
+    Path("empty").mkdir()
+    tokens(Path("tokens"), largest=511)
+    tokens(Path("large"), largest=600)
+    (Path("large") / "shard_000.npy").unlink()
+    prepared(Path("prepared"), largest=600)
+    typed, message = MISTAKES[case]
+    words = typed.split(" ", 1 if "mixture" in typed else -1)
+    assert launch.main(["--config", "tiny.yaml", *words]) == ExitCode.WRONG_USE
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("answer", "refused"),
+    [
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), True),
+        (socket.gaierror(socket.EAI_NODATA, "No address associated with hostname"), True),
+        (socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"), False),
+        (None, False),
+    ],
+)
+@pytest.mark.parametrize("setting", ["data.source=gs://b42/x", "checkpoint.mirror=gs://b42/x"])
+def test_only_a_name_that_does_not_exist_refuses_a_bucket(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    answer: OSError | None,
+    refused: bool,
+) -> None:
+    def look_up(host: str, port: object) -> list[object]:
+        assert host == "store.example"
+        if answer is not None:
+            raise answer
+        return []
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "https://store.example")
+    monkeypatch.delenv("https_proxy", raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    Path("tiny.yaml").write_text(RUN)
+    tokens(Path("tokens"), largest=511)
+    loaded = load_run("tiny.yaml", [setting])
+    told = "DNS knows no host store.example. Check this machine's network and DNS"
+    key = setting.partition("=")[0]
+    found = place_problems(loaded)
+    assert list(found) == ([key] if refused else [])
+    assert all(text.startswith(f"{key}: {told}") for text in found.values())
+    if key == "checkpoint.mirror":  # with steps of its own a run goes on without its mirror
+        assert not place_problems(loaded, resume="none")
+        (tmp_path / "runs/tiny/checkpoints/checkpoint_step_10").mkdir(parents=True)
+        assert not place_problems(loaded)
+    monkeypatch.setenv("https_proxy", "http://proxy.example:3128")  # it looks names up itself
+    assert not place_problems(load_run("tiny.yaml", [setting]))
+
+
+def test_a_dns_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, over = threading.Event(), threading.Event()
+
+    def look_up(host: str, port: object) -> list[object]:
+        asked.set()
+        over.wait(60)
+        raise socket.gaierror(socket.EAI_NONAME, "too late")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(store_clock, "LOOKUP_SECONDS", 0.01)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://store.example")
+    assert store_clock.missing_store_name() is None
+    assert asked.is_set()
+    over.set()
+
+
+def test_a_run_file_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        launch.main(["--config", "demo", "--grace", "9", "--config=test"])
+    assert ended.value.code == ExitCode.WRONG_USE
+    told = "train: --config is given twice (demo, then test). Keep one. See train --help.\n"
+    assert capsys.readouterr().err == told
 
 
 def test_help_shows_both_commands_and_needs_no_torch() -> None:

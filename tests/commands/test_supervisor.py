@@ -38,7 +38,7 @@ launches = launch._Launches(
     grace_seconds=float(sys.argv[3]),
     signals=signals,
     began_seconds=0.0,
-    count_gpus=lambda: 0,
+    gpus=0,
 )
 sys.exit(launches.until_the_end(restarts=int(sys.argv[4])))
 """

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ranks import write_tokens
 
 import refocused.training.run
 import refocused.world
@@ -236,6 +237,8 @@ def test_every_end_has_its_code_and_its_words(
 
     monkeypatch.setattr(refocused.world, "join_world", lambda asked: World())
     monkeypatch.setattr(refocused.training.run, "run", run)
+    monkeypatch.chdir(Path(file).parent)
+    write_tokens(Path("tokens"), shards=1, tokens=100, vocabulary=512)
     namespace = train.build_parser().read(["--config", file])
     session = Session(Signals(speaks=False), Ancestors(None), Presence(None, 0), 0.0, 0.0, None)
     assert train._train(train.load(namespace), namespace, 0, session) == code

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,16 @@ from refocused.doctor.data import NAMED_PROBLEMS, judge_data, probe_data, source
 from refocused.doctor.finding import Finding
 from refocused.doctor.plan import (
     disk_needs,
-    host_bytes,
+    host_plan,
+    host_shortage,
     judge_plan,
     judge_precision,
     plan_choice,
     step_bytes,
 )
+from refocused.estimate.host import Device, HostPlan
 from refocused.estimate.precision import NativeDtype
+from refocused.monitoring.memory import Memory
 from refocused.shards.manifest import build_manifest, write_manifest
 from refocused.shards.report import DataReport
 
@@ -52,7 +56,20 @@ def test_plan_of_a_shipped_run() -> None:
     assert planned(loaded, memory_bytes=None).level == "ok"
     assert planned(loaded, memory_bytes=needed * 1.02).level == "warn"
     finding = planned(loaded, memory_bytes=needed * 0.9)
-    assert finding.level == "fail" and finding.fix is not None
+    assert finding.level == "fail"
+    settings = str(finding.fix).removeprefix("It fits with: ").split()
+    mended = load_run("gpt2_1b_8xh100_fast", settings)
+    assert planned(mended, memory_bytes=needed * 0.9).level != "fail"
+
+
+def test_more_gpus_are_named_where_no_setting_helps() -> None:
+    name, on_one = "gpt2_1b_8xh100_fast", {"ranks": 1, "memory_bytes": 6e9}
+    finding = planned(load_run(name), **on_one)  # type: ignore[arg-type]
+    assert finding.fix is not None
+    gpus, settings = re.findall(r"It fits on (\d+) such GPUs with: (.*)", finding.fix)[0]
+    mended = load_run(name, settings.split())
+    assert planned(mended, ranks=int(gpus), memory_bytes=6e9).level == "ok"
+    assert planned(mended, **on_one).level != "ok"  # type: ignore[arg-type]
 
 
 def test_an_offload_without_need_is_told() -> None:
@@ -60,22 +77,100 @@ def test_an_offload_without_need_is_told() -> None:
     assert finding.level == "warn" and "the offload is not needed" in finding.text
 
 
-def test_host_memory_is_that_of_offloads_and_copies() -> None:
-    bare, copied, offloaded = (
-        load_run("gpt2_1b_8xh100_fast", settings)
-        for settings in (
-            ("checkpoint.async=false",),
-            ("checkpoint.async=true",),
-            ("checkpoint.async=false", "zero.offload_optimizer=cpu"),
-        )
+def host(*settings: str, device: Device, ranks: int = 2) -> HostPlan:
+    run = load_run("gpt2_1b_8xh100_fast", settings)
+    choice = plan_choice(run, ranks=ranks, memory_bytes=None)
+    return host_plan(run, choice, ranks=ranks, ranks_here=ranks, device=device)
+
+
+def test_the_host_holds_offloads_and_copies_of_all_its_ranks() -> None:
+    bare = host("checkpoint.async=false", device="cuda", ranks=8)
+    copied = host("checkpoint.async=true", device="cuda", ranks=8)
+    offloaded = host("zero.offload_optimizer=cpu", device="cuda", ranks=8)
+    parameters = 759_905_280 + 48 * 1536
+    assert bare.tensors == 8 * 4 * parameters  # each rank builds the whole model
+    assert (bare.copies, copied.copies) == (0, 12 * parameters)
+    assert host("zero.offload_optimizer=cpu", device="cuda").tensors == 20 * parameters
+    assert offloaded.tensors == bare.tensors  # 20 bytes once, beside 4 on each of 8
+    assert bare.processes > 8 * 10**9
+
+
+def test_a_cpu_computes_in_the_hosts_memory() -> None:
+    run = load_run("gpt2_1b_8xh100_fast")
+    memory = plan_choice(run, ranks=2, memory_bytes=None).memory
+    assert host(device="cpu").tensors == 2 * memory.peak
+    offloaded = host("zero.offload_optimizer=cpu", device="cpu")
+    assert offloaded.tensors > 20 * 759_905_280
+
+
+OFFLOADED = (
+    *("zero.offload_optimizer=cpu", "zero.offload_parameters=cpu"),
+    *("precision.dtype=bf16", "checkpoint.async=true"),
+)
+
+
+def shortage(*settings: str, left: float, ranks: int = 2) -> Finding | None:
+    return host_shortage(
+        load_run("gpt2_1b_8xh100_fast", settings),
+        ranks=ranks,
+        ranks_here=ranks,
+        device="cpu",
+        gpu_bytes=None,
+        memory=Memory(total=int(left), available=int(left), swap_used=0),
     )
-    kept = [
-        host_bytes(run, plan_choice(run, ranks=8, memory_bytes=None), ranks=8)
-        for run in (bare, copied, offloaded)
-    ]
-    step = step_bytes(copied, plan_choice(copied, ranks=8, memory_bytes=None))
-    assert kept[:2] == [0, step]
-    assert kept[2] > 0
+
+
+@pytest.mark.parametrize("left", [16e9, 20e9, 24e9, 28e9, 32e9, 36e9])
+def test_settings_that_are_named_fit(left: float) -> None:
+    """0.76 B with CPU offload on two CPU ranks, which a kernel killed in the first step."""
+    finding = shortage(*OFFLOADED, left=left)
+    assert finding is not None and finding.level == "fail"
+    assert f"{left / 1e9:.1f} GB of {left / 1e9:.1f} GB are left" in finding.text
+    fix = str(finding.fix)
+    if left < 20e9:
+        assert fix.startswith("Take a machine with")
+        return
+    settings = fix.removeprefix("It fits with: ").split()
+    ranks = 1 if "RANKS=1" in settings else 2
+    settings = [one for one in settings if one != "RANKS=1"]
+    assert shortage(*OFFLOADED, *settings, left=left, ranks=ranks) is None
+    for setting in settings:  # each is needed
+        fewer = [one for one in settings if one != setting]
+        assert shortage(*OFFLOADED, *fewer, left=left, ranks=ranks) is not None
+    steps = load_run("gpt2_1b_8xh100_fast", [*OFFLOADED, *settings]).config.batch
+    before = load_run("gpt2_1b_8xh100_fast", OFFLOADED).config.batch
+    if before.accumulation is not None:
+        assert isinstance(before.micro, int) and isinstance(steps.micro, int)
+        assert steps.accumulation is not None
+        assert steps.micro * steps.accumulation * ranks == before.micro * before.accumulation * 2
+
+
+def test_a_run_that_fits_to_the_byte_is_not_refused() -> None:
+    total = host(device="cpu").total
+    assert shortage(left=total) is None
+    assert shortage(left=total - 1) is not None
+
+
+def test_gpus_that_are_not_known_yet_are_not_planned_for() -> None:
+    """An offload may be what makes the run fit its GPUs."""
+    run = load_run("gpt2_1b_8xh100_fast", ["zero.offload_optimizer=cpu", "checkpoint.async=true"])
+
+    def fix(left: float, gpu_bytes: float | None) -> str:
+        found = host_shortage(
+            run,
+            ranks=2,
+            ranks_here=2,
+            device="cuda",
+            gpu_bytes=gpu_bytes,
+            memory=Memory(int(left), int(left), 0),
+        )
+        assert found is not None
+        return str(found.fix)
+
+    assert fix(20e9, None) == "It fits with: checkpoint.async=false"
+    assert fix(12e9, None).startswith("Take a machine with")
+    assert "zero.offload_optimizer=none" in fix(12e9, 80e9)
+    assert fix(12e9, 10e9).startswith("Take a machine with")
 
 
 def test_what_lies_there_already_needs_no_room(tmp_path: Path) -> None:

@@ -143,13 +143,13 @@ CASES = [
     ),
     Case(
         "missing bucket folder",
-        1,
+        2,
         ("data.source=nowhere",),
         ("nowhere: the folder does not exist", "Check the path"),
     ),
     Case(
         "empty bucket folder",
-        1,
+        2,
         (),
         ("tokens: no token files among 0 objects", "Correct data.source"),
         empty_bucket,
@@ -163,16 +163,16 @@ CASES = [
     ),
     Case(
         "ids outside the vocabulary",
-        1,
+        2,
         (),
-        (".npy: its largest id is 6", "the model's vocabulary ends at 511", "data.skip"),
+        ("shard_000.npy holds the id 6", "the model's vocabulary ends at 511", "inspect tokens"),
         large_ids,
     ),
     Case(
         "ids outside the vocabulary, in a dry run",
-        1,
+        2,
         ("--dry-run",),
-        (".npy: its largest id is 6", "the model's vocabulary ends at 511", "data.skip"),
+        ("shard_000.npy holds the id 6", "the model's vocabulary ends at 511", "inspect tokens"),
         large_ids,
     ),
     Case(
@@ -198,13 +198,13 @@ CASES = [
     ),
     Case(
         "missing credentials file",
-        1,
+        2,
         ("data.source=gs://refused-401/x", "--gcs-credentials", "nokey.json"),
         ("The credentials file nokey.json cannot be read: No such file", "Check the path"),
     ),
     Case(
         "credentials file that is no key",
-        1,
+        2,
         ("data.source=gs://refused-401/x", "--gcs_credentials", "key.json"),
         ("The credentials file key.json is not the JSON key of", "Download a new key"),
         no_key,

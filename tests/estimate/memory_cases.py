@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+from refocused.config.optimization import ZeroConfig
 from refocused.config.shape import ModelShape, shape_from
 
 ROWS, CHUNK = 1024, 128
@@ -27,6 +28,11 @@ class Case:
     activation_checkpointing: bool = False
     micro: int = 2
     length: int = 256
+    offload: bool = False
+
+    @property
+    def zero(self) -> ZeroConfig:
+        return ZeroConfig(stage=self.stage, offload_optimizer="cpu" if self.offload else "none")
 
     @property
     def name(self) -> str:
@@ -62,4 +68,6 @@ CASES = [
     Case(0, "gpt_neox", activation_checkpointing=True, micro=8),
     Case(3, dtype="fp32"),
     *(Case(stage, micro=1, length=32) for stage in (1, 3)),
+    *(Case(stage, micro=1, length=32, offload=True) for stage in (1, 2, 3)),
+    *(Case(stage, dtype="fp32", micro=1, length=32, offload=True) for stage in (1, 2, 3)),
 ]

@@ -13,7 +13,7 @@ from memory_cases import CASES, CHUNK, ROWS, Case, shape_of
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.deepspeed import deepspeed_config
-from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
+from refocused.config.optimization import OptimizerConfig, PrecisionConfig
 from refocused.engine.build import build_engine, load_deepspeed
 from refocused.models.build import build_model, register_families
 from refocused.models.causal_lm import counted_parameters
@@ -42,7 +42,7 @@ def peak_of(case: Case, world: World) -> int:
             batch=BatchPlan(case.micro, 2, world.world_size, case.length),
             optimizer=optimizer,
             precision=precision,
-            zero=ZeroConfig(stage=case.stage),
+            zero=case.zero,
             parameters=counted_parameters(model),
             fragment={},
         )

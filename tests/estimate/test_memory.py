@@ -33,7 +33,7 @@ def planned(case: Case, *, ranks: int) -> MemoryPlan:
         shape_of(case),
         model=model,
         micro=case.micro,
-        zero=ZeroConfig(stage=case.stage),
+        zero=case.zero,
         dtype=case.dtype,
         ranks=ranks,
     )
@@ -52,7 +52,8 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_plan_is_within_a_tenth_of_what_lives(peaks: dict[str, int], case: Case) -> None:
-    assert planned(case, ranks=2).peak == pytest.approx(peaks[case.name], rel=0.1)
+    memory = planned(case, ranks=2)  # what is offloaded on a CPU stays in the same memory
+    assert memory.peak + memory.host == pytest.approx(peaks[case.name], rel=0.1)
 
 
 def test_a_billion_parameters_on_eight_gpus() -> None:

@@ -96,6 +96,35 @@ def test_a_container_without_a_limit(tmp_path: Path, limit: str | None) -> None:
     assert within_group(machine, tmp_path, limit="max", used="now") == machine
 
 
+@pytest.mark.parametrize(
+    ("groups", "folder", "limit", "used"),
+    [
+        ("0::/run.slice/train.scope\n", "run.slice", "memory.max", "memory.current"),
+        (
+            "9:cpu:/\n4:cpuset,memory:/docker/1\n0::/\n",
+            "memory/docker",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+        ),
+        # Inside a container the path is the host's; the limit is at what is mounted there.
+        ("0::/docker/1\n", ".", "memory.max", "memory.current"),
+    ],
+)
+def test_the_limit_of_any_group_around_us_counts(
+    tmp_path: Path, groups: str, folder: str, limit: str, used: str
+) -> None:
+    proc, mount = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 64 kB\nMemAvailable: 60 kB\n")
+    (proc / "self" / "cgroup").write_text(groups)
+    (mount / folder).mkdir(parents=True)
+    assert memory_now(proc, mount) == Memory(total=65_536, available=61_440, swap_used=0)
+    (mount / folder / limit).write_text("40960\n")
+    (mount / folder / used).write_text("10240\n")
+    (mount / folder / "memory.stat").write_text("inactive_file 1024\n")
+    assert memory_now(proc, mount) == Memory(total=40_960, available=31_744, swap_used=0)
+
+
 def test_the_machines_own_memory() -> None:
     memory = memory_now()
     assert 0 < memory.available < memory.total <= psutil.virtual_memory().total

@@ -1,0 +1,78 @@
+"""The host's memory that a run takes on one machine, by arithmetic alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from refocused.config.optimization import Dtype
+from refocused.estimate.choice import Choice
+from refocused.estimate.storage import checkpoint_bytes
+
+Device = Literal["cuda", "cpu"]
+
+# Private memory of a rank without its tensors: Python, torch, DeepSpeed; with CUDA its context
+# besides. The first is measured (docs/decisions.md), the second assumed.
+RANK_BYTES = {"cpu": 0.5e9, "cuda": 1.5e9}
+# What runs beside the ranks: DeepSpeed's launchers, the supervisor, the sampler, the mirror.
+BESIDE_BYTES = 0.6e9
+BUILT_BYTES = 4  # a parameter of the whole model, which each rank builds before it is spread
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostPlan:
+    """What a run takes of one machine's memory, in bytes.
+
+    Attributes:
+        tensors: Of all ranks: offloaded states and gradients; on CPUs everything.
+        copies: That saves in the background write from.
+        processes: All that is no tensor.
+    """
+
+    tensors: int
+    copies: int
+    processes: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.tensors + self.copies + self.processes
+
+
+def plan_host(
+    choice: Choice,
+    *,
+    parameters: int,
+    dtype: Dtype,
+    ranks: int,
+    ranks_here: int,
+    device: Device,
+    in_background: bool,
+) -> HostPlan:
+    """Plan what the ranks of one machine take of its memory.
+
+    Token files are not counted: they are read through the page cache, which gives way.
+
+    Args:
+        choice: How the states are spread, and what a step takes of a rank.
+        parameters: With the padding.
+        dtype: What the passes compute in.
+        ranks: Of the run.
+        ranks_here: On this machine.
+        device: What computes; a CPU's memory is the host's.
+        in_background: Whether saves are written from copies.
+    """
+    memory = choice.memory
+    rank = memory.host + (memory.peak if device == "cpu" else 0)
+    step = checkpoint_bytes(parameters, stage=choice.zero.stage, dtype=dtype)
+    return HostPlan(
+        tensors=ranks_here * max(rank, BUILT_BYTES * parameters),
+        # Without ZeRO rank 0 saves for all.
+        copies=step * (ranks_here if choice.zero.stage else ranks) // ranks if in_background else 0,
+        processes=process_bytes(device, ranks_here=ranks_here),
+    )
+
+
+def process_bytes(device: Device, *, ranks_here: int) -> int:
+    """Return what the processes of a run take on one machine beside tensors."""
+    return int(ranks_here * RANK_BYTES[device] + BESIDE_BYTES)
