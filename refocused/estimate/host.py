@@ -13,9 +13,9 @@ Device = Literal["cuda", "cpu"]
 
 # Private memory of a rank without its tensors: Python, torch, DeepSpeed; with CUDA its context
 # besides. The first is measured (docs/decisions.md), the second assumed.
-RANK_BYTES = {"cpu": 0.5e9, "cuda": 1.5e9}
+RANK_BYTES = {"cpu": 0.4e9, "cuda": 1.5e9}
 # What runs beside the ranks: DeepSpeed's launchers, the supervisor, the sampler, the mirror.
-BESIDE_BYTES = 0.6e9
+BESIDE_BYTES = 0.4e9
 BUILT_BYTES = 4  # a parameter of the whole model, which each rank builds before it is spread
 
 
