@@ -161,10 +161,8 @@ class Examination:
         sources = data_checks.sources_of(who.loaded.config.data)
         places = {setting: str(one.source) for setting, one in sources.items()}
         places |= {MIRROR: mirror} if mirror else {}
-        asks = any(
-            url.startswith("gs://") and setting not in self._unreadable
-            for setting, url in places.items()
-        )
+        remote = {setting for setting, url in places.items() if url.startswith("gs://")}
+        asks = bool(remote - self._unreadable)
         store_s = store_time_s() if asks else None
         yield machine_checks.judge_clock(now_s=time.time(), store_s=store_s, signs=asks)
         try:
@@ -173,12 +171,13 @@ class Examination:
             yield Finding("credentials", "fail", str(error))
             self._unreadable |= set(sources)
             return
-        yield storage_checks.judge_credentials(
-            identity=identity,
-            anonymous=identity == ANONYMOUS,
-            writes=mirror is not None and mirror.startswith("gs://"),
-            exposed=storage_checks.exposed_key(who.credentials_file) if asks else None,
-        )
+        if asks or not remote:
+            yield storage_checks.judge_credentials(
+                identity=identity,
+                anonymous=identity == ANONYMOUS,
+                writes=mirror is not None and mirror.startswith("gs://"),
+                exposed=storage_checks.exposed_key(who.credentials_file) if asks else None,
+            )
         for setting, data in sources.items():
             if not _will_be_made(data) and setting not in self._unreadable:
                 yield from self._source_rights(setting, str(data.source))

@@ -82,6 +82,11 @@ def test_a_wrong_run_file_is_wrong_use(tiny: Path, capsys: pytest.CaptureFixture
     [
         ("data.source=nowhere", "data", "data.source: nowhere: the folder does not exist"),
         ("batch.micro=auto batch.accumulation=null batch.windows=3", "plan", "not a multiple of 2"),
+        (
+            "model.preset=gpt2_1b model.sequence_length=2048 batch.micro=256",
+            "memory",
+            "of this machine's memory (2 CPU ranks: ",
+        ),
         ("checkpoint.mirror=tiny.yaml", "bucket", "checkpoint.mirror: write does not work."),
         ("data.source=gs://X", "data", "data.source: 'gs://X' is not the address"),
     ],
@@ -92,6 +97,22 @@ def test_what_fails_is_named(
     report = asked(capsys, "--quick", "run.device=cpu", *setting.split(), code=3)
     assert not report["ok"]
     assert any(level == "fail" and words in text for level, text in of(report, check)), report
+
+
+def test_a_store_that_cannot_be_found_is_one_finding(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("refocused.doctor.early.missing_store_name", lambda: "store.example")
+    places = ("data.source=gs://b42/x", "checkpoint.mirror=gs://b42/y")
+    report = asked(capsys, "--quick", "run.device=cpu", *places, code=3)
+    assert not of(report, "credentials") and not of(report, "bucket")
+    assert of(report, "data") == [
+        (
+            "fail",
+            "data.source, checkpoint.mirror: DNS knows no host store.example. Check this machine's "
+            "network and DNS (getent hosts store.example), or name a folder.",
+        )
+    ]
 
 
 def test_ids_beyond_the_model_and_no_mirror(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
