@@ -68,6 +68,6 @@ CASES = [
     Case(0, "gpt_neox", activation_checkpointing=True, micro=8),
     Case(3, dtype="fp32"),
     *(Case(stage, micro=1, length=32) for stage in (1, 3)),
-    *(Case(stage, micro=1, length=32, offload=True) for stage in (1, 2, 3)),
-    *(Case(stage, dtype="fp32", micro=1, length=32, offload=True) for stage in (1, 2, 3)),
+    *(Case(stage, micro=1, length=32, offload=True) for stage in (1, 2)),
+    *(Case(stage, dtype="fp32", micro=1, length=32, offload=True) for stage in (2, 3)),
 ]
