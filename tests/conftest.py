@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import random
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +47,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture
+def chance() -> random.Random:
+    """Draws that differ from run to run; REFOCUSED_SEED repeats those of a run that failed."""
+    seed = int(os.environ.get("REFOCUSED_SEED") or time.time_ns() % 10**9)
+    print(f"draws of REFOCUSED_SEED={seed}")  # pytest shows it beside a failure
+    return random.Random(seed)
 
 
 @pytest.fixture(scope="session")

@@ -70,11 +70,11 @@ def test_killed_and_resumed_equals_uninterrupted_here_and_from_the_mirror(
 
     broken = tmp_path / "runs" / "tiny"
     ranks = ForkedRanks(2, settings, folder=tmp_path)
-    ranks.wait_until(lambda: max(metrics(broken), default=0) >= INTERVAL + 2)
+    ranks.wait_until(lambda: max(metrics(broken), default=0) >= 2 * INTERVAL + 2)
     ranks.kill()
     ranks.wait(10)
     saved = max(saved_steps(broken / "checkpoints"))
-    assert INTERVAL <= saved < STEPS
+    assert 10 <= saved < STEPS  # by name, checkpoint_step_6 comes after it
     wait_for_the_mirror(broken, saved)
     shutil.copytree(tmp_path / "mirror", tmp_path / "mirror_b")
 

@@ -22,31 +22,33 @@ from engine_cases import ACCUMULATION, Case, join_ready, start_engine, windows
 
 from refocused.models.causal_lm import counted_parameters
 
-SENT: Counter[str] = Counter()  # elements of the whole tensor, by kind
+SENT: Counter[str] = Counter()  # elements that a ring passes on, for each rank, by kind
 
 
-WHOLE = {  # the argument that is of full size, or a list of its parts
-    "all_gather_into_tensor": ("gather", "output_tensor"),
-    "all_gather": ("gather", "tensor_list"),
-    "reduce_scatter_tensor": ("reduce", "input"),
-    "reduce_scatter": ("reduce", "input_list"),
-    "all_reduce": ("reduce", "tensor"),
+# The argument that is of full size, or a list of its parts, and how often a ring passes it on: an
+# all-reduce is a reduce-scatter followed by an all-gather.
+WHOLE = {
+    "all_gather_into_tensor": ("gather", "output_tensor", 1),
+    "all_gather": ("gather", "tensor_list", 1),
+    "reduce_scatter_tensor": ("reduce", "input", 1),
+    "reduce_scatter": ("reduce", "input_list", 1),
+    "all_reduce": ("reduce", "tensor", 2),
 }
 
 
 def count_what_is_sent() -> None:
     """Wrap torch's collectives, before DeepSpeed takes them."""
-    for name, (kind, whole) in WHOLE.items():
-        setattr(dist, name, counting(kind, getattr(dist, name), whole))
+    for name, (kind, whole, times) in WHOLE.items():
+        setattr(dist, name, counting(kind, getattr(dist, name), whole, times))
 
 
-def counting(kind: str, function: Callable[..., Any], whole: str) -> Callable[..., Any]:
+def counting(kind: str, function: Callable[..., Any], whole: str, times: int) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
     def counted(*args: Any, **named: Any) -> Any:
         tensors = signature.bind(*args, **named).arguments[whole]
         parts = tensors if isinstance(tensors, list) else [tensors]
-        SENT[kind] += sum(part.numel() for part in parts)
+        SENT[kind] += times * sum(part.numel() for part in parts)
         return function(*args, **named)
 
     return counted

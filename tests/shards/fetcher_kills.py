@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch
 from shard_samples import WatchedBucket, npy_bytes, npz_bytes, pt_bytes, settings
 
 from refocused.bucket.bucket import BlobInfo
-from refocused.shards import chunk_packs
+from refocused.shards import arrival, chunk_packs, fetcher
 from refocused.shards.cache import ShardCache
 from refocused.shards.chunk_packs import build_run_manifest
 from refocused.shards.local_shards import LocalShards
@@ -31,6 +32,8 @@ SHARDS = 60
 TOKENS = 40_000
 FIRST_PACK, CHUNKS = 50, 8  # the last shards are packed from chunks
 chunk_packs.PACKED_TOKENS = TOKENS
+arrival.SMALLEST_RANGE_BYTES = 1 << 14  # a shard of 80 KB comes in four ranges
+fetcher.HURRIED_SHARDS = 20  # that many of a plan do
 VOCABULARY = 50_000
 LONGEST_LIFE_S = 0.06  # about a third of what fetching all takes
 
@@ -50,6 +53,10 @@ class LoggedBucket(WatchedBucket):
         os.write(self._log, f"{blob.name}\n".encode())
         return super().download(blob, target)
 
+    def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
+        os.write(self._log, f"{name}\n".encode())
+        return super().read(name, start=start, length=length)
+
 
 @dataclasses.dataclass
 class Report:
@@ -58,6 +65,7 @@ class Report:
     Attributes:
         kills: Fetchers killed.
         interrupted: Of those, how many left an unfinished file behind.
+        ranged: Of those, how many left a file of which some ranges had come.
         downloads: Downloads begun over all lives.
         wrong: Shards that counted as whole and were not.
         again: Shards that were whole and were fetched once more.
@@ -66,6 +74,7 @@ class Report:
 
     kills: int = 0
     interrupted: int = 0
+    ranged: int = 0
     downloads: int = 0
     wrong: list[str] = dataclasses.field(default_factory=list)
     again: list[str] = dataclasses.field(default_factory=list)
@@ -133,8 +142,10 @@ def run_kills(folder: Path, *, kills: int, seed: int) -> Report:
             for index in chance.sample(sorted(before), SHARDS // 2):
                 site.local.remove(index)
             before = site.whole()
-        _one_life(site, chance.uniform(0.0, LONGEST_LIFE_S))
+        order = chance.sample(range(SHARDS), SHARDS)
+        _one_life(site, order, chance.uniform(0.0, LONGEST_LIFE_S))
         report.interrupted += any(site.cache_folder.rglob("incoming/*/*"))
+        report.ranged += any(site.cache_folder.rglob("incoming/*/*.ranges"))
         _check(site, report, before, logged)
     before, logged = site.whole(), len(site.downloads())
     with site.cache() as cache:
@@ -147,12 +158,12 @@ def run_kills(folder: Path, *, kills: int, seed: int) -> Report:
     return report
 
 
-def _one_life(site: Site, seconds: float) -> None:
+def _one_life(site: Site, order: Sequence[int], seconds: float) -> None:
     """Fork a fetcher and kill it; the clock starts with its first moment."""
     child = os.fork()
     if not child:
         cache = site.cache()
-        cache.plan(range(SHARDS))
+        cache.plan(order)
         time.sleep(60)
         os._exit(0)
     time.sleep(seconds)

@@ -21,4 +21,5 @@ def test_a_killed_fetcher_leaves_no_wrong_shard_and_a_right_one_is_not_fetched_a
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["interrupted"] > 0  # the kills met downloads and conversions halfway
+    assert report["ranged"] > 0  # and shards that come by ranges
     assert (report["wrong"], report["again"], report["left"]) == ([], [], [])

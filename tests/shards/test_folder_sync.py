@@ -338,14 +338,13 @@ def test_ctrl_c_does_not_wait_for_transfers(
 @pytest.mark.slow
 @pytest.mark.bucket
 def test_kills_leave_no_wrong_file_and_fetch_no_right_one_twice(
-    emulator: Emulator, tmp_path: Path
+    emulator: Emulator, tmp_path: Path, chance: random.Random
 ) -> None:
     bucket = GcsBucket(f"{emulator.url}/data")
     there = fill(bucket, number=3 * KILLS, size=40_000)
     emulator.proxy.script(lambda r: r.is_download, Fault(delay_s=0.15), times=10**6)
     folder = tmp_path / "to"
     command = ["prepare_data.py", "sync", f"{emulator.url}/data", folder, "--threads", "2"]
-    draw = random.Random(time.time_ns())
     whole: set[str] = set()
     kills = 0
     for attempt in range(KILLS + 1):
@@ -357,7 +356,7 @@ def test_kills_leave_no_wrong_file_and_fetch_no_right_one_twice(
         if attempt < KILLS:
             while len(emulator.proxy.requests) == before and running.poll() is None:
                 time.sleep(0.01)
-            time.sleep(draw.uniform(0.0, 0.6))
+            time.sleep(chance.uniform(0.0, 0.6))
             kills += running.poll() is None
             running.kill()
         running.wait(120)

@@ -60,19 +60,20 @@ class Job:
 
 
 @pytest.mark.slow
-def test_kills_lose_no_shard_and_repeat_no_finished_task(tmp_path: Path) -> None:
+def test_kills_lose_no_shard_and_repeat_no_finished_task(
+    tmp_path: Path, chance: random.Random
+) -> None:
     job = Job(tmp_path)
     write_jsonl(tmp_path / "in.jsonl", random_texts(400 * KILLS, seed=5))
     assert job.start(tmp_path / "whole", seconds=0.0).wait(120) == 0
-    draw = random.Random(time.time_ns())
     done, kept, kills = 0, job.shards(), 0
     while kills < KILLS:
         job.log.write_text("")
         running = job.start(job.out, seconds=0.05)
-        kill_in_start = draw.random() < 0.25
+        kill_in_start = chance.random() < 0.25
         while not (kill_in_start or job.log.read_text()) and running.poll() is None:
             time.sleep(0.01)
-        time.sleep(draw.uniform(0.0, 0.5))
+        time.sleep(chance.uniform(0.0, 0.5))
         if running.poll() is not None:  # it was finished: begin anew
             assert running.returncode == 0, running.communicate()[0]
             shutil.rmtree(job.out)
