@@ -175,7 +175,7 @@ class Training:
         self._throughput.lap("step")
         if self._step % LOG_STEPS == 0:
             state = TrainState(step=self._step, tokens=self._step * SETUP.length)
-            self._reporter.step(state, loss, 0.0)
+            self._reporter.step(state, [loss.reshape(1)], 0.0)
             self._reported += 1
         return telling + time.thread_time() - began
 

@@ -17,7 +17,7 @@ from refocused.commands.run_catalog import add_run_options, catalog_of, listed, 
 if TYPE_CHECKING:
     from refocused.checkpoints.catalog import Catalog, CatalogEntry
 
-_HEADINGS = ("STEP", "SAVED", "SIZE", "LOCAL", "BUCKET", "LOSS", "NOTE")
+_HEADINGS = ("STEP", "SAVED", "SIZE", "LOCAL", "BUCKET", "LOSS", "VALIDATION", "NOTE")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,6 +119,6 @@ def _row(entry: CatalogEntry, *, now: float) -> tuple[str, ...]:
         size_text(entry.size) if entry.size is not None else "-",
         entry.local.partition(":")[0],
         entry.bucket.partition(":")[0],
-        f"{entry.loss:.4f}" if entry.loss is not None else "-",
+        *("-" if loss is None else f"{loss:.4f}" for loss in (entry.loss, entry.validation_loss)),
         ", ".join(entry.notes),
     )

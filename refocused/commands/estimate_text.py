@@ -233,7 +233,7 @@ def _measured_facts(found: Measured) -> Iterable[tuple[str, str]]:
             parts.append(f"{duration(found.validation_seconds)} a validation")
         if found.save_seconds is not None:
             parts.append(f"{found.save_seconds:.2g} s a save")
-        yield "measured", ", ".join(parts) + " (medians)"
+        yield "measured", ", ".join(parts) + " (means)"
     if found.seconds_left is not None and found.seconds_left > 0:
         ends = datetime.datetime.fromtimestamp(found.ends, datetime.UTC) if found.ends else None
         yield (

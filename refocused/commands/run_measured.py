@@ -5,20 +5,25 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import socket
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from refocused.commands.run_catalog import whole_steps
 from refocused.config.decode import read_run
-from refocused.config.outputs import CheckpointConfig, EvaluationConfig
 from refocused.config.prices import cost_usd, usd_per_million_tokens
 from refocused.errors import RefocusedError
-from refocused.estimate.run_cost import times_left
-from refocused.monitoring.history import METRICS_FILE
-from refocused.monitoring.pace import Pace, measured_pace
+from refocused.monitoring.history import METRICS_FILE, StepPoint, WayTaken
 from refocused.monitoring.performance import PERFORMANCE_FILE, RunTime, run_time
-from refocused.monitoring.run_findings import resume_step
-from refocused.monitoring.tail import JsonLinesTail, read_json, read_small
+from refocused.monitoring.run_findings import (
+    RECENT_STEPS,
+    mean_step_seconds,
+    mean_tokens_per_second,
+    resume_step,
+    seconds_left,
+)
+from refocused.monitoring.tail import JsonLinesTail, Record, number, read_json, read_small
 from refocused.process_identity import ProcessIdentity
 
 _NEEDED = {"run", "step", "total_steps", "tokens", "seconds", "cost_usd", "updated"}
@@ -41,13 +46,13 @@ class Measured:
         usd_per_million_tokens: Of the tokens that the run has kept.
         goodput_fraction: Productive share of the time since the first start.
         time_line: Where the time went, for a person; empty where nothing tells.
-        step_seconds: Median.
-        tokens_per_second: By that median.
-        validation_seconds: Median.
-        save_seconds: Median of the time that training stood still for.
+        step_seconds: Mean over the last lines.
+        tokens_per_second: Over the same lines, validations and saves included.
+        validation_seconds: Mean.
+        save_seconds: Mean of the time that training stood still for.
         resumes_from: Of a run that ended early: the step of the checkpoint that it would go on
             from, 0: anew. What is left is counted from there.
-        seconds_left: Until the last step, with validations and saves at their frequency.
+        seconds_left: Until the run ends, as training expected at its last line.
         cost_left_usd: Of that time.
         total_usd: So far and left together.
         ends: When it is done if it goes on without a pause, in Unix seconds.
@@ -113,8 +118,9 @@ def measure(
     config = read_run(run / "run.yaml")
     records = JsonLinesTail(run / PERFORMANCE_FILE).records()
     metrics = JsonLinesTail(run / METRICS_FILE).records()
-    events = JsonLinesTail(run / "logs" / "events.jsonl").records()
-    samples = [event for event in events if event.get("kind") == "sample"]
+    way = WayTaken()
+    for record in metrics:
+        way.add(record)
     return figures(
         state,
         status=_status(state),
@@ -122,9 +128,9 @@ def measure(
             whole_steps(run / "checkpoints"), read_json(run / "mirror.json")
         ),
         used=run_time(records),
-        pace=measured_pace([*records, *metrics, *samples]),
-        evaluation=config.evaluation,
-        checkpoint=config.checkpoint,
+        steps=way.steps,
+        validation_seconds=_mean(metrics, "validation", "seconds"),
+        save_seconds=_mean(records, "save", "save_stall_seconds"),
         per_hour_usd=per_hour_usd or config.cost.per_hour_usd,
         budget_usd=budget_usd or config.cost.budget_usd,
         now=now,
@@ -137,9 +143,9 @@ def figures(
     status: str,
     checkpoint_step: int,
     used: RunTime,
-    pace: Pace,
-    evaluation: EvaluationConfig,
-    checkpoint: CheckpointConfig,
+    steps: Sequence[StepPoint],
+    validation_seconds: float | None,
+    save_seconds: float | None,
     per_hour_usd: float | None,
     budget_usd: float | None,
     now: float,
@@ -151,9 +157,9 @@ def figures(
         status: Of the run.
         checkpoint_step: Step of its newest checkpoint; 0: there is none.
         used: Where its time went.
-        pace: How fast it is.
-        evaluation: When it validates.
-        checkpoint: When it saves.
+        steps: Its logged steps.
+        validation_seconds: Mean.
+        save_seconds: Mean.
         per_hour_usd: Price of the machine from now on, and of the time whose cost is not known.
         budget_usd: What it may cost.
         now: Unix seconds.
@@ -164,15 +170,10 @@ def figures(
     cost = max(known) if known else cost_usd(seconds, per_hour_usd)
     resumes_from = None if status in ("training", "finished") else checkpoint_step
     begin = step if resumes_from is None else resumes_from
-    left = pace.seconds_left(
-        steps=max(0, total - begin),
-        validations=times_left(begin, total, evaluation.interval),
-        saves=times_left(begin, total, checkpoint.interval),
-        tasks=times_left(begin, total, evaluation.task_interval) if evaluation.tasks else 0,
-        samples=max(0, times_left(begin, total, evaluation.sample_interval) - 1),
-    )
-    if left is not None and status == "training":
-        left = max(0.0, left - max(0.0, now - _unix_seconds(state["updated"])))
+    passed = max(0.0, now - _unix_seconds(state["updated"])) if status == "training" else 0.0
+    left = seconds_left(steps, passed=passed, resumes_from=resumes_from)
+    if status == "finished":
+        left = 0.0
     cost_left = cost_usd(left, per_hour_usd)
     return Measured(
         name=state["run"],
@@ -186,10 +187,10 @@ def figures(
         usd_per_million_tokens=usd_per_million_tokens(cost, tokens),
         goodput_fraction=used.goodput_fraction,
         time_line=used.as_line() if used.sessions else "",
-        step_seconds=pace.step_seconds,
-        tokens_per_second=tokens / step / pace.step_seconds if step and pace.step_seconds else None,
-        validation_seconds=pace.validation_seconds,
-        save_seconds=pace.save_seconds,
+        step_seconds=mean_step_seconds(steps[-RECENT_STEPS:]),
+        tokens_per_second=mean_tokens_per_second(steps[-RECENT_STEPS:]),
+        validation_seconds=validation_seconds,
+        save_seconds=save_seconds,
         resumes_from=resumes_from,
         seconds_left=left,
         cost_left_usd=cost_left,
@@ -198,6 +199,13 @@ def figures(
         budget_usd=budget_usd,
         budget_step=_budget_step(begin, total, cost=cost, left=cost_left, budget_usd=budget_usd),
     )
+
+
+def _mean(records: Sequence[Record], kind: str, name: str) -> float | None:
+    """Return the mean of a figure over the records of a kind; None: none has it."""
+    found = [number(record, name) for record in records if record.get("kind") == kind]
+    known = [value for value in found if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 def _budget_step(

@@ -11,7 +11,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from refocused.monitoring.pace import WARM_UP_STEPS
+from refocused.monitoring.throughput import WARM_UP_STEPS
 
 ROWS = 10
 _NAME_WIDTH = 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -86,9 +87,9 @@ def view_of(found: Findings, *, now: float) -> RunView:
     resumes_from = None
     if status in ENDED_EARLY:
         resumes_from = resume_step(found.saved_steps, found.mirror)
-        left = _seconds_left_from(resumes_from, found.steps[-1] if found.steps else None)
+        left = seconds_left(found.steps, resumes_from=resumes_from)
     else:
-        left = _seconds_left(last, passed) if status in LIVE else None
+        left = seconds_left([last], passed=passed) if last and status in LIVE else None
     return RunView(
         name=text(state, "run") or found.name,
         status=status,
@@ -186,24 +187,35 @@ def _is_silent(found: Findings, state: Mapping[str, Any], *, now: float) -> bool
     return silence(logged, began=updated, now=now).is_too_long
 
 
-def _seconds_left(last: StepPoint | None, passed: float) -> float | None:
-    """Return what is left of the time that training expected; None when it is over already."""
-    if last is None or last.seconds_left is None or last.seconds_left < passed:
-        return None
-    return last.seconds_left - passed
+def seconds_left(
+    steps: Sequence[StepPoint], *, passed: float = 0.0, resumes_from: int | None = None
+) -> float | None:
+    """Return what is left by what training expected at its last line; None: unknown, or over.
 
-
-def _seconds_left_from(step: int, last: StepPoint | None) -> float | None:
-    """Return what is left from a saved step on, by what training expected at its last line.
-
-    The steps made since that save are to be made again.
+    Args:
+        steps: The logged steps.
+        passed: Seconds since the last one, of a run that trains.
+        resumes_from: Of a run that ended early: the step that it would go on from. Those after it
+            are to be made again, at the mean pace of the last lines.
     """
-    if last is None or last.seconds_left is None:
+    if not steps or steps[-1].seconds_left is None:
         return None
-    again = last.step - step
-    if again and last.step_seconds is None:
-        return None
-    return max(0.0, last.seconds_left + again * (last.step_seconds or 0.0))
+    left = steps[-1].seconds_left - passed
+    if resumes_from is not None:
+        left += (steps[-1].step - resumes_from) * (mean_step_seconds(steps[-RECENT_STEPS:]) or 0.0)
+    return left if left >= 0 else None
+
+
+def mean_step_seconds(steps: Sequence[StepPoint]) -> float | None:
+    """Return the mean time of a step over some lines; None: none tells."""
+    found = [one.step_seconds for one in steps if one.step_seconds is not None]
+    return statistics.fmean(found) if found else None
+
+
+def mean_tokens_per_second(steps: Sequence[StepPoint]) -> float | None:
+    """Return the tokens of some lines by the time that they took; None: none tells."""
+    found = [speed for one in steps if (speed := one.tokens_per_second or 0.0) > 0]
+    return statistics.harmonic_mean(found) if found else None
 
 
 def _note(found: Findings, status: Status) -> str:

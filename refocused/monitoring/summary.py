@@ -172,17 +172,18 @@ def _money(view: RunView) -> list[tuple[str, str]]:
 
 def _speed(view: RunView) -> list[tuple[str, str]]:
     forms = (
-        ("tokens a second, median", "tokens_per_second", ",.0f"),
-        ("step, median", "step_seconds", ".3g"),
-        ("MFU, median", "mfu_fraction", ".1%"),
-        ("waited for data, median", "data_wait_fraction", ".1%"),
+        ("tokens a second, mean", "tokens_per_second", ",.0f", statistics.harmonic_mean),
+        ("step, mean", "step_seconds", ".3g", statistics.fmean),
+        ("MFU, mean", "mfu_fraction", ".1%", statistics.harmonic_mean),
+        ("waited for data, mean", "data_wait_fraction", ".1%", statistics.fmean),
     )
     rows = []
-    for what, name, form in forms:
-        found = [one for point in view.steps if (one := getattr(point, name)) is not None]
+    for what, name, form, mean in forms:
+        measured = [getattr(point, name) for point in view.steps]
+        found = [one for one in measured if one is not None and one >= 0]
         if found:
             unit = " s" if name == "step_seconds" else ""
-            rows.append((what, format(statistics.median(found), form) + unit))
+            rows.append((what, format(mean(found), form) + unit))
     return rows
 
 

@@ -38,7 +38,7 @@ from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, counted_parame
 from refocused.monitoring.history import METRICS_FILE
 from refocused.monitoring.profile import StepProfiler
 from refocused.monitoring.step_phases import step_phases
-from refocused.monitoring.throughput import Throughput
+from refocused.monitoring.throughput import Throughput, forecast
 from refocused.monitoring.time_book import TimeBook
 from refocused.process_identity import identify
 from refocused.quick_imports import quick_imports
@@ -165,7 +165,17 @@ def assemble_parts(
         world=world,
     )
     figures = _figures(job, data, branch)
-    throughput = Throughput(time.monotonic, began_seconds=began_seconds)
+    throughput = Throughput(
+        time.monotonic,
+        began_seconds=began_seconds,
+        forecast=forecast(
+            job.plan,
+            validation_windows=sum(len(one.validation.windows) for one in data.sources),
+            task_tokens=sum(len(one.ids) for task in texts.tasks for one in task.continuations),
+            sample_tokens=config.evaluation.sample_tokens if texts.sampler else 0,
+            exports=config.checkpoint.export_final,
+        ),
+    )
     phases = step_phases(world.device_kind)
     reporter = Reporter(
         job.folder,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from refocused.checkpoints.tiers import Tier
 from refocused.estimate.run_cost import times_left
+from refocused.monitoring.throughput import Activity
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,21 +83,27 @@ class Cadence:
         tiers = tuple(tier for tier, is_due in due.items() if is_due)
         return tiers or ((Tier.EMERGENCY,) if stopping else ())
 
-    def validations_left(self, step: int, total_steps: int) -> int:
-        """Count the validations after a step; the last step always has one."""
-        return times_left(step, total_steps, self.validation)
+    def ahead(self, step: int, total_steps: int) -> dict[Activity, int]:
+        """Count what is still to be done when a step is logged, the ending included.
 
-    def tasks_left(self, step: int, total_steps: int) -> int:
-        """Count the times that tasks are put after a step; the last step always has them."""
-        return times_left(step, total_steps, self.tasks)
-
-    def samples_left(self, step: int, total_steps: int) -> int:
-        """Count the samples after a step; that of the last one is part of the summary."""
-        return max(0, times_left(step, total_steps, self.sample) - 1)
-
-    def saves_left(self, step: int, total_steps: int) -> int:
-        """Count the saves after a step; the last step always has one."""
-        return times_left(step, total_steps, self.checkpoint)
+        What is due after this step comes after its log line; the last step has one of each, whose
+        sample is part of the ending. A validation that is followed by a save for being the best so
+        far is counted as the rule: losses fall.
+        """
+        before = step - 1
+        validations = times_left(before, total_steps, self.validation)
+        saves = times_left(before, total_steps, self.checkpoint)
+        if self.save_best and self.validation:
+            both = math.lcm(self.checkpoint, self.validation)
+            saves += validations - times_left(before, total_steps, both)
+        return {
+            "step": total_steps - step,
+            "validation": validations,
+            "tasks": times_left(before, total_steps, self.tasks),
+            "sample": times_left(before, total_steps, self.sample),
+            "save": saves,
+            "ending": 1,
+        }
 
 
 def _due(step: int, interval: int) -> bool:

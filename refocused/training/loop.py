@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from refocused.batches.batch import Batch
 from refocused.checkpoints.tiers import Tier
@@ -37,6 +38,7 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
         RefocusedError: On every rank alike: bad data, a non-finite loss, saves that keep failing.
     """
     stopping, taken = stop.agreed(), None
+    losses: list[Tensor] = []  # of the steps since the last log line, on the device
     finite = FiniteSteps(parts.world, overflows=parts.engine.loss_scale() is not None)
     if state.step and not stopping:
         state = make_up_evaluation(parts, state, stop)
@@ -50,11 +52,13 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
             micro_batches = fetch_together(parts.world, batches.next_step, stop)
             if micro_batches is None:
                 finite.settle()
-                state = save_where_it_waited(parts, state, taken, batches.wait_seconds)
+                if taken is not None:
+                    state = save_where_it_waited(parts, state, losses, batches.wait_seconds)
                 return Outcome(state, stop.agreed())
             with explaining_lack_of_memory(parts.plan, step=state.step + 1, world=parts.world):
                 taken = take_step(parts, micro_batches, state)
             finite.add(taken)
+            losses.append(taken.losses)
             garbage.step()
             epoch = state.position.epoch
             state = state.after_step(parts.plan, batches.position)
@@ -66,7 +70,8 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
             last = state.step == parts.total_steps
             if last or parts.cadence.log_due(state.step) or stopping:
                 finite.settle()
-                state = parts.reporter.step(state, taken.losses.mean(), batches.wait_seconds)
+                state = parts.reporter.step(state, losses, batches.wait_seconds)
+                losses.clear()
                 garbage.collect()
                 parts.saver.mirror.watch()
             if not stopping and (last or parts.cadence.evaluation_due(state.step)):
@@ -136,18 +141,16 @@ def label_weights(world: World, counted: Sequence[int | None]) -> list[float]:
 
 
 def save_where_it_waited(
-    parts: Parts, state: TrainState, taken: StepTaken | None, waited_seconds: float
+    parts: Parts, state: TrainState, losses: Sequence[Tensor], waited_seconds: float
 ) -> TrainState:
     """Report and save the last finished step, when training stops before the next one's data.
 
     Args:
         parts: The run's parts.
         state: After that step.
-        taken: That step; None when this session has made none: then nothing is to be saved.
+        losses: Of the steps since the last log line; none: that step has been reported.
         waited_seconds: Time that batches were waited for, in all.
     """
-    if taken is None:
-        return state
-    if not parts.cadence.log_due(state.step):
-        state = parts.reporter.step(state, taken.losses.mean(), waited_seconds)
+    if losses:
+        state = parts.reporter.step(state, losses, waited_seconds)
     return parts.saver.save(state, (Tier.EMERGENCY,))

@@ -127,13 +127,28 @@ class Reporter:
         """Return the run's money so far, over all sessions."""
         return self.booked(TrainState()).cost_usd or 0.0
 
-    def step(self, state: TrainState, loss: torch.Tensor, waited_seconds: float) -> TrainState:
-        """Read the loss from the device, report the step, return the state with what was read."""
-        mean = self._world.total([float(loss)])[0] / self._world.world_size
+    def step(
+        self, state: TrainState, losses: Sequence[torch.Tensor], waited_seconds: float
+    ) -> TrainState:
+        """Read the losses from the device, report the step, return the state with its loss.
+
+        Args:
+            state: After the step.
+            losses: Of each step since the last line, for each micro-batch, on the device.
+            waited_seconds: For batches, since the session began.
+        """
+        read = torch.stack([losses[-1].mean(), torch.cat(list(losses)).mean()]).tolist()
+        loss, loss_mean = (of_all / self._world.world_size for of_all in self._world.total(read))
         memory = self._world.largest([_gpu_memory_fraction(self._world)])[0]
-        state = self.booked(dataclasses.replace(state, loss=mean))
+        # The device was up to a step behind the host. It has caught up now.
+        self._throughput.lap("step", continued=True)
+        state = self.booked(dataclasses.replace(state, loss=loss))
         metrics, impossible_mfu = self._steps.of(
-            state, loss=mean, waited_seconds=waited_seconds, memory=memory or None
+            state,
+            loss=loss,
+            loss_mean=loss_mean,
+            waited_seconds=waited_seconds,
+            memory=memory or None,
         )
         if impossible_mfu is not None:
             self._doubt_mfu(impossible_mfu)

@@ -49,41 +49,62 @@ class RunFigures:
     epoch_windows: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Measured:
+    """What a session has taken up to a log line."""
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    session_seconds: float = 0.0
+
+
 class StepFigures:
-    """Measures steps; a step's wait for batches counts from the step measured before it."""
+    """Measures the steps since the last log line, and what is left."""
 
     def __init__(self, figures: RunFigures, *, engine: Engine, throughput: Throughput) -> None:
         """Measure steps of this run from here on."""
         self._figures = figures
         self._engine = engine
         self._throughput = throughput
-        self._waited = self._measured_at = 0.0
+        self._before = _Measured()
 
     def start(self) -> None:
         """Count the time from here on."""
-        self._measured_at = self._throughput.session_seconds
+        self._before = dataclasses.replace(
+            self._before, session_seconds=self._throughput.session_seconds
+        )
 
     def of(
-        self, state: TrainState, *, loss: float, waited_seconds: float, memory: float | None
+        self,
+        state: TrainState,
+        *,
+        loss: float,
+        loss_mean: float,
+        waited_seconds: float,
+        memory: float | None,
     ) -> tuple[StepMetrics, float | None]:
         """Return a step's metrics, and the MFU that was refused where it cannot be.
 
         Args:
             state: After the step.
             loss: Mean over ranks, in nats a token.
+            loss_mean: The same of all steps since the last call.
             waited_seconds: For batches, since the session began.
             memory: Peak share of the GPU's memory; None without a GPU.
         """
-        figures, seconds = self._figures, self._throughput.step_seconds
-        speed = figures.plan.tokens / seconds if seconds else None
-        left = self._throughput.seconds_left(
-            steps=figures.total_steps - state.step,
-            validations=figures.cadence.validations_left(state.step, figures.total_steps),
-            saves=figures.cadence.saves_left(state.step, figures.total_steps),
-            tasks=figures.cadence.tasks_left(state.step, figures.total_steps),
-            samples=figures.cadence.samples_left(state.step, figures.total_steps),
+        figures, tokens = self._figures, self._figures.plan.tokens
+        now = _Measured(
+            self._throughput.steps,
+            step_seconds=self._throughput.laps["step"],
+            waited_seconds=waited_seconds,
+            session_seconds=self._throughput.session_seconds,
         )
-        mfu = figures.mfu(speed) if speed else None
+        before, self._before = self._before, now
+        steps, passed = now.steps - before.steps, now.session_seconds - before.session_seconds
+        seconds = (now.step_seconds - before.step_seconds) / steps if steps else None
+        left = self._throughput.seconds_left(figures.cadence.ahead(state.step, figures.total_steps))
+        mfu = figures.mfu(tokens / seconds) if seconds else None
         refused = mfu is not None and mfu > figures.credible_mfu
         metrics = StepMetrics(
             step=state.step,
@@ -91,6 +112,8 @@ class StepFigures:
             tokens=state.tokens,
             epoch=state.position.epoch,
             loss=loss,
+            loss_mean=loss_mean,
+            best_loss=state.best_loss,
             learning_rate=learning_rate(
                 state.step - 1,
                 peak=figures.optimizer.lr,
@@ -101,10 +124,10 @@ class StepFigures:
             loss_scale=self._engine.loss_scale(),
             skipped_steps=self._engine.skipped_steps,
             step_seconds=seconds,
-            tokens_per_second=speed,
+            tokens_per_second=steps * tokens / passed if passed > 0 else None,
             mfu_fraction=None if refused else mfu,
             mfu_refused=refused,
-            data_wait_fraction=self._wait_fraction(waited_seconds),
+            data_wait_fraction=_share(waited_seconds - before.waited_seconds, of=passed),
             gpu_memory_fraction=memory,
             seconds_left=left,
             seconds_trained=state.seconds,
@@ -113,9 +136,6 @@ class StepFigures:
         )
         return metrics, mfu if refused else None
 
-    def _wait_fraction(self, waited_seconds: float) -> float:
-        """Return the share of the time since the last line that batches were waited for."""
-        now = self._throughput.session_seconds
-        waited, passed = waited_seconds - self._waited, now - self._measured_at
-        self._waited, self._measured_at = waited_seconds, now
-        return min(1.0, waited / passed) if passed > 0 else 0.0
+
+def _share(seconds: float, *, of: float) -> float:
+    return min(1.0, seconds / of) if of > 0 else 0.0

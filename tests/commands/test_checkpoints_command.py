@@ -72,12 +72,21 @@ def test_the_table_shows_both_places_newest_first(
     (run / "checkpoints" / ".tmp-checkpoint_step_11000-ab" / "part").write_bytes(b"x" * 5000)
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["STEP", "SAVED", "SIZE", "LOCAL", "BUCKET", "LOSS", "NOTE"]
+    assert lines[0].split() == [
+        "STEP",
+        "SAVED",
+        "SIZE",
+        "LOCAL",
+        "BUCKET",
+        "LOSS",
+        "VALIDATION",
+        "NOTE",
+    ]
     assert lines[1].startswith("10,500")
     assert "broken" in lines[1]
     assert "trainer.json is missing; ignored by resume" in lines[1]
-    assert lines[2].split()[-6:] == ["7.0", "kB", "ok", "-", "2.8702", "latest"]
-    assert lines[3].split()[-6:] == ["21.0", "MB", "-", "ok", "2.5000", "best"]
+    assert lines[2].split()[-6:] == ["kB", "ok", "-", "2.8702", "-", "latest"]
+    assert lines[3].split()[-6:] == ["MB", "-", "ok", "2.5000", "2.0000", "best"]
     assert "5.0 kB in interrupted or running saves" in lines[4]
     assert lines[5] == f"bucket   21.0 MB in {tmp_path}/bucket/new/checkpoints"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands.cost_estimates import RUN, TOKENIZER, estimated
+from commands.cost_estimates import RUN, estimated
 
 from refocused.checkpoints.manifest import MANIFEST
 from refocused.commands.estimate_cost import main
@@ -49,14 +49,25 @@ def write_run(folder: Path, status: str, **changes: object) -> Path:
     saved.mkdir(parents=True)
     (saved / MANIFEST).touch()
     (run / PERFORMANCE_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in time_lines()))
-    validation = {"kind": "validation", "step": 250, "seconds": 20.0}
-    (run / "logs" / "training_metrics.jsonl").write_text(f"{json.dumps(validation)}\n")
+    metrics = [
+        {"kind": "validation", "step": 250, "seconds": 20.0},
+        {"kind": "step", "step": 490, "step_seconds": 3.0, "tokens_per_second": 375e3},
+        {
+            "kind": "step",
+            "step": 500,
+            "step_seconds": 1.0,
+            "tokens_per_second": 750e3,
+            "seconds_left": 1100.0,
+        },
+    ]
+    lines = "".join(f"{json.dumps(line)}\n" for line in metrics)
+    (run / "logs" / "training_metrics.jsonl").write_text(lines)
     return run
 
 
-def write_settings(run: Path, *more: str) -> None:
+def write_settings(run: Path) -> None:
     settings = ["run.steps=1000", "checkpoint.interval=100", "evaluation.interval=250"]
-    settings += ["schedule.warmup_steps=10", *more]
+    settings += ["schedule.warmup_steps=10"]
     (run / "run.yaml").write_text(render_run(load_run(RUN, settings, name="one").config))
 
 
@@ -87,8 +98,7 @@ def test_a_stopped_run_by_hand_over_a_rewind(
     write_run(here, "stopped")
     found = estimated(capsys, "--measured", "one", "--per-hour", "36", "--budget", "18")
     assert (found["sessions"], found["step_seconds"]) == (2, 2.0)
-    # 500 steps, validations at 750 and 1,000, saves at 600 to 1,000
-    assert found["seconds_left"] == 500 * 2.0 + 2 * 20.0 + 5 * 12.0
+    assert found["seconds_left"] == 1100.0  # as it expected at its last line
     assert found["cost_left_usd"] == pytest.approx(11.0)
     assert found["cost_usd"] == pytest.approx(13.0)
     assert found["usd_per_million_tokens"] == pytest.approx(13.0 / 500)
@@ -114,17 +124,6 @@ def test_without_a_price_times_are_told_all_the_same(
     assert "budget     $5.00: how far it reaches is seen with --per-hour" in text
 
 
-def test_samples_of_a_run_are_measured_too(tmp_path: Path) -> None:
-    run = write_run(tmp_path, "stopped")
-    before = measure(run, per_hour_usd=None, budget_usd=None, now=0.0).seconds_left
-    prompt = ("evaluation.sample_prompt=Once", "evaluation.sample_interval=200")
-    write_settings(run, TOKENIZER, *prompt)
-    event = {"kind": "sample", "step": 200, "text": "Once", "seconds": 7.0}
-    (run / "logs" / "events.jsonl").write_text(f"{json.dumps(event)}\n")
-    after = measure(run, per_hour_usd=None, budget_usd=None, now=0.0).seconds_left
-    assert before is not None and after == before + 2 * 7.0  # after 600 and 800
-
-
 def test_a_run_that_trains_has_used_the_time_since_its_last_line(tmp_path: Path) -> None:
     run = write_run(tmp_path, "training")
     now = 1_795_338_000.0 + 100  # 2026-11-22T09:00:00Z and a hundred seconds
@@ -146,9 +145,9 @@ def test_what_a_crashed_run_has_left_counts_from_its_checkpoint(
     state = json.loads((run / "state.json").read_text())
     (run / "state.json").write_text(json.dumps(state | {"step": 500}))
     found = estimated(capsys, "--measured", "one", "--per-hour", "36", "--budget", "18")
-    # 600 steps, validations at 500, 750 and 1,000, saves at 500 to 1,000
+    # What was left at its last line, and 100 steps again
     assert (found["step"], found["resumes_from"]) == (500, 400)
-    assert found["seconds_left"] == 600 * 2.0 + 3 * 20.0 + 6 * 12.0
+    assert found["seconds_left"] == 1100.0 + 100 * 2.0
     assert found["budget_step"] == 400 + int(600 * 5 / (found["seconds_left"] / 100))
     (run / "checkpoints" / "checkpoint_step_400" / MANIFEST).unlink()
     assert main(["--measured", "one"]) == 0

@@ -13,6 +13,8 @@ FULL = StepMetrics(
     tokens=1_258_291_200,
     epoch=0,
     loss=3.21456,
+    loss_mean=3.2301,
+    best_loss=3.1021,
     learning_rate=2.99e-4,
     gradient_norm=0.457,
     loss_scale=None,
@@ -41,19 +43,30 @@ CPU = dataclasses.replace(
     seconds_left=1.8,
     cost_usd=None,
     cost_left_usd=None,
+    loss_mean=3.21456,  # one step alone
+    best_loss=None,
 )
 
 
 def test_the_line_of_a_step_on_gpus() -> None:
     assert FULL.as_line() == (
-        "step   1,200/100,000 1.2% | loss 3.2146 | lr 2.99e-4 | gnorm 0.46 | 1.83 s | "
-        "571,467 tok/s | MFU 41.2% | data 0.0% | mem 87.6% | left 50.4 h $1,208.60"
+        "step   1,200/100,000 1.2% | loss 3.2146 mean 3.2301 best val 3.1021 | lr 2.99e-4 | "
+        "gnorm 0.46 | 1.83 s 571,467 tok/s | MFU 41.2% | spent $14.60, left 50.4 h $1,208.60"
     )
+
+
+def test_the_line_shows_waits_and_memory_that_ask_for_attention_and_stays_within_200() -> None:
+    assert len(FULL.as_line()) < 170
+    full = dataclasses.replace(
+        FULL, step=99_990, data_wait_fraction=0.123, gpu_memory_fraction=0.95, cost_usd=1214.6
+    )
+    assert "| MFU 41.2% | data 12.3% | mem 95% | spent $1,214.60, left" in full.as_line()
+    assert len(full.as_line()) < 200
 
 
 def test_what_is_unknown_is_left_out() -> None:
     assert CPU.as_line() == (
-        "step      10/40 25.0% | loss 3.2146 | lr 3.00e-10 | 0.06 s | 4,267 tok/s | "
+        "step      10/40 25.0% | loss 3.2146 | lr 3.00e-10 | 0.06 s 4,267 tok/s | "
         "data 25.0% | left 2 s"
     )
 

@@ -44,8 +44,8 @@ def test_the_rows_say_what_the_files_say(run: WatchedRun) -> None:
     assert rows["best validation loss"].endswith("at step 900")
     assert rows["time trained"] == "50.0 min $20.00"
     assert rows["a million tokens"] == "$10.0000"  # 20 dollars for 2,000 steps of 1,000 tokens
-    assert rows["tokens a second, median"] == "700,000"
-    assert rows["step, median"] == "1.5 s"
+    assert rows["tokens a second, mean"] == "700,000"
+    assert rows["step, mean"] == "1.5 s"
     assert rows["GPUs busy, mean"] == "97.0%"
     assert (rows["sessions"], rows["saves"]) == ("3", "2, 2 s each of standing")
     assert rows["newest checkpoint here"] == "step 1,900"

@@ -33,6 +33,8 @@ class Session:
         per_hour_usd: float | None = None,
         world: World | None = None,
         epoch_windows: dict[str, int] | None = None,
+        total_steps: int = 100,
+        cadence: Cadence | None = None,
     ) -> None:
         self.folder = folder
         self.clock = Clock()
@@ -43,11 +45,11 @@ class Session:
             folder,
             figures=RunFigures(
                 name="sample",
-                total_steps=100,
+                total_steps=total_steps,
                 plan=PLAN,
                 optimizer=OPTIMIZER,
                 schedule=SCHEDULE,
-                cadence=Cadence(log=1, validation=50, checkpoint=25),
+                cadence=cadence or Cadence(log=1, validation=50, checkpoint=25),
                 mfu=lambda speed: speed / 1200,
                 per_hour_usd=per_hour_usd,
                 epoch_windows=epoch_windows or {},
@@ -63,7 +65,7 @@ class Session:
     ) -> TrainState:
         self.clock.now += seconds
         self.throughput.lap("step")
-        return self.reporter.step(state, torch.tensor(loss), waited)
+        return self.reporter.step(state, [torch.tensor([loss])], waited)
 
     def records(self, file: str = "training_metrics") -> list[dict[str, Any]]:
         lines = (self.folder / "logs" / f"{file}.jsonl").read_text().splitlines()

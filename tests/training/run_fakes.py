@@ -154,10 +154,14 @@ class FakeReporter:
     log: Log
     seconds: float = 7.0
     figures: list[dict[str, object]] = dataclasses.field(default_factory=list)
+    reported: list[list[float]] = dataclasses.field(default_factory=list)
 
-    def step(self, state: TrainState, loss: Tensor, waited_seconds: float) -> TrainState:
+    def step(
+        self, state: TrainState, losses: Sequence[Tensor], waited_seconds: float
+    ) -> TrainState:
         self.log.append(f"report {state.step}")
-        return dataclasses.replace(state, loss=float(loss))
+        self.reported.append([float(one.mean()) for one in losses])
+        return dataclasses.replace(state, loss=self.reported[-1][-1])
 
     def validation(self, state: TrainState, seconds: float, by_source: Mapping[str, float]) -> None:
         self.log.append(f"tell {state.validation_loss}")

@@ -21,16 +21,28 @@ def test_zero_is_never() -> None:
         for step in range(20)
         for due in (cadence.log_due, cadence.validation_due, cadence.checkpoint_due)
     )
-    assert cadence.saves_left(3, 10) == 1  # the last step
+    assert cadence.ahead(3, 10)["save"] == 1  # the last step
 
 
-@given(step=st.integers(0, 60), total=st.integers(0, 60), interval=st.integers(0, 20))
-def test_what_is_left_is_what_the_loop_will_do(step: int, total: int, interval: int) -> None:
-    cadence = Cadence(log=1, validation=interval, checkpoint=interval)
-    ahead = range(step + 1, total + 1)
-    wanted = sum(1 for later in ahead if later == total or cadence.checkpoint_due(later))
-    assert cadence.saves_left(step, total) == wanted
-    assert cadence.validations_left(step, total) == wanted
+@given(
+    step=st.integers(1, 60),
+    more=st.integers(0, 60),
+    interval=st.integers(0, 20),
+    saves=st.integers(0, 20),
+    save_best=st.booleans(),
+)
+def test_what_is_ahead_is_what_the_loop_will_do(
+    step: int, more: int, interval: int, saves: int, save_best: bool
+) -> None:
+    total = step + more
+    cadence = Cadence(log=1, validation=interval, checkpoint=saves, save_best=save_best)
+    to_come = range(step, total + 1)  # a step's validation and save come after its log line
+    validations = [one for one in to_come if one == total or cadence.validation_due(one)]
+    saved = {one for one in to_come if one == total or cadence.checkpoint_due(one)}
+    ahead = cadence.ahead(step, total)
+    assert ahead["step"] == more
+    assert ahead["validation"] == len(validations)
+    assert ahead["save"] == len(saved | set(validations) if save_best else saved)
 
 
 def test_a_save_says_what_it_is_for() -> None:

@@ -9,7 +9,17 @@ from typing import cast
 
 import pytest
 from loop_session import happened, rate, run
-from run_fakes import Clock, FakeEngine, FakeLoader, FakeSaver, FakeStop, Log, batch, parts_of
+from run_fakes import (
+    Clock,
+    FakeEngine,
+    FakeLoader,
+    FakeReporter,
+    FakeSaver,
+    FakeStop,
+    Log,
+    batch,
+    parts_of,
+)
 from saver_session import Session
 from thread_ranks import on_two_ranks, results
 from torch import Tensor
@@ -65,6 +75,18 @@ def test_reports_validations_and_saves_come_when_they_are_due() -> None:
         *("save 2", "report 3", "tell 2.0", "save 4"),
         *("report 6", "save 6", "report 7", "tell 2.0", "save 7"),
     ]
+
+
+def test_a_report_is_of_all_steps_since_the_one_before() -> None:
+    log: Log = []
+    parts = parts_of(
+        log,
+        total_steps=5,
+        engine=FakeEngine(log, training_loss=float),
+        cadence=Cadence(log=2, validation=0, checkpoint=0),
+    )
+    run(parts, log)
+    assert cast("FakeReporter", parts.reporter).reported == [[1.0, 2.0], [3.0, 4.0], [5.0]]
 
 
 def test_the_last_step_is_reported_validated_and_saved_once_also_when_that_was_due() -> None:

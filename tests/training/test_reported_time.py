@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import cast
 
@@ -11,6 +12,7 @@ from reporter_session import PLAN, Session
 
 from refocused.batches.position import Position
 from refocused.monitoring.trackers import Record, Trackers
+from refocused.training.cadence import Cadence
 from refocused.training.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("screen")
@@ -65,7 +67,7 @@ def test_every_second_of_a_session_is_recorded_once(tmp_path: Path) -> None:
         session.phases.end()
         session.throughput.lap("step")
     session.clock.now += 0.5
-    session.reporter.step(TrainState(step=6), torch.tensor(3.0), 2.0)
+    session.reporter.step(TrainState(step=6), [torch.tensor([3.0])] * 2, 2.0)
     session.clock.now += 8.0
     session.throughput.lap("save")
     session.clock.now += 4.0
@@ -141,7 +143,46 @@ def test_speed_mfu_and_what_is_left_by_hand(tmp_path: Path) -> None:
     session.throughput.lap("save")
     session.step(TrainState(step=41), seconds=2.0)
     # 59 steps, validations at 50 and 100, saves at 50, 75 and 100
-    assert session.records()[1]["seconds_left"] == 59 * 2.0 + 2 * 5.0 + 3 * 7.0
+    record = session.records()[1]
+    assert record["seconds_left"] == 59 * 2.0 + 2 * 5.0 + 3 * 7.0
+    # One step of 600 tokens in 14 seconds, of which it took 2.
+    assert (record["step_seconds"], record["mfu_fraction"]) == (2.0, 0.25)
+    assert record["tokens_per_second"] == 600 / 14
+
+
+def test_what_a_log_line_waits_for_belongs_to_its_step(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    session.clock.now += 1.0
+    session.throughput.lap("step")
+    session.clock.now += 3.0  # the device is behind: reading the loss waits for it
+    session.reporter.step(TrainState(step=1), [torch.tensor([3.0])], 0.0)
+    assert session.records()[0]["step_seconds"] == 4.0
+
+
+def test_the_time_left_is_right_where_steps_are_uneven(tmp_path: Path) -> None:
+    total, draw = 3000, random.Random(0)
+    cadence = Cadence(log=20, validation=100, checkpoint=250)
+    session, told = Session(tmp_path, total_steps=total, cadence=cadence), {}
+    for step in range(1, total + 1):
+        session.clock.now += draw.choice((1.0, 1.0, 1.0, 6.0))
+        session.throughput.lap("step")
+        if cadence.log_due(step):
+            session.reporter.step(TrainState(step=step), [torch.tensor([3.0])], 0.0)
+            told[step] = session.clock.now
+        if cadence.validation_due(step):
+            session.clock.now += draw.uniform(10.0, 40.0)
+            session.throughput.lap("validation")
+        if cadence.checkpoint_due(step):
+            session.clock.now += draw.uniform(10.0, 90.0)
+            session.throughput.lap("save")
+    ended = session.clock.now
+    errors = {
+        record["step"]: record["seconds_left"] / (ended - told[record["step"]]) - 1
+        for record in session.records()
+        if 300 <= record["step"] <= 2500
+    }
+    worst = max(errors, key=lambda step: abs(errors[step]))
+    assert abs(errors[worst]) < 0.15, (worst, errors[worst])
 
 
 def test_an_impossible_mfu_is_left_out_and_doubted_once(

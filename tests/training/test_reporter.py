@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+import torch
 from reporter_session import Session
 from run_fakes import OPTIMIZER, SCHEDULE
 from thread_ranks import on_two_ranks, results
@@ -145,6 +146,38 @@ def test_the_state_file_holds_what_else_is_told(tmp_path: Path) -> None:
     assert session.state_file()["shards_local"] == 3
     session.step(TrainState(step=2), seconds=1.0)
     assert session.state_file()["shards_local"] == 4
+
+
+def test_the_mean_since_the_last_line_stands_beside_the_loss_of_the_step(tmp_path: Path) -> None:
+    def action(world: World) -> None:
+        session = Session(tmp_path / str(world.rank), world=world)
+        session.throughput.lap("step")
+        mine = [torch.tensor([1.0, 3.0]), torch.tensor([5.0, 7.0])]  # two steps of two passes
+        session.reporter.step(TrainState(step=2), [one + world.rank for one in mine], 0.0)
+        session.throughput.lap("step")
+        state = session.reporter.step(TrainState(step=3), [torch.tensor([9.0, 9.0])], 0.0)
+        assert state.loss == 9.0
+
+    results(on_two_ranks(action))
+    first, second = Session(tmp_path / "0").records()
+    assert (first["loss"], first["loss_mean"]) == (6.5, 4.5)
+    assert (second["loss"], second["loss_mean"]) == (9.0, 9.0)
+
+
+def test_a_line_reads_the_device_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, reads = Session(tmp_path), []
+    session.throughput.lap("step")
+
+    class Counted(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func.__name__ in ("item", "tolist", "__float__", "cpu", "numpy"):
+                reads.append(func.__name__)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    losses = [torch.ones(2).as_subclass(Counted) for _ in range(5)]
+    session.reporter.step(TrainState(step=5), losses, 0.0)
+    assert reads == ["tolist"]
 
 
 class Listening:

@@ -42,7 +42,7 @@ def test_a_save_is_told_with_the_time_that_it_took(tmp_path: Path) -> None:
     assert session.log == ["save: save   1,500 local 4 s"]
     session.clock.now += 1.0
     session.throughput.lap("step")
-    assert session.throughput.seconds_left(steps=1, validations=0, saves=1) == 5.0
+    assert session.throughput.seconds_left({"step": 1, "save": 1}) == 5.0
 
 
 def test_what_a_save_cost_is_recorded(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_the_stall_is_the_copy_and_the_commit_and_not_the_writing(slow: Session)
     (line,) = slow.log
     assert re.fullmatch(r"save: save      10 local [\d.]+ s, stall 4 s", line)
     assert slow.reporter.figures[0]["save_stall_seconds"] == 4.0
-    assert slow.throughput.seconds_left(steps=0, validations=0, saves=2) == 8.0
+    assert slow.throughput.seconds_left({"save": 2}) == 8.0
 
 
 def test_a_save_that_is_due_too_early_waits_and_says_so(slow: Session) -> None:
