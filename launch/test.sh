@@ -1,11 +1,40 @@
 #!/usr/bin/env bash
 # Sets up what is missing, then runs every check: launch/test.sh [pytest arguments]
 # Fast tests come first. With arguments only pytest runs, with those.
+#   launch/test.sh --lowest [pytest arguments]
+# runs the fast tests with the lowest versions that pyproject.toml allows, in an environment of
+# their own that is removed again. torch stays as it is installed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 launch/setup_environment.sh --test
 export PATH="$PWD/.venv/bin:$PATH"
+
+site_packages() {
+    "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+}
+
+if [ "${1:-}" = --lowest ]; then
+    shift
+    lowest="$(mktemp -d)"
+    trap 'rm -rf "$lowest"' EXIT
+    .venv/bin/python -m venv "$lowest"
+    echo "import site; site.addsitedir('$(site_packages .venv/bin/python)')" \
+        >"$(site_packages "$lowest/bin/python")/installed.pth"
+    "$lowest/bin/python" - >"$lowest/requirements.txt" <<'END'
+import re, tomllib
+with open("pyproject.toml", "rb") as file:
+    wanted = tomllib.load(file)["project"]["dependencies"]
+for name, version in (re.match(r"([\w-]+)>=([\d.]+)", one).groups() for one in wanted):
+    if name != "torch":
+        print(f"{name}=={version}")
+END
+    "$lowest/bin/python" -m pip install --quiet --disable-pip-version-check \
+        -r "$lowest/requirements.txt"
+    export PATH="$lowest/bin:$PATH"
+    python -m pytest -n 2 --dist loadfile -m "not slow" "$@"
+    exit
+fi
 if [ $# -gt 0 ]; then
     exec pytest "$@"
 fi
