@@ -45,7 +45,7 @@ class Position:
         sources = saved.get("sources", {})
         right_form = isinstance(sources, dict) and set(saved) - {"sources"} == {"epoch", "windows"}
         numbers = [saved["epoch"], saved["windows"], *sources.values()] if right_form else []
-        if not right_form or any(type(n) is not int or n < 0 for n in numbers):
+        if not right_form or any(type(n) is not int or not 0 <= n < 2**63 for n in numbers):
             raise CheckpointError(
                 f"the data position of the checkpoint is {dict(saved)!r}, but it must be `epoch`, "
                 "`windows` and, of a mixture, `sources`, all whole numbers from 0. The file was "

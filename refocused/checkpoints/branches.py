@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +10,7 @@ import pydantic
 from refocused.checkpoints.manifest import CheckpointManifest
 from refocused.checkpoints.step_directory import name_of, parse_place, read_step
 from refocused.errors import CheckpointError
+from refocused.strict_json import parse_json_object
 
 
 class Branch(pydantic.BaseModel):
@@ -66,9 +66,9 @@ def branch_of(manifest: CheckpointManifest) -> Branch:
 def recorded_branch(run: Path) -> Branch | None:
     """Return the branch that a run's `state.json` names; None: it cannot be read, or names none."""
     try:
-        state = json.loads((run / "state.json").read_bytes())
+        state = parse_json_object((run / "state.json").read_bytes())
         return Branch(run_id=state["run_id"], number=state["branch"], ancestry=state["ancestry"])
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError):
         return None
 
 

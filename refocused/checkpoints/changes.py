@@ -7,12 +7,10 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-import yaml
-
 from refocused.checkpoints.comparison import Difference, differences
 from refocused.checkpoints.manifest import CheckpointManifest
 from refocused.checkpoints.step_contents import dotted
-from refocused.checkpoints.step_directory import StepDirectory
+from refocused.checkpoints.step_directory import StepDirectory, parse_mapping, read_mapping
 from refocused.errors import CheckpointError, ConfigError
 
 MOST_LINES = 12
@@ -188,8 +186,8 @@ def changes_since(
 
 
 def _settings(step: StepDirectory, facts: RunFacts) -> list[Difference]:
-    saved, now = (dotted(yaml.safe_load(text)) for text in (step.run.read_text(), facts.run_yaml))
-    found = differences(saved, now)
+    now = parse_mapping(facts.run_yaml, where="run.yaml")
+    found = differences(dotted(read_mapping(step.run)), dotted(now))
     told = [one for one in found if one.name not in _ONLY_AT_THE_START]
     return [one for one in told if (one.a, one.b) != (None, None)]  # a setting that is new
 
@@ -281,9 +279,8 @@ def _other_model(step: StepDirectory, facts: RunFacts) -> list[_Obstacle]:
 
 
 def _shape_differences(step: StepDirectory, facts: RunFacts) -> list[Difference]:
-    saved, now = (
-        dotted({"model": json.loads(text)}) for text in (step.model.read_text(), facts.model_json)
-    )
+    ours = parse_mapping(facts.model_json, where="model.json")
+    saved, now = (dotted({"model": model}) for model in (read_mapping(step.model), ours))
     saved.pop("model.initializer_range", None)  # of no use once the weights are there
     now.pop("model.initializer_range", None)
     return list(differences(saved, now))
@@ -293,7 +290,7 @@ def _model_back(differing: Sequence[str], step: StepDirectory) -> str:
     """Return the setting that makes the model the checkpoint's again."""
     if differing != ["model.vocab_size"]:
         return "set model.preset back"
-    return f"set model.vocabulary={json.loads(step.model.read_text())['vocab_size']}"
+    return f"set model.vocabulary={read_mapping(step.model)['vocab_size']}"
 
 
 def _is_allowed(obstacle: _Obstacle, allowed: Collection[str]) -> bool:

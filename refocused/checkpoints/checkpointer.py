@@ -19,7 +19,7 @@ from refocused.checkpoints.manifest import CheckpointManifest, FileRecord
 from refocused.checkpoints.parts import assembled, require_readable
 from refocused.checkpoints.shard_owner import ShardOwner, Written
 from refocused.checkpoints.staging import Staging, lack_of_room, prepare_folder
-from refocused.checkpoints.step_directory import Part, StepDirectory
+from refocused.checkpoints.step_directory import Part, StepDirectory, read_mapping
 from refocused.checkpoints.tiers import Tier
 from refocused.errors import CheckpointError, RefocusedError
 from refocused.world import World
@@ -198,8 +198,7 @@ class Checkpointer:
         with assembled(step, self._world, exact=exact) as folder:
             self._world.together(lambda: require_readable(step, folder, rank=rank, exact=exact))
             self._world.together(lambda: self._load(owner, step, changes, folder))
-        trainer: dict[str, Any] = json.loads(step.trainer.read_text())
-        return trainer
+        return read_mapping(step.trainer)
 
     def bring_back_history(self, step: StepDirectory) -> None:
         """Give a machine without a history of the run's losses the one that a step of it keeps.

@@ -13,11 +13,16 @@ from refocused.bucket.checksum import extended_crc32c
 from refocused.checkpoints.tiers import Tier
 from refocused.config.optimization import Dtype
 from refocused.errors import BucketError, CheckpointError, CorruptCheckpointError
+from refocused.strict_json import MalformedError, parse_json
 
+MOST_RANKS = 100_000
 SCHEMA_VERSION = 2
 FIRST_SCHEMA = 1  # without run id and branch, and without a marker beside it on the disk
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
+
+
+Whole = Annotated[int, pydantic.Field(ge=0, lt=2**63)]
 
 
 class FileRecord(pydantic.BaseModel):
@@ -31,9 +36,9 @@ class FileRecord(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
-    size: Annotated[int, pydantic.Field(ge=0)]
+    size: Whole
     crc32c: Annotated[int, pydantic.Field(ge=0, lt=2**32)]
-    node: Annotated[int, pydantic.Field(ge=0, exclude_if=lambda node: node == 0)] = 0
+    node: Annotated[int, pydantic.Field(ge=0, lt=MOST_RANKS, exclude_if=lambda node: node == 0)] = 0
 
 
 def _inside(files: dict[str, FileRecord]) -> dict[str, FileRecord]:
@@ -56,8 +61,8 @@ class Marker(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
-    files: Annotated[int, pydantic.Field(ge=0)]
-    bytes: Annotated[int, pydantic.Field(ge=0)]
+    files: Whole
+    bytes: Whole
     manifest_crc32c: Annotated[int, pydantic.Field(ge=0, lt=2**32)]
 
     def to_json(self) -> builtins.bytes:
@@ -118,25 +123,25 @@ class CheckpointManifest(pydantic.BaseModel):
     schema_version: int = SCHEMA_VERSION
     run: str
     run_id: str = ""
-    branch: Annotated[int, pydantic.Field(ge=1)] = 1
-    ancestry: tuple[tuple[int, int], ...] = ()
+    branch: Annotated[Whole, pydantic.Field(ge=1)] = 1
+    ancestry: tuple[tuple[Whole, Whole], ...] = ()
     name: str
-    step: Annotated[int, pydantic.Field(ge=0)]
-    epoch: Annotated[int, pydantic.Field(ge=0)]
-    files_done: Annotated[int, pydantic.Field(ge=0)]
+    step: Whole
+    epoch: Whole
+    files_done: Whole
     created: pydantic.AwareDatetime
     tiers: tuple[Tier, ...] = (Tier.ROLLING,)
-    world_size: Annotated[int, pydantic.Field(ge=1)]
+    world_size: Annotated[int, pydantic.Field(ge=1, le=MOST_RANKS)]
     zero_stage: Annotated[int, pydantic.Field(ge=0, le=3)]
     dtype: Dtype
     versions: dict[str, str]
     data_fingerprint: str
     data_order: str
     data_mixture: str = ""
-    parameters: Annotated[int, pydantic.Field(ge=0)]
+    parameters: Whole
     validation_loss: float | None
     loss: float | None
-    tokens: Annotated[int, pydantic.Field(ge=0)]
+    tokens: Whole
     files: Annotated[dict[str, FileRecord], pydantic.AfterValidator(_inside)]
 
     @property
@@ -170,8 +175,8 @@ def parse_manifest(content: bytes, *, where: str) -> CheckpointManifest:
         CheckpointError: It is of a schema that this version does not read.
     """
     try:
-        fields = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        fields = parse_json(content)
+    except MalformedError as error:
         raise CorruptCheckpointError(
             f"{where} is not whole JSON ({len(content)} bytes: {error}). "
             "Resume from another step, or fetch this one from the bucket."

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
-
-import yaml
 
 from refocused.bucket.checksum import extended_crc32c
 from refocused.checkpoints.catalog import Catalog, CatalogEntry
 from refocused.checkpoints.manifest import CheckpointManifest
-from refocused.checkpoints.step_directory import read_step
+from refocused.checkpoints.step_directory import parse_mapping, read_step
 from refocused.checkpoints.step_state import LEFT_BEHIND, WHOLE
 from refocused.errors import CheckpointError
 
@@ -70,10 +67,27 @@ def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def checked_trainer(trainer: dict[str, Any], *, where: str) -> dict[str, Any]:
+    """Return a training state whose figures, which commands print, are numbers.
+
+    Raises:
+        CheckpointError: One is missing, or something else.
+    """
+    unknown = () if isinstance(trainer.get("seconds"), int | float) else ("seconds",)
+    names = ("best_loss", "best_step", "cost_usd")
+    odd = [*unknown, *(n for n in names if not isinstance(trainer.get(n, ""), int | float | None))]
+    if odd:
+        raise CheckpointError(
+            f"{where}: {odd[0]} of its trainer.json is {trainer.get(odd[0], 'missing')!r:.80}, and "
+            "a number is wanted. Choose another: python launch/checkpoints.py list"
+        )
+    return trainer
+
+
 def _contents(
     where: str, manifest: CheckpointManifest, read: Callable[[str], bytes]
 ) -> StepContents:
-    def verified(file: str) -> bytes:
+    def verified(file: str) -> dict[str, Any]:
         content = read(file)
         found, wanted = extended_crc32c(0, content), manifest.files[file].crc32c
         if found != wanted:
@@ -82,11 +96,11 @@ def _contents(
                 "See what else is: python launch/checkpoints.py verify --deep "
                 f"{manifest.step}"
             )
-        return content
+        return parse_mapping(content, where=f"{where}/{file}")
 
     return StepContents(
         where,
         manifest,
-        trainer=json.loads(verified("trainer.json")),
-        settings=dotted(yaml.safe_load(verified("run.yaml"))),
+        trainer=checked_trainer(verified("trainer.json"), where=where),
+        settings=dotted(verified("run.yaml")),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import errno
@@ -9,6 +10,7 @@ import fcntl
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, Any
 
 import pydantic
 
@@ -27,6 +29,8 @@ from refocused.errors import (
     CheckpointUnavailableError,
     CorruptCheckpointError,
 )
+from refocused.strict_json import MalformedError, parse_json_object
+from refocused.strict_yaml import parse_yaml_mapping
 
 PART = "part.json"
 # What says what a step is; it lies in every part of one.
@@ -74,8 +78,8 @@ class Part(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
-    node: int
-    nodes: int
+    node: Annotated[int, pydantic.Field(ge=0)]
+    nodes: Annotated[int, pydantic.Field(ge=1)]
 
     def holds(self, name: str, record: FileRecord) -> bool:
         """Whether a file of the manifest belongs here."""
@@ -182,6 +186,47 @@ def read_step(path: Path) -> StepDirectory:
             f"Rename the folder to {name_of(manifest.step)}, or remove it."
         )
     return StepDirectory(path, manifest, _read_part(path / PART))
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Read one of a checkpoint's descriptions: a JSON object, or a YAML mapping.
+
+    Raises:
+        CheckpointError: It cannot be read, or holds something else.
+    """
+    try:
+        return parse_mapping(path.read_bytes(), where=str(path))
+    except OSError as error:
+        raise read_error(path, error) from error
+
+
+def run_settings(step: StepDirectory) -> dict[str, dict[str, Any]]:
+    """Return the run file of a step by section; one that it does not have is empty.
+
+    Raises:
+        CheckpointError: It cannot be read, or is of another form.
+    """
+    settings: collections.defaultdict[str, dict[str, Any]] = collections.defaultdict(dict)
+    for name, section in read_mapping(step.run).items():
+        if not isinstance(section, dict):
+            raise CheckpointError(
+                f"{step.run}: {name} is no section of settings. "
+                "Choose another checkpoint: python launch/checkpoints.py list"
+            )
+        settings[name] = section
+    return settings
+
+
+def parse_mapping(content: bytes | str, *, where: str) -> dict[str, Any]:
+    """Parse what `read_mapping` reads; `where`, a path or an address, says in which form it is."""
+    is_yaml = where.endswith(".yaml")
+    try:
+        return (parse_yaml_mapping if is_yaml else parse_json_object)(content)
+    except MalformedError as error:
+        raise CheckpointError(
+            f"{where} is no {'YAML' if is_yaml else 'JSON'} ({error}). "
+            "Choose another checkpoint: python launch/checkpoints.py list"
+        ) from None
 
 
 def read_error(path: Path, error: OSError) -> CheckpointError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import functools
-import json
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,13 @@ from pathlib import Path
 from refocused.bucket.checksum import crc32c_of
 from refocused.checkpoints.manifest import COMMITTED, MANIFEST, CheckpointManifest, FileRecord
 from refocused.checkpoints.remote_steps import SUPERSEDED
-from refocused.checkpoints.step_directory import PART, StepDirectory, rank_file, read_error
+from refocused.checkpoints.step_directory import (
+    PART,
+    StepDirectory,
+    rank_file,
+    read_error,
+    read_mapping,
+)
 from refocused.errors import CheckpointError, CheckpointUnavailableError
 from refocused.zero_layout import OPTIMIZER, model_file_rank, optimizer_file_rank
 
@@ -107,7 +112,7 @@ def require_content(path: Path, name: str, *, step: int) -> None:
         CheckpointError: It cannot be loaded, or is of another step.
     """
     if name == "trainer.json":
-        _require_step(path, _read_json(path).get("step"), step)
+        _require_step(path, read_mapping(path).get("step"), step)
     elif name.endswith(".pt"):
         from refocused.state_files import UnreadableFileError, read_state  # loads torch
 
@@ -118,18 +123,6 @@ def require_content(path: Path, name: str, *, step: int) -> None:
             raise UnreadableFileError(f"{path} holds {what}. {_CHOOSE_ANOTHER}")
         if model_file_rank(name) is not None:
             _require_step(path, content.get("global_steps"), step)
-
-
-def _read_json(path: Path) -> dict[str, object]:
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise read_error(path, error) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON ({error}). {_CHOOSE_ANOTHER}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no settings by name. {_CHOOSE_ANOTHER}")
-    return content
 
 
 def _require_step(path: Path, found: object, step: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from refocused.errors import ConfigError
+from refocused.strict_yaml import StrictLoader, line_of, reason_of
 
 COMMAND_LINE = "command line"
 SettingPath = tuple[str, ...]
@@ -52,8 +53,8 @@ class Document:
     problems: list[str] = dataclasses.field(default_factory=list)
 
 
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which `3e-4` is a number and a date is text."""
+class _Loader(StrictLoader):
+    """YAML in which `3e-4` is a number and a date is text."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -218,12 +219,9 @@ def _line_of(origin: str) -> str:
 
 def _place(error: yaml.YAMLError) -> str:
     """Say where and why YAML gave up, as `:line: reason`."""
-    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
-    return f"{f':{mark.line + 1}' if mark else ''}: {_reason(error)}"
+    line = line_of(error)
+    return f"{f':{line}' if line else ''}: {_reason(error)}"
 
 
 def _reason(error: yaml.YAMLError) -> str:
-    if isinstance(error, yaml.MarkedYAMLError):
-        context = f" {error.context}," if error.context else ""
-        return f"not YAML:{context} {error.problem}."
-    return f"not YAML: {' '.join(str(error).split())}."
+    return f"not YAML: {reason_of(error)}."

@@ -19,6 +19,7 @@ from refocused.config.optimization import ZeroSettings
 from refocused.config.problems import wanted
 from refocused.config.section import Count, CountOrZero, NotNegative, Section
 from refocused.errors import ConfigError
+from refocused.strict_json import MalformedError, parse_json
 
 _Dtype = Literal["fp32", "fp16", "bf16"]
 
@@ -128,8 +129,8 @@ def read_fragment(file: Path) -> dict[str, Any]:
         ConfigError: The file is not a JSON object, or has a key twice.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_unique)
-    except ValueError as error:  # JSON and UTF-8 faults alike
+        content = parse_json(file.read_bytes(), unique_names=True)
+    except MalformedError as error:
         raise ConfigError(f"{file}: not JSON: {error}.") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: an object of DeepSpeed settings is wanted.")
@@ -201,12 +202,3 @@ def _below(annotation: Any) -> Iterator[tuple[str, Any]]:
 
 
 _FIELDS = _tree(_Fragment)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"{twice} is set twice")
-    return content

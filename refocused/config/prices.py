@@ -7,11 +7,12 @@ import math
 from pathlib import Path
 
 import pydantic
-import yaml
 
 from refocused.config.files import REPOSITORY_CONFIG
 from refocused.config.section import Count, NotNegative, Positive, Section
 from refocused.errors import ConfigError
+from refocused.strict_json import MalformedError
+from refocused.strict_yaml import parse_yaml
 
 PRICES_FILE = REPOSITORY_CONFIG / "prices.yaml"
 
@@ -96,11 +97,11 @@ def read_prices(file: Path = PRICES_FILE) -> Prices:
         ConfigError: It is missing, or something in it cannot be.
     """
     try:
-        return Prices.model_validate(yaml.safe_load(file.read_text()))
+        return Prices.model_validate(parse_yaml(file.read_bytes()))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}).") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is no YAML: {error}") from error
+    except MalformedError as error:
+        raise ConfigError(f"{file} is no YAML: {error}.") from error
     except pydantic.ValidationError as error:
         problems = (
             f"{file}: {'.'.join(map(str, found['loc']))}: {found['msg']}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from refocused.errors import ConfigError
+from refocused.strict_json import MalformedError, parse_json
 
 Family = Literal["gpt2", "gpt_neox", "resonance", "ten"]
 
@@ -116,6 +117,17 @@ class _Names:
         return ("vocab_size", self.width, self.layers, *self.mixing, self.max_length)
 
 
+# Far above every model there is. Beyond, building one only to see its shapes takes minutes, or its
+# sizes overflow.
+MOST_LAYERS = 1_000
+LARGEST_WIDTH = 2**20
+LARGEST_NUMBER = 2**31 - 1
+MOST_SCALES = 16
+MOST_SETTINGS = 1_000
+_MOST = {
+    **dict.fromkeys(("n_layer", "num_hidden_layers"), MOST_LAYERS),
+    **dict.fromkeys(("n_embd", "hidden_size"), LARGEST_WIDTH),
+}
 _HEADS = ("n_head", "num_attention_heads")  # they share the width
 _COMMON: dict[str, Any] = {
     "width": "hidden_size",
@@ -174,8 +186,8 @@ def load_shape(file: Path) -> ModelShape:
         ConfigError: The file is not JSON, of a family that is not built here, or lacks a number.
     """
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSON and UTF-8 faults alike
+        settings = parse_json(file.read_bytes())
+    except MalformedError as error:
         raise ConfigError(f"{file}: not JSON: {error}.") from None
     if not isinstance(settings, dict):
         raise ConfigError(f'{file}: an object {{"model_type": ...}} is wanted.')
@@ -193,9 +205,10 @@ def shape_from(settings: Mapping[str, Any], *, where: str) -> ModelShape:
         ConfigError: The family is not built here, a number is missing, wrong or misspelt.
     """
     family = settings.get("model_type")
-    if family not in _NAMES:
+    if not isinstance(family, str) or family not in _NAMES:
         raise ConfigError(
-            f"{where}: model_type = {family!r} is not built here. There are {', '.join(_NAMES)}."
+            f"{where}: model_type = {family!r:.80} is not built here. "
+            f"There are {', '.join(_NAMES)}."
         )
     names = _NAMES[family]
     problems = _problems(settings, names)
@@ -239,12 +252,16 @@ def _learns_positions(mixer: Mixer, settings: Mapping[str, Any]) -> bool:
 
 
 def _problems(settings: Mapping[str, Any], names: _Names) -> list[str]:
+    if len(settings) > MOST_SETTINGS:
+        return [f"it has {len(settings):,} settings, and at most {MOST_SETTINGS:,} are read."]
     required = names.required()
     problems = [f"{name} is missing." for name in required if settings.get(name) is None]
     for name in (*required, names.ffn_width):
-        value = settings.get(name)
+        value, most = settings.get(name), _MOST.get(name, LARGEST_NUMBER)
         if value is not None and (type(value) is not int or value < 1):
-            problems.append(f"{name} = {value!r}: a whole number of at least 1 is wanted.")
+            problems.append(f"{name} = {value!r:.80}: a whole number of at least 1 is wanted.")
+        elif value is not None and value > most:
+            problems.append(f"{name} = {value}: at most {most:,} is wanted.")
     # transformers ignores a name it does not know and builds its own default instead.
     unused = [n for n in (*required, names.ffn_width, *names.others) if n not in settings]
     problems += [
@@ -253,8 +270,13 @@ def _problems(settings: Mapping[str, Any], names: _Names) -> list[str]:
         for near in difflib.get_close_matches(name, unused, n=1, cutoff=0.8)
     ]
     scales = settings.get("scales") or [1] if "scales" in names.others else [1]
-    if not isinstance(scales, list) or any(type(s) is not int or s < 1 for s in scales):
-        problems.append(f"scales = {scales!r}: a list of whole numbers of at least 1 is wanted.")
+    if not _are_scales(scales):
+        problems.append(
+            f"scales = {scales!r:.80}: a list of at most {MOST_SCALES} whole numbers of at least 1 "
+            "is wanted."
+        )
+    if not 0 <= _rotary_fraction(settings) <= 1:
+        problems.append("rotary_pct, or rope_parameters: a share from 0 to 1 is wanted.")
     heads = names.mixing[0]
     if not problems and heads in _HEADS and settings[names.width] % settings[heads]:
         problems.append(
@@ -264,7 +286,21 @@ def _problems(settings: Mapping[str, Any], names: _Names) -> list[str]:
     return problems
 
 
+def _are_scales(scales: object) -> bool:
+    return (
+        isinstance(scales, list)
+        and len(scales) <= MOST_SCALES
+        and all(type(scale) is int and 1 <= scale <= LARGEST_NUMBER for scale in scales)
+    )
+
+
 def _rotary_fraction(settings: Mapping[str, Any]) -> float:
-    """Read NeoX's rotated share under transformers' present name, or the one before it."""
+    """Read NeoX's rotated share under transformers' present name, or the one before it.
+
+    It is NaN where that is no number.
+    """
     rope = settings.get("rope_parameters") or {}
-    return float(rope.get("partial_rotary_factor", settings.get("rotary_pct", 0.25)))
+    try:
+        return float(rope.get("partial_rotary_factor", settings.get("rotary_pct", 0.25)))
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        return math.nan

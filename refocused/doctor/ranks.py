@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ from typing import Any, Literal
 
 from refocused.doctor.finding import Finding, size
 from refocused.doctor.rank_process import RankTask
+from refocused.strict_json import parse_json_object
 
 LONGEST_SECONDS = 900.0
 POLL_SECONDS = 0.1
@@ -234,8 +234,8 @@ def _records(file: Path) -> list[dict[str, Any]]:
     records = []
     for line in file.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict) and "what" in found:
+            found = parse_json_object(line)
+            if "what" in found:
                 records.append(found)
     return records
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from refocused.inference.bucket_copy import FOLDER, ORIGIN, upload_folder
 from refocused.inference.export import export_step
 from refocused.inference.model_weights import open_model_weights
 from refocused.inference.tokenizer import travelled_tokenizer
+from refocused.strict_json import parse_json
 
 
 class FinalModelRequest(pydantic.BaseModel):
@@ -134,7 +134,7 @@ def _origin(step: StepDirectory) -> dict[str, object]:
 
 def _read_origin(folder: Path) -> object:
     try:
-        return json.loads((folder / ORIGIN).read_text())
+        return parse_json((folder / ORIGIN).read_bytes())
     except (OSError, ValueError):
         return None
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from refocused.checkpoints.step_contents import checked_trainer
+from refocused.checkpoints.step_directory import read_mapping
 from refocused.inference.model_weights import TRAINED_LENGTH, ModelWeights
 from refocused.inference.modeling_file import modeling_name
 from refocused.inference.safetensors_files import Dtype
@@ -21,7 +22,8 @@ def model_card(weights: ModelWeights, *, dtype: Dtype, parameters: int) -> str:
         parameters: Of the exported model.
     """
     manifest, config = weights.step.manifest, weights.config
-    trainer = json.loads(weights.step.trainer.read_text())
+    step = weights.step
+    trainer = checked_trainer(read_mapping(step.trainer), where=str(step.path))
     cost = trainer["cost_usd"]
     rows = {
         "run": f"{manifest.run}, step {manifest.step:,}",

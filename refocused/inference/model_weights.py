@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
-from refocused.checkpoints.step_directory import StepDirectory
-from refocused.config.shape import shape_from
+from refocused.checkpoints.step_directory import StepDirectory, read_mapping, run_settings
+from refocused.config.shape import LARGEST_NUMBER, shape_from
 from refocused.errors import CheckpointError
 from refocused.inference.weights import StepWeights, joined, open_weights
 from refocused.models.build import transformers_config
@@ -42,16 +40,17 @@ class ModelWeights:
         """
         self.step: StepDirectory = weights.step
         self.weights = weights
-        self.settings: Mapping[str, Any] = yaml.safe_load(self.step.run.read_text())
-        shape = shape_from(json.loads(self.step.model.read_text()), where=str(self.step.model))
+        self.settings: Mapping[str, Mapping[str, Any]] = run_settings(self.step)
+        shape = shape_from(read_mapping(self.step.model), where=str(self.step.model))
         model = self.settings["model"]
-        rows = shape.padded_vocabulary(model.get("vocabulary_multiple", 128))
+        rows = shape.padded_vocabulary(_count(model, "vocabulary_multiple", 128, self.step))
+        trained_length = _count(model, "sequence_length", 0, self.step)
         dropout = model.get("dropout", 0.0)
         self.config, self.padded = (
             transformers_config(shape.settings, vocabulary=vocabulary, dropout=dropout)
             for vocabulary in (shape.vocabulary, rows)
         )
-        setattr(self.config, TRAINED_LENGTH, int(model["sequence_length"]))
+        setattr(self.config, TRAINED_LENGTH, trained_length)
         self._check(_shapes(self.padded))
         wanted = _shapes(self.config)
         self.shapes = {name: wanted[name] for name in weights.shapes}
@@ -92,6 +91,16 @@ def network_class(config: Any) -> Any:
     import transformers
 
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def _count(model: Mapping[str, Any], name: str, usual: int, step: StepDirectory) -> int:
+    found = model.get(name, usual)
+    if type(found) is not int or not 0 < found <= LARGEST_NUMBER:
+        raise CheckpointError(
+            f"{step.run}: model.{name} = {found!r:.80}: a whole number of at least 1 is wanted. "
+            "Choose another step: python launch/checkpoints.py list"
+        )
+    return found
 
 
 def _shapes(config: Any) -> dict[str, tuple[int, ...]]:

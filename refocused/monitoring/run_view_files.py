@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from refocused.monitoring.history import METRICS_FILE, WayTaken, unix_time
 from refocused.monitoring.run_findings import Findings, view_of
 from refocused.monitoring.run_view import Alarm, Event, Liveness, RunView
@@ -23,6 +21,8 @@ from refocused.monitoring.tail import (
     read_small,
     text,
 )
+from refocused.strict_json import MalformedError
+from refocused.strict_yaml import parse_yaml_mapping
 
 SAMPLES_BYTES = 1 << 20  # of the end of a file of samples: some minutes of eight GPUs
 EVENTS_SHOWN = 50
@@ -143,10 +143,9 @@ def event_of(record: Record) -> Event | None:
 
 def _read_settings(file: Path) -> Record | None:
     try:
-        content = yaml.load(file.read_text(), Loader=yaml.CSafeLoader)
-    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return parse_yaml_mapping(file.read_bytes())
+    except (OSError, MalformedError):
         return None
-    return content if isinstance(content, dict) else None
 
 
 def _sample(form: type[_Sample], record: Record) -> _Sample | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from refocused.strict_json import MalformedError, parse_json_object
 
 Record = dict[str, Any]
 
@@ -64,10 +65,9 @@ class JsonLinesTail:
 def as_record(line: bytes) -> Record | None:
     """Return a line's object; None: it is none."""
     try:
-        record = json.loads(line.decode(errors="replace"))
-    except ValueError:
+        return parse_json_object(line.decode(errors="replace"))
+    except MalformedError:
         return None
-    return record if isinstance(record, dict) else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 from refocused.atomic_file import replace_file
 from refocused.monitoring.tail import as_record, whole_number
+from refocused.strict_json import parse_json_object
 
 _KINDS = ("step", "validation", "tasks", "sample", "histograms")
 _LONGEST_NAME = 50  # of a run, in its id
@@ -101,8 +102,7 @@ def missing_records(lines: Iterable[bytes], note: WandbNote, *, step: int) -> li
 def read_note(file: Path) -> WandbNote | None:
     """Read what `write_note` wrote; None: nothing, or nothing that can be read."""
     try:
-        found = json.loads(file.read_bytes())
-        return WandbNote(**found)
+        return WandbNote(**parse_json_object(file.read_bytes()))
     except (OSError, ValueError, TypeError):
         return None  # then records are told twice, or under another id
 

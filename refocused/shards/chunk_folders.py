@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 from typing import Any
@@ -11,6 +10,7 @@ from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.config.data import DataConfig
 from refocused.errors import ShardError
 from refocused.shards.object_names import METADATA_NAME, matches
+from refocused.strict_json import MalformedError, parse_json_object
 
 LARGEST_METADATA_BYTES = 1_000_000
 NAMED_GAPS = 5
@@ -40,9 +40,9 @@ def named_tokenizer(
     """Return the tokenizer that the chosen files' metadata name, when they agree on one."""
     folders = sorted({PurePosixPath(name).parent for name in names})
     beside = [str(folder / METADATA_NAME) for folder in folders]
-    found = {_metadata(bucket, listing[n]).get("tokenizer") for n in beside if n in listing}
-    only = found.pop() if len(found) == 1 else None
-    return only if isinstance(only, str) else None
+    found = [_metadata(bucket, listing[n]).get("tokenizer") for n in beside if n in listing]
+    agree = found and isinstance(found[0], str) and found.count(found[0]) == len(found)
+    return str(found[0]) if agree else None
 
 
 def _chunk_name(folder: PurePosixPath, number: int) -> str:
@@ -76,7 +76,6 @@ def _metadata(bucket: Bucket, blob: BlobInfo) -> dict[str, Any]:
     if blob.size > LARGEST_METADATA_BYTES:
         return {}
     try:
-        content = json.loads(bucket.read(blob.name))
-    except ValueError:  # some other program's file; the chunks' own headers are what counts
+        return parse_json_object(bucket.read(blob.name))
+    except MalformedError:  # some other program's; the chunks' own headers are what counts
         return {}
-    return content if isinstance(content, dict) else {}

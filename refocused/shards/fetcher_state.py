@@ -10,6 +10,7 @@ from pathlib import Path
 
 from refocused.atomic_file import replace_file
 from refocused.file_lock import FileLock
+from refocused.strict_json import parse_json_object
 
 ASK_LASTS_SECONDS = 10.0
 
@@ -49,7 +50,7 @@ class FetcherFiles:
     def read_state(self) -> FetcherState | None:
         """Return the last sign of life, of whichever process left it."""
         try:
-            return FetcherState(**json.loads(self._state.read_text()))
+            return FetcherState(**parse_json_object(self._state.read_bytes()))
         except (FileNotFoundError, ValueError, TypeError):
             return None
 

@@ -28,6 +28,7 @@ from refocused.shards.object_names import (
     TOKEN_SUFFIXES,
     matches,
 )
+from refocused.strict_json import MalformedError, parse_json_object
 
 INDEX_FOLDER = ".sync"
 TICK_SECONDS = 0.5
@@ -143,8 +144,8 @@ class _Index:
         self._bucket = bucket
         self._path = folder / INDEX_FOLDER / "index.json"
         self._rows: dict[str, list[int]] = {}  # size, modification time in ns, CRC-32C
-        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-            self._rows = json.loads(self._path.read_text())
+        with contextlib.suppress(FileNotFoundError, MalformedError):
+            self._rows = parse_json_object(self._path.read_bytes())
 
     def has(self, blob: BlobInfo) -> bool:
         """Whether the folder has an object's bytes."""

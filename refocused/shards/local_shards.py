@@ -19,6 +19,7 @@ from refocused.shards.local_form import check_vocabulary, local_bytes, local_dty
 from refocused.shards.manifest import Manifest
 from refocused.shards.mixture import source_of
 from refocused.shards.token_file import TokenFile
+from refocused.strict_json import parse_json_object
 
 FINGERPRINT_CHARACTERS = 16
 MOST_DAMAGES = 2  # of one shard, each mended by fetching it again; more come from the machine
@@ -85,7 +86,7 @@ class LocalShards:
     def row(self, index: int) -> LocalRow | None:
         """Return the row of a shard that is local: same object, same settings, same size."""
         try:
-            row = LocalRow(**json.loads(self._row_path(index).read_text()))
+            row = LocalRow(**parse_json_object(self._row_path(index).read_bytes()))
             size = self.path(index).stat().st_size
         except (FileNotFoundError, ValueError, TypeError):
             return None

@@ -10,7 +10,9 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import pydantic
 
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.stored import known_content
@@ -21,8 +23,10 @@ from refocused.shards.object_names import MANIFEST_NAME, matches
 from refocused.shards.selection import chosen_names, is_skipped, unlisted_names
 from refocused.shards.survey import HeaderFacts, survey
 from refocused.shards.tokenizers import TokenizerChoice, identity_of
+from refocused.strict_json import parse_json_object
 
 SCHEMA = 1
+Whole = Annotated[int, pydantic.Strict(), pydantic.Field(ge=0, lt=2**63)]
 
 _log = logging.getLogger(__name__)
 
@@ -48,17 +52,19 @@ class Shard:
     """
 
     name: str
-    tokens: int
+    tokens: Whole
     dtype: str
-    size: int
-    crc32c: int | None
+    size: Whole
+    crc32c: Whole | None
     generation: int | None = dataclasses.field(compare=False)
-    max_id: int | None = None
-    documents: int | None = None
+    max_id: Whole | None = None
+    documents: Whole | None = None
     pad_id: int | None = None
     separator_id: int | None = None
     parts: tuple[Shard, ...] = ()
     sample: int | None = None
+
+    __pydantic_config__ = pydantic.ConfigDict(extra="forbid")
 
     @property
     def files(self) -> tuple[Shard, ...]:
@@ -143,6 +149,9 @@ class Manifest:
         return sorted((f for one in self.shards for f in one.files), key=lambda file: file.name)
 
 
+_SHARDS = pydantic.TypeAdapter(tuple[Shard, ...])
+
+
 def _digest(shards: Iterable[Shard], *, by_size: bool = False) -> str:
     digest = hashlib.sha256()
     for shard in shards:
@@ -207,20 +216,24 @@ def manifest_from_json(text: bytes | str, *, where: str) -> Manifest:
         ShardError: It is of another schema, or incomplete.
     """
     try:
-        content = json.loads(text)
+        content = parse_json_object(text)
         if content["schema"] != SCHEMA:
-            raise ValueError(f"schema {content['schema']!r}, not {SCHEMA}")
-        shards = tuple(Shard(**{"generation": None, **row}) for row in content["shards"])
+            raise ValueError(f"schema {content['schema']!r:.80}, not {SCHEMA}")
+        rows = [{"generation": None, **row} for row in content["shards"]]
+        shards = _SHARDS.validate_python(rows)
+        if any(shard.parts or shard.dtype not in ("uint16", "uint32") for shard in shards):
+            raise ValueError("a row has parts, or another dtype than uint16 and uint32")
         size = content.get("vocabulary")
-        if size is not None and not (type(size) is int and size > 0):
-            raise ValueError(f"vocabulary {size!r}, not a number of token ids")
+        if size is not None and not (type(size) is int and 0 < size < 2**63):
+            raise ValueError(f"vocabulary {size!r:.80}, not a number of token ids")
         manifest = Manifest(shards, str(content["tokenizer"]), vocabulary=size)
         if manifest.fingerprint != content["fingerprint"]:
             raise ValueError("its rows are not those that its fingerprint was made of")
         return manifest
     except (ValueError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split())
         raise ShardError(
-            f"{where}: this is no manifest of token files ({type(error).__name__}: {error}). "
+            f"{where}: this is no manifest of token files ({type(error).__name__}: {reason:.200}). "
             f"Prepare the data again, or put {MANIFEST_NAME} in data.exclude to read the files' "
             "own headers."
         ) from None

@@ -7,11 +7,12 @@ import json
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from refocused.atomic_file import replace_file
 from refocused.bucket.part_file import disk_errors
 from refocused.shards.shard_packer import Cursor, ShardRow
+from refocused.strict_json import parse_json_object
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ def _text(line: JournalLine) -> bytes:
 
 
 def _parsed(line: bytes) -> JournalLine:
-    content: dict[str, Any] = json.loads(line)
+    content = parse_json_object(line)
     row = content["row"]
     return JournalLine(
         content["stream"], Cursor(**content["cursor"]), None if row is None else ShardRow(**row)

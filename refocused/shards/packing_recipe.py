@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from refocused.bucket.bucket import Bucket
 from refocused.errors import ShardError
+from refocused.strict_json import MalformedError, parse_json_object
 
 RECIPE_NAME = "recipe.json"
 
@@ -23,10 +24,10 @@ def check_recipe(bucket: Bucket, recipe: Mapping[str, object]) -> None:
         bucket.write(RECIPE_NAME, text.encode())
         return
     try:
-        there = json.loads(bucket.read(RECIPE_NAME))
-    except ValueError as error:
+        there = parse_json_object(bucket.read(RECIPE_NAME))
+    except MalformedError as error:
         raise ShardError(
-            f"{bucket.url}: its {RECIPE_NAME} is no JSON ({error}). Name an empty place."
+            f"{bucket.url}: its {RECIPE_NAME} is no JSON object ({error}). Name an empty place."
         ) from None
     wanted = json.loads(text)
     for key in {**there, **wanted}:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 
 from refocused.bucket.bucket import BlobInfo, Bucket
@@ -19,6 +18,7 @@ from refocused.shards.object_reader import ObjectReader
 from refocused.shards.packing_recipe import RECIPE_NAME
 from refocused.shards.selection import is_megatron
 from refocused.shards.token_blocks import count_tokens
+from refocused.strict_json import MalformedError, parse_json_object
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,8 +113,7 @@ def begin_id(bucket: Bucket, listing: Mapping[str, BlobInfo]) -> int | None:
     if RECIPE_NAME not in listing:
         return None
     try:
-        recipe = json.loads(bucket.read(RECIPE_NAME))
-    except ValueError:  # some other program's file
+        found = parse_json_object(bucket.read(RECIPE_NAME)).get("end_of_text_id")
+    except MalformedError:  # some other program's file
         return None
-    found = recipe.get("end_of_text_id") if isinstance(recipe, dict) else None
     return found if isinstance(found, int) else None

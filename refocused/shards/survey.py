@@ -16,6 +16,7 @@ from refocused.errors import BucketError, ShardError
 from refocused.shards.formats import read_layout
 from refocused.shards.object_reader import ObjectReader
 from refocused.shards.token_blocks import count_tokens
+from refocused.strict_json import parse_json_object
 
 SCHEMA = 2
 NAMED_FAILURES = 5
@@ -121,11 +122,11 @@ def _read_cache(cache_file: Path | None) -> dict[str, HeaderFacts]:
     if cache_file is None or not cache_file.exists():
         return {}
     try:
-        content = json.loads(cache_file.read_text())
+        content = parse_json_object(cache_file.read_bytes())
         if content["schema"] != SCHEMA:
             return {}
         return {key: HeaderFacts(**facts) for key, facts in content["headers"].items()}
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         _log.warning("%s: not readable (%s); the headers are read again", cache_file, error)
         return {}
 

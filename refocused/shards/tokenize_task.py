@@ -24,6 +24,7 @@ from refocused.shards.element_types import element_type
 from refocused.shards.text_documents import Piece, Reading, pieces
 from refocused.shards.text_inputs import Span
 from refocused.shards.tokenizers import Ids, Tokenizer, TokenizerChoice, open_tokenizer
+from refocused.strict_json import MalformedError, parse_json_object
 
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
@@ -91,10 +92,10 @@ def split_path(folder: Path, number: int, split: Split) -> Path:
 def read_result(folder: Path, number: int) -> TaskResult | None:
     """Return the result of a finished task whose files are whole; None otherwise."""
     try:
-        content = json.loads(_result_path(folder, number).read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        content = parse_json_object(_result_path(folder, number).read_bytes())
+        result = TaskResult(SplitFile(**content["train"]), SplitFile(**content["val"]))
+    except (FileNotFoundError, MalformedError, LookupError, TypeError):
         return None
-    result = TaskResult(SplitFile(**content["train"]), SplitFile(**content["val"]))
     for split in SPLITS:
         path = split_path(folder, number, split)
         if not path.exists() or crc32c_of(path) != result.of(split).crc32c:

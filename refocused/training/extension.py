@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-
 from refocused.config.optimization import ScheduleConfig
 from refocused.engine.schedule import learning_rate
+from refocused.strict_json import MalformedError
+from refocused.strict_yaml import parse_yaml_mapping
 
 TOLERANCE = 0.01  # a share of the rate; less is nothing to mention
 
@@ -15,10 +15,9 @@ TOLERANCE = 0.01  # a share of the rate; less is nothing to mention
 def planned_steps(run_yaml: Path) -> int | None:
     """Return `run.steps` of the run file that a checkpoint keeps; None when it does not say."""
     try:
-        section = (yaml.safe_load(run_yaml.read_text()) or {}).get("run") or {}
-    except (OSError, yaml.YAMLError, AttributeError):
+        steps = parse_yaml_mapping(run_yaml.read_bytes())["run"]["steps"]
+    except (OSError, MalformedError, LookupError, TypeError):
         return None
-    steps = section.get("steps")
     return steps if isinstance(steps, int) else None
 
 

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import pydantic
+
 from refocused.batches.position import Position
 from refocused.config.batch_plan import BatchPlan
 from refocused.errors import CheckpointError
@@ -87,7 +89,17 @@ class TrainState:
                 f"The checkpoint's trainer.json differs from this version's form in: {odd}. "
                 "Resume with the version of refocused that wrote it, or from another checkpoint."
             )
-        return cls(**{**record, "position": Position.from_dict(record["position"])})
+        try:
+            position = Position.from_dict(record["position"])
+            return _FORM.validate_python({**record, "position": position})
+        except (pydantic.ValidationError, AttributeError, TypeError) as error:
+            raise CheckpointError(
+                f"The checkpoint's trainer.json holds values of another kind: "
+                f"{' '.join(str(error).split()):.200}. Resume from another checkpoint."
+            ) from None
+
+
+_FORM = pydantic.TypeAdapter(TrainState)
 
 
 def _known(value: Any) -> Any:

@@ -101,7 +101,7 @@ def test_a_single_source_may_take_the_place_of_a_mixture(tmp_path: Path) -> None
         ("web:", "we b:", "8: data.mixture.we b: a source's name is letters, digits and '_'"),
         ("  mixture:", "  source: x\n  mixture:", "4: data: source and mixture are both set"),
         ("  mixture:", "  prepare: python_stdlib\n  mixture:", "4: data: prepare fills"),
-        ("web:", "web: &a\n      x: *a", "8: not YAML: found unconstructable recursive node."),
+        ("web:", "web: &a\n      x: *a", "8: not YAML: an alias stands for what contains it."),
     ],
 )
 def test_what_is_wrong_inside_a_mixture_is_said_with_its_line(

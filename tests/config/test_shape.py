@@ -123,5 +123,5 @@ def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, content: str) ->
 def test_scales_that_are_no_list_of_whole_numbers_are_refused(scales: object) -> None:
     settings = json.loads((REPOSITORY_CONFIG / "models" / "ten_tiny.json").read_text())
     assert shape_from(settings, where="ten_tiny").mixer == Eigenstates(16, (1, 2))
-    with pytest.raises(ConfigError, match=r"scales = .*: a list of whole numbers"):
+    with pytest.raises(ConfigError, match=r"scales = .*: a list of at most 16 whole numbers"):
         shape_from(settings | {"scales": scales}, where="ten_tiny")

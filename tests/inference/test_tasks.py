@@ -128,8 +128,11 @@ def test_the_limit_leaves_later_lines_unread(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (b'{"ctx": "a"', r"items\.jsonl:2: it is no JSON \(Expecting.*Every line is one item"),
-        (b'{"ctx": "\xff"}', "byte 10 of it is no UTF-8"),
+        (
+            b'{"ctx": "a"',
+            r"items\.jsonl:2: it is no JSON object \(Expecting.*Every line is one item",
+        ),
+        (b'{"ctx": "\xff"}', "its byte 9 is no UTF-8"),
         ([1], "it is no JSON object"),
         (CHOICE | {"ctx": 3}, "it has no text `ctx`"),
         ({"ctx": "a", "label": 0}, "it has no list of texts `endings`"),
