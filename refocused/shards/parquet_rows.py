@@ -10,6 +10,10 @@ from typing import Any
 from refocused.errors import ShardError
 
 _ROWS_AT_ONCE = 256
+# gzip and the codecs of parquet take real text to a tenth at most.
+UNPACKED_RATIO = 32
+UNPACKED_BYTES = 16 * 1024 * 1024  # more, for small files
+BATCH_RATIO = 8  # bytes of the rows of a batch, to those that the file may unpack to
 
 
 def group_bytes(path: Path) -> list[int]:
@@ -37,12 +41,36 @@ def column_texts(path: Path, *, field: str, start: int, end: int | None) -> Iter
     """
     with _opened(path) as file:
         _check_column(file.schema_arrow, field, path=path)
-        groups = list(range(start, file.metadata.num_row_groups if end is None else end))
-        batches = file.iter_batches(
-            _ROWS_AT_ONCE, row_groups=groups, columns=[field], use_threads=False
-        )
-        for batch in batches:
-            yield from batch.column(0).to_pylist()
+        most, column = most_unpacked(path.stat().st_size), _column_number(file.schema, field)
+        for group in range(start, file.metadata.num_row_groups if end is None else end):
+            unpacked = file.metadata.row_group(group).column(column).total_uncompressed_size
+            if unpacked > most:
+                raise unpacks_too_far(path)
+            # A text that is stored once may stand in every row.
+            rows = max(min(_ROWS_AT_ONCE, BATCH_RATIO * most // max(unpacked, 1)), 1)
+            batches = file.iter_batches(
+                rows, row_groups=[group], columns=[field], use_threads=False
+            )
+            for batch in batches:
+                for text in batch.column(0):
+                    yield text.as_py()
+
+
+def most_unpacked(size: int) -> int:
+    """Return the bytes of text that a packed file of a size may hold: real text is far below."""
+    return UNPACKED_BYTES + UNPACKED_RATIO * size
+
+
+def unpacks_too_far(path: Path) -> ShardError:
+    """Return the error for a packed file that holds more than `most_unpacked`."""
+    return ShardError(
+        f"{path}: its {path.stat().st_size:,} bytes unpack to far more than text does. If it is "
+        "right, write it unpacked (gunzip, or parquet without compression and dictionary)."
+    )
+
+
+def _column_number(schema: Any, field: str) -> int:
+    return next(n for n in range(len(schema)) if schema.column(n).path == field)
 
 
 @contextlib.contextmanager
@@ -65,8 +93,13 @@ def _check_column(schema: Any, field: str, *, path: Path) -> None:
 
     if field not in schema.names:
         raise ShardError(
-            f"{path}: it has no column {field!r}; it has {', '.join(schema.names)}. Name the "
+            f"{path}: it has no column {field!r}; it has {', '.join(schema.names):.200}. Name the "
             "text's column by --field."
+        )
+    if schema.names.count(field) > 1:
+        raise ShardError(
+            f"{path}: it has {schema.names.count(field)} columns {field!r}. Write it again with "
+            "one of them, or name another by --field."
         )
     kind = schema.field(field).type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):

@@ -5,20 +5,22 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import gzip
-import json
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 from refocused.errors import ShardError
-from refocused.shards.parquet_rows import column_texts
+from refocused.shards.parquet_rows import column_texts, most_unpacked, unpacks_too_far
 from refocused.shards.text_inputs import Span
+from refocused.strict_json import MalformedError, parse_json
 
 BLOCK_BYTES = 256 * 1024
 PIECE_CHARACTERS = 256 * 1024
 LONGEST_LINE_BYTES = 256 * 1024 * 1024
+SHORTEST_LINE_BYTES = 64  # that a line of a packed file counts for: each takes some microseconds
 LONGEST_DOCUMENT_CHARACTERS = 64 * 1024 * 1024
+LONGEST_PACKED_CHARACTERS = 4 * 1024 * 1024  # of a document; a token may take 150 bytes of memory
 
 BadText = Literal["refuse", "replace"]
 
@@ -69,9 +71,23 @@ def pieces(span: Span, reading: Reading) -> Iterator[Piece]:
         texts = column_texts(span.path, field=reading.field, start=span.start, end=span.end)
     else:
         texts = _line_texts(span, reading)
+    if name.endswith((".parquet", ".gz")):
+        texts = _not_unpacked_too_far(texts, span.path)
     for text in texts:
         if text:
             yield Piece(text, begins=True)
+
+
+def _not_unpacked_too_far(texts: Iterable[str | None], path: Path) -> Iterator[str | None]:
+    """Pass on the texts of a packed file until they are far more than text unpacks to."""
+    size = path.stat().st_size
+    left, longest = most_unpacked(size), LONGEST_PACKED_CHARACTERS + size
+    for text in texts:
+        characters = len(text or "") + 1
+        left -= characters
+        if left < 0 or characters > longest:
+            raise unpacks_too_far(path)
+        yield text
 
 
 def _cut(fragments: Iterable[str | None], reading: Reading, *, path: Path) -> Iterator[Piece]:
@@ -156,8 +172,9 @@ def _line_texts(span: Span, reading: Reading) -> Iterator[str]:
     """Yield the texts of the lines that begin in a span of a `.jsonl` file."""
     packed = span.path.name.endswith(".gz")
     try:
+        most = most_unpacked(span.path.stat().st_size) if packed else None
         with gzip.open(span.path) if packed else span.path.open("rb") as file:
-            for place, line in _lines(file, span):
+            for place, line in _lines(file, span, most=most):
                 yield _text_of(line, reading, where=f"{span.path}, the line at byte {place:,}")
     except (OSError, EOFError, zlib.error) as error:
         raise ShardError(
@@ -165,14 +182,27 @@ def _line_texts(span: Span, reading: Reading) -> Iterator[str]:
         ) from None
 
 
-def _lines(file: BinaryIO | gzip.GzipFile, span: Span) -> Iterator[tuple[int, bytes]]:
-    """Yield each line that begins in the span, with its offset."""
+def _lines(
+    file: BinaryIO | gzip.GzipFile, span: Span, *, most: int | None
+) -> Iterator[tuple[int, bytes]]:
+    """Yield each line that begins in the span, with its offset.
+
+    Args:
+        file: Of lines.
+        span: Which of them.
+        most: Bytes that a packed file may unpack to; None: it is not packed.
+    """
     place = span.start
+    spent = 0
+    longest = LONGEST_LINE_BYTES if most is None else min(LONGEST_LINE_BYTES, most)
     if place:
         file.seek(place - 1)
         place += len(file.readline(LONGEST_LINE_BYTES)) - 1
     while span.end is None or place < span.end:
-        line = file.readline(LONGEST_LINE_BYTES)
+        line = file.readline(longest)
+        spent += max(len(line), SHORTEST_LINE_BYTES)
+        if most is not None and spent >= most:
+            raise unpacks_too_far(span.path)
         if len(line) == LONGEST_LINE_BYTES:
             raise ShardError(
                 f"{span.path}: the line at byte {place:,} has over {LONGEST_LINE_BYTES:,} bytes. "
@@ -187,22 +217,23 @@ def _lines(file: BinaryIO | gzip.GzipFile, span: Span) -> Iterator[tuple[int, by
 
 def _text_of(line: bytes, reading: Reading, *, where: str) -> str:
     try:
-        content = json.loads(line.decode("utf-8", _codec_errors(reading.bad_text)))
+        text = line.decode("utf-8", _codec_errors(reading.bad_text))
+        content = parse_json(text, half_characters=True)
     except UnicodeDecodeError as error:
         raise ShardError(f"{where}: its byte {error.start:,} is no UTF-8. {_REPLACE}") from None
-    except (ValueError, RecursionError) as error:
+    except MalformedError as error:
         raise ShardError(
             f"{where}: it is no JSON ({error}). A .jsonl file holds one object a line: write it "
             "again, or leave it out."
         ) from None
-    text = content.get(reading.field) if isinstance(content, dict) else None
-    if not isinstance(text, str):
+    found = content.get(reading.field) if isinstance(content, dict) else None
+    if not isinstance(found, str):
         keys = ", ".join(content) if isinstance(content, dict) else "no names"
         raise ShardError(
-            f"{where}: it has no text under {reading.field!r}; it has {keys}. Name where the text "
-            "is by --field."
+            f"{where}: it has no text under {reading.field!r}; it has {keys:.200}. Name where "
+            "the text is by --field."
         )
-    return _whole_characters(text, reading.bad_text, where=where)
+    return _whole_characters(found, reading.bad_text, where=where)
 
 
 def _whole_characters(text: str, bad_text: BadText, *, where: str) -> str:
