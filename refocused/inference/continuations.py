@@ -11,6 +11,7 @@ from torch import Tensor
 
 from refocused.errors import EvaluationError
 from refocused.models.head_loss import IGNORED_LABEL
+from refocused.shards.tokenizers import tokenizer_faults
 from refocused.world import World
 
 
@@ -86,14 +87,16 @@ class Encoder:
         """Return the ids of each text."""
         if not texts:
             return []
-        found: list[list[int]] = self._tokenizer(
-            list(texts), return_attention_mask=False, verbose=False, **options
-        )["input_ids"]
+        with tokenizer_faults("The tokenizer"):
+            found: list[list[int]] = self._tokenizer(
+                list(texts), return_attention_mask=False, verbose=False, **options
+            )["input_ids"]
         return found
 
     def offsets(self, text: str) -> tuple[list[int], list[int]]:
         """Return a text's ids, and where in it each one ends."""
-        found = self._tokenizer(text, return_offsets_mapping=True, verbose=False)
+        with tokenizer_faults("The tokenizer"):
+            found = self._tokenizer(text, return_offsets_mapping=True, verbose=False)
         return found["input_ids"], [end for _, end in found["offset_mapping"]]
 
     def continuations(

@@ -16,6 +16,7 @@ from refocused.errors import CheckpointError, ConfigError
 from refocused.inference.model import LoadedModel
 from refocused.inference.sampling import Sampling, generation_config
 from refocused.inference.written_text import Writing, cut_at_stop
+from refocused.shards.tokenizers import tokenizer_faults
 
 Ending = Literal["end of text", "stop string", "tokens", "context"]
 
@@ -123,7 +124,8 @@ def generate(
 
 def _read(model: LoadedModel, number: int, text: str, sampling: Sampling) -> _Prompt:
     """Turn a prompt into ids, and see how much may follow."""
-    ids = tuple(model.tokenizer(text, verbose=False)["input_ids"])
+    with tokenizer_faults("The tokenizer"):
+        ids = tuple(model.tokenizer(text, verbose=False)["input_ids"])
     if not ids:
         raise ConfigError(f"{_named(number)} is empty. Write something that can be continued.")
     context = model.longest_sequence

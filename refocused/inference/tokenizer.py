@@ -10,7 +10,7 @@ from typing import Any
 from refocused.errors import CheckpointError
 from refocused.inference.model_weights import ModelWeights
 from refocused.shards.tokenizer_files import TOKENIZER_FILE, check_vocabulary, tokenizer_file
-from refocused.shards.tokenizers import BYTES, USUAL_ENDS, TokenizerChoice
+from refocused.shards.tokenizers import BYTES, USUAL_ENDS, TokenizerChoice, load_content
 
 
 def tokenizer_of(weights: ModelWeights, choice: TokenizerChoice | None = None) -> Any:
@@ -52,10 +52,9 @@ def as_transformers(content: bytes, *, end_of_text_id: int | None, max_length: i
         end_of_text_id: Id that separates documents; None: the usual token for it, if there is one.
         max_length: Longest sequence of the model.
     """
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    inner = Tokenizer.from_str(content.decode())
+    inner = load_content(content, where=TOKENIZER_FILE)
     inner.no_truncation()
     inner.no_padding()
     # What it puts around a text was not put around the documents that the model was trained on.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from refocused.errors import ShardError
@@ -15,10 +14,12 @@ from refocused.shards.tokenizers import (
     GptTokenizer,
     TokenizerChoice,
     bpe_folder,
-    load_file,
+    load_content,
     spelt_bytes,
+    tokenizer_faults,
     tokenizers_file,
 )
+from refocused.strict_json import parse_json_object
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -41,9 +42,7 @@ def tokenizer_file(choice: TokenizerChoice, *, vocabulary: int) -> bytes:
     elif choice.name == GPT2:
         content = _gpt2_file(choice)
     else:
-        file = tokenizers_file(choice)
-        load_file(file)  # says what is wrong with it
-        content = file.read_bytes()
+        content = tokenizers_file(choice).read_bytes()
     check_vocabulary(content, vocabulary=vocabulary, where=f"tokenizer {choice.name}")
     return content
 
@@ -54,9 +53,7 @@ def check_vocabulary(content: bytes, *, vocabulary: int, where: str) -> None:
     Raises:
         ShardError: It has ids that the model does not know.
     """
-    from tokenizers import Tokenizer
-
-    ids = Tokenizer.from_str(content.decode()).get_vocab(with_added_tokens=True)
+    ids = load_content(content, where=where).get_vocab(with_added_tokens=True)
     largest = max(ids.values(), default=-1)
     if largest >= vocabulary:
         raise ShardError(
@@ -81,10 +78,11 @@ def _gpt2_file(choice: TokenizerChoice) -> bytes:
     checked = GptTokenizer(folder)
     merges_file, encoder_file = (folder / name for name in BPE_FILES)
     merges = [tuple(line.split()) for line in merges_file.read_text("utf-8").splitlines()[1:]]
-    model = models.BPE(
-        vocab=json.loads(encoder_file.read_text("utf-8")),
-        merges=[pair for pair in merges if len(pair) == 2],
-    )
+    with tokenizer_faults(folder):
+        model = models.BPE(
+            vocab=parse_json_object(encoder_file.read_bytes()),
+            merges=[pair for pair in merges if len(pair) == 2],
+        )
     return _finished(Tokenizer(model), end_of_text_id=checked.end_of_text_id, splits_words=True)
 
 

@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from refocused.config.data import DataConfig
 from refocused.errors import ShardError
+from refocused.strict_json import parse_json_object
 
 Ids = npt.NDArray[Any]
 
@@ -195,7 +196,7 @@ class GptTokenizer:
         self.name = GPT2 if digests == _GPT2_DIGESTS else f"bpe-{digests[0][:8]}"
         try:
             ranks = _merge_ranks(contents[0].decode())
-            encoder = json.loads(contents[1])
+            encoder = parse_json_object(contents[1])
             self.end_of_text_id = int(encoder[END_OF_TEXT])
         except (ValueError, KeyError, TypeError) as error:
             raise ShardError(
@@ -231,6 +232,7 @@ class FileTokenizer:
 
     def __init__(self, file: Path, *, end_of_text: str | None) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallel part
+        self._file = file
         self.name = file_identity(file)
         self._tokenizer = load_file(file)
         # A file may carry the truncation and the special-token rules of its last use.
@@ -243,7 +245,8 @@ class FileTokenizer:
 
     def encode(self, text: str) -> Ids:
         """Return the ids; special tokens are neither added nor recognised in the text."""
-        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        with tokenizer_faults(self._file):
+            (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoded.ids, np.uint32)
 
 
@@ -304,14 +307,35 @@ def load_file(file: Path) -> Any:
     Raises:
         ShardError: It is none.
     """
+    return load_content(_content(file), where=str(file))
+
+
+def load_content(content: bytes, *, where: str) -> Any:
+    """Return the tokenizer of the `tokenizers` library that a file holds; raises as `load_file`."""
     from tokenizers import Tokenizer as LibraryTokenizer
 
+    with tokenizer_faults(where):
+        return LibraryTokenizer.from_str(content.decode())
+
+
+@contextlib.contextmanager
+def tokenizer_faults(where: object) -> Iterator[None]:
+    """Turn what a library of tokenizers raises into a `ShardError`, a panic of its Rust included.
+
+    A panic comes as a `BaseException` whose class cannot be imported; a pattern that backtracks
+    without end makes one.
+    """
     try:
-        return LibraryTokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
+        yield
+    except ShardError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ShardError(
-            f"{file}: this is no file of the tokenizers library ({error}). Name a tokenizer.json "
-            "as Tokenizer.save writes it."
+            f"{where}: this is no file of the tokenizers library, or one that it cannot use "
+            f"({' '.join(str(error).split()):.200}). Name a tokenizer.json as Tokenizer.save "
+            "writes it."
         ) from None
 
 

@@ -11,8 +11,8 @@ from refocused.config.outputs import EvaluationConfig
 from refocused.errors import ConfigError
 from refocused.inference.multiple_choice import Examination
 from refocused.inference.tokenizer import as_transformers
-from refocused.shards.tokenizer_files import tokenizer_file
-from refocused.shards.tokenizers import TokenizerChoice
+from refocused.shards.tokenizer_files import TOKENIZER_FILE, tokenizer_file
+from refocused.shards.tokenizers import TokenizerChoice, tokenizer_faults
 from refocused.training.evaluation import prepare_tasks
 from refocused.training.sample import Sampler
 from refocused.world import World
@@ -86,7 +86,9 @@ def _sampler(
 ) -> Sampler | None:
     if evaluation.sample_prompt is None:
         return None
-    if not tokenizer(evaluation.sample_prompt)["input_ids"]:
+    with tokenizer_faults(TOKENIZER_FILE):
+        ids = tokenizer(evaluation.sample_prompt)["input_ids"]
+    if not ids:
         raise ConfigError(
             f"evaluation.sample_prompt {evaluation.sample_prompt!r} has no token of "
             "data.tokenizer. Write a prompt of its words."
