@@ -14,6 +14,9 @@ from typing import Any
 
 from refocused.errors import CheckpointError
 
+# What reading the content of a file raises that is of another form.
+FORM_ERRORS = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError)
+
 OPTIMIZER = "optimizer_state_dict"  # of an optimizer file: everything of one rank
 PARAM_SHAPES = "param_shapes"  # of a model file: the trained parameters, group by group
 FROZEN_SHAPES = "frozen_param_shapes"

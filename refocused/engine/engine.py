@@ -21,8 +21,9 @@ from refocused.engine.hashed_files import WrittenFile
 from refocused.engine.histograms import Histograms, histograms_of
 from refocused.engine.optimizer import OptimizerSettings
 from refocused.engine.resharding import SWAPPED, reshard
-from refocused.errors import TrainingError
+from refocused.errors import CheckpointError, TrainingError
 from refocused.state_files import read_state
+from refocused.zero_layout import FORM_ERRORS
 
 TAG = "zero"
 
@@ -232,12 +233,17 @@ class Engine:
         """Take over the state that `save_shards` wrote; every rank must call.
 
         The files' digests must have been verified: a flipped bit in a tensor is loaded.
+
+        Raises:
+            CheckpointError: The files are of another form.
         """
-        with contextlib.redirect_stdout(io.StringIO()):  # bf16 at stage 1 prints a line a rank
-            path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
-        assert path is not None, f"DeepSpeed found nothing in {folder / TAG}"
-        self._settings.put_back(self._engine.optimizer)
-        self._restore_randomness(folder)
+        with _form_checked(folder):
+            with contextlib.redirect_stdout(io.StringIO()):  # bf16 at stage 1 prints a line a rank
+                path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
+            if path is None:
+                raise ValueError("DeepSpeed finds nothing in it")
+            self._settings.put_back(self._engine.optimizer)
+            self._restore_randomness(folder)
 
     def load_resharded(self, folder: Path, *, ranks: int) -> None:
         """Take over the state that `ranks` ranks saved under ZeRO 1, 2 or 3; every rank must call.
@@ -248,9 +254,10 @@ class Engine:
         Raises:
             CheckpointError: The files are of another form, or of another model.
         """
-        reshard(self._engine, folder / TAG, ranks=ranks)
-        self._settings.put_back(self._engine.optimizer)
-        self._restore_randomness(folder)
+        with _form_checked(folder):
+            reshard(self._engine, folder / TAG, ranks=ranks)
+            self._settings.put_back(self._engine.optimizer)
+            self._restore_randomness(folder)
 
     def _restore_randomness(self, folder: Path) -> None:
         file = folder / self._rank_file
@@ -301,3 +308,16 @@ class Engine:
         """
         optimizer = self._engine.optimizer
         return float(optimizer.loss_scale) if hasattr(optimizer, "fp32_groups") else 1.0
+
+
+@contextlib.contextmanager
+def _form_checked(folder: Path) -> Iterator[None]:
+    """Turn what files of an unexpected form make DeepSpeed raise into a `CheckpointError`."""
+    try:
+        yield
+    except (*FORM_ERRORS, AssertionError) as error:
+        raise CheckpointError(
+            f"{folder / TAG} is not as this version writes it ({type(error).__name__}: "
+            f"{error!s:.100}). Use the version of refocused that wrote the checkpoint, or choose "
+            "another: python launch/checkpoints.py list"
+        ) from error

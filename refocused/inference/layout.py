@@ -13,6 +13,7 @@ from refocused.checkpoints.manifest import CheckpointManifest
 from refocused.errors import CheckpointError
 from refocused.inference.zero_files import Key, ZeroFiles
 from refocused.zero_layout import (
+    FORM_ERRORS,
     FROZEN_FRAGMENTS,
     FROZEN_SHAPES,
     OPTIMIZER,
@@ -78,8 +79,15 @@ def find_layout(files: ZeroFiles, manifest: CheckpointManifest) -> Layout:
     """Find the float32 masters of all parameters, and the buffers.
 
     Raises:
-        CheckpointError: The files do not hold every element exactly once.
+        CheckpointError: The files do not hold every element exactly once, or are of another form.
     """
+    try:
+        return _layout(files, manifest)
+    except FORM_ERRORS as error:
+        raise _unreadable("zero/", f"{type(error).__name__}: {error!s:.100}") from None
+
+
+def _layout(files: ZeroFiles, manifest: CheckpointManifest) -> Layout:
     states = files.content(files.model[0])
     module: Mapping[str, Tensor] = states["module"]
     ties = _ties(states, module)
@@ -190,7 +198,7 @@ def _check(found: Mapping[str, Parameter], names: Iterable[str]) -> None:
         if name not in found:
             raise _unreadable("zero/", f"nothing in it holds {name}")
         have = sum(fragment.count for fragment in found[name].fragments)
-        if have != found[name].count:
+        if have != found[name].count or any(part.count < 0 for part in found[name].fragments):
             raise _unreadable(
                 "zero/", f"it has {have:,} elements of {name}, not {found[name].count:,}"
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +14,8 @@ from torch import Tensor
 
 from refocused.checkpoints.manifest import MANIFEST
 from refocused.checkpoints.step_directory import read_step
-from refocused.errors import CheckpointError
+from refocused.config.shape import MOST_LAYERS
+from refocused.errors import CheckpointError, RefocusedError
 from refocused.inference.model_weights import (
     TRAINED_LENGTH,
     ModelWeights,
@@ -27,6 +27,7 @@ from refocused.inference.tokenizer import as_transformers, tokenizer_of
 from refocused.models.build import register_families
 from refocused.shards.tokenizer_files import tokenizer_file
 from refocused.shards.tokenizers import TokenizerChoice
+from refocused.strict_json import parse_json_object
 
 ATTENTION = "sdpa"  # transformers' own choice is slower on some machines
 
@@ -164,6 +165,7 @@ def load_network(folder: Path, *, dtype: Dtype) -> Any:
 
     be_quiet()
     register_families()
+    _check_size(folder)
     try:
         with _only_errors():
             network, found = transformers.AutoModelForCausalLM.from_pretrained(
@@ -180,6 +182,30 @@ def load_network(folder: Path, *, dtype: Dtype) -> Any:
         raise ValueError(f"a file of its weights is cut off or damaged ({error})") from None
     _check_tensors(folder, found)
     return network.eval()
+
+
+def _check_size(folder: Path) -> None:
+    """Refuse a config.json of a larger model than its files hold, which would be built first."""
+    import transformers
+
+    parse_json_object((folder / "config.json").read_bytes())  # transformers' reader may recurse
+    config = transformers.AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ValueError(
+            f"its config.json describes {layers:,} layers, and at most {MOST_LAYERS:,} are read"
+        )
+    with torch.device("meta"):
+        network = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    described = sum(parameter.numel() for parameter in network.parameters())
+    stored_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if described > 8 * stored_bytes:  # not even a bit for each
+        raise ValueError(
+            f"its config.json describes {described:,} parameters, and its safetensors files have "
+            f"{stored_bytes:,} bytes"
+        )
 
 
 def _check_tensors(folder: Path, found: Mapping[str, Any]) -> None:
@@ -207,10 +233,12 @@ def _load_folder(
     try:
         network = load_network(source, dtype=dtype)
         tokenizer = None if without else _tokenizer_beside(source, network.config, choice)
-    except (OSError, ValueError) as error:
+    except RefocusedError:
+        raise
+    except Exception as error:  # transformers raises nothing narrower
         if "trust_remote_code" in str(error):
             raise CheckpointError(_needs_code(source)) from None
-        reason = str(error).rstrip(".")
+        reason = " ".join(str(error).split()).rstrip(".")
         raise CheckpointError(f"{source} cannot be loaded by transformers: {reason}.") from None
     return LoadedModel(network.to(device), tokenizer, source, {})
 
@@ -220,7 +248,7 @@ def _needs_code(source: Path) -> str:
     named: Mapping[str, Any] = {}
     for name in ("config.json", "tokenizer_config.json"):
         with contextlib.suppress(OSError, ValueError):
-            named = json.loads((source / name).read_text()).get("auto_map") or {}
+            named = parse_json_object((source / name).read_bytes()).get("auto_map") or {}
         if named:
             break
     return (

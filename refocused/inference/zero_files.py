@@ -57,9 +57,13 @@ class ZeroFiles:
         found: Any = self.content(file)
         for key in keys:
             found = found[key]
-        tensor: Tensor = found
-        self._touched_bytes += count * tensor.element_size()
-        return tensor.detach().flatten()[start : start + count]
+        if not isinstance(found, Tensor) or not 0 <= start <= start + count <= found.numel():
+            raise CheckpointError(
+                f"{self._step.path / file} lacks elements of {keys[-1]}. "
+                "Choose another step: python launch/checkpoints.py list"
+            )
+        self._touched_bytes += count * found.element_size()
+        return found.detach().flatten()[start : start + count]
 
     def drop(self) -> None:
         """Let go of all maps; they come back when they are asked for."""

@@ -96,7 +96,18 @@ def transformers_config(settings: Mapping[str, Any], *, vocabulary: int, dropout
     named["vocab_size"] = vocabulary
     named = {"bos_token_id": None, "eos_token_id": None} | named
     register_families()
-    return FAMILIES[kind](named, dropout)
+    from transformers.activations import ACT2FN
+
+    try:
+        config = FAMILIES[kind](named, dropout)
+        for name in ("hidden_act", "activation_function"):
+            ACT2FN[getattr(config, name, "relu")]
+    except Exception as error:  # transformers raises nothing narrower for a value of a wrong kind
+        raise ConfigError(
+            f"transformers take no such {kind}: {' '.join(str(error).split()):.200}. Correct the "
+            "model's configuration (model.preset)."
+        ) from None
+    return config
 
 
 def register_families() -> None:

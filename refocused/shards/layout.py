@@ -103,7 +103,7 @@ def checked_place(
         shape = shape[:2]
     if len(shape) not in (1, 2) or min(shape) < 0:
         raise ShardError(
-            f"{what}: the shape is {given}; token ids are (tokens,) or (rows, columns). "
+            f"{what}: the shape is {given!s:.80}; token ids are (tokens,) or (rows, columns). "
             "Reshape them, or put the file's name in data.exclude."
         )
     place = ArrayPlace(member, offset, dtype, shape)

@@ -75,9 +75,9 @@ def read_tensor_header(pickled: bytes, *, what: str, big_endian: bool = False) -
     """
     try:
         return _tensor(_followed(pickled), big_endian=big_endian)
-    except (ValueError, IndexError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ShardError(
-            f"{what}: it is no bare tensor of whole numbers ({error}). Save the ids alone: "
+            f"{what}: it is no bare tensor of whole numbers ({error!s:.200}). Save the ids alone: "
             "torch.save(ids.contiguous().to(torch.int32), path), or put its name in data.exclude."
         ) from None
 
@@ -152,7 +152,9 @@ def _apply(name: str, argument: Any, stack: list[Any]) -> None:
 
 def _pop_tuple(name: str, stack: list[Any]) -> None:
     if name == "TUPLE":
-        start = len(stack) - 1 - stack[::-1].index(_MARK)
+        start = len(stack) - 1
+        while stack[start] is not _MARK:  # past the first, an IndexError
+            start -= 1
         items = tuple(stack[start + 1 :])
     else:
         start = len(stack) - int(name[-1])
