@@ -219,8 +219,7 @@ def manifest_from_json(text: bytes | str, *, where: str) -> Manifest:
         content = parse_json_object(text)
         if content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']!r:.80}, not {SCHEMA}")
-        rows = [{"generation": None, **row} for row in content["shards"]]
-        shards = _SHARDS.validate_python(rows)
+        shards = _SHARDS.validate_python([{"generation": None, **row} for row in content["shards"]])
         if any(shard.parts or shard.dtype not in ("uint16", "uint32") for shard in shards):
             raise ValueError("a row has parts, or another dtype than uint16 and uint32")
         size = content.get("vocabulary")
@@ -231,9 +230,9 @@ def manifest_from_json(text: bytes | str, *, where: str) -> Manifest:
             raise ValueError("its rows are not those that its fingerprint was made of")
         return manifest
     except (ValueError, TypeError, KeyError) as error:
-        reason = " ".join(str(error).split())
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ShardError(
-            f"{where}: this is no manifest of token files ({type(error).__name__}: {reason:.200}). "
+            f"{where}: this is no manifest of token files ({reason:.200}). "
             f"Prepare the data again, or put {MANIFEST_NAME} in data.exclude to read the files' "
             "own headers."
         ) from None

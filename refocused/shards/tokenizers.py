@@ -302,16 +302,16 @@ def _merge_ranks(vocab_bpe: str) -> dict[bytes, int]:
 
 
 def load_file(file: Path) -> Any:
-    """Open a file of the `tokenizers` library.
-
-    Raises:
-        ShardError: It is none.
-    """
+    """Open a file of the `tokenizers` library; raises as `load_content`."""
     return load_content(_content(file), where=str(file))
 
 
 def load_content(content: bytes, *, where: str) -> Any:
-    """Return the tokenizer of the `tokenizers` library that a file holds; raises as `load_file`."""
+    """Return the tokenizer that a file of the `tokenizers` library holds.
+
+    Raises:
+        ShardError: It is no such file.
+    """
     from tokenizers import Tokenizer as LibraryTokenizer
 
     with tokenizer_faults(where):
@@ -320,22 +320,15 @@ def load_content(content: bytes, *, where: str) -> Any:
 
 @contextlib.contextmanager
 def tokenizer_faults(where: object) -> Iterator[None]:
-    """Turn what a library of tokenizers raises into a `ShardError`, a panic of its Rust included.
-
-    A panic comes as a `BaseException` whose class cannot be imported; a pattern that backtracks
-    without end makes one.
-    """
+    """Turn what the library raises into a `ShardError`, panics of its Rust code included."""
     try:
         yield
-    except ShardError:
-        raise
-    except BaseException as error:
+    except BaseException as error:  # a panic is one, of a class that cannot be imported
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ShardError(
             f"{where}: this is no file of the tokenizers library, or one that it cannot use "
-            f"({' '.join(str(error).split()):.200}). Name a tokenizer.json as Tokenizer.save "
-            "writes it."
+            f"({' '.join(str(error).split()):.200}). Name one that Tokenizer.save wrote."
         ) from None
 
 
