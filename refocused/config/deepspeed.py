@@ -9,9 +9,11 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.fragment import checked_fragment
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
 
-# DeepSpeed's own defaults, in elements.
-_REDUCE_BUCKET = 500_000_000
-_LIVE_PARAMETERS = 1_000_000_000
+# Elements. Gradients leave in about 16 buckets, so that sending one hides behind the passes that
+# fill the next; smaller ones than 5e7 do not use a link fully, larger ones than 1e8 gain nothing.
+_SMALLEST_BUCKET, _LARGEST_BUCKET = 50_000_000, 100_000_000
+_BUCKETS = 16
+_LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's own default
 
 
 def deepspeed_config(
@@ -45,9 +47,11 @@ def deepspeed_config(
         # Our AdamW is torch's own, fused: no compiler is needed, also beside an offload.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        # Our own log lines replace DeepSpeed's; its timers synchronise the device.
+        # Our own log lines replace DeepSpeed's; its timers synchronise the device, the one of
+        # throughput (on by default) before and after every pass.
         "steps_per_print": 1_000_000_000,
         "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},
         **_precision(precision),
         **_gradient_sums(precision, zero),
     }
@@ -59,7 +63,7 @@ def reduce_bucket_elements(parameters: int) -> int:
 
     A bucket is allocated whole: a small model needs no more than its own size.
     """
-    return min(_REDUCE_BUCKET, parameters)
+    return min(parameters, max(_SMALLEST_BUCKET, min(_LARGEST_BUCKET, parameters // _BUCKETS)))
 
 
 def _precision(precision: PrecisionConfig) -> dict[str, Any]:

@@ -84,12 +84,16 @@ def guard_partitioned(optimizer: Any, guard: FiniteUpdates) -> None:
         replaced["clip_tensors_by_global_norm"] = _clip_on_the_device
 
     def unasking_step(*args: Any, **named: Any) -> None:
-        with _replaced(module, replaced):
+        with _replaced(module, replaced), _ordered_gathering():
             step(*args, **named)
 
     # Stages 1 and 2: the same question once more, by a pass over all gradients.
     optimizer.check_overflow = lambda *args, **named: None
     optimizer.step = unasking_step
+    if (stream := getattr(optimizer, "reduce_and_partition_stream", None)) is not None:
+        # Stage 3 makes the host wait for the gradients' stream after each pass. Only the device
+        # reads them here, so its next work waits for that stream instead.
+        stream.synchronize = lambda: _accelerator().current_stream().wait_stream(stream)
 
 
 def _clip_on_the_device(
@@ -99,6 +103,28 @@ def _clip_on_the_device(
     factor = torch.clamp(max_norm / (global_norm + 1e-6), max=1.0)
     torch._foreach_mul_([tensor.detach() for tensor in input_tensors], factor)
     return global_norm
+
+
+@contextlib.contextmanager
+def _ordered_gathering() -> Iterator[None]:
+    """Let the device, not the host, wait for the small parameters gathered after an update."""
+    import deepspeed.runtime.zero.partition_parameters as gathering
+
+    class Ordered:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(_accelerator(), name)
+
+        def resolves_data_dependency(self) -> bool:
+            return True  # the gathering's handles order it before what the device does next
+
+    with _replaced(gathering, {"get_accelerator": Ordered}):
+        yield
+
+
+def _accelerator() -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()
 
 
 @contextlib.contextmanager

@@ -63,9 +63,12 @@ def test_stage_3_keeps_the_gathered_model_unless_parameters_are_offloaded() -> N
     assert offloaded["stage3_max_reuse_distance"] == 1_000_000_000
 
 
-def test_the_bucket_is_no_larger_than_the_model() -> None:
+def test_gradients_leave_in_about_16_buckets_of_a_sensible_size() -> None:
     assert generated(parameters=1000)["zero_optimization"]["reduce_bucket_size"] == 1000
-    assert generated()["zero_optimization"]["reduce_bucket_size"] == 500_000_000
+    sizes = {760_000_000: 50_000_000, 1_410_000_000: 88_125_000, 9_000_000_000: 100_000_000}
+    for parameters, elements in sizes.items():
+        zero = generated(parameters=parameters)["zero_optimization"]
+        assert zero["reduce_bucket_size"] == elements
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

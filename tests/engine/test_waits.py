@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Ranks
+
+# Where a host may wait for its device between two lines of the log, and why.
+NAMED = {
+    # At most two buckets of gradients are under way: this bounds their memory. The device still
+    # has the work of those two when the host waits.
+    "zero3": {"event in stage3.py:__reduce_and_partition_ipg_grads"},
+    # DeepSpeed's 16-bit optimizer without ZeRO looks for overflows tensor by tensor. `auto` never
+    # chooses this stage; stage 1 does the same without waiting.
+    "bf16-zero0": {
+        "read in utils.py:has_overflow_serial",
+        "read in utils.py:has_overflow",
+        "read in utils.py:get_weight_norm",
+    },
+}
+
+
+@pytest.mark.slow
+def test_the_host_waits_for_the_device_only_where_named(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("waits_ranks.py")
+    ended = Ranks(2, [str(script), str(tmp_path)], folder=tmp_path).wait()
+    assert ended.codes == [0, 0], ended.everything
+    found: dict[str, Any] = json.loads((tmp_path / "found.json").read_text())
+    assert len(found) == 8
+    for case, waits in found.items():
+        allowed = set().union(*(places for part, places in NAMED.items() if case.endswith(part)))
+        assert set(waits) == allowed, case
