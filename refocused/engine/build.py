@@ -59,7 +59,7 @@ def build_engine(
             "precision.dtype is fp16, which this processor cannot compute. Set "
             "precision.dtype=bf16 or fp32."
         )
-    torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
+    set_product_precision(precision)
     if settings["zero_optimization"]["stage"] == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [block_class])
     with contextlib.redirect_stdout(io.StringIO()):  # bf16 at stage 1 prints twenty lines
@@ -72,6 +72,14 @@ def build_engine(
     tell_layouts(engine.optimizer, stage=settings["zero_optimization"]["stage"])
     guard = _guard(engine.optimizer, zero=settings["zero_optimization"], precision=precision)
     return Engine(engine, device=world.device, rank=world.rank, guard=guard)
+
+
+def set_product_precision(precision: PrecisionConfig) -> None:
+    """Choose how float32 products are computed, before anything is timed or compiled.
+
+    A compiled block is tied to this setting: changed later, it is compiled once more.
+    """
+    torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
 
 
 def load_deepspeed() -> None:

@@ -46,13 +46,15 @@ def compile_blocks(
     dtype: str,
     choice: CompileChoice,
     world: World,
+    is_partitioned: bool = False,
     backend: str = "inductor",
 ) -> Compilation:
     """Compile the forward pass of every block, before DeepSpeed takes the model; all ranks call.
 
-    One graph serves all blocks. It is made here, by the first block's forward and backward pass on
-    the device and in the shapes of training, so that a compiler that is missing or fails shows
-    before the first step, and the same way on every rank. Parameters keep their names.
+    One graph serves all blocks in training, one in validation. Both are made here, by passes of the
+    first block on the device and in the shapes of training, so that a compiler that is missing or
+    fails shows before the first step, and the same way on every rank. Parameters keep their names.
+    The precision of float32 products must have been set (`set_product_precision`).
 
     Args:
         model: The model on the CPU, in float32; `forward` takes ids and labels.
@@ -63,6 +65,7 @@ def compile_blocks(
         choice: `auto` compiles on GPUs alone. Both it and `on` continue without if torch's compiler
             fails, which no setting of the machine mends.
         world: The ranks.
+        is_partitioned: Whether ZeRO-3 will hold the parameters, which makes another graph.
         backend: What torch.compile hands the graph to.
 
     Raises:
@@ -77,9 +80,16 @@ def compile_blocks(
     blocks = [module for module in model.modules() if isinstance(module, block_class)]
     began = time.monotonic()
     graph = _compiled(block_class, backend)
-    reasons = world.gather(
-        _failure(lambda: _try(model, blocks[0], graph, batch_shape, dtype, world))
-    )
+    args, named = _inputs_of(model, blocks[0], batch_shape)
+    move = _mover(world.device, DTYPES[dtype])
+
+    def try_out() -> None:
+        trial = copy.deepcopy(blocks[0]).to(world.device, DTYPES[dtype])
+        if is_partitioned:
+            _hold_as_zero_3(trial)
+        _try(trial, graph, move(args), {name: move(value) for name, value in named.items()})
+
+    reasons = world.gather(_failure(try_out))
     reason = next((reason for reason in reasons if reason), None)
     if reason is not None:
         if choice == "on" and not all(world.gather(_has_compiler())):
@@ -140,22 +150,24 @@ def _failure(attempt: Callable[[], None]) -> str | None:
 
 
 def _try(
-    model: nn.Module,
-    block: nn.Module,
-    graph: Callable[..., Any],
-    batch_shape: tuple[int, int],
-    dtype: str,
-    world: World,
+    block: nn.Module, graph: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
 ) -> None:
-    """Run a copy of a block forward and backward, as training will."""
-    args, named = _inputs_of(model, block, batch_shape)
-    move = _mover(world.device, DTYPES[dtype])
-    trial = copy.deepcopy(block).to(world.device, DTYPES[dtype]).train()
-    hidden, *rest = (move(value) for value in args)
-    hidden.requires_grad_()
-    output = graph(trial, hidden, *rest, **{name: move(value) for name, value in named.items()})
+    """Run a block forward and backward as training will, and forward as validation will."""
+    hidden, *rest = args
+    output = graph(block.train(), hidden.requires_grad_(), *rest, **named)
     output = output[0] if isinstance(output, tuple) else output
     output.float().sum().backward()
+    with torch.no_grad():
+        graph(block.eval(), hidden.detach(), *rest, **named)
+
+
+def _hold_as_zero_3(block: nn.Module) -> None:
+    """Keep a block's parameters in DeepSpeed's kind of dictionary, as its stage 3 does."""
+    from deepspeed.runtime.zero.parameter_offload import ensure_zero_ordered_dict
+
+    for module in block.modules():
+        ensure_zero_ordered_dict(module)
+        module._parameters._in_forward = True
 
 
 class _Reached(Exception):  # noqa: N818 - no error: the way out of a forward pass

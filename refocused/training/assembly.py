@@ -21,7 +21,7 @@ from refocused.checkpoints.remote_steps import prefix_of
 from refocused.config.decode import render_run
 from refocused.config.deepspeed import deepspeed_config
 from refocused.config.optimization import PrecisionConfig
-from refocused.engine.build import build_engine, load_deepspeed
+from refocused.engine.build import build_engine, load_deepspeed, set_product_precision
 from refocused.engine.compiled import Compilation, compile_blocks
 from refocused.engine.engine import Engine
 from refocused.engine.randomness import seed_everything
@@ -93,6 +93,7 @@ def assemble_engine(job: Job) -> Built:
     with quick_imports():
         register_families()
         load_deepspeed()
+    set_product_precision(config.precision)
     seed_everything(config.run.seed, rank=0)
     model = build_model(
         shape.settings,
@@ -120,6 +121,7 @@ def assemble_engine(job: Job) -> Built:
         dtype=config.precision.resolved,
         choice=config.model.compile,
         world=job.world,
+        is_partitioned=job.planned.choice.zero.stage == 3,
     )
     settings = deepspeed_config(
         batch=job.plan,

@@ -26,12 +26,16 @@ from engine_cases import (
 )
 from torch._dynamo.utils import counters
 
+from refocused.config.optimization import PrecisionConfig
+from refocused.engine.build import set_product_precision
 from refocused.engine.compiled import compile_blocks
 from refocused.models.causal_lm import CausalLM
 from refocused.world import World
 
 CASES = [
+    Case(0),
     Case(1, "gpt_neox"),
+    Case(2),
     Case(3),
     Case(3, dropout=0.2, recomputes=True),
     Case(1, "gpt_neox", "bf16", fp8="rowwise"),
@@ -39,15 +43,16 @@ CASES = [
 ]
 
 
-def compiling(world: World, *, dtype: str) -> Callable[[CausalLM], None]:
+def compiling(world: World, case: Case) -> Callable[[CausalLM], None]:
     def compile_all(model: CausalLM) -> None:
         compiled = compile_blocks(
             model,
             block_class=model.block_class,
             batch_shape=(MICRO, LENGTH),
-            dtype=dtype,
+            dtype=case.dtype,
             choice="on",
             world=world,
+            is_partitioned=case.stage == 3,
             backend="aot_eager",  # the graph as it is; what inductor makes of it takes a minute
         )
         assert compiled.is_on
@@ -58,10 +63,11 @@ def compiling(world: World, *, dtype: str) -> Callable[[CausalLM], None]:
 def train(case: Case, world: World, *, compiled: bool) -> dict[str, Any]:
     torch._dynamo.reset()
     counters.clear()
+    set_product_precision(PrecisionConfig())
     engine = start_engine(
         case,
         world,
-        prepare=compiling(world, dtype=case.dtype) if compiled else lambda model: None,
+        prepare=compiling(world, case) if compiled else lambda model: None,
     )
     torch.manual_seed(world.rank)
     losses, graphs = [], []

@@ -145,9 +145,7 @@ def test_compiled_blocks_train_alike(found: Found, case: Case) -> None:
 @cases
 def test_there_is_one_graph_for_training_and_one_for_validation(found: Found, case: Case) -> None:
     graphs = found[case.name]["compiled"]["graphs"]
-    assert graphs[-1] - graphs[-2] <= 1
-    assert graphs[-2] == graphs[1]  # none after the second step
-    assert graphs[1] <= 2  # that of the trial, and one where ZeRO's weights are another kind
+    assert set(graphs) == {2}  # both of the trial, and none later
     assert found[case.name]["compiled"]["breaks"] == 0
     assert found[case.name]["compiled"]["graphs after odd shapes"] == graphs[-1]
     assert found[case.name]["written"]["graphs"][-1] == 0
