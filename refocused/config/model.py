@@ -24,6 +24,8 @@ class ModelConfig(Section):
         compile: `auto` compiles the blocks on GPUs, `on` on CPUs too, where it stops without a C++
             compiler; `off` runs them as written. If torch's compiler fails, a warning says why and
             they run as written. The batches of training and validation use it.
+        attention: Kernel of attention: `auto` is the fastest of a timed trial on GPUs; `flash` is
+            FlashAttention-3 where it is installed and the GPU is a Hopper.
         head_chunk_tokens: Tokens whose logits exist at once in the loss.
     """
 
@@ -34,4 +36,5 @@ class ModelConfig(Section):
     vocabulary_multiple: Count = 128
     activation_checkpointing: bool = False
     compile: Literal["auto", "on", "off"] = "auto"
+    attention: Literal["auto", "cudnn", "flash", "math"] = "auto"
     head_chunk_tokens: Count = 2048

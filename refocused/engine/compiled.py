@@ -167,7 +167,7 @@ def _hold_as_zero_3(block: nn.Module) -> None:
 
     for module in block.modules():
         ensure_zero_ordered_dict(module)
-        module._parameters._in_forward = True
+        module._parameters._in_forward = True  # type: ignore[attr-defined]
 
 
 class _Reached(Exception):  # noqa: N818 - no error: the way out of a forward pass

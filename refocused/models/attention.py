@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+import time
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from refocused.errors import ConfigError
+from refocused.world import World
+
+AttentionChoice = Literal["auto", "cudnn", "flash", "math"]
+KERNELS = {
+    SDPBackend.CUDNN_ATTENTION: "cudnn",
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
+    SDPBackend.MATH: "math",
+}
+PASSES = 3
 
 ATTENTION = "causal_sdpa"
 FLASH_3_MODULE = "flash_attn_interface"  # how the package of FlashAttention-3 is imported
@@ -41,26 +57,115 @@ def document_mask(input_ids: Tensor, *, document_id: int) -> Tensor:
     return (same & causal).unsqueeze(1)
 
 
-def use_fastest_attention(device: torch.device, *, dropout: float) -> str:
-    """Let sdpa use FlashAttention-3 where it is installed and the GPU is a Hopper; say what runs.
+def choose_attention(
+    asked: AttentionChoice,
+    *,
+    batch_shape: tuple[int, int],
+    heads: int,
+    width: int,
+    dtype: torch.dtype,
+    dropout: float,
+    world: World,
+) -> str:
+    """Let torch's sdpa use one kernel on all ranks; all ranks call. Return which runs, and why.
 
-    Nothing is downloaded. torch replaces the kernel behind sdpa, so that models and compiled
-    blocks need not know.
+    On sm90 torch prefers cuDNN to flash whatever is installed; here `auto` times both on rank 0 in
+    training's shape. What runs is what torch answers when it is asked, not what was chosen.
 
     Args:
-        device: What the model runs on.
+        asked: `cudnn`, `flash` (FlashAttention-3 where it is installed and fits) or `math`; `auto`:
+            the fastest on a GPU, torch's own choice on a CPU.
+        batch_shape: Micro-batch, `(B, T)`.
+        heads: Of a block.
+        width: Of a head.
+        dtype: What the passes compute in.
         dropout: Probability of the model's dropouts, which FlashAttention-3 lacks.
-    """
-    if device.type != "cuda":
-        return "sdpa"
-    fits = torch.cuda.get_device_capability(device)[0] == FLASH_3_COMPUTE_CAPABILITY
-    if not fits or dropout or importlib.util.find_spec(FLASH_3_MODULE) is None:
-        return "sdpa (FlashAttention-2)"
-    try:
-        from torch.nn.attention import activate_flash_attention_impl
+        world: The ranks.
 
-        activate_flash_attention_impl("FA3")
-    except (ImportError, RuntimeError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        return f"sdpa (FlashAttention-2; FlashAttention-3 is installed but unusable: {reason})"
-    return "sdpa (FlashAttention-3)"
+    Raises:
+        ConfigError: On every rank: the kernel that was asked for does not run here.
+    """
+    query = torch.randn(
+        (batch_shape[0], heads, batch_shape[1], width),
+        dtype=dtype,
+        device=world.device,
+        requires_grad=True,
+    )
+    why = f"model.attention={asked}"
+    if asked == "auto" and world.device_kind == "cuda":
+        seconds = world.first_does(lambda: _timed(query, dropout=dropout))
+        asked = min(seconds, key=lambda kernel: seconds[kernel], default="auto")
+        why = ", ".join(f"{kernel} {1e3 * taken:.2f} ms" for kernel, taken in seconds.items())
+    if asked == "auto":
+        return f"attention by {running_kernel(query, dropout=dropout)}, torch's choice"
+    version = _allow(asked, query, dropout=dropout)
+    world.together(lambda: _require(asked, running_kernel(query, dropout=dropout)))
+    name = f"FlashAttention-{version}" if asked == "flash" else asked
+    return f"attention by {name} ({why})"
+
+
+def running_kernel(query: Tensor, *, dropout: float) -> str:
+    """Return which kernel torch takes for causal attention in this shape, by its own answer."""
+    chosen = SDPBackend(
+        torch._fused_sdp_choice(query, query, query, dropout_p=dropout, is_causal=True)
+    )
+    return KERNELS.get(chosen, chosen.name.lower())
+
+
+def flash_version(device: torch.device, *, dropout: float) -> int:
+    """Return which FlashAttention is to stand behind sdpa: 3 is for Hopper, without dropout."""
+    if device.type != "cuda" or dropout or importlib.util.find_spec(FLASH_3_MODULE) is None:
+        return 2
+    return 3 if torch.cuda.get_device_capability(device)[0] == FLASH_3_COMPUTE_CAPABILITY else 2
+
+
+def _allow(kernel: AttentionChoice, query: Tensor, *, dropout: float) -> int:
+    """Let torch take one kernel, and for masks what can read them; return flash's version."""
+    cuda = torch.backends.cuda
+    cuda.enable_cudnn_sdp(kernel == "cudnn")
+    cuda.enable_flash_sdp(kernel == "flash")
+    cuda.enable_mem_efficient_sdp(kernel != "math")
+    version = flash_version(query.device, dropout=dropout)
+    if kernel == "flash" and version == 3:
+        try:
+            from torch.nn.attention import activate_flash_attention_impl
+
+            activate_flash_attention_impl("FA3")
+        except (ImportError, RuntimeError, ValueError):
+            return 2  # the name that is printed says so
+    return version
+
+
+def _require(asked: str, runs: str) -> None:
+    if runs != asked:
+        raise ConfigError(
+            f"model.attention is {asked}, but torch computes this model's attention by {runs} "
+            "here (the device, precision.dtype or the width of a head may be the reason). Set "
+            "model.attention=auto."
+        )
+
+
+def _timed(query: Tensor, *, dropout: float) -> dict[AttentionChoice, float]:
+    """Return the seconds of a forward and a backward pass by each kernel that runs."""
+    seconds: dict[AttentionChoice, float] = {}
+    kernels: tuple[AttentionChoice, ...] = ("cudnn", "flash")
+    for kernel in kernels:
+        _allow(kernel, query, dropout=dropout)
+        if running_kernel(query, dropout=dropout) == kernel:
+            seconds[kernel] = pass_seconds(query, dropout=dropout)
+    return seconds
+
+
+def pass_seconds(query: Tensor, *, dropout: float) -> float:
+    """Return the fastest of some forward and backward passes on a GPU, after one warm-up."""
+    taken = []
+    for _ in range(1 + PASSES):
+        torch.cuda.synchronize(query.device)
+        began = time.perf_counter()
+        output = F.scaled_dot_product_attention(
+            query, query, query, dropout_p=dropout, is_causal=True
+        )
+        torch.autograd.grad(output.sum(), query)
+        torch.cuda.synchronize(query.device)
+        taken.append(time.perf_counter() - began)
+    return min(taken[1:])

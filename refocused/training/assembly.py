@@ -22,7 +22,7 @@ from refocused.config.decode import render_run
 from refocused.config.deepspeed import deepspeed_config
 from refocused.config.optimization import PrecisionConfig
 from refocused.engine.build import build_engine, load_deepspeed, set_product_precision
-from refocused.engine.compiled import Compilation, compile_blocks
+from refocused.engine.compiled import DTYPES, Compilation, compile_blocks
 from refocused.engine.engine import Engine
 from refocused.engine.randomness import seed_everything
 from refocused.estimate.storage import least_save_bytes
@@ -104,7 +104,14 @@ def assemble_engine(job: Job) -> Built:
         document_id=config.data.document_id if config.data.mask_documents else None,
     )
     parameters = counted_parameters(model)
-    mixing = choose_mixing(model, shape.mixer, config=config.model, plan=job.plan, world=job.world)
+    mixing = choose_mixing(
+        model,
+        shape.mixer,
+        config=config.model,
+        dtype=DTYPES[config.precision.dtype],
+        plan=job.plan,
+        world=job.world,
+    )
     if config.precision.fp8 != "none":
         from refocused.models.fp8 import compute_in_fp8
 

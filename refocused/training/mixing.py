@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import torch
+
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.model import ModelConfig
 from refocused.config.shape import Attention, Mixer, Resonators
-from refocused.models.attention import use_fastest_attention
+from refocused.models.attention import choose_attention
 from refocused.models.causal_lm import CausalLM
 from refocused.models.ten_choice import choose_scan
 from refocused.world import World
 
 
 def choose_mixing(
-    model: CausalLM, mixer: Mixer, *, config: ModelConfig, plan: BatchPlan, world: World
+    model: CausalLM,
+    mixer: Mixer,
+    *,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    plan: BatchPlan,
+    world: World,
 ) -> str:
     """Choose what computes how positions meet; all ranks call. Return it, for a person.
 
@@ -20,11 +28,21 @@ def choose_mixing(
         model: The model, before its blocks are compiled.
         mixer: How its positions meet.
         config: How it is computed.
+        dtype: What the passes compute in.
         plan: The batch.
         world: The ranks.
     """
     if isinstance(mixer, Attention):
-        return use_fastest_attention(world.device, dropout=config.dropout)
+        settings = model.network.config
+        return choose_attention(
+            config.attention,
+            batch_shape=(plan.micro, plan.sequence_length),
+            heads=settings.num_attention_heads,
+            width=settings.hidden_size // settings.num_attention_heads,
+            dtype=dtype,
+            dropout=config.dropout,
+            world=world,
+        )
     if isinstance(mixer, Resonators):
         return "resonators by FFT"
     return choose_scan(
