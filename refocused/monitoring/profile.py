@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._C._autograd import DeviceType
@@ -171,7 +172,7 @@ def _operations(profiler: torch.profiler.profile, *, on_gpu: bool) -> list[Opera
     """Return what was traced, by name: kernels on a GPU, operators on a CPU."""
     found = []
     for event in profiler.key_averages():
-        if on_gpu and event.device_type == DeviceType.CUDA:
+        if on_gpu and _is_kernel(event):
             microseconds = event.self_device_time_total
         elif not on_gpu:
             microseconds = event.self_cpu_time_total
@@ -187,6 +188,11 @@ def _idle(profiler: torch.profiler.profile, seconds: float) -> float:
     kernels = [
         (event.time_range.start / 1e6, event.time_range.end / 1e6)
         for event in profiler.events() or ()  # type: ignore[no-untyped-call]
-        if event.device_type == DeviceType.CUDA and not event.name.startswith("ProfilerStep")
+        if _is_kernel(event)
     ]
     return max(0.0, 1 - busy_seconds(kernels) / seconds)
+
+
+def _is_kernel(event: Any) -> bool:
+    """Tell kernels and copies of a GPU from ranges that somebody named, which cover the gaps."""
+    return event.device_type == DeviceType.CUDA and not event.is_user_annotation

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import json
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch._C._autograd import DeviceType
 
+from refocused.monitoring import profile
 from refocused.monitoring.profile import Operation, Profile, StepProfiler, busy_seconds
 
 
@@ -86,3 +90,25 @@ def test_kernels_of_a_gpu_leave_some_time_idle(tmp_path: Path) -> None:
         matrix @ matrix
         profiler.after_step(0.0)
     assert "idle" in told[0] and "gemm" in told[0]
+
+
+def test_named_ranges_are_no_kernels() -> None:
+    def event(name: str, begin: float, end: float, *, named: bool) -> types.SimpleNamespace:
+        return types.SimpleNamespace(
+            name=name,
+            key=name,
+            count=1,
+            device_type=DeviceType.CUDA,
+            is_user_annotation=named,
+            self_device_time_total=end - begin,
+            time_range=types.SimpleNamespace(start=begin, end=end),
+        )
+
+    events = [
+        event("ProfilerStep*", 0, 1e6, named=True),
+        event("Optimizer.step#AdamW.step", 0, 1e6, named=True),
+        event("gemm", 0, 4e5, named=False),
+    ]
+    profiler: Any = types.SimpleNamespace(key_averages=lambda: events, events=lambda: events)
+    assert [one.name for one in profile._operations(profiler, on_gpu=True)] == ["gemm"]
+    assert profile._idle(profiler, 1.0) == pytest.approx(0.6)
