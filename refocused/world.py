@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from refocused.errors import ConfigError, RefocusedError, TrainingError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 DeviceKind = Literal["cuda", "cpu"]
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 CONTROL_TIMEOUT = datetime.timedelta(hours=2)  # longer than any save, download or validation
 
 
@@ -222,6 +224,8 @@ def join_world(asked_device: str) -> World:
     alone = ranks_from_environment(dict(os.environ))
     gpus = 0 if asked_device == "cpu" else torch.cuda.device_count()
     kind = choose_device(asked_device, local_world_size=alone.local_world_size, gpus=gpus)
+    near = [_cores_near(gpu) for gpu in range(gpus)] if kind == "cuda" else []
+    _take_cores(alone, near)
     if kind == "cuda":
         torch.cuda.set_device(alone.local_rank)
         # A rank alone has nobody to connect to, and NCCL fails at that on some machines as soon as
@@ -230,12 +234,51 @@ def join_world(asked_device: str) -> World:
         dist.init_process_group("nccl", device_id=bound)
         control: Any = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
     else:
-        if "OMP_NUM_THREADS" not in os.environ:  # or every rank takes all cores
-            cores = len(os.sched_getaffinity(0))
-            torch.set_num_threads(max(1, cores // alone.local_world_size))
         dist.init_process_group("gloo", timeout=CONTROL_TIMEOUT)
         control = dist.group.WORLD
     return dataclasses.replace(alone, device_kind=kind, _control=control)
+
+
+def _take_cores(alone: World, near: Sequence[frozenset[int]]) -> None:
+    """Keep a rank to its share of the cores, or every rank's CPU Adam would take all of them.
+
+    Args:
+        alone: The ranks; this one is pinned.
+        near: Cores beside each GPU of this machine; empty where unknown.
+    """
+    import torch
+
+    allowed = os.sched_getaffinity(0)
+    sharing = alone.local_world_size
+    if near and (beside := allowed & near[alone.local_rank]):
+        os.sched_setaffinity(0, beside)
+        allowed, sharing = beside, near[:sharing].count(near[alone.local_rank])
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(allowed) // max(1, sharing)))
+
+
+def _cores_near(gpu: int) -> frozenset[int]:
+    """Return the cores of a GPU's NUMA node, as the kernel lists them; empty: not known."""
+    import torch
+
+    place: Any = torch.cuda.get_device_properties(gpu)  # the stub lacks the address
+    address = f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0"
+    try:
+        return parse_cores((PCI_DEVICES / address / "local_cpulist").read_text())
+    except (OSError, ValueError):
+        return frozenset()
+
+
+def parse_cores(text: str) -> frozenset[int]:
+    """Read the kernel's form of a set of cores, `0-3,8`.
+
+    Raises:
+        ValueError: It has another form.
+    """
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    return frozenset(
+        core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)
+    )
 
 
 def lost_connection(error: Exception) -> TrainingError | None:

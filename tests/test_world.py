@@ -1,18 +1,24 @@
 from __future__ import annotations
 
 import json
+import os
+import types
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import ROOT, Ranks
 from thread_ranks import on_two_ranks, results
 
+from refocused import world
 from refocused.errors import ConfigError, RefocusedError, ShardError
 from refocused.world import (
     World,
     choose_device,
     join_world,
     lost_connection,
+    parse_cores,
     ranks_from_environment,
 )
 
@@ -185,6 +191,8 @@ def test_a_gpu_is_bound_where_there_are_others_to_connect_to(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.set_device", joined.append)
+    monkeypatch.setattr("refocused.world._cores_near", lambda gpu: frozenset())
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(
         "torch.distributed.init_process_group", lambda kind, device_id: joined.append(device_id)
     )
@@ -193,3 +201,39 @@ def test_a_gpu_is_bound_where_there_are_others_to_connect_to(
     assert (world.device_kind, world._control) == ("cuda", "gloo")
     assert joined[0] == 1
     assert (joined[1] and str(joined[1])) == bound
+
+
+def test_the_kernels_form_of_a_set_of_cores() -> None:
+    assert parse_cores("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert parse_cores("\n") == frozenset()
+    with pytest.raises(ValueError, match="invalid literal"):
+        parse_cores("all")
+
+
+def test_each_rank_takes_its_share_of_the_cores_near_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Four GPUs on two NUMA nodes; the kernel does not say where the last one's is."""
+    lists = {"0000:01:00.0": "0-7", "0000:02:00.0": "0-7", "0000:81:00.0": "8-15"}
+    for address, cores in lists.items():
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "local_cpulist").write_text(f"{cores}\n")
+    buses = [0x01, 0x02, 0x81, 0x82]
+    monkeypatch.setattr(world, "PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda gpu: types.SimpleNamespace(pci_domain_id=0, pci_bus_id=buses[gpu], pci_device_id=0),
+    )
+    near = [world._cores_near(gpu) for gpu in range(4)]
+    taken: dict[str, Any] = {}
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {*range(12)})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: taken.update(cores=cores))
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: taken.update(threads=count))
+    wanted = [({*range(8)}, 4), ({*range(8)}, 4), ({8, 9, 10, 11}, 4), (None, 3)]
+    for rank, (cores, threads) in enumerate(wanted):
+        taken.clear()
+        world._take_cores(World(rank, rank, 4, 4), near)
+        assert taken.get("cores") == cores
+        assert taken["threads"] == threads

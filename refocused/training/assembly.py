@@ -11,6 +11,8 @@ import os
 import time
 from pathlib import Path
 
+import torch
+
 from refocused.checkpoints.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.catalog import Catalog
 from refocused.checkpoints.changes import RunFacts
@@ -253,7 +255,7 @@ def _say_computation(built: Built, reporter: Reporter, *, precision: PrecisionCo
     done = built.compilation
     reporter.event(
         "compile_failed" if done.failed else "compute",
-        f"  compute  {built.mixing}, {done.text}",
+        f"  compute  {built.mixing}, {done.text}; {torch.get_num_threads()} CPU threads a rank",
         mixing=built.mixing,
         compiled=done.is_on,
         seconds=done.seconds,
