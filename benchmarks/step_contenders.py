@@ -15,9 +15,11 @@ from torch import Tensor
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.deepspeed import deepspeed_config
+from refocused.config.model import ModelConfig
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
-from refocused.engine.build import build_engine
-from refocused.engine.compiled import CompileChoice, compile_blocks
+from refocused.config.shape import shape_from
+from refocused.engine.build import build_engine, set_product_precision
+from refocused.engine.compiled import DTYPES, CompileChoice, compile_blocks
 from refocused.engine.optimizer import build_optimizer
 from refocused.models.build import build_model, transformers_config
 from refocused.models.causal_lm import CausalLM, counted_parameters
@@ -110,25 +112,46 @@ def settings_of(
 
 
 def ours(
-    setup: Setup, stage: Literal[0, 1, 2, 3], world: World, *, compiled: CompileChoice = "off"
+    setup: Setup,
+    stage: Literal[0, 1, 2, 3],
+    world: World,
+    *,
+    compiled: CompileChoice = "off",
+    told: list[str] | None = None,
 ) -> Step:
-    """Train as the loop does: passes, update, and the look at the verdict one step later."""
-    from refocused.training.finite_steps import FiniteSteps, StepTaken
+    """Train as the loop does: passes, update, and the look at the verdict one step later.
 
+    What computes attention and blocks is added to `told`.
+    """
+    from refocused.training.finite_steps import FiniteSteps, StepTaken
+    from refocused.training.mixing import choose_mixing
+
+    set_product_precision(setup.precision)
     model = setup.model()
     parameters = counted_parameters(model)
     if setup.precision.fp8 != "none":
         compute_in_fp8(
             model, block_class=model.block_class, scaling=setup.precision.fp8, world=world
         )
-    compile_blocks(
+    mixing = choose_mixing(
+        model,
+        shape_from(setup.shape(), where=setup.name).mixer,
+        config=ModelConfig(preset="compared", sequence_length=setup.length, compile=compiled),
+        dtype=DTYPES[setup.precision.resolved],
+        plan=BatchPlan(setup.micro, setup.accumulation, world.world_size, setup.length),
+        world=world,
+    )
+    compilation = compile_blocks(
         model,
         block_class=model.block_class,
         batch_shape=(setup.micro, setup.length),
-        dtype=setup.precision.dtype,
+        dtype=setup.precision.resolved,
         choice=compiled,
         world=world,
+        is_partitioned=stage == 3,
     )
+    if told is not None:
+        told += [mixing, compilation.text]
     engine = build_engine(
         model,
         block_class=model.block_class,
@@ -180,7 +203,7 @@ def bare_torch(setup: Setup, *, compiled: bool = False, device: str | torch.devi
     In bf16 by autocast, which keeps weights in float32 and casts them in each pass.
     """
     model = setup.model().to(device)
-    kind, is_bf16 = torch.device(device).type, setup.precision.dtype == "bf16"
+    kind, is_bf16 = torch.device(device).type, setup.precision.resolved == "bf16"
     if compiled:
         for module in model.modules():
             if isinstance(module, model.block_class):
@@ -213,7 +236,7 @@ def transformers_own(setup: Setup) -> Step:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER.lr)
     inputs, _ = setup.batch()
-    is_bf16 = setup.precision.dtype == "bf16"
+    is_bf16 = setup.precision.resolved == "bf16"
 
     def step() -> None:
         for _ in range(setup.accumulation):
@@ -235,6 +258,7 @@ def trainer(
     folder: Path,
     clock: Clock,
     after_step: Callable[[float], None],
+    compiled: bool = False,
 ) -> None:
     """Train with transformers' Trainer and DeepSpeed as its documentation shows it.
 
@@ -245,6 +269,7 @@ def trainer(
         folder: For what it writes.
         clock: Measures each step.
         after_step: Called after each step with its milliseconds.
+        compiled: Let the Trainer compile the model.
     """
     import transformers
 
@@ -267,8 +292,9 @@ def trainer(
         report_to=[],
         save_strategy="no",
         use_cpu=not torch.cuda.is_available(),
-        bf16=setup.precision.dtype == "bf16",
+        bf16=setup.precision.resolved == "bf16",
         gradient_checkpointing=setup.checkpointing,
+        torch_compile=compiled,
         disable_tqdm=True,
         deepspeed={
             "zero_optimization": zero,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,3 +37,23 @@ def test_a_benchmark_says_how_it_is_used(
         runpy.run_path(str(script), run_name="__main__")
     assert not ended.value.code
     assert capsys.readouterr().out.startswith(f"usage: {script.name} ")
+
+
+@pytest.mark.slow
+def test_a_certificate_walks_its_whole_path_without_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    command = [sys.executable, str(FOLDER / "certify_gpu.py"), "--tiny", "--out", str(out)]
+    for minutes in ("0", "60"):  # the first sitting ends before it begins
+        done = subprocess.run(
+            [*command, "--minutes", minutes], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    content = json.loads((out / "certificate.json").read_text())
+    assert content["left out"] == {}
+    assert len(content["slices"]["gpt2_tiny: ours, ZeRO-3"]) == 2  # a round each way
+    run = content["slices"]["run, deterministic"][0]
+    assert run["same_losses"] and run["same_files"]
+    page = (out / "report.md").read_text()
+    assert "Not complete" not in page
+    assert page.count("equal to the last bit") == 2
+    assert {path.name for path in out.glob("*.png")} == {"memory.png", "speed.png", "steps.png"}

@@ -42,6 +42,8 @@ class RunSection(Section):
         seed: Seed of the initial weights, the dropout and the order of the data.
         device: `cuda` refuses to start without GPUs; `auto` takes them when there are any, and else
             trains small models on the CPU; `cpu` trains any model there.
+        deterministic: Use only GPU kernels whose results do not depend on timing: the same run then
+            gives the same bits on the same GPUs, at some cost in speed.
         time_limit_hours: Of one session, from the command's start: then the run is saved and
             stops, with exit code 4; None: no limit.
     """
@@ -51,6 +53,7 @@ class RunSection(Section):
     steps: Count
     seed: CountOrZero = 1337
     device: Literal["auto", "cuda", "cpu"] = "auto"
+    deterministic: bool = False
     time_limit_hours: Positive | None = None
 
 

@@ -150,7 +150,7 @@ class StepProfiler:
             steps=self._steps,
             seconds=seconds,
             operations=_operations(profiler, on_gpu=self._on_gpu),
-            idle_fraction=_idle(profiler, seconds) if self._on_gpu else None,
+            idle_fraction=idle_share(profiler, seconds) if self._on_gpu else None,
             wait_fraction=min(1.0, (self._waited - self._waited_before) / seconds),
         )
         lines = found.lines()
@@ -183,8 +183,8 @@ def _operations(profiler: torch.profiler.profile, *, on_gpu: bool) -> list[Opera
     return sorted(found, key=lambda operation: -operation.seconds)
 
 
-def _idle(profiler: torch.profiler.profile, seconds: float) -> float:
-    """Return the share of the time in which no kernel ran."""
+def idle_share(profiler: torch.profiler.profile, seconds: float) -> float:
+    """Return the share of the time of a trace in which no kernel ran."""
     kernels = [
         (event.time_range.start / 1e6, event.time_range.end / 1e6)
         for event in profiler.events() or ()  # type: ignore[no-untyped-call]

@@ -96,6 +96,11 @@ def assemble_engine(job: Job) -> Built:
         register_families()
         load_deepspeed()
     set_product_precision(config.precision)
+    if config.run.deterministic:
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # cuBLAS reads it when it starts
+        torch.use_deterministic_algorithms(True)
     seed_everything(config.run.seed, rank=0)
     model = build_model(
         shape.settings,

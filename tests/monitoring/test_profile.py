@@ -111,4 +111,4 @@ def test_named_ranges_are_no_kernels() -> None:
     ]
     profiler: Any = types.SimpleNamespace(key_averages=lambda: events, events=lambda: events)
     assert [one.name for one in profile._operations(profiler, on_gpu=True)] == ["gemm"]
-    assert profile._idle(profiler, 1.0) == pytest.approx(0.6)
+    assert profile.idle_share(profiler, 1.0) == pytest.approx(0.6)

@@ -1,0 +1,332 @@
+"""Certifies a machine with NVIDIA GPUs: tests, speed, memory, saves and resumes in one report.
+
+    python benchmarks/certify_gpu.py [--minutes 30] [--out docs/reports/NAME] [--gpus N]
+
+Runs slice after slice, each in processes of its own on all GPUs: the tests marked gpu; steps of a
+ladder of models (124 M, 0.76 B, 1.41 B, TEN and resonance over 2,048 and 32,768 tokens) in our
+variants, beside bare torch and DeepSpeed loops and transformers' Trainer; whole runs with saves and
+a resume; the links between GPUs. Steps are measured in two rounds, the second in reverse order, so
+that a slow minute meets all; each contender takes the largest micro-batch that fits it. What was
+measured is kept after each slice: the same command goes on, `--minutes` bounds a sitting. What
+cannot run (a package is missing, the memory is too small) is left out by name. It needs no network.
+
+The report is `report.md` with three pictures, the numbers are in `certificate.json`. MFU is by the
+convention of `refocused.estimate.work`, as a share of the data sheet's bf16 peak, in 8 bits too.
+`--tiny` walks the whole path on a CPU with small numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from certify_report import write_pictures, write_text
+from certify_step import Contest
+from measuring import ROOT, Record, machine, say
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+LADDER = ("gpt2_124m", "gpt2_1b", "neox_1_2b")
+LONG = ("ten_small_32k", "resonance_small")
+LENGTHS = (2048, 32768)
+MICROS = (16, 8, 4, 2, 1)
+SLICE_SECONDS = 900
+RUN_STEPS, SAVED_AT = 20, 10
+NO_MEMORY = 86  # how a process says that its micro-batch does not fit
+LINK_BYTES = 2**28
+
+
+CONTESTS = {
+    "ours, ZeRO-1": Contest(),
+    "ours, ZeRO-3": Contest(stage=3),
+    "ours, not compiled": Contest(compiled=False),
+    "ours, recomputed": Contest(recomputes=True),
+    "ours, offloaded": Contest(stage=3, offload="cpu"),
+    "ours, fp8 tensorwise": Contest(fp8="tensorwise"),
+    "ours, fp8 rowwise": Contest(fp8="rowwise"),
+    "torch loop, compiled": Contest("torch"),
+    "DeepSpeed's loop": Contest("deepspeed", compiled=False),
+    "Trainer, compiled": Contest("trainer"),
+    "Trainer": Contest("trainer", compiled=False),
+    "Trainer, ZeRO-3, offloaded": Contest("trainer", stage=3, compiled=False, offload="cpu"),
+}
+LONG_CONTESTS = ("ours, ZeRO-1", "ours, not compiled", "ours, recomputed")
+TINY_CONTESTS = ("ours, ZeRO-3", "DeepSpeed's loop")
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """A part of the certificate.
+
+    Attributes:
+        kind: `tests`, `step`, `run` or `links`.
+        name: As the report shows it.
+        model: Name of a shape in `config/models`.
+        contest: Of a step; a key of `CONTESTS`.
+        length: Tokens of a window.
+        deterministic: Of a run.
+    """
+
+    kind: Literal["tests", "step", "run", "links"]
+    name: str
+    model: str = ""
+    contest: str = ""
+    length: int = 0
+    deterministic: bool = False
+
+
+def slices(*, tiny: bool, gpus: int) -> list[Slice]:
+    """Return all parts of a certificate in the order of the first round."""
+    ladder, long, lengths = (LADDER, LONG, LENGTHS) if not tiny else (("gpt2_tiny",), (), (32,))
+    steps = [
+        Slice("step", f"{model}: {contest}", model, contest, lengths[0])
+        for model in ladder
+        for contest in (CONTESTS if not tiny else TINY_CONTESTS)
+    ] + [
+        Slice("step", f"{model}, {length}: {contest}", model, contest, length)
+        for model in long
+        for length in lengths
+        for contest in LONG_CONTESTS
+    ]
+    runs = [
+        Slice("run", f"run{', deterministic' * exact}", ladder[-1], "", lengths[0], exact)
+        for exact in ((False, True) if not tiny else (True,))
+    ]
+    links = [Slice("links", "links")] if gpus > 1 else []
+    return [Slice("tests", "tests"), *steps, *reversed(steps), *runs, *links]
+
+
+class Certificate:
+    """What was measured so far, kept in a file."""
+
+    def __init__(self, folder: Path, *, tiny: bool, gpus: int) -> None:
+        """Go on with the certificate of a folder, or begin one."""
+        self.folder, self._file = folder, folder / "certificate.json"
+        self.tiny, self.gpus = tiny, gpus
+        self.content: Record = {"machine": describe_machine(gpus), "slices": {}, "left out": {}}
+        if self._file.exists():
+            self.content = json.loads(self._file.read_text())
+
+    def waiting(self) -> list[Slice]:
+        """Return what is still to be measured."""
+        found, seen = [], dict.fromkeys(self.content["slices"], 0)
+        for part in slices(tiny=self.tiny, gpus=self.gpus):
+            if part.name in self.content["left out"]:
+                continue
+            seen[part.name] = seen.get(part.name, 0) + 1
+            if seen[part.name] > len(self.content["slices"].get(part.name, ())):
+                found.append(part)
+        return found
+
+    def measure(self, part: Slice) -> None:
+        """Measure one part and keep it, or why it is left out."""
+        reason = missing_for(part, gpus=self.gpus)
+        if reason is None:
+            known = self.content["slices"].get(part.name)
+            micros = [known[0]["micro"]] if known and part.kind == "step" else list(MICROS)
+            record, reason = self._first_that_fits(part, micros)
+            if record is not None:
+                self.content["slices"].setdefault(part.name, []).append(record)
+        if reason is not None:
+            self.content["left out"][part.name] = reason
+            say(f"left out: {part.name}: {reason}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._file.write_text(json.dumps(self.content, indent=1) + "\n")
+
+    def _first_that_fits(
+        self, part: Slice, micros: Sequence[int]
+    ) -> tuple[Record | None, str | None]:
+        if part.kind == "tests":
+            return run_tests(), None
+        if part.kind == "run":
+            try:
+                return self._whole_run(part), None
+            except RuntimeError as error:
+                return None, " ".join(str(error).split())[-300:]
+        for micro in micros[-1:] if self.tiny else micros:
+            record, reason = in_ranks(part, micro, tiny=self.tiny, gpus=self.gpus)
+            if reason != str(NO_MEMORY):
+                return record, reason
+        return None, f"a micro-batch of {micros[-1]} does not fit"
+
+    def _whole_run(self, part: Slice) -> Record:
+        """Train, save and resume by the project's own command, on tokens drawn at random."""
+        from certify_run import resumed_and_uninterrupted
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            return resumed_and_uninterrupted(
+                Path(folder),
+                model=part.model,
+                length=part.length,
+                gpus=self.gpus,
+                deterministic=part.deterministic,
+                steps=RUN_STEPS,
+                saved_at=SAVED_AT,
+                tiny=self.tiny,
+            )
+
+
+def missing_for(part: Slice, *, gpus: int) -> str | None:
+    """Return why a part cannot run here at all; None: it can."""
+    who = CONTESTS[part.contest].who if part.contest else "ours"
+    if who == "trainer" and importlib.util.find_spec("accelerate") is None:
+        return "accelerate is not installed"
+    if who == "torch" and gpus > 1:
+        return "the plain loop trains on one GPU; --gpus 1 measures it"
+    return None
+
+
+def describe_machine(gpus: int) -> Record:
+    """Say what is certified."""
+    found = {**machine(), "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+    for package in ("torch", "deepspeed", "transformers"):
+        found[package] = importlib.metadata.version(package)
+    found["gpus"] = [torch.cuda.get_device_name(gpu) for gpu in range(gpus)]
+    if gpus:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def run_tests() -> Record:
+    """Run the tests marked gpu; return how they ended."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfEs"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return {"exit_code": done.returncode, "lines": done.stdout.splitlines()[-40:]}
+
+
+def in_ranks(part: Slice, micro: int, *, tiny: bool, gpus: int) -> tuple[Record | None, str | None]:
+    """Measure a part by one process a GPU; return rank 0's record, or why there is none."""
+    from ranks import free_port
+
+    count = max(1, gpus)
+    options = json.dumps({"part": dataclasses.asdict(part), "micro": micro, "tiny": tiny})
+    shared = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "DS_ACCELERATOR": "cuda" if gpus else "cpu",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]),
+        "PYTHONWARNINGS": "ignore",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+    say(f"{part.name}, micro-batch {micro}")
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--alone", options],
+                env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=out if rank == 0 else subprocess.DEVNULL,
+                stderr=err if rank == 0 else subprocess.DEVNULL,
+            )
+            for rank in range(count)
+        ]
+        codes = ended(processes)
+        out.seek(0), err.seek(0)
+        told = out.read().strip().splitlines()
+        if not any(codes) and told:
+            record: Record = json.loads(told[-1])
+            return record, None
+        if NO_MEMORY in codes:
+            return None, str(NO_MEMORY)
+        return None, " ".join(err.read().strip().splitlines()[-2:])[-300:] or f"exit codes {codes}"
+
+
+def ended(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """Wait until all have ended, or the first has failed; return their exit codes."""
+    deadline = time.monotonic() + SLICE_SECONDS
+    while any(process.poll() is None for process in processes):
+        failed = any(process.poll() for process in processes)
+        if failed or time.monotonic() > deadline:
+            time.sleep(5)  # for the others to say what they have to say
+            for process in processes:
+                process.kill()
+        time.sleep(0.1)
+    return [process.returncode for process in processes]
+
+
+def measured_alone(options: Record) -> Record:
+    """Measure a part in this process, one of the ranks."""
+    from certify_step import link_speeds, measured_step
+
+    from refocused.world import join_world
+
+    part = Slice(**options["part"])
+    world = join_world("cpu" if options["tiny"] else "cuda")
+    if part.kind == "links":
+        return link_speeds(world, size=LINK_BYTES)
+    return measured_step(
+        CONTESTS[part.contest],
+        part.model,
+        length=part.length,
+        micro=options["micro"],
+        world=world,
+        tiny=options["tiny"],
+    )
+
+
+def merged(records: Sequence[Record]) -> Record:
+    """Return one record of all rounds: the median of all steps, the rest of the last round."""
+    found = dict(records[-1])
+    if "all_ms" in found:
+        found["all_ms"] = [ms for record in records for ms in record["all_ms"]]
+        factor = statistics.median(found["all_ms"]) / found["step_ms"]
+        found["step_ms"] *= factor
+        for key in ("tokens_per_second", "mfu", "of_products"):
+            found[key] = found[key] / factor if found[key] is not None else None
+    return found
+
+
+def main() -> None:
+    """Measure what is left, within the minutes given; write the report."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="of this sitting")
+    parser.add_argument("--out", type=Path, default=Path("docs/reports/this_machine"))
+    parser.add_argument("--gpus", type=int, help="take the first N (all)")
+    parser.add_argument("--only", default="", help="parts with this in their names")
+    parser.add_argument("--tiny", action="store_true", help="on a CPU, to see that it runs")
+    parser.add_argument("--alone", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.alone:
+        try:
+            print(json.dumps(measured_alone(json.loads(chosen.alone))), flush=True)
+        except torch.OutOfMemoryError:
+            os._exit(NO_MEMORY)
+        os._exit(0)  # gloo's threads abort an ordinary end now and then
+    gpus = 0 if chosen.tiny else min(chosen.gpus or 10**6, torch.cuda.device_count())
+    if not gpus and not chosen.tiny:
+        parser.error("torch sees no GPU here; --tiny walks the path on a CPU")
+    certificate = Certificate(chosen.out, tiny=chosen.tiny, gpus=gpus)
+    began = time.monotonic()
+    for part in certificate.waiting():
+        if time.monotonic() - began > 60 * chosen.minutes:
+            break
+        if chosen.only in part.name:
+            certificate.measure(part)
+    left = len(certificate.waiting())
+    rows = {name: merged(found) for name, found in certificate.content["slices"].items()}
+    write_pictures(chosen.out, rows)
+    write_text(chosen.out / "report.md", certificate.content, rows, left=left)
+    say(f"{chosen.out}/report.md" + (f"; {left} parts are left: run it again" if left else ""))
+
+
+if __name__ == "__main__":
+    main()
