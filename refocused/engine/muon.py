@@ -2,14 +2,15 @@
 
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) replaces the momentum of a
 matrix by an almost orthogonal one of the same singular vectors, for which it needs the matrix
-whole. ZeRO hands an optimizer flat pieces: they are gathered, made orthogonal, and cut again.
+whole. ZeRO hands an optimizer flat pieces: each matrix is put together on one rank, made orthogonal
+there, and cut again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,70 +30,96 @@ RMS_OF_ADAMW = 0.2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatMatrices:
-    """Where the matrices of one flat piece of ZeRO's are.
+    """The matrices of one of ZeRO's flat pieces, and the rank that computes each of them.
 
     Attributes:
         shapes: Of the matrices, in order.
-        by_matrix: Whether each matrix is cut into one chunk a rank (stage 3), or all of them
-            together (stages 1 and 2).
+        parts: Where each rank's part of each matrix is in its piece, `[matrix][rank]`.
+        owners: The rank that makes each matrix orthogonal.
     """
 
     shapes: tuple[torch.Size, ...]
-    by_matrix: bool
+    parts: tuple[tuple[slice, ...], ...]
+    owners: tuple[int, ...]
 
-    def update(self, piece: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return this rank's piece `[n]` of a function of each whole matrix; every rank must call.
+    def update(self, piece: Tensor) -> Tensor:
+        """Return this rank's piece `[n]` of `scaled_orthogonal` of each matrix; all ranks call.
 
-        Args:
-            piece: This rank's piece `[n]` of the matrices.
-            function: From a matrix in bfloat16, which halves what is gathered, to one of its shape.
+        The parts go to their matrices' owners and come back orthogonal, both in bfloat16, the
+        iteration's own type: bit for bit what each rank would compute from whole matrices. With
+        the result this takes eight bytes for each element of the piece, whatever the number of
+        ranks, two more for each that a rank owns beyond its share, and the memory of one matrix's
+        iteration.
         """
-        gathered = _gathered(piece.bfloat16())
+        import torch.distributed as dist
+
+        rank, ranks = dist.get_rank(), range(dist.get_world_size())
+        by_owner = [[m for m, owner in enumerate(self.owners) if owner == one] for one in ranks]
+        order, owned = [m for one in by_owner for m in one], by_owner[rank]
+        held = [self.parts[matrix][rank] for matrix in order]
+        owed = [self.parts[matrix][other] for other in ranks for matrix in owned]
+        leaving = [_size(self.parts[matrix][rank] for matrix in one) for one in by_owner]
+        coming = [_size(self.parts[matrix][other] for matrix in owned) for other in ranks]
+        rounded = piece.bfloat16()
+        sent = torch.cat([rounded[part] for part in held])
+        received = sent.new_empty(sum(coming))
+        dist.all_to_all_single(received, sent, coming, leaving)
+        self._make_orthogonal(owned, torch.split(received, [_size([part]) for part in owed]))
+        dist.all_to_all_single(sent, received, leaving, coming)
         result = torch.zeros_like(piece)  # 0 where ZeRO pads
-        fill = self._fill_from_chunks if self.by_matrix else self._fill_from_run
-        fill(result, gathered, function)
+        updates = torch.split(sent, [_size([part]) for part in held])
+        for matrix, part, update in zip(order, held, updates, strict=True):
+            result[part].copy_(update).mul_(size_of_update(self.shapes[matrix]))
         return result
 
-    def _fill_from_chunks(
-        self, result: Tensor, gathered: Tensor, function: Callable[[Tensor], Tensor]
-    ) -> None:
-        """Put every matrix together from the chunks of all ranks; each computes all of them."""
-        ranks, rank, place = len(gathered), _rank(), 0
-        for shape in self.shapes:
-            chunk = -(-shape.numel() // ranks)
-            matrix = gathered[:, place : place + chunk].flatten()[: shape.numel()].view(shape)
-            own = function(matrix).flatten()[rank * chunk : (rank + 1) * chunk]
-            result[place : place + own.numel()] = own
-            place += chunk
-
-    def _fill_from_run(
-        self, result: Tensor, gathered: Tensor, function: Callable[[Tensor], Tensor]
-    ) -> None:
-        """Compute only the matrices that reach into this rank's run of elements."""
-        flat, first = gathered.flatten(), _rank() * len(result)
-        last, begin = first + len(result), 0
-        for shape in self.shapes:
-            end = begin + shape.numel()
-            low, high = max(begin, first), min(end, last)
-            if low < high:
-                whole = function(flat[begin:end].view(shape)).flatten()
-                result[low - first : high - first] = whole[low - begin : high - begin]
-            begin = end
+    def _make_orthogonal(self, matrices: Sequence[int], parts: tuple[Tensor, ...]) -> None:
+        """Replace the parts of whole matrices, all of rank 0's first, by those of their updates."""
+        for place, matrix in enumerate(matrices):
+            own = parts[place :: len(matrices)]
+            update = orthogonal(torch.cat(own).view(self.shapes[matrix])).flatten()
+            for part, new in zip(own, torch.split(update, [len(p) for p in own]), strict=True):
+                part.copy_(new)
 
 
-def _gathered(piece: Tensor) -> Tensor:
-    """Return the pieces of all ranks `[ranks, n]`."""
-    import torch.distributed as dist
+def flat_matrices(
+    shapes: Sequence[torch.Size], *, ranks: int, elements: int, by_matrix: bool
+) -> FlatMatrices:
+    """Find the parts of matrices that ZeRO has cut, and share the matrices out by their work.
 
-    pieces = torch.empty(dist.get_world_size(), len(piece), dtype=piece.dtype, device=piece.device)
-    dist.all_gather(list(pieces.unbind()), piece)
-    return pieces
+    Args:
+        shapes: Of the matrices, in order.
+        ranks: Ranks that they are cut for.
+        elements: Size of each rank's piece.
+        by_matrix: Whether each matrix is cut into one chunk a rank (stage 3), or all of them
+            together into equal runs (stages 1 and 2).
+    """
+    parts, begin, place = [], 0, 0
+    for shape in shapes:
+        size = shape.numel()
+        chunk = -(-size // ranks)
+        if by_matrix:
+            left = [min(max(size - rank * chunk, 0), chunk) for rank in range(ranks)]
+            parts.append(tuple(slice(place, place + one) for one in left))
+        else:
+            runs = [begin - rank * elements for rank in range(ranks)]  # where each sees it begin
+            bounds = [(max(low, 0), min(low + size, elements)) for low in runs]
+            parts.append(tuple(slice(low, max(low, high)) for low, high in bounds))
+        begin, place = begin + size, place + chunk
+    loads, owners = [0] * ranks, [0] * len(shapes)
+    for matrix in sorted(range(len(shapes)), key=lambda one: -_work(shapes[one])):
+        owners[matrix] = loads.index(min(loads))
+        loads[owners[matrix]] += _work(shapes[matrix])
+    return FlatMatrices(tuple(shapes), tuple(parts), tuple(owners))
 
 
-def _rank() -> int:
-    import torch.distributed as dist
+def _size(parts: Iterable[slice]) -> int:
+    return sum(part.stop - part.start for part in parts)
 
-    return dist.get_rank()
+
+def _work(shape: torch.Size) -> int:
+    """Return the multiplications of one iteration of `orthogonal`."""
+    short, long = sorted(shape)
+    return 2 * short * short * long + short**3
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -146,18 +173,25 @@ class MuonAndAdamW(torch.optim.Optimizer):
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         ahead = gradient.lerp(momentum, group["momentum"])
         layout = self.layouts.get(parameter)
-        if layout is None:
-            update = scaled_orthogonal(ahead)
-        else:
-            update = layout.update(ahead, scaled_orthogonal)
+        update = scaled_orthogonal(ahead) if layout is None else layout.update(ahead)
         parameter.mul_(1 - made * group["lr"] * group["weight_decay"])
         parameter.sub_(update * (made * group["lr"]))
 
 
 def scaled_orthogonal(matrix: Tensor) -> Tensor:
-    """Return a matrix `[m, n]` with all singular values near 1, scaled to AdamW's size of update.
+    """Return `orthogonal` of a matrix, as large as AdamW's update, in float32."""
+    return orthogonal(matrix).float() * size_of_update(matrix.shape)
 
-    Newton-Schulz iteration in bfloat16, whose errors it forgives.
+
+def size_of_update(shape: torch.Size) -> float:
+    """Return what an orthogonal matrix is multiplied by to be an update."""
+    return RMS_OF_ADAMW * math.sqrt(max(shape))
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Return a matrix `[m, n]` with all singular values near 1, in bfloat16.
+
+    Newton-Schulz iteration in that type, whose errors it forgives.
     """
     a, b, c = COEFFICIENTS
     rows, columns = matrix.shape
@@ -168,10 +202,8 @@ def scaled_orthogonal(matrix: Tensor) -> Tensor:
     for _ in range(ITERATIONS):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
-    if rows > columns:
-        x = x.T
-    scaled: Tensor = x.float() * (RMS_OF_ADAMW * math.sqrt(max(rows, columns)))
-    return scaled
+    result: Tensor = x.T if rows > columns else x
+    return result
 
 
 def block_matrices(model: nn.Module, block_class: type[nn.Module]) -> list[nn.Parameter]:
@@ -202,9 +234,15 @@ def tell_layouts(zero_optimizer: Any, *, stage: int) -> None:
             "optimizer.kind=muon needs the order that zero_optimization.round_robin_gradients "
             "changes. Leave that out of zero.fragment."
         )
+    import torch.distributed as dist
+
     for piece, parameters in _pieces(zero_optimizer, stage=stage):
-        shapes = tuple(getattr(p, "ds_shape", p.shape) for p in parameters)
-        muon.layouts[piece] = FlatMatrices(shapes, by_matrix=stage == 3)
+        muon.layouts[piece] = flat_matrices(
+            [getattr(p, "ds_shape", p.shape) for p in parameters],
+            ranks=dist.get_world_size(),
+            elements=len(piece),
+            by_matrix=stage == 3,
+        )
 
 
 def _pieces(zero_optimizer: Any, *, stage: int) -> Iterable[tuple[Tensor, Sequence[nn.Parameter]]]:

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import transformers
 from engine_cases import LENGTH, OPTIMIZER, RATES, Case, fresh_model, windows
+from torch import Tensor
+
+from refocused.engine.muon import scaled_orthogonal
 
 MUON = OPTIMIZER.model_copy(update={"kind": "muon"})
 MUON_CASES = [
     *(Case(stage) for stage in (0, 1, 2, 3)),
     *(Case(stage, "gpt_neox", "bf16") for stage in (0, 1, 3)),
 ]
+
+
+def updates_of_all(
+    pieces: list[Tensor], shapes: Sequence[torch.Size], *, by_matrix: bool
+) -> list[Tensor]:
+    """Return what is wanted of each rank's piece: every matrix computed whole, and cut again."""
+    ranks, gathered = len(pieces), torch.stack(pieces)
+    wanted, place = torch.zeros_like(gathered), 0
+    for shape in shapes:
+        size = shape.numel()
+        if by_matrix:
+            chunk = -(-size // ranks)
+            whole = gathered[:, place : place + chunk].flatten()
+            update = scaled_orthogonal(whole[:size].view(shape)).flatten()
+            padded = torch.nn.functional.pad(update, (0, len(whole) - size))
+            wanted[:, place : place + chunk] = padded.view(ranks, chunk)
+            place += chunk
+        else:
+            update = scaled_orthogonal(gathered.flatten()[place : place + size].view(shape))
+            wanted.view(-1)[place : place + size] = update.flatten()
+            place += size
+    return list(wanted)
 
 
 def train_plainly_by_muon(family: str) -> list[float]:

@@ -9,10 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from engine_cases import RANKS, RATES, SAVED_AT, Case, join_ready, start_engine, windows
-from muon_cases import MUON, MUON_CASES
+from muon_cases import MUON, MUON_CASES, updates_of_all
+from torch import Tensor
 
+from refocused.engine import muon
 from refocused.engine.engine import Engine
+from refocused.engine.muon import FlatMatrices
 from refocused.world import World
 
 
@@ -28,8 +33,34 @@ def train(engine: Engine, world: World, steps: range) -> list[float]:
     return losses
 
 
+class Observed:
+    """Counts the matrices that this rank makes orthogonal, and compares with all of them whole."""
+
+    def __init__(self, *, stage: int) -> None:
+        self.computed, self.as_if_whole = 0, True
+        orthogonal, update = muon.orthogonal, FlatMatrices.update
+
+        def counting(matrix: Tensor) -> Tensor:
+            self.computed += 1
+            return orthogonal(matrix)
+
+        def comparing(flat: FlatMatrices, piece: Tensor) -> Tensor:
+            muon.orthogonal = counting
+            found = update(flat, piece)
+            muon.orthogonal = orthogonal
+            pieces = [torch.empty_like(piece) for _ in range(dist.get_world_size())]
+            dist.all_gather(pieces, piece)
+            wanted = updates_of_all(pieces, flat.shapes, by_matrix=stage == 3)[dist.get_rank()]
+            self.as_if_whole &= torch.equal(found, wanted)
+            return found
+
+        FlatMatrices.update = comparing  # type: ignore[method-assign]
+        self.stop = lambda: setattr(FlatMatrices, "update", update)
+
+
 def run(case: Case, world: World, folder: Path) -> dict[str, Any]:
     engine = start_engine(case, world, optimizer=MUON)
+    observed = Observed(stage=case.stage)
     losses = train(engine, world, range(SAVED_AT))
     if world.is_first:
         (folder / "ranks").mkdir(parents=True)
@@ -37,13 +68,20 @@ def run(case: Case, world: World, folder: Path) -> dict[str, Any]:
     written = engine.save_shards(folder)
     assert not written.errors, written.errors
     losses += train(engine, world, range(SAVED_AT, len(RATES)))
+    observed.stop()
     engine.close()
     world.barrier()
     engine = start_engine(case, world, seed=99, optimizer=MUON)
     engine.load_shards(folder)
     resumed = train(engine, world, range(SAVED_AT, len(RATES)))
     engine.close()
-    return {"losses": losses, "resumed": resumed, "resharded": resume_anew(case, world, folder)}
+    return {
+        "losses": losses,
+        "resumed": resumed,
+        "resharded": resume_anew(case, world, folder),
+        "computed": world.gather(observed.computed),
+        "as if whole": world.gather(observed.as_if_whole),
+    }
 
 
 def resume_anew(case: Case, world: World, folder: Path) -> list[float]:

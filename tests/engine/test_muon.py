@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from end_to_end.forked import ForkedRanks, main_of
-from engine_cases import SAVED_AT, Case, fresh_model, train_plainly
-from muon_cases import MUON, MUON_CASES, train_plainly_by_muon
+from engine_cases import RATES, SAVED_AT, Case, fresh_model, train_plainly
+from muon_cases import MUON, MUON_CASES, train_plainly_by_muon, updates_of_all
 
-from refocused.engine.muon import MuonAndAdamW, block_matrices, scaled_orthogonal
+from refocused.engine import muon
+from refocused.engine.muon import MuonAndAdamW, block_matrices, flat_matrices, scaled_orthogonal
 from refocused.engine.optimizer import build_optimizer
 
 plain_losses = functools.cache(train_plainly_by_muon)
@@ -41,6 +45,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_every_stage_trains_as_whole_matrices_do(found: dict[str, Any], case: Case) -> None:
     largest = 3e-4 if case.dtype == "fp32" else 4e-3
     assert found[case.name]["losses"] == pytest.approx(plain_losses(case.family), abs=largest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [case for case in MUON_CASES if case.stage], ids=lambda case: case.name
+)
+def test_two_ranks_share_the_matrices(found: dict[str, Any], case: Case) -> None:
+    model = fresh_model(case.family)
+    matrices = len(block_matrices(model, model.block_class))
+    assert found[case.name]["computed"] == [len(RATES) * matrices / 2] * 2
+    assert found[case.name]["as if whole"] == [True, True]
 
 
 @pytest.mark.slow
@@ -96,6 +111,69 @@ def test_an_update_is_nearly_orthogonal_and_as_large_as_adamws(shape: tuple[int,
         torch.nn.functional.cosine_similarity(update.flatten(), (left @ right).flatten(), dim=0)
         > 0.95
     )
+
+
+SHAPES = [torch.Size(shape) for shape in ((8, 32), (3, 5), (32, 8), (7, 7), (1, 2), (16, 24))]
+
+
+@pytest.mark.parametrize("by_matrix", [True, False], ids=["stage 3", "stages 1 and 2"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 40])
+def test_matrices_shared_out_are_those_that_each_rank_would_compute(
+    ranks: int, by_matrix: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [shape.numel() for shape in SHAPES]
+    elements = sum(-(-size // ranks) for size in sizes) if by_matrix else -(-sum(sizes) // ranks)
+    draw = torch.Generator().manual_seed(3)
+    pieces = list(torch.randn((ranks, elements), generator=draw))
+    flat = flat_matrices(SHAPES, ranks=ranks, elements=elements, by_matrix=by_matrix)
+    computed: list[torch.Size] = []
+    orthogonal = muon.orthogonal
+    monkeypatch.setattr(
+        muon, "orthogonal", lambda matrix: computed.append(matrix.shape) or orthogonal(matrix)
+    )
+    found = on_threads(ranks, lambda rank: flat.update(pieces[rank]), monkeypatch)
+    assert sorted(computed) == sorted(SHAPES)  # each once, on one rank
+    wanted = updates_of_all(pieces, SHAPES, by_matrix=by_matrix)
+    for mine, plain in zip(found, wanted, strict=True):
+        assert torch.equal(mine, plain)
+
+
+def on_threads(
+    ranks: int, update: Callable[[int], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> list[torch.Tensor]:
+    """Let threads be ranks, whose messages pass through memory."""
+    me, barrier = threading.local(), threading.Barrier(ranks, timeout=20)
+    messages: list[tuple[torch.Tensor, ...]] = [()] * ranks
+
+    def exchange(
+        out: torch.Tensor, sent: torch.Tensor, coming: list[int], leaving: list[int]
+    ) -> None:
+        messages[me.rank] = sent.clone().split(leaving)
+        barrier.wait()
+        arrived = [message[me.rank] for message in messages]
+        assert [len(message) for message in arrived] == coming
+        out.copy_(torch.cat(arrived))
+        barrier.wait()
+
+    def run(rank: int) -> torch.Tensor:
+        me.rank = rank
+        return update(rank)
+
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: me.rank)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: ranks)
+    monkeypatch.setattr("torch.distributed.all_to_all_single", exchange)
+    with ThreadPoolExecutor(ranks) as threads:
+        return list(threads.map(run, range(ranks)))
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_each_rank_computes_its_share(ranks: int) -> None:
+    block = [torch.Size(shape) for shape in ((768, 2304), (768, 768), (768, 3072), (3072, 768))]
+    flat = flat_matrices(12 * block, ranks=ranks, elements=12 * 768 * 9216, by_matrix=True)
+    work = [0.0] * ranks
+    for shape, owner in zip(flat.shapes, flat.owners, strict=True):
+        work[owner] += min(shape) ** 2 * (2 * max(shape) + min(shape))
+    assert max(work) < 1.1 * sum(work) / ranks
 
 
 def test_nothing_comes_of_no_gradient() -> None:
