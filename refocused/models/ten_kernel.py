@@ -27,14 +27,19 @@ from refocused.models.ten_scan import powers
 
 CHUNK = 64
 ROWS = 16  # chunks of a tile; Triton's products have at least 16 rows
+WARPS = 8  # of a program: with 4 the Toeplitz matrices do not fit its registers
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scan_tiles(  # type: ignore[no-untyped-def]
-    beta, within, between, onward, out, modes, rows, length, tiles,
+    beta, within, between, onward, out, modes, rows, length, plane, tiles,
     WHOLE: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Write Re(c), or with WHOLE both parts of c; the tables are those of `_tables`."""
+    """Write Re(c), or with WHOLE both parts of c; the tables are those of `_tables`.
+
+    `plane` is the distance from real to imaginary parts: computed here, modes * rows * length would
+    overflow Triton's 32-bit integers, but those that need 64 bits arrive in 64.
+    """
     row, mode = tl.program_id(0).to(tl.int64), tl.program_id(1)
     j, r = tl.arange(0, CHUNK), tl.arange(0, ROWS)
     # Input s of a chunk (rows) to its token j (columns).
@@ -53,7 +58,7 @@ def _scan_tiles(  # type: ignore[no-untyped-def]
     step_re, step_im = tl.load(first + 6 * part), tl.load(first + 7 * part)
     c_re, c_im = tl.sum(start_re) * 0.0, tl.sum(start_im) * 0.0
     at_re = (mode * rows + row) * length
-    at_im = at_re + modes * rows * length
+    at_im = at_re + plane
     last = r == ROWS - 1
     for tile in range(tiles):
         token = tile * ROWS * CHUNK + r[:, None] * CHUNK + j[None, :]
@@ -147,7 +152,8 @@ def _launch(beta: Tensor, log_decay: Tensor, frequency: Tensor, *, whole: bool) 
     tables = _tables(log_decay, frequency)
     tiles = triton.cdiv(length, CHUNK * ROWS)
     _scan_tiles[(rows, modes)](
-        beta, *tables, out, modes, rows, length, tiles, WHOLE=whole, CHUNK=CHUNK, ROWS=ROWS
+        *(beta, *tables, out, modes, rows, length, beta.stride(0), tiles),
+        **{"WHOLE": whole, "CHUNK": CHUNK, "ROWS": ROWS, "num_warps": WARPS},
     )
     return out
 

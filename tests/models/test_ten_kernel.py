@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 
 import pytest
 import torch
 
-from refocused.models.ten_scan import chunked_scan
+from refocused.models.ten_scan import chunked_scan, last_state
 from refocused.models.ten_spectrum import initial_spectrum
 
 pytest.importorskip("triton", reason="torch for CPU comes without Triton")
+SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [pytest.mark.gpu] if not INTERPRETED else []
 
@@ -78,3 +80,25 @@ def test_a_whole_block_with_the_kernel_is_the_block_in_chunks(compiles: bool) ->
         cells.kernel = kernel_scan
     for found, exact in zip(results(), wanted, strict=True):
         torch.testing.assert_close(found, exact, rtol=0, atol=3e-5 * float(exact.abs().max()))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1; a GPU has no sparse memory")
+def test_imaginary_parts_may_lie_beyond_32_bits() -> None:
+    from refocused.models import ten_kernel
+
+    length, far = 100, 2**31 + 16  # elements; pages that are not touched take no memory
+    memory = [mmap.mmap(-1, 4 * (far + length), flags=SPARSE) for _ in range(2)]
+    beta, out = (torch.frombuffer(one, dtype=torch.float32) for one in memory)
+    spectrum = initial_spectrum(1, longest=length)
+    draw = torch.Generator().manual_seed(2)
+    inputs = torch.randn((2, 1, 1, length), generator=draw)
+    beta[:length], beta[far:] = inputs.flatten(1)
+    modes = (spectrum.log_decay, spectrum.frequency)
+    ten_kernel._scan_tiles[(1, 1)](
+        *(beta, *ten_kernel._tables(*modes), out, 1, 1, length, far, 1),
+        **{"WHOLE": True, "CHUNK": ten_kernel.CHUNK, "ROWS": ten_kernel.ROWS},
+    )
+    wanted = chunked_scan(inputs, *modes, chunk=100)
+    torch.testing.assert_close(out[:length], wanted.flatten())
+    state = last_state(inputs, *modes)
+    torch.testing.assert_close(out[far + length - 1], state[1, 0, 0])

@@ -1,0 +1,96 @@
+"""Compiles every Triton kernel for GPUs that need not be here: `pytest -s -m slow` prints a table.
+
+It needs Triton alone (`pip install triton`), whose wheel carries NVIDIA's assembler.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import refocused
+
+triton = pytest.importorskip("triton", reason="torch for CPU comes without Triton")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
+    ),
+]
+# By `file:kernel` of refocused/models: what is not a pointer to float32. The integers that Triton
+# knows as i64 are those of more than 2^31.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "values": ("ten_kernel:_scan_tiles", {"WHOLE": False}),
+    "whole": ("ten_kernel:_scan_tiles", {"WHOLE": True}),
+    "large": ("ten_kernel:_scan_tiles", {"WHOLE": True, "plane": "i64"}),
+}
+MOST_SPILLED = 1024  # bytes a thread; the scan's 8-warp programs spill 250 to 400
+
+
+def test_no_kernel_is_left_out() -> None:
+    kernels = [
+        f"{path.stem}:{name}"
+        for path in Path(refocused.__file__).parent.rglob("*.py")
+        for name in re.findall(r"^@triton\.jit.*\ndef (\w+)", path.read_text(), re.MULTILINE)
+    ]
+    assert sorted(kernels) == sorted({kernel for kernel, _ in CASES.values()})
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("case", CASES)
+def test_a_kernel_compiles_within_its_registers(
+    case: str,
+    capability: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
+    built = compiled(case, capability)
+    said = capsys.readouterr().out
+    registers = int(re.findall(r"Used (\d+) registers", said)[0])
+    spilled = [int(size) for size in re.findall(r"(\d+) bytes spill", said)]
+    with capsys.disabled():
+        print(
+            f"\n{CASES[case][0]} {case:7} sm{capability:<4} {registers:4} registers, "
+            f"{max(spilled):5} bytes spilled, {built.metadata.shared:6} bytes shared, "
+            f"{built.metadata.num_warps} warps",
+            end=" ",
+        )
+    assert max(spilled) <= MOST_SPILLED
+    plane = re.search(r"%plane\w*: (i\d+)", built.asm["ttir"])
+    assert plane is not None and plane[1] == CASES[case][1].get("plane", "i32")
+
+
+def compiled(case: str, capability: int) -> Any:
+    """Return a kernel compiled as its launch would compile it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from refocused.models import ten_kernel
+
+    named = {"CHUNK": ten_kernel.CHUNK, "ROWS": ten_kernel.ROWS, **CASES[case][1]}
+    kernel = ten_kernel._scan_tiles
+    names = list(inspect.signature(kernel.fn).parameters)
+    types = {"modes": "i32", "rows": "i32", "length": "i32", "plane": "i32", "tiles": "i32"}
+    types |= {name: "constexpr" for name in names if name.isupper()}
+    types |= {name: kind for name, kind in named.items() if isinstance(kind, str)}
+    signature = {name: types.get(name, "*fp32") for name in names}
+    pointers = [place for place, name in enumerate(names) if signature[name] == "*fp32"]
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={(names.index(name),): named[name] for name in names if name.isupper()},
+        attrs={(place,): [["tt.divisibility", 16]] for place in pointers},
+    )
+    return triton.compile(
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": ten_kernel.WARPS},
+    )
