@@ -105,7 +105,7 @@ class PrecisionConfig(Section):
         fp8: Products of the blocks' linear layers in 8 bits while training, with one scale for a
             whole matrix (`tensorwise`) or one for each of its rows (`rowwise`, finer and slower);
             `none`: in `dtype`. For dtype: bf16.
-        tf32: Let float32 matrix products on NVIDIA GPUs use TF32.
+        tf32: Let float32 matrix products on NVIDIA GPUs use TF32, but for those of TEN's scan.
         initial_scale_power: fp16: the loss scale starts at 2 to this power.
         scale_window: fp16: steps without overflow before the scale doubles.
     """

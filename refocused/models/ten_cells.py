@@ -44,7 +44,8 @@ class TenCells(nn.Module):
     c_t = a c_{t-1} + g W_in x_t, where g keeps the variance of every mode alike, and
     R = I + epsilon M / ||M||_F couples the eigenstates at read-out only: inside the recurrence it
     would no longer be diagonal. All parameters are used by this module's own forward, as ZeRO-3
-    wants it. The recurrence is computed in float32 whatever the parameters are.
+    wants it. The recurrence is computed in float32 whatever the parameters are, and never in TF32
+    (see `ten_scan`); the products into and out of it have the precision of the passes.
     """
 
     def __init__(self, width: int, *, eigenstates: int, longest: int, chunk: int) -> None:

@@ -8,9 +8,16 @@ by is the same for all sequences, so that each product is one of a batch of K, a
 
 Powers a^n are taken of n at once, in float64, and then rounded: a float32 multiplier applied
 32,768 times would be off by 2e-3, and its argument n omega by 4e-3.
+
+What stays in float32 whatever `precision.tf32` says: the powers, the states, and the products of
+the chunked form with both, forward and backward. TF32 rounds their factors to 11 bits, an error of
+5e-4 that the gradients of decays and frequencies sum up over all tokens. The products into and out
+of the eigenstates (`ten_cells`) are the run's own: bf16 is what they are made for.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,13 +86,13 @@ def chunked_scan(
     # Columns 0..C-1 are Re(c) of the chunk alone, column C is Im(c) of its last token. Products add
     # to what they are given, and parts are unbound: sums and zeros of this size would cost as much.
     in_real, in_imaginary = beta.unbind(0)
-    within = torch.baddbmm(torch.bmm(in_real, into_real), in_imaginary, into_imaginary)
+    within = _product(in_imaginary, into_imaginary, onto=_product(in_real, into_real))
     ends = within.view(modes, rows, -1, chunk + 1)[..., chunk - 1 :].movedim(-1, 0)
     first = torch.zeros_like(ends[..., :1]) if state is None else state.unsqueeze(-1)
     before = _states(torch.cat((first, ends[..., :-1]), dim=-1), log_decay, frequency, chunk)
     carried = torch.stack((real[:, 1:], -imaginary[:, 1:]), dim=1)
     starts = before.flatten(2).movedim(0, -1)
-    outputs = torch.baddbmm(within[..., :chunk], starts, carried)
+    outputs = _product(starts, carried, onto=within[..., :chunk])
     return outputs.view(modes, rows, -1)[..., :length]
 
 
@@ -117,6 +124,50 @@ def powers(
     size = torch.exp(log_decay.double()[:, None] * places)
     angle = frequency.double()[:, None] * places
     return (size * angle.cos()).to(dtype), (size * angle.sin()).to(dtype)
+
+
+def _product(left: Tensor, right: Tensor, *, onto: Tensor | None = None) -> Tensor:
+    """Return the products of a batch of matrices, added to others: in float32, never in TF32."""
+    if _could_be_tf32(left):
+        product: Tensor = _float32_product(left, right, onto)
+        return product
+    return torch.bmm(left, right) if onto is None else torch.baddbmm(onto, left, right)
+
+
+def _could_be_tf32(factor: Tensor) -> bool:
+    is_float32 = factor.is_cuda and factor.dtype == torch.float32
+    return is_float32 and torch.backends.cuda.matmul.allow_tf32
+
+
+# One operator, so that a compiled block holds the precision when it runs: which one products take
+# is a setting of the whole process.
+@torch.library.custom_op("refocused::float32_product", mutates_args=())
+def _float32_product(left: Tensor, right: Tensor, onto: Tensor | None) -> Tensor:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        return torch.bmm(left, right) if onto is None else torch.baddbmm(onto, left, right)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@_float32_product.register_fake
+def _shape_of_product(left: Tensor, right: Tensor, onto: Tensor | None) -> Tensor:
+    return left.new_empty((*left.shape[:2], right.shape[2]))
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.adds = inputs[2] is not None
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    left, right = ctx.saved_tensors
+    into_left = _float32_product(gradient, right.mT, None)
+    return into_left, _float32_product(left.mT, gradient, None), gradient if ctx.adds else None
+
+
+_float32_product.register_autograd(_backward, setup_context=_keep)
 
 
 def _toeplitz(real: Tensor, imaginary: Tensor, chunk: int) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from refocused.models import ten_scan
 from refocused.models.ten_scan import chunked_scan, last_state, powers, sequential_scan
 from refocused.models.ten_spectrum import initial_spectrum, shifted_spectrum
 
@@ -79,6 +84,70 @@ def test_float32_stays_right_over_32768_tokens() -> None:
         found = chunked_scan(beta, *arguments, chunk=chunk)
         error = (found - exact).abs().amax(dim=(1, 2)) / exact.abs().amax(dim=(1, 2))
         assert float(error.max()) < 1e-5
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_no_product_of_the_scan_runs_in_tf32(
+    device: str, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+    if device == "cpu":
+        monkeypatch.setattr(ten_scan, "_could_be_tf32", lambda factor: True)
+    beta, *modes, _ = (one.detach().to(device).requires_grad_() for one in sample(torch.float32))
+    scan = functools.partial(chunked_scan, chunk=16)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")  # as precision.tf32 does
+    try:
+        graph = torch.compile(scan, fullgraph=True, backend="aot_eager") if compiles else scan
+        graph(beta, *modes)
+        for name in ("bmm", "baddbmm"):
+            monkeypatch.setattr(torch, name, noting(getattr(torch, name), taken))
+        found = graph(beta, *modes)
+        mine = torch.autograd.grad(found, (beta, *modes), found.detach())
+        assert torch.get_float32_matmul_precision() == "high"  # the rest of the model's
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert taken == ["highest"] * (3 + 6)  # forward and backward
+    exact = [one.detach().double().requires_grad_() for one in (beta, *modes)]
+    wanted = scan(*exact)
+    plain = torch.autograd.grad(wanted, exact, wanted.detach())
+    for result, right in zip((found, *mine), (wanted, *plain), strict=True):
+        right = right.detach()
+        torch.testing.assert_close(
+            result.detach().double(), right.double(), rtol=0, atol=1e-5 * float(right.abs().max())
+        )
+
+
+@pytest.mark.parametrize(
+    ("precision", "on_gpu", "dtype", "held"),
+    [
+        ("high", True, torch.float32, True),
+        ("highest", True, torch.float32, False),
+        ("high", False, torch.float32, False),  # a CPU has no TF32
+        ("high", True, torch.float64, False),
+    ],
+)
+def test_products_are_held_where_they_could_take_tf32(
+    precision: str, on_gpu: bool, dtype: torch.dtype, held: bool
+) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        factor: Any = SimpleNamespace(is_cuda=on_gpu, dtype=dtype)
+        assert ten_scan._could_be_tf32(factor) is held
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def noting(product: Callable[..., Tensor], taken: list[str]) -> Callable[..., Tensor]:
+    """Let a product note the precision that it is computed in."""
+
+    def noted(*arguments: Tensor) -> Tensor:
+        taken.append(torch.get_float32_matmul_precision())
+        return product(*arguments)
+
+    return noted
 
 
 @pytest.mark.parametrize("chunk", [16, 64])
