@@ -12,7 +12,7 @@ from refocused.models.ten_scan import chunked_scan, last_state
 from refocused.models.ten_spectrum import initial_spectrum
 
 pytest.importorskip("triton", reason="torch for CPU comes without Triton")
-SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # Linux's MAP_NORESERVE
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [pytest.mark.gpu] if not INTERPRETED else []
 
