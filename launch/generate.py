@@ -6,6 +6,6 @@ from pathlib import Path
 if __name__ == "__main__":
     # The folder of a script comes first on the path, where its neighbours would hide packages.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from refocused.commands.generate import main
+    from refocused.commands.main import run_script
 
-    sys.exit(main(sys.argv[1:]))
+    run_script("generate")
