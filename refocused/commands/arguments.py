@@ -80,6 +80,11 @@ def dashed(argument: str) -> str:
     return match[0].replace("_", "-") + argument[match.end() :]
 
 
+def is_override(argument: str) -> bool:
+    """Tell whether an argument has the form `section.key=value`."""
+    return re.match(r"[A-Za-z_-]+(\.[A-Za-z0-9_-]+)+=", argument) is not None
+
+
 def split_overrides(arguments: Sequence[str]) -> list[str]:
     """Return the `section.key=value` arguments.
 
@@ -87,7 +92,7 @@ def split_overrides(arguments: Sequence[str]) -> list[str]:
         ConfigError: Something else stands among them.
     """
     for argument in arguments:
-        if not re.match(r"[A-Za-z_-]+(\.[A-Za-z0-9_-]+)+=", argument):
+        if not is_override(argument):
             raise ConfigError(
                 f"command line: {argument!r} is not understood. Settings are written "
                 "section.key=value, for example optimizer.lr=2e-4."

@@ -44,14 +44,20 @@ def build_parser() -> Parser:
     add("prompts", nargs="*", metavar="PROMPT", help="text to continue")
     add("--file", type=Path, metavar="FILE", help="a prompt: the whole file")
     add("--lines", type=Path, metavar="FILE", help="a prompt in every line")
-    add("--tokens", type=count, default=100, metavar="N", help="most tokens to write (100)")
+    add(
+        *("--tokens", "--max-tokens"),
+        type=count,
+        default=100,
+        metavar="N",
+        help="most tokens to write (100)",
+    )
     add("--temperature", type=float, default=0.8, help="0: the likeliest token always (0.8)")
     add("--top-k", type=int, default=40, metavar="N", help="of the N likeliest; 0: of all (40)")
     add("--top-p", type=float, default=1.0, metavar="P", help="of the likeliest that sum to P")
     add("--min-p", type=float, default=0.0, metavar="P", help="of those above P of the likeliest")
     add("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: repeat less")
     add("--seed", type=int, default=0, help="of the draws (0)")
-    add("-n", "--samples", type=count, default=1, metavar="N", help="texts a prompt (1)")
+    add("-n", "--samples", "--n", type=count, default=1, metavar="N", help="texts a prompt (1)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before it; repeatable")
     add("--batch", type=count, default=8, metavar="N", help="texts written at once (8)")
     add("--device", help="cpu, cuda, cuda:1 ... (default: cuda where there is one)")

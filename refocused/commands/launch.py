@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         build_parser().print_help()
         train.build_parser().print_help()
         return ExitCode.OK
-    wanted = train.build_parser().read(arguments)
+    wanted = train.read_arguments(arguments)
     try:
         loaded = _checked(train.load(wanted))  # wrong use is said before anything starts
         gpus = 0 if wanted.print_config else usable_gpus(loaded, os.environ)

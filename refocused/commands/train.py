@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from refocused.commands.arguments import SILENT_RANK_SECONDS, Once, Parser, split_overrides
 from refocused.commands.places import add_credentials
 from refocused.commands.quantities import count
-from refocused.commands.typed_command import command_to_go_on
+from refocused.commands.typed_command import RESUME, command_to_go_on, with_resume_value
 from refocused.errors import ConfigError, ExitCode, RefocusedError
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--run", metavar="NAME", help="the run's name and folder")
     parser.add_argument(
-        "--resume",
+        *RESUME,
         default="auto",
         metavar="WHAT",
-        help="auto (default): the newest good step if there is one; latest, best, none, a step, "
-        "a name, a path or a gs:// address",
+        help="auto (default): the newest good step if there is one; latest (also --resume alone), "
+        "best, none, a step, a name, a path or a gs:// address",
     )
     parser.add_argument(
         "--resume-or-start",
@@ -83,10 +83,15 @@ def build_parser() -> Parser:
     return parser
 
 
+def read_arguments(given: Sequence[str]) -> argparse.Namespace:
+    """Read the command line of `launch/train.py`."""
+    return build_parser().read(with_resume_value(given))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code, or end the process when it was a rank."""
     rank = int(os.environ.get("RANK", "0"))
-    arguments = build_parser().read(argv)
+    arguments = read_arguments(sys.argv[1:] if argv is None else argv)
     try:
         loaded = load(arguments)
         if arguments.print_config:

@@ -6,10 +6,23 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from refocused.commands.arguments import dashed
+from refocused.commands.arguments import dashed, is_override
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SCRIPT = "launch/train.py"
+RESUME = ("--resume", "--resume-from-checkpoint")
+
+
+def with_resume_value(typed: Sequence[str]) -> list[str]:
+    """Return arguments with `--resume`, as other trainers accept it, as `--resume=latest`.
+
+    A setting after it (`--resume run.steps=9`) is not its value.
+    """
+    given = []
+    for word, following in zip(typed, [*typed[1:], "--"], strict=True):
+        is_bare = dashed(word) in RESUME and (following.startswith("-") or is_override(following))
+        given.append(f"{word}=latest" if is_bare else word)
+    return given
 
 
 def without_resume(typed: Sequence[str]) -> list[str]:
@@ -18,11 +31,11 @@ def without_resume(typed: Sequence[str]) -> list[str]:
     `--resume none` would begin anew, and a step would leave everything after it behind.
     """
     given, is_request = [], False
-    for word in typed:
+    for word in with_resume_value(typed):
         option, equals, _ = dashed(word).partition("=")
         if is_request:
             is_request = False
-        elif len(option) > len("--r") and "--resume".startswith(option):
+        elif len(option) > len("--r") and any(name.startswith(option) for name in RESUME):
             is_request = not equals
         elif option != "--local-rank":
             given.append(word)

@@ -17,7 +17,7 @@ from fakes import Emulator
 from inference.small_models import small_model
 from ranks import ROOT
 
-from refocused.commands.generate import main
+from refocused.commands.generate import build_parser, main
 
 Capture = pytest.CaptureFixture[str]
 
@@ -78,6 +78,11 @@ def test_prompts_come_from_anywhere_and_are_written_together(
     give(monkeypatch, b"through a\npipe\n", at_terminal=False)
     assert main([str(folder), "--tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("through a\npipe")
+
+
+def test_the_options_have_the_names_of_other_tools_too() -> None:
+    given = build_parser().read(["model", "a prompt", "--max_tokens", "9", "--n=2"])
+    assert (given.tokens, given.samples) == (9, 2)
 
 
 def test_lines_that_are_typed_are_continued_one_by_one(

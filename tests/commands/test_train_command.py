@@ -84,6 +84,28 @@ def test_settings_may_stand_anywhere(file: str) -> None:
     assert settings["run"]["steps"] == 5
 
 
+@pytest.mark.parametrize(
+    ("given", "resume", "overrides"),
+    [
+        (["--resume"], "latest", []),
+        (["--resume", "--max-steps", "5"], "latest", []),
+        (["--resume", "run.steps=9"], "latest", ["run.steps=9"]),
+        (["--resume_from_checkpoint", "runs/a.b/checkpoint-5"], "runs/a.b/checkpoint-5", []),
+        (["--resume-from-checkpoint=best", "run.steps=9"], "best", ["run.steps=9"]),
+        (
+            ["--resume", "gs://bucket/a=b/checkpoint_step_5"],
+            "gs://bucket/a=b/checkpoint_step_5",
+            [],
+        ),
+    ],
+)
+def test_a_resume_is_understood_as_other_trainers_spell_it(
+    given: list[str], resume: str, overrides: list[str]
+) -> None:
+    namespace = train.read_arguments(given)
+    assert (namespace.resume, namespace.overrides) == (resume, overrides)
+
+
 def test_max_steps_wins_over_the_setting(file: str) -> None:
     assert printed(file, "--max-steps", "5", "run.steps=9")["run"]["steps"] == 5
 

@@ -8,7 +8,15 @@ ARGUMENTS = ["--local_rank=0", "--config", "demo"]
 
 
 @pytest.mark.parametrize(
-    "request_", [["--resume", "100"], ["--resume=none"], ["--res", "best"], []]
+    "request_",
+    [
+        ["--resume", "100"],
+        ["--resume=none"],
+        ["--res", "best"],
+        ["--resume"],
+        ["--resume_from_checkpoint", "runs/a/checkpoint_step_5"],
+        [],
+    ],
 )
 def test_the_command_to_go_on_does_not_go_back_again(request_: list[str]) -> None:
     typed = ["--local_rank=0", "--config", "demo", *request_, "--run", "a b", "run.steps=9"]
