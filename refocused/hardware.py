@@ -11,6 +11,8 @@ from pathlib import Path
 
 CPU_INFO = Path("/proc/cpuinfo")
 
+from refocused.errors import ConfigError
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GpuFacts:
@@ -41,6 +43,9 @@ _FACTS = (
     GpuFacts("RTX 4090", 165.2e12, 24.0),
 )
 
+# What most clouds rent out under the name of the family.
+_USUAL = ("A100 80GB", "H100 SXM")
+
 # Names as the driver gives them, where they are not the short name behind the maker's.
 _DRIVER_NAMES = {
     "A100-SXM4-40GB": "A100 40GB",
@@ -61,6 +66,28 @@ def gpu_facts(name: str) -> GpuFacts | None:
             (`... MIG 1g.10gb`) or a laptop's is another GPU.
     """
     return _BY_KEY.get(_key(name))
+
+
+def named_gpu(name: str) -> GpuFacts:
+    """Return the facts of the GPU that `--gpu` names.
+
+    Args:
+        name: As for `gpu_facts`, or the first words of a short name: `H100` is the `H100 SXM`.
+
+    Raises:
+        ConfigError: The GPU is unknown.
+    """
+    facts = gpu_facts(name)
+    if facts is not None:
+        return facts
+    words = name.lower().removeprefix("nvidia").replace("-", " ").split()
+    fitting = [one for one in _FACTS if words and one.name.lower().split()[: len(words)] == words]
+    chosen = [one for one in fitting if one.name in _USUAL] or fitting
+    if len(chosen) == 1:
+        return chosen[0]
+    raise ConfigError(
+        f"--gpu {name!r} is not a known GPU. Choose one of: {', '.join(known_gpus())}."
+    )
 
 
 def known_gpus() -> list[str]:

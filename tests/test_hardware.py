@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from refocused import hardware
-from refocused.hardware import cpu_flags, gpu_facts, known_gpus
+from refocused.errors import ConfigError
+from refocused.hardware import cpu_flags, gpu_facts, known_gpus, named_gpu
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,26 @@ def test_a_known_name_gives_its_facts(name: str, short: str) -> None:
 )
 def test_an_unknown_name_is_none_and_not_a_neighbour(name: str) -> None:
     assert gpu_facts(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("H100", "H100 SXM"),
+        ("nvidia a100", "A100 80GB"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("rtx", "RTX 4090"),
+        ("H200", "H200"),
+    ],
+)
+def test_a_gpu_may_be_named_by_its_first_words(name: str, short: str) -> None:
+    assert named_gpu(name).name == short
+
+
+@pytest.mark.parametrize("name", ["", "H20", "L40", "A10", "RTX 5090"])
+def test_a_name_never_stands_for_another_gpu(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not a known GPU\. Choose one of: A100 40GB, A100"):
+        named_gpu(name)
 
 
 def test_peaks_are_dense() -> None:

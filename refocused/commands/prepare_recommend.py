@@ -292,13 +292,10 @@ def _header(found: Recommendation, arguments: argparse.Namespace) -> str:
 
 def _machine(arguments: argparse.Namespace) -> Machine:
     from refocused.estimate.run_cost import Machine
-    from refocused.hardware import gpu_facts, known_gpus
+    from refocused.hardware import named_gpu
 
-    facts = gpu_facts(arguments.gpu)
-    if facts is None:
-        raise ConfigError(
-            f"--gpu {arguments.gpu!r}: nothing is known of it. Known are {', '.join(known_gpus())}."
-        )
+    facts = named_gpu(arguments.gpu)
+    arguments.gpu = facts.name
     return Machine(arguments.gpus, facts.bf16_flops, arguments.mfu, arguments.per_hour)
 
 

@@ -24,7 +24,7 @@ from refocused.estimate.run_cost import (
 )
 from refocused.estimate.storage import RunStorage, checkpoint_bytes, run_storage
 from refocused.estimate.work import ParameterCount, count_parameters, flops_per_token
-from refocused.hardware import GpuFacts, gpu_facts, known_gpus
+from refocused.hardware import GpuFacts, gpu_facts, named_gpu
 
 SCENARIOS = (0.3, 0.4, 0.5)  # of the GPUs' peak; whole runs of this size reach 30 to 50 %
 LIKELY = 0.4  # where one figure must do
@@ -200,11 +200,7 @@ def estimate(
     Raises:
         ConfigError: The GPU is not known, or the run cannot be made on so many.
     """
-    facts = gpu_facts(gpu)
-    if facts is None:
-        raise ConfigError(
-            f"--gpu {gpu!r}: nothing is known of it. Known are {', '.join(known_gpus())}."
-        )
+    facts = named_gpu(gpu)
     if loaded.config.precision.dtype == "auto":
         loaded = with_dtype(loaded, "bf16")  # which every GPU of the list computes in
     each_usd = None if per_hour_usd is None else per_hour_usd / gpus

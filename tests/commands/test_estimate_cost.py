@@ -187,7 +187,7 @@ def test_passes_too_short_for_the_host_are_doubted(capsys: pytest.CaptureFixture
     [
         ([], "either --config FILE or --measured RUN"),
         (["--config", RUN, "--measured", "x"], "either --config FILE or --measured RUN"),
-        (["--config", RUN, "--gpu", "H900"], "Known are A100 40GB"),
+        (["--config", RUN, "--gpu", "H900"], "Choose one of: A100 40GB"),
         (["--config", RUN, "--sweep", "gpus=1,two"], "numbers of GPUs are wanted"),
         (["--config", RUN, "--gpus", "3"], "not a multiple"),
         (["--measured", "nowhere"], "there is no such folder"),
