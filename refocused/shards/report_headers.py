@@ -65,11 +65,12 @@ def read_headers(
 ) -> list[FileReport]:
     """Read the headers of objects, many at once; add what is wrong with others to `problems`."""
     names = {blob.name for blob in blobs}
+    refused = {
+        name for name in names if is_megatron(name, names) or not name.endswith(TOKEN_SUFFIXES)
+    }
 
     def read(blob: BlobInfo) -> FileReport | str:
         try:
-            if is_megatron(blob.name, names) or not blob.name.endswith(TOKEN_SUFFIXES):
-                raise ShardError(refusal(blob.name))
             reader = ObjectReader(bucket, blob)
             layout = read_layout(reader, name=blob.name, data=data)
             count = count_tokens(reader, layout, name=blob.name)
@@ -81,9 +82,21 @@ def read_headers(
         return FileReport(blob, layout, count.tokens, rows)
 
     with concurrent.futures.ThreadPoolExecutor(data.fetch_threads, "headers") as pool:
-        found = list(pool.map(read, blobs))
-    problems += [one for one in found if isinstance(one, str)]
+        found = list(pool.map(read, (blob for blob in blobs if blob.name not in refused)))
+    problems += [*_refusals(sorted(refused)), *(one for one in found if isinstance(one, str))]
     return [one for one in found if isinstance(one, FileReport)]
+
+
+def _refusals(names: Sequence[str]) -> list[str]:
+    """Return one problem for all files that are refused for the same reason."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(refusal(name).removeprefix(name), []).append(name)
+    problems = []
+    for reason, same in alike.items():
+        others = f" (and {len(same) - 1:,} more like it)" if len(same) > 1 else ""
+        problems.append(f"{same[0]}{others}{reason}")
+    return problems
 
 
 def prepared_facts(

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +30,9 @@ VOCABULARIES = {BYTES: BYTES_VOCABULARY, GPT2: 50_257}  # of the tokenizers know
 HUB = "hub:"
 BPE_FILES = ("vocab.bpe", "encoder.json")
 END_OF_TEXT = "<|endoftext|>"
-# Of the two files as they were published with GPT-2.
+# The two files as they were published with GPT-2, which the hub has under other names.
+_GPT2_URL = "https://huggingface.co/openai-community/gpt2/resolve/main"
+_GPT2_NAMES_THERE = ("merges.txt", "vocab.json")
 _GPT2_DIGESTS = (
     "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
@@ -201,14 +204,13 @@ class GptTokenizer:
         except (ValueError, KeyError, TypeError) as error:
             raise ShardError(
                 f"{folder}: {' and '.join(BPE_FILES)} are not those of a GPT-2 encoding "
-                f"({type(error).__name__}: {error}). Get the two files that were published with "
-                "GPT-2."
+                f"({type(error).__name__}: {error}). {_how_to_get_files(folder)}"
             ) from None
         if len(encoder) != len(ranks) + 1 or self.end_of_text_id != len(ranks):
             raise ShardError(
                 f"{folder}: encoder.json has {len(encoder):,} tokens and vocab.bpe makes "
-                f"{len(ranks):,} and {END_OF_TEXT}; they are not of one encoding. Get the two "
-                "files that were published with GPT-2."
+                f"{len(ranks):,} and {END_OF_TEXT}; they are not of one encoding. "
+                f"{_how_to_get_files(folder)}"
             )
         self.vocabulary = len(ranks) + 1
         self._encoding = tiktoken.Encoding(
@@ -272,11 +274,22 @@ def bpe_folder(choice: TokenizerChoice) -> Path:
     if folder is None or not all((folder / name).is_file() for name in BPE_FILES):
         where = "no folder was named" if folder is None else f"{folder} does not have them"
         raise ShardError(
-            f"tokenizer {GPT2}: it is built from {' and '.join(BPE_FILES)}, and {where}. Nothing "
-            "is fetched: put the two files that were published with GPT-2 into a folder, and name "
-            "it by --bpe-folder."
+            f"tokenizer {GPT2}: it is built from {' and '.join(BPE_FILES)}, and {where}. "
+            f"{_how_to_get_files(folder or Path('bpe'))}"
         )
     return folder
+
+
+def _how_to_get_files(folder: Path) -> str:
+    files = " ".join(
+        f"-o {shlex.quote(str(folder / name))} {_GPT2_URL}/{there}"
+        for name, there in zip(BPE_FILES, _GPT2_NAMES_THERE, strict=True)
+    )
+    return (
+        f"Download the two files that were published with GPT-2:\ncurl -L --create-dirs {files}\n"
+        f"and name their folder: --bpe-folder {shlex.quote(str(folder))}, or data.bpe_folder in a "
+        "run file."
+    )
 
 
 def _content(file: Path) -> bytes:

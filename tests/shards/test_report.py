@@ -93,8 +93,21 @@ def test_every_form_is_read_and_the_refused_are_named(bucket: WatchedBucket) -> 
     report = inspect(bucket)
     assert report.kinds == {"npz": 1, "npy": 1, "pt": 1, "llm.c": 1}
     assert report.tokens == 2 + 12 + 12 + 3
-    for said in ("--allow-pickle", "i.idx", "`refocused prepare_data convert`", "tokenize`"):
+    for said in (
+        "--allow-pickle",
+        "i.bin (and 1 more",
+        "`refocused prepare_data convert`",
+        "tokenize`",
+    ):
         assert any(said in problem for problem in report.problems), said
+
+
+def test_texts_are_one_problem_however_many_there_are(bucket: WatchedBucket) -> None:
+    for number in range(12):
+        bucket.put(f"{number:02d}.txt", b"words")
+    (problem,) = inspect(bucket).problems
+    assert problem.startswith("00.txt (and 11 more like it): this is text, not tokens.")
+    assert "prepare_data tokenize" in problem
 
 
 def test_a_sample_is_spread_over_files_and_said(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import http.server
 import json
+import shlex
 import threading
 from pathlib import Path
 
@@ -62,7 +63,16 @@ def test_changed_files_are_seen_though_their_path_is_the_same(tmp_path: Path) ->
 
 def test_missing_byte_pair_files_are_asked_for(tmp_path: Path) -> None:
     assert "--bpe-folder" in refused(TokenizerChoice("gpt2"))
-    assert str(tmp_path) in refused(TokenizerChoice("gpt2", bpe_folder=tmp_path))
+    folder = tmp_path / "two words"
+    text, command, advice = refused(TokenizerChoice("gpt2", bpe_folder=folder)).splitlines()
+    assert f"{folder} does not have them" in text
+    hub = "https://huggingface.co/openai-community/gpt2/resolve/main"
+    assert shlex.split(command) == [
+        *("curl", "-L", "--create-dirs"),
+        *("-o", str(folder / "vocab.bpe"), f"{hub}/merges.txt"),
+        *("-o", str(folder / "encoder.json"), f"{hub}/vocab.json"),
+    ]
+    assert f"--bpe-folder '{folder}'" in advice
 
 
 def test_damaged_byte_pair_files_are_refused(tmp_path: Path) -> None:
