@@ -9,9 +9,9 @@ import dataclasses
 import re
 from pathlib import Path
 
-CPU_INFO = Path("/proc/cpuinfo")
-
 from refocused.errors import ConfigError
+
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

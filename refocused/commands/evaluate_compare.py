@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +49,7 @@ def add_compare_arguments(parser: Parser) -> None:
     add("--lengths", type=_numbers, default=[128, 512], metavar="N,N", help="tokens (128,512)")
     add("--batches", type=_numbers, default=[1, 4], metavar="N,N", help="prompts at once (1,4)")
     add("--new-tokens", type=int, default=16, metavar="N", help="tokens to write; 0: none (16)")
-    add("--out", type=Path, metavar="FILE.png", help="the picture (default: comparison.png)")
+    add("--picture", "--out", type=Path, metavar="FILE.png", help="draw the comparison")
     add_task_options(parser)
     add_machine_options(parser)
     add_run_options(parser)
@@ -59,24 +58,41 @@ def add_compare_arguments(parser: Parser) -> None:
 
 def run_compare(arguments: argparse.Namespace) -> int:
     """Compare by tasks, or by speed where none is named."""
-    out = arguments.out or Path("comparison.png")
-    if out.suffix.lower() != ".png":
-        raise ConfigError(f"--out {out}: the picture is a PNG. Give it a name that ends in .png.")
-    return _by_speed(arguments, out) if arguments.tasks is None else _by_tasks(arguments, out)
+    check_picture(arguments.picture)
+    return _by_speed(arguments) if arguments.tasks is None else _by_tasks(arguments)
 
 
-@contextlib.contextmanager
-def _drawing(out: Path) -> Iterator[None]:
-    """Say which picture cannot be written; what was measured is printed before it is drawn."""
+def check_picture(file: Path | None) -> None:
+    """Refuse a picture that is no PNG.
+
+    Raises:
+        ConfigError: Its name does not end in .png.
+    """
+    if file is not None and file.suffix.lower() != ".png":
+        raise ConfigError(f"--picture {file}: give it a name that ends in .png.")
+
+
+def draw_picture(draw: Callable[[Path], None], arguments: argparse.Namespace) -> None:
+    """Draw what was measured and printed, if `--picture` names a file."""
+    file = arguments.picture
+    if file is None:
+        return
     try:
-        yield
+        draw(file)
     except OSError as error:
         raise RefocusedError(
-            f"{out} cannot be written ({error.strerror}). Name another file with --out."
+            f"{file} cannot be written ({error.strerror}). Name another file with --picture."
         ) from None
+    if not arguments.json:
+        print(f"{file}: drawn")
 
 
-def _by_tasks(arguments: argparse.Namespace, out: Path) -> int:
+def picture_record(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return what JSON says of the picture; empty without one."""
+    return {} if arguments.picture is None else {"picture": str(arguments.picture)}
+
+
+def _by_tasks(arguments: argparse.Namespace) -> int:
     world = ranks(arguments.device)
     tasks = world.together(lambda: tasks_of(arguments))
     requests = arguments.models or world.first_does(lambda: _steps_of_run(arguments))
@@ -84,13 +100,13 @@ def _by_tasks(arguments: argparse.Namespace, out: Path) -> int:
         request: evaluated(request, arguments, tasks, world=world, label=f"{request} ")
         for request in requests
     }
-    world.first_does(lambda: _show_scores(found, arguments, out))
+    world.first_does(lambda: _show_scores(found, arguments))
     if world.world_size > 1:
         world.leave()
     return ExitCode.OK
 
 
-def _show_scores(found: Mapping[str, Evaluated], arguments: argparse.Namespace, out: Path) -> None:
+def _show_scores(found: Mapping[str, Evaluated], arguments: argparse.Namespace) -> None:
     """Print all scores, then draw them."""
     from refocused.inference.comparison_pictures import draw_scores
 
@@ -100,16 +116,13 @@ def _show_scores(found: Mapping[str, Evaluated], arguments: argparse.Namespace, 
             {"model": request, "step": one.head.get("step"), "tasks": records(one.results)}
             for request, one in found.items()
         ]
-        print(json.dumps({"picture": str(out), "models": models}, indent=1))
+        print(json.dumps(picture_record(arguments) | {"models": models}, indent=1))
     else:
         for line in _table(_score_lines(rows)):
             print(line)
-    if not any(rows.values()):
-        return  # every item was skipped
-    with _drawing(out):
-        draw_scores(rows, out, steps=steps_of_one_run(found))
-    if not arguments.json:
-        print(f"{out}: drawn")
+    if any(rows.values()):  # else every item was skipped
+        steps = steps_of_one_run(found)
+        draw_picture(lambda file: draw_scores(rows, file, steps=steps), arguments)
 
 
 def steps_of_one_run(found: Mapping[str, Evaluated]) -> dict[str, int]:
@@ -147,7 +160,7 @@ def _score_lines(rows: Mapping[str, Mapping[str, Measure]]) -> list[list[str]]:
     return [["MODEL", *names], *lines]
 
 
-def _by_speed(arguments: argparse.Namespace, out: Path) -> int:
+def _by_speed(arguments: argparse.Namespace) -> int:
     from refocused.inference.comparison_pictures import draw_speed
     from refocused.inference.speed import measure_speed
 
@@ -171,16 +184,14 @@ def _by_speed(arguments: argparse.Namespace, out: Path) -> int:
         )
         del network
     if arguments.json:
-        content = {"picture": str(out), "device": world.device_name}
+        content = picture_record(arguments) | {"device": world.device_name}
         print(json.dumps(content | {"rows": [dataclasses.asdict(row) for row in rows]}, indent=1))
     else:
         heading = ["MODEL", "PARAMETERS", "LENGTH", "BATCH", "LATENCY", "READ", "WRITTEN", "MEMORY"]
         for line in _table([heading, *map(_speed_line, rows)]):
             print(line)
-    with _drawing(out):
-        draw_speed(rows, out)
-    if not arguments.json:
-        print(f"{out}: drawn ({dtype_of(arguments, world)} on {world.device_name})")
+        print(f"{dtype_of(arguments, world)} on {world.device_name}")
+    draw_picture(lambda file: draw_speed(rows, file), arguments)
     return ExitCode.OK
 
 

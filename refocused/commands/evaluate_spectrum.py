@@ -8,9 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from refocused.commands.arguments import Parser
-from refocused.commands.evaluate_compare import network_of
+from refocused.commands.evaluate_compare import (
+    check_picture,
+    draw_picture,
+    network_of,
+    picture_record,
+)
 from refocused.commands.run_catalog import add_local_option, add_run_options
-from refocused.errors import ConfigError, ExitCode, RefocusedError
+from refocused.errors import ExitCode
 
 ROW = "{:<32} {:>6} {:>28} {:>28}"
 
@@ -25,36 +30,28 @@ def add_spectrum_arguments(parser: Parser) -> None:
         "model", metavar="MODEL", help="as for evaluate, or a name in config/models"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE.png", help="the picture (default: spectrum.png)"
+        "--picture", "--out", type=Path, metavar="FILE.png", help="draw the horizons"
     )
     add_run_options(parser)
     add_local_option(parser)
 
 
 def run_spectrum(arguments: argparse.Namespace) -> int:
-    """Draw the spectrum, and say the shortest, median and longest of every part."""
-    out = arguments.out or Path("spectrum.png")
-    if out.suffix.lower() != ".png":
-        raise ConfigError(f"--out {out}: the picture is a PNG. Give it a name that ends in .png.")
+    """Print the shortest, median and longest horizon of every part, and draw them if asked."""
+    check_picture(arguments.picture)
     from refocused.models.spectrum_picture import draw_spectrum, spectra
 
     modules = spectra(network_of(arguments.model, arguments, dtype="fp32"))
-    try:
-        draw_spectrum(modules, out, title=arguments.model)
-    except OSError as error:
-        raise RefocusedError(
-            f"{out} cannot be written ({error.strerror}). Name another file with --out."
-        ) from error
     parts: list[Mapping[str, float | str]] = [
         {"part": one.name, **one.summary()} for one in modules
     ]
     if arguments.json:
-        print(json.dumps({"picture": str(out), "parts": parts}, indent=1))
-        return ExitCode.OK
-    print(ROW.format("PART", "MODES", "HORIZON IN TOKENS", "RADIANS A TOKEN").rstrip())
-    for part in parts:
-        print(_line(part))
-    print(f"{out}: drawn")
+        print(json.dumps(picture_record(arguments) | {"parts": parts}, indent=1))
+    else:
+        print(ROW.format("PART", "MODES", "HORIZON IN TOKENS", "RADIANS A TOKEN").rstrip())
+        for part in parts:
+            print(_line(part))
+    draw_picture(lambda file: draw_spectrum(modules, file, title=arguments.model), arguments)
     return ExitCode.OK
 
 

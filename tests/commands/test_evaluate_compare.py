@@ -40,7 +40,7 @@ def compare(capture: pytest.CaptureFixture[str], *arguments: object, code: int =
 
 def test_models_are_compared_by_tasks(models: Path, capsys: Any) -> None:
     out = models / "scores.png"
-    tasks = ("--tasks", models / "quiz.jsonl", "--out", out)
+    tasks = ("--tasks", models / "quiz.jsonl", "--picture", out)
     told = json.loads(compare(capsys, models / "bytes", models / "words", *tasks, "--json"))
     assert [one["model"] for one in told["models"]] == [f"{models}/bytes", f"{models}/words"]
     for one in told["models"]:
@@ -70,7 +70,7 @@ def test_a_model_that_no_item_fits_has_no_score(models: Path, capsys: Any) -> No
 
 def test_models_are_compared_by_speed(models: Path, capsys: Any) -> None:
     out = models / "speed.png"
-    options = ("--lengths", "8,95,500", "--batches", "2", "--new-tokens", "4", "--out", out)
+    options = ("--lengths", "8,95,500", "--batches", "2", "--new-tokens", "4", "--picture", out)
     rows = json.loads(compare(capsys, models / "bytes", *options, "--json"))["rows"]
     short, full, too_long = rows
     assert short["parameters"] == 22_968
@@ -80,9 +80,20 @@ def test_models_are_compared_by_speed(models: Path, capsys: Any) -> None:
     assert full["written_per_second"] is None  # no room for four tokens more
     assert too_long["latency_seconds"] is None
     assert out.read_bytes().startswith(PNG)
-    lines = compare(capsys, "ten_tiny", "--lengths", "8", "--batches", "1", "--out", out)
+    lines = compare(capsys, "ten_tiny", "--lengths", "8", "--batches", "1", "--picture", out)
     assert lines.splitlines()[0].split()[:4] == ["MODEL", "PARAMETERS", "LENGTH", "BATCH"]
     assert lines.splitlines()[1].split()[0] == "ten_tiny"
+
+
+def test_nothing_is_drawn_unless_a_picture_is_named(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    compare(capsys, models / "words", "--tasks", models / "quiz.jsonl")
+    compare(capsys, "ten_tiny", "--lengths", "8", "--batches", "1", "--new-tokens", "0")
+    assert main(["spectrum", "ten_tiny"]) == 0
+    assert "PART" in capsys.readouterr().out
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_speed_is_counted_by_the_clock() -> None:
@@ -151,8 +162,8 @@ def on_two_ranks(folder: Path, *arguments: object) -> Ended:
 @pytest.mark.slow
 def test_ranks_share_the_tasks_of_a_comparison(models: Path, tmp_path: Path, capsys: Any) -> None:
     given = (models / "bytes", models / "words", "--tasks", models / "quiz.jsonl", "--json")
-    alone = json.loads(compare(capsys, *given, "--out", tmp_path / "alone.png"))
-    ended = on_two_ranks(tmp_path, *given, "--out", tmp_path / "both.png", "--local_rank=0")
+    alone = json.loads(compare(capsys, *given, "--picture", tmp_path / "alone.png"))
+    ended = on_two_ranks(tmp_path, *given, "--picture", tmp_path / "both.png", "--local_rank=0")
     assert ended.codes == [0, 0], ended.everything
     assert ended.out[1] == ""
     for one, other in zip(alone["models"], json.loads(ended.out[0])["models"], strict=True):
@@ -172,7 +183,7 @@ def test_speed_is_not_measured_by_several_ranks(models: Path, tmp_path: Path) ->
 
 
 def test_what_was_measured_is_printed_though_it_cannot_be_drawn(models: Path, capsys: Any) -> None:
-    tasks = ("--tasks", str(models / "quiz.jsonl"), "--out", "/proc/none/a.png")
+    tasks = ("--tasks", str(models / "quiz.jsonl"), "--picture", "/proc/none/a.png")
     assert main(["compare", str(models / "words"), *tasks, "--device", "cpu"]) == 1
     out, err = capsys.readouterr()
     assert f"{models}/words" in out.splitlines()[1]
@@ -183,8 +194,12 @@ def test_what_was_measured_is_printed_though_it_cannot_be_drawn(models: Path, ca
     ("arguments", "code", "message"),
     [
         ((), 2, "compare: name models"),
-        (("x", "--out", "a.jpg"), 2, "--out a.jpg: the picture is a PNG"),
-        (("gpt2_tiny", "--lengths", "8", "--batches", "1", "--out", "/proc/a.png"), 1, "written"),
+        (("x", "--picture", "a.jpg"), 2, "--picture a.jpg: give it a name"),
+        (
+            ("gpt2_tiny", "--lengths", "8", "--batches", "1", "--picture", "/proc/a.png"),
+            1,
+            "written",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_message(

@@ -26,12 +26,12 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_table_and_a_picture_tell_the_horizons(folder: Path, capsys: Any) -> None:
     out = folder / "spectrum.png"
-    assert main(["spectrum", str(folder), "--out", str(out)]) == 0
+    assert main(["spectrum", str(folder), "--picture", str(out)]) == 0
     told = capsys.readouterr().out
     assert told.startswith(TABLE)
     assert told.splitlines()[-1] == f"{out}: drawn"
     assert out.read_bytes()[:4] == b"\x89PNG"
-    assert main(["spectrum", str(folder), "--out", str(out), "--json"]) == 0
+    assert main(["spectrum", str(folder), "--picture", str(out), "--json"]) == 0
     parts = json.loads(capsys.readouterr().out)["parts"]
     assert [part["part"] for part in parts] == [f"model.layers.{i}.mixer.cells.0" for i in (0, 1)]
     assert 50 < parts[0]["longest_tokens"] < 100
@@ -40,9 +40,9 @@ def test_a_table_and_a_picture_tell_the_horizons(folder: Path, capsys: Any) -> N
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["{model}", "--out", "spectrum.jpg"], 2, "the picture is a PNG"),
-        (["{model}", "--out", "/nowhere/spectrum.png"], 1, "cannot be written"),
-        (["gpt2_tiny", "--out", "spectrum.png"], 2, "positions meet by attention"),
+        (["{model}", "--picture", "spectrum.jpg"], 2, "give it a name that ends in .png"),
+        (["{model}", "--picture", "/nowhere/spectrum.png"], 1, "cannot be written"),
+        (["gpt2_tiny", "--picture", "spectrum.png"], 2, "positions meet by attention"),
     ],
 )
 def test_what_cannot_be_drawn_is_said(
