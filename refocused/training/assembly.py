@@ -200,6 +200,7 @@ def assemble_parts(
         throughput=throughput,
         time_book=TimeBook(throughput, phases),
         world=world,
+        dry_run=job.request.dry_run,
     )
     _say_computation(built, reporter, precision=config.precision)
     saver = Saver(

@@ -48,8 +48,9 @@ class Reporter:
         throughput: Throughput,
         time_book: TimeBook,
         world: World,
+        dry_run: bool = False,
     ) -> None:
-        """Open the run's files on rank 0."""
+        """Open the run's files on rank 0; a dry run has none, and only speaks."""
         self._figures = figures
         self._throughput = throughput
         self._steps = StepFigures(figures, engine=engine, throughput=throughput)
@@ -67,7 +68,7 @@ class Reporter:
         self._more_of_state: Callable[[], Mapping[str, object]] = dict
         self._metrics = self._performance = self._events = None
         self._trackers: Trackers | None = None
-        if world.is_first:
+        if world.is_first and not dry_run:
             self._metrics = JsonLines(folder / "logs" / "training_metrics.jsonl")
             self._performance = JsonLines(folder / PERFORMANCE_FILE)
             self._events = JsonLines(folder / "logs" / "events.jsonl")
@@ -228,9 +229,9 @@ class Reporter:
         """Record something that happened; the screen gets its text, unless that is empty."""
         if self._events is not None:
             self._events.write({"kind": kind, "text": text, **facts})
-            if text:
-                level = logging.WARNING if kind.endswith(("failed", "warning")) else logging.INFO
-                logger.log(level, "%s", text)
+        if self._world.is_first and text:
+            level = logging.WARNING if kind.endswith(("failed", "warning")) else logging.INFO
+            logger.log(level, "%s", text)
 
     def write_state(self, state: TrainState, status: str, **facts: object) -> None:
         """Replace `state.json`, which tells other programs where the run is."""

@@ -207,6 +207,8 @@ def _free_name(job: Job) -> str:
         if mark.exists() and mark.read_text().strip() == base:
             return other.folder.name
         if not other.folder.exists() and not assemble_catalog(other).entries():
+            if job.request.dry_run:
+                return other.folder.name
             other.folder.mkdir(parents=True)
             write_bytes_atomic(mark, f"{base}\n".encode())
             return other.folder.name

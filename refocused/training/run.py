@@ -80,7 +80,8 @@ def _open(
     loaded, planned, plan = _planned(loaded, request, world)
     config = loaded.config
     folder = Path(config.run.directory) / config.run.name
-    world.together(lambda: _open_folder(folder, world))
+    if not request.dry_run:
+        world.together(lambda: _open_folder(folder, world))
     world = find_keepers(folder, world)
     require_one_mirror(config.checkpoint.mirror, world)
     session.presence.tell(run=str(folder))

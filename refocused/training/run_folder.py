@@ -69,10 +69,14 @@ def require_one_mirror(mirror: str | None, world: World) -> None:
 
 
 def _signs_seen(folder: Path, world: World, *, nodes: int) -> list[set[int]]:
-    """Return, for each rank, the machines whose first rank's new file it sees in a folder."""
+    """Return, for each rank, the machines whose first rank's new file it sees in a folder.
+
+    A folder that is made for this is removed again.
+    """
     token = world.broadcast(secrets.token_hex(4))
     signs = [folder / f".seen-{token}-{node}" for node in range(nodes)]
     mine = signs[world.node]
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
 
     def write() -> None:
         if world.is_first_on_node:
@@ -82,10 +86,16 @@ def _signs_seen(folder: Path, world: World, *, nodes: int) -> list[set[int]]:
 
     try:
         world.together(write)
-        return world.gather({node for node, sign in enumerate(signs) if sign.exists()})
+        seen = world.gather({node for node, sign in enumerate(signs) if sign.exists()})
     finally:
         if world.is_first_on_node:
             mine.unlink(missing_ok=True)
+    world.barrier()
+    for path in missing if world.is_first_on_node else ():
+        with contextlib.suppress(OSError):  # another machine removed it, or it is not empty
+            path.rmdir()
+    world.barrier()
+    return seen
 
 
 def _on_every_rank(text: str) -> ConfigError:

@@ -37,7 +37,7 @@ def test_the_keepers_are_rank_0_or_the_first_rank_of_each_machine(
     assert [world.keepers for world in found] == [2 if apart else 1] * 2
     assert [world.keeps for world in found] == [True, apart]
     assert [world.keeper for world in found] == [0, int(apart)]
-    assert [list(folder.iterdir()) for folder in folders] == [[], []]
+    assert not any(folder.exists() for folder in folders)  # made for the question alone
 
 
 def test_ranks_of_one_machine_see_one_folder(tmp_path: Path) -> None:
