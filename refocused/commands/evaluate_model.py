@@ -26,7 +26,7 @@ from refocused.commands.run_catalog import add_local_option, add_run_options
 from refocused.errors import ExitCode
 
 if TYPE_CHECKING:
-    from refocused.inference.evaluation import Evaluation, TimedResult
+    from refocused.inference.evaluation import TimedResult
     from refocused.inference.model import LoadedModel
     from refocused.inference.tasks import TaskFile
     from refocused.world import World
@@ -48,8 +48,8 @@ class Evaluated:
 def add_evaluate_arguments(parser: Parser) -> None:
     """Describe the command line."""
     parser.epilog = (
-        "`evaluate compare --help`: several models. On several GPUs: deepspeed --num_gpus N "
-        "launch/evaluate.py ..."
+        "Without --tasks: the loss on the validation set of the model's run. `evaluate compare "
+        "--help`: several models. On several GPUs: deepspeed --num_gpus N launch/evaluate.py ..."
     )
     parser.add_argument(
         "model",
@@ -91,12 +91,12 @@ def evaluated(
     is_untrained: bool = False,
     label: str = "",
 ) -> Evaluated:
-    """Put tasks to one model, which leaves the memory again.
+    """Put tasks to one model, or its run's validation set; then it leaves the memory again.
 
     Args:
         request: As `model_source` takes it.
         arguments: How to load and to ask it.
-        tasks: Which.
+        tasks: Which; none: the validation set.
         world: The ranks that share the work; all must call.
         is_untrained: Ask one of its shape with random weights.
         label: What the line of progress begins with.
@@ -111,10 +111,20 @@ def evaluated(
     dtype = dtype_of(arguments, world)
     model = world.together(
         lambda: load_model(
-            source, dtype=dtype, device=str(world.device), tokenizer=tokenizer_choice(arguments)
+            source,
+            dtype=dtype,
+            device=str(world.device),
+            tokenizer=tokenizer_choice(arguments),
+            without_tokenizer=not tasks,
         )
     )
     model = untrained(model) if is_untrained else model
+    if not tasks:
+        from refocused.commands.run_validation import measure_validation
+
+        result = measure_validation(model, arguments, world)
+        context = model.trained_length or model.network.config.max_position_embeddings
+        return Evaluated(_head(model, context, world, dtype), [result])
     evaluation = world.together(lambda: Evaluation(model, settings_of(arguments)))
     warning = model.beyond_training(evaluation.context_tokens)
     if warning is not None and world.is_first:
@@ -123,7 +133,7 @@ def evaluated(
     results = evaluation.run(
         tasks, world=world, progress=lambda task, *count: line.show(label + task, *count)
     )
-    return Evaluated(_head(model, evaluation, world, dtype), results)
+    return Evaluated(_head(model, evaluation.context_tokens, world, dtype), results)
 
 
 def records(results: Sequence[TimedResult]) -> dict[str, Any]:
@@ -138,13 +148,13 @@ def records(results: Sequence[TimedResult]) -> dict[str, Any]:
     }
 
 
-def _head(model: LoadedModel, evaluation: Evaluation, world: World, dtype: str) -> dict[str, Any]:
+def _head(model: LoadedModel, context: int, world: World, dtype: str) -> dict[str, Any]:
     return {
         "model": str(model.source),
         **{name: model.facts[name] for name in ("run", "step", "tokens") if name in model.facts},
         "trained": model.is_trained,
         "parameters": model.network.num_parameters(),
-        "context_tokens": evaluation.context_tokens,
+        "context_tokens": context,
         "trained_sequence_length": model.trained_length,
         "dtype": dtype,
         "device": world.device_name,

@@ -67,14 +67,16 @@ def add_machine_options(parser: Parser) -> None:
 
 
 def tasks_of(arguments: argparse.Namespace) -> list[TaskFile]:
-    """Find the tasks that the command line names.
+    """Find the tasks that the command line names; none without `--tasks`.
 
     Raises:
-        ConfigError: It names none, or an unknown one, or a file is not there.
+        ConfigError: `--tasks` names none, or an unknown one, or a file is not there.
     """
     from refocused.inference.tasks import find_tasks
 
-    named = [name.strip() for name in (arguments.tasks or "").split(",")]
+    if arguments.tasks is None:
+        return []
+    named = [name.strip() for name in arguments.tasks.split(",")]
     requests = [name for name in named if name]
     if not requests:
         raise ConfigError("--tasks: name at least one, as hellaswag=FILE.jsonl or a FILE.txt.")

@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import statistics
 from collections.abc import Iterator
 
 import torch
 
-from refocused.batches.batch import IGNORED_LABEL, Batch
+from refocused.batches.batch import Batch
 from refocused.batches.read_ahead import ReadAhead
 from refocused.errors import TrainingError
 from refocused.training.fetching import fetch_together
 from refocused.training.loss_check import SavedLoss, measure_windows
+from refocused.training.loss_sums import LossSums, ValidationLoss
 from refocused.training.parts import Parts
 from refocused.training.state import TrainState
 from refocused.training.stopping import StopRequest
 
 BATCHES_READY = 2
 FIRST_LOSS_TOLERANCE = 0.3  # nats; a right initialisation lands within 0.1 of the formula
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ValidationLoss:
-    """Mean losses over all ranks, in nats a token.
-
-    Attributes:
-        mean: Over all windows.
-        by_source: Over those of each source of a mixture.
-    """
-
-    mean: float
-    by_source: dict[str, float]
 
 
 def validate(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
@@ -49,32 +36,14 @@ def validate(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
 
 def validation_loss(parts: Parts, stop: StopRequest) -> ValidationLoss | None:
     """Return the losses over all ranks; None without data or when asked to stop."""
-    sums: dict[str | None, list[float]] = {}  # by source: total loss and tokens, on this rank
+    losses = LossSums()
     with contextlib.closing(ReadAhead(_one_by_one(parts), ready=BATCHES_READY)) as ahead:
         while batches := fetch_together(parts.world, ahead.take, stop):
             (batch,) = batches
-            loss = parts.engine.validation_loss(batch.input_ids, batch.labels)
-            counted = int((batch.labels != IGNORED_LABEL).sum())
-            own = sums.setdefault(batch.source, [0.0, 0.0])
-            own[0] += float(loss) * counted
-            own[1] += counted
+            losses.add(batch, parts.engine.validation_loss(batch.input_ids, batch.labels))
             if stop.agreed():
                 return None
-    if batches is None:
-        return None
-    # Every rank has batches of the same sources, in the same order.
-    flat = parts.world.total([number for own in sums.values() for number in own])
-    losses, tokens = flat[0::2], flat[1::2]
-    if not sum(tokens):
-        return None
-    return ValidationLoss(
-        mean=sum(losses) / sum(tokens),
-        by_source={
-            name: total / counted
-            for name, total, counted in zip(sums, losses, tokens, strict=True)
-            if name is not None and counted
-        },
-    )
+    return None if batches is None else losses.mean(parts.world)
 
 
 def _one_by_one(parts: Parts) -> Iterator[list[Batch]]:

@@ -69,7 +69,7 @@ def test_a_person_sees_a_line_a_task(model: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ((), 2, "--tasks: name at least one"),
+        ((), 2, "is not from a run here, so that it has no validation set. Name at least one"),
         (("--tasks", " ,"), 2, "--tasks: name at least one"),
         (("--tasks", "piqa"), 2, "name its file, piqa=FILE"),
         (("--tasks", "{}/broken.jsonl"), 1, "broken.jsonl:1: it is no JSON"),

@@ -85,7 +85,15 @@ def test_tasks_and_samples_of_a_run_under_zero_3(
     assert (alone["model"], alone["step"]) == ("6", 6)
     quiz = after["tasks"]["multiple_choice"]["acc"]
     assert alone["tasks"]["multiple_choice"]["acc"] == pytest.approx(quiz)
-    assert (tmp_path / "comparison.png").is_file()
+
+    assert main(["tiny", "--device", "cpu", "--json"]) == 0
+    (name,) = (validation := json.loads(capsys.readouterr().out)["tasks"])
+    assert (name, validation[name]["items"]) == ("validation", 8)
+    last = validations[-1]
+    assert validation[name]["loss"]["value"] == pytest.approx(last["validation_loss"], rel=1e-5)
+    assert validation[name]["perplexity"]["value"] == pytest.approx(last["perplexity"], rel=1e-5)
+    assert main(["tiny", "--device", "cpu", "--context", "16"]) == 2
+    assert "--context goes with --tasks" in capsys.readouterr().err
 
 
 def test_tasks_that_a_stop_cut_short_are_made_up_for_once(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.errors import CheckpointError, TrainingError
 from refocused.models.build import build_model
 from refocused.training.loss_check import SavedLoss, measure_saved_loss, read_saved_loss
+from refocused.training.loss_sums import ValidationLoss
 from refocused.training.stopping import StopRequest
 from refocused.training.validation import (
-    ValidationLoss,
     check_first_loss,
     check_resumed_loss,
     validation_loss,

@@ -1,0 +1,100 @@
+"""The loss of a model on the validation set of its run, measured as training measures it."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+
+from refocused.config.batch_plan import BatchPlan
+from refocused.config.decode import read_run
+from refocused.config.run import RunConfig
+from refocused.errors import ConfigError
+from refocused.inference.bucket_copy import FOLDER
+from refocused.inference.evaluation import TimedResult
+from refocused.inference.model import LoadedModel
+from refocused.inference.multiple_choice import Measure, TaskResult
+from refocused.models.causal_lm import CausalLM
+from refocused.monitoring.metrics import perplexity
+from refocused.training.data import DataParts, build_data
+from refocused.training.loss_sums import LossSums
+from refocused.world import World
+
+RUN_FILE = "run.yaml"
+NAME_TASKS = "Name at least one task: --tasks hellaswag=FILE.jsonl or --tasks FILE.txt."
+
+
+def measure_validation(
+    model: LoadedModel, arguments: argparse.Namespace, world: World
+) -> TimedResult:
+    """Measure a model on the validation windows of its run; every rank must call.
+
+    Raises:
+        RefocusedError: On every rank: the model is from no run, the run has no validation set, its
+            data cannot be read, or an option is given that only tasks have.
+    """
+    for option in ("context", "stride", "data"):
+        if getattr(arguments, option) is not None:
+            raise ConfigError(f"--{option} goes with --tasks. Name tasks, or leave it out.")
+    config = world.together(lambda: _run_of(model.source))
+    windows = min(config.evaluation.windows, arguments.limit or config.evaluation.windows)
+    micro = config.batch.micro
+    data = build_data(
+        config.data.model_copy(update={"disk_limit_gb": None}),  # trains nothing
+        plan=BatchPlan(
+            micro=arguments.batch if micro == "auto" else min(micro, arguments.batch),
+            accumulation=1,
+            world_size=world.world_size,
+            sequence_length=config.model.sequence_length,
+        ),
+        world=world,
+        vocabulary=model.network.config.vocab_size,
+        seed=config.run.seed,
+        steps=config.run.steps,
+        evaluation_windows=windows,
+        credentials_file=arguments.gcs_credentials,
+        project=arguments.gcp_project,
+    )
+    began = time.monotonic()
+    try:
+        losses = world.together(lambda: _losses(model, data, config, world))
+    finally:
+        data.cache.close()
+    loss = losses.mean(world)
+    if loss is None:
+        raise ConfigError(f"{model.source}: its run keeps no data for validation. {NAME_TASKS}")
+    measures = {"loss": loss.mean, "perplexity": perplexity(loss.mean)}
+    measures |= {f"{source} loss": own for source, own in loss.by_source.items()}
+    count = sum(len(source.validation.windows) for source in data.sources)
+    named = {name: Measure(value, None) for name, value in measures.items()}
+    return TimedResult(TaskResult("validation", count, 0, named), time.monotonic() - began)
+
+
+def _run_of(source: Path) -> RunConfig:
+    """Read the settings that a model was trained with.
+
+    Raises:
+        ConfigError: It is neither a checkpoint nor the final model of a run.
+    """
+    file = (source.parent if source.name == FOLDER else source) / RUN_FILE
+    if not file.is_file():
+        raise ConfigError(
+            f"{source} is not from a run here, so that it has no validation set. {NAME_TASKS}"
+        )
+    return read_run(file)
+
+
+def _losses(model: LoadedModel, data: DataParts, config: RunConfig, world: World) -> LossSums:
+    network = CausalLM(
+        model.network,
+        chunk_tokens=config.model.head_chunk_tokens,
+        document_id=config.data.document_id if config.data.mask_documents else None,
+    )
+    losses = LossSums()
+    with torch.inference_mode():
+        for batch in data.validation_batches():
+            inputs, labels = batch.input_ids.to(world.device), batch.labels.to(world.device)
+            losses.add(batch, network(inputs, labels))
+    return losses
