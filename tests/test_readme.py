@@ -1,0 +1,173 @@
+"""README.md's blocks run as they are printed, but for what needs a GPU, a bucket or a key."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from ranks import ROOT, metrics
+from shards.text_samples import tiny_bpe
+
+from refocused.config.data import DataConfig
+
+# By the first line of a block: what it needs that a test does not have.
+NEEDS = {"./launch/setup_environment.sh": r"--num_gpus \d+ .*gs://.*--gcs-credentials"}
+TRAIN, TEST = "./launch/train.sh", "./launch/test.sh"
+FEWER_STEPS = (
+    "run.steps=20 schedule.warmup_steps=5 log.interval=10 checkpoint.interval=10 "
+    "evaluation.interval=10 evaluation.windows=16 evaluation.sample_tokens=8 precision.dtype=fp32"
+)
+PLACED = {"texts", "bpe", "old", "book.txt", "val.jsonl"}
+DRAWN = {"tokens.png", "curve.png"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    kind: str
+    text: str
+
+    @property
+    def first_line(self) -> str:
+        return self.text.splitlines()[0]
+
+    @property
+    def commands(self) -> str:
+        """What a shell is to run; empty for a block that shows something else."""
+        if self.kind == "bash":
+            return self.text
+        lines = self.text.splitlines() if self.kind == "console" else []
+        return "".join(f"{line[2:]}\n" for line in lines if line.startswith("$ "))
+
+    @property
+    def needs(self) -> str | None:
+        return NEEDS.get(self.first_line)
+
+
+def blocks() -> list[Block]:
+    text = (ROOT / "README.md").read_text()
+    return [Block(*found) for found in re.findall(r"^```(.*)\n((?s:.*?))^```$", text, re.M)]
+
+
+def test_every_block_is_run_shown_or_needs_what_a_test_does_not_have() -> None:
+    found = blocks()
+    assert {block.kind for block in found} == {"bash", "console", "text", "yaml"}
+    assert sorted(block.first_line for block in found if block.needs) == sorted(NEEDS)
+    for block in found:
+        if block.needs:
+            assert re.search(block.needs, block.text, re.S), block
+        elif block.kind == "yaml":
+            DataConfig(**yaml.safe_load(block.text)["data"])
+        else:
+            without_comments = re.sub(r"\s#.*", "", block.commands)
+            assert not re.search(r"gs://|--num_gpus|credentials", without_comments), block
+            assert bool(without_comments) == (block.kind != "text")
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """A checkout that was set up, on a machine whose own Python has no packages."""
+
+    folder: Path
+    python: Path
+
+    def run(self, commands: str) -> str:
+        """Run commands as somebody would type them; return what they printed."""
+        done = subprocess.run(
+            ["bash", "-euc", commands],
+            cwd=self.folder,
+            env={
+                **os.environ,
+                "PATH": f"{self.python}:{os.environ['PATH']}",
+                "PYTHONPATH": str(self.folder),  # `.venv` has this package installed from here
+            },
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{commands}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Copy:
+    listed = "git ls-files -z --cached --others --exclude-standard"
+    names = subprocess.run(listed.split(), cwd=ROOT, capture_output=True, text=True, check=True)
+    folder = tmp_path / "copy"
+    for name in names.stdout.strip("\0").split("\0"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    (folder / ".venv").mkdir()
+    for name in ("bin", "include", "lib", "lib64", "pyvenv.cfg"):
+        (folder / ".venv" / name).symlink_to(Path(sys.prefix) / name)
+    python = tmp_path / "bare" / "bin"
+    venv.create(python.parent, symlinks=True)
+    copied = Copy(folder, python)
+    # As setup_environment.sh leaves it, which would install everything otherwise.
+    wanted = 'echo "$(cat requirements_training.txt pyproject.toml | cksum) $(python3 --version)"'
+    copied.run(f"{wanted} > .venv/.installed")
+    place_files(folder)
+    return copied
+
+
+def place_files(folder: Path) -> None:
+    """Write what the commands of the README read beside the data of the demonstration."""
+    tiny_bpe(folder / "bpe")
+    sources = sorted(
+        path for name in ("refocused", "tests") for path in (ROOT / name).rglob("*.py")
+    )
+    (folder / "texts").mkdir()
+    for number, file in enumerate(sources):  # more than the 1,048,576 tokens of a usual step
+        shutil.copy(file, folder / "texts" / f"{number}.txt")
+    (folder / "old").mkdir()
+    rows = np.arange(40, dtype=np.int32).reshape(4, 10)
+    np.savez(folder / "old" / "rows.npz", input_ids=rows, attention_mask=np.ones_like(rows))
+    (folder / "book.txt").write_text((ROOT / "README.md").read_text()[:2000])
+    item = {"ctx": "def main", "endings": ["() -> int:", "() -> str:"] * 2, "label": 0}
+    (folder / "val.jsonl").write_text((json.dumps(item) + "\n") * 4)
+
+
+def labels(text: str) -> Iterator[str]:
+    """Return the word that each line of a run begins with."""
+    return (line.split()[0] for line in text.splitlines() if line.strip())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_blocks_run_as_they_are_printed(copy: Copy) -> None:
+    demonstration, screen, *others = (block for block in blocks() if not block.needs)
+    assert re.findall(r"^\S+", demonstration.commands, re.M) == [TRAIN, TEST]
+    printed = copy.run(demonstration.first_line.replace(TRAIN, f"{TRAIN} {FEWER_STEPS}"))
+    there = labels(printed)
+    missing = [label for label in labels(screen.text) if label not in there]
+    assert missing == [], printed  # the lines of the README, in its order
+
+    outputs = {}
+    for block in others:
+        if block.commands:
+            outputs[block] = copy.run(block.commands)
+        if block.kind == "console":
+            heading = block.text.splitlines()[1]
+            assert outputs[block].splitlines()[0].split() == heading.split()
+
+    best = min(
+        one["validation_loss"] for one in metrics(copy.folder / "runs/demo", "validation").values()
+    )
+    told = next(text for text in outputs.values() if "validation  " in text)
+    loss = re.search(r"^validation +16 items  loss (\d\.\d+)", told, re.M)
+    assert loss is not None, told
+    assert float(loss[1]) == pytest.approx(best, abs=0.01)
+
+    tracked = {path.name for path in ROOT.iterdir()} - {"runs", "data"}
+    new = {path.name for path in copy.folder.iterdir()} - tracked
+    assert new == PLACED | DRAWN | {"runs", "data"}
