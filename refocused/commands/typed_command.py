@@ -19,7 +19,7 @@ def with_resume_value(typed: Sequence[str]) -> list[str]:
     A setting after it (`--resume run.steps=9`) is not its value.
     """
     given = []
-    for word, following in zip(typed, [*typed[1:], "--"], strict=True):
+    for word, following in zip(typed, [*typed, "--"][1:], strict=True):
         is_bare = dashed(word) in RESUME and (following.startswith("-") or is_override(following))
         given.append(f"{word}=latest" if is_bare else word)
     return given

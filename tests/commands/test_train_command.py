@@ -87,6 +87,7 @@ def test_settings_may_stand_anywhere(file: str) -> None:
 @pytest.mark.parametrize(
     ("given", "resume", "overrides"),
     [
+        ([], "auto", []),
         (["--resume"], "latest", []),
         (["--resume", "--max-steps", "5"], "latest", []),
         (["--resume", "run.steps=9"], "latest", ["run.steps=9"]),
