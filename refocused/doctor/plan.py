@@ -96,18 +96,16 @@ def judge_plan(
 
 
 def fitting_on_gpus(loaded: LoadedRun, choice: Choice, *, ranks: int, memory_bytes: float) -> str:
-    """Say with which settings, or with how many GPUs, a step fits their memory."""
+    """Say with which settings a step fits the GPUs' memory."""
 
     def fits(run: LoadedRun, number: int) -> bool:
         planned = plan_choice(run, ranks=number, memory_bytes=memory_bytes)
         return planned.memory.fits(memory_bytes)
 
-    for number in (ranks * 2**power for power in range(8)):
-        settings = settings_that_fit(loaded, micro=choice.micro, ranks=number, fits=fits)
-        if settings is not None:
-            on = "" if number == ranks else f" on {number} such GPUs"
-            return f"It fits{on} with: {settings}" if settings else f"It fits{on}."
-    return "Lower model.sequence_length, or take a smaller model.preset or larger GPUs."
+    settings = settings_that_fit(loaded, micro=choice.micro, ranks=ranks, fits=fits)
+    if settings is not None:
+        return f"It fits with: {settings}"
+    return "Lower model.sequence_length, or take a smaller model.preset or more or larger GPUs."
 
 
 def plan_failure(error: ConfigError) -> Finding:

@@ -80,16 +80,10 @@ def compile_blocks(
     blocks = [module for module in model.modules() if isinstance(module, block_class)]
     began = time.monotonic()
     graph = _compiled(block_class, backend)
-    args, named = _inputs_of(model, blocks[0], batch_shape)
-    move = _mover(world.device, DTYPES[dtype])
-
-    def try_out() -> None:
-        trial = copy.deepcopy(blocks[0]).to(world.device, DTYPES[dtype])
-        if is_partitioned:
-            _hold_as_zero_3(trial)
-        _try(trial, graph, move(args), {name: move(value) for name, value in named.items()})
-
-    reasons = world.gather(_failure(try_out))
+    inputs = _inputs_of(model, blocks[0], batch_shape)
+    reasons = world.gather(
+        _failure(lambda: _try(blocks[0], inputs, graph, dtype, is_partitioned, world))
+    )
     reason = next((reason for reason in reasons if reason), None)
     if reason is not None:
         if choice == "on" and not all(world.gather(_has_compiler())):
@@ -150,15 +144,25 @@ def _failure(attempt: Callable[[], None]) -> str | None:
 
 
 def _try(
-    block: nn.Module, graph: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
+    block: nn.Module,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    graph: Callable[..., Any],
+    dtype: str,
+    is_partitioned: bool,
+    world: World,
 ) -> None:
-    """Run a block forward and backward as training will, and forward as validation will."""
-    hidden, *rest = args
-    output = graph(block.train(), hidden.requires_grad_(), *rest, **named)
+    """Run a copy of a block forward and backward as training will, forward as validation will."""
+    move = _mover(world.device, DTYPES[dtype])
+    trial = copy.deepcopy(block).to(world.device, DTYPES[dtype])
+    if is_partitioned:
+        _hold_as_zero_3(trial)
+    hidden, *rest = (move(value) for value in inputs[0])
+    named = {name: move(value) for name, value in inputs[1].items()}
+    output = graph(trial.train(), hidden.requires_grad_(), *rest, **named)
     output = output[0] if isinstance(output, tuple) else output
     output.float().sum().backward()
     with torch.no_grad():
-        graph(block.eval(), hidden.detach(), *rest, **named)
+        graph(trial.eval(), hidden.detach(), *rest, **named)
 
 
 def _hold_as_zero_3(block: nn.Module) -> None:

@@ -80,4 +80,4 @@ class SamplesTail:
 
 
 def _key(record: Record) -> _Key:
-    return record.get("kind"), str(record.get("index"))
+    return str(record.get("kind")), str(record.get("index"))

@@ -99,7 +99,7 @@ def test_tasks_whose_files_are_elsewhere_are_named(
     ]
     (tmp_path / "mine.jsonl").write_text("{}\n")
     assert main(["--config", RUN, tasks, TOKENIZER]) == 1
-    assert "mine.jsonl:1: it has no text `ctx`" in capsys.readouterr().err
+    assert "mine.jsonl:1: it has no list of texts `endings`" in capsys.readouterr().err
 
 
 def test_the_days_of_the_prices_are_told_and_that_nobody_checked_them(

@@ -151,7 +151,7 @@ def test_a_run_is_printed_where_no_file_is_wanted(
     ("arguments", "said"),
     [
         ([], "either a source or --tokens"),
-        (["--tokens", "1e9", "--gpu", "GTX 1"], "Known are A100 40GB"),
+        (["--tokens", "1e9", "--gpu", "GTX 1"], "Choose one of: A100 40GB"),
         (["--tokens", "1e9", "--preset", "gpt5"], "no file gpt5.json"),
         (["--tokens", "1e9", "--out", "x.yaml"], "Give a source in place of --tokens"),
         (["--tokens", "1e9", "--preset", "demo_gpt2", "--sequence-length", "512"], "up to 256"),

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 
 import pytest
@@ -44,13 +43,17 @@ def test_the_precision_and_its_reason(dtype: str, level: str, words: str) -> Non
     assert finding.text.startswith(words)
 
 
+def fast(*settings: str) -> LoadedRun:
+    return load_run("gpt2_1b_8xh100_fast", ["batch.micro=4", *settings])
+
+
 def planned(loaded: LoadedRun, *, memory_bytes: float | None, ranks: int = 8) -> Finding:
     choice = plan_choice(loaded, ranks=ranks, memory_bytes=memory_bytes)
     return judge_plan(loaded, choice, ranks=ranks, memory_bytes=memory_bytes)
 
 
 def test_plan_of_a_shipped_run() -> None:
-    loaded = load_run("gpt2_1b_8xh100_fast")
+    loaded = fast()
     needed = plan_choice(loaded, ranks=8, memory_bytes=80e9).memory.peak
     assert planned(loaded, memory_bytes=80e9).level == "ok"
     assert planned(loaded, memory_bytes=None).level == "ok"
@@ -58,18 +61,8 @@ def test_plan_of_a_shipped_run() -> None:
     finding = planned(loaded, memory_bytes=needed * 0.9)
     assert finding.level == "fail"
     settings = str(finding.fix).removeprefix("It fits with: ").split()
-    mended = load_run("gpt2_1b_8xh100_fast", settings)
+    mended = fast(*settings)
     assert planned(mended, memory_bytes=needed * 0.9).level != "fail"
-
-
-def test_more_gpus_are_named_where_no_setting_helps() -> None:
-    name, on_one = "gpt2_1b_8xh100_fast", {"ranks": 1, "memory_bytes": 6e9}
-    finding = planned(load_run(name), **on_one)  # type: ignore[arg-type]
-    assert finding.fix is not None
-    gpus, settings = re.findall(r"It fits on (\d+) such GPUs with: (.*)", finding.fix)[0]
-    mended = load_run(name, settings.split())
-    assert planned(mended, ranks=int(gpus), memory_bytes=6e9).level == "ok"
-    assert planned(mended, **on_one).level != "ok"  # type: ignore[arg-type]
 
 
 def test_an_offload_without_need_is_told() -> None:
@@ -78,7 +71,7 @@ def test_an_offload_without_need_is_told() -> None:
 
 
 def host(*settings: str, device: Device, ranks: int = 2) -> HostPlan:
-    run = load_run("gpt2_1b_8xh100_fast", settings)
+    run = fast(*settings)
     choice = plan_choice(run, ranks=ranks, memory_bytes=None)
     return host_plan(run, choice, ranks=ranks, ranks_here=ranks, device=device)
 
@@ -96,7 +89,7 @@ def test_the_host_holds_offloads_and_copies_of_all_its_ranks() -> None:
 
 
 def test_a_cpu_computes_in_the_hosts_memory() -> None:
-    run = load_run("gpt2_1b_8xh100_fast")
+    run = fast()
     memory = plan_choice(run, ranks=2, memory_bytes=None).memory
     assert host(device="cpu").tensors == 2 * memory.peak
     offloaded = host("zero.offload_optimizer=cpu", device="cpu")
@@ -111,7 +104,7 @@ OFFLOADED = (
 
 def shortage(*settings: str, left: float, ranks: int = 2) -> Finding | None:
     return host_shortage(
-        load_run("gpt2_1b_8xh100_fast", settings),
+        fast(*settings),
         ranks=ranks,
         ranks_here=ranks,
         device="cpu",
@@ -134,11 +127,11 @@ def test_settings_that_are_named_fit(left: float) -> None:
     ranks = 1 if "RANKS=1" in settings else 2
     settings = [one for one in settings if one != "RANKS=1"]
     assert shortage(*OFFLOADED, *settings, left=left, ranks=ranks) is None
-    for setting in settings:  # each is needed
-        fewer = [one for one in settings if one != setting]
+    for part in {setting.partition("=")[0].partition("_")[0] for setting in settings}:
+        fewer = [one for one in settings if not one.startswith(part)]  # each is needed
         assert shortage(*OFFLOADED, *fewer, left=left, ranks=ranks) is not None
-    steps = load_run("gpt2_1b_8xh100_fast", [*OFFLOADED, *settings]).config.batch
-    before = load_run("gpt2_1b_8xh100_fast", OFFLOADED).config.batch
+    steps = fast(*OFFLOADED, *settings).config.batch
+    before = fast(*OFFLOADED).config.batch
     if before.accumulation is not None:
         assert isinstance(before.micro, int) and isinstance(steps.micro, int)
         assert steps.accumulation is not None
@@ -153,7 +146,7 @@ def test_a_run_that_fits_to_the_byte_is_not_refused() -> None:
 
 def test_gpus_that_are_not_known_yet_are_not_planned_for() -> None:
     """An offload may be what makes the run fit its GPUs."""
-    run = load_run("gpt2_1b_8xh100_fast", ["zero.offload_optimizer=cpu", "checkpoint.async=true"])
+    run = fast("zero.offload_optimizer=cpu", "checkpoint.async=true")
 
     def fix(left: float, gpu_bytes: float | None) -> str:
         found = host_shortage(
