@@ -100,12 +100,6 @@ def place_problems(
             problems[setting] = f"{setting}: {error}"
     for setting, data in sources.items():
         if setting in buckets and not places[setting].startswith("gs://") and data.prepare is None:
-            if Path(data.cache).resolve().is_relative_to(Path(places[setting]).resolve()):
-                problems[setting] = (
-                    f"data.cache: {data.cache} lies inside {setting}={places[setting]}, and would "
-                    "add token files to it. Set data.cache to another folder."
-                )
-                continue
             known = None if config.model.vocabulary == "auto" else loaded.shape.vocabulary
             problem = _problem_of_files(buckets[setting], data, vocabulary=known)
             if problem is not None:

@@ -84,7 +84,7 @@ def guard_partitioned(optimizer: Any, guard: FiniteUpdates) -> None:
         replaced["clip_tensors_by_global_norm"] = _clip_on_the_device
 
     def unasking_step(*args: Any, **named: Any) -> None:
-        with _replaced(module, replaced), _ordered_gathering():
+        with _replaced(module, replaced):
             step(*args, **named)
 
     # Stages 1 and 2: the same question once more, by a pass over all gradients.
@@ -103,22 +103,6 @@ def _clip_on_the_device(
     factor = torch.clamp(max_norm / (global_norm + 1e-6), max=1.0)
     torch._foreach_mul_([tensor.detach() for tensor in input_tensors], factor)
     return global_norm
-
-
-@contextlib.contextmanager
-def _ordered_gathering() -> Iterator[None]:
-    """Let the device, not the host, wait for the small parameters gathered after an update."""
-    import deepspeed.runtime.zero.partition_parameters as gathering
-
-    class Ordered:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(_accelerator(), name)
-
-        def resolves_data_dependency(self) -> bool:
-            return True  # the gathering's handles order it before what the device does next
-
-    with _replaced(gathering, {"get_accelerator": Ordered}):
-        yield
 
 
 def _accelerator() -> Any:

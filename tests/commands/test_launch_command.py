@@ -171,10 +171,6 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "data.mixture.a: nowhere: the folder does not exist",
     ),
     "an empty folder": ("data.source=empty", "data.source: empty: no token files among 0"),
-    "a cache among the data": (
-        "data.source=tokens data.cache=tokens/cache",
-        "data.cache: tokens/cache lies inside data.source=tokens",
-    ),
     "ids": ("data.source=large", "last.npy holds the id 600, and the model's vocabulary ends at"),
     "ids in a manifest": ("data.source=prepared", "last.npy holds the id 600, and the model's"),
     "no GPU": ("run.device=cuda", "run.device is cuda, and the NVIDIA driver lists no GPU on this"),

@@ -11,7 +11,12 @@ from ranks import Ranks
 NAMED = {
     # At most two buckets of gradients are under way: this bounds their memory. The device still
     # has the work of those two when the host waits.
-    "zero3": {"event in stage3.py:__reduce_and_partition_ipg_grads"},
+    # Once a step, after the update, all work is waited for: weights are gathered on a stream of
+    # their own, which nothing else orders behind the update that writes them.
+    "zero3": {
+        "event in stage3.py:__reduce_and_partition_ipg_grads",
+        "device in partition_parameters.py:_allgather_params_coalesced",
+    },
     # DeepSpeed's 16-bit optimizer without ZeRO looks for overflows tensor by tensor. `auto` never
     # chooses this stage; stage 1 does the same without waiting.
     "bf16-zero0": {
