@@ -24,6 +24,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -155,7 +156,7 @@ class Certificate:
         if part.kind == "run":
             try:
                 return self._whole_run(part), None
-            except RuntimeError as error:
+            except (RuntimeError, subprocess.TimeoutExpired, ValueError, LookupError) as error:
                 return None, " ".join(str(error).split())[-300:]
         for micro in micros[-1:] if self.tiny else micros:
             record, reason = in_ranks(part, micro, tiny=self.tiny, gpus=self.gpus)
@@ -205,8 +206,15 @@ def describe_machine(gpus: int) -> Record:
 def run_tests() -> Record:
     """Run the tests marked gpu; return how they ended."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfEs"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return {"exit_code": done.returncode, "lines": done.stdout.splitlines()[-40:]}
+    with tempfile.TemporaryFile("w+") as out:
+        tests = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
+        try:
+            code = tests.wait(SLICE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(tests.pid, signal.SIGKILL)
+            code = tests.wait()
+        out.seek(0)
+        return {"exit_code": code, "lines": out.read().splitlines()[-40:]}
 
 
 def in_ranks(part: Slice, micro: int, *, tiny: bool, gpus: int) -> tuple[Record | None, str | None]:
@@ -308,7 +316,9 @@ def main() -> None:
     if chosen.alone:
         try:
             print(json.dumps(measured_alone(json.loads(chosen.alone))), flush=True)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:  # torch, NCCL, cuBLAS and Triton say it in words of their own
+            if not any(words in str(error).lower() for words in ("out of memory", "alloc_failed")):
+                raise
             os._exit(NO_MEMORY)
         os._exit(0)  # gloo's threads abort an ordinary end now and then
     gpus = 0 if chosen.tiny else min(chosen.gpus or 10**6, torch.cuda.device_count())

@@ -63,8 +63,8 @@ def write_text(file: Path, content: Record, rows: Mapping[str, Record], *, left:
             if title.partition(": ")[0] == model
         }
         lines += ["", f"## {model}", "", *_table(of_model, STEP_COLUMNS)]
-        computed = dict.fromkeys(row["computed"] for row in of_model.values() if row["computed"])
-        lines += ["", *(f"- {text}" for text in computed)]
+        computed = {title: row["computed"] for title, row in of_model.items() if row["computed"]}
+        lines += ["", *(f"- {title}: {text}" for title, text in computed.items())]
     runs = {title: row for title, row in rows.items() if "same_losses" in row}
     if runs:
         shown = {

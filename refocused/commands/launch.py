@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from refocused.checkpoints.branches import saved_steps
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = train.read_arguments(arguments)
     try:
         loaded = _checked(train.load(wanted))  # wrong use is said before anything starts
-        gpus = 0 if wanted.print_config else usable_gpus(loaded, os.environ)
+        gpus = usable_gpus(loaded)
         if not wanted.print_config:
             _refuse_early(loaded, wanted, gpus=gpus)
     except RefocusedError as error:
@@ -107,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signals=signals,
         began_seconds=began,
         gpus=gpus,
+        count_again=lambda: usable_gpus(loaded),
     )
     return launches.until_the_end(restarts=own.restarts)
 
@@ -137,9 +138,13 @@ def _refuse_early(loaded: LoadedRun, wanted: argparse.Namespace, *, gpus: int) -
             "run.device is cuda, and the NVIDIA driver lists no GPU on this machine. Check "
             "nvidia-smi, or set run.device=cpu for a trial."
         )
-    visible = os.environ.get(VISIBLE)
+    asked, visible = os.environ.get("RANKS"), os.environ.get(VISIBLE)
+    if asked and not (asked.isdecimal() and int(asked)):
+        raise ConfigError(f"RANKS={asked}: a whole number of at least 1 is wanted.")
     seen = len(visible.split(",")) if visible and gpus else gpus
-    ranks = int(os.environ.get("RANKS") or seen or CPU_RANKS)
+    ranks = int(asked or seen or CPU_RANKS)
+    if not gpus:
+        refuse_cpu(loaded, ranks=ranks)
     refuse_early(
         loaded,
         ranks=ranks,
@@ -163,6 +168,7 @@ class _Launches:
         signals: StopSignals,
         began_seconds: float,
         gpus: int,
+        count_again: Callable[[], int] = lambda: 0,
     ) -> None:
         self._again = _again(typed, os.environ)
         self._arguments = list(arguments)
@@ -170,7 +176,7 @@ class _Launches:
         self._grace_seconds = grace_seconds
         self._signals = signals
         self._began_seconds = began_seconds
-        self._gpus = gpus
+        self._gpus, self._count_again = gpus, count_again
 
     def until_the_end(self, *, restarts: int) -> int:
         """Launch, again after a crash if that is allowed; return the true exit code."""
@@ -189,6 +195,8 @@ class _Launches:
                 break
             say(f"Starting again after step {newest_step(self._run):,} (--restarts {restarts}).")
             time.sleep(RESTART_PAUSE_SECONDS)
+            with contextlib.suppress(RefocusedError):  # a GPU may have been what crashed
+                self._gpus = self._count_again() or self._gpus
         if verdict.code != ExitCode.OK and (trouble := summarize(self._run)):
             say(trouble)
         if verdict.text or verdict.crashed:
@@ -227,21 +235,19 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
-def usable_gpus(loaded: LoadedRun, environment: Mapping[str, str]) -> int:
+def usable_gpus(loaded: LoadedRun) -> int:
     """Count the machine's GPUs; 0 where the run is to train on the CPU.
 
     Raises:
-        RefocusedError: The driver hangs, or a large model would train on the CPU by accident.
+        RefocusedError: The driver hangs.
     """
-    gpus = 0
-    if loaded.config.run.device != "cpu":
-        try:
-            gpus = len(gpu_capabilities())
-        except NoGpusError as error:
-            say(f"WARN  {error}")
-    if not gpus:
-        refuse_cpu(loaded, ranks=int(environment.get("RANKS") or CPU_RANKS))
-    return gpus
+    if loaded.config.run.device == "cpu":
+        return 0
+    try:
+        return len(gpu_capabilities())
+    except NoGpusError as error:
+        say(f"WARN  {error}")
+        return 0
 
 
 def training_environment(environment: Mapping[str, str], *, gpus: int) -> dict[str, str]:

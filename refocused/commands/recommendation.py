@@ -120,6 +120,11 @@ def recommend(
     Raises:
         ConfigError: The data are less than one step, or the assumed speed cannot be.
     """
+    if not windows:
+        raise ConfigError(
+            f"The data hold no whole window of {sequence_length:,} tokens to train on. Use a "
+            "shorter --sequence-length, or more data."
+        )
     count = count_parameters(shape)
     data_tokens = windows * sequence_length
     ideal = (data_tokens * (epochs or 1.0)) / TOKENS_PER_PARAMETER

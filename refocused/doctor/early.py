@@ -54,7 +54,10 @@ def refuse_early(
         native = native_dtype(
             capability=BF16_CAPABILITY if device == "cuda" else None, cpu_flags=cpu_flags()
         )
-        loaded = with_dtype(loaded, native.dtype)
+        # A resume keeps its checkpoint's precision; planned in the smallest, none is refused.
+        config = loaded.config
+        may_resume = resume != "none" and (config.checkpoint.mirror or _has_checkpoints(config))
+        loaded = with_dtype(loaded, "bf16" if may_resume else native.dtype)
     memory = memory_now()
     held = process_bytes(device, ranks_here=ranks_here) if started else 0
     places = place_problems(loaded, resume=resume, credentials_file=credentials_file)
@@ -117,8 +120,12 @@ def place_problems(
 
 def _reads_mirror(config: RunConfig, resume: str) -> bool:
     """Whether a run needs its mirror to begin: one with checkpoints of its own goes on without."""
+    return resume != "none" and not _has_checkpoints(config)
+
+
+def _has_checkpoints(config: RunConfig) -> bool:
     folder = Path(config.run.directory) / config.run.name
-    return resume != "none" and not saved_steps(folder / "checkpoints")
+    return bool(saved_steps(folder / "checkpoints"))
 
 
 def _problem_of_store(credentials_file: Path | None) -> str | None:
@@ -160,8 +167,9 @@ def _problem_of_files(bucket: Bucket, data: DataConfig, *, vocabulary: int | Non
         if largest is not None and largest >= vocabulary:
             return (
                 f"{bucket.url}: {name} holds the id {largest:,}, and the model's vocabulary ends "
-                f"at {vocabulary - 1:,}. Set model.vocabulary=auto, or a number above all "
-                f"ids: python launch/prepare_data.py inspect {bucket.url} shows the largest."
+                f"at {vocabulary - 1:,}. Name the tokenizer that made the data in "
+                "data.tokenizer, or set model.vocabulary to a number above all ids: "
+                f"python launch/prepare_data.py inspect {bucket.url} shows the largest."
             )
     return None
 

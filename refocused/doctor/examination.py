@@ -117,10 +117,10 @@ class Examination:
         yield plan_checks.judge_precision(config.precision, native)
         choice: Choice | None = None
         try:
-            if device == "cpu":
-                refuse_cpu(who.loaded, ranks=ranks)
             if config.precision.dtype == "auto":
                 who = dataclasses.replace(who, loaded=with_dtype(who.loaded, native.dtype))
+            if device == "cpu":
+                refuse_cpu(who.loaded, ranks=ranks)
             choice = plan_checks.plan_choice(who.loaded, ranks=ranks, memory_bytes=memory_bytes)
         except ConfigError as error:
             yield plan_checks.plan_failure(error)
@@ -128,16 +128,17 @@ class Examination:
             yield plan_checks.judge_plan(who.loaded, choice, ranks=ranks, memory_bytes=memory_bytes)
         machine = machine_checks.probe_machine()
         yield from machine_checks.judge_machine(machine, ranks=ranks, device=device)
-        shortage = plan_checks.host_shortage(
-            who.loaded,
-            ranks=ranks,
-            ranks_here=ranks,
-            device=device,
-            gpu_bytes=memory_bytes,
-            memory=machine.memory,
-        )
-        if shortage is not None:
-            yield shortage
+        if who.loaded.config.precision.dtype != "auto":
+            shortage = plan_checks.host_shortage(
+                who.loaded,
+                ranks=ranks,
+                ranks_here=ranks,
+                device=device,
+                gpu_bytes=memory_bytes,
+                memory=machine.memory,
+            )
+            if shortage is not None:
+                yield shortage
         yield from self._places()
         yield from self._store()
         yield from self._data()

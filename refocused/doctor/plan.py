@@ -175,11 +175,14 @@ def host_shortage(
     )
     unit = "CPU" if device == "cpu" else "GPU"
     copies = f"{size(planned.copies)} copies for saves, " if planned.copies else ""
+    parts = f"{size(planned.tensors)} tensors, {copies}"
+    if planned.building > planned.tensors + planned.copies:
+        parts = f"{size(planned.building)} for the model, which each builds whole, "
     return Finding(
         "memory",
         "fail",
         f"the run takes {size(planned.total)} of this machine's memory ({ranks_here} {unit} ranks: "
-        f"{size(planned.tensors)} tensors, {copies}{size(planned.processes)} processes), and "
+        f"{parts}{size(planned.processes)} processes), and "
         f"{size(memory.available)} of {size(memory.total)} are left",
         f"It fits with: {settings}"
         if settings

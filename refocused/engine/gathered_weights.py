@@ -60,6 +60,10 @@ def held_whole(module: nn.Module) -> Iterator[None]:
             weight.ds_active_sub_modules.add(_HOLDER)
         try:
             yield
+        except BaseException:  # the modules of a pass that broke off hold theirs still
+            for weight in weights:
+                weight.ds_active_sub_modules.clear()
+            raise
         finally:
             for weight in weights:
                 weight.ds_active_sub_modules.discard(_HOLDER)

@@ -24,19 +24,21 @@ class HostPlan:
     """What a run takes of one machine's memory, in bytes.
 
     Attributes:
-        tensors: Of all ranks: offloaded states and gradients; on CPUs everything.
+        building: The whole model, which each rank builds on the host before it is spread.
+        tensors: Of all ranks afterwards: offloaded states and gradients; on CPUs everything.
         copies: That saves in the background write from.
         processes: All that is no tensor.
     """
 
+    building: int
     tensors: int
     copies: int
     processes: int
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return self.tensors + self.copies + self.processes
+        """Most of it at once: what is built is gone when training begins."""
+        return max(self.building, self.tensors + self.copies) + self.processes
 
 
 def plan_host(
@@ -66,7 +68,8 @@ def plan_host(
     rank = memory.host + (memory.peak if device == "cpu" else 0)
     step = checkpoint_bytes(parameters, stage=choice.zero.stage, dtype=dtype)
     return HostPlan(
-        tensors=ranks_here * max(rank, BUILT_BYTES * parameters),
+        building=ranks_here * BUILT_BYTES * parameters,
+        tensors=ranks_here * rank,
         # Without ZeRO rank 0 saves for all.
         copies=step * (ranks_here if choice.zero.stage else ranks) // ranks if in_background else 0,
         processes=process_bytes(device, ranks_here=ranks_here),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 import time
 from typing import Literal
@@ -65,6 +67,7 @@ def choose_attention(
     width: int,
     dtype: torch.dtype,
     dropout: float,
+    masked: bool,
     world: World,
 ) -> str:
     """Let torch's sdpa use one kernel on all ranks; all ranks call. Return which runs, and why.
@@ -80,6 +83,7 @@ def choose_attention(
         width: Of a head.
         dtype: What the passes compute in.
         dropout: Probability of the model's dropouts, which FlashAttention-3 lacks.
+        masked: Whether passes give a mask, as for documents, which flash cannot read.
         world: The ranks.
 
     Raises:
@@ -91,23 +95,25 @@ def choose_attention(
         device=world.device,
         requires_grad=True,
     )
+    runs = functools.partial(running_kernel, dropout=dropout, masked=masked)
     why = f"model.attention={asked}"
     if asked == "auto" and world.device_kind == "cuda":
-        seconds = world.first_does(lambda: _timed(query, dropout=dropout))
+        seconds = world.first_does(lambda: _timed(query, dropout=dropout, masked=masked))
         asked = min(seconds, key=lambda kernel: seconds[kernel], default="auto")
         why = ", ".join(f"{kernel} {1e3 * taken:.2f} ms" for kernel, taken in seconds.items())
     if asked == "auto":
-        return f"attention by {running_kernel(query, dropout=dropout)}, torch's choice"
+        return f"attention by {runs(query)}, torch's choice"
     version = _allow(asked, query, dropout=dropout)
-    world.together(lambda: _require(asked, running_kernel(query, dropout=dropout)))
+    world.together(lambda: _require(asked, runs(query)))
     name = f"FlashAttention-{version}" if asked == "flash" else asked
     return f"attention by {name} ({why})"
 
 
-def running_kernel(query: Tensor, *, dropout: float) -> str:
+def running_kernel(query: Tensor, *, dropout: float, masked: bool = False) -> str:
     """Return which kernel torch takes for causal attention in this shape, by its own answer."""
+    mask = query.new_ones((1, 1, *query.shape[2:3] * 2), dtype=torch.bool) if masked else None
     chosen = SDPBackend(
-        torch._fused_sdp_choice(query, query, query, dropout_p=dropout, is_causal=True)
+        torch._fused_sdp_choice(query, query, query, mask, dropout, is_causal=not masked)
     )
     return KERNELS.get(chosen, chosen.name.lower())
 
@@ -145,14 +151,16 @@ def _require(asked: str, runs: str) -> None:
         )
 
 
-def _timed(query: Tensor, *, dropout: float) -> dict[AttentionChoice, float]:
+def _timed(query: Tensor, *, dropout: float, masked: bool) -> dict[AttentionChoice, float]:
     """Return the seconds of a forward and a backward pass by each kernel that runs."""
     seconds: dict[AttentionChoice, float] = {}
     kernels: tuple[AttentionChoice, ...] = ("cudnn", "flash")
     for kernel in kernels:
         _allow(kernel, query, dropout=dropout)
-        if running_kernel(query, dropout=dropout) == kernel:
-            seconds[kernel] = pass_seconds(query, dropout=dropout)
+        if running_kernel(query, dropout=dropout, masked=masked) == kernel:
+            with contextlib.suppress(RuntimeError):  # torch says that it runs, and it does not
+                seconds[kernel] = pass_seconds(query, dropout=dropout)
+    torch.backends.cuda.enable_cudnn_sdp(True)
     return seconds
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -13,7 +14,7 @@ import pynvml
 from refocused.errors import RefocusedError
 from refocused.monitoring.gpu import NoGpusError, open_library
 
-LIMIT_SECONDS = 30.0  # the first call after a start of the machine takes a few
+LIMIT_SECONDS = 120.0  # without persistence mode eight GPUs take tens of seconds to wake
 QUERY = [sys.executable, "-P", "-m", "refocused.monitoring.gpu_driver"]
 
 Capability = tuple[int, int]
@@ -35,14 +36,15 @@ def gpu_capabilities() -> list[Capability | None]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     )
     try:
         answer, _ = query.communicate(timeout=LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
         query.kill()
         raise RefocusedError(
-            f"The NVIDIA driver did not answer within {LIMIT_SECONDS:.0f} s. Restart the machine, "
-            "or set run.device=cpu to train without GPUs."
+            f"The NVIDIA driver did not answer within {LIMIT_SECONDS:.0f} s. Run this "
+            "again, restart the machine, or set run.device=cpu to train without GPUs."
         ) from None
     if query.returncode:
         raise NoGpusError(

@@ -261,7 +261,7 @@ def _say_computation(built: Built, reporter: Reporter, *, precision: PrecisionCo
     done = built.compilation
     reporter.event(
         "compile_failed" if done.failed else "compute",
-        f"  compute  {built.mixing}, {done.text}; {torch.get_num_threads()} CPU threads a rank",
+        f"  compute  {built.mixing}, {done.text}; CPU threads a rank: {torch.get_num_threads()}",
         mixing=built.mixing,
         compiled=done.is_on,
         seconds=done.seconds,

@@ -41,6 +41,7 @@ def choose_mixing(
             width=settings.hidden_size // settings.num_attention_heads,
             dtype=dtype,
             dropout=config.dropout,
+            masked=model.document_id is not None,
             world=world,
         )
     if isinstance(mixer, Resonators):

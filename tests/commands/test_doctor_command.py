@@ -62,6 +62,16 @@ def test_it_is_read_at_eighty_columns(
     assert all(re.match(r"(ok|warn|fail) +[a-z]+ +\S", line) for line in starts)
 
 
+def test_a_large_model_without_a_gpu_is_planned_to_the_end(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = ["run.device=auto", "precision.dtype=auto", "model.preset=gpt2_124m"]
+    report = asked(capsys, "--quick", *large, code=3)
+    [(level, text)] = of(report, "plan")
+    assert level == "fail" and "124 M parameters on the CPU" in text
+    assert of(report, "data")  # what comes after the plan
+
+
 def test_a_missing_package_is_said_before_anything_imports_it(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from refocused.config.data import DataConfig
 from refocused.config.decode import load_run
 from refocused.doctor import early
 from refocused.doctor.early import place_problems
-from refocused.errors import ConfigError, ExitCode, RefocusedError
+from refocused.errors import ExitCode, RefocusedError
 from refocused.monitoring import gpu_driver
 from refocused.monitoring.gpu import NoGpusError
 from refocused.monitoring.memory import Memory
@@ -81,8 +81,8 @@ def drivers(monkeypatch: pytest.MonkeyPatch, answer: list[None] | RefocusedError
 
 def test_gpus_are_those_that_the_driver_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = drivers(monkeypatch, [None] * 8)
-    assert launch.usable_gpus(load_run("gpt2_124m"), {}) == 8
-    assert launch.usable_gpus(load_run("gpt2_124m", ["run.device=cpu"]), {}) == 0
+    assert launch.usable_gpus(load_run("gpt2_124m")) == 8
+    assert launch.usable_gpus(load_run("gpt2_124m", ["run.device=cpu"])) == 0
     assert len(asked) == 1  # for the CPU nobody has to ask
 
 
@@ -90,21 +90,27 @@ def test_a_driver_at_fault_leaves_the_cpu_and_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drivers(monkeypatch, NoGpusError("The NVIDIA driver does not answer.", is_fault=True))
-    assert launch.usable_gpus(load_run("demo"), {}) == 0
+    assert launch.usable_gpus(load_run("demo")) == 0
     assert capsys.readouterr().err == "WARN  The NVIDIA driver does not answer.\n"
 
 
-@pytest.mark.parametrize(("ranks", "is_refused"), [("", True), ("4", True), ("1", False)])
-def test_a_large_model_is_not_trained_on_the_cpu_by_accident(
-    monkeypatch: pytest.MonkeyPatch, ranks: str, is_refused: bool
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        ("", "124 M parameters on the CPU"),
+        ("4", "124 M parameters on the CPU"),
+        ("0", "RANKS=0: a whole number of at least 1"),
+        ("x", "RANKS=x: a whole number of at least 1"),
+    ],
+)
+def test_ranks_on_the_cpu_are_meant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ranks: str, told: str
 ) -> None:
     drivers(monkeypatch, [])
-    loaded = load_run("gpt2_124m", ["run.device=auto"])
-    if not is_refused:
-        assert launch.usable_gpus(loaded, {"RANKS": ranks}) == 0
-        return
-    with pytest.raises(ConfigError, match=r"124 M parameters on the CPU.*run\.device=cpu"):
-        launch.usable_gpus(loaded, {"RANKS": ranks})
+    monkeypatch.setenv("RANKS", ranks)
+    code = launch.main(["--config", "gpt2_124m", "run.device=auto"])
+    assert code == ExitCode.WRONG_USE
+    assert told in capsys.readouterr().err
 
 
 def test_a_launch_ends_where_the_driver_hangs(

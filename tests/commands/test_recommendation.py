@@ -113,9 +113,10 @@ def test_an_unknown_price_is_no_price() -> None:
 
 
 def test_less_than_a_step_and_impossible_speeds_are_refused() -> None:
-    for tokens in (1000, 7 * 2048):
-        with pytest.raises(ConfigError, match="less than one step of 8"):
-            recommended(tokens, preset="gpt2_124m")
+    with pytest.raises(ConfigError, match="no whole window of 2,048 tokens"):
+        recommended(1000, preset="gpt2_124m", epochs=None)
+    with pytest.raises(ConfigError, match="less than one step of 8"):
+        recommended(7 * 2048, preset="gpt2_124m")
     with pytest.raises(ConfigError, match="utilisation"):
         recommended(10**10, machine=Machine(8, 989.4e12, 0.9, None))
 

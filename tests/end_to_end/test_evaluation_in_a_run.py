@@ -136,5 +136,8 @@ def test_a_broken_task_file_is_said_before_anything_is_trained(tmp_path: Path) -
     settings = ("data.tokenizer=bytes", "evaluation.tasks=[quiz.jsonl]")
     ended = train(tmp_path, "--config", "tiny.yaml", *settings, ranks=2)
     assert ended.codes == [2, 2], ended.everything
-    assert "evaluation.tasks: quiz.jsonl:1: byte 10 of it is no UTF-8" in ended.err[0]
+    assert (
+        "evaluation.tasks: quiz.jsonl:1: it is no JSON object (its byte 9 is no UTF-8)"
+        in ended.err[0]
+    )
     assert not (tmp_path / "runs/tiny/logs/training_metrics.jsonl").exists()

@@ -59,7 +59,7 @@ def test_a_run_is_exported_with_its_tokenizer(
     written = network.generate(ids, max_new_tokens=5, do_sample=False)
     loaded = load_model(out, dtype="bf16")
     assert loaded.network.generate(ids, max_new_tokens=5, do_sample=False).equal(written)
-    refused = command(capsys, "export", "latest", str(out), code=1)
+    refused = command(capsys, "export", "latest", str(out), code=2)
     assert f"{out} exists already" in refused
 
 

@@ -123,7 +123,7 @@ def test_an_allowed_change_of_weights_goes_on_where_every_source_stood(mixed: Pa
 
 def test_a_source_that_cannot_be_used_is_named(mixed: Path) -> None:
     short = start(mixed, "data.mixture.code.validation_files=[nothing_*]", ranks=1)
-    assert short.codes == [1]
+    assert short.codes == [2]
     assert "'nothing_*'" in short.everything
     limited = start(mixed, "data.disk_limit_gb=1e-5", ranks=1)
     assert limited.codes == [1]

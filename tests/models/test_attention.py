@@ -26,14 +26,15 @@ def torchs_own_choice() -> Iterator[None]:
     cuda.enable_mem_efficient_sdp(before[2])
 
 
-def chosen(asked: Any, *, world: World = ALONE, dropout: float = 0.0) -> str:
+def chosen(asked: Any, *, world: World = ALONE, masked: bool = False) -> str:
     return choose_attention(
         asked,
         batch_shape=(2, 16),
         heads=2,
         width=8,
         dtype=torch.float32,
-        dropout=dropout,
+        dropout=0.0,
+        masked=masked,
         world=world,
     )
 
@@ -52,6 +53,30 @@ def test_torchs_own_choice_on_a_cpu_is_named() -> None:
     assert chosen("auto") == "attention by math, torch's choice"
 
 
+def test_what_runs_is_asked_with_the_mask() -> None:
+    assert chosen("auto", masked=True) == "attention by flash, torch's choice"  # CPUs read masks
+    torch.backends.cuda.enable_flash_sdp(False)
+    with pytest.raises(ConfigError, match=r"is cudnn, but torch computes .* by math"):
+        chosen("cudnn", masked=True)
+
+
+def test_a_kernel_that_says_it_runs_and_does_not_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def runs(query: Any, *, dropout: float, masked: bool) -> str:
+        return "cudnn" if torch.backends.cuda.cudnn_sdp_enabled() else "flash"
+
+    def seconds(query: Any, *, dropout: float) -> float:
+        if torch.backends.cuda.cudnn_sdp_enabled():
+            raise RuntimeError("No valid execution plans built.")
+        return 1e-3
+
+    monkeypatch.setattr(attention, "running_kernel", runs)
+    monkeypatch.setattr(attention, "pass_seconds", seconds)
+    query = torch.zeros(2, 2, 16, 8)
+    assert attention._timed(query, dropout=0.0, masked=False) == {"flash": 1e-3}
+
+
 def test_a_kernel_that_does_not_run_here_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"is cudnn, but torch computes .* by math"):
         chosen("cudnn")
@@ -61,11 +86,11 @@ def test_a_kernel_that_does_not_run_here_is_refused() -> None:
 def test_auto_takes_the_faster_of_those_that_run(
     monkeypatch: pytest.MonkeyPatch, faster: str
 ) -> None:
-    def enabled(query: Any, *, dropout: float) -> str:
+    def enabled(query: Any, *, dropout: float, masked: bool) -> str:
         return "cudnn" if torch.backends.cuda.cudnn_sdp_enabled() else "flash"
 
     def seconds(query: Any, *, dropout: float) -> float:
-        return 1e-3 if enabled(query, dropout=dropout) == faster else 2e-3
+        return 1e-3 if enabled(query, dropout=dropout, masked=False) == faster else 2e-3
 
     monkeypatch.setattr(attention, "running_kernel", enabled)
     monkeypatch.setattr(attention, "pass_seconds", seconds)
