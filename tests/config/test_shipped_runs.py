@@ -24,7 +24,7 @@ def test_every_shipped_run_loads_and_reads_back(file: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("run", "gpus", "tokens_a_step", "tokens"),
     [
-        ("demo", 2, 2_048, 921_600),
+        ("demo", 2, 2_048, 819_200),
         ("test", 1, 8_192, 8_192_000),
         ("production", 1, 32_768, 819_200_000),
         ("production_8gpu", 8, 524_288, 309_657_600_000),
