@@ -57,7 +57,7 @@ def compile_blocks(
     The precision of float32 products must have been set (`set_product_precision`).
 
     Args:
-        model: The model on the CPU, in float32; `forward` takes ids and labels.
+        model: The model, on any device; `forward` takes ids and labels.
         block_class: The repeated block.
         batch_shape: Micro-batch, `(B, T)`. Other shapes (samples, the test of the first loss) run
             as they are written, for each would be compiled anew.
@@ -190,7 +190,8 @@ def _inputs_of(
     def stop(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         raise _Reached(args, named)
 
-    ids = torch.zeros(batch_shape, dtype=torch.long)
+    device = next(model.parameters()).device
+    ids = torch.zeros(batch_shape, dtype=torch.long, device=device)
     hook = block.register_forward_pre_hook(stop, with_kwargs=True)
     try:
         with torch.no_grad():

@@ -46,6 +46,7 @@ def choose(
     ranks: int,
     memory_bytes: float | None,
     activation_factor: float = 1.0,
+    most_micro: int | None = None,
 ) -> Choice:
     """Choose the fastest that fits for everything that is `auto`; what is given stays.
 
@@ -62,11 +63,14 @@ def choose(
         ranks: GPUs.
         memory_bytes: Of the smallest GPU; None: there are none.
         activation_factor: What was measured of a pass over what is computed for it.
+        most_micro: Windows of the largest pass that may be chosen; None: as many as fit.
 
     Raises:
         ConfigError: Something is `auto`, and nothing fits.
     """
     micros = _micros(batch, ranks=ranks, length=model.sequence_length, on_gpus=bool(memory_bytes))
+    if most_micro is not None:
+        micros = [micro for micro in micros if micro <= most_micro] or micros[-1:]
     best: Choice | None = None
     for candidate in _candidates(zero):
         offloads = candidate.offload_optimizer != "none" and zero.offload_optimizer == "auto"

@@ -13,13 +13,15 @@ from refocused.world import World
 
 
 @contextlib.contextmanager
-def explaining_lack_of_memory(plan: BatchPlan, *, step: int, world: World) -> Iterator[None]:
+def explaining_lack_of_memory(
+    plan: BatchPlan, *, world: World, step: int | None = None
+) -> Iterator[None]:
     """Turn torch's error into ours, on the rank that it meets.
 
     Args:
         plan: The batch of a step.
-        step: The step that is made.
         world: The ranks.
+        step: The step that is made; None: the engine is built, or a loss is measured.
 
     Raises:
         TrainingError: The GPU's memory was not enough.
@@ -37,7 +39,7 @@ def explaining_lack_of_memory(plan: BatchPlan, *, step: int, world: World) -> It
 
 
 def lack_of_memory(
-    plan: BatchPlan, *, rank: int, step: int, used_gib: float, total_gib: float
+    plan: BatchPlan, *, rank: int, step: int | None, used_gib: float, total_gib: float
 ) -> str:
     """Say what was not enough, and which settings take less."""
     smaller = next((d for d in range(plan.micro // 2, 0, -1) if plan.micro % d == 0), None)
@@ -49,7 +51,10 @@ def lack_of_memory(
             f"batch.micro={smaller} (same tokens a step, {accumulation} accumulation steps: with "
             f"batch.accumulation in the run file set that too) or {checkpointing}"
         )
+    when = "outside of a step" if step is None else f"at step {step:,}"
     return (
-        f"Out of GPU memory on rank {rank} at step {step:,} ({used_gib:.1f} of {total_gib:.1f} "
-        f"GiB). Micro batch {plan.micro} x {plan.sequence_length} tokens. Try {tries}."
+        f"Out of GPU memory on rank {rank} {when} ({used_gib:.1f} of {total_gib:.1f} GiB). Micro "
+        f"batch {plan.micro} x {plan.sequence_length} tokens. Try {tries}; "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment loses less between "
+        "blocks of memory."
     )

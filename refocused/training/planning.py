@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from refocused.bucket.bucket import Bucket
 from refocused.config.decode import LoadedRun
 from refocused.config.optimization import Dtype
+from refocused.engine.compiled import compile_blocks
 from refocused.estimate import precision
 from refocused.estimate.activations import activation_memory
 from refocused.estimate.choice import Choice, choose, needless_offload, refuse_cpu
 from refocused.hardware import cpu_flags
 from refocused.models.build import build_model
+from refocused.models.causal_lm import CausalLM
 from refocused.shards.vocabulary import decide_vocabulary, require_room_for_tokenizer
 from refocused.world import World
 
@@ -70,9 +74,9 @@ def settle(
     if is_auto:
         loaded = world.together(lambda: precision.with_dtype(loaded, native.dtype))
     config, memory_bytes = loaded.config, _smallest_gpu_bytes(world)
-    factor = 1.0
+    factor, most_micro = 1.0, None
     if config.batch.micro == "auto" and memory_bytes is not None:
-        factor = world.largest([_measured_over_computed(loaded, world.device)])[0]
+        factor, most_micro = _measured_over_computed(loaded, world, peak_of=_peak_of_a_pass)
     choice = world.together(
         lambda: choose(
             loaded.shape,
@@ -83,6 +87,7 @@ def settle(
             ranks=world.world_size,
             memory_bytes=memory_bytes,
             activation_factor=factor,
+            most_micro=most_micro,
         )
     )
     bare = needless_offload(
@@ -127,19 +132,19 @@ def _smallest_gpu_bytes(world: World) -> float | None:
     return -world.largest([-total])[0]
 
 
-def _measured_over_computed(loaded: LoadedRun, device: torch.device) -> float:
-    """Return what a pass takes on this GPU, over what is computed for it.
+def _measured_over_computed(
+    loaded: LoadedRun, world: World, *, peak_of: Callable[[CausalLM, Tensor], int]
+) -> tuple[float, int | None]:
+    """Return what a pass takes on the fullest GPU, over what is computed for it; all ranks call.
 
-    Measured between one window and two, so that the weights and their gradients drop out.
+    Measured between one window and two, so that the weights and their gradients drop out, of blocks
+    compiled as in training.
+
+    Returns:
+        That factor, and the most windows of a pass: one where two (or even one, beside the whole
+        model) lack memory, and the factor is not known; else None.
     """
-    config = loaded.config
-    sizes: list[int] = []
-    computed: list[int] = []
-    for micro in (1, 2):
-        expected = activation_memory(
-            loaded.shape, model=config.model, micro=micro, dtype=config.precision.resolved
-        )
-        computed.append(expected.blocks + max(expected.head, expected.recomputed))
+    config, device = loaded.config, world.device
     with torch.device(device):
         model = build_model(
             loaded.shape.settings,
@@ -149,13 +154,40 @@ def _measured_over_computed(loaded: LoadedRun, device: torch.device) -> float:
             chunk_tokens=config.model.head_chunk_tokens,
         )
     model.to(DTYPES[config.precision.resolved])
+    sizes: list[int] = []
+    computed: list[int] = []
     for micro in (1, 2):
+        expected = activation_memory(
+            loaded.shape, model=config.model, micro=micro, dtype=config.precision.resolved
+        )
+        computed.append(expected.blocks + max(expected.head, expected.recomputed))
         ids = torch.zeros(micro, config.model.sequence_length, dtype=torch.long, device=device)
-        model.zero_grad(set_to_none=True)
-        torch.cuda.reset_peak_memory_stats(device)
-        model(ids, ids).backward()
-        sizes.append(torch.cuda.max_memory_allocated(device))
+        compile_blocks(
+            model,
+            block_class=model.block_class,
+            batch_shape=(micro, config.model.sequence_length),
+            dtype=config.precision.resolved,
+            choice=config.model.compile,
+            world=world,
+        )
+        peak: int | None = None
+        with contextlib.suppress(torch.OutOfMemoryError):
+            peak = peak_of(model, ids)
+        peaks = world.gather(peak)
+        if None in peaks:
+            break
+        sizes.append(max(one for one in peaks if one is not None))
     del model
     gc.collect()
+    torch.compiler.reset()
     torch.cuda.empty_cache()
-    return (sizes[1] - sizes[0]) / (computed[1] - computed[0])
+    if len(sizes) < 2:
+        return 1.0, 1
+    return (sizes[1] - sizes[0]) / (computed[1] - computed[0]), None
+
+
+def _peak_of_a_pass(model: CausalLM, ids: Tensor) -> int:
+    model.zero_grad(set_to_none=True)
+    torch.cuda.reset_peak_memory_stats(ids.device)
+    model(ids, ids).backward()
+    return torch.cuda.max_memory_allocated(ids.device)

@@ -30,6 +30,7 @@ from refocused.training.final_model import prepare_final_model
 from refocused.training.job import Job, Request
 from refocused.training.limits import Budget, time_limit
 from refocused.training.loop import Outcome, train
+from refocused.training.out_of_memory import explaining_lack_of_memory
 from refocused.training.parts import Parts
 from refocused.training.planning import Plan, settle
 from refocused.training.resuming import (
@@ -119,7 +120,7 @@ def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) 
     job = _in_saved_precision(job, given, chosen)
     stop.leave_if_asked()
     data = world.together(lambda: assemble_data(job))
-    try:
+    with contextlib.closing(data.cache), explaining_lack_of_memory(job.plan, world=world):
         world.first_does(lambda: _say_data(job, data))
         stop.leave_if_asked()
         parts = assemble_parts(
@@ -144,8 +145,6 @@ def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) 
         parts.reporter.tell_also(data.cache.progress)
         session.signals.notices = session.training_notices
         return _train_and_finish(job, parts, state, stop, session)
-    finally:
-        data.cache.close()
 
 
 def _in_saved_precision(job: Job, given: LoadedRun, chosen: Chosen) -> Job:

@@ -91,9 +91,10 @@ def take_trial_step(
     stop = StopRequest(world, stop_file=None, signals=session.signals, ancestors=session.ancestors)
     data = world.together(lambda: assemble_data(job))
     try:
-        built = assemble_engine(job)
-        parts = assemble_parts(job, data, built, began_seconds=began)
-        untrained = check_first_loss(parts)
+        with explaining_lack_of_memory(plan, world=world):
+            built = assemble_engine(job)
+            parts = assemble_parts(job, data, built, began_seconds=began)
+            untrained = check_first_loss(parts)
         build_seconds = time.monotonic() - began
         waited, seconds, loss = _step(parts, stop)
     finally:

@@ -29,6 +29,7 @@ def chosen(
     ranks: int = 8,
     of: ModelShape | None = None,
     factor: float = 1.0,
+    most_micro: int | None = None,
 ) -> Choice:
     return choose(
         of or shape(),
@@ -39,6 +40,7 @@ def chosen(
         ranks=ranks,
         memory_bytes=None if memory_gb is None else memory_gb * GB,
         activation_factor=factor,
+        most_micro=most_micro,
     )
 
 
@@ -65,6 +67,11 @@ def test_the_micro_batch_is_the_largest_divisor_that_fits() -> None:
         memory_bytes=85 * GB,
     )
     assert not larger.memory.fits(85 * GB)
+
+
+def test_no_larger_micro_batch_is_chosen_than_the_trial_allows() -> None:
+    assert chosen(memory_gb=85).micro > 1
+    assert chosen(memory_gb=85, most_micro=1).micro == 1
 
 
 def test_less_memory_spreads_more_before_it_offloads() -> None:

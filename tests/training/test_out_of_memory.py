@@ -24,7 +24,7 @@ def test_one_window_cannot_be_halved() -> None:
     single = BatchPlan(micro=1, accumulation=16, world_size=4, sequence_length=2048)
     text = lack_of_memory(single, rank=0, step=5, used_gib=1, total_gib=1)
     assert "batch.micro=" not in text
-    assert text.endswith("Try model.activation_checkpointing=true.")
+    assert "Try model.activation_checkpointing=true; PYTORCH_CUDA_ALLOC_CONF=" in text
 
 
 def test_other_errors_pass() -> None:
@@ -32,6 +32,11 @@ def test_other_errors_pass() -> None:
     with (
         pytest.raises(TrainingError, match="Out of GPU memory on rank 0 at step 7"),
         explaining_lack_of_memory(PLAN, step=7, world=world),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    with (
+        pytest.raises(TrainingError, match="Out of GPU memory on rank 0 outside of a step"),
+        explaining_lack_of_memory(PLAN, world=world),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory.")
     with (

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 from thread_ranks import on_two_ranks, results
+from torch import Tensor
 
 from refocused.bucket.directory import DirectoryBucket
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.decode import load_run
 from refocused.errors import ConfigError
+from refocused.estimate.activations import activation_memory
+from refocused.models.causal_lm import CausalLM
 from refocused.training import planning
 from refocused.training.data import build_data
 from refocused.training.planning import settle
@@ -144,3 +147,22 @@ def test_a_large_model_on_several_cpu_ranks_is_refused() -> None:
 )
 def test_a_trial_on_the_cpu_is_not_refused(run: str, ranks: int, device: str) -> None:
     planning.refuse_cpu(load_run(run, [f"run.device={device}"]), ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("most", "factor", "most_micro"), [(2, 2.0, None), (1, 1.0, 1), (0, 1.0, 1)]
+)
+def test_a_micro_batch_that_lacks_memory_is_the_answer(
+    most: int, factor: float, most_micro: int | None
+) -> None:
+    loaded = load_run("demo", ["precision.dtype=fp32", "batch.micro=1"])
+    config = loaded.config
+
+    def peak(model: CausalLM, ids: Tensor) -> int:
+        if len(ids) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        expected = activation_memory(loaded.shape, model=config.model, micro=len(ids), dtype="fp32")
+        return 10**9 + 2 * (expected.blocks + max(expected.head, expected.recomputed))
+
+    found = planning._measured_over_computed(loaded, World(), peak_of=peak)
+    assert found == (pytest.approx(factor), most_micro)
