@@ -155,7 +155,7 @@ def test_a_run_is_printed_where_no_file_is_wanted(
         (["--tokens", "1e9", "--preset", "gpt5"], "no file gpt5.json"),
         (["--tokens", "1e9", "--out", "x.yaml"], "Give a source in place of --tokens"),
         (["--tokens", "1e9", "--preset", "demo_gpt2", "--sequence-length", "512"], "up to 256"),
-        (["--tokens", "100"], "less than one step"),
+        (["--tokens", "100"], "no whole window"),
         (["data", "--out", "taken.yaml"], "taken.yaml: it exists"),
         (["data", "--out", "no/x.yaml"], "there is no folder no"),
         (["data", "--out", "my run.yaml", "--gpus", "1"], "a run's name is letters"),
