@@ -26,7 +26,7 @@ NEEDS = {"./launch/setup_environment.sh": r"--num_gpus \d+ .*gs://.*--gcs-creden
 TRAIN, TEST = "./launch/train.sh", "./launch/test.sh"
 FEWER_STEPS = (
     "run.steps=20 schedule.warmup_steps=5 log.interval=10 checkpoint.interval=10 "
-    "evaluation.interval=10 evaluation.windows=16 evaluation.sample_tokens=8 precision.dtype=fp32"
+    "evaluation.interval=10 evaluation.windows=16 evaluation.sample_tokens=8"
 )
 PLACED = {"texts", "bpe", "old", "book.txt", "val.jsonl"}
 DRAWN = {"tokens.png", "curve.png"}
