@@ -29,7 +29,7 @@ FEWER_STEPS = (
     "evaluation.interval=10 evaluation.windows=16 evaluation.sample_tokens=8"
 )
 PLACED = {"texts", "bpe", "old", "book.txt", "val.jsonl"}
-DRAWN = {"tokens.png", "curve.png"}
+WRITTEN = {"tokens.png", "curve.png", "mine.yaml"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,4 +170,4 @@ def test_the_blocks_run_as_they_are_printed(copy: Copy) -> None:
 
     tracked = {path.name for path in ROOT.iterdir()} - {"runs", "data"}
     new = {path.name for path in copy.folder.iterdir()} - tracked
-    assert new == PLACED | DRAWN | {"runs", "data"}
+    assert new == PLACED | WRITTEN | {"runs", "data"}
