@@ -18,6 +18,7 @@ from refocused.process_identity import ProcessIdentity, identify
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
+START_ATTEMPTS = 3  # of a process that something kills before it works (the OOM killer, a person)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,15 +149,21 @@ class CheckpointMirror:
             self.ensure_alive()
 
     def _spawn(self) -> None:
-        try:
-            pid = start_detached(
-                "refocused.checkpoints.mirror_process",
-                self._settings.model_dump_json(),
-                log=self._files.log,
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            raise CheckpointError(
-                f"The mirror could not be started ({error}). What it said is in "
-                f"{self._files.log}; look also at the machine's memory and disk."
-            ) from error
-        self._process = identify(pid)
+        for attempt in range(1, START_ATTEMPTS + 1):
+            try:
+                pid = start_detached(
+                    "refocused.checkpoints.mirror_process",
+                    self._settings.model_dump_json(),
+                    log=self._files.log,
+                )
+            except (OSError, subprocess.SubprocessError) as error:
+                killed = isinstance(error, subprocess.CalledProcessError) and error.returncode < 0
+                if killed and attempt < START_ATTEMPTS:
+                    logger.warning("The mirror was killed while it started; starting it again.")
+                    continue
+                raise CheckpointError(
+                    f"The mirror could not be started ({error}). Its output is in "
+                    f"{self._files.log}; check also the machine's memory and disk."
+                ) from error
+            self._process = identify(pid)
+            return

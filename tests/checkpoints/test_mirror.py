@@ -15,7 +15,9 @@ from checkpoints.mirrored_run import PATIENCE_SECONDS, PREFIX, Place, until
 from checkpoints.step_samples import make_step
 
 from refocused.checkpoints.branches import step_paths
+from refocused.checkpoints.mirror import START_ATTEMPTS
 from refocused.checkpoints.mirror_status import MirrorStatus
+from refocused.errors import CheckpointError
 from refocused.process_identity import identify
 
 pytestmark = pytest.mark.slow
@@ -107,6 +109,28 @@ def test_kill_9_at_any_moment_marks_nothing_that_is_not_whole(place: Place) -> N
     assert partial > 0  # otherwise the kills hit nothing
     assert mirror.drain(PATIENCE_SECONDS)
     assert place.committed() == list(range(1, 13))
+
+
+@pytest.mark.parametrize("kills", [2, 3])
+def test_a_mirror_killed_while_it_starts_is_started_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kills: int
+) -> None:
+    interpreter, starts = tmp_path / "python", tmp_path / "starts"
+    interpreter.write_text(
+        f"#!/bin/sh\necho >> {starts}\n"
+        f'[ "$(wc -l < {starts})" -le {kills} ] && kill -9 $$\nexec {sys.executable} "$@"\n'
+    )
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    make_step(place.checkpoints, 10)
+    mirror = place.mirror()
+    if kills < START_ATTEMPTS:
+        mirror.start()
+        assert mirror.drain(PATIENCE_SECONDS)
+        assert place.committed() == [10]
+    else:
+        with pytest.raises(CheckpointError, match=r"SIGKILL.*mirror\.log"):
+            mirror.start()
 
 
 def test_sigterm_ends_it_and_the_next_start_goes_on(place: Place) -> None:
