@@ -19,6 +19,7 @@ from refocused.batches.position import Position
 from refocused.batches.read_ahead import ReadAhead
 from refocused.batches.steps import Pace, ShardPlanner, StepWindows, steps_from
 from refocused.batches.stream import Stream
+from refocused.batches.validation_windows import ValidationWindows
 from refocused.config.batch_plan import BatchPlan
 
 if TYPE_CHECKING:
@@ -227,3 +228,35 @@ class _Group:
 
     steps: list[StepWindows]
     batches: list[Batch] | Copies
+
+
+def validation_batches(
+    chosen: ValidationWindows,
+    cache: ShardCache,
+    *,
+    micro: int,
+    rank: int,
+    world_size: int,
+    sequence_length: int,
+    names: Sequence[str],
+    pin: bool = False,
+    document_id: int | None = None,
+    source: str | None = None,
+) -> Iterator[Batch]:
+    """Yield one rank's share of the validation windows.
+
+    Every rank yields the same number of batches, because under ZeRO-3 each pass gathers
+    parameters from all ranks. Rows that are missing at the end have input 0 and ignored labels; a
+    whole batch of them is possible, so losses must be summed and counted, not averaged by batch.
+
+    Raises:
+        ShardError: A shard does not become local.
+    """
+    reader = BatchReader(
+        cache, sequence_length=sequence_length, names=names, pin=pin, document_id=document_id
+    )
+    for start in range(0, len(chosen.windows), micro * world_size):
+        rows = slice(start + rank * micro, start + (rank + 1) * micro)
+        one_pass = reader.read(chosen.shards[None, rows], chosen.windows[None, rows], micro=micro)
+        (batch,) = one_pass.batches()
+        yield dataclasses.replace(batch, source=source)

@@ -1,19 +1,13 @@
-"""Validation batches: the same evenly spaced windows at every call, for any number of ranks."""
+"""Validation windows: the same evenly spaced windows at every call, for any number of ranks."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from refocused.batches.batch import Batch, BatchReader
 from refocused.batches.windows import WindowRange, window_count
-
-if TYPE_CHECKING:
-    from refocused.shards.cache import ShardCache
 
 
 class ValidationWindows:
@@ -49,35 +43,3 @@ class ValidationWindows:
     def shards_used(self) -> list[int]:
         """Return the shards that must stay local (`ShardCache.pin`), in ascending order."""
         return sorted(set(self.shards.tolist()))
-
-
-def validation_batches(
-    chosen: ValidationWindows,
-    cache: ShardCache,
-    *,
-    micro: int,
-    rank: int,
-    world_size: int,
-    sequence_length: int,
-    names: Sequence[str],
-    pin: bool = False,
-    document_id: int | None = None,
-    source: str | None = None,
-) -> Iterator[Batch]:
-    """Yield one rank's share of the validation windows.
-
-    Every rank yields the same number of batches, because under ZeRO-3 each pass gathers
-    parameters from all ranks. Rows that are missing at the end have input 0 and ignored labels; a
-    whole batch of them is possible, so losses must be summed and counted, not averaged by batch.
-
-    Raises:
-        ShardError: A shard does not become local.
-    """
-    reader = BatchReader(
-        cache, sequence_length=sequence_length, names=names, pin=pin, document_id=document_id
-    )
-    for start in range(0, len(chosen.windows), micro * world_size):
-        rows = slice(start + rank * micro, start + (rank + 1) * micro)
-        one_pass = reader.read(chosen.shards[None, rows], chosen.windows[None, rows], micro=micro)
-        (batch,) = one_pass.batches()
-        yield dataclasses.replace(batch, source=source)

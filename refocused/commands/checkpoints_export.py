@@ -48,9 +48,8 @@ def run_export(arguments: argparse.Namespace) -> int:
     if arguments.out.expanduser().exists():
         raise ConfigError(f"{arguments.out} exists already. Remove it, or name another folder.")
     from refocused.inference.export import export_step
-    from refocused.inference.model_weights import open_model_weights
+    from refocused.inference.model_weights import open_model_weights, tokenizer_of
     from refocused.inference.onnx_file import require_onnx, write_onnx
-    from refocused.inference.tokenizer import tokenizer_of
     from refocused.shards.tokenizers import TokenizerChoice
 
     named = arguments.tokenizer

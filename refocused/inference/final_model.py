@@ -18,8 +18,7 @@ from refocused.checkpoints.step_directory import StepDirectory, in_use, read_ste
 from refocused.errors import BucketError, RefocusedError
 from refocused.inference.bucket_copy import FOLDER, ORIGIN, upload_folder
 from refocused.inference.export import export_step
-from refocused.inference.model_weights import open_model_weights
-from refocused.inference.tokenizer import travelled_tokenizer
+from refocused.inference.model_weights import open_model_weights, travelled_tokenizer
 from refocused.strict_json import parse_json
 
 

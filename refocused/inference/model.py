@@ -21,9 +21,10 @@ from refocused.inference.model_weights import (
     ModelWeights,
     network_class,
     open_model_weights,
+    tokenizer_of,
 )
 from refocused.inference.safetensors_files import TORCH_DTYPES, Dtype
-from refocused.inference.tokenizer import as_transformers, tokenizer_of
+from refocused.inference.tokenizer import as_transformers
 from refocused.models.build import register_families
 from refocused.shards.tokenizer_files import tokenizer_file
 from refocused.shards.tokenizers import TokenizerChoice

@@ -11,8 +11,11 @@ from torch import Tensor
 from refocused.checkpoints.step_directory import StepDirectory, read_mapping, run_settings
 from refocused.config.shape import LARGEST_NUMBER, shape_from
 from refocused.errors import CheckpointError
+from refocused.inference.tokenizer import as_transformers
 from refocused.inference.weights import StepWeights, joined, open_weights
 from refocused.models.build import transformers_config
+from refocused.shards.tokenizer_files import check_vocabulary, tokenizer_file
+from refocused.shards.tokenizers import BYTES, TokenizerChoice
 
 # In the configuration: tokens of a training sequence, which may be fewer than the model can take.
 # transformers keep what they do not know.
@@ -108,3 +111,52 @@ def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         network = network_class(config)(config)
     return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+
+
+def tokenizer_of(weights: ModelWeights, choice: TokenizerChoice | None = None) -> Any:
+    """Return a step's tokenizer as transformers' own class.
+
+    Args:
+        weights: Of the step.
+        choice: The tokenizer to take; None: the one that travelled in the step.
+
+    Raises:
+        CheckpointError: None travelled, and none is named.
+        ShardError: Its files are missing or damaged, or it has ids that the model does not know.
+    """
+    content = _content(weights, choice)
+    settings = weights.settings["data"]
+    named = [settings.get(name) for name in ("document_id", "separator_id")]
+    return as_transformers(
+        content,
+        end_of_text_id=next((number for number in named if number is not None), None),
+        max_length=int(weights.config.max_position_embeddings),
+    )
+
+
+def travelled_tokenizer(weights: ModelWeights) -> Any:
+    """Return the tokenizer that a step needs no help to find; None where its run names no files.
+
+    Raises:
+        ShardError: It is damaged, or has ids that the model does not know.
+    """
+    is_bytes = weights.settings["data"].get("tokenizer") == BYTES
+    return tokenizer_of(weights) if is_bytes or weights.step.tokenizer.is_file() else None
+
+
+def _content(weights: ModelWeights, choice: TokenizerChoice | None) -> bytes:
+    vocabulary, step = int(weights.config.vocab_size), weights.step
+    trained_on = weights.settings["data"].get("tokenizer", "unknown")
+    if choice is None and step.tokenizer.is_file():
+        content = step.tokenizer.read_bytes()
+        check_vocabulary(content, vocabulary=vocabulary, where=str(step.tokenizer))
+        return content
+    if choice is None and trained_on == BYTES:
+        choice = TokenizerChoice(BYTES)
+    if choice is None:
+        raise CheckpointError(
+            f"{step.path} has no tokenizer (its run says data.tokenizer: {trained_on}, and names "
+            "no files of it). Name it: --tokenizer gpt2 --bpe-folder FOLDER, --tokenizer hub:MODEL "
+            "or --tokenizer FILE; an export may do without: --no-tokenizer."
+        )
+    return tokenizer_file(choice, vocabulary=vocabulary)

@@ -1,4 +1,4 @@
-"""The tokenizer that belongs to a model: the one that travelled with it, or the one named."""
+"""Tokenizers in the form of transformers' own class."""
 
 from __future__ import annotations
 
@@ -7,41 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from refocused.errors import CheckpointError
-from refocused.inference.model_weights import ModelWeights
-from refocused.shards.tokenizer_files import TOKENIZER_FILE, check_vocabulary, tokenizer_file
-from refocused.shards.tokenizers import BYTES, USUAL_ENDS, TokenizerChoice, load_content
-
-
-def tokenizer_of(weights: ModelWeights, choice: TokenizerChoice | None = None) -> Any:
-    """Return a step's tokenizer as transformers' own class.
-
-    Args:
-        weights: Of the step.
-        choice: The tokenizer to take; None: the one that travelled in the step.
-
-    Raises:
-        CheckpointError: None travelled, and none is named.
-        ShardError: Its files are missing or damaged, or it has ids that the model does not know.
-    """
-    content = _content(weights, choice)
-    settings = weights.settings["data"]
-    named = [settings.get(name) for name in ("document_id", "separator_id")]
-    return as_transformers(
-        content,
-        end_of_text_id=next((number for number in named if number is not None), None),
-        max_length=int(weights.config.max_position_embeddings),
-    )
-
-
-def travelled_tokenizer(weights: ModelWeights) -> Any:
-    """Return the tokenizer that a step needs no help to find; None where its run names no files.
-
-    Raises:
-        ShardError: It is damaged, or has ids that the model does not know.
-    """
-    is_bytes = weights.settings["data"].get("tokenizer") == BYTES
-    return tokenizer_of(weights) if is_bytes or weights.step.tokenizer.is_file() else None
+from refocused.shards.tokenizer_files import TOKENIZER_FILE
+from refocused.shards.tokenizers import USUAL_ENDS, load_content
 
 
 def as_transformers(content: bytes, *, end_of_text_id: int | None, max_length: int) -> Any:
@@ -71,24 +38,6 @@ def as_transformers(content: bytes, *, end_of_text_id: int | None, max_length: i
             model_max_length=max_length,
             clean_up_tokenization_spaces=False,
         )
-
-
-def _content(weights: ModelWeights, choice: TokenizerChoice | None) -> bytes:
-    vocabulary, step = int(weights.config.vocab_size), weights.step
-    trained_on = weights.settings["data"].get("tokenizer", "unknown")
-    if choice is None and step.tokenizer.is_file():
-        content = step.tokenizer.read_bytes()
-        check_vocabulary(content, vocabulary=vocabulary, where=str(step.tokenizer))
-        return content
-    if choice is None and trained_on == BYTES:
-        choice = TokenizerChoice(BYTES)
-    if choice is None:
-        raise CheckpointError(
-            f"{step.path} has no tokenizer (its run says data.tokenizer: {trained_on}, and names "
-            "no files of it). Name it: --tokenizer gpt2 --bpe-folder FOLDER, --tokenizer hub:MODEL "
-            "or --tokenizer FILE; an export may do without: --no-tokenizer."
-        )
-    return tokenizer_file(choice, vocabulary=vocabulary)
 
 
 def _end_of_text(ids: Mapping[str, int], wanted: int | None) -> str | None:

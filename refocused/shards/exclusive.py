@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from refocused.bucket.part_file import disk_errors
 from refocused.errors import ShardError
 from refocused.file_lock import FileLock
 
@@ -19,11 +18,13 @@ def exclusive_folder(folder: Path) -> Iterator[None]:
 
     Raises:
         ShardError: Another process holds it.
-        BucketError: The folder cannot be made.
+        ShardError: The folder cannot be made.
     """
-    with disk_errors(folder):
+    try:
         lock = FileLock(folder / LOCK_NAME)
         is_ours = lock.acquire()
+    except OSError as error:
+        raise ShardError(f"{folder}: cannot be written ({error.strerror}).") from error
     if not is_ours:
         raise ShardError(
             f"{folder}: another process is at work there. Let it end, or stop it, and run "

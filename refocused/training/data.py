@@ -10,10 +10,9 @@ from pathlib import Path
 
 from refocused.batches.batch import Batch
 from refocused.batches.device_copies import DeviceCopier
-from refocused.batches.loader import Loader
+from refocused.batches.loader import Loader, validation_batches
 from refocused.batches.mixture import Mixture
 from refocused.batches.order import Order
-from refocused.batches.validation_windows import validation_batches
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.open import open_bucket
 from refocused.config.batch_plan import BatchPlan

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refocused.batches.batch import IGNORED_LABEL
-from refocused.batches.validation_windows import ValidationWindows, validation_batches
+from refocused.batches.loader import validation_batches
+from refocused.batches.validation_windows import ValidationWindows
 from refocused.batches.windows import WindowRange
 
 

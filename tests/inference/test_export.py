@@ -22,8 +22,7 @@ from refocused.inference import export, export_check
 from refocused.inference.evaluation import Evaluation, Settings
 from refocused.inference.export import export_step
 from refocused.inference.model import load_model
-from refocused.inference.model_weights import ModelWeights, open_model_weights
-from refocused.inference.tokenizer import tokenizer_of
+from refocused.inference.model_weights import ModelWeights, open_model_weights, tokenizer_of
 from refocused.shards.tokenizers import TokenizerChoice
 
 pytestmark = pytest.mark.slow
