@@ -24,8 +24,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from refocused.batches.position import Position
 from refocused.checkpoints.atomic import fsync_path
-from refocused.checkpoints.changes import RunFacts
-from refocused.checkpoints.checkpointer import Checkpointer
+from refocused.checkpoints.checkpointer import Checkpointer, RunFacts
 from refocused.checkpoints.step_directory import read_step
 from refocused.checkpoints.verify import unreadable, verify
 from refocused.config.batch_plan import BatchPlan

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
+from refocused.checkpoints.checkpointer import RunFacts
 from refocused.checkpoints.comparison import Difference, differences
 from refocused.checkpoints.manifest import CheckpointManifest
 from refocused.checkpoints.step_contents import dotted
@@ -38,46 +39,6 @@ _LAYOUT_SETTINGS = (
 )
 _ONLY_AT_THE_START = ("precision.initial_scale_power",)  # a step has the scale it has come to
 _NOTHING = "not set"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RunFacts:
-    """What every manifest of a run says alike.
-
-    Attributes:
-        run: The run's name.
-        zero_stage: ZeRO stage.
-        dtype: `bf16`, `fp16` or `fp32`.
-        versions: Version of each package whose files these are.
-        data_fingerprint: Fingerprint of the data set.
-        data_order: What else decides which window comes when.
-        parameters: Parameters of the model.
-        run_yaml: The resolved run file.
-        model_json: The model's shape in the transformers form.
-        data_mixture: Shares of the sources of a mixture; empty for a single source.
-        tokenizer_json: The data's tokenizer as a `tokenizers` file; None: it does not travel.
-        data_fingerprint_by_size: What earlier versions called the same data, of which they knew
-            the names and sizes; None: they knew the content too.
-    """
-
-    run: str
-    zero_stage: int
-    dtype: str
-    versions: Mapping[str, str]
-    data_fingerprint: str
-    data_order: str
-    parameters: int
-    run_yaml: str
-    model_json: str
-    data_mixture: str = ""
-    tokenizer_json: bytes | None = None
-    data_fingerprint_by_size: str | None = None
-
-    def files(self) -> dict[str, bytes]:
-        """Return the files that describe the run in every step, by name."""
-        files = {"run.yaml": self.run_yaml.encode(), "model.json": self.model_json.encode()}
-        tokenizer = self.tokenizer_json
-        return files if tokenizer is None else {**files, "tokenizer.json": tokenizer}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,7 +101,7 @@ def check_allowable(names: Iterable[str]) -> None:
 
 
 def changes_since(
-    step: StepDirectory, facts: RunFacts, *, world_size: int, allowed: Collection[str]
+    step: StepDirectory, *, facts: RunFacts, world_size: int, allowed: Collection[str]
 ) -> Changes:
     """Compare a verified step with the run that resumes it.
 

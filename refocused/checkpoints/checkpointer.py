@@ -7,13 +7,12 @@ import datetime
 import json
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 from refocused.checkpoints.branches import FIRST_BRANCH, Branch
-from refocused.checkpoints.changes import Changes, RunFacts, changes_since
 from refocused.checkpoints.kept_history import HISTORY, bring_back, end_of
 from refocused.checkpoints.manifest import CheckpointManifest, FileRecord
 from refocused.checkpoints.parts import assembled, require_readable
@@ -69,6 +68,46 @@ class _WrittenPart:
     seconds: float
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What every manifest of a run says alike.
+
+    Attributes:
+        run: The run's name.
+        zero_stage: ZeRO stage.
+        dtype: `bf16`, `fp16` or `fp32`.
+        versions: Version of each package whose files these are.
+        data_fingerprint: Fingerprint of the data set.
+        data_order: What else decides which window comes when.
+        parameters: Parameters of the model.
+        run_yaml: The resolved run file.
+        model_json: The model's shape in the transformers form.
+        data_mixture: Shares of the sources of a mixture; empty for a single source.
+        tokenizer_json: The data's tokenizer as a `tokenizers` file; None: it does not travel.
+        data_fingerprint_by_size: What earlier versions called the same data, of which they knew
+            the names and sizes; None: they knew the content too.
+    """
+
+    run: str
+    zero_stage: int
+    dtype: str
+    versions: Mapping[str, str]
+    data_fingerprint: str
+    data_order: str
+    parameters: int
+    run_yaml: str
+    model_json: str
+    data_mixture: str = ""
+    tokenizer_json: bytes | None = None
+    data_fingerprint_by_size: str | None = None
+
+    def files(self) -> dict[str, bytes]:
+        """Return the files that describe the run in every step, by name."""
+        files = {"run.yaml": self.run_yaml.encode(), "model.json": self.model_json.encode()}
+        tokenizer = self.tokenizer_json
+        return files if tokenizer is None else {**files, "tokenizer.json": tokenizer}
+
+
 class Checkpointer:
     """Saves and loads the step directories of one run; all ranks call every method together."""
 
@@ -79,7 +118,6 @@ class Checkpointer:
         world: World,
         facts: RunFacts,
         branch: Branch = FIRST_BRANCH,
-        allowed_changes: Collection[str] = (),
         history: Path | None = None,
         least_bytes: int = 0,
     ) -> None:
@@ -90,7 +128,6 @@ class Checkpointer:
             world: The ranks.
             facts: What every manifest says alike.
             branch: The branch that what is saved is on.
-            allowed_changes: Settings in which a step that is loaded may differ: `data.mixture`.
             history: Rank 0's file of metrics, of which every step keeps the end; None: nothing.
             least_bytes: What a save takes of this disk at least, by an estimate; 0: unknown.
         """
@@ -99,7 +136,6 @@ class Checkpointer:
         self._part = Part(node=world.keeper, nodes=world.keepers) if world.keepers > 1 else None
         self._facts = facts
         self._branch = branch
-        self._allowed_changes = allowed_changes
         self._history = history
         self._least_bytes = least_bytes
         self._last_bytes = 0
@@ -175,29 +211,21 @@ class Checkpointer:
         self._begun = None
         return self._complete(being_saved, writing.result())
 
-    def changes(self, step: StepDirectory) -> Changes:
-        """Compare a verified step with this run.
-
-        Raises:
-            CheckpointError: On every rank: it cannot be resumed under these settings.
-        """
-        return changes_since(
-            step,
-            self._facts,
-            world_size=self._world.world_size,
-            allowed=self._allowed_changes,
-        )
-
-    def load(self, owner: ShardOwner, step: StepDirectory, changes: Changes) -> dict[str, Any]:
+    def load(self, owner: ShardOwner, step: StepDirectory, *, exact: bool) -> dict[str, Any]:
         """Bring a verified step back; return the content of its `trainer.json`.
+
+        Args:
+            owner: What is brought back.
+            step: The step.
+            exact: Every rank reads its own file; otherwise the states are divided anew.
 
         Raises:
             CheckpointError: On every rank: a file is not what the manifest says it is.
         """
-        rank, exact = self._world.rank, changes.way == "exact"
+        rank = self._world.rank
         with assembled(step, self._world, exact=exact) as folder:
             self._world.together(lambda: require_readable(step, folder, rank=rank, exact=exact))
-            self._world.together(lambda: self._load(owner, step, changes, folder))
+            self._world.together(lambda: self._load(owner, step, folder, exact=exact))
         return read_mapping(step.trainer)
 
     def bring_back_history(self, step: StepDirectory) -> None:
@@ -206,8 +234,8 @@ class Checkpointer:
         Apart from `load`, after which a resume may still be refused: that changes nothing.
         """
         own = self._history if step.manifest.run == self._facts.run else None
-        if own is not None and self._world.is_first:
-            bring_back(step, own)
+        if own is not None and self._world.is_first and HISTORY in step.manifest.files:
+            bring_back(step.path / HISTORY, own, step=step.step)
 
     def prepare(self) -> None:
         """Clean the folder, and make sure that it can be written and has room for a first save.
@@ -263,8 +291,8 @@ class Checkpointer:
         return SavedStep(self._commit(being_saved, files), max(part.seconds for part in parts))
 
     @staticmethod
-    def _load(owner: ShardOwner, step: StepDirectory, changes: Changes, folder: Path) -> None:
-        if changes.way == "exact":
+    def _load(owner: ShardOwner, step: StepDirectory, folder: Path, *, exact: bool) -> None:
+        if exact:
             owner.load_shards(folder)
         else:
             owner.load_resharded(folder, ranks=step.manifest.world_size)

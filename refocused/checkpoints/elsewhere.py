@@ -20,8 +20,14 @@ from refocused.checkpoints.atomic import (
 from refocused.checkpoints.branches import Branch, step_paths
 from refocused.checkpoints.catalog import Catalog
 from refocused.checkpoints.fetch import fetch_step
-from refocused.checkpoints.manifest import COMMITTED, MANIFEST, SCHEMA_VERSION, CheckpointManifest
-from refocused.checkpoints.remote_steps import SUPERSEDED, RemoteSteps
+from refocused.checkpoints.manifest import (
+    COMMITTED,
+    MANIFEST,
+    SCHEMA_VERSION,
+    SUPERSEDED,
+    CheckpointManifest,
+)
+from refocused.checkpoints.remote_steps import RemoteSteps
 from refocused.checkpoints.staging import STAGING_PREFIX, remove_step
 from refocused.checkpoints.step_directory import (
     PART,

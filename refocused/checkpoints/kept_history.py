@@ -6,8 +6,6 @@ import logging
 import os
 from pathlib import Path
 
-from refocused.checkpoints.step_directory import StepDirectory
-
 logger = logging.getLogger(__name__)
 
 HISTORY = "training_metrics.jsonl"
@@ -32,19 +30,18 @@ def end_of(file: Path) -> bytes | None:
     return content[: content.rfind(b"\n") + 1] or None
 
 
-def bring_back(step: StepDirectory, file: Path) -> bool:
-    """Begin an empty or missing file with what a step keeps of it; return whether that was done.
+def bring_back(kept: Path, file: Path, *, step: int) -> bool:
+    """Begin an empty or missing file with the end that a step keeps; return whether that was done.
 
     A disk that does not take it costs the history alone, and a warning.
     """
-    kept = step.path / HISTORY
-    if HISTORY not in step.manifest.files or (file.exists() and file.stat().st_size):
+    if file.exists() and file.stat().st_size:
         return False
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("ab") as lines:  # who has it open appends behind
             lines.write(kept.read_bytes())
     except OSError as error:
-        logger.warning("The losses before step %d are not in %s: %s.", step.step, file, error)
+        logger.warning("The losses before step %d are not in %s: %s.", step, file, error)
         return False
     return True

@@ -20,6 +20,7 @@ SCHEMA_VERSION = 2
 FIRST_SCHEMA = 1  # without run id and branch, and without a marker beside it on the disk
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
+SUPERSEDED = "SUPERSEDED"  # of version 0.1: the checkpoint is on a branch that was left
 
 
 Whole = Annotated[int, pydantic.Field(ge=0, lt=2**63)]

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 
 from refocused.bucket.bucket import BlobInfo
 from refocused.checkpoints.branches import FIRST_BRANCH, Branch
-from refocused.checkpoints.manifest import COMMITTED, MANIFEST, CheckpointManifest
-from refocused.checkpoints.remote_steps import SUPERSEDED, RemoteSteps, is_copy
+from refocused.checkpoints.manifest import COMMITTED, MANIFEST, SUPERSEDED, CheckpointManifest
+from refocused.checkpoints.remote_steps import RemoteSteps, is_copy
 from refocused.checkpoints.retention import KeptStep, best_of, to_remove
 from refocused.checkpoints.tiers import Tier
 from refocused.errors import CheckpointError

@@ -11,6 +11,7 @@ from refocused.bucket.stored import with_checksum
 from refocused.checkpoints.manifest import (
     COMMITTED,
     MANIFEST,
+    SUPERSEDED,
     CheckpointManifest,
     FileRecord,
     Marker,
@@ -21,7 +22,6 @@ from refocused.checkpoints.mirror_waits import is_refusal
 from refocused.checkpoints.step_directory import parse_name, parse_place
 from refocused.errors import BucketError, CorruptCheckpointError
 
-SUPERSEDED = "SUPERSEDED"
 POINTER = "latest/pointer.json"
 _ABOUT = b"""Checkpoints of one training run, copied here by refocused.
 A folder checkpoint_step_N without an object COMMITTED is incomplete: nothing reads it.

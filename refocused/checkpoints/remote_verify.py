@@ -8,11 +8,12 @@ from refocused.bucket.stored import stored_crc32c
 from refocused.checkpoints.manifest import (
     COMMITTED,
     MANIFEST,
+    SUPERSEDED,
     CheckpointManifest,
     FileRecord,
     parse_manifest,
 )
-from refocused.checkpoints.remote_steps import SUPERSEDED, RemoteSteps
+from refocused.checkpoints.remote_steps import RemoteSteps
 from refocused.checkpoints.verify import FileProblem
 from refocused.errors import CheckpointError
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.checksum import crc32c_of
-from refocused.checkpoints.manifest import COMMITTED, MANIFEST, CheckpointManifest
-from refocused.checkpoints.remote_steps import SUPERSEDED, RemoteSteps, is_copy
+from refocused.checkpoints.manifest import COMMITTED, MANIFEST, SUPERSEDED, CheckpointManifest
+from refocused.checkpoints.remote_steps import RemoteSteps, is_copy
 from refocused.checkpoints.step_directory import read_step
 from refocused.checkpoints.verify import describe, verify
 from refocused.errors import CheckpointError, CorruptCheckpointError

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from refocused.checkpoints.branches import FIRST_BRANCH, Branch, checkpoint_paths, step_paths
-from refocused.checkpoints.mirror_status import MirrorStatus
 from refocused.checkpoints.retention import KeptStep, best_of, to_remove
 from refocused.checkpoints.staging import remove_step
 from refocused.checkpoints.step_directory import StepDirectory, is_in_use, read_step, unused
@@ -23,6 +23,22 @@ logger = logging.getLogger(__name__)
 LOW_DISK_SAVES = 2.5  # two saves, and what else the disk is used for meanwhile
 
 
+class Mirrored(Protocol):
+    """What the mirror last reported: steps it has copied, left out, and will never copy."""
+
+    @property
+    def mirrored(self) -> Collection[int]:
+        """Steps that the bucket has."""
+
+    @property
+    def skipped(self) -> Collection[int]:
+        """Steps that newer ones replace there."""
+
+    @property
+    def unwanted(self) -> Collection[int]:
+        """Steps that will never be copied."""
+
+
 def thin_out(
     checkpoints: Path,
     world: World,
@@ -30,7 +46,7 @@ def thin_out(
     branch: Branch = FIRST_BRANCH,
     keep: int,
     mirrored: bool,
-    status: MirrorStatus | None,
+    status: Mirrored | None,
     disk_low: bool = False,
 ) -> list[str]:
     """Remove the steps that retention does not keep, from every keeper's disk.
@@ -91,7 +107,7 @@ def in_all_places(seen: Sequence[Sequence[KeptStep]]) -> list[KeptStep]:
 
 
 def _seen(
-    checkpoints: Path, branch: Branch, *, mirrored: bool, status: MirrorStatus | None
+    checkpoints: Path, branch: Branch, *, mirrored: bool, status: Mirrored | None
 ) -> list[KeptStep]:
     """Look at the steps here; a disk that cannot be read has none, so that nothing is removed."""
     try:
@@ -117,7 +133,7 @@ def local_steps(
     branch: Branch = FIRST_BRANCH,
     *,
     mirrored: bool,
-    status: MirrorStatus | None,
+    status: Mirrored | None,
 ) -> list[KeptStep]:
     """Look at every checkpoint of a branch here; arguments as of `thin_out`."""
     paths = step_paths(checkpoints, branch)
@@ -154,7 +170,7 @@ def disk_is_low(
     return shutil.disk_usage(checkpoints).free < saves * max(sizes, default=0)
 
 
-def _is_mirrored(step: int, status: MirrorStatus | None) -> bool | None:
+def _is_mirrored(step: int, status: Mirrored | None) -> bool | None:
     if status is None:
         return False
     return None if step in status.unwanted else step in status.mirrored

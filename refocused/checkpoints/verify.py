@@ -10,8 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from refocused.bucket.checksum import crc32c_of
-from refocused.checkpoints.manifest import COMMITTED, MANIFEST, CheckpointManifest, FileRecord
-from refocused.checkpoints.remote_steps import SUPERSEDED
+from refocused.checkpoints.manifest import (
+    COMMITTED,
+    MANIFEST,
+    SUPERSEDED,
+    CheckpointManifest,
+    FileRecord,
+)
 from refocused.checkpoints.step_directory import (
     PART,
     StepDirectory,

@@ -15,8 +15,8 @@ import torch
 
 from refocused.checkpoints.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.changes import RunFacts
-from refocused.checkpoints.checkpointer import Checkpointer
+from refocused.checkpoints.changes import changes_since
+from refocused.checkpoints.checkpointer import Checkpointer, RunFacts
 from refocused.checkpoints.mirror import CheckpointMirror
 from refocused.checkpoints.mirror_status import MirrorSettings
 from refocused.checkpoints.remote_steps import prefix_of
@@ -203,23 +203,29 @@ def assemble_parts(
         dry_run=job.request.dry_run,
     )
     _say_computation(built, reporter, precision=config.precision)
+    facts = _facts(job, data, parameters, texts.tokenizer_json)
     saver = Saver(
         Checkpointer(
             job.checkpoints,
             world=world,
-            facts=_facts(job, data, parameters, texts.tokenizer_json),
+            facts=facts,
             branch=branch,
-            allowed_changes=job.request.allowed_changes,
             history=job.folder / METRICS_FILE,
             least_bytes=least_save_bytes(
                 parameters, zero.stage, optimizer=config.optimizer.kind, world=world
             ),
         ),
+        compare=functools.partial(
+            changes_since,
+            facts=facts,
+            world_size=world.world_size,
+            allowed=job.request.allowed_changes,
+        ),
         folder=job.checkpoints,
         branch=branch,
         engine=engine,
         mirror=Mirroring(
-            _mirror(job, branch) if world.keeps else None, reporter=reporter, world=world
+            _mirror(job, branch) if world.keeps else None, report=reporter.event, world=world
         ),
         settings=config.checkpoint,
         reporter=reporter,

@@ -105,7 +105,7 @@ def _await_export(
     parts: Parts, exporting: FinalModel, stop: StopRequest, settings: CheckpointConfig
 ) -> ExitCode:
     """Wait for the final model; return the exit code that it alone would give."""
-    answer = exporting.wait(settings.drain_minutes * 60, stop)
+    answer = exporting.wait(settings.drain_minutes * 60, stop.agreed)
     if answer is None:
         text = "goes on in the background"
         parts.reporter.event("export_warning", f"final model {exporting.folder}: it {text}")

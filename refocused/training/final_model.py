@@ -6,6 +6,7 @@ import logging
 import secrets
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from refocused.checkpoints.branches import present_branch
@@ -14,7 +15,6 @@ from refocused.detached import start_detached
 from refocused.inference.bucket_copy import FOLDER
 from refocused.inference.final_model import FinalModelAnswer, FinalModelRequest, read_answer
 from refocused.process_identity import ProcessIdentity, identify
-from refocused.training.stopping import StopRequest
 from refocused.world import World
 
 logger = logging.getLogger(__name__)
@@ -66,18 +66,18 @@ class FinalModel:
         if self._world.is_first:
             self._start(step)
 
-    def wait(self, timeout_s: float, stop: StopRequest) -> FinalModelAnswer | None:
+    def wait(self, timeout_s: float, stopping: Callable[[], object]) -> FinalModelAnswer | None:
         """Wait for it; return what has become of it, None where it is not done yet.
 
         Args:
             timeout_s: Longest wait, in seconds.
-            stop: Ends the wait too.
+            stopping: Whether to wait no longer; the same on every rank.
         """
         deadline = time.monotonic() + timeout_s
         while True:
             answer = self._answer() if self._world.is_first else None
             answer, late = self._world.broadcast((answer, time.monotonic() > deadline))
-            if answer is not None or late or stop.agreed():
+            if answer is not None or late or stopping():
                 return answer
 
     def _start(self, step: int) -> None:

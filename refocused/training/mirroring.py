@@ -8,7 +8,6 @@ from pathlib import Path
 from refocused.checkpoints.branches import Branch, saved_steps
 from refocused.checkpoints.mirror import CheckpointMirror
 from refocused.checkpoints.mirror_status import MirrorStatus
-from refocused.training.reporter import Reporter
 from refocused.world import World
 
 DRAIN_SLICE_S = 1.0  # between two looks at whether somebody wants to wait no longer
@@ -19,15 +18,19 @@ class Mirroring:
 
     Args:
         mirror: This keeper's; None on all other ranks, and where nothing is mirrored.
-        reporter: Tells.
+        report: Takes the kind of an event and its text.
         world: The ranks.
     """
 
     def __init__(
-        self, mirror: CheckpointMirror | None, *, reporter: Reporter, world: World
+        self,
+        mirror: CheckpointMirror | None,
+        *,
+        report: Callable[[str, str], None],
+        world: World,
     ) -> None:
         self._mirror = mirror
-        self._reporter = reporter
+        self._report = report
         self._world = world
         self._blocked = False
 
@@ -57,13 +60,13 @@ class Mirroring:
             return
         self._blocked = status.blocked
         if status.blocked:
-            self._reporter.event(
+            self._report(
                 "mirror_failed",
                 f"mirror {status.last_error} Training goes on, and every step stays on this disk "
                 "until the mirror has it.",
             )
         else:
-            self._reporter.event("mirror_recovered", "mirror goes on: the bucket takes it again")
+            self._report("mirror_recovered", "mirror goes on: the bucket takes it again")
 
     def look_after(self, folder: Path, branch: Branch) -> str:
         """Start this rank's mirror again if it died; return what to say of it behind a save.

@@ -91,8 +91,8 @@ def _open(
     stop = StopRequest(
         world,
         stop_file=None if request.dry_run else folder / "STOP",  # that of the run beside it
-        signals=session.signals,
-        ancestors=session.ancestors,
+        signalled=lambda: session.signals.asked,
+        orphaned=lambda: session.ancestors.gone,
     )
     return Job(loaded, request, planned, plan, world, folder), stop
 
@@ -263,12 +263,16 @@ def _train_and_finish(
     config = job.loaded.config
     job.world.keepers_do(lambda: _begin(job.folder, render_run(config)))
     parts.saver.begin()
-    start_sampling(job.folder, job.world, parts.reporter, log=config.log, cost=config.cost)
-    state = start_tracking(
+    start_sampling(
+        job.folder, job.world, report=parts.reporter.event, log=config.log, cost=config.cost
+    )
+    wandb_id = start_tracking(
         job.folder,
         job.world,
-        parts.reporter,
-        state,
+        track=parts.reporter.track,
+        report=parts.reporter.event,
+        step=state.step,
+        wandb_id=state.wandb_id,
         tracking=config.tracking,
         run=config.run.name,
         settings={
@@ -279,6 +283,7 @@ def _train_and_finish(
         },
         is_automatic=job.request.resume in ("auto", "latest"),
     )
+    state = dataclasses.replace(state, wandb_id=wandb_id)
     parts.reporter.start(state)
     parts.reporter.write_state(parts.reporter.booked(state), "training")
     try:

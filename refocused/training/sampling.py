@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from refocused.config.outputs import CostConfig, LogConfig
 from refocused.monitoring.sampler_process import SamplerError, start_sampler
 from refocused.monitoring.sampler_settings import SamplerSettings
 from refocused.process_identity import this_process
-from refocused.training.reporter import Reporter
 from refocused.world import World
 
 
 def start_sampling(
-    folder: Path, world: World, reporter: Reporter, *, log: LogConfig, cost: CostConfig
+    folder: Path,
+    world: World,
+    *,
+    report: Callable[[str, str], None],
+    log: LogConfig,
+    cost: CostConfig,
 ) -> None:
     """Start the sampler of this machine, if the run has any; every rank may call.
 
@@ -24,7 +28,7 @@ def start_sampling(
     Args:
         folder: The run's.
         world: The ranks.
-        reporter: Tells what failed.
+        report: Takes the kind of an event and its text.
         log: How often to sample.
         cost: What alarms compare the run's cost with.
     """
@@ -34,7 +38,7 @@ def start_sampling(
     try:
         start_sampler(settings)
     except SamplerError as error:
-        reporter.event("sampler_failed", str(error))
+        report("sampler_failed", str(error))
 
 
 def sampler_settings(

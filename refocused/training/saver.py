@@ -10,6 +10,7 @@ from pathlib import Path
 
 from refocused.batches.position import Position
 from refocused.checkpoints.branches import FIRST_BRANCH, Branch
+from refocused.checkpoints.changes import Changes
 from refocused.checkpoints.checkpointer import FREE_SPACE_FACTOR, Checkpointer, SavedStep
 from refocused.checkpoints.retention import FEWEST
 from refocused.checkpoints.staging import clean_leftovers, set_aside
@@ -45,6 +46,7 @@ class Saver:
         self,
         checkpointer: Checkpointer,
         *,
+        compare: Callable[[StepDirectory], Changes],
         folder: Path,
         branch: Branch = FIRST_BRANCH,
         engine: Engine,
@@ -59,6 +61,7 @@ class Saver:
 
         Args:
             checkpointer: Writes step directories.
+            compare: Compares a step with this run; raises where it cannot be resumed.
             folder: Where they are.
             branch: The branch that training goes on with.
             engine: What is saved.
@@ -70,6 +73,7 @@ class Saver:
             files_done: Token files of the epoch that are consumed at a state.
         """
         self._checkpointer = checkpointer
+        self._compare = compare
         self._folder = folder
         self._branch = branch
         self._engine = engine
@@ -163,12 +167,12 @@ class Saver:
             CheckpointError: On every rank: it cannot be resumed under this run's settings.
         """
         with in_use(step.path):
-            changes = self._world.together(lambda: self._checkpointer.changes(step))
+            changes = self._world.together(lambda: self._compare(step))
             for line in changes.lines():
                 self._reporter.event("differs", f"  differs  {line}")
             for text in changes.allowed:
                 logger.warning("%s", text)
-            record = self._checkpointer.load(self._engine, step, changes)
+            record = self._checkpointer.load(self._engine, step, exact=changes.way == "exact")
             self.loaded_loss = self._world.together(lambda: read_saved_loss(record))
             self.loaded_changed = bool(changes.allowed)
             state = self._world.together(lambda: TrainState.from_record(record))

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from refocused.errors import ExitCode, StoppedEarlyError
-from refocused.training.ancestors import Ancestors
-from refocused.training.signals import Signals
 from refocused.world import World
 
 
@@ -46,20 +44,25 @@ class StopRequest:
     """Collects reasons to stop on this rank and agrees on them with the others."""
 
     def __init__(
-        self, world: World, *, stop_file: Path | None, signals: Signals, ancestors: Ancestors
+        self,
+        world: World,
+        *,
+        stop_file: Path | None,
+        signalled: Callable[[], bool],
+        orphaned: Callable[[], bool],
     ) -> None:
         """Watch for a file, signals and the launcher's end.
 
         Args:
             world: The ranks.
             stop_file: Its existence asks to stop, on any keeper's disk. None: there is none.
-            signals: What came to this process, from its start on.
-            ancestors: The processes that started it.
+            signalled: Whether a signal asked this process to stop.
+            orphaned: Whether the processes that started this one are gone.
         """
         self._world = world
         self._stop_file = stop_file
-        self._signals = signals
-        self._ancestors = ancestors
+        self._signalled = signalled
+        self._orphaned = orphaned
         self._limits: list[Callable[[], StopReason]] = []
         self._reason = StopReason.NONE
 
@@ -69,7 +72,8 @@ class StopRequest:
 
     def agreed(self) -> StopReason:
         """Return why to stop, the same on every rank; every rank must call at the same place."""
-        self._reason = max(self._reason, self._signalled())
+        if self._signalled():
+            self._reason = StopReason.SIGNAL
         if self._reason is StopReason.NONE:
             self._reason = self._seen()
         return StopReason(int(self._world.largest([self._reason])[0]))
@@ -88,11 +92,8 @@ class StopRequest:
                 reason.exit_code,
             )
 
-    def _signalled(self) -> StopReason:
-        return StopReason.SIGNAL if self._signals.asked else StopReason.NONE
-
     def _seen(self) -> StopReason:
-        if self._ancestors.gone:
+        if self._orphaned():
             return StopReason.PARENT_GONE
         if self._world.keeps and self._stop_file is not None and self._stop_file.exists():
             return StopReason.STOP_FILE

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from refocused.config.outputs import TrackingConfig
@@ -14,8 +13,6 @@ from refocused.monitoring.tensorboard import TensorBoardTracker
 from refocused.monitoring.trackers import Tracker, Trackers
 from refocused.monitoring.wandb import WandbRun, WandbTracker
 from refocused.monitoring.wandb_identity import WandbNote, continued, read_note
-from refocused.training.reporter import Reporter
-from refocused.training.state import TrainState
 from refocused.world import World
 
 NOTE_FILE = Path("wandb") / "refocused.json"
@@ -24,23 +21,27 @@ NOTE_FILE = Path("wandb") / "refocused.json"
 def start_tracking(
     folder: Path,
     world: World,
-    reporter: Reporter,
-    state: TrainState,
     *,
+    track: Callable[[Trackers], None],
+    report: Callable[[str, str], None],
+    step: int,
+    wandb_id: str | None,
     tracking: TrackingConfig,
     run: str,
     settings: Mapping[str, object],
     is_automatic: bool,
-) -> TrainState:
-    """Open the trackers on rank 0; return the state with the id that later sessions need.
+) -> str | None:
+    """Open the trackers on rank 0; return the id of the run at Weights & Biases.
 
     Every rank must call. Nothing waits for a tracker, and none can fail the run.
 
     Args:
         folder: The run's.
         world: The ranks.
-        reporter: Tells them, and says what they have to say.
-        state: What training starts from.
+        track: Takes the trackers, on rank 0.
+        report: Takes the kind of an event and its text.
+        step: What training starts from.
+        wandb_id: Of the run, from the checkpoint; None: it has none yet.
         tracking: Which ones.
         run: The run's name.
         settings: All that the run was given, nested.
@@ -53,20 +54,20 @@ def start_tracking(
         if tracking.wandb is not None:
             note = continued(
                 read_note(folder / NOTE_FILE),
-                known=state.wandb_id,
+                known=wandb_id,
                 run=run,
-                step=state.step,
+                step=step,
                 is_automatic=is_automatic,
                 token=secrets.token_hex(4),
             )
         trackers = trackers_of(
-            folder, tracking=tracking, run=run, settings=settings, step=state.step, note=note
+            folder, tracking=tracking, run=run, settings=settings, step=step, note=note
         )
         if trackers:
-            reporter.track(Trackers(trackers, tell=reporter.event))
-        return state.wandb_id if note is None else note.id
+            track(Trackers(trackers, tell=report))
+        return wandb_id if note is None else note.id
 
-    return dataclasses.replace(state, wandb_id=world.first_does(start))
+    return world.first_does(start)
 
 
 def trackers_of(

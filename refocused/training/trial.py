@@ -88,7 +88,12 @@ def take_trial_step(
         )
     )
     job = Job(loaded, request, planned, plan, world, folder)
-    stop = StopRequest(world, stop_file=None, signals=session.signals, ancestors=session.ancestors)
+    stop = StopRequest(
+        world,
+        stop_file=None,
+        signalled=lambda: session.signals.asked,
+        orphaned=lambda: session.ancestors.gone,
+    )
     data = world.together(lambda: assemble_data(job))
     try:
         with explaining_lack_of_memory(plan, world=world):

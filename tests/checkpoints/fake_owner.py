@@ -13,7 +13,7 @@ from pathlib import Path
 from checkpoints.step_samples import state_file
 
 from refocused.bucket.checksum import crc32c_of
-from refocused.checkpoints.changes import RunFacts
+from refocused.checkpoints.checkpointer import RunFacts
 from refocused.checkpoints.step_directory import rank_file
 from refocused.engine.engine import ShardsWritten
 from refocused.engine.hashed_files import WrittenFile

@@ -54,7 +54,7 @@ def compared(
     **changes: Any,
 ) -> Changes:
     return changes_since(
-        step, facts(settings or {}, **changes), world_size=world_size, allowed=allowed
+        step, facts=facts(settings or {}, **changes), world_size=world_size, allowed=allowed
     )
 
 

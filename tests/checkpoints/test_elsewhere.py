@@ -25,8 +25,8 @@ from refocused.checkpoints.elsewhere import (
     require_trust,
     take_over,
 )
-from refocused.checkpoints.manifest import COMMITTED, MANIFEST
-from refocused.checkpoints.remote_steps import SUPERSEDED, prefix_of
+from refocused.checkpoints.manifest import COMMITTED, MANIFEST, SUPERSEDED
+from refocused.checkpoints.remote_steps import prefix_of
 from refocused.checkpoints.step_directory import StepDirectory, name_of, read_step
 from refocused.checkpoints.verify import verify
 from refocused.errors import CheckpointError

@@ -10,10 +10,10 @@ from refocused.bucket.bucket import Bucket
 from refocused.bucket.directory import DirectoryBucket
 from refocused.bucket.open import open_bucket
 from refocused.checkpoints.branches import FIRST_BRANCH, Branch
-from refocused.checkpoints.manifest import COMMITTED
+from refocused.checkpoints.manifest import COMMITTED, SUPERSEDED
 from refocused.checkpoints.mirror_copy import StepCopier
 from refocused.checkpoints.remote_retention import RemoteRetention
-from refocused.checkpoints.remote_steps import SUPERSEDED, RemoteSteps
+from refocused.checkpoints.remote_steps import RemoteSteps
 from refocused.checkpoints.remote_verify import verify_remote
 from refocused.errors import BucketError
 

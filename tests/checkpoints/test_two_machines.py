@@ -123,10 +123,7 @@ def load(machines: Machines, step: int, *, exact: bool) -> list[PartOwner]:
         owner = PartOwner(world.rank)
         saved = read_step(folder / f"checkpoint_step_{step}")
         checkpointer = Checkpointer(folder, world=world, facts=FACTS)
-        changes = checkpointer.changes(saved)
-        if not exact:
-            changes = type(changes)(changes.settings, changes.allowed, "resharded", False)
-        checkpointer.load(owner, saved, changes)
+        checkpointer.load(owner, saved, exact=exact)
         return owner
 
     loaded = results(machines.do(action))

@@ -6,8 +6,7 @@ import pytest
 from checkpoints.step_samples import flip_byte, reseal
 from commands.run_samples import SampleRun
 
-from refocused.checkpoints.manifest import COMMITTED
-from refocused.checkpoints.remote_steps import SUPERSEDED
+from refocused.checkpoints.manifest import COMMITTED, SUPERSEDED
 from refocused.checkpoints.staging import remove_step
 
 

@@ -223,7 +223,7 @@ _TRAINER: dict[str, Any] = {
 
 
 def _facts(save: Save, parameters: int) -> Any:
-    from refocused.checkpoints.changes import RunFacts
+    from refocused.checkpoints.checkpointer import RunFacts
 
     settings = {
         "run": {"name": "sample", "steps": 2},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,7 @@ from run_fakes import Clock, FakeReporter, Log
 from thread_ranks import on_two_ranks, results
 
 from refocused.checkpoints.branches import FIRST_BRANCH, Branch, saved_steps
+from refocused.checkpoints.changes import changes_since
 from refocused.checkpoints.checkpointer import Checkpointer
 from refocused.checkpoints.mirror_status import MirrorStatus
 from refocused.config.outputs import CheckpointConfig
@@ -80,10 +82,13 @@ class Session:
         self.reporter = FakeReporter(self.log)
         self.saver = Saver(
             Checkpointer(folder, world=world, facts=FACTS, branch=branch, least_bytes=least_bytes),
+            compare=functools.partial(
+                changes_since, facts=FACTS, world_size=world.world_size, allowed=()
+            ),
             folder=folder,
             branch=branch,
             engine=cast("Any", self.owner),
-            mirror=Mirroring(cast("Any", mirror), reporter=cast("Any", self.reporter), world=world),
+            mirror=Mirroring(cast("Any", mirror), report=self.reporter.event, world=world),
             settings=CheckpointConfig.model_validate(
                 {"keep": keep, "max_failed_saves": max_failed_saves, "async": in_background}
             ),

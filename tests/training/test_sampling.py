@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -11,7 +11,6 @@ from refocused.monitoring.sampler_process import SamplerError
 from refocused.monitoring.sampler_settings import SamplerSettings
 from refocused.process_identity import this_process
 from refocused.training import sampling
-from refocused.training.reporter import Reporter
 from refocused.world import World
 
 GPU_RANK = World(world_size=16, local_world_size=8, device_kind="cuda")
@@ -29,7 +28,7 @@ class Events:
 
 def start(world: World, log: LogConfig, folder: Path) -> list[str]:
     events = Events([])
-    sampling.start_sampling(folder, world, cast(Reporter, events), log=log, cost=CostConfig())
+    sampling.start_sampling(folder, world, report=events.event, log=log, cost=CostConfig())
     return events.kinds
 
 

@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import cast
 
 from thread_ranks import on_two_ranks, results
 
 from refocused.errors import ExitCode, StoppedEarlyError
-from refocused.training.ancestors import Ancestors
 from refocused.training.signals import Signals
 from refocused.training.stopping import StopReason, StopRequest
 from refocused.world import World
@@ -28,8 +26,8 @@ def request(
     return StopRequest(
         world or World(),
         stop_file=tmp_path / "STOP",
-        signals=signals or Signals(speaks=False),
-        ancestors=cast("Ancestors", family or Family()),
+        signalled=lambda: signals is not None and signals.asked,
+        orphaned=lambda: family is not None and family.gone,
     )
 
 

@@ -12,8 +12,6 @@ from refocused.monitoring.trackers import Tracker, Trackers
 from refocused.monitoring.wandb import WandbTracker
 from refocused.monitoring.wandb_identity import WandbNote
 from refocused.training import tracking
-from refocused.training.reporter import Reporter
-from refocused.training.state import TrainState
 from refocused.training.tracking import start_tracking, trackers_of
 from refocused.world import World
 
@@ -32,12 +30,14 @@ class Listening:
     def event(self, kind: str, text: str, **facts: object) -> None: ...
 
 
-def start(folder: Path, world: World, reporter: Listening, config: TrackingConfig) -> TrainState:
+def start(folder: Path, world: World, reporter: Listening, config: TrackingConfig) -> str | None:
     return start_tracking(
         folder,
         world,
-        cast(Reporter, reporter),
-        TrainState(step=10),
+        track=reporter.track,
+        report=reporter.event,
+        step=10,
+        wandb_id=None,
         tracking=config,
         run="tiny",
         settings={},
@@ -63,7 +63,7 @@ def test_rank_0_alone_tells_and_every_rank_knows_the_id(
     reporters = [Listening(), Listening()]
 
     def action(world: World) -> str | None:
-        return start(tmp_path, world, reporters[world.rank], ALL).wandb_id
+        return start(tmp_path, world, reporters[world.rank], ALL)
 
     first, second = results(on_two_ranks(action))
     assert first is not None
@@ -76,14 +76,16 @@ def test_rank_0_alone_tells_and_every_rank_knows_the_id(
 
 def test_without_wandb_the_id_of_the_checkpoint_stays(tmp_path: Path) -> None:
     reporter = Listening()
-    state = start_tracking(
+    wandb_id = start_tracking(
         tmp_path,
         World(),
-        cast(Reporter, reporter),
-        TrainState(wandb_id="tiny-1"),
+        track=reporter.track,
+        report=reporter.event,
+        step=0,
+        wandb_id="tiny-1",
         tracking=TrackingConfig(),
         run="tiny",
         settings={},
         is_automatic=True,
     )
-    assert (state.wandb_id, reporter.tracked) == ("tiny-1", [])
+    assert (wandb_id, reporter.tracked) == ("tiny-1", [])
