@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import time
 from typing import Literal
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from refocused.errors import ConfigError
+from refocused.models.timed_trial import fastest_seconds
 from refocused.world import World
 
 AttentionChoice = Literal["auto", "cudnn", "flash", "math"]
@@ -23,7 +23,6 @@ KERNELS = {
     SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
     SDPBackend.MATH: "math",
 }
-PASSES = 3
 
 ATTENTION = "causal_sdpa"
 FLASH_3_MODULE = "flash_attn_interface"  # how the package of FlashAttention-3 is imported
@@ -165,15 +164,12 @@ def _timed(query: Tensor, *, dropout: float, masked: bool) -> dict[AttentionChoi
 
 
 def pass_seconds(query: Tensor, *, dropout: float) -> float:
-    """Return the fastest of some forward and backward passes on a GPU, after one warm-up."""
-    taken = []
-    for _ in range(1 + PASSES):
-        torch.cuda.synchronize(query.device)
-        began = time.perf_counter()
+    """Return the seconds of a forward and a backward pass on a GPU."""
+
+    def run() -> None:
         output = F.scaled_dot_product_attention(
             query, query, query, dropout_p=dropout, is_causal=True
         )
         torch.autograd.grad(output.sum(), query)
-        torch.cuda.synchronize(query.device)
-        taken.append(time.perf_counter() - began)
-    return min(taken[1:])
+
+    return fastest_seconds(run, query.device)

@@ -7,7 +7,6 @@ or its version of Triton gets wrong.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 
 import torch
@@ -16,12 +15,11 @@ from torch import Tensor, nn
 from refocused.models.ten_cells import Scan, TenCells
 from refocused.models.ten_scan import chunked_scan
 from refocused.models.ten_spectrum import initial_spectrum
+from refocused.models.timed_trial import fastest_seconds, short_reason
 from refocused.world import World
 
 TRIED = (4, 2, 2500)  # modes, sequences, tokens: several tiles, and a piece of one
 LARGEST_ERROR = 1e-4  # of values and gradients, relative to the largest
-PASSES = 3
-REASON_CHARACTERS = 120
 
 Seconds = Callable[[Scan], float]
 
@@ -103,19 +101,14 @@ def largest_error(scan: Scan, device: torch.device) -> float:
 def pass_seconds(
     scan: Scan, *, modes: int, batch_shape: tuple[int, int], device: torch.device
 ) -> float:
-    """Return the fastest of some forward and backward passes on a GPU, after one to warm up."""
+    """Return the seconds of a forward and a backward pass on a GPU."""
     rows, length = batch_shape
     spectrum = initial_spectrum(modes, longest=length, device=device)
     beta = torch.randn((2, modes, rows, length), device=device, requires_grad=True)
     leaves = [leaf.requires_grad_() for leaf in (spectrum.log_decay, spectrum.frequency)]
-    taken = []
-    for _ in range(1 + PASSES):
-        torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        torch.autograd.grad(scan(beta, *leaves).sum(), (beta, *leaves))
-        torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - began)
-    return min(taken[1:])
+    return fastest_seconds(
+        lambda: torch.autograd.grad(scan(beta, *leaves).sum(), (beta, *leaves)), device
+    )
 
 
 def _failure(device: torch.device) -> str | None:
@@ -125,7 +118,6 @@ def _failure(device: torch.device) -> str | None:
 
         error = largest_error(kernel_scan, device)
     except Exception as raised:  # Triton's compiler and driver fail with anything
-        lines = [line.strip() for line in str(raised).splitlines() if line.strip()]
-        return f"{type(raised).__name__}: {' '.join(lines)[:REASON_CHARACTERS]}"
+        return short_reason(raised)
     # Written so that an error of nan is too large.
     return None if error <= LARGEST_ERROR else f"it is wrong by {error:.1e}"
