@@ -26,6 +26,8 @@ class ModelConfig(Section):
             they run as written. The batches of training and validation use it.
         attention: Kernel of attention: `auto` is the fastest of a timed trial on GPUs; `flash` is
             FlashAttention-3 where it is installed and the GPU is a Hopper.
+        head: How the loss is computed: `chunked` by torch's operations, `fused` by torch's own
+            form, `kernel` by our Triton kernel; `auto` is the fastest of a timed trial on GPUs.
         head_chunk_tokens: Tokens whose logits exist at once in the loss.
     """
 
@@ -37,4 +39,5 @@ class ModelConfig(Section):
     activation_checkpointing: bool = False
     compile: Literal["auto", "on", "off"] = "auto"
     attention: Literal["auto", "cudnn", "flash", "math"] = "auto"
+    head: Literal["auto", "chunked", "fused", "kernel"] = "auto"
     head_chunk_tokens: Count = 2048

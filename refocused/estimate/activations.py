@@ -96,14 +96,16 @@ def _attention_block_bytes(shape: ModelShape, *, heads: int, size: int) -> int:
 
 
 def _head_bytes(shape: ModelShape, *, model: ModelConfig, tokens: int, size: int) -> int:
-    """Return the most that the final norm and the chunked loss hold at once.
+    """Return the most that the final norm and the chunked loss, the largest form, hold at once.
 
     The forward pass holds the norm's input and output, the gradient of the hidden states, that of
     the weight in float32, and a chunk's logits, with their softmax in float32 where that is another
-    type. The backward pass scales both gradients where they are, and casts the weight's.
+    type. The backward pass has no logits, scales both gradients where they are, and casts the
+    weight's.
     """
     rows = shape.padded_vocabulary(model.vocabulary_multiple)
     weight = rows * shape.width
     a_logit = size + (4 if size < 4 else 0)
-    chunk = a_logit * min(model.head_chunk_tokens, tokens) * rows + size * weight
-    return 3 * size * tokens * shape.width + 4 * weight + chunk
+    chunk = a_logit * min(model.head_chunk_tokens, tokens) * rows
+    cast = size * weight if size < 4 else 0
+    return 3 * size * tokens * shape.width + 4 * weight + max(chunk, cast)

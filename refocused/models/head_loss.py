@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+HeadForm = Literal["chunked", "fused", "kernel"]
+RowLosses = Callable[[Tensor, Tensor, Tensor], Tensor]  # of logits, labels, room for the slopes
 IGNORED_LABEL = -100
 
 
@@ -16,7 +21,12 @@ class LossHead(nn.Linear):
     The loss has to be computed here: under ZeRO-3 the weight is only whole while its own module
     runs. It is walked in chunks of tokens, and each chunk's gradient is taken at once, so that
     the largest temporary is `[chunk, V]`.
+
+    Attributes:
+        form: What computes the loss; see `head_loss`.
     """
+
+    form: HeadForm = "chunked"
 
     def __init__(self, weight: nn.Parameter, *, chunk_tokens: int) -> None:
         """Take over a weight `[V, D]`, which may be tied to the embedding."""
@@ -34,14 +44,35 @@ class LossHead(nn.Linear):
         """
         if labels is None:
             return super().forward(hidden)
-        wants_gradient, weight = torch.is_grad_enabled(), self.weight
+        weight: Tensor = self.weight
         if torch.is_autocast_enabled(hidden.device.type):  # which does not reach the products below
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
-        loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden.flatten(0, -2), weight, labels.flatten(), self.chunk_tokens, wants_gradient
+        return head_loss(
+            self.form, hidden.flatten(0, -2), weight, labels.flatten(), chunk=self.chunk_tokens
         )
-        return loss
+
+
+def head_loss(
+    form: HeadForm, hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int
+) -> Tensor:
+    """Return the mean cross-entropy of `hidden @ weight.T` over labels that are not -100.
+
+    `chunked` and `kernel` are ours: each chunk of logits is differentiated by torch's operations or
+    by one Triton kernel. `fused` is torch's own, which torch 2.11 lacks.
+    """
+    if form == "fused":
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
+        # Its own mean is nan without labels, and its slopes underflow in fp16.
+        total = F.linear_cross_entropy(hidden, weight, labels, reduction="sum", options=options)
+        return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
+    row_losses: RowLosses = _losses_and_slopes
+    if form == "kernel":
+        from refocused.models.head_kernel import kernel_losses as row_losses  # needs Triton
+    loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, labels, chunk, torch.is_grad_enabled(), row_losses
+    )
+    return loss
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -54,7 +85,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, wants_gradient: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk: int,
+        wants_gradient: bool,
+        row_losses: RowLosses,
     ) -> Tensor:
         counted = labels != IGNORED_LABEL
         count = counted.sum().clamp(min=1)
@@ -63,56 +100,66 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden) if wants_gradient else None
         weight_gradient = torch.empty_like(weight, dtype=exact) if wants_gradient else None
         room = hidden.new_empty(min(chunk, len(hidden)), len(weight))
-        room_of_shares = room if exact == room.dtype else torch.empty_like(room, dtype=exact)
+        in_place = row_losses is not _losses_and_slopes or exact == room.dtype
+        room_of_slopes = room if in_place else torch.empty_like(room, dtype=exact)
         for start in range(0, max(1, len(hidden)), chunk):
             part = slice(start, start + chunk)
             rows, mask = hidden[part], counted[part].unsqueeze(1)
             logits = torch.mm(rows, weight.T, out=room[: len(rows)])
             index = labels[part].unsqueeze(1).where(mask, 0)
-            losses, shares = _losses_and_softmax(logits, index, room_of_shares[: len(rows)])
-            total += losses.where(mask, 0.0).sum()
+            slopes = room_of_slopes[: len(rows)]
+            total += row_losses(logits, index, slopes).where(mask, 0.0).sum()
             if hidden_gradient is not None and weight_gradient is not None:
-                shares.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=exact))
-                slope = shares if exact == logits.dtype else logits.copy_(shares)
-                # Rows without a label are silenced in the narrow tensors, not in the slope.
-                torch.mm(slope, weight, out=hidden_gradient[part]).mul_(mask)
-                _add_product(weight_gradient, slope.T, rows * mask, is_first=start == 0)
+                narrow = slopes if slopes.dtype == logits.dtype else logits.copy_(slopes)
+                # Rows without a label are silenced in the narrow tensors, not in the slopes.
+                torch.mm(narrow, weight, out=hidden_gradient[part]).mul_(mask)
+                beta = 0 if start == 0 else 1  # 0 replaces the content, whatever it is
+                _add_product(weight_gradient, narrow, slopes, rows * mask, beta=beta)
         if wants_gradient:
             ctx.save_for_backward(hidden_gradient, weight_gradient, count)
             ctx.weight_dtype = weight.dtype
         return total / count
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden_gradient, weight_gradient, count = ctx.saved_tensors
         factor = gradient / count
         # In place: a second gradient of the weight's size is what a step's peak is made of.
         return (
             hidden_gradient.mul_(factor),
             weight_gradient.mul_(factor).to(ctx.weight_dtype),
-            None,
-            None,
-            None,
+            *(None, None, None, None),
         )
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
-    """Add `left @ right` to the total, whose content the first one replaces, whatever it is.
+def _add_product(
+    total: Tensor, narrow: Tensor, slopes: Tensor, rows: Tensor, *, beta: float
+) -> None:
+    """Make the total `beta * total + slopes.T @ rows`, without a temporary of its size.
 
-    No temporary of the total's size is made where the types allow it.
+    `narrow` are the slopes in the type of the rows; `slopes` may be in that of the total.
     """
-    if left.dtype == total.dtype:
-        total.addmm_(left, right, beta=0 if is_first else 1)
-    elif is_first:
-        total.copy_(left @ right)
+    if narrow.dtype != total.dtype and adds_in_float32(narrow.device, narrow.dtype):
+        torch.addmm(total, narrow.T, rows, out_dtype=total.dtype, beta=beta, out=total)
     else:
-        total += left @ right
+        total.addmm_(slopes.to(total.dtype).T, rows.to(total.dtype), beta=beta)
 
 
-def _losses_and_softmax(logits: Tensor, index: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's -log softmax at its index `[rows, 1]`, and the softmax in `shares`.
+@functools.cache
+def adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch adds products of this type to float32 here, as it does on GPUs."""
+    total, one = torch.zeros(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
+    try:
+        torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
-    `shares` may be the logits themselves, which makes the head 1.1 times as fast on a CPU: what a
+
+def _losses_and_slopes(logits: Tensor, index: Tensor, slopes: Tensor) -> Tensor:
+    """Return each row's -log softmax at its index `[rows, 1]`, and softmax - onehot in `slopes`.
+
+    `slopes` may be the logits themselves, which makes the head 1.1 times as fast on a CPU: what a
     kernel writes is still in its cache, and no page is new. Otherwise they are widened into it:
     torch's softmax of bfloat16 in float32 would widen them into memory of its own, on GPUs too.
 
@@ -120,9 +167,11 @@ def _losses_and_softmax(logits: Tensor, index: Tensor, shares: Tensor) -> tuple[
     logarithm is exact where that of an unlikely label's own share would be infinite. The one
     kernel of softmax goes over the logits less often than a log-sum-exp and an exponential.
     """
-    exact = shares.dtype
+    exact = slopes.dtype
     below_largest = logits.amax(dim=1, keepdim=True).to(exact) - logits.gather(1, index).to(exact)
     if logits.dtype != exact:
-        shares.copy_(logits)
-    torch.softmax(shares, dim=1, out=shares)
-    return below_largest - shares.amax(dim=1, keepdim=True).log(), shares
+        slopes.copy_(logits)
+    torch.softmax(slopes, dim=1, out=slopes)
+    losses = below_largest - slopes.amax(dim=1, keepdim=True).log()
+    slopes.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=exact))
+    return losses

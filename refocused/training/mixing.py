@@ -1,4 +1,4 @@
-"""What computes how positions meet, chosen for the device before the model is built into a run."""
+"""What computes how positions meet and the loss, chosen for the device before training."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from refocused.config.model import ModelConfig
 from refocused.config.shape import Attention, Mixer, Resonators
 from refocused.models.attention import choose_attention
 from refocused.models.causal_lm import CausalLM
+from refocused.models.head_choice import choose_head
 from refocused.models.ten_choice import choose_scan
 from refocused.world import World
 
@@ -22,7 +23,9 @@ def choose_mixing(
     plan: BatchPlan,
     world: World,
 ) -> str:
-    """Choose what computes how positions meet; all ranks call. Return it, for a person.
+    """Choose what computes how positions meet and the loss; return both, for a person.
+
+    All ranks call.
 
     Args:
         model: The model, before its blocks are compiled.
@@ -34,7 +37,7 @@ def choose_mixing(
     """
     if isinstance(mixer, Attention):
         settings = model.network.config
-        return choose_attention(
+        mixing = choose_attention(
             config.attention,
             batch_shape=(plan.micro, plan.sequence_length),
             heads=settings.num_attention_heads,
@@ -44,11 +47,20 @@ def choose_mixing(
             masked=model.document_id is not None,
             world=world,
         )
-    if isinstance(mixer, Resonators):
-        return "resonators by FFT"
-    return choose_scan(
-        model,
-        batch_shape=(plan.micro, plan.sequence_length),
-        compiles=config.compile != "off",
+    elif isinstance(mixer, Resonators):
+        mixing = "resonators by FFT"
+    else:
+        mixing = choose_scan(
+            model,
+            batch_shape=(plan.micro, plan.sequence_length),
+            compiles=config.compile != "off",
+            world=world,
+        )
+    head = choose_head(
+        model.network.get_output_embeddings(),
+        config.head,
+        tokens=plan.micro * plan.sequence_length,
+        dtype=dtype,
         world=world,
     )
+    return f"{mixing}, {head}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import os
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from memory_cases import CHUNK, ROWS, Case, shape_of
 from refocused.config.model import ModelConfig
 from refocused.estimate.activations import activation_memory
 from refocused.models.build import build_model
+from refocused.models.head_loss import HeadForm, head_loss
 
 CASES = [
     Case(0, family, dtype, recomputes)  # type: ignore[arg-type]
@@ -51,6 +54,29 @@ def test_blocks_keep_what_is_computed(case: Case) -> None:
         assert computed.blocks + computed.head == pytest.approx(kept, rel=0.06)
     assert kept <= largest * 1.05
     assert memory.peak - before <= (largest + gradients) * 1.05
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("form", get_args(HeadForm))
+def test_no_form_of_the_head_holds_more_than_is_computed(form: HeadForm, dtype: Any) -> None:
+    if form == "fused" and not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        pytest.skip("torch lacks it")
+    if form == "kernel" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs TRITON_INTERPRET=1")
+    shape, rows = shape_of(Case(0)), 8192
+    shape = dataclasses.replace(shape, vocabulary=rows, layers=0)
+    settings = ModelConfig(preset="counted", sequence_length=256, head_chunk_tokens=CHUNK)
+    held = activation_memory(shape, model=settings, micro=1, dtype=dtype).head
+    numbers = torch.bfloat16 if dtype == "bf16" else torch.float32
+    weight = torch.nn.Parameter(torch.randn(rows, shape.width, dtype=numbers))
+    hidden = torch.randn(256, shape.width, dtype=numbers, requires_grad=True)
+    with LiveMemory() as memory:
+        memory.add(weight)
+        before = memory.bytes
+        memory.add(hidden)
+        loss = head_loss(form, hidden, weight, torch.zeros(256, dtype=torch.int64), chunk=CHUNK)
+        loss.backward()
+    assert memory.peak - before <= 1.03 * held
 
 
 def test_dropout_keeps_two_masks_a_block() -> None:

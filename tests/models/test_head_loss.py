@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -9,10 +10,19 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from refocused.models.head_loss import IGNORED_LABEL, LossHead, _losses_and_softmax
+from refocused.models import head_loss
+from refocused.models.head_loss import IGNORED_LABEL, HeadForm, LossHead, _losses_and_slopes
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 2, 24, 16, 50
 CHUNKS = [1, 7, 16, 48, 1000]  # 48 tokens in all
+HAS_FUSED = hasattr(nn, "LinearCrossEntropyOptions")
+FUSED = pytest.param("fused", marks=pytest.mark.skipif(not HAS_FUSED, reason="torch lacks it"))
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+KERNEL = pytest.param(
+    "kernel", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+)
+in_every_form = pytest.mark.parametrize("form", ["chunked", FUSED, KERNEL])
+in_forms_for_16_bits = pytest.mark.parametrize("form", ["chunked", KERNEL])
 
 
 def sample(
@@ -27,8 +37,17 @@ def sample(
     return hidden.to(dtype).requires_grad_(), nn.Parameter(weight.to(dtype)), labels
 
 
-def ours(hidden: Tensor, weight: nn.Parameter, labels: Tensor, *, chunk: int) -> Tensor:
-    loss: Tensor = LossHead(weight, chunk_tokens=chunk)(hidden, labels)
+def ours(
+    hidden: Tensor,
+    weight: nn.Parameter,
+    labels: Tensor,
+    *,
+    chunk: int,
+    form: HeadForm = "chunked",
+) -> Tensor:
+    head = LossHead(weight, chunk_tokens=chunk)
+    head.form = form
+    loss: Tensor = head(hidden, labels)
     return loss
 
 
@@ -38,11 +57,15 @@ def full(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@in_every_form
 def test_value_and_gradients_equal_those_of_the_full_logits(
-    chunk: int, dtype: torch.dtype, within: float
+    chunk: int, dtype: torch.dtype, within: float, form: HeadForm
 ) -> None:
+    if form == "kernel" and dtype == torch.float64:
+        pytest.skip("the kernel computes in float32")
     hidden, weight, labels = sample(dtype)
-    loss, wanted = ours(hidden, weight, labels, chunk=chunk), full(hidden, weight, labels)
+    loss = ours(hidden, weight, labels, chunk=chunk, form=form)
+    wanted = full(hidden, weight, labels)
     assert abs(loss.item() - wanted.item()) < within
     found = torch.autograd.grad(3.0 * loss, (hidden, weight))
     expected = torch.autograd.grad(3.0 * wanted, (hidden, weight))
@@ -51,27 +74,30 @@ def test_value_and_gradients_equal_those_of_the_full_logits(
         torch.testing.assert_close(mine, plain, rtol=within, atol=within)
 
 
-def test_ignored_labels_have_no_weight_at_all() -> None:
-    hidden, weight, labels = sample(torch.float64)
-    (gradient,) = torch.autograd.grad(ours(hidden, weight, labels, chunk=7), hidden)
+@in_every_form
+def test_ignored_labels_have_no_weight_at_all(form: HeadForm) -> None:
+    hidden, weight, labels = sample(torch.float32)
+    (gradient,) = torch.autograd.grad(ours(hidden, weight, labels, chunk=7, form=form), hidden)
     ignored = labels == IGNORED_LABEL
     assert 0 < int(ignored.sum()) < labels.numel()
     assert torch.all(gradient[ignored] == 0)
     assert torch.all(gradient[~ignored].abs().sum(-1) > 0)
 
 
-def test_nothing_but_ignored_labels_gives_zero_and_no_gradient() -> None:
+@in_every_form
+def test_nothing_but_ignored_labels_gives_zero_and_no_gradient(form: HeadForm) -> None:
     hidden, weight, labels = sample(torch.float32)
-    loss = ours(hidden, weight, torch.full_like(labels, IGNORED_LABEL), chunk=7)
+    loss = ours(hidden, weight, torch.full_like(labels, IGNORED_LABEL), chunk=7, form=form)
     assert loss.item() == 0.0
     for gradient in torch.autograd.grad(loss, (hidden, weight)):
         assert torch.all(gradient == 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_tokens_at_all_give_zero_and_no_gradient(dtype: torch.dtype) -> None:
+@in_every_form
+def test_no_tokens_at_all_give_zero_and_no_gradient(dtype: torch.dtype, form: HeadForm) -> None:
     hidden, weight, labels = sample(dtype, tokens=0)
-    loss = ours(hidden, weight, labels, chunk=7)
+    loss = ours(hidden, weight, labels, chunk=7, form=form)
     assert loss.item() == 0.0
     (gradient,) = torch.autograd.grad(loss, weight)
     assert torch.all(gradient == 0)
@@ -110,6 +136,59 @@ def test_the_largest_tensor_is_one_chunk_of_logits() -> None:
     assert chunked.elements == 32 * 1000
 
 
+class Made(TorchDispatchMode):
+    """Keeps the tensors of so many elements that operations make, by where they are."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements = elements
+        self.tensors: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and not func.is_view and made.numel() == self.elements:
+            self.tensors[made.data_ptr()] = made
+        return made
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        return [tensor.dtype for tensor in self.tensors.values()]
+
+
+def test_the_weights_gradient_is_summed_without_another_of_its_size() -> None:
+    hidden, weight, labels = sample(torch.bfloat16, vocabulary=1000)
+    head = LossHead(weight, chunk_tokens=7)
+    with Made(weight.numel()) as found:
+        head(hidden, labels)
+    assert found.dtypes == [torch.float32]
+
+
+def test_where_torch_adds_in_float32_no_operand_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, labels = sample(torch.bfloat16)
+    wanted = torch.autograd.grad(ours(hidden, weight, labels, chunk=16), (hidden, weight))
+    betas: list[float] = []
+
+    def addmm(
+        total: Tensor, left: Tensor, right: Tensor, *, out_dtype: Any, out: Tensor, beta: float = 1
+    ) -> Tensor:  # as on a GPU
+        assert left.dtype == right.dtype == torch.bfloat16
+        assert out is total and out.dtype == out_dtype == torch.float32
+        betas.append(beta)
+        return out.copy_(left.float() @ right.float() + (beta * out if beta else 0))
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    head_loss.adds_in_float32.cache_clear()
+    try:
+        found = torch.autograd.grad(ours(hidden, weight, labels, chunk=16), (hidden, weight))
+    finally:
+        head_loss.adds_in_float32.cache_clear()
+    assert betas == [1, 0, 1, 1]  # the first one asks whether it can
+    for mine, plain in zip(found, wanted, strict=True):
+        assert float((mine.double() - plain.double()).norm() / plain.norm()) < 5e-3
+
+
 def saved_elements(head: LossHead, hidden: Tensor, labels: Tensor) -> int:
     counted: list[int] = []
 
@@ -139,9 +218,12 @@ def test_without_gradient_none_is_computed_or_kept() -> None:
 @pytest.mark.parametrize(
     ("dtype", "within"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)], ids=["bf16", "fp16"]
 )
-def test_half_precision_follows_double_precision(dtype: torch.dtype, within: float) -> None:
+@in_forms_for_16_bits
+def test_half_precision_follows_double_precision(
+    dtype: torch.dtype, within: float, form: HeadForm
+) -> None:
     hidden, weight, labels = sample(dtype)
-    loss = ours(hidden, weight, labels, chunk=7)
+    loss = ours(hidden, weight, labels, chunk=7, form=form)
     assert loss.dtype == torch.float32
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     wanted = full(*exact, labels)
@@ -152,10 +234,11 @@ def test_half_precision_follows_double_precision(dtype: torch.dtype, within: flo
         assert float((mine.double() - plain).norm() / plain.norm()) < within
 
 
-def test_a_loss_scale_of_65536_neither_overflows_nor_underflows_in_fp16() -> None:
+@in_forms_for_16_bits
+def test_a_loss_scale_of_65536_neither_overflows_nor_underflows_in_fp16(form: HeadForm) -> None:
     scale = 65536.0
     hidden, weight, labels = sample(torch.float16, tokens=1024, vocabulary=8000)
-    loss = ours(hidden, weight, labels, chunk=512)
+    loss = ours(hidden, weight, labels, chunk=512, form=form)
     found = torch.autograd.grad(loss * scale, (hidden, weight))
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     expected = torch.autograd.grad(full(*exact, labels), exact)
@@ -167,21 +250,23 @@ def test_a_loss_scale_of_65536_neither_overflows_nor_underflows_in_fp16() -> Non
         assert torch.equal(unscaled.any(dim=-1), plain.any(dim=-1))
 
 
-def test_a_label_whose_probability_underflows_has_its_true_loss() -> None:
+@in_every_form
+def test_a_label_whose_probability_underflows_has_its_true_loss(form: HeadForm) -> None:
     hidden = torch.ones(1, 1, 1, requires_grad=True)
     weight = nn.Parameter(torch.tensor([[200.0], [0.0], [0.0]]))
-    loss = ours(hidden, weight, torch.tensor([[1]]), chunk=4)
+    loss = ours(hidden, weight, torch.tensor([[1]]), chunk=4, form=form)
     assert loss.item() == 200.0  # exp(-200) is 0 in float32
     (gradient,) = torch.autograd.grad(loss, hidden)
     assert gradient.item() == 200.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_validation_and_training_give_the_same_loss(dtype: torch.dtype) -> None:
+@in_every_form
+def test_validation_and_training_give_the_same_loss(dtype: torch.dtype, form: HeadForm) -> None:
     hidden, weight, labels = sample(dtype)
     with torch.no_grad():
-        validated = ours(hidden, weight, labels, chunk=7)
-    assert torch.equal(validated, ours(hidden, weight, labels, chunk=7))
+        validated = ours(hidden, weight, labels, chunk=7, form=form)
+    assert torch.equal(validated, ours(hidden, weight, labels, chunk=7, form=form))
 
 
 def test_under_autocast_it_computes_in_its_type_as_a_linear_layer_does() -> None:
@@ -202,7 +287,7 @@ def test_not_even_torch_inside_takes_memory_for_another_chunk(dtype: torch.dtype
     shares = logits if dtype == torch.float32 else torch.empty(logits.shape)
     index = torch.zeros(32, 1, dtype=torch.long)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        _losses_and_softmax(logits, index, shares)
+        _losses_and_slopes(logits, index, shares)
     events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
     sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
     assert 0 < max(sizes) < logits.numel()
@@ -216,3 +301,20 @@ def test_a_gpu_may_write_the_softmax_over_the_logits(vocabulary: int) -> None:
     expected = torch.autograd.grad(full(hidden, weight, labels), (hidden, weight))
     for mine, plain in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gpu_adds_16_bits_to_float32_and_holds_what_is_planned(dtype: torch.dtype) -> None:
+    assert head_loss.adds_in_float32(torch.device("cuda"), dtype)
+    tokens, width, vocabulary, chunk = 4096, 512, 32_000, 512
+    hidden = torch.randn(tokens, width, device="cuda", dtype=dtype, requires_grad=True)
+    weight = nn.Parameter(torch.randn(vocabulary, width, device="cuda", dtype=dtype))
+    labels = torch.randint(vocabulary, (tokens,), device="cuda")
+    ours(hidden, weight, labels, chunk=chunk)  # cuBLAS takes its workspace
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = ours(hidden, weight, labels, chunk=chunk)
+    held = torch.cuda.max_memory_allocated() - before
+    assert held <= 1.05 * (2 * tokens * width + 4 * vocabulary * width + 6 * chunk * vocabulary)
+    loss.backward()

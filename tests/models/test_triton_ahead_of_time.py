@@ -5,6 +5,7 @@ It needs Triton alone (`pip install triton`), whose wheel carries NVIDIA's assem
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import re
@@ -24,10 +25,15 @@ pytestmark = [
 ]
 # By `file:kernel` of refocused/models: what is not a pointer to float32. The integers that Triton
 # knows as i64 are those of more than 2^31.
+SCAN = dict.fromkeys(("modes", "rows", "length", "plane", "tiles"), "i32")
+LOSSES = {"labels": "*i64", "columns": "i32"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "values": ("ten_kernel:_scan_tiles", {"WHOLE": False}),
-    "whole": ("ten_kernel:_scan_tiles", {"WHOLE": True}),
-    "large": ("ten_kernel:_scan_tiles", {"WHOLE": True, "plane": "i64"}),
+    "values": ("ten_kernel:_scan_tiles", {**SCAN, "WHOLE": False}),
+    "whole": ("ten_kernel:_scan_tiles", {**SCAN, "WHOLE": True}),
+    "large": ("ten_kernel:_scan_tiles", {**SCAN, "WHOLE": True, "plane": "i64"}),
+    "float32": ("head_kernel:_row_losses", LOSSES),
+    "bf16": ("head_kernel:_row_losses", {**LOSSES, "logits": "*bf16", "slopes": "*bf16"}),
+    "fp16": ("head_kernel:_row_losses", {**LOSSES, "logits": "*fp16", "slopes": "*fp16"}),
 }
 MOST_SPILLED = 1024  # bytes a thread; the scan's 8-warp programs spill 250 to 400
 
@@ -64,8 +70,10 @@ def test_a_kernel_compiles_within_its_registers(
             end=" ",
         )
     assert max(spilled) <= MOST_SPILLED
-    plane = re.search(r"%plane\w*: (i\d+)", built.asm["ttir"])
-    assert plane is not None and plane[1] == CASES[case][1].get("plane", "i32")
+    for name, kind in CASES[case][1].items():
+        if kind in ("i32", "i64"):
+            seen = re.search(rf"%{name}\w*: (i\d+)", built.asm["ttir"])
+            assert seen is not None and seen[1] == kind
 
 
 def compiled(case: str, capability: int) -> Any:
@@ -73,24 +81,23 @@ def compiled(case: str, capability: int) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from refocused.models import ten_kernel
-
-    named = {"CHUNK": ten_kernel.CHUNK, "ROWS": ten_kernel.ROWS, **CASES[case][1]}
-    kernel = ten_kernel._scan_tiles
+    file, _, name = CASES[case][0].partition(":")
+    module: Any = importlib.import_module(f"refocused.models.{file}")
+    kernel = getattr(module, name)
     names = list(inspect.signature(kernel.fn).parameters)
-    types = {"modes": "i32", "rows": "i32", "length": "i32", "plane": "i32", "tiles": "i32"}
-    types |= {name: "constexpr" for name in names if name.isupper()}
-    types |= {name: kind for name, kind in named.items() if isinstance(kind, str)}
-    signature = {name: types.get(name, "*fp32") for name in names}
-    pointers = [place for place, name in enumerate(names) if signature[name] == "*fp32"]
+    constants = {name for name in names if name.isupper()}
+    named = {name: getattr(module, name, None) for name in constants} | CASES[case][1]
+    types = dict.fromkeys(names, "*fp32") | CASES[case][1] | dict.fromkeys(constants, "constexpr")
+    signature = {name: types[name] for name in names}
+    pointers = [place for place, name in enumerate(names) if signature[name].startswith("*")]
     source = ASTSource(
         kernel,
         signature,
-        constexprs={(names.index(name),): named[name] for name in names if name.isupper()},
+        constexprs={(names.index(name),): named[name] for name in constants},
         attrs={(place,): [["tt.divisibility", 16]] for place in pointers},
     )
     return triton.compile(
         source,
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": ten_kernel.WARPS},
+        options={"num_warps": module.WARPS},
     )

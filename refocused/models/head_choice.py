@@ -1,0 +1,134 @@
+"""Which form computes the head's loss: on GPUs the fastest of those that are right there.
+
+Liger's kernel is no candidate: in every pass the host waits three times for what it reads.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from refocused.errors import ConfigError
+from refocused.models.head_loss import IGNORED_LABEL, HeadForm, LossHead, head_loss
+from refocused.models.timed_trial import fastest_seconds, short_reason
+from refocused.world import World
+
+FORMS: dict[HeadForm, str] = {
+    "chunked": "in chunks",
+    "fused": "by torch's fused form",
+    "kernel": "by the Triton kernel",
+}
+TRIED, TRIED_CHUNK = (500, 64, 5000), 64  # tokens, width, vocabulary; tokens at once
+SMALLEST_LIMIT = 1e-5  # of errors relative to the result
+
+
+def choose_head(
+    head: LossHead,
+    asked: HeadForm | Literal["auto"],
+    *,
+    tokens: int,
+    dtype: torch.dtype,
+    world: World,
+) -> str:
+    """Let a head compute its loss in one form; all ranks call. Return which, and why.
+
+    `auto` is on GPUs the fastest on rank 0, in passes of so many tokens, of the forms that are
+    right on all ranks.
+
+    Raises:
+        ConfigError: On every rank: the form that was asked for cannot be used.
+    """
+    why = f"model.head={asked}"
+    if asked != "auto":
+        head.form, reason = asked, _failure_on_any(asked, dtype=dtype, world=world)
+        if reason is not None:
+            raise ConfigError(
+                f"model.head is {asked}, but a loss {FORMS[asked]} cannot be used here: {reason}. "
+                "Set model.head=auto."
+            )
+    elif world.device_kind == "cpu":
+        head.form, why = "chunked", f"{why} on a CPU"
+    elif torch.are_deterministic_algorithms_enabled():  # times differ from run to run
+        head.form, why = "chunked", f"{why} in a deterministic run"
+    else:
+        head.form, why = _fastest(head, tokens=tokens, dtype=dtype, world=world)
+    return f"loss {FORMS[head.form]} ({why})"
+
+
+def _fastest(
+    head: LossHead, *, tokens: int, dtype: torch.dtype, world: World
+) -> tuple[HeadForm, str]:
+    """Return the fastest form, and each one's time in training's shape or why it has none."""
+    reasons = {form: _failure_on_any(form, dtype=dtype, world=world) for form in FORMS}
+    sizes = (tokens, head.in_features, head.out_features)
+
+    def seconds(form: HeadForm) -> float | str:
+        try:
+            sample = _sample(*sizes, dtype=dtype, device=world.device)
+            run = functools.partial(_pass, form, *sample, chunk=head.chunk_tokens)
+            return fastest_seconds(run, world.device)
+        except RuntimeError as raised:  # a lack of memory among them
+            return short_reason(raised)
+
+    found = world.first_does(lambda: {form: reasons[form] or seconds(form) for form in FORMS})
+    times = {form: taken for form, taken in found.items() if isinstance(taken, float)}
+    said = [f"{form} {1e3 * taken:.1f} ms" for form, taken in times.items()]
+    said += [f"{form} left out: {why}" for form, why in found.items() if form not in times]
+    return min(times, key=lambda form: times[form], default="chunked"), "; ".join(said)
+
+
+def failure(form: HeadForm, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why a form cannot be used here; None when it can.
+
+    It may be twice as far from float64 as the chunked form, and its loss has to be float32.
+    """
+    hidden, weight, labels = _sample(*TRIED, dtype=dtype, device=device)
+    exact = _pass("chunked", hidden.double(), weight.double(), labels, chunk=TRIED_CHUNK)
+
+    def errors(found: list[Tensor]) -> list[float]:
+        pairs = zip(found, exact, strict=True)
+        return [float((one.double() - wanted).norm() / wanted.norm()) for one, wanted in pairs]
+
+    try:
+        found = _pass(form, hidden, weight, labels, chunk=TRIED_CHUNK)
+        its = errors(found)
+    except Exception as raised:  # Triton's compiler and driver fail with anything
+        return short_reason(raised)
+    if found[0].dtype != torch.float32:
+        return f"its loss is in {found[0].dtype}"
+    ours = errors(_pass("chunked", hidden, weight, labels, chunk=TRIED_CHUNK))
+    # Written so that an error of nan is too large.
+    right = all(one <= max(SMALLEST_LIMIT, 2 * other) for one, other in zip(its, ours, strict=True))
+    return (
+        None if right else "loss and gradients are wrong by " + ", ".join(f"{e:.1e}" for e in its)
+    )
+
+
+def _failure_on_any(form: HeadForm, *, dtype: torch.dtype, world: World) -> str | None:
+    return next(filter(None, world.gather(failure(form, dtype, world.device))), None)
+
+
+def _sample(
+    tokens: int, width: int, rows: int, *, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden states, a weight, and labels of which some do not count."""
+    draw = torch.Generator(device).manual_seed(2)
+    hidden, weight = (
+        torch.randn(size, width, generator=draw, device=device).mul_(0.5).to(dtype)
+        for size in (tokens, rows)
+    )
+    labels = torch.randint(rows, (tokens,), generator=draw, device=device)
+    labels[::8] = IGNORED_LABEL
+    return hidden, weight, labels
+
+
+def _pass(
+    form: HeadForm, hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int
+) -> list[Tensor]:
+    """Return the loss and both gradients."""
+    leaves = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
+    loss = head_loss(form, leaves[0], leaves[1], labels, chunk=chunk)
+    return [loss.detach(), *torch.autograd.grad(loss, leaves)]

@@ -1,0 +1,64 @@
+"""Losses and slopes of a chunk of logits as a Triton kernel for CUDA: read twice, written once.
+
+torch takes seven kernels for the same and a copy of 16-bit logits in float32. Seen to be right in
+Triton's interpreter, never yet on a GPU: so a run tries it before it is used (`head_choice`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096  # logits of a row that a program holds at once
+WARPS = 8
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _row_losses(  # type: ignore[no-untyped-def]
+    logits, labels, losses, slopes, columns, BLOCK: tl.constexpr  # noqa: N803
+):  # fmt: skip
+    """Write -log softmax at a row's label, and softmax - onehot, which may replace the logits."""
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    lane = tl.arange(0, BLOCK)
+    largest = tl.full((BLOCK,), -1e38, tl.float32)  # finite: lanes beyond the row stay no nan
+    total = tl.zeros((BLOCK,), tl.float32)
+    own = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, columns, BLOCK):
+        at = start + lane
+        part = tl.load(logits + row * columns + at, mask=at < columns, other=float("-inf"))
+        part = part.to(tl.float32)
+        higher = tl.maximum(largest, part)
+        total = total * tl.exp(largest - higher) + tl.exp(part - higher)
+        largest = higher
+        own += tl.where(at == label, part, 0.0)
+    # These sums also wait for all of the program's threads, so that none overwrites a logit which
+    # another has yet to read.
+    row_largest = tl.max(largest)
+    row_total = tl.sum(total * tl.exp(largest - row_largest))
+    tl.store(losses + row, tl.log(row_total) + (row_largest - tl.sum(own)))
+    for start in range(0, columns, BLOCK):
+        at = start + lane
+        part = tl.load(logits + row * columns + at, mask=at < columns, other=float("-inf"))
+        share = tl.exp(part.to(tl.float32) - row_largest) / row_total
+        share -= tl.where(at == label, 1.0, 0.0)
+        tl.store(slopes + row * columns + at, share, mask=at < columns)
+
+
+def kernel_losses(logits: Tensor, index: Tensor, slopes: Tensor) -> Tensor:
+    """Return each row's -log softmax at its index `[rows, 1]`, and its slope in `slopes`.
+
+    Args:
+        logits: `[rows, V]`, contiguous.
+        index: Labels `[rows, 1]`, in range.
+        slopes: d loss / d logits, softmax - onehot; may be the logits themselves.
+    """
+    losses = torch.empty(index.shape, dtype=torch.float32, device=logits.device)
+    if len(logits):
+        _row_losses[(len(logits),)](
+            *(logits, index, losses, slopes, logits.shape[1]),
+            **{"BLOCK": BLOCK, "num_warps": WARPS},
+        )
+    return losses

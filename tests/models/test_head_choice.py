@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from refocused.errors import ConfigError
+from refocused.models import head_choice
+from refocused.models.head_choice import FORMS, choose_head, failure
+from refocused.models.head_loss import LossHead
+from refocused.world import World
+
+CPU = torch.device("cpu")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_fused = pytest.mark.skipif(
+    not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch lacks the fused form"
+)
+
+
+def small_head() -> LossHead:
+    return LossHead(nn.Parameter(torch.zeros(20, 8)), chunk_tokens=4)
+
+
+def fake_gpus(*, reason_elsewhere: str | None = None) -> Any:
+    """Two ranks whose GPUs are this CPU; the other one may fail with every form."""
+    return types.SimpleNamespace(
+        device=CPU,
+        device_kind="cuda",
+        gather=lambda reason: [reason, reason_elsewhere],
+        first_does=lambda action: action(),
+    )
+
+
+def chosen(head: LossHead, asked: Any, *, world: Any) -> str:
+    return choose_head(head, asked, tokens=32, dtype=torch.float32, world=world)
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float | Exception]:
+    """Milliseconds of each form, or its error in training's shape; all forms are right."""
+    found: dict[str, float | Exception] = {"chunked": 3.0, "fused": 2.0, "kernel": 1.0}
+
+    def fastest_seconds(run: Any, device: torch.device) -> float:
+        form, hidden, weight, labels = run.args
+        assert (hidden.shape, weight.shape, labels.shape) == ((32, 8), (20, 8), (32,))
+        taken = found[form]
+        if isinstance(taken, Exception):
+            raise taken
+        return taken / 1e3
+
+    monkeypatch.setattr(head_choice, "failure", lambda form, dtype, device: None)
+    monkeypatch.setattr(head_choice, "fastest_seconds", fastest_seconds)
+    return found
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_on_a_cpu_the_loss_is_computed_in_chunks() -> None:
+    head = small_head()
+    assert chosen(head, "auto", world=World()) == "loss in chunks (model.head=auto on a CPU)"
+    assert head.form == "chunked"
+
+
+@pytest.mark.parametrize("fastest", FORMS)
+def test_a_gpu_takes_the_fastest_form_and_all_times_are_said(
+    times: dict[str, float | Exception], fastest: str
+) -> None:
+    head = small_head()
+    times[fastest] = 0.5
+    said = chosen(head, "auto", world=fake_gpus())
+    assert head.form == fastest
+    assert said.startswith(f"loss {FORMS[head.form]} (chunked ")
+    assert f"{fastest} 0.5 ms" in said and said.count(" ms") == 3
+
+
+def test_a_form_without_memory_in_training_s_shape_is_left_out_by_name(
+    times: dict[str, float | Exception],
+) -> None:
+    head = small_head()
+    times["kernel"] = torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
+    said = chosen(head, "auto", world=fake_gpus())
+    assert head.form == "fused"
+    assert "kernel left out: OutOfMemoryError: CUDA out of memory. Tried" in said
+
+
+def test_a_form_that_fails_on_another_rank_runs_on_none(times: Any) -> None:
+    head = small_head()
+    said = chosen(head, "auto", world=fake_gpus(reason_elsewhere="no driver"))
+    assert head.form == "chunked"
+    assert "kernel left out: no driver" in said and " ms" not in said
+
+
+def test_a_deterministic_run_does_not_depend_on_times(times: Any, deterministic: None) -> None:
+    head = small_head()
+    said = chosen(head, "auto", world=fake_gpus())
+    assert said == "loss in chunks (model.head=auto in a deterministic run)"
+    assert head.form == "chunked"
+
+
+@needs_fused
+def test_a_form_that_was_asked_for_runs_where_it_is_right() -> None:
+    head = small_head()
+    assert chosen(head, "fused", world=World()) == "loss by torch's fused form (model.head=fused)"
+    assert head.form == "fused"
+
+
+def test_a_form_that_was_asked_for_and_cannot_run_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(head_choice, "failure", lambda form, dtype, device: "no triton")
+    with pytest.raises(ConfigError, match=r"model.head is kernel, .* here: no triton. Set model"):
+        chosen(small_head(), "kernel", world=World())
+
+
+@needs_fused
+def test_torchs_fused_form_is_left_out_where_it_sums_in_16_bits() -> None:
+    assert failure("fused", torch.float32, CPU) is None
+    reason = failure("fused", torch.bfloat16, CPU)
+    assert reason == "its loss is in torch.bfloat16"
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # it truncates to bfloat16
+def test_the_kernel_is_right_in_tritons_interpreter(dtype: torch.dtype) -> None:
+    assert failure("kernel", dtype, CPU) is None
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton runs on this CPU")
+def test_without_triton_or_a_gpu_the_kernel_says_why_it_cannot_run() -> None:
+    assert "Error: " in (failure("kernel", torch.float32, CPU) or "")
+
+
+@pytest.mark.parametrize("wrong", range(3))
+def test_a_wrong_loss_and_each_wrong_gradient_are_found(
+    monkeypatch: pytest.MonkeyPatch, wrong: int
+) -> None:
+    right = head_choice._pass
+
+    def one_is_wrong(form: Any, *tensors: Tensor, chunk: int) -> list[Tensor]:
+        found = right("chunked", *tensors, chunk=chunk)
+        if form == "kernel":
+            found[wrong] = found[wrong] * 1.001
+        return found
+
+    monkeypatch.setattr(head_choice, "_pass", one_is_wrong)
+    assert failure("fused", torch.float32, CPU) is None
+    assert "wrong by" in (failure("kernel", torch.float32, CPU) or "")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernel_is_right_on_a_gpu(dtype: torch.dtype) -> None:
+    assert failure("kernel", dtype, torch.device("cuda")) is None
