@@ -166,9 +166,18 @@ def _try(
 
 
 def _hold_as_zero_3(block: nn.Module) -> None:
-    """Keep a block's parameters in DeepSpeed's kind of dictionary, as its stage 3 does."""
-    from deepspeed.runtime.zero.parameter_offload import ensure_zero_ordered_dict
+    """Make what a graph of the block is guarded by as DeepSpeed's stage 3 will make it.
 
+    That is the kind of dictionary that holds parameters, and the linear function, which replaces
+    torch's for the whole process when an engine starts and reads two attributes of a weight.
+    """
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+    from deepspeed.runtime.zero.parameter_offload import ensure_zero_ordered_dict
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    nn.functional.linear = zero3_linear_wrap
+    for parameter in block.parameters():
+        parameter.ds_id, parameter.ds_status = -1, ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
     for module in block.modules():
         ensure_zero_ordered_dict(module)
         module._parameters._in_forward = True  # type: ignore[attr-defined]

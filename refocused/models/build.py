@@ -59,6 +59,9 @@ def build_model(
         # The newer name; with the older one transformers 5.23 prints a warning on every rank.
         newer = getattr(network, "activation_checkpointing_enable", None)
         (newer or network.gradient_checkpointing_enable)({"use_reentrant": False})
+        # It also lets the embedding's output need a gradient, for frozen embeddings. In validation
+        # that would be true of the first block's input alone, and compile another graph for it.
+        network.disable_input_require_grads()
     return CausalLM(network, chunk_tokens=chunk_tokens, document_id=document_id)
 
 

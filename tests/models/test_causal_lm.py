@@ -133,6 +133,18 @@ def test_a_checkpointed_block_is_computed_twice_with_the_same_result(family: str
 
 
 @every_family
+def test_a_validation_with_checkpointed_blocks_has_no_gradients(family: str) -> None:
+    model, needed = build(family, checkpointing=True), []
+    for module in model.modules():
+        if isinstance(module, (torch.nn.Embedding, model.block_class)):
+            module.register_forward_hook(lambda *given: needed.append(given[-1].requires_grad))
+    with torch.no_grad():
+        model(tokens(), tokens())
+    assert len(needed) >= 3
+    assert not any(needed)  # of inputs that differ in it each would compile a graph
+
+
+@every_family
 def test_dropout_drops_in_training_alone(family: str) -> None:
     ids = tokens()
     dropping, plain = build(family, dropout=0.3), build(family)
