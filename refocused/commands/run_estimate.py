@@ -282,6 +282,7 @@ def _on_gpus(asked: _Asked, gpus: int) -> OnGpus:
         dtype=config.precision.resolved,
         ranks=gpus,
         memory_bytes=memory_bytes,
+        masked=config.data.mask_documents,
     )
     length = config.model.sequence_length
     batch = config.batch.model_copy(update={"micro": choice.micro})

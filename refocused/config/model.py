@@ -24,8 +24,9 @@ class ModelConfig(Section):
         compile: `auto` compiles the blocks on GPUs, `on` on CPUs too, where it stops without a C++
             compiler; `off` runs them as written. If torch's compiler fails, a warning says why and
             they run as written. The batches of training and validation use it.
-        attention: Kernel of attention: `auto` is the fastest of a timed trial on GPUs; `flash` is
-            FlashAttention-3 where it is installed and the GPU is a Hopper.
+        attention: Kernel of attention: `auto` is the fastest of a timed trial on GPUs, and
+            FlexAttention for masked documents; `flash`, which has no masks, is FlashAttention-3
+            where it is installed and the GPU is a Hopper.
         head: How the loss is computed: `chunked` by torch's operations, `fused` by torch's own
             form, `kernel` by our Triton kernel; `auto` is the fastest of a timed trial on GPUs.
         head_chunk_tokens: Tokens whose logits exist at once in the loss.

@@ -37,6 +37,7 @@ def plan_choice(loaded: LoadedRun, *, ranks: int, memory_bytes: float | None) ->
         dtype=config.precision.resolved,
         ranks=ranks,
         memory_bytes=memory_bytes,
+        masked=config.data.mask_documents,
     )
 
 
@@ -83,6 +84,7 @@ def judge_plan(
         dtype=loaded.config.precision.resolved,
         ranks=ranks,
         memory_bytes=memory_bytes,
+        masked=loaded.config.data.mask_documents,
     )
     if bare is not None:
         return Finding(

@@ -18,6 +18,7 @@ _KEPT_BY_NEOX = 10
 # Alive at once while a block's feed-forward part is differentiated, beside what was kept.
 _DIFFERENTIATED_INNER = 1
 _STATISTICS = 16  # of two norms, for each token: mean and deviation in float32
+_MASK_BLOCK = 128  # tokens on a side of a block of FlexAttention's mask (`models/attention.py`)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class ActivationMemory:
 
 
 def activation_memory(
-    shape: ModelShape, *, model: ModelConfig, micro: int, dtype: Dtype
+    shape: ModelShape, *, model: ModelConfig, micro: int, dtype: Dtype, masked: bool = False
 ) -> ActivationMemory:
     """Return what a pass keeps.
 
@@ -51,19 +52,39 @@ def activation_memory(
         model: How it is computed.
         micro: Windows of a pass.
         dtype: What the pass computes in.
+        masked: Whether documents are, on a GPU: what FlexAttention does not run for (dropout, a
+            kernel that is asked for) has a dense mask, which sdpa turns into numbers in each block.
     """
     size = 4 if dtype == "fp32" else 2
-    tokens = micro * model.sequence_length
+    length = model.sequence_length
+    tokens = micro * length
     block, working = _block_bytes(
-        shape, size=size, rows=micro, length=model.sequence_length, drops=model.dropout > 0
+        shape, size=size, rows=micro, length=length, drops=model.dropout > 0
     )
+    mask, is_dense = 0, model.dropout > 0 or model.attention != "auto"
+    if masked:
+        mask = mask_bytes(rows=micro, length=length, is_dense=is_dense)
+        block += size * mask if is_dense else 0
     head = _head_bytes(shape, model=model, tokens=tokens, size=size)
     backward = tokens * size * (2 * shape.width + _DIFFERENTIATED_INNER * shape.ffn_width)
     backward = max(backward, working)
     if not model.activation_checkpointing:
-        return ActivationMemory(shape.layers * block, head, backward)
+        mask = 0 if is_dense else mask  # the numbers are kept, a dense mask itself is not
+        return ActivationMemory(shape.layers * block + mask, head, backward)
     entries = shape.layers * tokens * size * shape.width
-    return ActivationMemory(entries, head, block + backward)
+    return ActivationMemory(entries + mask, head, block + backward)
+
+
+def mask_bytes(*, rows: int, length: int, is_dense: bool) -> int:
+    """Return the bytes of what keeps documents apart in a pass.
+
+    A dense mask has a byte for each pair of tokens. FlexAttention's has a place of 8 bytes for each
+    token, and numbers of 4 bytes in four tables of its blocks, with their counts.
+    """
+    if is_dense:
+        return rows * length**2
+    blocks = -(-length // _MASK_BLOCK)
+    return rows * (8 * length + 4 * 4 * blocks * (blocks + 1))
 
 
 def _block_bytes(

@@ -45,6 +45,7 @@ def choose(
     dtype: Dtype,
     ranks: int,
     memory_bytes: float | None,
+    masked: bool = False,
     activation_factor: float = 1.0,
     most_micro: int | None = None,
 ) -> Choice:
@@ -62,6 +63,7 @@ def choose(
         dtype: What the passes compute in.
         ranks: GPUs.
         memory_bytes: Of the smallest GPU; None: there are none.
+        masked: Whether attention stays within documents.
         activation_factor: What was measured of a pass over what is computed for it.
         most_micro: Windows of the largest pass that may be chosen; None: as many as fit.
 
@@ -84,6 +86,7 @@ def choose(
                 zero=candidate,
                 dtype=dtype,
                 ranks=ranks,
+                masked=masked,
                 activation_factor=activation_factor,
             )
             choice = Choice(candidate, micro, memory)
@@ -114,6 +117,7 @@ def needless_offload(
     dtype: Dtype,
     ranks: int,
     memory_bytes: float | None,
+    masked: bool = False,
 ) -> MemoryPlan | None:
     """Return the memory without any offload, where there is one and it would fit without."""
     given = (choice.zero.offload_optimizer, choice.zero.offload_parameters)
@@ -123,7 +127,13 @@ def needless_offload(
         update={"offload_optimizer": "none", "offload_parameters": "none"}
     )
     memory = plan_memory(
-        shape, model=model, micro=choice.micro, zero=bare, dtype=dtype, ranks=ranks
+        shape,
+        model=model,
+        micro=choice.micro,
+        zero=bare,
+        dtype=dtype,
+        ranks=ranks,
+        masked=masked,
     )
     return memory if memory.fits(memory_bytes) else None
 

@@ -54,6 +54,7 @@ def plan_memory(
     zero: ZeroConfig,
     dtype: Dtype,
     ranks: int,
+    masked: bool = False,
     activation_factor: float = 1.0,
 ) -> MemoryPlan:
     """Plan the memory of a step with gradient accumulation.
@@ -69,13 +70,14 @@ def plan_memory(
         zero: How the states are spread.
         dtype: What the passes compute in.
         ranks: GPUs.
+        masked: Whether attention stays within documents.
         activation_factor: What was measured of a pass over what is computed for it.
     """
     parameters = count_parameters(shape, vocabulary_multiple=model.vocabulary_multiple).allocated
     bucket = reduce_bucket_elements(parameters)
     update = state_memory(parameters, zero=zero, dtype=dtype, ranks=ranks)
     states, buffer = _states_of_a_pass(parameters, zero=zero, dtype=dtype, ranks=ranks)
-    passing = activation_memory(shape, model=model, micro=micro, dtype=dtype)
+    passing = activation_memory(shape, model=model, micro=micro, dtype=dtype, masked=masked)
     gathered = update.gathered if ranks > 1 or zero.offload_parameters != "none" else 0
     resident = states + gathered + buffer * bucket
     kept = passing.blocks * activation_factor

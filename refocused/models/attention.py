@@ -1,19 +1,20 @@
-"""Which kernels compute attention: torch's sdpa, causal without a mask, never waiting for a GPU."""
+"""Which kernels compute attention: torch's sdpa, or FlexAttention where documents are masked."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib.util
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from refocused.errors import ConfigError
-from refocused.models.timed_trial import fastest_seconds
+from refocused.models.timed_trial import fastest_seconds, short_reason
 from refocused.world import World
 
 AttentionChoice = Literal["auto", "cudnn", "flash", "math"]
@@ -27,6 +28,12 @@ KERNELS = {
 ATTENTION = "causal_sdpa"
 FLASH_3_MODULE = "flash_attn_interface"  # how the package of FlashAttention-3 is imported
 FLASH_3_COMPUTE_CAPABILITY = 9  # Hopper
+MASK_BLOCK = 128  # queries and keys of a block of FlexAttention's mask, as in torch's own masks
+TABLES = tuple(  # of a mask, as torch names them
+    f"{part}_{what}"
+    for part in ("kv", "full_kv", "q", "full_q")
+    for what in ("num_blocks", "indices")
+)
 
 
 def register_attention() -> str:
@@ -35,12 +42,32 @@ def register_attention() -> str:
     It is transformers' own sdpa, without transformers' own mask: to find out whether a row holds
     several documents, that one reads a value from the device in every forward pass, for which the
     host waits until the GPU is idle. A name that no mask is registered for gets the mask that the
-    model is given, or none, and then sdpa's causal kernel.
+    model is given, or none, and then sdpa's causal kernel. A model that is given `document_blocks`
+    passes them on to each block, where FlexAttention reads them.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    AttentionInterface.register(ATTENTION, sdpa_attention_forward)
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        document_blocks: tuple[Tensor, ...] | None = None,
+        scaling: float | None = None,
+        **named: Any,
+    ) -> tuple[Tensor, None]:
+        if document_blocks is not None:
+            is_outermost = query.is_cuda and not torch.compiler.is_compiling()
+            within = _compiled_within_documents() if is_outermost else within_documents
+            output = within(query, key, value, document_blocks, scaling)
+            return output.transpose(1, 2).contiguous(), None
+        given = (module, query, key, value, attention_mask)
+        attended: tuple[Tensor, None] = sdpa_attention_forward(*given, scaling=scaling, **named)
+        return attended
+
+    AttentionInterface.register(ATTENTION, attend)
     return ATTENTION
 
 
@@ -58,16 +85,104 @@ def document_mask(input_ids: Tensor, *, document_id: int) -> Tensor:
     return (same & causal).unsqueeze(1)
 
 
+def document_blocks(positions: Tensor) -> tuple[Tensor, ...]:
+    """Return the mask of `document_mask` for FlexAttention, made without waiting for the device.
+
+    A block is `MASK_BLOCK` queries by as many keys. A query sees the keys from the first one of its
+    document, which never decreases along a row, to its own; so a block of queries sees a range of
+    blocks of keys, and all of those behind the start of the last query's document and before its
+    own place. A last block with fewer queries sees none whole, as in torch's own masks.
+
+    Args:
+        positions: Each token's place in its document, `[B, T]`.
+
+    Returns:
+        The place where each token's document begins, `[B, T]`; then counts `[B, 1, N]` and indices
+        `[B, 1, N, N]` of the blocks of keys that a block of queries sees in part, of those that it
+        sees whole, and both again of the blocks of queries that see a block of keys.
+    """
+    length = positions.shape[1]
+    begins = torch.arange(length, device=positions.device) - positions
+    blocks = torch.arange(-(-length // MASK_BLOCK), device=positions.device)
+    ends = (blocks + 1) * MASK_BLOCK
+    last = begins[:, ends.clamp(max=length) - 1, None]  # where the last query's document begins
+    seen = (begins[:, ::MASK_BLOCK, None] < ends) & (blocks <= blocks[:, None])
+    whole = (last <= blocks * MASK_BLOCK) & (blocks < blocks[:, None]) & (ends <= length)[:, None]
+    in_part = seen & ~whole
+    tables: list[Tensor] = []
+    for these in (in_part, whole, in_part.mT.contiguous(), whole.mT.contiguous()):
+        tables += [these.sum(-1), these.int().argsort(dim=-1, descending=True, stable=True)]
+    return begins, *(table.int().unsqueeze(1) for table in tables)
+
+
+def within_documents(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    document_blocks: tuple[Tensor, ...],
+    scale: float | None = None,
+) -> Tensor:
+    """Return the causal attention `[B, H, T, E]` within documents, by FlexAttention.
+
+    Args:
+        query: Of the shape of the output, as are `key` and `value`.
+        key: What the queries look at.
+        value: What they take.
+        document_blocks: What `document_blocks` returns.
+        scale: Of the scores; None: one over the root of E.
+    """
+    begins, *rest = document_blocks
+    tables: dict[str, Any] = dict(zip(TABLES, rest, strict=True))
+    length = query.shape[2]
+
+    def sees(row: Tensor, head: Tensor, at: Tensor, other: Tensor) -> Tensor:
+        return (begins[row, at] <= other) & (other <= at)
+
+    sizes = (MASK_BLOCK, MASK_BLOCK)
+    mask = BlockMask((length, length), BLOCK_SIZE=sizes, mask_mod=sees, **tables)
+    output: Tensor = flex_attention(query, key, value, block_mask=mask, scale=scale)
+    return output
+
+
+@functools.cache
+def _compiled_within_documents() -> Any:
+    """Compile the kernel for blocks that run as written; compiled ones have it in their graph."""
+    return torch.compile(within_documents, dynamic=False)
+
+
+def why_dense(asked: AttentionChoice, query: Tensor, *, dropout: float, world: World) -> str | None:
+    """Return why documents need a dense mask; None: FlexAttention runs. All ranks call.
+
+    Where FlexAttention may run, each rank tries it in training's shape.
+
+    Args:
+        asked: `model.attention`, whose kernels but for `auto` are those of sdpa.
+        query: Of training's shape.
+        dropout: Probability of the model's dropouts.
+        world: The ranks.
+    """
+    if world.device_kind != "cuda":
+        return "FlexAttention does not train on a CPU"
+    if asked != "auto":
+        return f"model.attention={asked}"
+    if dropout:
+        return "FlexAttention has no dropout"
+
+    def failure() -> str | None:
+        try:
+            rows, _, length, _ = query.shape
+            blocks = document_blocks(torch.arange(length, device=query.device).expand(rows, -1))
+            output = _compiled_within_documents()(query, query, query, blocks)
+            torch.autograd.grad(output.sum(), query)
+        except Exception as error:  # a compiler fails with anything
+            return f"FlexAttention failed: {short_reason(error)}"
+        return None
+
+    return next((reason for reason in world.gather(failure()) if reason), None)
+
+
 def choose_attention(
-    asked: AttentionChoice,
-    *,
-    batch_shape: tuple[int, int],
-    heads: int,
-    width: int,
-    dtype: torch.dtype,
-    dropout: float,
-    masked: bool,
-    world: World,
+    asked: AttentionChoice, query: Tensor, *, dropout: float, masked: bool, world: World
 ) -> str:
     """Let torch's sdpa use one kernel on all ranks; all ranks call. Return which runs, and why.
 
@@ -76,28 +191,19 @@ def choose_attention(
 
     Args:
         asked: `cudnn`, `flash` (FlashAttention-3 where it is installed and fits) or `math`; `auto`:
-            the fastest on a GPU, torch's own choice on a CPU.
-        batch_shape: Micro-batch, `(B, T)`.
-        heads: Of a block.
-        width: Of a head.
-        dtype: What the passes compute in.
+            the fastest on a GPU, torch's own choice on a CPU and with a mask.
+        query: Of training's shape, `[B, H, T, E]`.
         dropout: Probability of the model's dropouts, which FlashAttention-3 lacks.
-        masked: Whether passes give a mask, as for documents, which flash cannot read.
+        masked: Whether passes give a dense mask, which flash cannot read on a GPU.
         world: The ranks.
 
     Raises:
         ConfigError: On every rank: the kernel that was asked for does not run here.
     """
-    query = torch.randn(
-        (batch_shape[0], heads, batch_shape[1], width),
-        dtype=dtype,
-        device=world.device,
-        requires_grad=True,
-    )
     runs = functools.partial(running_kernel, dropout=dropout, masked=masked)
     why = f"model.attention={asked}"
-    if asked == "auto" and world.device_kind == "cuda":
-        seconds = world.first_does(lambda: _timed(query, dropout=dropout, masked=masked))
+    if asked == "auto" and world.device_kind == "cuda" and not masked:
+        seconds = world.first_does(lambda: _timed(query, dropout=dropout))
         asked = min(seconds, key=lambda kernel: seconds[kernel], default="auto")
         why = ", ".join(f"{kernel} {1e3 * taken:.2f} ms" for kernel, taken in seconds.items())
     if asked == "auto":
@@ -145,18 +251,18 @@ def _require(asked: str, runs: str) -> None:
     if runs != asked:
         raise ConfigError(
             f"model.attention is {asked}, but torch computes this model's attention by {runs} "
-            "here (the device, precision.dtype or the width of a head may be the reason). Set "
-            "model.attention=auto."
+            "here (the device, precision.dtype, the width of a head or data.mask_documents may be "
+            "the reason). Set model.attention=auto."
         )
 
 
-def _timed(query: Tensor, *, dropout: float, masked: bool) -> dict[AttentionChoice, float]:
+def _timed(query: Tensor, *, dropout: float) -> dict[AttentionChoice, float]:
     """Return the seconds of a forward and a backward pass by each kernel that runs."""
     seconds: dict[AttentionChoice, float] = {}
     kernels: tuple[AttentionChoice, ...] = ("cudnn", "flash")
     for kernel in kernels:
         _allow(kernel, query, dropout=dropout)
-        if running_kernel(query, dropout=dropout, masked=masked) == kernel:
+        if running_kernel(query, dropout=dropout) == kernel:
             with contextlib.suppress(RuntimeError):  # torch says that it runs, and it does not
                 seconds[kernel] = pass_seconds(query, dropout=dropout)
     torch.backends.cuda.enable_cudnn_sdp(True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from refocused.models.attention import document_mask
+from refocused.models.attention import document_blocks, document_mask
 from refocused.models.head_loss import LossHead
 from refocused.models.label_scores import label_scores
 
@@ -23,7 +23,11 @@ class CausalLM(nn.Module):
     Attributes:
         network: The transformers model, whose head is a `LossHead`; its parameter names are those
             of transformers, so that `network.save_pretrained` writes an ordinary checkpoint.
+        block_shape: `(B, T)` of the passes in which FlexAttention keeps documents apart; all others
+            get a dense mask. None: all do.
     """
+
+    block_shape: tuple[int, int] | None = None
 
     def __init__(self, network: Any, *, chunk_tokens: int, document_id: int | None = None) -> None:
         """Replace the head of a transformers causal model by one that returns the loss.
@@ -71,12 +75,15 @@ class CausalLM(nn.Module):
         return label_scores(head, hidden, labels, vocabulary=vocabulary)
 
     def _hidden(self, input_ids: Tensor) -> Tensor:
-        documents: dict[str, Tensor] = {}
+        documents: dict[str, Any] = {}
         if self.document_id is not None:
-            documents = {
-                "position_ids": document_positions(input_ids, document_id=self.document_id),
-                "attention_mask": document_mask(input_ids, document_id=self.document_id),
-            }
+            positions = document_positions(input_ids, document_id=self.document_id)
+            documents = {"position_ids": positions}
+            if input_ids.shape == self.block_shape:
+                documents["document_blocks"] = document_blocks(positions)
+            else:
+                mask = document_mask(input_ids, document_id=self.document_id)
+                documents["attention_mask"] = mask
         states: Tensor = self.network.base_model(
             input_ids=input_ids, use_cache=False, **documents
         ).last_hidden_state

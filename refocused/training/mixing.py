@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.model import ModelConfig
 from refocused.config.shape import Attention, Mixer, Resonators
-from refocused.models.attention import choose_attention
+from refocused.models.attention import choose_attention, why_dense
 from refocused.models.causal_lm import CausalLM
 from refocused.models.head_choice import choose_head
 from refocused.models.ten_choice import choose_scan
@@ -35,27 +37,7 @@ def choose_mixing(
         plan: The batch.
         world: The ranks.
     """
-    if isinstance(mixer, Attention):
-        settings = model.network.config
-        mixing = choose_attention(
-            config.attention,
-            batch_shape=(plan.micro, plan.sequence_length),
-            heads=settings.num_attention_heads,
-            width=settings.hidden_size // settings.num_attention_heads,
-            dtype=dtype,
-            dropout=config.dropout,
-            masked=model.document_id is not None,
-            world=world,
-        )
-    elif isinstance(mixer, Resonators):
-        mixing = "resonators by FFT"
-    else:
-        mixing = choose_scan(
-            model,
-            batch_shape=(plan.micro, plan.sequence_length),
-            compiles=config.compile != "off",
-            world=world,
-        )
+    mixing = _choose_mixer(model, mixer, config=config, dtype=dtype, plan=plan, world=world)
     head = choose_head(
         model.network.get_output_embeddings(),
         config.head,
@@ -64,3 +46,39 @@ def choose_mixing(
         world=world,
     )
     return f"{mixing}, {head}"
+
+
+def _choose_mixer(
+    model: CausalLM,
+    mixer: Mixer,
+    *,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    plan: BatchPlan,
+    world: World,
+) -> str:
+    if isinstance(mixer, Attention):
+        width = model.network.config.hidden_size // mixer.heads
+        query = torch.randn(
+            (plan.micro, mixer.heads, plan.sequence_length, width),
+            dtype=dtype,
+            device=world.device,
+            requires_grad=True,
+        )
+        given: dict[str, Any] = {"dropout": config.dropout, "world": world}
+        if model.document_id is None:
+            return choose_attention(config.attention, query, masked=False, **given)
+        reason = why_dense(config.attention, query, **given)
+        if reason is None:
+            model.block_shape = (plan.micro, plan.sequence_length)
+            return "attention by FlexAttention, within documents by a block mask"
+        chosen = choose_attention(config.attention, query, masked=True, **given)
+        return f"{chosen}, within documents by a dense mask ({reason})"
+    if isinstance(mixer, Resonators):
+        return "resonators by FFT"
+    return choose_scan(
+        model,
+        batch_shape=(plan.micro, plan.sequence_length),
+        compiles=config.compile != "off",
+        world=world,
+    )

@@ -86,6 +86,7 @@ def settle(
             dtype=config.precision.resolved,
             ranks=world.world_size,
             memory_bytes=memory_bytes,
+            masked=config.data.mask_documents,
             activation_factor=factor,
             most_micro=most_micro,
         )
@@ -97,6 +98,7 @@ def settle(
         dtype=config.precision.resolved,
         ranks=world.world_size,
         memory_bytes=memory_bytes,
+        masked=config.data.mask_documents,
     )
     settled = config.model_copy(
         update={

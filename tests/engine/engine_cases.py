@@ -26,6 +26,7 @@ SAVED_AT = 3
 DESCRIBED_AT = (0, 4)
 MICRO, ACCUMULATION, RANKS = 2, 2, 2
 LENGTH, VOCABULARY = 32, 512
+DOCUMENT = 7  # begins a document, where they are masked
 # As in a real start: a rise, so that each step has a rate of its own.
 RATES = [1e-3, 2e-3, 3e-3, 3e-3, 2e-3, 1e-3]
 OPTIMIZER = OptimizerConfig(lr=3e-3, clip=1.0, weight_decay=0.1)
@@ -78,6 +79,7 @@ class Case:
         recomputes: Checkpoint the activations.
         fp8: How products of 8 bits are scaled, where they are made.
         undoes_warm_up: Whether the engine takes back DeepSpeed's own first update.
+        masked: Keep attention within documents.
     """
 
     stage: Literal[0, 1, 2, 3]
@@ -91,6 +93,7 @@ class Case:
     undoes_warm_up: bool = True
     recomputes: bool = False
     fp8: Literal["none", "tensorwise", "rowwise"] = "none"
+    masked: bool = False
 
     @property
     def name(self) -> str:
@@ -107,6 +110,8 @@ class Case:
             parts.append("recomputed")
         if self.fp8 != "none":
             parts.append(self.fp8)
+        if self.masked:
+            parts.append("masked")
         if not self.undoes_warm_up:
             parts.append("warmed")
         return "-".join(parts)
@@ -155,7 +160,12 @@ def join_ready() -> World:
 
 
 def fresh_model(
-    family: str, *, seed: int = 0, dropout: float = 0.0, recomputes: bool = False
+    family: str,
+    *,
+    seed: int = 0,
+    dropout: float = 0.0,
+    recomputes: bool = False,
+    document_id: int | None = None,
 ) -> CausalLM:
     torch.manual_seed(seed)
     return build_model(
@@ -164,6 +174,7 @@ def fresh_model(
         dropout=dropout,
         activation_checkpointing=recomputes,
         chunk_tokens=24,
+        document_id=document_id,
     )
 
 
@@ -176,7 +187,13 @@ def start_engine(
     optimizer: OptimizerConfig = OPTIMIZER,
 ) -> Engine:
     """Build a case's engine; `prepare` is called with the model first."""
-    model = fresh_model(case.family, seed=seed, dropout=case.dropout, recomputes=case.recomputes)
+    model = fresh_model(
+        case.family,
+        seed=seed,
+        dropout=case.dropout,
+        recomputes=case.recomputes,
+        document_id=DOCUMENT if case.masked else None,
+    )
     if case.fp8 != "none":
         compute_in_fp8(model, block_class=model.block_class, scaling=case.fp8, world=world)
     prepare(model)

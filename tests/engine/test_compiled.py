@@ -122,12 +122,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What two ranks trained with compiled blocks and without."""
     folder = tmp_path_factory.mktemp("compiled")
     script = Path(__file__).with_name("compiled_ranks.py")
-    ended = Ranks(2, [str(script), str(folder)], folder=folder).wait()
+    ended = Ranks(2, [str(script), str(folder)], folder=folder).wait(480)
     assert ended.codes == [0, 0], ended.everything
     measured: Found = json.loads((folder / "found.json").read_text())
     return measured
 
 
+pytestmark = pytest.mark.timeout(600)
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 

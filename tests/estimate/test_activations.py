@@ -12,7 +12,8 @@ from live_memory import LiveMemory
 from memory_cases import CHUNK, ROWS, Case, shape_of
 
 from refocused.config.model import ModelConfig
-from refocused.estimate.activations import activation_memory
+from refocused.estimate.activations import activation_memory, mask_bytes
+from refocused.models.attention import document_blocks, document_mask
 from refocused.models.build import build_model
 from refocused.models.head_loss import HeadForm, head_loss
 
@@ -90,3 +91,50 @@ def test_dropout_keeps_two_masks_a_block() -> None:
     )
     shape = shape_of(case)
     assert with_masks.blocks - without.blocks == shape.layers * case.length * 2 * shape.width
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_dense_mask_of_documents_is_kept_by_each_block(dtype: Any, recomputes: bool) -> None:
+    kept: list[int] = []
+    case = Case(0, dtype=dtype, activation_checkpointing=recomputes)
+    for document_id in (None, 7):
+        model = build_model(
+            shape_of(case).settings,
+            vocabulary=ROWS,
+            dropout=0.0,
+            activation_checkpointing=recomputes,
+            chunk_tokens=CHUNK,
+            document_id=document_id,
+        ).to(torch.bfloat16 if dtype == "bf16" else torch.float32)
+        ids = torch.randint(ROWS, (case.micro, case.length))
+        with LiveMemory() as memory:
+            memory.add(*model.parameters(), *model.buffers(), ids)
+            before = memory.bytes
+            hidden = model._hidden(ids)
+            kept.append(memory.bytes - before)
+            del hidden
+    settings = ModelConfig(
+        preset="counted",
+        sequence_length=case.length,
+        activation_checkpointing=recomputes,
+        attention="math",  # sdpa's, as a CPU's
+    )
+    computed = [
+        activation_memory(
+            shape_of(case), model=settings, micro=case.micro, dtype=dtype, masked=masked
+        ).blocks
+        for masked in (False, True)
+    ]
+    assert computed[1] - computed[0] == pytest.approx(kept[1] - kept[0], rel=0.05)
+
+
+@pytest.mark.parametrize("length", [100, 2048])
+def test_the_bytes_of_a_mask_are_those_that_it_has(length: int) -> None:
+    blocks = document_blocks(torch.arange(length).expand(2, -1))
+    tables = sum(table.numel() * table.element_size() for table in blocks)
+    assert mask_bytes(rows=2, length=length, is_dense=False) == tables
+    dense = document_mask(torch.zeros(2, length, dtype=torch.long), document_id=7)
+    assert mask_bytes(rows=2, length=length, is_dense=True) == dense.numel()
+    if length == 2048:
+        assert (tables, dense.numel()) == (2 * (8 * 2048 + 16 * 16 * 17), 2 * 2048**2)

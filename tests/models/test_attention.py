@@ -6,10 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 
 from refocused.errors import ConfigError
 from refocused.models import attention
-from refocused.models.attention import choose_attention, flash_version
+from refocused.models.attention import (
+    MASK_BLOCK,
+    TABLES,
+    choose_attention,
+    document_blocks,
+    document_mask,
+    flash_version,
+    within_documents,
+)
+from refocused.models.causal_lm import document_positions
 from refocused.world import World
 
 ALONE = World(rank=0, local_rank=0, world_size=1, local_world_size=1)
@@ -27,16 +42,8 @@ def torchs_own_choice() -> Iterator[None]:
 
 
 def chosen(asked: Any, *, world: World = ALONE, masked: bool = False) -> str:
-    return choose_attention(
-        asked,
-        batch_shape=(2, 16),
-        heads=2,
-        width=8,
-        dtype=torch.float32,
-        dropout=0.0,
-        masked=masked,
-        world=world,
-    )
+    query = torch.randn(2, 2, 16, 8, requires_grad=True)
+    return choose_attention(asked, query, dropout=0.0, masked=masked, world=world)
 
 
 @pytest.mark.parametrize("asked", ["flash", "math"])
@@ -63,7 +70,7 @@ def test_what_runs_is_asked_with_the_mask() -> None:
 def test_a_kernel_that_says_it_runs_and_does_not_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def runs(query: Any, *, dropout: float, masked: bool) -> str:
+    def runs(query: Any, *, dropout: float) -> str:
         return "cudnn" if torch.backends.cuda.cudnn_sdp_enabled() else "flash"
 
     def seconds(query: Any, *, dropout: float) -> float:
@@ -74,7 +81,7 @@ def test_a_kernel_that_says_it_runs_and_does_not_is_left_out(
     monkeypatch.setattr(attention, "running_kernel", runs)
     monkeypatch.setattr(attention, "pass_seconds", seconds)
     query = torch.zeros(2, 2, 16, 8)
-    assert attention._timed(query, dropout=0.0, masked=False) == {"flash": 1e-3}
+    assert attention._timed(query, dropout=0.0) == {"flash": 1e-3}
 
 
 def test_a_kernel_that_does_not_run_here_is_refused() -> None:
@@ -86,11 +93,11 @@ def test_a_kernel_that_does_not_run_here_is_refused() -> None:
 def test_auto_takes_the_faster_of_those_that_run(
     monkeypatch: pytest.MonkeyPatch, faster: str
 ) -> None:
-    def enabled(query: Any, *, dropout: float, masked: bool) -> str:
+    def enabled(query: Any, *, dropout: float, masked: bool = False) -> str:
         return "cudnn" if torch.backends.cuda.cudnn_sdp_enabled() else "flash"
 
     def seconds(query: Any, *, dropout: float) -> float:
-        return 1e-3 if enabled(query, dropout=dropout, masked=False) == faster else 2e-3
+        return 1e-3 if enabled(query, dropout=dropout) == faster else 2e-3
 
     monkeypatch.setattr(attention, "running_kernel", enabled)
     monkeypatch.setattr(attention, "pass_seconds", seconds)
@@ -124,3 +131,117 @@ def test_flash_attention_3_is_for_hopper_without_dropout(monkeypatch: pytest.Mon
     capability = HOPPER
     installed.clear()
     assert flash_version(gpu, dropout=0.0) == 2
+
+
+DOCUMENT = 7
+
+
+def rows_of(borders: list[set[int]], length: int) -> Tensor:
+    """Token ids of which those at the borders begin documents."""
+    ids = torch.zeros(len(borders), length, dtype=torch.long)
+    for row, places in zip(ids, borders, strict=True):
+        row[[place for place in places if place < length]] = DOCUMENT
+    return ids
+
+
+def blocks_of(ids: Tensor) -> tuple[Tensor, ...]:
+    return document_blocks(document_positions(ids, document_id=DOCUMENT))
+
+
+EDGES = [  # one document alone; a border at the start and at the end; around the edges of blocks
+    ([set()], 300),
+    ([{0, 299}, {299}], 300),
+    ([{127}, {128}, {129}, {0, 255, 256}], 384),
+    ([set(range(257))], 257),
+    ([{0}], 1),
+]
+
+
+def assert_blocks_are_the_mask(borders: list[set[int]], length: int) -> None:
+    """Compare the tables with those that torch makes of the dense mask itself."""
+    ids = rows_of(borders, length)
+    dense = document_mask(ids, document_id=DOCUMENT)
+    begins, *tables = blocks_of(ids)
+    place = torch.arange(length)
+    assert torch.equal((begins[:, None, :, None] <= place) & (place <= place[:, None]), dense)
+    wanted = create_block_mask(
+        lambda row, head, query, key: dense[row, 0, query, key],
+        len(ids),
+        None,
+        length,
+        length,
+        device="cpu",
+        BLOCK_SIZE=MASK_BLOCK,
+    )
+    theirs = [getattr(wanted, name) for name in TABLES]
+    for name, mine, other in zip(TABLES, tables, theirs, strict=True):
+        assert mine.dtype == other.dtype and mine.is_contiguous()
+        assert torch.equal(mine, other), name
+
+
+@pytest.mark.parametrize(("borders", "length"), EDGES)
+def test_the_blocks_are_those_of_the_dense_mask_at_the_edges(
+    borders: list[set[int]], length: int
+) -> None:
+    assert_blocks_are_the_mask(borders, length)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_the_blocks_are_those_of_the_dense_mask(data: st.DataObject) -> None:
+    length = data.draw(st.integers(1, 600))
+    place = st.integers(0, length - 1)
+    borders = data.draw(st.lists(st.sets(place, max_size=20), min_size=1, max_size=3))
+    assert_blocks_are_the_mask(borders, length)
+
+
+def by_both(ids: Tensor, *, width: int, dtype: torch.dtype, device: str) -> list[list[Tensor]]:
+    """Return the output and the gradients of FlexAttention, and those of a dense mask."""
+    draw = torch.Generator().manual_seed(1)
+    shape = (len(ids), 2, ids.shape[1], width)
+    parts = [torch.randn(shape, generator=draw).to(device, dtype) for _ in range(4)]
+    query, key, value = (part.requires_grad_() for part in parts[:3])
+    mask = document_mask(ids, document_id=DOCUMENT)
+    within = attention._compiled_within_documents() if device == "cuda" else within_documents
+    outputs = (
+        within(query, key, value, blocks_of(ids)),
+        F.scaled_dot_product_attention(query, key, value, attn_mask=mask),
+    )
+    return [
+        [output, *torch.autograd.grad(output, (query, key, value), parts[3])] for output in outputs
+    ]
+
+
+@pytest.mark.parametrize(("borders", "length"), EDGES)
+def test_flex_attention_within_documents_is_that_of_the_dense_mask(
+    borders: list[set[int]], length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without inductor it has a backward pass on CPUs, but refuses it all the same.
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    ids = rows_of(borders, length)
+    for mine, dense in zip(*by_both(ids, width=16, dtype=torch.float32, device="cpu"), strict=True):
+        torch.testing.assert_close(mine, dense, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 96, 128])
+@pytest.mark.parametrize(("borders", "length"), EDGES[:3])
+def test_the_kernel_on_a_gpu_is_that_of_the_dense_mask(
+    borders: list[set[int]], length: int, width: int
+) -> None:
+    ids = rows_of(borders, length).cuda()
+    for mine, dense in zip(
+        *by_both(ids, width=width, dtype=torch.bfloat16, device="cuda"), strict=True
+    ):
+        torch.testing.assert_close(mine, dense, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_a_mask_on_a_gpu_is_made_without_a_wait() -> None:
+    ids = rows_of([{3, 500}, {128}], 1024).cuda()
+    blocks_of(ids)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        blocks_of(ids)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

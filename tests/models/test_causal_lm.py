@@ -10,6 +10,7 @@ import torch
 import transformers
 from small_families import build, every_family, tokens, where_attention_is
 from torch import Tensor
+from torch.nn.attention import flex_attention
 
 from refocused.config.files import REPOSITORY_CONFIG
 from refocused.config.shape import load_shape
@@ -196,10 +197,21 @@ def packed_rows() -> tuple[Tensor, list[list[slice]]]:
     return ids, [[slice(*pair) for pair in itertools.pairwise(row)] for row in edges]
 
 
+@pytest.fixture(params=["dense", "blocks"])
+def shape_of_blocks(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the shape of a pass if FlexAttention is to run, else None."""
+    # Without inductor it has a backward pass on CPUs, but refuses it all the same.
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    return lambda ids: ids.shape if request.param == "blocks" else None
+
+
 @where_attention_is
-def test_a_masked_document_is_predicted_as_if_it_were_alone(family: str) -> None:
+def test_a_masked_document_is_predicted_as_if_it_were_alone(
+    family: str, shape_of_blocks: Any
+) -> None:
     ids, documents = packed_rows()
     masked = build(family, initializer_range=0.2, document_id=DOCUMENT)
+    masked.block_shape = shape_of_blocks(ids)
     open_ = build(family, initializer_range=0.2)
     with torch.no_grad():
         packed, unmasked = masked.logits(ids), open_.logits(ids)
@@ -216,9 +228,12 @@ def test_a_masked_document_is_predicted_as_if_it_were_alone(family: str) -> None
 
 @where_attention_is
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_no_gradient_crosses_a_masked_border(family: str, checkpointing: bool) -> None:
+def test_no_gradient_crosses_a_masked_border(
+    family: str, checkpointing: bool, shape_of_blocks: Any
+) -> None:
     ids, _ = packed_rows()
     model = build(family, document_id=DOCUMENT, checkpointing=checkpointing)
+    model.block_shape = shape_of_blocks(ids[:1])
     embedded: list[Tensor] = []
     hook = model.network.get_input_embeddings().register_forward_hook(
         lambda module, inputs, output: embedded.append(output) or output.retain_grad()
