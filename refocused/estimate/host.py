@@ -17,6 +17,9 @@ RANK_BYTES = {"cpu": 0.4e9, "cuda": 1.5e9}
 # What runs beside the ranks: DeepSpeed's launchers, the supervisor, the sampler, the mirror.
 BESIDE_BYTES = 0.4e9
 BUILT_BYTES = 4  # a parameter of the whole model, which each rank builds before it is spread
+# What a step's temporaries may come to when freed memory is kept: glibc cuts holes into which the
+# next request of the same size does not fit. Measured: 2.0 to 2.9 times (docs/decisions.md).
+KEPT_TIMES = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,12 +31,19 @@ class HostPlan:
         tensors: Of all ranks afterwards: offloaded states and gradients; on CPUs everything.
         copies: That saves in the background write from.
         processes: All that is no tensor.
+        temporaries: Of all ranks, what a step takes of the host beside the states that stay.
     """
 
     building: int
     tensors: int
     copies: int
     processes: int
+    temporaries: int
+
+    @property
+    def for_keeping(self) -> int:
+        """What must be left when the states are built, so that freed memory can be kept."""
+        return self.copies + KEPT_TIMES * self.temporaries
 
     @property
     def total(self) -> int:
@@ -73,6 +83,8 @@ def plan_host(
         # Without ZeRO rank 0 saves for all.
         copies=step * (ranks_here if choice.zero.stage else ranks) // ranks if in_background else 0,
         processes=process_bytes(device, ranks_here=ranks_here),
+        # Those of an offloaded step are not counted: they are taken to be as large as its states.
+        temporaries=ranks_here * (memory.peak - memory.states if device == "cpu" else memory.host),
     )
 
 

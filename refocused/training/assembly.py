@@ -27,6 +27,7 @@ from refocused.engine.build import build_engine, load_deepspeed, set_product_pre
 from refocused.engine.compiled import DTYPES, Compilation, compile_blocks
 from refocused.engine.engine import Engine
 from refocused.engine.randomness import seed_everything
+from refocused.estimate.host import plan_host
 from refocused.estimate.storage import least_save_bytes
 from refocused.estimate.work import (
     CREDIBLE_MFU,
@@ -38,6 +39,7 @@ from refocused.hardware import gpu_facts
 from refocused.models.build import build_model, register_families
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, counted_parameters, untrained_loss
 from refocused.monitoring.history import METRICS_FILE
+from refocused.monitoring.memory import memory_now
 from refocused.monitoring.profile import StepProfiler
 from refocused.monitoring.step_phases import step_phases
 from refocused.monitoring.throughput import Throughput, forecast
@@ -46,6 +48,7 @@ from refocused.process_identity import identify
 from refocused.quick_imports import quick_imports
 from refocused.training.cadence import Cadence
 from refocused.training.data import DataParts, build_data
+from refocused.training.garbage import keep_freed_memory
 from refocused.training.job import Job
 from refocused.training.mirroring import Mirroring
 from refocused.training.mixing import choose_mixing
@@ -81,12 +84,14 @@ class Built:
         parameters: Elements of the whole model, padding included.
         mixing: What computes how positions meet.
         compilation: How the blocks are computed.
+        kept: What becomes of freed memory on the host; empty: a step frees nothing large.
     """
 
     engine: Engine
     parameters: int
     mixing: str
     compilation: Compilation
+    kept: str
 
 
 def assemble_engine(job: Job) -> Built:
@@ -154,7 +159,22 @@ def assemble_engine(job: Job) -> Built:
         world=job.world,
     )
     seed_everything(config.run.seed, rank=job.world.rank)
-    return Built(engine, parameters, mixing, compilation)
+    host = plan_host(
+        job.planned.choice,
+        parameters=parameters,
+        dtype=config.precision.resolved,
+        ranks=job.world.world_size,
+        ranks_here=job.world.local_world_size,
+        device=job.world.device_kind,
+        in_background=config.checkpoint.in_background,
+    )
+    kept = keep_freed_memory(
+        host,
+        available=memory_now().available,
+        ranks_here=job.world.local_world_size,
+        environment=os.environ,
+    )
+    return Built(engine, parameters, mixing, compilation, kept)
 
 
 def assemble_parts(
@@ -267,7 +287,8 @@ def _say_computation(built: Built, reporter: Reporter, *, precision: PrecisionCo
     done = built.compilation
     reporter.event(
         "compile_failed" if done.failed else "compute",
-        f"  compute  {built.mixing}, {done.text}; CPU threads a rank: {torch.get_num_threads()}",
+        f"  compute  {built.mixing}, {done.text}; CPU threads a rank: {torch.get_num_threads()}"
+        + (f"; {built.kept}" if built.kept else ""),
         mixing=built.mixing,
         compiled=done.is_on,
         seconds=done.seconds,

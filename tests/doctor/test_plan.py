@@ -94,6 +94,8 @@ def test_a_cpu_computes_in_the_hosts_memory() -> None:
     run = fast()
     memory = plan_choice(run, ranks=2, memory_bytes=None).memory
     assert host(device="cpu").tensors == 2 * memory.peak
+    assert host(device="cpu").temporaries == 2 * (memory.peak - memory.states)
+    assert host(device="cuda").temporaries == 0
     offloaded = host("zero.offload_optimizer=cpu", device="cpu")
     assert offloaded.tensors > 20 * 759_905_280
 

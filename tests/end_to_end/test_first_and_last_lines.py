@@ -30,6 +30,7 @@ def test_a_dry_run_checks_everything_and_takes_no_step(tmp_path: Path) -> None:
         *chosen,
         "model    gpt2",
         "data     3 shards",
+        "CPU threads a rank: 1; freed memory: kept",
         "untrained loss 6.",
         "no step taken",
     ):
