@@ -23,24 +23,31 @@ class GpuFacts:
         bf16_flops: Peak of dense bf16 matrix products with float32 sums, in FLOP/s. Data sheets
             print twice this, "with sparsity".
         memory_gib: Memory that the driver reports, in GiB.
+        memory_bytes_per_second: Bandwidth of its memory.
+        link_bytes_per_second: To the other GPUs of the machine, each way: NVLink's where the form
+            factor has it on board, else PCIe's.
+        host_bytes_per_second: To the host, each way: PCIe's.
     """
 
     name: str
     bf16_flops: float
     memory_gib: float
+    memory_bytes_per_second: float
+    link_bytes_per_second: float
+    host_bytes_per_second: float
 
 
 _FACTS = (
-    GpuFacts("A100 40GB", 312e12, 40.0),
-    GpuFacts("A100 80GB", 312e12, 80.0),
-    GpuFacts("B200", 2250e12, 179.1),
-    GpuFacts("H100 NVL", 835.5e12, 93.6),
-    GpuFacts("H100 PCIe", 756.5e12, 79.6),
-    GpuFacts("H100 SXM", 989.4e12, 79.6),
-    GpuFacts("H200", 989.4e12, 140.4),
-    GpuFacts("L4", 121e12, 22.5),
-    GpuFacts("L40S", 362.05e12, 45.0),
-    GpuFacts("RTX 4090", 165.2e12, 24.0),
+    GpuFacts("A100 40GB", 312e12, 40.0, 1.555e12, 300e9, 32e9),
+    GpuFacts("A100 80GB", 312e12, 80.0, 2.039e12, 300e9, 32e9),
+    GpuFacts("B200", 2250e12, 179.1, 8e12, 900e9, 64e9),
+    GpuFacts("H100 NVL", 835.5e12, 93.6, 3.9e12, 64e9, 64e9),
+    GpuFacts("H100 PCIe", 756.5e12, 79.6, 2e12, 64e9, 64e9),
+    GpuFacts("H100 SXM", 989.4e12, 79.6, 3.35e12, 450e9, 64e9),
+    GpuFacts("H200", 989.4e12, 140.4, 4.8e12, 450e9, 64e9),
+    GpuFacts("L4", 121e12, 22.5, 300e9, 32e9, 32e9),
+    GpuFacts("L40S", 362.05e12, 45.0, 864e9, 32e9, 32e9),
+    GpuFacts("RTX 4090", 165.2e12, 24.0, 1.008e12, 32e9, 32e9),
 )
 
 # What most clouds rent out under the name of the family.

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 def estimate_lines(found: Estimate) -> list[str]:
     """Return what is to be said before a run begins."""
     lines = [f"{name:<10} {value}" for name, value in _facts(found)]
-    lines += ["", *_scenario_table(found.main)]
-    if found.main.host_bound(found.loaded.shape.layers):
-        lines += [_host_text(found)]
+    lines += ["", *_step_table(found.main), "", *_scenario_table(found.main)]
     if found.budget_usd is not None:
         lines += ["", *_budget_lines(found)]
     if found.sweep:
@@ -113,11 +111,23 @@ def _memory_text(found: Estimate) -> str:
     )
 
 
+def _step_table(on: OnGpus) -> list[str]:
+    """Return what a step is made of, by the roofline that the rest of the estimate rests on."""
+    assert on.step is not None
+    parts = {**on.step.parts, "a step": on.step.seconds}
+    rows = [
+        ("ms", *(f"{1000 * seconds:,.1f}" for seconds in parts.values())),
+        ("share", *(f"{seconds / on.step.seconds:.1%}" for seconds in parts.values())),
+    ]
+    note = "expected from data sheets and assumed shares of their peaks, NOT measured: MFU "
+    return [*_table(("step", *parts), rows, left=(0,)), f"{note}{on.step.mfu_fraction:.1%}"]
+
+
 def _scenario_table(on: OnGpus) -> list[str]:
     head = ("MFU", "tokens/s", "step", "steps/h", "training", "eval", "saves", "total", "cost")
     rows = [
         (
-            f"{one.mfu_fraction:.0%}",
+            f"{one.mfu_fraction:.1%}",
             f"{one.cost.tokens_per_second:,.0f}",
             f"{one.cost.step_seconds:.3g} s",
             f"{3600 / one.cost.step_seconds:,.0f}",
@@ -134,18 +144,9 @@ def _scenario_table(on: OnGpus) -> list[str]:
         if on.per_hour_usd is None
         else f"at ${on.per_hour_usd:,.2f} an hour"
     )
-    assumed = "evaluation at the same MFU, saves at 2 GB/s of disk, start-up of 3 min: assumed"
-    return [*_table(head, rows), f"{price}; {assumed}"]
-
-
-def _host_text(found: Estimate) -> str:
-    choice, seconds = found.main.choice, found.main.pass_seconds
-    assert choice is not None and seconds is not None
-    return (
-        f"note: at 40% MFU a pass would take {1000 * seconds:.2g} ms, which is less than the host "
-        f"needs for {found.loaded.shape.layers} layers under ZeRO-{choice.zero.stage}: expect less "
-        "than these figures, or raise batch.micro."
-    )
+    assumed = "saves at 2 GB/s of disk, start-up of 3 min: assumed"
+    paces = "0.75, 1 and 1.25 times the expected speed"
+    return [*_table(head, rows), f"{price}; {paces}; {assumed}"]
 
 
 def _budget_lines(found: Estimate) -> list[str]:
@@ -160,7 +161,7 @@ def _budget_lines(found: Estimate) -> list[str]:
                 f"step {reach:,} of {found.work.steps:,} ({reach / found.work.steps:.1%}), "
                 f"{count_text(reach * found.work.step_tokens)} tokens"
             )
-        lines.append(f"budget ${found.budget_usd:,.2f} at {one.mfu_fraction:.0%} MFU: {answer}")
+        lines.append(f"budget ${found.budget_usd:,.2f} at {one.mfu_fraction:.1%} MFU: {answer}")
     if any(one.affordable_steps != found.work.steps for one in found.main.scenarios):
         lines.append("A run that is to end there wants run.steps set to it: the schedule follows.")
     return lines
@@ -185,7 +186,7 @@ def _sweep_table(sweep: Sequence[OnGpus]) -> list[str]:
             )
         )
     head = ("GPUs", "tokens/step", "step", "total", "an hour", "cost", "")
-    return [*_table(head, rows), "at 40% MFU on every number of GPUs, and one price a GPU"]
+    return [*_table(head, rows), "at the expected speed of each, and one price a GPU"]
 
 
 def _offer_table(found: Estimate) -> list[str]:
@@ -199,7 +200,7 @@ def _offer_table(found: Estimate) -> list[str]:
         )
         for offer in found.offers
     ]
-    head = ("provider", "an hour", "at 40% MFU", "looked up", "source")
+    head = ("provider", "an hour", "the run", "looked up", "source")
     return [
         *_table(head, rows, left=(0, 3, 4)),
         "TO BE CHECKED on the pages named: on demand, without disks and taxes; not every one is "

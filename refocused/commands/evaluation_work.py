@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 
 from refocused.config.run import RunConfig
-from refocused.estimate.run_cost import HOST_SECONDS_A_LAYER, SampleWork
+from refocused.estimate.run_cost import SampleWork
+from refocused.estimate.step_time import HOST_SECONDS_A_LAYER
 from refocused.inference.tasks import TaskFile, find_tasks, read_questions
 
 # Assumed of any tokenizer but `bytes`; GPT-2's takes 4.5 of HellaSwag's into a token.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from refocused.commands.recommendation import Recommendation
     from refocused.config.data import DataConfig
     from refocused.config.shape import ModelShape
-    from refocused.estimate.run_cost import Machine
+    from refocused.hardware import GpuFacts
     from refocused.shards.manifest import Manifest
 
 PLACEHOLDER = "gs://YOUR-BUCKET/tokens"
@@ -53,7 +53,7 @@ def add_recommend_arguments(parser: Parser) -> None:
     add("--sequence-length", type=count, metavar="N", help="(2048, or the model's context)")
     add("--gpus", type=count, default=8, metavar="N", help="(8)")
     add("--gpu", default="H100 SXM", metavar="NAME", help="(H100 SXM)")
-    add("--mfu", type=positive, default=0.4, metavar="F", help="share of the peak (0.4)")
+    add("--mfu", type=positive, metavar="F", help="share of the peak (expected of a step)")
     add("--per-hour", type=positive, metavar="USD", help="price of the whole machine")
     add("--json", action="store_true", help="print JSON")
     add_reading_options(parser)
@@ -63,6 +63,7 @@ def add_recommend_arguments(parser: Parser) -> None:
 def run_recommend(arguments: argparse.Namespace) -> int:
     """Count the tokens, plan a run, and print or write its run file."""
     from refocused.atomic_file import replace_file
+    from refocused.hardware import named_gpu
 
     if (arguments.source is None) == (arguments.tokens is None):
         raise ConfigError("Name either a source or --tokens N, one of the two.")
@@ -72,8 +73,9 @@ def run_recommend(arguments: argparse.Namespace) -> int:
     if out is not None and (out.exists() or not out.parent.is_dir()):
         reason = "it exists" if out.exists() else f"there is no folder {out.parent}"
         raise ConfigError(f"--out {out}: {reason}. Name a new file in a folder that exists.")
-    machine = _machine(arguments)
-    found, data, vocabulary = _recommended(arguments, machine)
+    gpu = named_gpu(arguments.gpu)
+    arguments.gpu = gpu.name
+    found, data, vocabulary = _recommended(arguments, gpu)
     text = _checked_text(found, data, vocabulary, arguments)
     if arguments.json:
         print(json.dumps(dataclasses.asdict(found), indent=1))
@@ -88,7 +90,7 @@ def run_recommend(arguments: argparse.Namespace) -> int:
 
 
 def _recommended(
-    arguments: argparse.Namespace, machine: Machine
+    arguments: argparse.Namespace, gpu: GpuFacts
 ) -> tuple[Recommendation, DataConfig, int | str]:
     """Return the run, its data section, and its `model.vocabulary`."""
     from refocused.commands.recommendation import LONGEST_SEQUENCE, choose_model, recommend
@@ -121,7 +123,10 @@ def _recommended(
         epochs=epochs,
         step_tokens=arguments.step_tokens,
         sequence_length=length,
-        machine=machine,
+        gpus=arguments.gpus,
+        gpu=gpu,
+        mfu=arguments.mfu,
+        per_hour_usd=arguments.per_hour,
     )
     if vocabulary != "auto":
         note = f"the tokenizer is unknown, and model.vocabulary={vocabulary} holds the largest id "
@@ -207,42 +212,24 @@ def _checked_text(
     vocabulary: int | str,
     arguments: argparse.Namespace,
 ) -> str:
-    """Return a run file that loads and fits the GPUs, with recomputed activations if it must.
+    """Return a run file that loads.
 
     Raises:
-        ConfigError: Nothing fits.
+        ConfigError: It does not.
     """
     import yaml
 
-    from refocused.commands.run_estimate import estimate
     from refocused.config.decode import load_run
-    from refocused.config.prices import read_prices
     from refocused.shards.vocabulary import decide_vocabulary
 
     sections = _sections(found, data, vocabulary, arguments)
+    parts = [yaml.safe_dump({key: sections[key]}, sort_keys=False) for key in sections]
+    text = "\n".join([_header(found, arguments), *parts])
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / (arguments.out or Path("run.yaml")).name
-        for recomputes in (False, True):
-            if recomputes:
-                sections["model"]["activation_checkpointing"] = True
-            parts = [yaml.safe_dump({key: sections[key]}, sort_keys=False) for key in sections]
-            text = "\n".join([_header(found, arguments), *parts])
-            file.write_text(text, encoding="utf-8")
-            loaded = decide_vocabulary(load_run(file))
-            try:
-                estimate(
-                    loaded,
-                    gpus=arguments.gpus,
-                    gpu=arguments.gpu,
-                    per_hour_usd=None,
-                    budget_usd=None,
-                    sweep=(),
-                    prices=read_prices(),
-                )
-                return text
-            except ConfigError as error:
-                reason = str(error)
-    raise ConfigError(f"{reason} Or name a smaller --preset, or more --gpus.")
+        file.write_text(text, encoding="utf-8")
+        decide_vocabulary(load_run(file))
+    return text
 
 
 def _sections(
@@ -266,6 +253,8 @@ def _sections(
         "checkpoint": {"interval": found.save_interval},
         "evaluation": {"interval": found.save_interval},
     }
+    if found.recomputes:
+        sections["model"]["activation_checkpointing"] = True
     if arguments.per_hour is not None:
         sections["cost"] = {"per_hour_usd": arguments.per_hour}
     return sections
@@ -290,21 +279,12 @@ def _header(found: Recommendation, arguments: argparse.Namespace) -> str:
     )
 
 
-def _machine(arguments: argparse.Namespace) -> Machine:
-    from refocused.estimate.run_cost import Machine
-    from refocused.hardware import named_gpu
-
-    facts = named_gpu(arguments.gpu)
-    arguments.gpu = facts.name
-    return Machine(arguments.gpus, facts.bf16_flops, arguments.mfu, arguments.per_hour)
-
-
 def _print(found: Recommendation, arguments: argparse.Namespace) -> None:
     cost = "price unknown: name it by --per-hour"
     if found.cost_usd is not None:
         cost = f"${found.cost_usd:,.2f} at ${arguments.per_hour:,.2f} an hour"
     speed = f"{count_text(found.tokens_per_second)} tokens/s"
-    machine = f"{arguments.gpus} x {arguments.gpu} at {arguments.mfu:.0%} of the peak"
+    machine = f"{arguments.gpus} x {arguments.gpu} at {found.mfu_fraction:.0%} of the peak"
     fit = f"20 tokens a parameter would be {count_text(found.ideal_parameters)}"
     rows = [
         ("data", f"{found.data_tokens:,} tokens; {fit}"),

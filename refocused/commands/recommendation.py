@@ -6,12 +6,16 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from refocused.config.model import ModelConfig
+from refocused.config.optimization import BatchConfig, PrecisionConfig, ZeroSettings
 from refocused.config.outputs import CheckpointConfig, EvaluationConfig
 from refocused.config.shape import Attention, ModelShape
 from refocused.errors import ConfigError
 from refocused.estimate.run_cost import Machine, run_cost, work_of
+from refocused.estimate.step_time import StepTime, likely_step, step_at
 from refocused.estimate.storage import checkpoint_bytes
-from refocused.estimate.work import count_parameters, flops_per_token, tokens_per_second_at
+from refocused.estimate.work import count_parameters, flops_per_token
+from refocused.hardware import GpuFacts
 
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022 (Chinchilla), table 3: about 20
 MOST_EPOCHS = 4.0  # Muennighoff et al. 2023: up to four passes are nearly as good as new data
@@ -43,7 +47,9 @@ class Recommendation:
         learning_rate: At its peak.
         warmup_steps: Of the learning rate.
         save_interval: Steps between checkpoints: about half an hour of work.
-        tokens_per_second: Of the whole machine, at the assumed share of its peak.
+        recomputes: Whether it fits with recomputed activations alone.
+        mfu_fraction: Share of the GPUs' peak that is expected, or was named.
+        tokens_per_second: Of the whole machine.
         hours: Of the whole machine, with validations, saves and start-up.
         cost_usd: None when the price is unknown.
         notes: What speaks against it.
@@ -62,6 +68,8 @@ class Recommendation:
     learning_rate: float
     warmup_steps: int
     save_interval: int
+    recomputes: bool
+    mfu_fraction: float
     tokens_per_second: float
     hours: float
     cost_usd: float | None
@@ -104,7 +112,10 @@ def recommend(
     epochs: float | None,
     step_tokens: int | None,
     sequence_length: int,
-    machine: Machine,
+    gpus: int,
+    gpu: GpuFacts,
+    mfu: float | None,
+    per_hour_usd: float | None,
 ) -> Recommendation:
     """Plan a run of a model.
 
@@ -115,10 +126,13 @@ def recommend(
         epochs: Passes; None: as many as give 20 tokens a parameter.
         step_tokens: Most tokens of an optimizer step; None: 2^20, or less for at least 1,000 steps.
         sequence_length: Tokens of a window.
-        machine: What the run is to be done with.
+        gpus: To train on.
+        gpu: What they are.
+        mfu: Share of their peak that is reached; None: as expected of a step.
+        per_hour_usd: Price of all; None: unknown.
 
     Raises:
-        ConfigError: The data are less than one step, or the assumed speed cannot be.
+        ConfigError: The data are less than one step, nothing fits, or `mfu` cannot be.
     """
     if not windows:
         raise ConfigError(
@@ -131,24 +145,26 @@ def recommend(
     epochs = epochs or count.total * TOKENS_PER_PARAMETER / data_tokens
     trained = int(windows * epochs)
     step_windows = _step_windows(
-        trained, gpus=machine.gpus, wanted=step_tokens, sequence_length=sequence_length
+        trained, gpus=gpus, wanted=step_tokens, sequence_length=sequence_length
     )
     steps = trained // step_windows
     if not steps:
         raise ConfigError(
             f"{trained:,} windows of {sequence_length:,} tokens are less than one step of "
-            f"{step_windows:,}, at least one on each of {machine.gpus} GPUs. Use fewer --gpus or "
+            f"{step_windows:,}, at least one on each of {gpus} GPUs. Use fewer --gpus or "
             "--step-tokens, a shorter --sequence-length, or more data."
         )
     step_tokens = step_windows * sequence_length
     flops = flops_per_token(shape, sequence_length=sequence_length)
-    speed = tokens_per_second_at(
-        machine.mfu_fraction,
-        flops_per_token=flops,
-        gpus=machine.gpus,
-        peak_flops=machine.peak_flops,
+    recomputes, step = _fitting_step(
+        shape,
+        ModelConfig(preset=preset, sequence_length=sequence_length),
+        windows=step_windows,
+        gpus=gpus,
+        gpu=gpu,
+        mfu=mfu,
     )
-    interval = save_interval(steps, steps_per_hour=3600 * speed / step_tokens)
+    interval = save_interval(steps, steps_per_hour=3600 / step.seconds)
     work = work_of(
         steps=steps,
         step_tokens=step_tokens,
@@ -158,7 +174,8 @@ def recommend(
         checkpoint=CheckpointConfig(interval=interval),
         save_bytes=checkpoint_bytes(count.total, stage=3, dtype="bf16"),
     )
-    cost = run_cost(work, machine)
+    speed = step_tokens / step.seconds
+    cost = run_cost(work, Machine(gpus, speed, step.forward_tokens_per_second, per_hour_usd))
     tokens_per_parameter = trained * sequence_length / count.total
     return Recommendation(
         data_tokens=data_tokens,
@@ -174,11 +191,49 @@ def recommend(
         learning_rate=learning_rate(count.without_embeddings),
         warmup_steps=min(LONGEST_WARMUP, math.ceil(WARMUP_SHARE * steps), steps - 1),
         save_interval=interval,
+        recomputes=recomputes,
+        mfu_fraction=step.mfu_fraction,
         tokens_per_second=cost.tokens_per_second,
         hours=cost.hours,
         cost_usd=cost.cost_usd,
         notes=tuple(_notes(tokens_per_parameter, epochs)),
     )
+
+
+def _fitting_step(
+    shape: ModelShape,
+    model: ModelConfig,
+    *,
+    windows: int,
+    gpus: int,
+    gpu: GpuFacts,
+    mfu: float | None,
+) -> tuple[bool, StepTime]:
+    """Return whether activations are recomputed for the step to fit, and its time.
+
+    Raises:
+        ConfigError: Nothing fits, or `mfu` cannot be.
+    """
+    for recomputes in (False, True):
+        try:
+            _, plan, step = likely_step(
+                shape,
+                model=model.model_copy(update={"activation_checkpointing": recomputes}),
+                batch=BatchConfig(micro="auto", windows=windows),
+                zero=ZeroSettings(),
+                precision=PrecisionConfig(dtype="bf16"),
+                fragment={},
+                gpus=gpus,
+                gpu=gpu,
+            )
+        except ConfigError as error:
+            reason = str(error)
+            continue
+        if mfu is None:
+            return recomputes, step
+        flops = flops_per_token(shape, sequence_length=model.sequence_length)
+        return recomputes, step_at(mfu, plan=plan, flops_per_token=flops, gpu=gpu)
+    raise ConfigError(f"{reason} Or name a smaller --preset, or more --gpus.")
 
 
 def learning_rate(parameters: int) -> float:

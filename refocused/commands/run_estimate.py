@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from refocused.commands.evaluation_work import TasksWork, sample_work, tasks_work
-from refocused.config.batch_plan import BatchPlan, plan_batch
+from refocused.config.batch_plan import BatchPlan
 from refocused.config.decode import LoadedRun
 from refocused.config.prices import MachinePrice, Prices
 from refocused.errors import ConfigError
-from refocused.estimate.choice import Choice, choose
+from refocused.estimate.choice import Choice
 from refocused.estimate.precision import with_dtype
 from refocused.estimate.run_cost import (
-    HOST_SECONDS_A_LAYER,
     Machine,
     RunCost,
     RunWork,
@@ -22,20 +21,20 @@ from refocused.estimate.run_cost import (
     run_cost,
     work_of,
 )
+from refocused.estimate.step_time import StepTime, likely_step
 from refocused.estimate.storage import RunStorage, checkpoint_bytes, run_storage
 from refocused.estimate.work import ParameterCount, count_parameters, flops_per_token
 from refocused.hardware import GpuFacts, gpu_facts, named_gpu
 
-SCENARIOS = (0.3, 0.4, 0.5)  # of the GPUs' peak; whole runs of this size reach 30 to 50 %
-LIKELY = 0.4  # where one figure must do
+PACES = (0.75, 1.0, 1.25)  # of the expected speed, which rests on assumptions; 1 is likely
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scenario:
-    """A run at an assumed share of the peak.
+    """A run at a pace.
 
     Attributes:
-        mfu_fraction: That share.
+        mfu_fraction: The share of the peak that this pace is.
         cost: What the run takes.
         affordable_steps: Steps that the budget pays for; None without a budget or a price.
     """
@@ -56,7 +55,8 @@ class OnGpus:
         choice: ZeRO stage, offload, micro-batch and memory; None as `plan`.
         fits: Whether a step fits into a GPU's memory, as far as is known.
         work: What the run consists of; None as `plan`.
-        scenarios: At different shares of the peak.
+        step: The time of a step, as expected; None as `plan`.
+        scenarios: At the paces, in their order.
         refused: Why the run cannot be made on so many.
     """
 
@@ -66,31 +66,19 @@ class OnGpus:
     choice: Choice | None
     fits: bool
     work: RunWork | None
+    step: StepTime | None
     scenarios: tuple[Scenario, ...]
     refused: str | None = None
 
     @property
     def likely(self) -> Scenario | None:
         """The scenario for where one figure must do."""
-        return next((one for one in self.scenarios if one.mfu_fraction == LIKELY), None)
-
-    @property
-    def pass_seconds(self) -> float | None:
-        """Time of a micro-batch's pass at the likely share of the peak; None as `plan`."""
-        if self.plan is None or self.likely is None:
-            return None
-        return self.likely.cost.step_seconds / self.plan.accumulation
-
-    def host_bound(self, layers: int) -> bool:
-        """Whether a pass is so short that the host could not keep up, by what was measured."""
-        if self.pass_seconds is None or self.choice is None:
-            return False
-        return self.pass_seconds < layers * HOST_SECONDS_A_LAYER[self.choice.zero.stage]
+        return self.scenarios[PACES.index(1.0)] if self.scenarios else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offer:
-    """A run on machines of a provider, at the likely share of the peak.
+    """A run on machines of a provider, at the likely pace.
 
     Attributes:
         price: The machine.
@@ -112,7 +100,7 @@ class Estimate:
         gpu: What it is to be trained on.
         parameters: Of the model.
         main: On the GPUs that were asked for.
-        storage: Disk, bucket and network, at the likely share of the peak.
+        storage: Disk, bucket and network, at the likely pace.
         bucket_month_usd: Of the mirror at the run's end, a month.
         data_out_usd: Of the data leaving the bucket once for another provider's machines.
         sweep: On other numbers of GPUs.
@@ -154,7 +142,6 @@ class Estimate:
             "tokens": self.work.tokens,
             "total_flops": self.work.tokens * self.work.flops_per_token,
             **_record_of(self.main),
-            "host_bound": self.main.host_bound(self.loaded.shape.layers),
             "tasks": dataclasses.asdict(self.tasks),
             "storage_bytes": dataclasses.asdict(self.storage),
             "bucket_month_usd": self.bucket_month_usd,
@@ -268,25 +255,23 @@ def _tried_on_gpus(asked: _Asked, gpus: int) -> OnGpus:
         return _on_gpus(asked, gpus)
     except ConfigError as error:
         price = asked.price(gpus)
-        return OnGpus(gpus, price, None, None, False, None, (), refused=str(error))
+        return OnGpus(gpus, price, None, None, False, None, None, (), refused=str(error))
 
 
 def _on_gpus(asked: _Asked, gpus: int) -> OnGpus:
     config, shape, gpu = asked.loaded.config, asked.loaded.shape, asked.gpu
     memory_bytes = gpu.memory_gib * 2**30
-    choice = choose(
+    choice, plan, step = likely_step(
         shape,
         model=config.model,
         batch=config.batch,
         zero=config.zero,
-        dtype=config.precision.resolved,
-        ranks=gpus,
-        memory_bytes=memory_bytes,
-        masked=config.data.mask_documents,
+        precision=config.precision,
+        fragment=asked.loaded.fragment,
+        gpus=gpus,
+        gpu=gpu,
     )
     length = config.model.sequence_length
-    batch = config.batch.model_copy(update={"micro": choice.micro})
-    plan = plan_batch(batch, world_size=gpus, sequence_length=length)
     count = count_parameters(shape, vocabulary_multiple=config.model.vocabulary_multiple)
     work = work_of(
         steps=config.run.steps,
@@ -302,23 +287,33 @@ def _on_gpus(asked: _Asked, gpus: int) -> OnGpus:
         ),
     )
     price = asked.price(gpus)
-    scenarios = (
-        _scenario(work, Machine(gpus, gpu.bf16_flops, share, price), asked.budget_usd)
-        for share in SCENARIOS
-    )
+    scenarios = (_scenario(work, step, pace, gpus, price, asked.budget_usd) for pace in PACES)
     fits = choice.memory.fits(memory_bytes)
-    return OnGpus(gpus, price, plan, choice, fits, work, tuple(scenarios))
+    return OnGpus(gpus, price, plan, choice, fits, work, step, tuple(scenarios))
 
 
-def _scenario(work: RunWork, machine: Machine, budget_usd: float | None) -> Scenario:
+def _scenario(
+    work: RunWork,
+    step: StepTime,
+    pace: float,
+    gpus: int,
+    per_hour_usd: float | None,
+    budget_usd: float | None,
+) -> Scenario:
+    machine = Machine(
+        gpus,
+        pace * work.step_tokens / step.seconds,
+        pace * step.forward_tokens_per_second,
+        per_hour_usd,
+    )
     reach = None
     if budget_usd is not None and machine.per_hour_usd is not None:
         reach = affordable_steps(work, machine, budget_usd=budget_usd)
-    return Scenario(machine.mfu_fraction, run_cost(work, machine), reach)
+    return Scenario(pace * step.mfu_fraction, run_cost(work, machine), reach)
 
 
 def _record_of(on: OnGpus) -> dict[str, Any]:
-    if on.plan is None or on.choice is None or on.work is None:
+    if on.plan is None or on.choice is None or on.work is None or on.step is None:
         return {"gpus": on.gpus, "refused": on.refused}
     return {
         "gpus": on.gpus,
@@ -327,6 +322,7 @@ def _record_of(on: OnGpus) -> dict[str, Any]:
         "zero_stage": on.choice.zero.stage,
         "memory_bytes": dataclasses.asdict(on.choice.memory),
         "fits": on.fits,
+        "step_seconds": on.step.parts,
         "work": {
             **dataclasses.asdict(on.work),
             "validations": on.work.validations,

@@ -13,7 +13,7 @@ from refocused.config.optimization import OptimizerConfig, PrecisionConfig, Zero
 # fill the next; smaller ones than 5e7 do not use a link fully, larger ones than 1e8 gain nothing.
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 50_000_000, 100_000_000
 _BUCKETS = 16
-_LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's own default
+LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's own default
 
 
 def deepspeed_config(
@@ -118,7 +118,7 @@ def _stage_3(zero: ZeroConfig, *, parameters: int) -> dict[str, Any]:
     on when not, and from 3 x on when blocks are recomputed besides. With offloaded parameters
     memory comes first, so DeepSpeed's own limits stay.
     """
-    live, reuse = _LIVE_PARAMETERS, _LIVE_PARAMETERS
+    live, reuse = LIVE_PARAMETERS, LIVE_PARAMETERS
     if zero.offload_parameters == "none":
         live, reuse = max(live, parameters), max(reuse, 3 * parameters)
     settings: dict[str, Any] = {

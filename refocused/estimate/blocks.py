@@ -39,7 +39,7 @@ def block_elements(shape: ModelShape) -> float:
     A matrix that takes averages of s tokens counts for 1/s of its elements.
     """
     if isinstance(shape.mixer, Eigenstates):
-        mixing = 3 * _modes_a_token(shape.mixer) * shape.width
+        mixing = 3 * modes_a_token(shape.mixer) * shape.width
         return mixing + 2 * shape.width * shape.ffn_width
     matrices = 4 if isinstance(shape.mixer, Attention) else 2
     return matrices * shape.width**2 + 2 * shape.width * shape.ffn_width
@@ -61,11 +61,11 @@ def mixing_flops(shape: ModelShape, *, sequence_length: int) -> float:
     if isinstance(shape.mixer, Attention):
         return 12.0 * shape.width * sequence_length
     if isinstance(shape.mixer, Eigenstates):
-        return 3.0 * 8.0 * _modes_a_token(shape.mixer)
+        return 3.0 * 8.0 * modes_a_token(shape.mixer)
     transforms = 2 * 2.5 * 2 * math.log2(2 * sequence_length)
     return 3.0 * shape.width * (transforms + 6)
 
 
-def _modes_a_token(mixer: Eigenstates) -> float:
-    """Count the modes of a block, those on averages of s tokens as 1/s."""
-    return CELLS * mixer.count * sum(1 / scale for scale in mixer.scales)
+def modes_a_token(mixer: Eigenstates, *, averaged: bool = True) -> float:
+    """Count the modes of a block, those on averages of s tokens as 1/s if `averaged`."""
+    return CELLS * mixer.count * sum(1 / scale if averaged else 1 for scale in mixer.scales)

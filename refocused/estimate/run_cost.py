@@ -6,31 +6,27 @@ import dataclasses
 
 from refocused.config.outputs import CheckpointConfig, EvaluationConfig
 from refocused.config.prices import cost_usd, usd_per_million_tokens
-from refocused.estimate.work import tokens_per_second_at
 
 # Not known before a machine is rented; assumed, and said so wherever they enter.
 DISK_BYTES_PER_SECOND = 2e9  # one NVMe drive, written by all ranks together
 HOST_COPY_BYTES_PER_SECOND = 10e9  # of one GPU's state into the host's memory
 START_UP_SECONDS = 180.0  # imports, the first shards, the compiled blocks
-# What DeepSpeed's Python takes of a pass for each layer, by ZeRO stage: measured with 24 layers,
-# blocks as leaves, beside a bare loop. A pass that is shorter waits for the host.
-HOST_SECONDS_A_LAYER = {0: 0.2e-3, 1: 0.8e-3, 2: 0.8e-3, 3: 1.7e-3}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """What a run is to be done with.
+    """What a run is to be done with, and how fast that computes it (`estimate/step_time.py`).
 
     Attributes:
         gpus: Number of them.
-        peak_flops: Dense bf16 peak of one, in FLOP/s.
-        mfu_fraction: Share of it that is assumed to be reached.
+        tokens_per_second: Of all together, in steps.
+        forward_tokens_per_second: Of all together, in passes without a gradient.
         per_hour_usd: Price of all an hour; None: unknown.
     """
 
     gpus: int
-    peak_flops: float
-    mfu_fraction: float
+    tokens_per_second: float
+    forward_tokens_per_second: float
     per_hour_usd: float | None
 
 
@@ -195,18 +191,9 @@ def work_of(
 def run_cost(work: RunWork, machine: Machine) -> RunCost:
     """Return the time and the money of a run.
 
-    Validations and tasks have the forward pass alone: a third of the FLOPs, at the same share of
-    the peak. A sample is written by each GPU for itself.
-
-    Raises:
-        ConfigError: The assumed share of the peak cannot be.
+    Validations and tasks have the forward pass alone. A sample is written by each GPU for itself.
     """
-    speed = tokens_per_second_at(
-        machine.mfu_fraction,
-        flops_per_token=work.flops_per_token,
-        gpus=machine.gpus,
-        peak_flops=machine.peak_flops,
-    )
+    speed, forward = machine.tokens_per_second, machine.forward_tokens_per_second
     rate = DISK_BYTES_PER_SECOND
     if work.saves_in_background:
         rate = HOST_COPY_BYTES_PER_SECOND * machine.gpus
@@ -214,9 +201,9 @@ def run_cost(work: RunWork, machine: Machine) -> RunCost:
         tokens_per_second=speed,
         step_seconds=work.step_tokens / speed,
         training_seconds=work.tokens / speed,
-        validation_seconds=work.validations * work.validation_tokens / 3 / speed,
-        task_seconds=work.task_rounds * work.task_tokens / 3 / speed,
-        sample_seconds=work.samples * _sample_seconds(work.sample, speed / machine.gpus),
+        validation_seconds=work.validations * work.validation_tokens / forward,
+        task_seconds=work.task_rounds * work.task_tokens / forward,
+        sample_seconds=work.samples * _sample_seconds(work.sample, forward / machine.gpus),
         save_seconds=work.saves * work.save_bytes / rate,
         start_up_seconds=START_UP_SECONDS,
         cost_usd=None,
@@ -229,10 +216,10 @@ def run_cost(work: RunWork, machine: Machine) -> RunCost:
 
 
 def _sample_seconds(sample: SampleWork | None, tokens_per_second: float) -> float:
-    """Return the time of a sample; the speed is that of one GPU's training."""
+    """Return the time of a sample; the speed is that of one GPU's passes without a gradient."""
     if sample is None:
         return 0.0
-    computing = sample.context_tokens / 3 / tokens_per_second
+    computing = sample.context_tokens / tokens_per_second
     return sample.tokens * max(sample.host_seconds, computing)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from refocused.config.shape import ModelShape
-from refocused.errors import ConfigError
 from refocused.estimate.blocks import block_elements, block_parameters, mixing_flops
 
 # Above this share of a GPU's peak no training of a whole language model has been measured.
@@ -99,19 +98,3 @@ def mfu_fraction(
     if peak_flops is None:
         return None
     return tokens_per_second * flops_per_token / (gpus * peak_flops)
-
-
-def tokens_per_second_at(
-    mfu_fraction: float, *, flops_per_token: float, gpus: int, peak_flops: float
-) -> float:
-    """Return the speed of all GPUs together at an assumed share of their peak.
-
-    Raises:
-        ConfigError: The share is not above 0, or more than anybody reaches.
-    """
-    if not 0 < mfu_fraction <= CREDIBLE_MFU:
-        raise ConfigError(
-            f"A model FLOPs utilisation of {mfu_fraction:.1%} was assumed; whole runs reach up to "
-            f"{CREDIBLE_MFU:.0%}. Assume less (0.4 is good), or measure."
-        )
-    return mfu_fraction * gpus * peak_flops / flops_per_token

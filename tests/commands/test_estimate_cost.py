@@ -22,11 +22,11 @@ def test_a_run_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     found = estimated(capsys, "--config", RUN, "--per-hour", "24", *settings)
     # 24 blocks of width 1536 and GPT-2's 50,257 ids: 6 N and 12 L D T FLOPs a token
     flops = 6 * (24 * 12 * 1536**2 + 50_257 * 1536) + 12 * 24 * 1536 * 2048
-    speeds = [share * 8 * 989.4e12 / flops for share in (0.3, 0.4, 0.5)]
-    likely = found["scenarios"][1]
+    likely, seconds = found["scenarios"][1], sum(found["step_seconds"].values())
+    speeds = [pace * 2**20 / seconds for pace in (0.75, 1, 1.25)]
     assert [one["tokens_per_second"] for one in found["scenarios"]] == pytest.approx(speeds)
-    seconds = 20_000 * 2**20 / speeds[1]
-    seconds += 20 * 256 * 2048 / 3 / speeds[1]
+    assert likely["mfu_fraction"] == pytest.approx(speeds[1] * flops / (8 * 989.4e12))
+    seconds = 20_000 * 2**20 / speeds[1] + likely["validation_seconds"]
     seconds += 20 * likely_save(found) / DISK_BYTES_PER_SECOND + START_UP_SECONDS
     assert likely["hours"] == pytest.approx(seconds / 3600)
     assert likely["cost_usd"] == pytest.approx(seconds / 3600 * 24)
@@ -74,7 +74,9 @@ def test_tasks_and_samples_are_counted(tmp_path: Path, capsys: pytest.CaptureFix
     # 32 and 52 bytes, four to a token
     assert work["task_tokens"] == 5 * (8 + 13)
     assert (work["task_rounds"], work["samples"]) == (4, 5)
-    assert likely["task_seconds"] == pytest.approx(4 * 105 / 3 / likely["tokens_per_second"])
+    forward = found["work"]["validations"] * 256 * 2048 / likely["validation_seconds"]
+    assert likely["task_seconds"] == pytest.approx(4 * 105 / forward)
+    assert forward > 2 * likely["tokens_per_second"]
     # 24 layers under ZeRO-3: the host needs 1.7 ms for each
     assert likely["sample_seconds"] == pytest.approx(5 * 100 * 24 * 1.7e-3)
     more = likely["task_seconds"] + likely["sample_seconds"]
@@ -141,9 +143,8 @@ def test_a_sweep_keeps_the_price_of_a_gpu_and_names_what_cannot_be(
     found = estimated(capsys, "--config", RUN, "--per-hour", "24", "--sweep", "gpus=1,3,16")
     one, three, sixteen = found["sweep"]
     assert (one["per_hour_usd"], sixteen["per_hour_usd"]) == (3.0, 48.0)
-    assert one["scenarios"][1]["training_seconds"] == pytest.approx(
-        16 * sixteen["scenarios"][1]["training_seconds"]
-    )
+    times = [1 * one["scenarios"][1]["hours"], 16 * sixteen["scenarios"][1]["hours"]]
+    assert times[0] < times[1] < 1.3 * times[0]  # two machines pass weights over a network
     assert "not a multiple" in three["refused"]
 
 
@@ -156,9 +157,10 @@ def test_a_budget_says_how_far_it_reaches(capsys: pytest.CaptureFixture[str]) ->
     assert within["cost_usd"] <= 400 < beyond["cost_usd"]
     assert main(arguments) == 0
     text = capsys.readouterr().out
-    assert f"budget $400.00 at 40% MFU: step {reach:,} of 100,000" in text
+    share = found["scenarios"][1]["mfu_fraction"]
+    assert f"budget $400.00 at {share:.1%} MFU: step {reach:,} of 100,000" in text
     assert main([*arguments, "run.steps=3000"]) == 0
-    assert "at 40% MFU: all steps, $36" in capsys.readouterr().out
+    assert f"at {share:.1%} MFU: all steps, $36" in capsys.readouterr().out
 
 
 def test_a_step_that_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,13 +175,23 @@ def test_a_step_that_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) ->
     assert settings in json.loads(capsys.readouterr().out)["fix"]
 
 
-def test_passes_too_short_for_the_host_are_doubted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert estimated(capsys, "--config", RUN)["host_bound"] is False
-    # 113 ms for 4 windows of 2,048: a single one of 512 takes 7 ms, and 24 layers 41 ms of Python.
+def test_passes_too_short_for_the_host_are_idle(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = estimated(capsys, "--config", RUN)["step_seconds"]
+    assert parts["idle"] < 0.05 * sum(parts.values())
+    # A window of 512 tokens takes about 6 ms, and 24 layers 41 ms of Python.
     short = ["model.sequence_length=512", "batch.micro=1"]
-    assert estimated(capsys, "--config", RUN, *short)["host_bound"] is True
+    parts = estimated(capsys, "--config", RUN, *short)["step_seconds"]
+    assert parts["idle"] > 0.7 * sum(parts.values())
     assert main(["--config", RUN, *short]) == 0
-    assert "less than the host needs for 24 layers under ZeRO-3" in capsys.readouterr().out
+    assert "NOT measured: MFU" in capsys.readouterr().out
+
+
+def test_offload_and_recomputation_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
+    slow, fast = (estimated(capsys, "--config", one) for one in ("gpt2_1b_8xh100", RUN))
+    parts, faster = slow["step_seconds"], fast["step_seconds"]
+    for name in ("products", "mixing", "elementwise", "communication", "optimizer"):
+        assert parts[name] > faster[name]
+    assert sum(parts.values()) > 1.3 * sum(faster.values())
 
 
 @pytest.mark.parametrize(

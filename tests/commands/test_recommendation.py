@@ -12,14 +12,14 @@ from refocused.commands.recommendation import (
 from refocused.config.files import REPOSITORY_CONFIG
 from refocused.config.shape import load_shape
 from refocused.errors import ConfigError
-from refocused.estimate.run_cost import DISK_BYTES_PER_SECOND, START_UP_SECONDS, Machine
+from refocused.estimate.run_cost import DISK_BYTES_PER_SECOND, START_UP_SECONDS
 from refocused.estimate.work import flops_per_token
+from refocused.hardware import named_gpu
 
 SHAPES = {
     name: load_shape(REPOSITORY_CONFIG / "models" / f"{name}.json")
     for name in ("gpt2_124m", "gpt2_1b")
 }
-MACHINE = Machine(gpus=8, peak_flops=989.4e12, mfu_fraction=0.4, per_hour_usd=20.0)
 
 
 def recommended(
@@ -29,7 +29,9 @@ def recommended(
     epochs: float | None = 1.0,
     step_tokens: int | None = None,
     sequence_length: int = 2048,
-    machine: Machine = MACHINE,
+    gpus: int = 8,
+    mfu: float | None = 0.4,
+    per_hour_usd: float | None = 20.0,
 ) -> Recommendation:
     return recommend(
         tokens // sequence_length,
@@ -38,7 +40,10 @@ def recommended(
         epochs=epochs,
         step_tokens=step_tokens,
         sequence_length=sequence_length,
-        machine=machine,
+        gpus=gpus,
+        gpu=named_gpu("H100 SXM"),
+        mfu=mfu,
+        per_hour_usd=per_hour_usd,
     )
 
 
@@ -89,9 +94,8 @@ def test_a_step_is_smaller_where_the_data_are_few(
 
 def test_a_step_is_as_wanted_in_whole_windows_on_every_gpu() -> None:
     assert recommended(10**9, step_tokens=100_000).step_windows == 48
-    three = Machine(gpus=3, peak_flops=989.4e12, mfu_fraction=0.4, per_hour_usd=None)
-    assert recommended(10**10, machine=three).step_windows == 3 * 128
-    assert recommended(10**10, machine=three, step_tokens=1).step_windows == 3
+    assert recommended(10**10, gpus=3).step_windows == 3 * 128
+    assert recommended(10**10, gpus=3, step_tokens=1).step_windows == 3
 
 
 def test_the_learning_rate_falls_with_the_size() -> None:
@@ -108,8 +112,15 @@ def test_a_chosen_model_gets_the_passes_it_needs() -> None:
 
 
 def test_an_unknown_price_is_no_price() -> None:
-    machine = Machine(gpus=8, peak_flops=989.4e12, mfu_fraction=0.4, per_hour_usd=None)
-    assert recommended(10**10, machine=machine).cost_usd is None
+    assert recommended(10**10, per_hour_usd=None).cost_usd is None
+
+
+def test_the_share_of_the_peak_that_is_named_wins_over_the_expected_one() -> None:
+    expected, named = recommended(10**10, mfu=None), recommended(10**10, mfu=0.2)
+    assert named.mfu_fraction == 0.2 < expected.mfu_fraction
+    assert named.tokens_per_second * expected.mfu_fraction == pytest.approx(
+        expected.tokens_per_second * 0.2
+    )
 
 
 def test_less_than_a_step_and_impossible_speeds_are_refused() -> None:
@@ -118,7 +129,7 @@ def test_less_than_a_step_and_impossible_speeds_are_refused() -> None:
     with pytest.raises(ConfigError, match="less than one step of 8"):
         recommended(7 * 2048, preset="gpt2_124m")
     with pytest.raises(ConfigError, match="utilisation"):
-        recommended(10**10, machine=Machine(8, 989.4e12, 0.9, None))
+        recommended(10**10, mfu=0.9)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -185,6 +186,7 @@ def start_engine(
     seed: int = 0,
     prepare: Callable[[CausalLM], None] = lambda model: None,
     optimizer: OptimizerConfig = OPTIMIZER,
+    fragment: Mapping[str, Any] = MappingProxyType({}),
 ) -> Engine:
     """Build a case's engine; `prepare` is called with the model first."""
     model = fresh_model(
@@ -210,7 +212,7 @@ def start_engine(
             offload_parameters=case.offload_parameters,
         ),
         parameters=counted_parameters(model),
-        fragment={},
+        fragment=fragment,
     )
     return build_engine(
         model,

@@ -1,8 +1,9 @@
-"""Counts what ZeRO-3 sends in each step, by kind of collective: `traffic_ranks.py OUT`."""
+"""Counts what each stage of ZeRO sends in a step, by collective: `traffic_ranks.py OUT`."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import json
 import os
@@ -14,84 +15,118 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_cases import ACCUMULATION, Case, join_ready, start_engine, windows
 
+from refocused.engine.engine import Engine
 from refocused.models.causal_lm import counted_parameters
+from refocused.world import World
 
-SENT: Counter[str] = Counter()  # elements that a ring passes on, for each rank, by kind
-
-
-# The argument that is of full size, or a list of its parts, and how often a ring passes it on: an
-# all-reduce is a reduce-scatter followed by an all-gather.
-WHOLE = {
-    "all_gather_into_tensor": ("gather", "output_tensor", 1),
-    "all_gather": ("gather", "tensor_list", 1),
-    "reduce_scatter_tensor": ("reduce", "input", 1),
-    "reduce_scatter": ("reduce", "input_list", 1),
-    "all_reduce": ("reduce", "tensor", 2),
+BUCKET = 40_000  # elements: the model has 136,960, the largest matrix 32,768
+SMALL = {"reduce_bucket_size": BUCKET}
+GATHERING = {"stage3_param_persistence_threshold": 0}  # or it keeps what is as small as this model
+# By name: stage, precision, DeepSpeed settings. The last is saved and samples.
+CASES: dict[str, tuple[Any, Any, dict[str, int]]] = {
+    **{
+        f"{stage}, {dtype}": (stage, dtype, {}) for stage in (0, 1, 2) for dtype in ("bf16", "fp32")
+    },
+    **{f"{stage}, small buckets": (stage, "fp32", SMALL) for stage in (1, 2)},
+    "3, kept": (3, "fp32", {}),
+    "3, bf16": (3, "bf16", GATHERING),
+    "3, small buckets": (3, "fp32", GATHERING | SMALL),
+    "3, fp32": (3, "fp32", GATHERING),
 }
+
+SENT: Counter[str] = Counter()  # bytes of whole tensors, by collective
+CALLS: Counter[str] = Counter()
+
+# The argument that is of full size, or a list of its parts.
+WHOLE = {
+    "all_gather_into_tensor": "output_tensor",
+    "all_gather": "tensor_list",
+    "reduce_scatter_tensor": "input",
+    "reduce_scatter": "input_list",
+    "all_reduce": "tensor",
+    "reduce": "tensor",
+    "broadcast": "tensor",
+    "all_to_all_single": "input",
+}
+LEAST_ELEMENTS = 64  # fewer are numbers that ranks agree on: norms, flags
 
 
 def count_what_is_sent() -> None:
     """Wrap torch's collectives, before DeepSpeed takes them."""
-    for name, (kind, whole, times) in WHOLE.items():
-        setattr(dist, name, counting(kind, getattr(dist, name), whole, times))
+    for name, whole in WHOLE.items():
+        setattr(dist, name, counting(name, getattr(dist, name), whole))
 
 
-def counting(kind: str, function: Callable[..., Any], whole: str, times: int) -> Callable[..., Any]:
+def counting(name: str, function: Callable[..., Any], whole: str) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
     def counted(*args: Any, **named: Any) -> Any:
         tensors = signature.bind(*args, **named).arguments[whole]
         parts = tensors if isinstance(tensors, list) else [tensors]
-        SENT[kind] += times * sum(part.numel() for part in parts)
+        if sum(part.numel() for part in parts) >= LEAST_ELEMENTS:
+            SENT[name] += sum(part.numel() * part.element_size() for part in parts)
+            CALLS[name] += 1
         return function(*args, **named)
 
     return counted
+
+
+def counted_in(act: Callable[[], Any]) -> dict[str, list[int]]:
+    """Return the calls and bytes of each collective while something is done."""
+    SENT.clear(), CALLS.clear()
+    act()
+    return {name: [CALLS[name], SENT[name]] for name in SENT}
+
+
+def train(engine: Engine, world: World, step: Tensor) -> None:
+    for accumulated in step:
+        ids = accumulated[world.rank]
+        engine.accumulate(ids[:, :-1], ids[:, 1:])
+    engine.update(1e-3)
 
 
 def main() -> None:
     out = Path(sys.argv[1])
     world = join_ready()
     count_what_is_sent()
-    engine = start_engine(Case(3), world)
-    steps = []
-    for step in windows()[:4]:
-        SENT.clear()
-        for accumulated in step:
-            ids = accumulated[world.rank]
-            engine.accumulate(ids[:, :-1], ids[:, 1:])
-        engine.update(1e-3)
-        steps.append(dict(SENT))
-    SENT.clear()
-    engine.save_shards(out / "saved")
-    in_a_save = dict(SENT)
-    in_samples = []
+    found: dict[str, Any] = {"steps": {}}
+    for name, (stage, dtype, zero) in CASES.items():
+        fragment = {"zero_optimization": zero} if zero else {}
+        engine = start_engine(Case(stage, dtype=dtype), world, fragment=fragment)
+        found["steps"][name] = [
+            counted_in(functools.partial(train, engine, world, step)) for step in windows()[:4]
+        ]
+        if name != list(CASES)[-1]:
+            engine.close()
+    found["in a save"] = counted_in(lambda: engine.save_shards(out / "saved"))
+    found["in samples"] = []
     for holding in (contextlib.nullcontext(), engine.weights_held()):
-        SENT.clear()
-        with holding:
-            for length in (4, 5, 6):
-                engine.next_token_logits(windows()[0, 0, 0, :, :length])
-        in_samples.append(SENT["gather"])
-    parameters = counted_parameters(engine._engine.module)
+        found["in samples"].append(counted_in(functools.partial(sample, engine, holding)))
+    found |= {
+        "parameters": counted_parameters(engine._engine.module),
+        "accumulation": ACCUMULATION,
+        "bucket": BUCKET,
+        "inductor": "torch._inductor.compile_fx" in sys.modules,
+        "compile": torch.compile.__module__,
+    }
     if world.is_first:
-        found = {
-            "steps": steps,
-            "in a save": in_a_save,
-            "in samples": in_samples,
-            "parameters": parameters,
-            "accumulation": ACCUMULATION,
-            "inductor": "torch._inductor.compile_fx" in sys.modules,
-            "compile": torch.compile.__module__,
-        }
         (out / "found.json").write_text(json.dumps(found))
     world.barrier()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads abort an ordinary end now and then
+
+
+def sample(engine: Engine, holding: contextlib.AbstractContextManager[Any]) -> None:
+    with holding:
+        for length in (4, 5, 6):
+            engine.next_token_logits(windows()[0, 0, 0, :, :length])
 
 
 main()

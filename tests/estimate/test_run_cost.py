@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from refocused.config.outputs import CheckpointConfig
-from refocused.errors import ConfigError
 from refocused.estimate.run_cost import (
     DISK_BYTES_PER_SECOND,
     HOST_COPY_BYTES_PER_SECOND,
@@ -19,7 +18,7 @@ from refocused.estimate.run_cost import (
 )
 from refocused.estimate.storage import checkpoint_bytes, run_storage
 
-# At 40 % of 8 x 1e15 FLOP/s and 3.2 GFLOP a token: a million tokens a second, a step a second.
+# A million tokens a second: a step a second.
 WORK = RunWork(
     steps=3600,
     step_tokens=1_000_000,
@@ -34,7 +33,7 @@ WORK = RunWork(
     save_bytes=10_000_000_000,
     saves_in_background=False,
 )
-MACHINE = Machine(gpus=8, peak_flops=1e15, mfu_fraction=0.4, per_hour_usd=36.0)  # 1 cent a second
+MACHINE = Machine(8, 1e6, 3e6, per_hour_usd=36.0)  # 1 cent a second
 
 
 def test_hours_and_dollars_by_hand() -> None:
@@ -80,12 +79,11 @@ def test_saves_in_the_background_cost_their_copy_alone() -> None:
     assert cost.save_seconds == pytest.approx(8 * 1e10 / (8 * HOST_COPY_BYTES_PER_SECOND))
 
 
-def test_more_of_the_peak_is_faster_and_the_impossible_is_refused() -> None:
-    half = run_cost(WORK, dataclasses.replace(MACHINE, mfu_fraction=0.2))
+def test_steps_and_validations_have_speeds_of_their_own() -> None:
+    half = run_cost(WORK, dataclasses.replace(MACHINE, tokens_per_second=5e5))
     assert half.training_seconds == 7200.0
     assert half.save_seconds == run_cost(WORK, MACHINE).save_seconds
-    with pytest.raises(ConfigError, match="up to 60%"):
-        run_cost(WORK, dataclasses.replace(MACHINE, mfu_fraction=0.61))
+    assert half.validation_seconds == run_cost(WORK, MACHINE).validation_seconds
 
 
 def test_a_budget_pays_for_the_steps_that_cost_no_more() -> None:

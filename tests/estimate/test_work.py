@@ -6,12 +6,10 @@ import pytest
 
 from refocused.config.files import find_config
 from refocused.config.shape import ModelShape, load_shape
-from refocused.errors import ConfigError
 from refocused.estimate.work import (
     count_parameters,
     flops_per_token,
     mfu_fraction,
-    tokens_per_second_at,
 )
 
 PRESETS = (
@@ -135,15 +133,3 @@ def test_the_known_speed_of_eight_h100s() -> None:
 
 def test_an_unknown_peak_gives_no_share() -> None:
     assert mfu_fraction(1.0, flops_per_token=1.0, gpus=1, peak_flops=None) is None
-
-
-def test_speed_and_share_are_inverse() -> None:
-    speed = tokens_per_second_at(0.5, flops_per_token=5e9, gpus=8, peak_flops=1e15)
-    assert speed == 800_000
-    assert mfu_fraction(speed, flops_per_token=5e9, gpus=8, peak_flops=1e15) == 0.5
-
-
-@pytest.mark.parametrize("share", [0.0, 0.61, 1.5])
-def test_an_impossible_share_is_refused(share: float) -> None:
-    with pytest.raises(ConfigError, match="up to 60%"):
-        tokens_per_second_at(share, flops_per_token=5e9, gpus=8, peak_flops=1e15)

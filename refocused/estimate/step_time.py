@@ -1,0 +1,303 @@
+"""The time of a training step: a roofline of what is computed, moved and sent (pure).
+
+An expectation before anything was measured. Shares of the data sheets' peaks are assumptions until
+a report of `benchmarks/certify_gpu.py` replaces them; what is computed and sent is counted
+(`estimate/pass_work.py`, `collective_bytes`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from refocused.config.batch_plan import BatchPlan, plan_batch
+from refocused.config.deepspeed import LIVE_PARAMETERS
+from refocused.config.model import ModelConfig
+from refocused.config.optimization import (
+    BatchConfig,
+    PrecisionConfig,
+    ZeroConfig,
+    ZeroSettings,
+)
+from refocused.config.shape import ModelShape
+from refocused.errors import ConfigError
+from refocused.estimate.choice import Choice, choose
+from refocused.estimate.pass_work import Work, pass_work
+from refocused.estimate.work import CREDIBLE_MFU, count_parameters, flops_per_token
+from refocused.hardware import GpuFacts
+
+# Of the peak that products of a model's sizes reach: 600 of an H100's 989 TFLOP/s, assumed.
+PRODUCT_SHARE = 0.61
+# Of fused attention kernels, by the FLOPs of the causal half: assumed from FlashAttention-3's
+# figures for heads of 64 over 2,048 tokens (Shah et al. 2024, figures 5 and 6).
+ATTENTION_SHARE = 0.35
+MEMORY_SHARE = 0.8  # of the memory's bandwidth, in kernels that only move: assumed
+LINK_SHARE = 0.75  # of a link's rate in NCCL's collectives and in pinned copies: assumed
+# Products of 8 bits have twice the peak; scales and casts take some of it back: assumed.
+FP8_GAIN = 1.5
+TF32_GAIN = 0.5  # TF32's peak over bf16's on every GPU of `refocused/hardware.py`
+FLOAT32_GAIN = 1 / 16  # float32 without tensor cores: A100 1/16, H100 1/15; others have more
+# Of ZeRO-3's traffic that passes beside computing; below it DeepSpeed sends between passes
+# (`overlap_comm` is off there). Assumed.
+HIDDEN_SHARE = 0.7
+IDLE_SHARE = 0.03  # gaps between kernels, and the start of a step: assumed
+GPUS_A_MACHINE = 8
+NETWORK_BYTES_PER_SECOND = 50e9  # of one GPU to other machines, each way: 400 Gbit/s, assumed
+HOST_MEMORY_BYTES_PER_SECOND = 200e9  # of a machine, in an optimizer step on its CPUs: assumed
+NVME_BYTES_PER_SECOND = 5e9  # of a machine, each way: assumed
+# What the optimizer moves for each element: AdamW reads gradient, master and two moments and writes
+# three (28), the norm is taken (4), the sum copied (8), the pass's weight written (2).
+OPTIMIZER_BYTES = 42
+# What a pass adds for each element: its gradient is copied into a bucket and added to the sum.
+GRADIENT_BYTES = 14
+# What DeepSpeed's Python takes of a pass for each layer, by ZeRO stage: measured with 24 layers,
+# blocks as leaves, beside a bare loop. A pass that is shorter waits for the host.
+HOST_SECONDS_A_LAYER = {0: 0.2e-3, 1: 0.8e-3, 2: 0.8e-3, 3: 1.7e-3}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepTime:
+    """The seconds of one optimizer step.
+
+    Attributes:
+        products: Matrix products of blocks and head.
+        mixing: Where positions meet: attention, convolution or scan.
+        elementwise: Everything else of the passes, by the bytes that it moves.
+        communication: What is sent between GPUs and does not hide behind computing.
+        optimizer: Sums of gradients and the update, with what an offload copies.
+        idle: Gaps, and waits for the host's Python.
+        forward_tokens_per_second: Of all GPUs in passes without a gradient.
+        mfu_fraction: The share of the GPUs' peak that follows.
+    """
+
+    products: float
+    mixing: float
+    elementwise: float
+    communication: float
+    optimizer: float
+    idle: float
+    forward_tokens_per_second: float
+    mfu_fraction: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """What the step is made of, by name."""
+        names = ("products", "mixing", "elementwise", "communication", "optimizer", "idle")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return sum(self.parts.values())
+
+
+def expected_step(
+    shape: ModelShape,
+    *,
+    model: ModelConfig,
+    precision: PrecisionConfig,
+    plan: BatchPlan,
+    zero: ZeroConfig,
+    fragment: Mapping[str, Any],
+    gpu: GpuFacts,
+) -> StepTime:
+    """Return what a step is expected to take.
+
+    Args:
+        shape: The model.
+        model: How it is computed: compiled, recomputed.
+        precision: What the passes compute in.
+        plan: The batch of a step.
+        zero: How the states are spread and offloaded.
+        fragment: DeepSpeed settings of the run's own.
+        gpu: Each of the GPUs.
+    """
+    size = 4 if precision.resolved == "fp32" else 2
+    parameters = count_parameters(shape, vocabulary_multiple=model.vocabulary_multiple).allocated
+    forward, backward = pass_work(shape, model=model, micro=plan.micro, size=size)
+    passes = plan.accumulation
+    whole = _seconds_of(forward + backward, precision=precision, gpu=gpu)
+    computing = sum(whole)
+    share = parameters / plan.world_size
+    summed = parameters if zero.stage < 2 else share
+    moved = GRADIENT_BYTES * summed / (MEMORY_SHARE * gpu.memory_bytes_per_second)
+    gathers = gathers_a_step(shape, model=model, zero=zero, fragment=fragment, passes=passes)
+    sent = collective_bytes(
+        parameters,
+        stage=zero.stage,
+        size=size,
+        accumulation=passes,
+        gathers=gathers,
+    )
+    hidden = HIDDEN_SHARE if zero.stage == 3 else 0.0
+    communication = (1 - hidden) * _ring_seconds(sent, ranks=plan.world_size, gpu=gpu)
+    update = _update_seconds(
+        parameters, zero=zero, size=size, ranks=plan.world_size, gathers=gathers, gpu=gpu
+    )
+    gap = max(0.0, shape.layers * HOST_SECONDS_A_LAYER[zero.stage] - computing)
+    idle = passes * (gap + IDLE_SHARE * computing)
+    # Without a gradient the head makes one product of three; the host needs a third of its time.
+    look = dataclasses.replace(forward, head=forward.head / 3)
+    in_16_bits = precision.model_copy(update={"fp8": "none"})
+    looking = sum(_seconds_of(look, precision=in_16_bits, gpu=gpu))
+    looking = max(looking, shape.layers * HOST_SECONDS_A_LAYER[zero.stage] / 3)
+    step = StepTime(
+        products=passes * whole[0],
+        mixing=passes * whole[1],
+        elementwise=passes * whole[2],
+        communication=communication,
+        optimizer=passes * moved + update,
+        idle=idle,
+        forward_tokens_per_second=plan.tokens / passes / looking,
+        mfu_fraction=0.0,
+    )
+    flops = flops_per_token(shape, sequence_length=plan.sequence_length)
+    peak = plan.world_size * gpu.bf16_flops
+    return dataclasses.replace(step, mfu_fraction=plan.tokens * flops / step.seconds / peak)
+
+
+def likely_step(
+    shape: ModelShape,
+    *,
+    model: ModelConfig,
+    batch: BatchConfig,
+    zero: ZeroSettings,
+    precision: PrecisionConfig,
+    fragment: Mapping[str, Any],
+    gpus: int,
+    gpu: GpuFacts,
+) -> tuple[Choice, BatchPlan, StepTime]:
+    """Settle what is `auto` as training does, and return the plan with the time of its step.
+
+    Raises:
+        ConfigError: Nothing fits, or the batch cannot be divided.
+    """
+    choice = choose(
+        shape,
+        model=model,
+        batch=batch,
+        zero=zero,
+        dtype=precision.resolved,
+        ranks=gpus,
+        memory_bytes=gpu.memory_gib * 2**30,
+    )
+    settled = batch.model_copy(update={"micro": choice.micro})
+    plan = plan_batch(settled, world_size=gpus, sequence_length=model.sequence_length)
+    step = expected_step(
+        shape,
+        model=model,
+        precision=precision,
+        plan=plan,
+        zero=choice.zero,
+        fragment=fragment,
+        gpu=gpu,
+    )
+    return choice, plan, step
+
+
+def step_at(
+    mfu_fraction: float, *, plan: BatchPlan, flops_per_token: float, gpu: GpuFacts
+) -> StepTime:
+    """Return a step at a share of the peak that somebody knows better.
+
+    Raises:
+        ConfigError: The share is not above 0, or more than anybody reaches.
+    """
+    if not 0 < mfu_fraction <= CREDIBLE_MFU:
+        raise ConfigError(
+            f"A model FLOPs utilisation of {mfu_fraction:.1%} was assumed; whole runs reach up to "
+            f"{CREDIBLE_MFU:.0%}. Assume less, or leave it to the estimate."
+        )
+    speed = mfu_fraction * plan.world_size * gpu.bf16_flops / flops_per_token
+    return StepTime(plan.tokens / speed, 0, 0, 0, 0, 0, 3 * speed, mfu_fraction)
+
+
+def collective_bytes(
+    parameters: int, *, stage: int, size: int, accumulation: int, gathers: int
+) -> dict[str, int]:
+    """Return the bytes of the whole tensors that a step's collectives exchange, by kind.
+
+    As DeepSpeed 0.19.8 makes them (`tests/engine/test_traffic.py`): gradients in the precision of
+    the passes, by all-reduces once a step (stages 0 and 1) or once a pass (2), by reduce-scatters
+    once a pass (3). Weights are gathered once a step at stages 1 and 2.
+
+    Args:
+        parameters: With the padding.
+        stage: Of ZeRO.
+        size: Bytes of an element that the passes compute in.
+        accumulation: Passes of a step.
+        gathers: Times that stage 3 gathers the whole model in a step.
+    """
+    whole = size * parameters
+    if stage < 3:
+        gathered = {"all_gather": whole} if stage else {}
+        return {"all_reduce": whole * (accumulation if stage == 2 else 1), **gathered}
+    return {"reduce_scatter": whole * accumulation, "all_gather": whole * gathers}
+
+
+def gathers_a_step(
+    shape: ModelShape,
+    *,
+    model: ModelConfig,
+    zero: ZeroConfig,
+    fragment: Mapping[str, Any],
+    passes: int,
+) -> int:
+    """Return how often ZeRO-3 gathers the whole model in a step.
+
+    Once where weights stay until the next update (`gather_once_a_step`); once a pass where they are
+    kept from the forward to the backward pass; twice a pass where they are offloaded and exceed
+    what DeepSpeed then keeps (`config/deepspeed.py`).
+    """
+    settings = fragment.get("zero_optimization", {})
+    if settings.get("stage3_param_persistence_threshold", 0) >= shape.vocabulary * shape.width:
+        return 1
+    between = count_parameters(shape).total * (3 if model.activation_checkpointing else 1)
+    keeps = zero.offload_parameters == "none" or between <= LIVE_PARAMETERS
+    return passes * (1 if keeps else 2)
+
+
+def _seconds_of(
+    work: Work, *, precision: PrecisionConfig, gpu: GpuFacts
+) -> tuple[float, float, float]:
+    """Return the seconds of products, of what mixes positions, and of everything else."""
+    gain = 1.0
+    if precision.resolved == "fp32":
+        gain = TF32_GAIN if precision.tf32 else FLOAT32_GAIN
+    in_blocks = FP8_GAIN if precision.fp8 != "none" else gain
+    rate = PRODUCT_SHARE * gpu.bf16_flops
+    moving = MEMORY_SHARE * gpu.memory_bytes_per_second
+    products = (work.products / in_blocks + work.head / gain) / rate
+    mixing = work.attention / (ATTENTION_SHARE * gain * gpu.bf16_flops)
+    mixing += work.exact / (FLOAT32_GAIN * rate) + work.mixing / moving
+    return products, mixing, work.elementwise / moving
+
+
+def _ring_seconds(sent: Mapping[str, int], *, ranks: int, gpu: GpuFacts) -> float:
+    """Return the time of collectives by rings; an all-reduce passes everything on twice."""
+    rate = gpu.link_bytes_per_second
+    if ranks > GPUS_A_MACHINE:
+        rate = min(rate, NETWORK_BYTES_PER_SECOND)
+    passed_on = sum(size * (2 if kind == "all_reduce" else 1) for kind, size in sent.items())
+    return passed_on * (ranks - 1) / ranks / (LINK_SHARE * rate)
+
+
+def _update_seconds(
+    parameters: int, *, zero: ZeroConfig, size: int, ranks: int, gathers: int, gpu: GpuFacts
+) -> float:
+    """Return the time of the update, and of what passes between a GPU and its host for it."""
+    share = parameters / ranks if zero.stage else parameters
+    here = share * min(ranks, GPUS_A_MACHINE)
+    link = LINK_SHARE * gpu.host_bytes_per_second
+    seconds = 0.0
+    if zero.offload_parameters != "none":  # a rank's share, for each gather
+        seconds += gathers * size * share / link
+    if zero.offload_optimizer == "none":
+        moving = MEMORY_SHARE * gpu.memory_bytes_per_second
+        return seconds + OPTIMIZER_BYTES * share / moving
+    # Sums of gradients go to the host, new weights come back.
+    seconds += (4 + size) * share / link + OPTIMIZER_BYTES * here / HOST_MEMORY_BYTES_PER_SECOND
+    if zero.offload_optimizer == "nvme":  # master and moments, there and back
+        seconds += 2 * 12 * here / NVME_BYTES_PER_SECOND
+    return seconds

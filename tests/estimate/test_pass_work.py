@@ -1,0 +1,150 @@
+"""The FLOPs and bytes of a pass against those of every operation of one, counted on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from memory_cases import CHUNK, ROWS, Case, shape_of
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from refocused.config.model import ModelConfig
+from refocused.config.optimization import Dtype
+from refocused.estimate.pass_work import Work, pass_work
+from refocused.models import causal_convolution
+from refocused.models.build import build_model
+from refocused.models.head_loss import LossHead
+
+FAMILIES = ("gpt2", "gpt_neox", "resonance", "ten")
+PRODUCTS = {"aten::mm", "aten::addmm"}
+UNMOVED = {"aten::detach", "aten::_reshape_alias", "aten::_unsafe_view"}
+# Their first argument is not read, or only where an index points.
+NOT_READ = {"aten::copy_", "aten::gather", "aten::scatter_add_", "aten::embedding"}
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that operations read and write, by kind.
+
+    What a convolution does inside is counted, as it is one operation of torch's to others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        schema, kwargs = function._schema, kwargs or {}
+        namespace, name = schema.name.split("::")
+        if namespace == "refocused":
+            with self:
+                return getattr(causal_convolution, name)._init_fn(*args, **kwargs)
+        result = function(*args, **kwargs)
+        is_view = any(one.alias_info and not one.alias_info.is_write for one in schema.returns)
+        if is_view or schema.name in UNMOVED or "empty" in name:
+            return result
+        others = {key: value for key, value in kwargs.items() if key != "out"}
+        read = tree_leaves((args[schema.name in NOT_READ :], others))
+        written = [] if name == "scatter_add_" else tree_leaves(result)
+        kind = "fft" if "fft" in name else "moved"
+        if schema.name in PRODUCTS or "scaled_dot_product" in name:
+            kind = "products"
+        for leaf in (*read, *written):
+            if isinstance(leaf, Tensor):  # what is expanded is read from where it is
+                size = leaf.numel() * leaf.element_size()
+                self.bytes[kind] += min(size, leaf.untyped_storage().nbytes())
+        return result
+
+
+def counted(case: Case, *, layers: int) -> tuple[float, list[Counter[str]]]:
+    """Return the FLOPs of products of a pass, and the bytes forward and backward."""
+    settings = dict(shape_of(case).settings)
+    settings["n_layer" if case.family == "gpt2" else "num_hidden_layers"] = layers
+    model = build_model(
+        settings,
+        vocabulary=ROWS,
+        dropout=0.0,
+        activation_checkpointing=case.activation_checkpointing,
+        chunk_tokens=CHUNK,
+    ).to(torch.bfloat16 if case.dtype == "bf16" else torch.float32)
+    ids = torch.randint(ROWS, (case.micro, case.length))
+    traffic = [Traffic(), Traffic()]
+    with FlopCounterMode(display=False) as flops:
+        with traffic[0]:
+            loss = model(ids, ids)
+        with traffic[1]:
+            loss.backward()
+    return float(flops.get_total_flops()), [one.bytes for one in traffic]
+
+
+def computed(case: Case, *, layers: int) -> tuple[Work, Work]:
+    shape = dataclasses.replace(shape_of(case), layers=layers)
+    model = ModelConfig(
+        preset="counted",
+        sequence_length=case.length,
+        activation_checkpointing=case.activation_checkpointing,
+        head_chunk_tokens=CHUNK,
+        compile="off",
+    )
+    return pass_work(shape, model=model, micro=case.micro, size=2 if case.dtype == "bf16" else 4)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_products_of_a_pass_are_those_that_torch_counts(family: Any, recomputes: bool) -> None:
+    case = Case(0, family, "bf16", recomputes)  # the counter leaves out `addmm_` in float32
+    flops, _ = counted(case, layers=2)
+    forward, backward = computed(case, layers=2)
+    work = forward + backward
+    # torch's counter knows no attention of CPUs
+    assert work.products + work.head + work.exact == pytest.approx(flops, rel=0.02)
+
+
+def test_attention_is_the_causal_half_of_what_torch_counts() -> None:
+    from torch.utils import flop_counter
+
+    forward, backward = (part.attention for part in computed(Case(0), layers=1))
+    case, heads = Case(0), 4
+    states = (case.micro, heads, case.length, shape_of(case).width // heads)
+    assert 2 * forward == flop_counter.sdpa_flop_count(states, states, states)
+    assert 2 * backward == flop_counter.sdpa_backward_flop_count(states, *(states,) * 3)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_block_moves_what_its_operations_read_and_write(family: Any, dtype: Dtype) -> None:
+    case = Case(0, family, dtype, length=1024)
+    one, two = (counted(case, layers=layers)[1] for layers in (1, 2))
+    for part in (0, 1):
+        less, more = (computed(case, layers=layers)[part] for layers in (1, 2))
+        expected = more.elementwise + more.mixing - less.elementwise - less.mixing
+        moved = two[part]["moved"] - one[part]["moved"]
+        moved += 2 * (two[part]["fft"] - one[part]["fft"])  # long transforms go over it twice
+        assert expected == pytest.approx(moved, rel=0.15)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_head_moves_what_its_operations_read_and_write(dtype: Dtype) -> None:
+    case, like = Case(0, dtype=dtype), torch.bfloat16 if dtype == "bf16" else torch.float32
+    width, tokens = shape_of(case).width, case.micro * case.length
+    head = LossHead(torch.nn.Parameter(torch.randn(ROWS, width, dtype=like)), chunk_tokens=CHUNK)
+    hidden = torch.randn(tokens, width, dtype=like, requires_grad=True)
+    with Traffic() as traffic:
+        head(hidden, torch.randint(ROWS, (tokens,))).backward()
+    expected, _ = computed(case, layers=0)
+    assert expected.elementwise == pytest.approx(traffic.bytes["moved"], rel=0.15)
+
+
+def test_families_without_attention_wait_for_memory_where_attention_computes() -> None:
+    for family in FAMILIES:
+        forward, backward = computed(Case(0, family), layers=1)
+        work = forward + backward
+        assert (work.attention > 0) == (family in ("gpt2", "gpt_neox"))
+        assert (work.mixing > 0) == (family in ("resonance", "ten"))
