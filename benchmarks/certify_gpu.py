@@ -12,7 +12,8 @@ cannot run (a package is missing, the memory is too small) is left out by name. 
 
 The report is `report.md` with three pictures, the numbers are in `certificate.json`. MFU is by the
 convention of `refocused.estimate.work`, as a share of the data sheet's bf16 peak, in 8 bits too.
-`--tiny` walks the whole path on a CPU with small numbers.
+`--tiny` walks the whole path on a CPU with small numbers; `--expected GPU` prints what the steps
+should take by the estimate's roofline, to compare a report with.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from certify_report import write_pictures, write_text
-from certify_step import Contest
+from certify_report import expected_table, write_pictures, write_text
+from certify_step import STEP_TOKENS, Contest, expected_of
 from measuring import ROOT, Record, machine, say
+
+from refocused.estimate.step_time import StepTime
+from refocused.hardware import GpuFacts, named_gpu
 
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -301,6 +305,24 @@ def merged(records: Sequence[Record]) -> Record:
     return found
 
 
+def expected_steps(gpu: GpuFacts, *, gpus: int) -> dict[str, StepTime]:
+    """Return what a step of each model of the ladder is expected to take, ZeRO-1, compiled."""
+    found = {}
+    cases = [(model, LENGTHS[0]) for model in LADDER]
+    for model, length in [*cases, *((model, length) for model in LONG for length in LENGTHS)]:
+        micro = max(1, MICROS[0] * LENGTHS[0] // length)
+        found[f"{model}, {length}"] = expected_of(
+            CONTESTS["ours, ZeRO-1"],
+            model,
+            length=length,
+            micro=micro,
+            accumulation=max(1, STEP_TOKENS // (micro * length)),
+            ranks=gpus,
+            gpu=gpu,
+        )
+    return found
+
+
 def main() -> None:
     """Measure what is left, within the minutes given; write the report."""
     parser = argparse.ArgumentParser(
@@ -311,6 +333,9 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, help="take the first N (all)")
     parser.add_argument("--only", default="", help="parts with this in their names")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, to see that it runs")
+    parser.add_argument(
+        "--expected", metavar="GPU", help="measure nothing: print what steps should take on it"
+    )
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.alone:
@@ -321,6 +346,12 @@ def main() -> None:
                 raise
             os._exit(NO_MEMORY)
         os._exit(0)  # gloo's threads abort an ordinary end now and then
+    if chosen.expected:
+        gpu = named_gpu(chosen.expected)
+        for number in (1, 8):
+            print(f"{number} x {gpu.name}, ms a step: expected from data sheets, NOT measured\n")
+            print("\n".join(expected_table(expected_steps(gpu, gpus=number))), end="\n\n")
+        return
     gpus = 0 if chosen.tiny else min(chosen.gpus or 10**6, torch.cuda.device_count())
     if not gpus and not chosen.tiny:
         parser.error("torch sees no GPU here; --tiny walks the path on a CPU")

@@ -8,10 +8,13 @@ from typing import Any
 
 from measuring import Record
 
+from refocused.estimate.step_time import StepTime
+
 STEP_COLUMNS = (
     ("step", "step_ms", "{:,.1f} ms"),
     ("tokens/s", "tokens_per_second", "{:,.0f}"),
     ("MFU", "mfu", "{:.1%}"),
+    ("expected MFU", "expected_mfu", "{:.1%}"),
     ("of measured products", "of_products", "{:.1%}"),
     ("idle", "idle", "{:.1%}"),
     ("peak", "peak_gib", "{:.1f} GiB"),
@@ -137,6 +140,20 @@ def _draw(
     axes.set_xlabel(label)
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
+
+
+def expected_table(rows: Mapping[str, StepTime]) -> list[str]:
+    """Return the parts of expected steps as a Markdown table: milliseconds and per cent."""
+    shown = {}
+    for title, step in rows.items():
+        parts = {
+            name: f"{1000 * seconds:,.1f} ({seconds / step.seconds:.1%})"
+            for name, seconds in step.parts.items()
+        }
+        shown[title] = parts | {"step": f"{1000 * step.seconds:,.0f}", "mfu": step.mfu_fraction}
+    names = next(iter(shown.values()))
+    columns = [(name, name, "{}") for name in names if name != "mfu"]
+    return _table(shown, [*columns, ("MFU", "mfu", "{:.1%}")])
 
 
 def _table(rows: Mapping[str, Record], columns: Sequence[tuple[str, str, str]]) -> list[str]:

@@ -17,13 +17,15 @@ from clocks import clock_of, timed_ms
 from measuring import Record
 from step_contenders import Setup, bare_deepspeed, bare_torch, ours, trainer
 
+from refocused.config.batch_plan import BatchPlan
 from refocused.config.files import REPOSITORY_CONFIG
 from refocused.config.model import ModelConfig
 from refocused.config.optimization import PrecisionConfig, ZeroConfig
 from refocused.config.shape import ModelShape, load_shape
 from refocused.estimate.memory import plan_memory
+from refocused.estimate.step_time import StepTime, expected_step
 from refocused.estimate.work import flops_per_token, mfu_fraction
-from refocused.hardware import gpu_facts
+from refocused.hardware import GpuFacts, gpu_facts
 from refocused.monitoring.profile import idle_share
 from refocused.world import World
 
@@ -70,6 +72,17 @@ def measured_step(
     tokens = micro * length * accumulation * world.world_size
     speed, flops = tokens / step_ms * 1000, flops_per_token(shape, sequence_length=length)
     facts = gpu_facts(world.device_name) if on_gpu else None
+    expected: float | None = None
+    if facts is not None and contest.who == "ours":
+        expected = expected_of(
+            contest,
+            model,
+            length=length,
+            micro=micro,
+            accumulation=accumulation,
+            ranks=world.world_size,
+            gpu=facts,
+        ).mfu_fraction
     return {
         "step_ms": step_ms,
         "tokens_per_second": speed,
@@ -79,6 +92,7 @@ def measured_step(
             gpus=world.world_size,
             peak_flops=facts.bf16_flops if facts else None,
         ),
+        "expected_mfu": expected,
         "of_products": speed * flops / products / world.world_size,
         "idle": idle,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
@@ -88,6 +102,33 @@ def measured_step(
         "computed": "; ".join(told),
         "all_ms": times,
     }
+
+
+def expected_of(
+    contest: Contest,
+    model: str,
+    *,
+    length: int,
+    micro: int,
+    accumulation: int,
+    ranks: int,
+    gpu: GpuFacts,
+) -> StepTime:
+    """Return what a step of ours is expected to take: the roofline of `estimate/step_time.py`."""
+    return expected_step(
+        load_shape(REPOSITORY_CONFIG / "models" / f"{model}.json"),
+        model=ModelConfig(
+            preset=model,
+            sequence_length=length,
+            activation_checkpointing=contest.recomputes,
+            compile="auto" if contest.compiled else "off",
+        ),
+        precision=PrecisionConfig(dtype="bf16", fp8=contest.fp8),
+        plan=BatchPlan(micro, accumulation, ranks, length),
+        zero=ZeroConfig(stage=contest.stage, offload_optimizer=contest.offload),
+        fragment={},
+        gpu=gpu,
+    )
 
 
 def step_times(

@@ -10,11 +10,13 @@ import refocused
 from refocused.batches.mixture import PERIOD
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
-from refocused.config.decode import Change
+from refocused.config.decode import Change, LoadedRun
 from refocused.config.optimization import PrecisionConfig
 from refocused.config.shape import ModelShape
 from refocused.engine.compiled import Compilation
+from refocused.estimate.step_time import expected_step
 from refocused.estimate.work import count_parameters
+from refocused.hardware import gpu_facts
 from refocused.training.data import DataParts
 from refocused.training.planning import Plan
 from refocused.world import World
@@ -54,6 +56,28 @@ def lines(
             f"  changed  {change.key} {change.before} -> {change.after} (command line)"
             for change in changes
         ),
+    ]
+
+
+def expected_lines(loaded: LoadedRun, plan: BatchPlan, planned: Plan, *, world: World) -> list[str]:
+    """Return what a step should take, to compare the run with; nothing where the GPU is unknown."""
+    facts = gpu_facts(world.device_name) if world.device_kind == "cuda" else None
+    if facts is None:
+        return []
+    step = expected_step(
+        loaded.shape,
+        model=loaded.config.model,
+        precision=loaded.config.precision,
+        plan=plan,
+        zero=planned.choice.zero,
+        fragment=loaded.fragment,
+        gpu=facts,
+    )
+    longest = max(step.parts, key=step.parts.__getitem__)
+    return [
+        f"  expect   {step.seconds:.3g} s a step, {plan.tokens / step.seconds:,.0f} tokens/s, MFU "
+        f"{step.mfu_fraction:.0%}, {step.parts[longest] / step.seconds:.0%} of it {longest} (from "
+        "data sheets, not measured)"
     ]
 
 

@@ -206,7 +206,7 @@ def _claim(folder: Path) -> None:
 
 def _say_opening(job: Job) -> None:
     loaded, config = job.loaded, job.loaded.config
-    for line in opening.lines(
+    first = opening.lines(
         name=config.run.name,
         shape=loaded.shape,
         vocabulary_multiple=config.model.vocabulary_multiple,
@@ -216,7 +216,9 @@ def _say_opening(job: Job) -> None:
         changes=loaded.changes,
         world=job.world,
         digest=_digest(loaded)[:4],
-    ):
+    )
+    expected = opening.expected_lines(loaded, job.plan, job.planned, world=job.world)
+    for line in (*first, *expected):
         logger.info("%s", line)
 
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, Literal
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +18,7 @@ from refocused.estimate.precision import NativeDtype, with_dtype
 from refocused.models.fp8 import VALUES, in_8_bits, scale_of
 from refocused.training.opening import (
     EAGER_BYTES_TO_8_BITS,
+    expected_lines,
     lines,
     tokenizer_lines,
     uncompiled_fp8,
@@ -112,3 +115,27 @@ def test_the_bytes_that_are_told_are_those_that_an_element_moves() -> None:
     with BytesMoved() as moved:
         in_8_bits(matrix, scale_of(matrix, VALUES, by_rows=False), VALUES)
     assert moved.bytes == EAGER_BYTES_TO_8_BITS * matrix.numel()
+
+
+def test_a_known_gpu_gives_what_a_step_should_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = with_dtype(load_run("gpt2_124m", []), "bf16")
+    config, plan = loaded.config, BatchPlan(16, 4, 8, loaded.config.model.sequence_length)
+    choice = choose(
+        loaded.shape,
+        model=config.model,
+        batch=config.batch,
+        zero=config.zero,
+        dtype="bf16",
+        ranks=8,
+        memory_bytes=85e9,
+    )
+    planned = Plan(choice, 85e9, None, NativeDtype("bf16", ""), False)
+
+    def said(name: str, kind: Literal["cpu", "cuda"] = "cuda") -> list[str]:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        return expected_lines(loaded, plan, planned, world=World(world_size=8, device_kind=kind))
+
+    assert said("", "cpu") == said("NVIDIA H900") == []
+    (line,) = said("NVIDIA H100 80GB HBM3")
+    assert re.search(r"^  expect   0\.\d+ s a step, [\d,]+ tokens/s, MFU [34]\d%, ", line)
+    assert "of it products (from data sheets, not measured)" in line
