@@ -32,7 +32,7 @@ from refocused.errors import BucketError, ConfigError
 from refocused.estimate.choice import Choice, refuse_cpu
 from refocused.estimate.host import Device
 from refocused.estimate.precision import BF16_CAPABILITY, native_dtype, with_dtype
-from refocused.hardware import cpu_flags
+from refocused.hardware import cpu_flags, gpu_facts
 
 CPU_RANKS = 2
 # Training waits a bucket out for minutes; who asks whether it is there wants to know now.
@@ -125,7 +125,14 @@ class Examination:
         except ConfigError as error:
             yield plan_checks.plan_failure(error)
         else:
-            yield plan_checks.judge_plan(who.loaded, choice, ranks=ranks, memory_bytes=memory_bytes)
+            name = gpus.samples[0].name if device == "cuda" else None
+            yield plan_checks.judge_plan(
+                who.loaded,
+                choice,
+                ranks=ranks,
+                memory_bytes=memory_bytes,
+                gpu=None if name is None else gpu_facts(name),
+            )
         machine = machine_checks.probe_machine()
         yield from machine_checks.judge_machine(machine, ranks=ranks, device=device)
         if who.loaded.config.precision.dtype != "auto":

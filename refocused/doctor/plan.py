@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from refocused.config.batch_plan import plan_batch
 from refocused.config.decode import LoadedRun
 from refocused.config.optimization import PrecisionConfig
 from refocused.doctor.finding import Finding, Level, size
@@ -14,8 +15,10 @@ from refocused.estimate.choice import Choice, choose, needless_offload
 from refocused.estimate.fitting import settings_that_fit
 from refocused.estimate.host import Device, HostPlan, plan_host
 from refocused.estimate.precision import NativeDtype
+from refocused.estimate.step_time import expected_step
 from refocused.estimate.storage import BEING_WRITTEN, KEPT_BESIDE, checkpoint_bytes
 from refocused.estimate.work import count_parameters
+from refocused.hardware import GpuFacts
 from refocused.monitoring.memory import Memory
 from refocused.shards.element_types import element_type
 
@@ -57,7 +60,12 @@ def judge_precision(precision: PrecisionConfig, native: NativeDtype) -> Finding:
 
 
 def judge_plan(
-    loaded: LoadedRun, choice: Choice, *, ranks: int, memory_bytes: float | None
+    loaded: LoadedRun,
+    choice: Choice,
+    *,
+    ranks: int,
+    memory_bytes: float | None,
+    gpu: GpuFacts | None = None,
 ) -> Finding:
     """Say whether a step fits the smallest GPU.
 
@@ -66,6 +74,7 @@ def judge_plan(
         choice: How it is spread.
         ranks: GPUs.
         memory_bytes: Of the smallest one; None: there is none to compare with.
+        gpu: What they are; None: unknown.
     """
     zero, memory = choice.zero, choice.memory
     whole = f" of {size(memory_bytes)}" if memory_bytes else ""
@@ -94,7 +103,29 @@ def judge_plan(
             "Set zero.offload_optimizer=none and zero.offload_parameters=none: an offload costs "
             "8-55 % of a step.",
         )
+    if gpu is not None:
+        try:
+            text = f"{text}; expected: {_expected_text(loaded, choice, ranks=ranks, gpu=gpu)}"
+        except ConfigError as error:
+            return plan_failure(error)
     return Finding("plan", "ok", text)
+
+
+def _expected_text(loaded: LoadedRun, choice: Choice, *, ranks: int, gpu: GpuFacts) -> str:
+    """Say what a step should take; refuse a batch that the ranks cannot share (`ConfigError`)."""
+    config = loaded.config
+    batch = config.batch.model_copy(update={"micro": choice.micro})
+    plan = plan_batch(batch, world_size=ranks, sequence_length=config.model.sequence_length)
+    step = expected_step(
+        loaded.shape,
+        model=config.model,
+        precision=config.precision,
+        plan=plan,
+        zero=choice.zero,
+        fragment=loaded.fragment,
+        gpu=gpu,
+    )
+    return step.as_text(plan.tokens)
 
 
 def fitting_on_gpus(loaded: LoadedRun, choice: Choice, *, ranks: int, memory_bytes: float) -> str:

@@ -41,11 +41,11 @@ def activation_memory(
 ) -> ActivationMemory:
     """Return what a pass keeps.
 
-    The attention is sdpa's. Compiled blocks keep the same with attention and up to 20 % less without:
-    their graphs recompute nothing that a product needs again (counted, as all of this). From what
-    autograd saves in transformers 5.23's blocks and in ours (each tensor once, however often it is
-    saved): s bytes an element, and float32 for the norms' statistics, the attention's log-sum-exp,
-    one a head, and most of what mixes without attention (`mixing_memory`).
+    The attention is sdpa's. Compiled blocks keep the same with attention and up to 20 % less
+    without: their graphs recompute nothing that a product needs again. Counted from what autograd
+    saves in transformers 5.23's blocks and in ours (each tensor once, however often it is saved): s
+    bytes an element, and float32 for the norms' statistics, the attention's log-sum-exp, one a
+    head, and most of what mixes without attention (`mixing_memory`).
     Dropout keeps a mask of one byte for each element, as it does on a GPU.
 
     Args:

@@ -91,6 +91,15 @@ class StepTime:
         """Of the whole step."""
         return sum(self.parts.values())
 
+    def as_text(self, tokens: int) -> str:
+        """Return it for a person, for a step of so many tokens."""
+        longest = max(self.parts, key=self.parts.__getitem__)
+        return (
+            f"{self.seconds:.3g} s a step, {tokens / self.seconds:,.0f} tokens/s, MFU "
+            f"{self.mfu_fraction:.0%}, {self.parts[longest] / self.seconds:.0%} of it {longest} "
+            "(from data sheets, not measured)"
+        )
+
 
 def expected_step(
     shape: ModelShape,

@@ -73,12 +73,7 @@ def expected_lines(loaded: LoadedRun, plan: BatchPlan, planned: Plan, *, world: 
         fragment=loaded.fragment,
         gpu=facts,
     )
-    longest = max(step.parts, key=step.parts.__getitem__)
-    return [
-        f"  expect   {step.seconds:.3g} s a step, {plan.tokens / step.seconds:,.0f} tokens/s, MFU "
-        f"{step.mfu_fraction:.0%}, {step.parts[longest] / step.seconds:.0%} of it {longest} (from "
-        "data sheets, not measured)"
-    ]
+    return [f"  expect   {step.as_text(plan.tokens)}"]
 
 
 def _dtype_lines(planned: Plan, *, precision: PrecisionConfig) -> list[str]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from refocused.doctor.plan import (
 )
 from refocused.estimate.host import Device, HostPlan
 from refocused.estimate.precision import NativeDtype
+from refocused.hardware import named_gpu
 from refocused.monitoring.memory import Memory
 from refocused.shards.manifest import build_manifest, write_manifest
 from refocused.shards.report import DataReport
@@ -50,6 +52,16 @@ def fast(*settings: str) -> LoadedRun:
 def planned(loaded: LoadedRun, *, memory_bytes: float | None, ranks: int = 8) -> Finding:
     choice = plan_choice(loaded, ranks=ranks, memory_bytes=memory_bytes)
     return judge_plan(loaded, choice, ranks=ranks, memory_bytes=memory_bytes)
+
+
+def test_the_plan_says_what_a_step_should_take_on_a_known_gpu() -> None:
+    loaded = fast()
+    choice = plan_choice(loaded, ranks=8, memory_bytes=80e9)
+    found = judge_plan(loaded, choice, ranks=8, memory_bytes=80e9, gpu=named_gpu("H100 SXM"))
+    assert re.search(r"; expected: 1\.\d+ s a step, [\d,]+ tokens/s, MFU 4\d%", found.text)
+    assert "expected" not in planned(loaded, memory_bytes=80e9).text
+    found = judge_plan(loaded, choice, ranks=3, memory_bytes=80e9, gpu=named_gpu("H100 SXM"))
+    assert found.level == "fail" and "not a multiple" in found.text
 
 
 def test_plan_of_a_shipped_run() -> None:
