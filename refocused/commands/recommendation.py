@@ -6,13 +6,15 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from refocused.config.batch_plan import plan_batch
 from refocused.config.model import ModelConfig
 from refocused.config.optimization import BatchConfig, PrecisionConfig, ZeroSettings
 from refocused.config.outputs import CheckpointConfig, EvaluationConfig
 from refocused.config.shape import Attention, ModelShape
 from refocused.errors import ConfigError
+from refocused.estimate.choice import choose
 from refocused.estimate.run_cost import Machine, run_cost, work_of
-from refocused.estimate.step_time import StepTime, likely_step, step_at
+from refocused.estimate.step_time import StepTime, expected_step, step_at
 from refocused.estimate.storage import checkpoint_bytes
 from refocused.estimate.work import count_parameters, flops_per_token
 from refocused.hardware import GpuFacts
@@ -214,25 +216,36 @@ def _fitting_step(
     Raises:
         ConfigError: Nothing fits, or `mfu` cannot be.
     """
+    batch, precision = BatchConfig(micro="auto", windows=windows), PrecisionConfig(dtype="bf16")
     for recomputes in (False, True):
+        model = model.model_copy(update={"activation_checkpointing": recomputes})
         try:
-            _, plan, step = likely_step(
+            choice = choose(
                 shape,
-                model=model.model_copy(update={"activation_checkpointing": recomputes}),
-                batch=BatchConfig(micro="auto", windows=windows),
+                model=model,
+                batch=batch,
                 zero=ZeroSettings(),
-                precision=PrecisionConfig(dtype="bf16"),
-                fragment={},
-                gpus=gpus,
-                gpu=gpu,
+                dtype="bf16",
+                ranks=gpus,
+                memory_bytes=gpu.memory_gib * 2**30,
             )
         except ConfigError as error:
             reason = str(error)
             continue
-        if mfu is None:
-            return recomputes, step
-        flops = flops_per_token(shape, sequence_length=model.sequence_length)
-        return recomputes, step_at(mfu, plan=plan, flops_per_token=flops, gpu=gpu)
+        batch = batch.model_copy(update={"micro": choice.micro})
+        plan = plan_batch(batch, world_size=gpus, sequence_length=model.sequence_length)
+        if mfu is not None:
+            flops = flops_per_token(shape, sequence_length=model.sequence_length)
+            return recomputes, step_at(mfu, plan=plan, flops_per_token=flops, gpu=gpu)
+        return recomputes, expected_step(
+            shape,
+            model=model,
+            precision=precision,
+            plan=plan,
+            zero=choice.zero,
+            fragment={},
+            gpu=gpu,
+        )
     raise ConfigError(f"{reason} Or name a smaller --preset, or more --gpus.")
 
 

@@ -11,7 +11,7 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.decode import LoadedRun
 from refocused.config.prices import MachinePrice, Prices
 from refocused.errors import ConfigError
-from refocused.estimate.choice import Choice
+from refocused.estimate.choice import Choice, choose
 from refocused.estimate.precision import with_dtype
 from refocused.estimate.run_cost import (
     Machine,
@@ -21,7 +21,7 @@ from refocused.estimate.run_cost import (
     run_cost,
     work_of,
 )
-from refocused.estimate.step_time import StepTime, likely_step
+from refocused.estimate.step_time import StepTime, step_of_run
 from refocused.estimate.storage import RunStorage, checkpoint_bytes, run_storage
 from refocused.estimate.work import ParameterCount, count_parameters, flops_per_token
 from refocused.hardware import GpuFacts, gpu_facts, named_gpu
@@ -261,16 +261,16 @@ def _tried_on_gpus(asked: _Asked, gpus: int) -> OnGpus:
 def _on_gpus(asked: _Asked, gpus: int) -> OnGpus:
     config, shape, gpu = asked.loaded.config, asked.loaded.shape, asked.gpu
     memory_bytes = gpu.memory_gib * 2**30
-    choice, plan, step = likely_step(
+    choice = choose(
         shape,
         model=config.model,
         batch=config.batch,
         zero=config.zero,
-        precision=config.precision,
-        fragment=asked.loaded.fragment,
-        gpus=gpus,
-        gpu=gpu,
+        dtype=config.precision.resolved,
+        ranks=gpus,
+        memory_bytes=memory_bytes,
     )
+    plan, step = step_of_run(asked.loaded, choice, ranks=gpus, gpu=gpu)
     length = config.model.sequence_length
     count = count_parameters(shape, vocabulary_multiple=config.model.vocabulary_multiple)
     work = work_of(

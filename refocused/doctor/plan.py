@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from refocused.config.batch_plan import plan_batch
 from refocused.config.decode import LoadedRun
 from refocused.config.optimization import PrecisionConfig
 from refocused.doctor.finding import Finding, Level, size
@@ -15,7 +14,7 @@ from refocused.estimate.choice import Choice, choose, needless_offload
 from refocused.estimate.fitting import settings_that_fit
 from refocused.estimate.host import Device, HostPlan, plan_host
 from refocused.estimate.precision import NativeDtype
-from refocused.estimate.step_time import expected_step
+from refocused.estimate.step_time import step_of_run
 from refocused.estimate.storage import BEING_WRITTEN, KEPT_BESIDE, checkpoint_bytes
 from refocused.estimate.work import count_parameters
 from refocused.hardware import GpuFacts
@@ -105,27 +104,11 @@ def judge_plan(
         )
     if gpu is not None:
         try:
-            text = f"{text}; expected: {_expected_text(loaded, choice, ranks=ranks, gpu=gpu)}"
+            batch, step = step_of_run(loaded, choice, ranks=ranks, gpu=gpu)
         except ConfigError as error:
             return plan_failure(error)
+        text = f"{text}; expected: {step.as_text(batch.tokens)}"
     return Finding("plan", "ok", text)
-
-
-def _expected_text(loaded: LoadedRun, choice: Choice, *, ranks: int, gpu: GpuFacts) -> str:
-    """Say what a step should take; refuse a batch that the ranks cannot share (`ConfigError`)."""
-    config = loaded.config
-    batch = config.batch.model_copy(update={"micro": choice.micro})
-    plan = plan_batch(batch, world_size=ranks, sequence_length=config.model.sequence_length)
-    step = expected_step(
-        loaded.shape,
-        model=config.model,
-        precision=config.precision,
-        plan=plan,
-        zero=choice.zero,
-        fragment=loaded.fragment,
-        gpu=gpu,
-    )
-    return step.as_text(plan.tokens)
 
 
 def fitting_on_gpus(loaded: LoadedRun, choice: Choice, *, ranks: int, memory_bytes: float) -> str:

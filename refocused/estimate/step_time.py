@@ -12,17 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from refocused.config.batch_plan import BatchPlan, plan_batch
+from refocused.config.decode import LoadedRun
 from refocused.config.deepspeed import LIVE_PARAMETERS
 from refocused.config.model import ModelConfig
-from refocused.config.optimization import (
-    BatchConfig,
-    PrecisionConfig,
-    ZeroConfig,
-    ZeroSettings,
-)
+from refocused.config.optimization import PrecisionConfig, ZeroConfig
 from refocused.config.shape import ModelShape
 from refocused.errors import ConfigError
-from refocused.estimate.choice import Choice, choose
+from refocused.estimate.choice import Choice
 from refocused.estimate.pass_work import Work, pass_work
 from refocused.estimate.work import CREDIBLE_MFU, count_parameters, flops_per_token
 from refocused.hardware import GpuFacts
@@ -166,43 +162,27 @@ def expected_step(
     return dataclasses.replace(step, mfu_fraction=plan.tokens * flops / step.seconds / peak)
 
 
-def likely_step(
-    shape: ModelShape,
-    *,
-    model: ModelConfig,
-    batch: BatchConfig,
-    zero: ZeroSettings,
-    precision: PrecisionConfig,
-    fragment: Mapping[str, Any],
-    gpus: int,
-    gpu: GpuFacts,
-) -> tuple[Choice, BatchPlan, StepTime]:
-    """Settle what is `auto` as training does, and return the plan with the time of its step.
+def step_of_run(
+    loaded: LoadedRun, choice: Choice, *, ranks: int, gpu: GpuFacts
+) -> tuple[BatchPlan, StepTime]:
+    """Return the batch of a run's step, and what the step is expected to take.
 
     Raises:
-        ConfigError: Nothing fits, or the batch cannot be divided.
+        ConfigError: The batch cannot be divided among the ranks.
     """
-    choice = choose(
-        shape,
-        model=model,
-        batch=batch,
-        zero=zero,
-        dtype=precision.resolved,
-        ranks=gpus,
-        memory_bytes=gpu.memory_gib * 2**30,
-    )
-    settled = batch.model_copy(update={"micro": choice.micro})
-    plan = plan_batch(settled, world_size=gpus, sequence_length=model.sequence_length)
+    config = loaded.config
+    batch = config.batch.model_copy(update={"micro": choice.micro})
+    plan = plan_batch(batch, world_size=ranks, sequence_length=config.model.sequence_length)
     step = expected_step(
-        shape,
-        model=model,
-        precision=precision,
+        loaded.shape,
+        model=config.model,
+        precision=config.precision,
         plan=plan,
         zero=choice.zero,
-        fragment=fragment,
+        fragment=loaded.fragment,
         gpu=gpu,
     )
-    return choice, plan, step
+    return plan, step
 
 
 def step_at(

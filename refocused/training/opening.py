@@ -14,7 +14,7 @@ from refocused.config.decode import Change, LoadedRun
 from refocused.config.optimization import PrecisionConfig
 from refocused.config.shape import ModelShape
 from refocused.engine.compiled import Compilation
-from refocused.estimate.step_time import expected_step
+from refocused.estimate.step_time import step_of_run
 from refocused.estimate.work import count_parameters
 from refocused.hardware import gpu_facts
 from refocused.training.data import DataParts
@@ -59,20 +59,12 @@ def lines(
     ]
 
 
-def expected_lines(loaded: LoadedRun, plan: BatchPlan, planned: Plan, *, world: World) -> list[str]:
+def expected_lines(loaded: LoadedRun, planned: Plan, *, world: World) -> list[str]:
     """Return what a step should take, to compare the run with; nothing where the GPU is unknown."""
     facts = gpu_facts(world.device_name) if world.device_kind == "cuda" else None
     if facts is None:
         return []
-    step = expected_step(
-        loaded.shape,
-        model=loaded.config.model,
-        precision=loaded.config.precision,
-        plan=plan,
-        zero=planned.choice.zero,
-        fragment=loaded.fragment,
-        gpu=facts,
-    )
+    plan, step = step_of_run(loaded, planned.choice, ranks=world.world_size, gpu=facts)
     return [f"  expect   {step.as_text(plan.tokens)}"]
 
 

@@ -217,7 +217,7 @@ def _say_opening(job: Job) -> None:
         world=job.world,
         digest=_digest(loaded)[:4],
     )
-    expected = opening.expected_lines(loaded, job.plan, job.planned, world=job.world)
+    expected = opening.expected_lines(loaded, job.planned, world=job.world)
     for line in (*first, *expected):
         logger.info("%s", line)
 

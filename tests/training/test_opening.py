@@ -119,7 +119,7 @@ def test_the_bytes_that_are_told_are_those_that_an_element_moves() -> None:
 
 def test_a_known_gpu_gives_what_a_step_should_take(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = with_dtype(load_run("gpt2_124m", []), "bf16")
-    config, plan = loaded.config, BatchPlan(16, 4, 8, loaded.config.model.sequence_length)
+    config = loaded.config
     choice = choose(
         loaded.shape,
         model=config.model,
@@ -133,7 +133,7 @@ def test_a_known_gpu_gives_what_a_step_should_take(monkeypatch: pytest.MonkeyPat
 
     def said(name: str, kind: Literal["cpu", "cuda"] = "cuda") -> list[str]:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-        return expected_lines(loaded, plan, planned, world=World(world_size=8, device_kind=kind))
+        return expected_lines(loaded, planned, world=World(world_size=8, device_kind=kind))
 
     assert said("", "cpu") == said("NVIDIA H900") == []
     (line,) = said("NVIDIA H100 80GB HBM3")
