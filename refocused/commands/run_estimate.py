@@ -269,6 +269,7 @@ def _on_gpus(asked: _Asked, gpus: int) -> OnGpus:
         dtype=config.precision.resolved,
         ranks=gpus,
         memory_bytes=memory_bytes,
+        masked=config.data.mask_documents,
     )
     plan, step = step_of_run(asked.loaded, choice, ranks=gpus, gpu=gpu)
     length = config.model.sequence_length
