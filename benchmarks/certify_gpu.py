@@ -11,7 +11,7 @@ measured is kept after each slice: the same command goes on, `--minutes` bounds 
 cannot run (a package is missing, the memory is too small) is left out by name. It needs no network.
 
 The report is `report.md` with three pictures, the numbers are in `certificate.json`. MFU is by the
-convention of `refocused.estimate.work`, as a share of the data sheet's bf16 peak, in 8 bits too.
+convention of `refocused.estimate.flops`, as a share of the data sheet's bf16 peak, in 8 bits too.
 `--tiny` walks the whole path on a CPU with small numbers; `--expected GPU` prints what the steps
 should take by the estimate's roofline, to compare a report with.
 """
@@ -41,7 +41,7 @@ from certify_step import STEP_TOKENS, Contest, expected_of
 from measuring import ROOT, Record, machine, say
 
 from refocused.estimate.step_time import StepTime
-from refocused.hardware import GpuFacts, named_gpu
+from refocused.system.hardware import GpuFacts, named_gpu
 
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -277,7 +277,7 @@ def measured_alone(options: Record) -> Record:
     """Measure a part in this process, one of the ranks."""
     from certify_step import link_speeds, measured_step
 
-    from refocused.world import join_world
+    from refocused.system.world import join_world
 
     part = Slice(**options["part"])
     world = join_world("cpu" if options["tiny"] else "cuda")

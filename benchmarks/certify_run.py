@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from measuring import ROOT, Record
 
-from refocused.monitoring.history import METRICS_FILE
-from refocused.monitoring.performance import PERFORMANCE_FILE
+from refocused.metrics.history import METRICS_FILE
+from refocused.metrics.run_time import PERFORMANCE_FILE
 
 SHARDS, MICRO = 4, 4
 RUN_SECONDS = 1200

@@ -20,14 +20,14 @@ from step_contenders import Setup, bare_deepspeed, bare_torch, ours, trainer
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.files import REPOSITORY_CONFIG
 from refocused.config.model import ModelConfig
+from refocused.config.model_shape import ModelShape, load_shape
 from refocused.config.optimization import PrecisionConfig, ZeroConfig
-from refocused.config.shape import ModelShape, load_shape
+from refocused.estimate.flops import flops_per_token, mfu_fraction
 from refocused.estimate.memory import plan_memory
 from refocused.estimate.step_time import StepTime, expected_step
-from refocused.estimate.work import flops_per_token, mfu_fraction
-from refocused.hardware import GpuFacts, gpu_facts
-from refocused.monitoring.profile import idle_share
-from refocused.world import World
+from refocused.system.hardware import GpuFacts, gpu_facts
+from refocused.system.world import World
+from refocused.train.step.profile import idle_share
 
 WARM_STEPS, STEPS, PROFILED_STEPS = 3, 7, 2
 STEP_TOKENS = 2**17  # of one rank and step, as in a run: passes of 16 windows of 2,048 are four

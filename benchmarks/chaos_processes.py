@@ -72,9 +72,9 @@ def wait_until(condition: Callable[[], bool], *, seconds: float, poll: float = 0
 
 def _role(arguments: list[str]) -> str:
     """Tell what a process is by its command line."""
-    if "refocused.checkpoints.mirror_process" in arguments:
+    if "refocused.checkpoints.mirror.mirror_process" in arguments:
         return MIRROR
-    if "refocused.monitoring.sampler_process" in arguments:
+    if "refocused.monitor.sampler.sampler_process" in arguments:
         return SAMPLER
     if "refocused.commands.launch" in arguments:
         return SUPERVISOR

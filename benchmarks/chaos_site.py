@@ -22,14 +22,14 @@ sys.path.insert(0, str(ROOT / "tests"))
 from fakes import Emulator, Fault, FaultProxy, Request, storage_emulator
 from ranks import free_port, write_tokens
 
-from refocused.bucket.open import open_bucket
-from refocused.checkpoints.branches import checkpoint_paths
-from refocused.checkpoints.manifest import COMMITTED
-from refocused.checkpoints.remote_steps import RemoteSteps
-from refocused.checkpoints.remote_verify import verify_remote
-from refocused.checkpoints.step_directory import name_of, read_step
-from refocused.checkpoints.verify import describe, verify
-from refocused.errors import RefocusedError
+from refocused.bucket.open_bucket import open_bucket
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.mirror.remote_verify import verify_remote
+from refocused.checkpoints.step.branches import checkpoint_paths
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
+from refocused.checkpoints.step.step_directory import name_of, read_step
+from refocused.checkpoints.step.verify import describe, verify
+from refocused.system.errors import RefocusedError
 
 RUN = """
 run: {{name: chaos, steps: {steps}, directory: runs}}

@@ -22,21 +22,21 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
-from refocused.batches.position import Position
-from refocused.checkpoints.atomic import fsync_path
-from refocused.checkpoints.checkpointer import Checkpointer, RunFacts
-from refocused.checkpoints.step_directory import read_step
-from refocused.checkpoints.verify import unreadable, verify
+from refocused.checkpoints.step.checkpointer import Checkpointer, RunFacts
+from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.verify import unreadable, verify
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.deepspeed import deepspeed_config
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
-from refocused.engine.build import build_engine
+from refocused.data.order.position import Position
+from refocused.engine.build_engine import build_engine
 from refocused.engine.engine import Engine
 from refocused.engine.host_copy import HostMemory
-from refocused.models.build import build_model
 from refocused.models.causal_lm import counted_parameters
-from refocused.training.state import TrainState
-from refocused.world import World, join_world
+from refocused.models.families import build_model
+from refocused.system.atomic import fsync_path
+from refocused.system.world import World, join_world
+from refocused.train.step.state import TrainState
 
 WIDTH, VOCABULARY, LENGTH = 768, 512, 32
 OPTIMIZER = OptimizerConfig(lr=1e-3)

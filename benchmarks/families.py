@@ -25,8 +25,8 @@ from typing import Any
 
 from measuring import ROOT, Column, Record, say, table, write_report
 
-from refocused.config.shape import shape_from
-from refocused.estimate.work import count_parameters
+from refocused.config.model_shape import shape_from
+from refocused.estimate.flops import count_parameters
 
 STEP_TOKENS = 4096
 VOCABULARY = 257  # bytes, and the end of a document

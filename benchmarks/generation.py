@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from measuring import ROOT, Column, Record, say, table, write_report
 
-from refocused.config.shape import load_shape
-from refocused.inference.generate import generate
-from refocused.inference.model import LoadedModel
-from refocused.inference.model_weights import network_class
-from refocused.inference.sampling import Sampling
-from refocused.inference.tokenizer import as_transformers
-from refocused.models.build import transformers_config
-from refocused.shards.tokenizer_files import tokenizer_file
-from refocused.shards.tokenizers import BYTES, BYTES_VOCABULARY, TokenizerChoice
+from refocused.config.model_shape import load_shape
+from refocused.evaluate.generation import generate
+from refocused.evaluate.load_model import LoadedModel
+from refocused.evaluate.model_weights import network_class
+from refocused.evaluate.sampling import Sampling
+from refocused.models.families import transformers_config
+from refocused.tokenizers.encoders import BYTES, BYTES_VOCABULARY, TokenizerChoice
+from refocused.tokenizers.tokenizer import as_transformers
+from refocused.tokenizers.tokenizer_json import tokenizer_file
 
 PROMPTS = ["def main(", "import os", "a", "for line in file:", "class Bucket:", "x = 1", "#", "if "]
 COLUMNS = (

@@ -129,16 +129,16 @@ def import_alone(_step: Path, _out: Path) -> None:
     """Import what an export imports, its model's class among it."""
     import transformers
 
-    import refocused.inference.export  # noqa: F401
+    import refocused.evaluate.export  # noqa: F401
 
     transformers.GPT2LMHeadModel, transformers.GPTNeoXForCausalLM, transformers.GenerationConfig  # noqa: B018
 
 
 def export(step: Path, out: Path, *, compare: bool) -> float:
     """Export a step; return the size of its largest tensor in float32, in MiB."""
-    from refocused.checkpoints.step_directory import read_step
-    from refocused.inference.export import export_step
-    from refocused.inference.model_weights import open_model_weights
+    from refocused.checkpoints.step.step_directory import read_step
+    from refocused.evaluate.export import export_step
+    from refocused.evaluate.model_weights import open_model_weights
 
     weights = open_model_weights(read_step(step))
     export_step(weights, out, tokenizer=None, compare=compare)

@@ -155,8 +155,8 @@ def measure_loader(name: str, work: Path) -> Record:
 
 def measure_parts() -> Record:
     """Time the order over 25.2 million windows, and the assembly of one batch of 16 x 2048."""
-    from refocused.batches.order import Order
-    from refocused.batches.windows import WindowRange
+    from refocused.data.order.window_order import Order
+    from refocused.data.order.windows import WindowRange
 
     ranges = [WindowRange(number, 0, 32_768) for number in range(769)]
     numbers = np.arange(64 * 512).reshape(64, 512)
@@ -179,8 +179,8 @@ def _assembly_s() -> float:
     """Return the time of one batch of 16 windows of 2048 tokens out of 16 open shards."""
     import tempfile
 
-    from refocused.batches.batch import BatchReader
-    from refocused.shards.token_file import TokenFile
+    from refocused.data.cache.token_file import TokenFile
+    from refocused.data.loader.batch import BatchReader
 
     draw = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:

@@ -60,8 +60,6 @@ class Ours:
 
     def prepare(self, work: Path) -> None:
         """Make the files, and fetch them once, so that the index is present."""
-        from refocused.training import data  # noqa: F401 - its import is not construction
-
         self._source, self._cache = npy_folder(work), work / "cache"
         if not self._cache.exists():
             for _ in itertools.islice(self.open(0), STEPS_OF_EPOCH):
@@ -73,11 +71,11 @@ class Ours:
 
     def open(self, state: int) -> Iterator[Pair]:
         """Build the data part of a run and read from a position."""
-        from refocused.batches.position import Position
         from refocused.config.batch_plan import BatchPlan
         from refocused.config.data import DataConfig
-        from refocused.training.data import build_data
-        from refocused.world import World
+        from refocused.data.order.position import Position
+        from refocused.system.world import World
+        from refocused.train.lifecycle.open_data import build_data
 
         parts = build_data(
             DataConfig(source=str(self._source), cache=str(self._cache)),
@@ -107,8 +105,6 @@ class OursFirstPass(Ours):
 
     def prepare(self, work: Path) -> None:
         """Make the files and forget what an earlier pass left."""
-        from refocused.training import data  # noqa: F401
-
         self._source, self._cache = npz_folder(work), work / "cache_of_npz"
         shutil.rmtree(self._cache, ignore_errors=True)
 

@@ -11,9 +11,9 @@ from long_context import Promise, cost
 from measuring import Record
 from torch import Tensor, nn
 
-from refocused.models.causal_convolution import causal_convolution
-from refocused.models.resonance import ResonanceBlock, ResonanceConfig
-from refocused.models.resonators import ring_on, silence
+from refocused.models.resonance.convolution import causal_convolution
+from refocused.models.resonance.resonance import ResonanceBlock, ResonanceConfig
+from refocused.models.resonance.resonators import ring_on, silence
 
 CONVOLVED = (1, 32768, 256)  # batch, tokens, channels
 WIDTH, HEADS, RESONATORS = 384, 6, 64

@@ -11,9 +11,9 @@ from long_context_resonance import AGAINST_ATTENTION, LENGTHS, WIDTH, attention
 from measuring import Record
 from torch import Tensor
 
-from refocused.models.ten_cells import TenMixer
-from refocused.models.ten_scan import chunked_scan, powers
-from refocused.models.ten_spectrum import initial_spectrum
+from refocused.models.ten.cells import TenMixer
+from refocused.models.ten.scan import chunked_scan, powers
+from refocused.models.ten.ten_spectrum import initial_spectrum
 
 SCANNED = (1, 32768, 128)  # batch, tokens, modes
 CHUNK, EIGENSTATES = 64, 64

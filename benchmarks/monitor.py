@@ -30,10 +30,10 @@ from measuring import ROOT, Column, Record, say, table, write_report
 from monitor_screen import cpu_seconds, resident_mib, screen_cost
 from monitor_steps import LOG_STEPS, step_cost
 
-from refocused.monitoring.records import JsonLines, write_state
-from refocused.monitoring.sampler_process import start_sampler
-from refocused.monitoring.sampler_settings import SamplerSettings
-from refocused.process_identity import identify
+from refocused.metrics.jsonl import JsonLines, write_state
+from refocused.monitor.sampler.sampler_process import start_sampler
+from refocused.monitor.sampler.start_sampler import SamplerSettings
+from refocused.system.process_identity import identify
 
 sys.path.insert(0, str(ROOT / "tests" / "monitoring"))
 

@@ -27,26 +27,26 @@ from measuring import Record, say
 from step import alone
 from step_contenders import FLOAT32, OPTIMIZER, Setup, settings_of
 
-from refocused import logs
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import ScheduleConfig
 from refocused.config.outputs import TrackingConfig
-from refocused.engine.build import build_engine
+from refocused.engine.build_engine import build_engine
 from refocused.engine.engine import Engine
+from refocused.metrics.step_phases import step_phases
+from refocused.metrics.throughput import Throughput
+from refocused.metrics.time_book import TimeBook
+from refocused.metrics.trackers import Record as TrackerRecord
+from refocused.metrics.trackers import Tracker, Trackers
+from refocused.metrics.tracking import trackers_of
+from refocused.metrics.wandb_identity import WandbNote
 from refocused.models.causal_lm import counted_parameters
-from refocused.monitoring.step_phases import step_phases
-from refocused.monitoring.throughput import Throughput
-from refocused.monitoring.time_book import TimeBook
-from refocused.monitoring.trackers import Record as TrackerRecord
-from refocused.monitoring.trackers import Tracker, Trackers
-from refocused.monitoring.wandb_identity import WandbNote
-from refocused.training.cadence import Cadence
-from refocused.training.finite_steps import FiniteSteps, StepTaken
-from refocused.training.reporter import Reporter
-from refocused.training.state import TrainState
-from refocused.training.step_figures import RunFigures
-from refocused.training.tracking import trackers_of
-from refocused.world import World
+from refocused.system import logs
+from refocused.system.world import World
+from refocused.train.step.cadence import Cadence
+from refocused.train.step.finite_steps import FiniteSteps, StepTaken
+from refocused.train.step.reporter import Reporter
+from refocused.train.step.state import TrainState
+from refocused.train.step.step_figures import RunFigures
 
 LOG_STEPS = 10  # as a run that says nothing of it
 OPEN_SECONDS, CLOSE_SECONDS = 90.0, 30.0  # that trackers may take

@@ -45,9 +45,9 @@ from step_contenders import Setup, Step, bare_torch, ours, trainer, transformers
 from torch import nn
 
 from refocused.config.model import ModelConfig
+from refocused.config.model_shape import shape_from
 from refocused.config.optimization import BatchConfig, PrecisionConfig, ZeroSettings
-from refocused.config.shape import shape_from
-from refocused.estimate.choice import choose
+from refocused.estimate.memory_plan import choose
 from refocused.models.head_loss import LossHead
 
 WORK = Path("/tmp/refocused-benchmarks")

@@ -32,8 +32,8 @@ import torch
 from measuring import Column, Record, say, table, write_report
 from torch import Tensor
 
-from refocused.models.build import build_model
 from refocused.models.causal_lm import CausalLM, counted_parameters
+from refocused.models.families import build_model
 
 LENGTH, PASSAGE, ASKING = 2048, 512, 512
 KINDS, VALUES, NOISES = 4, 8, 64

@@ -84,12 +84,12 @@ def make_model(folder: Path, *, preset: str, bpe_folder: Path) -> None:
     import torch
 
     from refocused.config.files import find_config
-    from refocused.config.shape import load_shape
-    from refocused.inference.model_weights import network_class
-    from refocused.inference.tokenizer import as_transformers
-    from refocused.models.build import transformers_config
-    from refocused.shards.tokenizer_files import tokenizer_file
-    from refocused.shards.tokenizers import TokenizerChoice
+    from refocused.config.model_shape import load_shape
+    from refocused.evaluate.model_weights import network_class
+    from refocused.models.families import transformers_config
+    from refocused.tokenizers.encoders import TokenizerChoice
+    from refocused.tokenizers.tokenizer import as_transformers
+    from refocused.tokenizers.tokenizer_json import tokenizer_file
 
     say(f"Writing a {preset} with random weights")
     shape = load_shape(find_config("models", preset))
@@ -103,10 +103,10 @@ def make_model(folder: Path, *, preset: str, bpe_folder: Path) -> None:
 
 def ours(folder: Path, arguments: argparse.Namespace) -> Record:
     """Let `evaluate` score the items."""
-    from refocused.inference.evaluation import Evaluation, Settings
-    from refocused.inference.model import load_model
-    from refocused.inference.tasks import TaskFile
-    from refocused.world import World
+    from refocused.evaluate.load_model import load_model
+    from refocused.evaluate.score_model import Evaluation, Settings
+    from refocused.evaluate.tasks import TaskFile
+    from refocused.system.world import World
 
     model = load_model(folder, dtype="fp32")
     task = TaskFile("hellaswag", "hellaswag", arguments.items)
@@ -126,7 +126,7 @@ def harness(folder: Path, arguments: argparse.Namespace) -> Record:
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.models.huggingface import HFLM
 
-    from refocused.inference.tasks import TaskFile, read_questions
+    from refocused.evaluate.tasks import TaskFile, read_questions
 
     asked = read_questions(
         TaskFile("hellaswag", "hellaswag", arguments.items), limit=arguments.limit

@@ -26,8 +26,8 @@ import numpy as np
 from measuring import Column, Record, medians, table, write_report
 from numpy.typing import NDArray
 
-from refocused.batches.order import Order
-from refocused.batches.windows import WindowRange
+from refocused.data.order.window_order import Order
+from refocused.data.order.windows import WindowRange
 
 SHARD_WINDOWS = 48_828  # of 2,048 tokens in a shard of 100 M
 BLOCKS = (1, 4, 16, 100)

@@ -21,7 +21,7 @@ from clocks import CpuClock, timed_ms
 from measuring import ROOT, Column, Record, medians, say, table, write_report
 from step_contenders import Setup, Step, bare_deepspeed, bare_torch, ours
 
-from refocused.world import World, join_world
+from refocused.system.world import World, join_world
 
 sys.path.insert(0, str(ROOT / "tests"))
 

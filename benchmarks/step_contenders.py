@@ -16,15 +16,15 @@ from torch import Tensor
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.deepspeed import deepspeed_config
 from refocused.config.model import ModelConfig
+from refocused.config.model_shape import shape_from
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
-from refocused.config.shape import shape_from
-from refocused.engine.build import build_engine, set_product_precision
+from refocused.engine.build_engine import build_engine, set_product_precision
 from refocused.engine.compiled import DTYPES, CompileChoice, compile_blocks
 from refocused.engine.optimizer import build_optimizer
-from refocused.models.build import build_model, transformers_config
 from refocused.models.causal_lm import CausalLM, counted_parameters
+from refocused.models.families import build_model, transformers_config
 from refocused.models.fp8 import compute_in_fp8
-from refocused.world import World
+from refocused.system.world import World
 
 Step = Callable[[], None]
 OPTIMIZER = OptimizerConfig(lr=1e-4)
@@ -123,8 +123,8 @@ def ours(
 
     What computes attention and blocks is added to `told`.
     """
-    from refocused.training.finite_steps import FiniteSteps, StepTaken
-    from refocused.training.mixing import choose_mixing
+    from refocused.models.mixing import choose_mixing
+    from refocused.train.step.finite_steps import FiniteSteps, StepTaken
 
     set_product_precision(setup.precision)
     model = setup.model()

@@ -101,8 +101,8 @@ def train(name: str, freed: str, *, steps: int) -> None:
     from step_contenders import Setup, ours
 
     from refocused.estimate.host import HostPlan
-    from refocused.training.garbage import keep_freed_memory
-    from refocused.world import join_world
+    from refocused.system.world import join_world
+    from refocused.train.step.garbage_collection import keep_freed_memory
 
     world = join_world("cpu")
     step = ours(Setup(accumulation=1, **SETUPS[name]), 3, world)

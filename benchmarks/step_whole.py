@@ -27,7 +27,7 @@ from measuring import CLOCK_TICKS, Column, Record, medians, table, write_report
 from step import SETUPS, alone
 from step_contenders import OPTIMIZER, Setup, Step, bare_deepspeed
 
-from refocused.world import World
+from refocused.system.world import World
 
 FIRST_PASSES = 5  # not counted: torch and DeepSpeed allocate
 SAVE_INTERVAL = 50
@@ -105,12 +105,12 @@ def train_whole(
     setup: Setup, stage: int, folder: Path, world: World, *, steps: int, turns: Turns
 ) -> None:
     """Train as the command does, in this process."""
-    from refocused.config.decode import load_run
-    from refocused.training import loop
-    from refocused.training.fetching import fetch_together
-    from refocused.training.job import Request
-    from refocused.training.run import run
-    from refocused.training.session import begin_session
+    from refocused.config.load_run import load_run
+    from refocused.train.lifecycle.job import Request
+    from refocused.train.lifecycle.run import run
+    from refocused.train.lifecycle.session import begin_session
+    from refocused.train.step import loop
+    from refocused.train.step.guards import fetch_together
 
     _write_tokens(folder / "tokens", setup, windows=2 * steps * setup.micro * setup.accumulation)
     loaded = load_run(_run_file(setup, stage, folder, steps=steps))

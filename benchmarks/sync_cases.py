@@ -14,8 +14,8 @@ from shaped_store import BUCKET, asked_for
 from token_samples import SEQUENCE_LENGTH, SHARD_TOKENS, VOCABULARY
 
 if TYPE_CHECKING:
-    from refocused.shards.cache import ShardCache
-    from refocused.shards.manifest import Manifest
+    from refocused.data.cache.cache import ShardCache
+    from refocused.data.manifest.shard_manifest import Manifest
 
 URL = f"gs://{BUCKET}"
 RANKS = 8
@@ -59,7 +59,7 @@ def ours_through_the_cache(folder: Path) -> Record:
     from google.cloud import storage  # noqa: F401
 
     from refocused.bucket.gcs import GcsBucket  # noqa: F401
-    from refocused.shards.cache import ShardCache  # noqa: F401
+    from refocused.data.cache.cache import ShardCache  # noqa: F401
 
     def sync() -> None:
         with _opened_cache(folder, fetches=True) as (cache, manifest):
@@ -114,11 +114,11 @@ def gcsfs(folder: Path) -> Record:
 
 def loop(folder: Path) -> Record:
     """Train on nothing: take a step's batches, then sleep as long as a step computes."""
-    from refocused.batches.loader import Loader
-    from refocused.batches.order import Order
-    from refocused.batches.position import Position
-    from refocused.batches.windows import split_windows
     from refocused.config.batch_plan import BatchPlan
+    from refocused.data.loader.loader import Loader
+    from refocused.data.order.position import Position
+    from refocused.data.order.window_order import Order
+    from refocused.data.order.windows import split_windows
 
     with _opened_cache(folder, fetches=True) as (cache, manifest):
         split = split_windows(manifest, sequence_length=SEQUENCE_LENGTH)
@@ -180,8 +180,8 @@ def _opened_cache(folder: Path, *, fetches: bool) -> Iterator[tuple[ShardCache, 
     """Open a cache over the store, its manifest built as a run does it."""
     from refocused.bucket.gcs import GcsBucket
     from refocused.config.data import DataConfig
-    from refocused.shards.cache import ShardCache
-    from refocused.shards.manifest import build_manifest
+    from refocused.data.cache.cache import ShardCache
+    from refocused.data.manifest.shard_manifest import build_manifest
 
     data = DataConfig(source=URL, fetch_threads=8)
     bucket = GcsBucket(URL)

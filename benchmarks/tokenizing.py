@@ -136,10 +136,10 @@ def _measure_tiktoken(path: Path, folder: Path) -> Record:
 
 
 def _measure_ours(path: Path, folder: Path) -> Record:
-    from refocused.shards.text_documents import Reading
-    from refocused.shards.text_inputs import find_inputs, plan_tasks
-    from refocused.shards.tokenize_task import TaskSettings, Worker
-    from refocused.shards.tokenizers import TokenizerChoice
+    from refocused.prepare.text_documents import Reading
+    from refocused.prepare.text_inputs import find_inputs, plan_tasks
+    from refocused.prepare.tokenize_worker import TaskSettings, Worker
+    from refocused.tokenizers.encoders import TokenizerChoice
 
     choice = TokenizerChoice("gpt2", bpe_folder=folder)
     with tempfile.TemporaryDirectory() as results:
@@ -211,7 +211,7 @@ def _in_millions(rows: dict[str, Record]) -> dict[str, Record]:
 
 def _kill_tests(kills: int) -> None:
     """Run the tests that kill tokenising and syncing at random moments."""
-    tests = ["tests/shards/test_tokenize_kills.py", "tests/shards/test_folder_sync.py"]
+    tests = ["tests/prepare/test_tokenize_kills.py", "tests/prepare/test_folder_sync.py"]
     subprocess.run(
         [sys.executable, "-m", "pytest", *tests, "-k", "kill", "--timeout", "3000"],
         env={**os.environ, "REFOCUSED_KILLS": str(kills)},

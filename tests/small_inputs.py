@@ -20,17 +20,17 @@ import torch
 from pyarrow import parquet
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from refocused.checkpoints.manifest import parse_manifest
-from refocused.config.decode import read_run
-from refocused.config.shape import load_shape
-from refocused.errors import RefocusedError
-from refocused.inference.tasks import TaskFile, read_questions
-from refocused.monitoring.tail import read_small
-from refocused.shards.tensor_header import read_tensor_header
-from refocused.shards.text_documents import Reading, pieces
-from refocused.shards.text_inputs import Span
-from refocused.shards.tokenizers import FileTokenizer
-from refocused.state_files import read_state
+from refocused.checkpoints.step.checkpoint_manifest import parse_manifest
+from refocused.config.load_run import read_run
+from refocused.config.model_shape import load_shape
+from refocused.data.formats.tensor_header import read_tensor_header
+from refocused.engine.state_files import read_state
+from refocused.evaluate.tasks import TaskFile, read_questions
+from refocused.metrics.tail import read_small
+from refocused.prepare.text_documents import Reading, pieces
+from refocused.prepare.text_inputs import Span
+from refocused.system.errors import RefocusedError
+from refocused.tokenizers.encoders import FileTokenizer
 
 ROOM_BYTES = 1_000_000_000  # above what the imports take
 MIB = b"a" * 2**20

@@ -8,7 +8,7 @@ from ranks import ROOT
 from xdist.scheduler import LoadScopeScheduling
 
 # Steps that real ranks save, once for all tests of what becomes of a step.
-OF_ONE_WORKER = "tests/inference/"
+OF_ONE_WORKER = "tests/evaluate/"
 
 
 class Spread(LoadScopeScheduling):  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """Whatever a file from outside holds, its reader returns or raises a named error.
 
-The headers of token files have a fuzzer of their own, `shards/header_fuzz.py`. The examples are
+The headers of token files have a fuzzer of their own, `data/header_fuzz.py`. The examples are
 the same at each run; REFOCUSED_FUZZ=5000 draws that many new ones for each test.
 """
 
@@ -21,23 +21,32 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from refocused.checkpoints.branches import recorded_branch
-from refocused.checkpoints.manifest import CheckpointManifest, parse_manifest, parse_marker
-from refocused.checkpoints.step_contents import checked_trainer
-from refocused.checkpoints.step_directory import read_mapping
-from refocused.config.decode import load_run
+from refocused.checkpoints.resume.step_contents import checked_trainer
+from refocused.checkpoints.step.branches import recorded_branch
+from refocused.checkpoints.step.checkpoint_manifest import (
+    CheckpointManifest,
+    parse_manifest,
+    parse_marker,
+)
+from refocused.checkpoints.step.step_directory import read_mapping
 from refocused.config.fragment import fragment_problems, read_fragment
-from refocused.config.shape import load_shape
-from refocused.errors import RefocusedError
-from refocused.inference.tasks import FORMS, TaskFile, read_questions
-from refocused.monitoring.run_view_files import RunFollower
-from refocused.shards.manifest import Manifest, Shard, manifest_from_json, manifest_to_json
-from refocused.shards.text_documents import Reading, pieces
-from refocused.shards.text_inputs import Span
-from refocused.shards.tokenizer_files import check_vocabulary, tokenizer_file
-from refocused.shards.tokenizers import BYTES, FileTokenizer, TokenizerChoice
-from refocused.state_files import read_state
-from refocused.training.state import TrainState
+from refocused.config.load_run import load_run
+from refocused.config.model_shape import load_shape
+from refocused.data.manifest.shard_manifest import (
+    Manifest,
+    Shard,
+    manifest_from_json,
+    manifest_to_json,
+)
+from refocused.engine.state_files import read_state
+from refocused.evaluate.tasks import FORMS, TaskFile, read_questions
+from refocused.monitor.run_view_files import RunFollower
+from refocused.prepare.text_documents import Reading, pieces
+from refocused.prepare.text_inputs import Span
+from refocused.system.errors import RefocusedError
+from refocused.tokenizers.encoders import BYTES, FileTokenizer, TokenizerChoice
+from refocused.tokenizers.tokenizer_json import check_vocabulary, tokenizer_file
+from refocused.train.step.state import TrainState
 
 MORE = os.environ.get("REFOCUSED_FUZZ")
 fuzzed = settings(

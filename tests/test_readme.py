@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from data.text_samples import tiny_bpe
 from ranks import ROOT, metrics
-from shards.text_samples import tiny_bpe
 
 from refocused.config.data import DataConfig
 

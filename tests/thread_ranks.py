@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from refocused.errors import RefocusedError
-from refocused.world import World
+from refocused.system.errors import RefocusedError
+from refocused.system.world import World
 
 T = TypeVar("T")
 PATIENCE_S = 20.0

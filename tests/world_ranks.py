@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from refocused.errors import BucketError, RefocusedError, ShardError
-from refocused.world import join_world, lost_connection
+from refocused.system.errors import BucketError, RefocusedError, ShardError
+from refocused.system.world import join_world, lost_connection
 
 
 def told(action: Callable[[], Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
-from refocused.errors import BucketError
+from refocused.system.errors import BucketError
 
 LONGEST_PART_BYTES = 250  # of a name; file systems take 255, and local forms append a suffix
 TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{32}\.part")  # no object may have such a name

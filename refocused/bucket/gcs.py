@@ -9,15 +9,15 @@ from pathlib import Path
 
 from refocused.bucket.bucket import BlobInfo, checked_name
 from refocused.bucket.checksum import extended_crc32c
-from refocused.bucket.google_connection import GoogleConnection
-from refocused.bucket.google_faults import RefusedRequestError, fault_types
-from refocused.bucket.google_requests import GoogleRequests
+from refocused.bucket.gcs_client import GoogleConnection
+from refocused.bucket.gcs_errors import RefusedRequestError, fault_types
+from refocused.bucket.gcs_requests import GoogleRequests
 from refocused.bucket.google_upload import Content, bytes_content, file_content, store
 from refocused.bucket.media import read_media, stream_media
-from refocused.bucket.part_file import PartFile, require_space
+from refocused.bucket.partial_files import PartFile, require_space
 from refocused.bucket.retry import Fault, RetryPolicy
 from refocused.bucket.stored import crc32c_of_bytes, with_checksum
-from refocused.errors import BucketError
+from refocused.system.errors import BucketError
 
 _PAGE_OBJECTS = 1000  # the most that one page of a listing holds
 _FRESH_STARTS = 3  # after bytes that do not match their checksum

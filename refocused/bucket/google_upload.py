@@ -9,11 +9,11 @@ from typing import Any
 
 from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.checksum import crc32c_of, crc32c_to_base64, extended_crc32c
-from refocused.bucket.google_faults import RefusedRequestError
-from refocused.bucket.google_requests import ONCE, TIMEOUT_S, GoogleRequests
-from refocused.bucket.part_file import disk_errors
+from refocused.bucket.gcs_errors import RefusedRequestError
+from refocused.bucket.gcs_requests import ONCE, TIMEOUT_S, GoogleRequests
+from refocused.bucket.partial_files import disk_errors
 from refocused.bucket.resumable_upload import ResumableUpload
-from refocused.errors import BucketError
+from refocused.system.errors import BucketError
 
 _SMALL_BYTES = 8 * 1024 * 1024  # sent in one request
 _FRESH_STARTS = 3  # after bytes that the store refused as damaged

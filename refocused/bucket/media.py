@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from refocused.bucket.google_requests import TIMEOUT_S, GoogleRequests
+from refocused.bucket.gcs_requests import TIMEOUT_S, GoogleRequests
 
 PIECE_BYTES = 256 * 1024
 _OK, _PARTIAL = 200, 206

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from refocused.bucket.bucket import checked_name
-from refocused.bucket.part_file import disk_errors, existing_folder
-from refocused.errors import BucketError
+from refocused.bucket.partial_files import disk_errors, existing_folder
+from refocused.system.errors import BucketError
 
 
 def object_files(names: Iterable[str], folder: Path, *, where: str) -> dict[str, Path]:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from refocused.bucket.google_faults import fault_of, fault_of_response, fault_types
-from refocused.bucket.part_file import disk_errors
+from refocused.bucket.gcs_errors import fault_of, fault_of_response, fault_types
+from refocused.bucket.partial_files import disk_errors
 from refocused.bucket.retry import Attempts, Fault
-from refocused.errors import BucketError
+from refocused.system.errors import BucketError
 
 # Multiples of 256 KiB, as the protocol requires. A connection that is cut before a chunk is
 # through makes no progress where the store keeps nothing of it: the chunks then get smaller, and

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable
 
-from refocused.errors import BucketError
+from refocused.system.errors import BucketError
 
 logger = logging.getLogger(__name__)
 

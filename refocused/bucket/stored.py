@@ -6,7 +6,7 @@ import os
 
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.checksum import extended_crc32c
-from refocused.bucket.part_file import disk_errors
+from refocused.bucket.partial_files import disk_errors
 
 READ_BYTES = 8 * 1024 * 1024  # of one request
 SAMPLED_BLOCKS, SAMPLED_BLOCK_BYTES = 8, 16 * 1024

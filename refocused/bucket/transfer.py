@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from refocused.bucket.bucket import BlobInfo, Bucket, checked_name
 from refocused.bucket.object_files import object_files
-from refocused.bucket.part_file import disk_errors, part_path, require_space
-from refocused.errors import BucketError
+from refocused.bucket.partial_files import disk_errors, part_path, require_space
+from refocused.system.errors import BucketError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from refocused.errors import ConfigError, ExitCode
+from refocused.system.errors import ConfigError, ExitCode
 
 SILENT_RANK_SECONDS = 3.0  # the launcher kills everybody once one rank ends: rank 0 speaks first
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from refocused.commands.arguments import Parser
 from refocused.commands.local_steps import brought_here
-from refocused.commands.run_catalog import (
+from refocused.commands.run_selection import (
     FoundStep,
     add_local_option,
     add_run_options,
@@ -18,9 +18,9 @@ from refocused.commands.run_catalog import (
 )
 
 if TYPE_CHECKING:
-    from refocused.checkpoints.comparison import Comparison, Difference, LossChange
-    from refocused.checkpoints.step_contents import StepContents
-    from refocused.inference.weight_norms import NormChange
+    from refocused.checkpoints.resume.comparison import Comparison, Difference, LossChange
+    from refocused.checkpoints.resume.step_contents import StepContents
+    from refocused.evaluate.weight_norms import NormChange
 
 
 def add_compare_arguments(parser: Parser) -> None:
@@ -39,8 +39,8 @@ def add_compare_arguments(parser: Parser) -> None:
 
 def run_compare(arguments: argparse.Namespace) -> int:
     """Show how two steps differ."""
-    from refocused.checkpoints.comparison import compare
-    from refocused.checkpoints.step_contents import read_contents
+    from refocused.checkpoints.resume.comparison import compare
+    from refocused.checkpoints.resume.step_contents import read_contents
 
     found = find_steps([arguments.a, arguments.b], arguments)
     a, b = (read_contents(step.catalog, step.entry) for step in found)
@@ -56,8 +56,8 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 def _weights(found: Sequence[FoundStep], requests: Sequence[str]) -> list[NormChange]:
     """Bring both steps here and compare their tensors."""
-    from refocused.inference.weight_norms import norm_changes
-    from refocused.inference.weights import open_weights
+    from refocused.evaluate.weight_norms import norm_changes
+    from refocused.evaluate.weights import open_weights
 
     a, b = (
         open_weights(brought_here(step, must_be_copy="://" in request))

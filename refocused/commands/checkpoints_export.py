@@ -11,9 +11,9 @@ from pathlib import Path
 
 from refocused.commands.arguments import Parser
 from refocused.commands.local_steps import local_step
-from refocused.commands.quantities import duration_text, size_text
-from refocused.commands.run_catalog import add_local_option, add_run_options
-from refocused.errors import ConfigError, ExitCode
+from refocused.commands.output import duration_text, size_text
+from refocused.commands.run_selection import add_local_option, add_run_options
+from refocused.system.errors import ConfigError, ExitCode
 
 
 def add_export_arguments(parser: Parser) -> None:
@@ -47,10 +47,10 @@ def run_export(arguments: argparse.Namespace) -> int:
     """
     if arguments.out.expanduser().exists():
         raise ConfigError(f"{arguments.out} exists already. Remove it, or name another folder.")
-    from refocused.inference.export import export_step
-    from refocused.inference.model_weights import open_model_weights, tokenizer_of
-    from refocused.inference.onnx_file import require_onnx, write_onnx
-    from refocused.shards.tokenizers import TokenizerChoice
+    from refocused.evaluate.export import export_step
+    from refocused.evaluate.model_weights import open_model_weights, tokenizer_of
+    from refocused.evaluate.onnx_file import require_onnx, write_onnx
+    from refocused.tokenizers.encoders import TokenizerChoice
 
     named = arguments.tokenizer
     choice = None if named is None else TokenizerChoice(named, bpe_folder=arguments.bpe_folder)

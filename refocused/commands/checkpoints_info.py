@@ -9,14 +9,14 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from refocused.commands.arguments import Parser
-from refocused.commands.checkpoints_list import as_record
-from refocused.commands.quantities import age, count_text, duration_text, size_text
-from refocused.commands.run_catalog import add_local_option, add_run_options, find_step
+from refocused.commands.checkpoints_inspect import as_record
+from refocused.commands.output import age, count_text, duration_text, size_text
+from refocused.commands.run_selection import add_local_option, add_run_options, find_step
 
 if TYPE_CHECKING:
-    from refocused.checkpoints.catalog import Catalog, CatalogEntry
-    from refocused.checkpoints.manifest import CheckpointManifest
-    from refocused.checkpoints.step_contents import StepContents
+    from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
+    from refocused.checkpoints.resume.step_contents import StepContents
+    from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest
 
 
 def add_info_arguments(parser: Parser) -> None:
@@ -28,8 +28,8 @@ def add_info_arguments(parser: Parser) -> None:
 
 def run_info(arguments: argparse.Namespace) -> int:
     """Show one step; a broken one as far as it can be read."""
-    from refocused.checkpoints.step_contents import read_contents
-    from refocused.checkpoints.step_state import LEFT_BEHIND
+    from refocused.checkpoints.resume.step_contents import read_contents
+    from refocused.checkpoints.resume.step_state import LEFT_BEHIND
 
     found = find_step(arguments.step, arguments)
     readable = found.entry.usable or found.entry.bucket == LEFT_BEHIND

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser
-from refocused.commands.run_catalog import find_run
-from refocused.errors import ConfigError, ExitCode, RefocusedError
+from refocused.commands.run_selection import find_run
+from refocused.system.errors import ConfigError, ExitCode, RefocusedError
 
 if TYPE_CHECKING:
-    from refocused.monitoring.history import LossHistory, LossPoint
+    from refocused.metrics.history import LossHistory, LossPoint
 
 
 def add_plot_arguments(parser: Parser) -> None:
@@ -26,7 +26,7 @@ def add_plot_arguments(parser: Parser) -> None:
 
 def run_plot(arguments: argparse.Namespace) -> int:
     """Draw the losses, and say the last and the best."""
-    from refocused.monitoring.history_picture import draw_history
+    from refocused.monitor.screen.history_picture import draw_history
 
     run = find_run(arguments.run)
     out = arguments.out or run / "loss.png"
@@ -56,7 +56,7 @@ def run_plot(arguments: argparse.Namespace) -> int:
 
 
 def _history(run: Path) -> LossHistory:
-    from refocused.monitoring.history import METRICS_FILE, read_history
+    from refocused.metrics.history import METRICS_FILE, read_history
 
     file = run / METRICS_FILE
     try:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser
-from refocused.commands.quantities import count, size_text
-from refocused.commands.run_catalog import add_run_options, catalog_of, find_run, run_of
-from refocused.errors import BucketError, ConfigError, ExitCode
+from refocused.commands.output import count, size_text
+from refocused.commands.run_selection import add_run_options, catalog_of, find_run, run_of
+from refocused.system.errors import BucketError, ConfigError, ExitCode
 
 if TYPE_CHECKING:
-    from refocused.checkpoints.catalog import Catalog, CatalogEntry
-    from refocused.checkpoints.retention import KeptStep
+    from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
+    from refocused.checkpoints.step.retention import KeptStep
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,8 +80,8 @@ class PrunedPlace:
 
 def run_prune(arguments: argparse.Namespace) -> int:
     """Remove what retention does not keep; the exit code says whether all of it went."""
-    from refocused.checkpoints.retention import to_remove
-    from refocused.checkpoints.staging import bytes_below
+    from refocused.checkpoints.step.retention import to_remove
+    from refocused.checkpoints.step.staging import bytes_below
 
     place = _bucket(arguments) if arguments.remote else _disk(arguments)
     doomed = to_remove(place.steps, keep=arguments.keep)
@@ -109,9 +109,9 @@ def run_prune(arguments: argparse.Namespace) -> int:
 
 
 def _disk(arguments: argparse.Namespace) -> PrunedPlace:
-    from refocused.checkpoints.staging import remove_step, steps_set_aside
-    from refocused.checkpoints.step_directory import unused
-    from refocused.checkpoints.tiers import Tier
+    from refocused.checkpoints.step.staging import remove_step, steps_set_aside
+    from refocused.checkpoints.step.step_directory import unused
+    from refocused.checkpoints.step.tiers import Tier
 
     def remove(step: int) -> None:
         path = catalog.local / catalog.branch.name_of(step)
@@ -141,7 +141,7 @@ def _without_remote(arguments: argparse.Namespace) -> argparse.Namespace:
 
 
 def _bucket(arguments: argparse.Namespace) -> PrunedPlace:
-    from refocused.checkpoints.remote_retention import RemoteRetention
+    from refocused.checkpoints.mirror.remote_retention import RemoteRetention
 
     run = run_of(arguments)
     catalog = catalog_of(run, arguments)
@@ -164,15 +164,15 @@ def _bucket(arguments: argparse.Namespace) -> PrunedPlace:
 
 def _on_their_way(run: Path) -> list[int]:
     """Steps that the run's mirror is copying, or is about to."""
-    from refocused.checkpoints.mirror_status import MirrorFiles
+    from refocused.checkpoints.mirror.mirror_status import MirrorFiles
 
     status = MirrorFiles(run).read_status()
     return [*status.waiting, *status.skipped] if status is not None and status.alive else []
 
 
 def _kept_step(catalog: Catalog, entry: CatalogEntry) -> KeptStep:
-    from refocused.checkpoints.retention import KeptStep
-    from refocused.checkpoints.step_directory import is_in_use
+    from refocused.checkpoints.step.retention import KeptStep
+    from refocused.checkpoints.step.step_directory import is_in_use
 
     return KeptStep(
         step=entry.step,
@@ -186,8 +186,8 @@ def _kept_step(catalog: Catalog, entry: CatalogEntry) -> KeptStep:
 
 def _is_mirrored(catalog: Catalog, entry: CatalogEntry) -> bool:
     """Whether the bucket has all of this very save; a listing alone cannot tell it from another."""
-    from refocused.checkpoints.mirror_copy import marker_of
-    from refocused.checkpoints.step_directory import read_step
+    from refocused.checkpoints.mirror.copy_step import marker_of
+    from refocused.checkpoints.step.step_directory import read_step
 
     assert catalog.remote is not None  # asked for before
     if entry.bucket != "ok":
@@ -214,8 +214,8 @@ def _agreed(result: PruneResult, where: str) -> bool:
 
 
 def _remove(place: PrunedPlace, result: PruneResult) -> None:
-    from refocused.checkpoints.staging import bytes_below, remove_step
-    from refocused.checkpoints.step_directory import unused
+    from refocused.checkpoints.step.staging import bytes_below, remove_step
+    from refocused.checkpoints.step.step_directory import unused
 
     for step in list(result.removed):
         try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser
 from refocused.commands.progress_line import ProgressLine
-from refocused.commands.run_catalog import (
+from refocused.commands.run_selection import (
     add_local_option,
     add_run_options,
     catalog_of,
@@ -18,11 +18,11 @@ from refocused.commands.run_catalog import (
     listed,
     run_of,
 )
-from refocused.errors import CheckpointError, ExitCode
+from refocused.system.errors import CheckpointError, ExitCode
 
 if TYPE_CHECKING:
-    from refocused.checkpoints.catalog import Catalog, CatalogEntry
-    from refocused.checkpoints.verify import FileProblem
+    from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
+    from refocused.checkpoints.step.verify import FileProblem
 
 _NAMED = 10
 
@@ -129,9 +129,9 @@ def _check(
 def _local_problems(
     catalog: Catalog, entry: CatalogEntry, *, deep: bool, read: Callable[[int], None]
 ) -> list[FileProblem]:
-    from refocused.checkpoints.manifest import MANIFEST
-    from refocused.checkpoints.step_directory import read_step
-    from refocused.checkpoints.verify import FileProblem, unreadable, verify
+    from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
+    from refocused.checkpoints.step.step_directory import read_step
+    from refocused.checkpoints.step.verify import FileProblem, unreadable, verify
 
     try:
         step = read_step(catalog.local / entry.name)
@@ -149,9 +149,9 @@ def _local_problems(
 
 def _bucket_problems(catalog: Catalog, entry: CatalogEntry, *, deep: bool) -> list[FileProblem]:
     from refocused.bucket.checksum import crc32c_of
-    from refocused.checkpoints.manifest import MANIFEST
-    from refocused.checkpoints.remote_verify import verify_remote
-    from refocused.checkpoints.verify import FileProblem
+    from refocused.checkpoints.mirror.remote_verify import verify_remote
+    from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
+    from refocused.checkpoints.step.verify import FileProblem
 
     assert catalog.remote is not None  # it has the step
     problems = verify_remote(catalog.remote, entry.name, deep=deep)

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Once, Parser, quiet_on_a_closed_pipe, split_overrides
+from refocused.commands.output import count, duration_text
 from refocused.commands.places import add_credentials, place
-from refocused.commands.quantities import count, duration_text
-from refocused.errors import BucketError, ExitCode, RefocusedError, ShardError
+from refocused.system.errors import BucketError, ExitCode, RefocusedError, ShardError
 
 if TYPE_CHECKING:
     from refocused.doctor.examination import Examinee
@@ -65,12 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What is tried again is a matter of the finding; without a handler it would be printed amid.
     logging.getLogger("refocused").addHandler(logging.NullHandler())
     try:
-        from refocused.config.decode import load_run
+        from refocused.config.load_run import load_run
 
         overrides = split_overrides(arguments.overrides)
         loaded = load_run(arguments.config, overrides, name=arguments.run)
+        from refocused.data.manifest.vocabulary import decide_vocabulary
         from refocused.doctor.examination import Examinee
-        from refocused.shards.vocabulary import decide_vocabulary
 
         with contextlib.suppress(BucketError, ShardError):  # a finding says it later
             loaded = decide_vocabulary(loaded, lambda url: place(url, arguments))

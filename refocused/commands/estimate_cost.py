@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Once, Parser, quiet_on_a_closed_pipe, split_overrides
-from refocused.commands.quantities import count, positive
+from refocused.commands.output import count, positive
 from refocused.commands.verbs import run_one
-from refocused.errors import ConfigError, ExitCode, ShardError
+from refocused.system.errors import ConfigError, ExitCode, ShardError
 
 if TYPE_CHECKING:
     from refocused.commands.run_estimate import Estimate
@@ -68,9 +68,9 @@ def run_estimate_cost(arguments: argparse.Namespace) -> int:
         return _measure(arguments)
     from refocused.commands.estimate_text import estimate_lines
     from refocused.commands.run_estimate import estimate
-    from refocused.config.decode import load_run
+    from refocused.config.load_run import load_run
     from refocused.config.prices import read_prices
-    from refocused.shards.vocabulary import decide_vocabulary
+    from refocused.data.manifest.vocabulary import decide_vocabulary
 
     loaded = load_run(arguments.config, split_overrides(arguments.overrides))
     try:
@@ -95,7 +95,7 @@ def run_estimate_cost(arguments: argparse.Namespace) -> int:
 
 def _remedy(found: Estimate) -> str | None:
     """Return what makes a run fit its GPUs' memory; None: it fits as it is."""
-    from refocused.doctor.plan import fitting_on_gpus
+    from refocused.doctor.run_fits import fitting_on_gpus
 
     main = found.main
     if main.fits or main.choice is None:
@@ -110,8 +110,8 @@ def _measure(arguments: argparse.Namespace) -> int:
     import time
 
     from refocused.commands.estimate_text import measured_lines
-    from refocused.commands.run_catalog import find_run
     from refocused.commands.run_measured import measure
+    from refocused.commands.run_selection import find_run
 
     if arguments.overrides or arguments.sweep or arguments.gpus or arguments.gpu:
         raise ConfigError(

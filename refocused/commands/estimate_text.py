@@ -6,8 +6,8 @@ import datetime
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from refocused.commands.quantities import count_text, size_text
-from refocused.monitoring.metrics import duration
+from refocused.commands.output import count_text, size_text
+from refocused.metrics.step_metrics import duration
 
 if TYPE_CHECKING:
     from refocused.commands.run_estimate import Estimate, OnGpus

@@ -20,21 +20,21 @@ from refocused.commands.evaluation_options import (
     tasks_of,
 )
 from refocused.commands.local_steps import model_source
-from refocused.commands.run_catalog import (
+from refocused.commands.run_selection import (
     add_local_option,
     add_run_options,
     catalog_of,
     listed,
     run_of,
 )
-from refocused.errors import CheckpointError, ConfigError, ExitCode, RefocusedError
+from refocused.system.errors import CheckpointError, ConfigError, ExitCode, RefocusedError
 
 if TYPE_CHECKING:
-    from refocused.inference.evaluation import TimedResult
-    from refocused.inference.multiple_choice import Measure
-    from refocused.inference.safetensors_files import Dtype
-    from refocused.inference.speed import SpeedRow
-    from refocused.world import World
+    from refocused.evaluate.comparison import SpeedRow
+    from refocused.evaluate.multiple_choice import Measure
+    from refocused.evaluate.safetensors_files import Dtype
+    from refocused.evaluate.score_model import TimedResult
+    from refocused.system.world import World
 
 
 def add_compare_arguments(parser: Parser) -> None:
@@ -108,7 +108,7 @@ def _by_tasks(arguments: argparse.Namespace) -> int:
 
 def _show_scores(found: Mapping[str, Evaluated], arguments: argparse.Namespace) -> None:
     """Print all scores, then draw them."""
-    from refocused.inference.comparison_pictures import draw_scores
+    from refocused.evaluate.comparison_pictures import draw_scores
 
     rows = {request: _measures(one.results) for request, one in found.items()}
     if arguments.json:
@@ -161,8 +161,8 @@ def _score_lines(rows: Mapping[str, Mapping[str, Measure]]) -> list[list[str]]:
 
 
 def _by_speed(arguments: argparse.Namespace) -> int:
-    from refocused.inference.comparison_pictures import draw_speed
-    from refocused.inference.speed import measure_speed
+    from refocused.evaluate.comparison import measure_speed
+    from refocused.evaluate.comparison_pictures import draw_speed
 
     if not arguments.models:
         raise ConfigError(
@@ -216,9 +216,9 @@ def network_of(
     import torch
 
     from refocused.config.files import find_config
-    from refocused.config.shape import load_shape
-    from refocused.inference.model import load_model
-    from refocused.inference.speed import random_network
+    from refocused.config.model_shape import load_shape
+    from refocused.evaluate.comparison import random_network
+    from refocused.evaluate.load_model import load_model
 
     try:
         file = find_config("models", request)

@@ -22,14 +22,14 @@ from refocused.commands.evaluation_options import (
     tokenizer_choice,
 )
 from refocused.commands.local_steps import model_source
-from refocused.commands.run_catalog import add_local_option, add_run_options
-from refocused.errors import ExitCode
+from refocused.commands.run_selection import add_local_option, add_run_options
+from refocused.system.errors import ExitCode
 
 if TYPE_CHECKING:
-    from refocused.inference.evaluation import TimedResult
-    from refocused.inference.model import LoadedModel
-    from refocused.inference.tasks import TaskFile
-    from refocused.world import World
+    from refocused.evaluate.load_model import LoadedModel
+    from refocused.evaluate.score_model import TimedResult
+    from refocused.evaluate.tasks import TaskFile
+    from refocused.system.world import World
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,8 +104,8 @@ def evaluated(
     Raises:
         RefocusedError: On every rank: there is no such model, or it cannot take a task.
     """
-    from refocused.inference.evaluation import Evaluation
-    from refocused.inference.model import load_model, untrained
+    from refocused.evaluate.load_model import load_model, untrained
+    from refocused.evaluate.score_model import Evaluation
 
     source = world.first_does(lambda: model_source(request, arguments))
     dtype = dtype_of(arguments, world)

@@ -14,8 +14,8 @@ from refocused.commands.evaluate_compare import (
     network_of,
     picture_record,
 )
-from refocused.commands.run_catalog import add_local_option, add_run_options
-from refocused.errors import ExitCode
+from refocused.commands.run_selection import add_local_option, add_run_options
+from refocused.system.errors import ExitCode
 
 ROW = "{:<32} {:>6} {:>28} {:>28}"
 
@@ -39,7 +39,7 @@ def add_spectrum_arguments(parser: Parser) -> None:
 def run_spectrum(arguments: argparse.Namespace) -> int:
     """Print the shortest, median and longest horizon of every part, and draw them if asked."""
     check_picture(arguments.picture)
-    from refocused.models.spectrum_picture import draw_spectrum, spectra
+    from refocused.evaluate.spectrum_picture import draw_spectrum, spectra
 
     modules = spectra(network_of(arguments.model, arguments, dtype="fp32"))
     parts: list[Mapping[str, float | str]] = [

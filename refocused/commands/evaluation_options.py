@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser
-from refocused.commands.quantities import count, duration_text
-from refocused.errors import ConfigError
+from refocused.commands.output import count, duration_text
+from refocused.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from refocused.config.optimization import Dtype
-    from refocused.inference.evaluation import Settings, TimedResult
-    from refocused.inference.multiple_choice import Measure
-    from refocused.inference.tasks import TaskFile
-    from refocused.shards.tokenizers import TokenizerChoice
-    from refocused.world import World
+    from refocused.evaluate.multiple_choice import Measure
+    from refocused.evaluate.score_model import Settings, TimedResult
+    from refocused.evaluate.tasks import TaskFile
+    from refocused.system.world import World
+    from refocused.tokenizers.encoders import TokenizerChoice
 
 TASKS_HELP = (
     "hellaswag, piqa, arc_easy, arc_challenge, lambada, multiple_choice or perplexity, in --data "
@@ -72,7 +72,7 @@ def tasks_of(arguments: argparse.Namespace) -> list[TaskFile]:
     Raises:
         ConfigError: `--tasks` names none, or an unknown one, or a file is not there.
     """
-    from refocused.inference.tasks import find_tasks
+    from refocused.evaluate.tasks import find_tasks
 
     if arguments.tasks is None:
         return []
@@ -85,7 +85,7 @@ def tasks_of(arguments: argparse.Namespace) -> list[TaskFile]:
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """Return how the command line wants tasks to be put."""
-    from refocused.inference.evaluation import Settings
+    from refocused.evaluate.score_model import Settings
 
     return Settings(
         limit=arguments.limit,
@@ -97,7 +97,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 def tokenizer_choice(arguments: argparse.Namespace) -> TokenizerChoice | None:
     """Return the tokenizer that the command line names; None: the model's own."""
-    from refocused.shards.tokenizers import TokenizerChoice
+    from refocused.tokenizers.encoders import TokenizerChoice
 
     if arguments.tokenizer is None:
         return None
@@ -112,7 +112,7 @@ def ranks(device: str) -> World:
     """
     import torch
 
-    from refocused.world import World, choose_device, join_world
+    from refocused.system.world import World, choose_device, join_world
 
     if os.environ.get("WORLD_SIZE", "1") != "1":
         return join_world(device)

@@ -6,10 +6,10 @@ import dataclasses
 import math
 from pathlib import Path
 
-from refocused.config.run import RunConfig
+from refocused.config.run_config import RunConfig
 from refocused.estimate.run_cost import SampleWork
 from refocused.estimate.step_time import HOST_SECONDS_A_LAYER
-from refocused.inference.tasks import TaskFile, find_tasks, read_questions
+from refocused.evaluate.tasks import TaskFile, find_tasks, read_questions
 
 # Assumed of any tokenizer but `bytes`; GPT-2's takes 4.5 of HellaSwag's into a token.
 BYTES_A_TOKEN = 4

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from refocused.commands.arguments import Parser, quiet_on_a_closed_pipe
 from refocused.commands.local_steps import model_source
-from refocused.commands.quantities import count
-from refocused.commands.run_catalog import add_local_option, add_run_options
+from refocused.commands.output import count
+from refocused.commands.run_selection import add_local_option, add_run_options
 from refocused.commands.step_picker import pick_step
-from refocused.errors import ConfigError, ExitCode, RefocusedError
+from refocused.system.errors import ConfigError, ExitCode, RefocusedError
 
 if TYPE_CHECKING:
-    from refocused.inference.generate import Answer, Generated
-    from refocused.inference.model import LoadedModel
-    from refocused.inference.sampling import Sampling
+    from refocused.evaluate.generation import Answer, Generated
+    from refocused.evaluate.load_model import LoadedModel
+    from refocused.evaluate.sampling import Sampling
 
 
 def build_parser() -> Parser:
@@ -102,7 +102,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if prompts is None:
         _converse(model, sampling)
         return ExitCode.OK
-    from refocused.inference.generate import generate
+    from refocused.evaluate.generation import generate
 
     is_single = len(prompts) * sampling.samples == 1 and not arguments.json
     if is_single:
@@ -158,7 +158,7 @@ def _decoded(content: bytes, where: str) -> str:
 
 
 def _sampling(arguments: argparse.Namespace) -> Sampling:
-    from refocused.inference.sampling import Sampling
+    from refocused.evaluate.sampling import Sampling
 
     return Sampling(
         tokens=arguments.tokens,
@@ -177,8 +177,8 @@ def _load(arguments: argparse.Namespace) -> LoadedModel:
     import torch
 
     from refocused.commands.evaluation_options import usual_dtype
-    from refocused.inference.model import load_model
-    from refocused.shards.tokenizers import TokenizerChoice
+    from refocused.evaluate.load_model import load_model
+    from refocused.tokenizers.encoders import TokenizerChoice
 
     source = model_source(arguments.model, arguments)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -207,7 +207,7 @@ def _require(device: str) -> None:
 
 def _converse(model: LoadedModel, sampling: Sampling) -> None:
     """Continue what is typed, line by line; Ctrl+C ends a text, Ctrl+D all."""
-    from refocused.inference.generate import generate
+    from refocused.evaluate.generation import generate
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - makes `input` edit and remember lines

@@ -13,21 +13,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from refocused.checkpoints.branches import saved_steps
+from refocused.checkpoints.step.branches import saved_steps
 from refocused.commands import train
 from refocused.commands.arguments import Parser, dashed
 from refocused.commands.monitor_screen import open_in_screen
-from refocused.commands.quantities import count
+from refocused.commands.output import count
 from refocused.commands.supervision import Verdict, may_restart
 from refocused.commands.supervisor import StopSignals, Supervisor
 from refocused.commands.typed_command import VISIBLE, without_resume
-from refocused.config.decode import LoadedRun
+from refocused.config.load_run import LoadedRun
 from refocused.doctor.early import refuse_early
-from refocused.errors import ConfigError, ExitCode, RefocusedError, ShardError
-from refocused.estimate.choice import refuse_cpu
-from refocused.monitoring.gpu import NoGpusError
-from refocused.monitoring.gpu_driver import gpu_capabilities
-from refocused.training.launch import Launch
+from refocused.estimate.memory_plan import refuse_cpu
+from refocused.monitor.sampler.gpu_driver import gpu_capabilities
+from refocused.monitor.sampler.gpu_reader import NoGpusError
+from refocused.system.errors import ConfigError, ExitCode, RefocusedError, ShardError
+from refocused.train.lifecycle.launch_session import Launch
 
 GRACE_SECONDS = 300
 SPOT_GRACE_SECONDS = 25  # a spot machine is gone about 30 s after its notice
@@ -118,7 +118,7 @@ def _checked(loaded: LoadedRun) -> LoadedRun:
     Raises:
         ConfigError: It does not.
     """
-    from refocused.shards.vocabulary import decide_vocabulary, require_room_for_tokenizer
+    from refocused.data.manifest.vocabulary import decide_vocabulary, require_room_for_tokenizer
 
     with contextlib.suppress(ShardError):  # rank 0 reads it, maybe on another machine
         require_room_for_tokenizer(loaded, fetch=False)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from refocused.commands.places import place
 from refocused.commands.progress_line import ProgressLine
-from refocused.commands.run_catalog import RUNS, FoundStep, find_step
-from refocused.errors import CheckpointError
+from refocused.commands.run_selection import RUNS, FoundStep, find_step
+from refocused.system.errors import CheckpointError
 
 MODELS = Path("data/models")  # those that came from buckets, each below its address
 
 if TYPE_CHECKING:
-    from refocused.checkpoints.catalog import Catalog
-    from refocused.checkpoints.remote_steps import RemoteSteps
-    from refocused.checkpoints.step_directory import StepDirectory
+    from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+    from refocused.checkpoints.resume.catalog import Catalog
+    from refocused.checkpoints.step.step_directory import StepDirectory
 
 
 def local_step(request: str, arguments: argparse.Namespace) -> StepDirectory:
@@ -45,8 +45,8 @@ def brought_here(found: FoundStep, *, must_be_copy: bool = False) -> StepDirecto
         CheckpointError: It is whole in neither place, or another is here under its name.
         BucketError: The bucket cannot be read, or the disk has no room.
     """
-    from refocused.checkpoints.step_directory import read_step
-    from refocused.checkpoints.step_state import LEFT_BEHIND, WHOLE
+    from refocused.checkpoints.resume.step_state import LEFT_BEHIND, WHOLE
+    from refocused.checkpoints.step.step_directory import read_step
 
     catalog, entry = found.catalog, found.entry
     path = catalog.local / entry.name
@@ -86,7 +86,7 @@ def refuse_another(remote: RemoteSteps, path: Path, name: str) -> None:
         CheckpointError: It is none.
     """
     from refocused.bucket.checksum import crc32c_of
-    from refocused.checkpoints.manifest import MANIFEST
+    from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
 
     if not path.exists():
         return
@@ -128,8 +128,8 @@ def model_source(request: str, arguments: argparse.Namespace) -> Path:
 def _brought_export(address: str, arguments: argparse.Namespace) -> Path | None:
     """Return the copy here of the exported model at an address; None: no export is there."""
     from refocused.bucket.bucket import checked_name
-    from refocused.checkpoints.elsewhere import split_address
-    from refocused.inference.bucket_copy import CONFIG, FOLDER, fetch_folder
+    from refocused.checkpoints.resume.import_checkpoint import split_address
+    from refocused.evaluate.export_copy import CONFIG, FOLDER, fetch_folder
 
     place_name = address.partition("://")[2].strip("/")
     last = place_name.rpartition("/")[2]

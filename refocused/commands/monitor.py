@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from refocused.commands.arguments import Parser, quiet_on_a_closed_pipe
-from refocused.commands.quantities import positive
-from refocused.commands.run_catalog import RUNS, find_run, whole_steps
-from refocused.errors import ConfigError, ExitCode, RefocusedError
+from refocused.commands.output import positive
+from refocused.commands.run_selection import RUNS, find_run, whole_steps
+from refocused.system.errors import ConfigError, ExitCode, RefocusedError
 
 if TYPE_CHECKING:
-    from refocused.monitoring.run_view import Liveness, RunView
-    from refocused.monitoring.run_view_files import RunFollower
+    from refocused.monitor.run_status import Liveness, RunView
+    from refocused.monitor.run_view_files import RunFollower
 
 INTERVAL_SECONDS = 2.5
 EVENTS_PRINTED = 5
@@ -105,7 +105,7 @@ def runs_by_age() -> list[Path]:
 
 
 def _watch(folders: Sequence[Path], *, interval_seconds: float, ascii_only: bool) -> int:
-    from refocused.monitoring.dashboard import Dashboard
+    from refocused.monitor.screen.live_screen import Dashboard
 
     Dashboard(
         [_follower(folder) for folder in folders],
@@ -117,8 +117,8 @@ def _watch(folders: Sequence[Path], *, interval_seconds: float, ascii_only: bool
 
 def _collect(named: Sequence[str], *, interval_seconds: float) -> int:
     """Sample this machine beside whatever runs on it."""
-    from refocused.monitoring.sampler import Sampler, take_turn
-    from refocused.monitoring.sampler_settings import SamplerSettings
+    from refocused.monitor.sampler.sampler import Sampler, take_turn
+    from refocused.monitor.sampler.start_sampler import SamplerSettings
 
     if len(named) > 1:
         print(f"--collect writes to one folder, not to {', '.join(named)}.", file=sys.stderr)
@@ -150,7 +150,7 @@ def _collect(named: Sequence[str], *, interval_seconds: float) -> int:
 
 
 def _summarize(folders: Sequence[Path]) -> int:
-    from refocused.monitoring.summary import write_summary
+    from refocused.monitor.screen.summary import write_summary
 
     now = time.time()
     for folder in folders:
@@ -178,7 +178,7 @@ def _print(followers: Sequence[RunFollower], *, form: str, ascii_only: bool) -> 
 def _print_lines(views: Sequence[RunView], *, now: float, form: str, ascii_only: bool) -> None:
     from rich.console import Console
 
-    from refocused.monitoring.dashboard_lines import all_lines, run_rows, shown
+    from refocused.monitor.screen.run_lines import all_lines, run_rows, shown
 
     console = Console(highlight=False, soft_wrap=True)
     lines = run_rows(views) if form == "list" else []
@@ -189,14 +189,14 @@ def _print_lines(views: Sequence[RunView], *, now: float, form: str, ascii_only:
 
 
 def _follower(folder: Path) -> RunFollower:
-    from refocused.monitoring.run_view_files import RunFollower
+    from refocused.monitor.run_view_files import RunFollower
 
     return RunFollower(folder, liveness=liveness, saved_steps=whole_steps)
 
 
 def liveness(state: Mapping[str, Any]) -> Liveness | None:
     """Say whether the process that wrote a state is there; None: it does not say who it is."""
-    from refocused.process_identity import ProcessIdentity
+    from refocused.system.process_identity import ProcessIdentity
 
     if state.get("host", socket.gethostname()) != socket.gethostname():
         return "elsewhere"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser
-from refocused.errors import ConfigError
+from refocused.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket
@@ -26,7 +26,7 @@ def place(url: str, arguments: argparse.Namespace) -> Bucket:
     Raises:
         BucketError: The address names none.
     """
-    from refocused.bucket.open import open_bucket
+    from refocused.bucket.open_bucket import open_bucket
 
     return open_bucket(
         url, credentials_file=arguments.gcs_credentials, project=arguments.gcp_project

@@ -8,11 +8,11 @@ import re
 from pathlib import Path
 
 from refocused.commands.arguments import Parser
+from refocused.commands.output import count, ratio, size_text
 from refocused.commands.places import add_credentials, place, work_folder
 from refocused.commands.progress_line import ProgressLine
-from refocused.commands.quantities import count, ratio, size_text
 from refocused.commands.reading_options import add_reading_options, data_settings
-from refocused.errors import ConfigError, ExitCode
+from refocused.system.errors import ConfigError, ExitCode
 
 USUAL_VOCABULARY = 65_536
 
@@ -36,7 +36,7 @@ def add_convert_arguments(parser: Parser) -> None:
 
 def run_convert(arguments: argparse.Namespace) -> int:
     """Convert, and say what was made."""
-    from refocused.shards.convert import ConvertRequest, convert
+    from refocused.prepare.convert import ConvertRequest, convert
 
     check_name(arguments.name)
     line = ProgressLine("convert")
@@ -99,8 +99,8 @@ def add_split_arguments(parser: Parser) -> None:
 
 def run_split(arguments: argparse.Namespace) -> int:
     """Choose files, and print what to put into the run file; nothing is written or copied."""
-    from refocused.shards.manifest import build_manifest
-    from refocused.shards.validation_split import choose_validation
+    from refocused.data.manifest.shard_manifest import build_manifest
+    from refocused.data.manifest.validation_split import choose_validation
 
     bucket = place(arguments.source, arguments)
     data = data_settings(arguments, arguments.source)

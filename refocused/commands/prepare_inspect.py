@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser
+from refocused.commands.output import count, size_text
 from refocused.commands.places import add_credentials, place
-from refocused.commands.quantities import count, size_text
 from refocused.commands.reading_options import add_reading_options, data_settings
-from refocused.errors import ExitCode
+from refocused.system.errors import ExitCode
 
 if TYPE_CHECKING:
-    from refocused.shards.report import DataReport
+    from refocused.prepare.inspect_data import DataReport
 
 FOLDER_SAMPLE = 100_000_000
 BUCKET_SAMPLE = 8_000_000
@@ -37,7 +37,7 @@ def add_inspect_arguments(parser: Parser) -> None:
 
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Look, and print; the exit code says whether every file can be used."""
-    from refocused.shards.report import inspect_data
+    from refocused.prepare.inspect_data import inspect_data
 
     usual = BUCKET_SAMPLE if "://" in arguments.source else FOLDER_SAMPLE
     report = inspect_data(
@@ -51,7 +51,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     else:
         _print(report)
     if arguments.picture is not None:
-        from refocused.shards.report_picture import draw_report
+        from refocused.prepare.report_picture import draw_report
 
         draw_report(report, arguments.picture)
     return ExitCode.CHECK_FAILED if report.problems else ExitCode.OK

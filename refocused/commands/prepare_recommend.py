@@ -12,20 +12,20 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from refocused.commands.arguments import Parser
+from refocused.commands.output import count, count_text, positive
 from refocused.commands.places import add_credentials, place
-from refocused.commands.quantities import count, count_text, positive
 from refocused.commands.reading_options import add_reading_options, data_settings
-from refocused.errors import ConfigError, ExitCode
-from refocused.shards.object_names import matches
+from refocused.data.formats.object_names import matches
+from refocused.system.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from refocused.commands.recommendation import Recommendation
     from refocused.config.data import DataConfig
-    from refocused.config.shape import ModelShape
-    from refocused.hardware import GpuFacts
-    from refocused.shards.manifest import Manifest
+    from refocused.config.model_shape import ModelShape
+    from refocused.data.manifest.shard_manifest import Manifest
+    from refocused.system.hardware import GpuFacts
 
 PLACEHOLDER = "gs://YOUR-BUCKET/tokens"
 SAMPLED_TOKENS = 1_000_000  # read for the largest id, where no tokenizer gives it
@@ -62,8 +62,8 @@ def add_recommend_arguments(parser: Parser) -> None:
 
 def run_recommend(arguments: argparse.Namespace) -> int:
     """Count the tokens, plan a run, and print or write its run file."""
-    from refocused.atomic_file import replace_file
-    from refocused.hardware import named_gpu
+    from refocused.system.atomic_files import replace_file
+    from refocused.system.hardware import named_gpu
 
     if (arguments.source is None) == (arguments.tokens is None):
         raise ConfigError("Name either a source or --tokens N, one of the two.")
@@ -94,7 +94,7 @@ def _recommended(
 ) -> tuple[Recommendation, DataConfig, int | str]:
     """Return the run, its data section, and its `model.vocabulary`."""
     from refocused.commands.recommendation import LONGEST_SEQUENCE, choose_model, recommend
-    from refocused.shards.manifest import build_manifest
+    from refocused.data.manifest.shard_manifest import build_manifest
 
     data = data_settings(arguments, _from_anywhere(arguments.source or PLACEHOLDER))
     manifest: Manifest | None = None
@@ -139,9 +139,9 @@ def _tokenized(
     data: DataConfig, manifest: Manifest, arguments: argparse.Namespace
 ) -> tuple[DataConfig, int, int | str]:
     """Return the data section with its tokenizer, the vocabulary, and what the file says of it."""
-    from refocused.shards.report import inspect_data
-    from refocused.shards.tokenizers import VOCABULARIES
-    from refocused.shards.vocabulary import tokenizer_vocabulary
+    from refocused.data.manifest.vocabulary import tokenizer_vocabulary
+    from refocused.prepare.inspect_data import inspect_data
+    from refocused.tokenizers.encoders import VOCABULARIES
 
     if data.tokenizer == "unknown" and manifest.tokenizer in VOCABULARIES:
         data = data.model_copy(update={"tokenizer": manifest.tokenizer})
@@ -158,9 +158,9 @@ def _tokenized(
 
 def _with_validation(data: DataConfig, manifest: Manifest, length: int) -> tuple[DataConfig, int]:
     """Return the data section with what validates, and the windows that train."""
-    from refocused.batches.windows import split_windows, window_count, windows_of
     from refocused.config.outputs import EvaluationConfig
-    from refocused.shards.chunk_packs import pack_chunks
+    from refocused.data.manifest.run_manifest import pack_chunks
+    from refocused.data.order.windows import split_windows, window_count, windows_of
 
     counts = {
         shard.name: windows_of(shard.tokens, sequence_length=length) for shard in manifest.shards
@@ -194,7 +194,7 @@ def validation_files(names: Sequence[str]) -> tuple[str, ...]:
 def _shapes(preset: str | None, vocabulary: int | None) -> dict[str, ModelShape]:
     """Return the models to choose from, by what `model.preset` calls them."""
     from refocused.config.files import REPOSITORY_CONFIG, find_config
-    from refocused.config.shape import load_shape
+    from refocused.config.model_shape import load_shape
 
     folder = REPOSITORY_CONFIG / "models"
     files = sorted(folder.glob("*.json")) if preset is None else [find_config("models", preset)]
@@ -219,8 +219,8 @@ def _checked_text(
     """
     import yaml
 
-    from refocused.config.decode import load_run
-    from refocused.shards.vocabulary import decide_vocabulary
+    from refocused.config.load_run import load_run
+    from refocused.data.manifest.vocabulary import decide_vocabulary
 
     sections = _sections(found, data, vocabulary, arguments)
     parts = [yaml.safe_dump({key: sections[key]}, sort_keys=False) for key in sections]

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser
+from refocused.commands.output import count, count_text, duration_text, ratio
 from refocused.commands.places import add_credentials, place, work_folder
 from refocused.commands.prepare_convert import check_name
 from refocused.commands.progress_line import ProgressLine
-from refocused.commands.quantities import count, count_text, duration_text, ratio
-from refocused.errors import ExitCode
+from refocused.system.errors import ExitCode
 
 if TYPE_CHECKING:
-    from refocused.shards.tokenize import TokenizeProgress, TokenizeRequest, TokenizeResult
+    from refocused.prepare.tokenize import TokenizeProgress, TokenizeRequest, TokenizeResult
 
 SHARD_TOKENS = 100_000_000
 
@@ -51,8 +51,8 @@ def add_tokenize_arguments(parser: Parser) -> None:
 
 def run_tokenize(arguments: argparse.Namespace) -> int:
     """Tokenise, and say what was made and how to train on it."""
-    from refocused.shards.text_inputs import find_inputs
-    from refocused.shards.tokenize import tokenize
+    from refocused.prepare.text_inputs import find_inputs
+    from refocused.prepare.tokenize import tokenize
 
     request = _request(arguments)
     bucket = place(arguments.out, arguments)
@@ -92,8 +92,8 @@ def run_tokenize(arguments: argparse.Namespace) -> int:
 
 
 def _request(arguments: argparse.Namespace) -> TokenizeRequest:
-    from refocused.shards.tokenize import TokenizeRequest
-    from refocused.shards.tokenizers import TokenizerChoice
+    from refocused.prepare.tokenize import TokenizeRequest
+    from refocused.tokenizers.encoders import TokenizerChoice
 
     check_name(arguments.name)
     return TokenizeRequest(

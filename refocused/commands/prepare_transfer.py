@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser
+from refocused.commands.output import count, duration_text, size_text
 from refocused.commands.places import add_credentials, place
 from refocused.commands.progress_line import ProgressLine
-from refocused.commands.quantities import count, duration_text, size_text
-from refocused.errors import ExitCode
+from refocused.system.errors import ExitCode
 
 if TYPE_CHECKING:
-    from refocused.shards.folder_sync import SyncResult
+    from refocused.prepare.sync import SyncResult
 
 
 def add_sync_arguments(parser: Parser) -> None:
@@ -32,7 +32,7 @@ def add_sync_arguments(parser: Parser) -> None:
 
 def run_sync(arguments: argparse.Namespace) -> int:
     """Fetch what the folder lacks."""
-    from refocused.shards.folder_sync import Selection, sync_folder
+    from refocused.prepare.sync import Selection, sync_folder
 
     line, started = ProgressLine("sync"), time.monotonic()
     selection = Selection(tuple(arguments.include), tuple(arguments.exclude), arguments.max_files)
@@ -60,7 +60,7 @@ def add_upload_arguments(parser: Parser) -> None:
 
 def run_upload(arguments: argparse.Namespace) -> int:
     """Store what the bucket lacks."""
-    from refocused.shards.folder_upload import upload_folder
+    from refocused.prepare.folder_upload import upload_folder
 
     line, started = ProgressLine("upload"), time.monotonic()
     try:

@@ -9,16 +9,16 @@ import sys
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser
+from refocused.commands.output import count, size_text
 from refocused.commands.places import add_credentials, place
 from refocused.commands.progress_line import ProgressLine
-from refocused.commands.quantities import count, size_text
 from refocused.commands.reading_options import add_reading_options, data_settings
-from refocused.errors import ExitCode
+from refocused.system.errors import ExitCode
 
 if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket
     from refocused.config.data import DataConfig
-    from refocused.shards.manifest import Manifest
+    from refocused.data.manifest.shard_manifest import Manifest
 
 _NAMED = 20
 
@@ -36,8 +36,8 @@ def add_verify_arguments(parser: Parser) -> None:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Check every file; the exit code says whether all are right."""
-    from refocused.errors import ConfigError
-    from refocused.shards.verification import verify_data
+    from refocused.prepare.verify_data import verify_data
+    from refocused.system.errors import ConfigError
 
     if arguments.vocabulary is not None and not arguments.deep:
         raise ConfigError("--vocabulary: ids are only read with --deep. Add it.")
@@ -84,13 +84,13 @@ def add_manifest_arguments(parser: Parser) -> None:
 
 def run_manifest(arguments: argparse.Namespace) -> int:
     """Read the headers of all files, and print or store the list of them."""
-    from refocused.shards.manifest import (
+    from refocused.data.formats.object_names import MANIFEST_NAME
+    from refocused.data.manifest.shard_manifest import (
         build_manifest,
         manifest_to_json,
         read_manifest,
         write_manifest,
     )
-    from refocused.shards.object_names import MANIFEST_NAME
 
     bucket = place(arguments.source, arguments)
     data = data_settings(arguments, arguments.source)
@@ -118,16 +118,16 @@ def run_manifest(arguments: argparse.Namespace) -> int:
 
 def _update(bucket: Bucket, data: DataConfig, arguments: argparse.Namespace) -> int:
     """Add the files that the stored manifest does not list; the rows of the others stay."""
-    from refocused.errors import ShardError
-    from refocused.shards.manifest import (
+    from refocused.data.formats.object_names import MANIFEST_NAME
+    from refocused.data.manifest.select_files import unlisted_names
+    from refocused.data.manifest.shard_manifest import (
         check_tokenizer,
         describe_files,
         manifest_to_json,
         read_manifest,
         write_manifest,
     )
-    from refocused.shards.object_names import MANIFEST_NAME
-    from refocused.shards.selection import unlisted_names
+    from refocused.system.errors import ShardError
 
     listing = {blob.name: blob for blob in bucket.list()}
     if MANIFEST_NAME not in listing:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from refocused.commands.quantities import duration_text, size_text
+from refocused.commands.output import duration_text, size_text
 
 TERMINAL_SECONDS = 0.2
 LOG_SECONDS = 10.0

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser
-from refocused.commands.quantities import count
+from refocused.commands.output import count
 
 if TYPE_CHECKING:
     from refocused.config.data import DataConfig
@@ -34,7 +34,7 @@ def data_settings(arguments: argparse.Namespace, source: str) -> DataConfig:
     import pydantic
 
     from refocused.config.data import DataConfig
-    from refocused.errors import ConfigError
+    from refocused.system.errors import ConfigError
 
     try:
         return DataConfig(

@@ -8,16 +8,16 @@ from collections.abc import Mapping
 
 from refocused.config.batch_plan import plan_batch
 from refocused.config.model import ModelConfig
+from refocused.config.model_shape import Attention, ModelShape
 from refocused.config.optimization import BatchConfig, PrecisionConfig, ZeroSettings
 from refocused.config.outputs import CheckpointConfig, EvaluationConfig
-from refocused.config.shape import Attention, ModelShape
-from refocused.errors import ConfigError
-from refocused.estimate.choice import choose
+from refocused.estimate.flops import count_parameters, flops_per_token
+from refocused.estimate.memory_plan import choose
 from refocused.estimate.run_cost import Machine, run_cost, work_of
 from refocused.estimate.step_time import StepTime, expected_step, step_at
 from refocused.estimate.storage import checkpoint_bytes
-from refocused.estimate.work import count_parameters, flops_per_token
-from refocused.hardware import GpuFacts
+from refocused.system.errors import ConfigError
+from refocused.system.hardware import GpuFacts
 
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022 (Chinchilla), table 3: about 20
 MOST_EPOCHS = 4.0  # Muennighoff et al. 2023: up to four passes are nearly as good as new data

@@ -8,10 +8,10 @@ from typing import Any
 
 from refocused.commands.evaluation_work import TasksWork, sample_work, tasks_work
 from refocused.config.batch_plan import BatchPlan
-from refocused.config.decode import LoadedRun
+from refocused.config.load_run import LoadedRun
 from refocused.config.prices import MachinePrice, Prices
-from refocused.errors import ConfigError
-from refocused.estimate.choice import Choice, choose
+from refocused.estimate.flops import ParameterCount, count_parameters, flops_per_token
+from refocused.estimate.memory_plan import Choice, choose
 from refocused.estimate.precision import with_dtype
 from refocused.estimate.run_cost import (
     Machine,
@@ -23,8 +23,8 @@ from refocused.estimate.run_cost import (
 )
 from refocused.estimate.step_time import StepTime, step_of_run
 from refocused.estimate.storage import RunStorage, checkpoint_bytes, run_storage
-from refocused.estimate.work import ParameterCount, count_parameters, flops_per_token
-from refocused.hardware import GpuFacts, gpu_facts, named_gpu
+from refocused.system.errors import ConfigError
+from refocused.system.hardware import GpuFacts, gpu_facts, named_gpu
 
 PACES = (0.75, 1.0, 1.25)  # of the expected speed, which rests on assumptions; 1 is likely
 

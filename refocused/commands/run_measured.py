@@ -10,21 +10,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from refocused.commands.run_catalog import whole_steps
-from refocused.config.decode import read_run
+from refocused.commands.run_selection import whole_steps
+from refocused.config.load_run import read_run
 from refocused.config.prices import cost_usd, usd_per_million_tokens
-from refocused.errors import RefocusedError
-from refocused.monitoring.history import METRICS_FILE, StepPoint, WayTaken
-from refocused.monitoring.performance import PERFORMANCE_FILE, RunTime, run_time
-from refocused.monitoring.run_findings import (
+from refocused.metrics.history import METRICS_FILE, StepPoint, WayTaken
+from refocused.metrics.run_time import PERFORMANCE_FILE, RunTime, run_time
+from refocused.metrics.tail import JsonLinesTail, Record, number, read_json, read_small
+from refocused.monitor.run_findings import (
     RECENT_STEPS,
     mean_step_seconds,
     mean_tokens_per_second,
     resume_step,
     seconds_left,
 )
-from refocused.monitoring.tail import JsonLinesTail, Record, number, read_json, read_small
-from refocused.process_identity import ProcessIdentity
+from refocused.system.errors import RefocusedError
+from refocused.system.process_identity import ProcessIdentity
 
 _NEEDED = {"run", "step", "total_steps", "tokens", "seconds", "cost_usd", "updated"}
 

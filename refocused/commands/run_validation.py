@@ -9,18 +9,18 @@ from pathlib import Path
 import torch
 
 from refocused.config.batch_plan import BatchPlan
-from refocused.config.decode import read_run
-from refocused.config.run import RunConfig
-from refocused.errors import ConfigError
-from refocused.inference.bucket_copy import FOLDER
-from refocused.inference.evaluation import TimedResult
-from refocused.inference.model import LoadedModel
-from refocused.inference.multiple_choice import Measure, TaskResult
+from refocused.config.load_run import read_run
+from refocused.config.run_config import RunConfig
+from refocused.evaluate.export_copy import FOLDER
+from refocused.evaluate.load_model import LoadedModel
+from refocused.evaluate.multiple_choice import Measure, TaskResult
+from refocused.evaluate.score_model import TimedResult
+from refocused.metrics.step_metrics import perplexity
 from refocused.models.causal_lm import CausalLM
-from refocused.monitoring.metrics import perplexity
-from refocused.training.data import DataParts, build_data
-from refocused.training.loss_sums import LossSums
-from refocused.world import World
+from refocused.system.errors import ConfigError
+from refocused.system.world import World
+from refocused.train.lifecycle.open_data import DataParts, build_data
+from refocused.train.step.loss_sums import LossSums
 
 RUN_FILE = "run.yaml"
 NAME_TASKS = "Name at least one task: --tasks hellaswag=FILE.jsonl or --tasks FILE.txt."

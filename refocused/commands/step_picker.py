@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from refocused.commands.checkpoints_list import table_lines
-from refocused.commands.run_catalog import catalog_of, listed, run_of
-from refocused.errors import CheckpointError, ConfigError
+from refocused.commands.checkpoints_inspect import table_lines
+from refocused.commands.run_selection import catalog_of, listed, run_of
+from refocused.system.errors import CheckpointError, ConfigError
 
 
 def pick_step(arguments: argparse.Namespace) -> str:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from refocused.commands.arguments import Parser
-from refocused.commands.run_catalog import find_run
-from refocused.errors import ConfigError, ExitCode
-from refocused.monitoring.tail import SmallFile, read_json, read_small
-from refocused.process_identity import ProcessIdentity
+from refocused.commands.run_selection import find_run
+from refocused.metrics.tail import SmallFile, read_json, read_small
+from refocused.system.errors import ConfigError, ExitCode
+from refocused.system.process_identity import ProcessIdentity
 
 POLL_SECONDS = 0.5
 

@@ -7,9 +7,9 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from refocused.errors import ExitCode
-from refocused.monitoring.samples import AlarmEvent
-from refocused.training.launch import RankNote
+from refocused.monitor.readings import AlarmEvent
+from refocused.system.errors import ExitCode
+from refocused.train.lifecycle.launch_session import RankNote
 
 HURRIED_SECONDS = 30.0  # left after the second signal
 LAST_RANKS_SECONDS = 30.0  # left to the other ranks when one has ended; rarely more than two

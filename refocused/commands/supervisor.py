@@ -13,8 +13,8 @@ from pathlib import Path
 from types import FrameType
 
 from refocused.commands.supervision import Sight, Verdict, alarm_line, judge, patience_ends
-from refocused.monitoring.tail import JsonLinesTail
-from refocused.training.launch import Launch, RankNote, marked_processes
+from refocused.metrics.tail import JsonLinesTail
+from refocused.train.lifecycle.launch_session import Launch, RankNote, marked_processes
 
 POLL_SECONDS = 0.25
 RUNNER_SECONDS = 5.0  # that `deepspeed` takes to end its launchers on other machines

@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import SILENT_RANK_SECONDS, Once, Parser, split_overrides
+from refocused.commands.output import count
 from refocused.commands.places import add_credentials
-from refocused.commands.quantities import count
 from refocused.commands.typed_command import RESUME, command_to_go_on, with_resume_value
-from refocused.errors import ConfigError, ExitCode, RefocusedError
+from refocused.system.errors import ConfigError, ExitCode, RefocusedError
 
 if TYPE_CHECKING:
-    from refocused.config.decode import LoadedRun
-    from refocused.training.session import Session
-    from refocused.world import World
+    from refocused.config.load_run import LoadedRun
+    from refocused.system.world import World
+    from refocused.train.lifecycle.session import Session
 
 
 def build_parser() -> Parser:
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return ExitCode.OK
     except RefocusedError as error:
         return _refuse(error, rank)
-    from refocused.training.session import begin_session
+    from refocused.train.lifecycle.session import begin_session
 
     session = begin_session(rank)
     code = _train(loaded, arguments, rank, session)
@@ -121,8 +121,8 @@ def load(arguments: argparse.Namespace) -> LoadedRun:
     Raises:
         ConfigError: Something in either cannot be.
     """
-    from refocused.checkpoints.changes import check_allowable
-    from refocused.config.decode import load_run
+    from refocused.checkpoints.resume.changes import check_allowable
+    from refocused.config.load_run import load_run
 
     check_allowable(arguments.allow_change)
     overrides = split_overrides(arguments.overrides)
@@ -151,11 +151,11 @@ def _print_config(loaded: LoadedRun) -> None:
     import json
 
     from refocused.config.batch_plan import plan_batch
-    from refocused.config.decode import render_run
     from refocused.config.deepspeed import deepspeed_config
+    from refocused.config.load_run import render_run
     from refocused.config.optimization import ZeroConfig
-    from refocused.estimate.work import count_parameters
-    from refocused.shards.vocabulary import decide_vocabulary
+    from refocused.data.manifest.vocabulary import decide_vocabulary
+    from refocused.estimate.flops import count_parameters
 
     loaded = decide_vocabulary(loaded)
     config = loaded.config
@@ -185,9 +185,9 @@ def _print_config(loaded: LoadedRun) -> None:
 
 def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int, session: Session) -> int:
     """Join the other ranks and train; every failure is said before this returns."""
-    from refocused import logs
-    from refocused.quick_imports import quick_imports
-    from refocused.world import join_world, lost_connection
+    from refocused.system import logs
+    from refocused.system.world import join_world, lost_connection
+    from refocused.train.step.quick_imports import quick_imports
 
     logs.start_screen(rank)
     try:
@@ -198,8 +198,8 @@ def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int, session:
             # Told what to use, DeepSpeed does not search for it with warnings on every rank; what
             # an environment for CPU trials had left here would make it compute elsewhere than we.
             os.environ["DS_ACCELERATOR"] = world.device_kind
-            from refocused.training.job import Request
-            from refocused.training.run import run
+            from refocused.train.lifecycle.job import Request
+            from refocused.train.lifecycle.run import run
 
         request = Request(
             resume=arguments.resume,

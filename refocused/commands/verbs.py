@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from refocused.commands.arguments import Parser, is_another_rank, quiet_on_a_closed_pipe
-from refocused.errors import ExitCode, RefocusedError
+from refocused.system.errors import ExitCode, RefocusedError
 
 Verbs = Mapping[str, tuple[str, str]]
 

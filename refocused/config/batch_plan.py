@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from refocused.config.optimization import BatchConfig
-from refocused.errors import ConfigError
+from refocused.system.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

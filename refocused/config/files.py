@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from refocused.config.names import did_you_mean
-from refocused.errors import ConfigError
+from refocused.config.suggestions import did_you_mean
+from refocused.system.errors import ConfigError
 
 Kind = Literal["runs", "models", "deepspeed"]
 

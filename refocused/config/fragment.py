@@ -14,12 +14,12 @@ from typing import Any, Literal
 import pydantic
 from pydantic_core import ErrorDetails
 
-from refocused.config.names import did_you_mean
 from refocused.config.optimization import ZeroSettings
 from refocused.config.problems import wanted
 from refocused.config.section import Count, CountOrZero, NotNegative, Section
-from refocused.errors import ConfigError
-from refocused.strict_json import MalformedError, parse_json
+from refocused.config.suggestions import did_you_mean
+from refocused.system.errors import ConfigError
+from refocused.system.strict_json import MalformedError, parse_json
 
 _Dtype = Literal["fp32", "fp16", "bf16"]
 

@@ -10,9 +10,9 @@ import pydantic
 
 from refocused.config.files import REPOSITORY_CONFIG
 from refocused.config.section import Count, NotNegative, Positive, Section
-from refocused.errors import ConfigError
-from refocused.strict_json import MalformedError
-from refocused.strict_yaml import parse_yaml
+from refocused.config.strict_yaml import parse_yaml
+from refocused.system.errors import ConfigError
+from refocused.system.strict_json import MalformedError
 
 PRICES_FILE = REPOSITORY_CONFIG / "prices.yaml"
 

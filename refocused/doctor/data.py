@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from refocused.bucket.bucket import Bucket
 from refocused.config.data import DataConfig
 from refocused.doctor.finding import Finding
-from refocused.errors import RefocusedError
+from refocused.system.errors import RefocusedError
 
 if TYPE_CHECKING:
-    from refocused.shards.report import DataReport
+    from refocused.prepare.inspect_data import DataReport
 
 NAMED_PROBLEMS = 3
 SMALL_SHARE = 0.5
@@ -30,7 +30,7 @@ def probe_data(
     bucket: Bucket, data: DataConfig, *, vocabulary: int, is_quick: bool
 ) -> DataReport | Finding:
     """Look at a source's files; the finding says why they cannot be looked at."""
-    from refocused.shards.report import inspect_data
+    from refocused.prepare.inspect_data import inspect_data
 
     tokens = SAMPLED_TOKENS_QUICK if is_quick else SAMPLED_TOKENS
     try:

@@ -8,20 +8,20 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from refocused.bucket.bucket import BlobInfo, Bucket
-from refocused.bucket.google_connection import find_credentials
-from refocused.bucket.open import open_bucket
-from refocused.bucket.store_clock import missing_store_name
-from refocused.checkpoints.branches import saved_steps
+from refocused.bucket.gcs_client import find_credentials
+from refocused.bucket.open_bucket import open_bucket
+from refocused.checkpoints.step.branches import saved_steps
 from refocused.config.data import DataConfig
-from refocused.config.decode import LoadedRun
-from refocused.config.run import RunConfig
+from refocused.config.load_run import LoadedRun
+from refocused.config.run_config import RunConfig
 from refocused.doctor.data import sources_of
-from refocused.doctor.plan import host_shortage
-from refocused.errors import BucketError, ConfigError, RefocusedError
+from refocused.doctor.run_fits import host_shortage
+from refocused.doctor.store_clock import missing_store_name
 from refocused.estimate.host import Device, process_bytes
 from refocused.estimate.precision import BF16_CAPABILITY, native_dtype, with_dtype
-from refocused.hardware import cpu_flags
-from refocused.monitoring.memory import memory_now
+from refocused.monitor.sampler.memory import memory_now
+from refocused.system.errors import BucketError, ConfigError, RefocusedError
+from refocused.system.hardware import cpu_flags
 
 SAMPLED_BLOCKS = 16  # of 65,536 ids, from the first file
 
@@ -145,9 +145,9 @@ def _problem_of_store(credentials_file: Path | None) -> str | None:
 
 def _problem_of_files(bucket: Bucket, data: DataConfig, *, vocabulary: int | None) -> str | None:
     """Return why a folder's token files cannot be trained on, as far as a look tells."""
-    from refocused.shards.manifest import Shard, read_manifest
-    from refocused.shards.object_names import MANIFEST_NAME, matches
-    from refocused.shards.selection import chosen_names
+    from refocused.data.formats.object_names import MANIFEST_NAME, matches
+    from refocused.data.manifest.select_files import chosen_names
+    from refocused.data.manifest.shard_manifest import Shard, read_manifest
 
     rows: dict[str, Shard] = {}
     try:
@@ -179,9 +179,9 @@ def _largest_sampled(bucket: Bucket, blob: BlobInfo, data: DataConfig) -> int | 
 
     The run reads all files, and names those that are damaged.
     """
-    from refocused.shards.formats import read_layout
-    from refocused.shards.object_reader import ObjectReader
-    from refocused.shards.token_blocks import token_blocks
+    from refocused.data.formats.object_reader import ObjectReader
+    from refocused.data.formats.token_blocks import token_blocks
+    from refocused.data.formats.token_layout import read_layout
 
     reader = ObjectReader(bucket, blob)
     try:

@@ -11,28 +11,28 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
-from refocused.bucket.google_connection import ANONYMOUS, find_credentials
-from refocused.bucket.open import open_bucket
+from refocused.bucket.gcs_client import ANONYMOUS, find_credentials
+from refocused.bucket.open_bucket import open_bucket
 from refocused.bucket.retry import RetryPolicy
-from refocused.bucket.store_clock import store_time_s
-from refocused.checkpoints.remote_steps import prefix_of
+from refocused.checkpoints.mirror.remote_steps import prefix_of
 from refocused.config.data import DataConfig
-from refocused.config.decode import LoadedRun
+from refocused.config.load_run import LoadedRun
 from refocused.doctor import data as data_checks
 from refocused.doctor import gpus as gpu_checks
 from refocused.doctor import machine as machine_checks
-from refocused.doctor import plan as plan_checks
+from refocused.doctor import run_fits as plan_checks
 from refocused.doctor import software as software_checks
 from refocused.doctor import storage as storage_checks
 from refocused.doctor.early import place_problems
 from refocused.doctor.finding import Finding
 from refocused.doctor.rank_process import RankTask
 from refocused.doctor.ranks import RanksOutcome, judge_allreduce, judge_step, run_ranks
-from refocused.errors import BucketError, ConfigError
-from refocused.estimate.choice import Choice, refuse_cpu
+from refocused.doctor.store_clock import store_time_s
 from refocused.estimate.host import Device
+from refocused.estimate.memory_plan import Choice, refuse_cpu
 from refocused.estimate.precision import BF16_CAPABILITY, native_dtype, with_dtype
-from refocused.hardware import cpu_flags, gpu_facts
+from refocused.system.errors import BucketError, ConfigError
+from refocused.system.hardware import cpu_flags, gpu_facts
 
 CPU_RANKS = 2
 # Training waits a bucket out for minutes; who asks whether it is there wants to know now.
@@ -192,7 +192,7 @@ class Examination:
         if MIRROR not in self._unreadable:
             yield from _mirror_rights(who, mirror)
         if who.loaded.config.tracking.wandb is not None:
-            from refocused.monitoring.wandb import what_keeps_offline
+            from refocused.metrics.wandb import what_keeps_offline
 
             yield storage_checks.judge_wandb(what_keeps_offline())
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from refocused.doctor.finding import Finding
-from refocused.errors import RefocusedError
-from refocused.monitoring.gpu_alarms import gpu_readings
-from refocused.monitoring.samples import GpuSample
+from refocused.monitor.readings import GpuSample
+from refocused.monitor.sampler.alarm_rules import gpu_readings
+from refocused.system.errors import RefocusedError
 
 BUSY_GIB = 2.0  # more than a driver and a screen hold
 
@@ -49,8 +49,8 @@ def probe_gpus(host: str, *, wanted: int | None, environment: Mapping[str, str])
     """
     import torch
 
-    from refocused.monitoring.gpu import GpuReader, NoGpusError
-    from refocused.monitoring.gpu_driver import driver_versions, gpu_capabilities
+    from refocused.monitor.sampler.gpu_driver import driver_versions, gpu_capabilities
+    from refocused.monitor.sampler.gpu_reader import GpuReader, NoGpusError
 
     try:
         known = dict(enumerate(gpu_capabilities()))  # torch would hang where the driver does

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from refocused.bucket.part_file import free_bytes
+from refocused.bucket.partial_files import free_bytes
 from refocused.doctor.finding import Finding, size
-from refocused.monitoring.memory import Memory, memory_now
+from refocused.monitor.sampler.memory import Memory, memory_now
 
 FEWEST_FILES = 1024
 # NCCL passes data between the processes of a machine through /dev/shm, and fails where that is

@@ -15,8 +15,8 @@ from typing import Any
 
 import pydantic
 
-from refocused.errors import RefocusedError
-from refocused.world import World, join_world, lost_connection
+from refocused.system.errors import RefocusedError
+from refocused.system.world import World, join_world, lost_connection
 
 REPEATS = 10
 
@@ -105,10 +105,10 @@ def measure_allreduce(world: World, *, payload_bytes: int) -> dict[str, Any]:
 
 
 def _step(task: RankTask, world: World) -> dict[str, Any]:
-    from refocused.config.decode import load_run
-    from refocused.training.job import Request
-    from refocused.training.session import begin_session
-    from refocused.training.trial import take_trial_step
+    from refocused.config.load_run import load_run
+    from refocused.train.lifecycle.job import Request
+    from refocused.train.lifecycle.session import begin_session
+    from refocused.train.lifecycle.trial import take_trial_step
 
     assert task.config is not None
     step = take_trial_step(

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from refocused.doctor.finding import Finding, size
 from refocused.doctor.rank_process import RankTask
-from refocused.strict_json import parse_json_object
+from refocused.system.strict_json import parse_json_object
 
 LONGEST_SECONDS = 900.0
 POLL_SECONDS = 0.1

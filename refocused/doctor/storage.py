@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from refocused.bucket.bucket import Bucket
-from refocused.bucket.google_faults import RefusedRequestError
+from refocused.bucket.gcs_errors import RefusedRequestError
 from refocused.doctor.finding import Finding
-from refocused.errors import BucketError
+from refocused.system.errors import BucketError
 
 T = TypeVar("T")
 

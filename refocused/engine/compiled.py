@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from refocused.errors import ConfigError
-from refocused.world import World
+from refocused.system.errors import ConfigError
+from refocused.system.world import World
 
 CompileChoice = Literal["auto", "on", "off"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

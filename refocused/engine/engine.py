@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from refocused.engine import randomness
-from refocused.engine.checkpoint_files import HashingCheckpointEngine
-from refocused.engine.finite import FiniteUpdates, Verdict
+from refocused.engine.checksum_writer import WrittenFile
+from refocused.engine.finite_updates import FiniteUpdates, Verdict
 from refocused.engine.gathered_weights import held_whole, kept_gathered
-from refocused.engine.hashed_files import WrittenFile
 from refocused.engine.histograms import Histograms, histograms_of
 from refocused.engine.optimizer import OptimizerSettings
 from refocused.engine.resharding import SWAPPED, reshard
-from refocused.errors import CheckpointError, TrainingError
-from refocused.state_files import read_state
-from refocused.zero_layout import FORM_ERRORS
+from refocused.engine.shard_files import HashingCheckpointEngine
+from refocused.engine.state_files import read_state
+from refocused.engine.zero_layout import FORM_ERRORS
+from refocused.system.errors import CheckpointError, TrainingError
 
 TAG = "zero"
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from refocused.config.optimization import OptimizerConfig
-from refocused.errors import ConfigError
+from refocused.system.errors import ConfigError
 
 MOMENTUM = 0.95
 ITERATIONS = 5

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refocused.engine.checkpoint_files import loss_scaler
 from refocused.engine.muon import MuonAndAdamW
 from refocused.engine.saved_states import KINDS, MASTER, MUON_KINDS, SavedStates
-from refocused.errors import CheckpointError
-from refocused.zero_layout import LOSS_SCALER, Fragment
+from refocused.engine.shard_files import loss_scaler
+from refocused.engine.zero_layout import LOSS_SCALER, Fragment
+from refocused.system.errors import CheckpointError
 
 SWAPPED = "offloaded_tensors"  # where DeepSpeed looks for the files of an NVMe drive
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from refocused.errors import CheckpointError
-from refocused.state_files import read_state
-from refocused.zero_layout import (
+from refocused.engine.state_files import read_state
+from refocused.engine.zero_layout import (
     OPTIMIZER,
     PARAM_SHAPES,
     Fragment,
@@ -21,6 +20,7 @@ from refocused.zero_layout import (
     saved_fragments,
     shapes_of,
 )
+from refocused.system.errors import CheckpointError
 
 MASTER = "master"  # the float32 weight
 KINDS = (MASTER, "exp_avg", "exp_avg_sq")

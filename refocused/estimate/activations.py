@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from refocused.config.model import ModelConfig
+from refocused.config.model_shape import Attention, ModelShape, Resonators
 from refocused.config.optimization import Dtype
-from refocused.config.shape import Attention, ModelShape, Resonators
 from refocused.estimate.mixing_memory import MixingMemory, eigenstates_memory, resonators_memory
 
 # Tensors of the inner width that eager autograd keeps for an activation: its input and its output.
@@ -18,7 +18,7 @@ _KEPT_BY_NEOX = 10
 # Alive at once while a block's feed-forward part is differentiated, beside what was kept.
 _DIFFERENTIATED_INNER = 1
 _STATISTICS = 16  # of two norms, for each token: mean and deviation in float32
-_MASK_BLOCK = 128  # tokens on a side of a block of FlexAttention's mask (`models/attention.py`)
+_MASK_BLOCK = 128  # tokens on a side of a block of FlexAttention's mask (`models/kernels.py`)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from refocused.config.shape import Attention, Eigenstates, ModelShape
+from refocused.config.model_shape import Attention, Eigenstates, ModelShape
 
 CELLS = 2  # of a block of the ten family at each scale
 

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from refocused.config.check import check_run
-from refocused.config.decode import LoadedRun
+from refocused.config.consistency import check_run
 from refocused.config.fragment import idle_offloads
-from refocused.config.run import RunConfig
-from refocused.errors import ConfigError
+from refocused.config.load_run import LoadedRun
+from refocused.config.run_config import RunConfig
+from refocused.system.errors import ConfigError
 
 RANKS = "RANKS"  # the variable by which `launch/train.sh` starts fewer ranks
 Fits = Callable[[LoadedRun, int], bool]

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from refocused.config.optimization import Dtype
-from refocused.estimate.choice import Choice
+from refocused.estimate.memory_plan import Choice
 from refocused.estimate.storage import checkpoint_bytes
 
 Device = Literal["cuda", "cpu"]

@@ -6,11 +6,11 @@ import dataclasses
 
 from refocused.config.deepspeed import reduce_bucket_elements
 from refocused.config.model import ModelConfig
+from refocused.config.model_shape import ModelShape
 from refocused.config.optimization import Dtype, ZeroConfig
-from refocused.config.shape import ModelShape
 from refocused.estimate.activations import activation_memory
+from refocused.estimate.flops import count_parameters
 from refocused.estimate.states import state_memory
-from refocused.estimate.work import count_parameters
 
 # What no tensor holds: the CUDA context, NCCL's buffers, cuBLAS's workspace; and the share that
 # torch's allocator loses between blocks of memory. Assumed, not measured here.

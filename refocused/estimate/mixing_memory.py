@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from refocused.config.shape import Eigenstates, ModelShape, Resonators
+from refocused.config.model_shape import Eigenstates, ModelShape, Resonators
 from refocused.estimate.blocks import CELLS
 
 DEFAULT_CHUNK = 64  # of the ten family, where the shape does not say it

@@ -1,7 +1,7 @@
 """The FLOPs and bytes of one pass on one GPU, as computed: with recomputation, by arithmetic alone.
 
 Counted in `tests/estimate/test_pass_work.py`: the FLOPs of every matrix product, and the bytes that
-every other operation reads and writes. MFU has its own convention (`estimate/work.py`).
+every other operation reads and writes. MFU has its own convention (`estimate/flops.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from refocused.config.model import ModelConfig
-from refocused.config.shape import Attention, Eigenstates, ModelShape, Resonators
+from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Resonators
 from refocused.estimate.blocks import block_elements, modes_a_token
 from refocused.estimate.mixing_memory import DEFAULT_CHUNK
 

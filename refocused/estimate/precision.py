@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from refocused.config.decode import LoadedRun
+from refocused.config.load_run import LoadedRun
 from refocused.config.optimization import Dtype
-from refocused.errors import ConfigError
+from refocused.system.errors import ConfigError
 
 BF16_CAPABILITY = (8, 0)  # Ampere; torch emulates bf16 on older GPUs, at a fraction of the speed
 BF16_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}

@@ -12,16 +12,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from refocused.config.batch_plan import BatchPlan, plan_batch
-from refocused.config.decode import LoadedRun
 from refocused.config.deepspeed import LIVE_PARAMETERS
+from refocused.config.load_run import LoadedRun
 from refocused.config.model import ModelConfig
+from refocused.config.model_shape import ModelShape
 from refocused.config.optimization import PrecisionConfig, ZeroConfig
-from refocused.config.shape import ModelShape
-from refocused.errors import ConfigError
-from refocused.estimate.choice import Choice
+from refocused.estimate.flops import CREDIBLE_MFU, count_parameters, flops_per_token
+from refocused.estimate.memory_plan import Choice
 from refocused.estimate.pass_work import Work, pass_work
-from refocused.estimate.work import CREDIBLE_MFU, count_parameters, flops_per_token
-from refocused.hardware import GpuFacts
+from refocused.system.errors import ConfigError
+from refocused.system.hardware import GpuFacts
 
 # Of the peak that products of a model's sizes reach: 600 of an H100's 989 TFLOP/s, assumed.
 PRODUCT_SHARE = 0.61
@@ -32,7 +32,7 @@ MEMORY_SHARE = 0.8  # of the memory's bandwidth, in kernels that only move: assu
 LINK_SHARE = 0.75  # of a link's rate in NCCL's collectives and in pinned copies: assumed
 # Products of 8 bits have twice the peak; scales and casts take some of it back: assumed.
 FP8_GAIN = 1.5
-TF32_GAIN = 0.5  # TF32's peak over bf16's on every GPU of `refocused/hardware.py`
+TF32_GAIN = 0.5  # TF32's peak over bf16's on every GPU of `refocused/system/hardware.py`
 FLOAT32_GAIN = 1 / 16  # float32 without tensor cores: A100 1/16, H100 1/15; others have more
 # Of ZeRO-3's traffic that passes beside computing; below it DeepSpeed sends between passes
 # (`overlap_comm` is off there). Assumed.

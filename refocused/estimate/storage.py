@@ -6,7 +6,7 @@ import dataclasses
 
 from refocused.config.outputs import CheckpointConfig
 from refocused.estimate.run_cost import RunCost, RunWork
-from refocused.world import World
+from refocused.system.world import World
 
 MASTER_BYTES = 12  # a parameter's float32 master and Adam's two moments
 KEPT_BESIDE = 2  # the best step and the last one of an interruption

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from refocused.models.attention import document_blocks, document_mask
 from refocused.models.head_loss import LossHead
+from refocused.models.kernels import document_blocks, document_mask
 from refocused.models.label_scores import label_scores
 
 LARGEST_LOGIT_TERM = 1.0  # nats; beyond it the weights are drawn too wide to train from

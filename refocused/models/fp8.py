@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from refocused.errors import ConfigError
-from refocused.world import World
+from refocused.system.errors import ConfigError
+from refocused.system.world import World
 
 Scaling = Literal["tensorwise", "rowwise"]
 VALUES = torch.float8_e4m3fn  # activations and weights: 3 bits of mantissa, up to 448

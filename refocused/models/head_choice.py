@@ -11,10 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from refocused.errors import ConfigError
 from refocused.models.head_loss import IGNORED_LABEL, HeadForm, LossHead, head_loss
 from refocused.models.timed_trial import fastest_seconds, short_reason
-from refocused.world import World
+from refocused.system.errors import ConfigError
+from refocused.system.world import World
 
 FORMS: dict[HeadForm, str] = {
     "chunked": "in chunks",

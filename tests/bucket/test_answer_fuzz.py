@@ -21,7 +21,7 @@ from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.checksum import crc32c_to_base64, extended_crc32c
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.retry import RetryPolicy
-from refocused.errors import BucketError
+from refocused.system.errors import BucketError
 
 ANSWERS = int(os.environ.get("REFOCUSED_ANSWERS", "2000"))
 CONTENT = bytes(range(100))

@@ -9,8 +9,8 @@ import pytest
 
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.checksum import crc32c_of
-from refocused.bucket.directory import DirectoryBucket
-from refocused.errors import BucketError
+from refocused.bucket.folder import DirectoryBucket
+from refocused.system.errors import BucketError
 
 
 @pytest.fixture(params=[pytest.param("gs", marks=pytest.mark.bucket), "folder"])

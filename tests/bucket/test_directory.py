@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from refocused.bucket.checksum import crc32c_of
-from refocused.bucket.directory import DirectoryBucket
-from refocused.errors import BucketError
+from refocused.bucket.folder import DirectoryBucket
+from refocused.system.errors import BucketError
 
 
 def names(bucket: DirectoryBucket) -> list[str]:
@@ -115,7 +115,7 @@ def test_a_file_system_without_hard_links_will_do(
 def test_a_full_disk_is_told_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("refocused.bucket.part_file.free_bytes", lambda _: 3)
+    monkeypatch.setattr("refocused.bucket.partial_files.free_bytes", lambda _: 3)
     (tmp_path / "source").write_bytes(b"12345")
     bucket = DirectoryBucket(tmp_path / "bucket")
     with pytest.raises(BucketError, match=r"No space left in .*bucket.*: 5 bytes needed, 3 free"):

@@ -12,9 +12,9 @@ from fakes import Emulator, Fault, Request
 from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.checksum import crc32c_of
 from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.part_file import PartFile, part_path
+from refocused.bucket.partial_files import PartFile, part_path
 from refocused.bucket.stored import stored_crc32c, with_checksum
-from refocused.errors import BucketError
+from refocused.system.errors import BucketError
 
 pytestmark = pytest.mark.bucket
 
@@ -180,7 +180,7 @@ def test_a_disk_without_room_is_told_before_anything_is_fetched(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("refocused.bucket.part_file.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("refocused.bucket.partial_files.free_bytes", lambda _: 1000)
     with pytest.raises(BucketError, match=r"No space left.*1,048,576 bytes needed, 1,000 free"):
         gcs.download(stored, tmp_path / "x")
     assert ranges(emulator) == []
@@ -314,7 +314,7 @@ def test_an_address_without_a_valid_bucket_is_refused(url: str) -> None:
 
 def test_importing_brings_in_neither_google_cloud_nor_requests() -> None:
     check = (
-        "import sys, refocused.bucket.open, refocused.bucket.transfer;"
+        "import sys, refocused.bucket.open_bucket, refocused.bucket.transfer;"
         "print([m for m in ('google.cloud.storage', 'google.auth', 'requests', 'urllib3', 'torch')"
         " if m in sys.modules])"
     )

@@ -14,9 +14,9 @@ from google.auth.credentials import AnonymousCredentials
 from google.auth.exceptions import DefaultCredentialsError
 
 from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.google_connection import ANONYMOUS, GoogleConnection, find_credentials
+from refocused.bucket.gcs_client import ANONYMOUS, GoogleConnection, find_credentials
 from refocused.bucket.retry import RetryPolicy
-from refocused.errors import BucketError
+from refocused.system.errors import BucketError
 
 really_default = google.auth.default
 

@@ -7,9 +7,9 @@ from fakes import Emulator, Fault
 from google.auth.credentials import AnonymousCredentials
 
 from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.google_connection import ANONYMOUS, Credentials
-from refocused.bucket.google_faults import fault_of
-from refocused.errors import BucketError
+from refocused.bucket.gcs_client import ANONYMOUS, Credentials
+from refocused.bucket.gcs_errors import fault_of
+from refocused.system.errors import BucketError
 
 pytestmark = pytest.mark.bucket
 
@@ -60,7 +60,7 @@ def test_a_private_bucket_without_credentials_says_how_to_log_in(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     none = Credentials(AnonymousCredentials(), ANONYMOUS)
-    monkeypatch.setattr("refocused.bucket.google_connection.find_credentials", lambda _: none)
+    monkeypatch.setattr("refocused.bucket.gcs_client.find_credentials", lambda _: none)
     emulator.proxy.script(lambda request: True, Fault(status=401), times=10)
     with pytest.raises(BucketError, match=r"No Google credentials were found.*gcloud auth"):
         list(GcsBucket(emulator.url).list())

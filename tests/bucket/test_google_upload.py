@@ -7,7 +7,7 @@ import pytest
 from fakes import GARBLED, Emulator, Fault, Request
 
 from refocused.bucket.gcs import GcsBucket
-from refocused.errors import BucketError
+from refocused.system.errors import BucketError
 
 pytestmark = pytest.mark.bucket
 

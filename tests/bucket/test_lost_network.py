@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from fakes import Emulator, Fault
 
-from refocused.bucket import google_requests
+from refocused.bucket import gcs_requests as google_requests
 from refocused.bucket.gcs import GcsBucket
-from refocused.errors import BucketError
+from refocused.system.errors import BucketError
 
 pytestmark = pytest.mark.bucket
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from refocused.bucket.directory import DirectoryBucket
+from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.open import open_bucket
-from refocused.errors import BucketError
+from refocused.bucket.open_bucket import open_bucket
+from refocused.system.errors import BucketError
 
 
 def test_gs_is_google_cloud_storage() -> None:

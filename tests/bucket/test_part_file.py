@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from refocused.bucket import part_file
+from refocused.bucket import partial_files as part_file
 from refocused.bucket.checksum import extended_crc32c
-from refocused.bucket.part_file import PartFile, disk_errors, free_bytes, part_path, require_space
-from refocused.errors import BucketError
+from refocused.bucket.partial_files import (
+    PartFile,
+    disk_errors,
+    free_bytes,
+    part_path,
+    require_space,
+)
+from refocused.system.errors import BucketError
 
 
 def test_nothing_has_the_final_name_before_it_is_published(tmp_path: Path) -> None:

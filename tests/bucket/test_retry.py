@@ -12,7 +12,7 @@ from refocused.bucket.retry import (
     is_transient_status,
     parsed_retry_after,
 )
-from refocused.errors import BucketError
+from refocused.system.errors import BucketError
 
 PASSING = Fault(reason="HTTP 503", transient=True, status=503)
 

@@ -9,12 +9,12 @@ import pytest
 from fakes import Emulator, Fault, Request
 
 from refocused.bucket.bucket import BlobInfo
-from refocused.bucket.directory import DirectoryBucket
+from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.object_files import object_files
-from refocused.bucket.part_file import part_path
+from refocused.bucket.partial_files import part_path
 from refocused.bucket.transfer import Progress, download_many, upload_many
-from refocused.errors import BucketError
+from refocused.system.errors import BucketError
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_missing_file_stops_an_upload_first(bucket: DirectoryBucket, tmp_path:
 def test_a_disk_that_cannot_hold_all_is_told_first_with_numbers(
     bucket: DirectoryBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("refocused.bucket.part_file.free_bytes", lambda _: 100)
+    monkeypatch.setattr("refocused.bucket.partial_files.free_bytes", lambda _: 100)
     with pytest.raises(BucketError, match=r"No space left in .*down: 190 bytes needed, 100 free"):
         download_many(bucket, list(bucket.list()), tmp_path / "down")
     assert not (tmp_path / "down").exists()
@@ -113,7 +113,7 @@ def test_what_part_files_hold_already_needs_no_space(
 ) -> None:
     (tmp_path / "down" / "folder_1").mkdir(parents=True)
     part_path(tmp_path / "down" / "folder_1" / "x19").write_bytes(b"1" * 19)
-    monkeypatch.setattr("refocused.bucket.part_file.free_bytes", lambda _: 171)
+    monkeypatch.setattr("refocused.bucket.partial_files.free_bytes", lambda _: 171)
     assert len(download_many(bucket, list(bucket.list()), tmp_path / "down")) == 20
 
 

@@ -10,7 +10,7 @@ from checkpoints.mirrored_run import Place
 from checkpoints.step_copies import RecordingBucket
 from checkpoints.step_samples import make_step
 
-from refocused.checkpoints.step_directory import StepDirectory
+from refocused.checkpoints.step.step_directory import StepDirectory
 
 
 @pytest.fixture

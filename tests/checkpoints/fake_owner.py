@@ -13,11 +13,11 @@ from pathlib import Path
 from checkpoints.step_samples import state_file
 
 from refocused.bucket.checksum import crc32c_of
-from refocused.checkpoints.checkpointer import RunFacts
-from refocused.checkpoints.step_directory import rank_file
+from refocused.checkpoints.step.checkpointer import RunFacts
+from refocused.checkpoints.step.step_directory import rank_file
+from refocused.engine.checksum_writer import WrittenFile
 from refocused.engine.engine import ShardsWritten
-from refocused.engine.hashed_files import WrittenFile
-from refocused.state_files import read_state
+from refocused.engine.state_files import read_state
 
 FACTS = RunFacts(
     run="sample",

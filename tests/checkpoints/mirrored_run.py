@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from refocused.checkpoints.branches import checkpoint_paths
-from refocused.checkpoints.manifest import COMMITTED
-from refocused.checkpoints.mirror import CheckpointMirror
-from refocused.checkpoints.mirror_status import MirrorSettings, MirrorStatus
-from refocused.checkpoints.step_directory import read_step
-from refocused.checkpoints.verify import verify
-from refocused.process_identity import ProcessIdentity, this_process
+from refocused.checkpoints.mirror.mirror import CheckpointMirror
+from refocused.checkpoints.mirror.mirror_status import MirrorSettings, MirrorStatus
+from refocused.checkpoints.step.branches import checkpoint_paths
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
+from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.verify import verify
+from refocused.system.process_identity import ProcessIdentity, this_process
 
 PREFIX = "sample/checkpoints"
 PATIENCE_SECONDS = 30

@@ -28,20 +28,20 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from checkpoints.fake_owner import FACTS
 from thread_ranks import on_two_ranks
 
-from refocused.batches.position import Position
-from refocused.checkpoints.branches import step_paths
-from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.checkpointer import Checkpointer
-from refocused.checkpoints.choice import select_checkpoint
-from refocused.checkpoints.machines import decide_together
-from refocused.checkpoints.staging import clean_leftovers, leftovers, remove_step
-from refocused.checkpoints.step_directory import rank_file, read_step
-from refocused.checkpoints.thinning import thin_out
-from refocused.checkpoints.verify import describe, verify
-from refocused.engine.checkpoint_files import HashingCheckpointEngine
+from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.resume.multi_node import decide_together
+from refocused.checkpoints.resume.resume_selection import select_checkpoint
+from refocused.checkpoints.step.branches import step_paths
+from refocused.checkpoints.step.checkpointer import Checkpointer
+from refocused.checkpoints.step.staging import clean_leftovers, leftovers, remove_step
+from refocused.checkpoints.step.step_directory import rank_file, read_step
+from refocused.checkpoints.step.thinning import thin_out
+from refocused.checkpoints.step.verify import describe, verify
+from refocused.data.order.position import Position
 from refocused.engine.engine import ShardsWritten
-from refocused.training.state import TrainState
-from refocused.world import World
+from refocused.engine.shard_files import HashingCheckpointEngine
+from refocused.system.world import World
+from refocused.train.step.state import TrainState
 
 LONGEST_LIFE_S = 0.15  # a few saves
 

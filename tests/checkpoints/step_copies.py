@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from refocused.bucket.bucket import BlobInfo, Bucket
-from refocused.bucket.directory import DirectoryBucket
-from refocused.checkpoints.mirror_copy import StepCopier
-from refocused.checkpoints.remote_steps import RemoteSteps
-from refocused.checkpoints.step_directory import StepDirectory
+from refocused.bucket.folder import DirectoryBucket
+from refocused.checkpoints.mirror.copy_step import StepCopier
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.step.step_directory import StepDirectory
 
 
 class RecordingBucket(DirectoryBucket):

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.checksum import crc32c_of
-from refocused.checkpoints.manifest import COMMITTED, CheckpointManifest, FileRecord
-from refocused.checkpoints.mirror_copy import StepCopier
-from refocused.checkpoints.remote_steps import RemoteSteps, prefix_of
-from refocused.checkpoints.staging import Staging
-from refocused.checkpoints.step_directory import StepDirectory, name_of, rank_file, read_step
+from refocused.checkpoints.mirror.copy_step import StepCopier
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps, prefix_of
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, CheckpointManifest, FileRecord
+from refocused.checkpoints.step.staging import Staging
+from refocused.checkpoints.step.step_directory import StepDirectory, name_of, rank_file, read_step
 
 START = datetime.datetime(2026, 11, 21, 8, 0, tzinfo=datetime.UTC)
 

@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 from checkpoints.step_samples import make_step, mirrored
 
-from refocused.bucket.directory import DirectoryBucket
-from refocused.checkpoints.branches import (
+from refocused.bucket.folder import DirectoryBucket
+from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.resume.resume_selection import Selection, select_checkpoint
+from refocused.checkpoints.step.branches import (
     FIRST_BRANCH,
     Branch,
     checkpoint_paths,
     present_branch,
     saved_steps,
 )
-from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.choice import Selection, select_checkpoint
-from refocused.checkpoints.staging import remove_step
-from refocused.errors import BucketError, CheckpointError
+from refocused.checkpoints.step.staging import remove_step
+from refocused.system.errors import BucketError, CheckpointError
 
 PREFIX = "sample/checkpoints"
 SECOND = {"branch": 2, "ancestry": ((1, 20),)}

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from checkpoints.step_samples import flip_byte, make_step, mirrored
 
-from refocused.bucket.directory import DirectoryBucket
-from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.manifest import COMMITTED
-from refocused.checkpoints.staging import remove_step
-from refocused.checkpoints.step_directory import read_step
-from refocused.checkpoints.verify import verify
-from refocused.errors import BucketError, CheckpointError
+from refocused.bucket.folder import DirectoryBucket
+from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
+from refocused.checkpoints.step.staging import remove_step
+from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.verify import verify
+from refocused.system.errors import BucketError, CheckpointError
 
 PREFIX = "sample/checkpoints"
 

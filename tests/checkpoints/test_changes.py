@@ -10,7 +10,7 @@ import yaml
 from checkpoints.fake_owner import FACTS
 from checkpoints.step_samples import fill, manifest_for
 
-from refocused.checkpoints.changes import (
+from refocused.checkpoints.resume.changes import (
     ALLOWABLE,
     MOST_LINES,
     Changes,
@@ -18,9 +18,9 @@ from refocused.checkpoints.changes import (
     changes_since,
     check_allowable,
 )
-from refocused.checkpoints.step_directory import StepDirectory
-from refocused.config.names import field_of, is_group
-from refocused.errors import CheckpointError, ConfigError
+from refocused.checkpoints.step.step_directory import StepDirectory
+from refocused.config.suggestions import field_of, is_group
+from refocused.system.errors import CheckpointError, ConfigError
 
 RUN: dict[str, dict[str, Any]] = {
     "run": {"name": "sample", "seed": 1},

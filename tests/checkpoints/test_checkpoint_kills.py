@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from fakes import Emulator, Fault
 
-from refocused.checkpoints.branches import step_paths
-from refocused.checkpoints.kept_history import HISTORY
-from refocused.checkpoints.step_directory import read_step
+from refocused.checkpoints.step.branches import step_paths
+from refocused.checkpoints.step.step_directory import read_step
+from refocused.metrics.kept_history import HISTORY
 
 pytestmark = pytest.mark.slow
 

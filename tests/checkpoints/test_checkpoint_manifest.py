@@ -7,8 +7,8 @@ import pydantic
 import pytest
 from checkpoints.step_samples import make_step
 
-from refocused.checkpoints.manifest import CheckpointManifest, parse_manifest
-from refocused.errors import CheckpointError
+from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest, parse_manifest
+from refocused.system.errors import CheckpointError
 
 
 @pytest.fixture

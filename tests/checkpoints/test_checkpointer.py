@@ -13,15 +13,15 @@ from checkpoints.fake_owner import FACTS, FakeOwner
 from checkpoints.step_samples import reseal
 from thread_ranks import on_two_ranks, results
 
-from refocused.batches.position import Position
-from refocused.checkpoints.changes import changes_since
-from refocused.checkpoints.checkpointer import Checkpointer, RunFacts
-from refocused.checkpoints.step_directory import read_step
-from refocused.checkpoints.verify import verify
-from refocused.errors import CheckpointError
-from refocused.state_files import UnreadableFileError
-from refocused.training.state import TrainState
-from refocused.world import World
+from refocused.checkpoints.resume.changes import changes_since
+from refocused.checkpoints.step.checkpointer import Checkpointer, RunFacts
+from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.verify import verify
+from refocused.data.order.position import Position
+from refocused.engine.state_files import UnreadableFileError
+from refocused.system.errors import CheckpointError
+from refocused.system.world import World
+from refocused.train.step.state import TrainState
 
 STATE = TrainState(
     step=10,

@@ -12,19 +12,19 @@ from checkpoints.step_samples import flip_byte, make_step, mirrored
 
 from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.checksum import crc32c_of
-from refocused.bucket.directory import DirectoryBucket
-from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.choice import select_checkpoint
-from refocused.checkpoints.staging import remove_step
-from refocused.checkpoints.step_directory import read_step
-from refocused.checkpoints.verify import verify
-from refocused.errors import (
+from refocused.bucket.folder import DirectoryBucket
+from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.resume.resume_selection import select_checkpoint
+from refocused.checkpoints.step.staging import remove_step
+from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.verify import verify
+from refocused.system.errors import (
     BucketError,
     CheckpointError,
     CheckpointUnavailableError,
     CorruptCheckpointError,
 )
-from refocused.file_lock import FileLock
+from refocused.system.locks import FileLock
 
 pytestmark = pytest.mark.usefixtures("heard")
 
@@ -204,7 +204,7 @@ def test_a_lock_that_another_process_holds_is_waited_for(
 def test_a_lock_that_is_never_released_ends_the_start_and_proves_no_damage(
     local: Path, bucket: DirectoryBucket, request_: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("refocused.checkpoints.fetch.LOCK_SECONDS", 0.0)
+    monkeypatch.setattr("refocused.checkpoints.resume.download.LOCK_SECONDS", 0.0)
     make_step(local, 10)
     remove_step(mirrored(bucket, make_step(local, 20)).path)
     lock = FileLock(local / ".fetch.lock")
@@ -227,7 +227,7 @@ def test_a_file_that_cannot_be_read_now_ends_the_start(
             raise OSError(errno.ESTALE, "Stale file handle")
         return crc32c_of(path)
 
-    monkeypatch.setattr("refocused.checkpoints.verify.crc32c_of", stale)
+    monkeypatch.setattr("refocused.checkpoints.step.verify.crc32c_of", stale)
     with pytest.raises(CheckpointUnavailableError, match=r"trainer\.json cannot be read \(Stale"):
         select_checkpoint(Catalog(local), request_)
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from checkpoints.step_samples import make_readable_step, make_step
 
-from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.comparison import Difference, LossChange, compare, differences
-from refocused.checkpoints.step_contents import StepContents, dotted, read_contents
-from refocused.errors import CheckpointError
+from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.resume.comparison import Difference, LossChange, compare, differences
+from refocused.checkpoints.resume.step_contents import StepContents, dotted, read_contents
+from refocused.system.errors import CheckpointError
 
 
 def contents(checkpoints: Path, step: int) -> StepContents:

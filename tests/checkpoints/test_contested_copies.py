@@ -12,15 +12,15 @@ from checkpoints.step_copies import RecordingBucket, copy, objects
 from checkpoints.step_samples import START, make_step
 from fakes import Emulator
 
-from refocused.bucket.open import open_bucket
-from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.manifest import COMMITTED
-from refocused.checkpoints.remote_steps import RemoteSteps
-from refocused.checkpoints.remote_verify import verify_remote
-from refocused.checkpoints.staging import remove_step
-from refocused.checkpoints.step_directory import StepDirectory, is_in_use
-from refocused.checkpoints.verify import verify
-from refocused.errors import BucketError, CheckpointError
+from refocused.bucket.open_bucket import open_bucket
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.mirror.remote_verify import verify_remote
+from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
+from refocused.checkpoints.step.staging import remove_step
+from refocused.checkpoints.step.step_directory import StepDirectory, is_in_use
+from refocused.checkpoints.step.verify import verify
+from refocused.system.errors import BucketError, CheckpointError
 
 
 def test_objects_of_an_interrupted_copy_of_another_save_are_not_mixed_in(

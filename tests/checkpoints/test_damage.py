@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from checkpoints.step_samples import START, flip_byte, make_step, mirrored, reseal, state_file
 
-from refocused.bucket.directory import DirectoryBucket
-from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.choice import select_checkpoint
-from refocused.checkpoints.manifest import COMMITTED
-from refocused.checkpoints.staging import remove_step
-from refocused.checkpoints.step_directory import name_of
-from refocused.errors import CheckpointError
+from refocused.bucket.folder import DirectoryBucket
+from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.resume.resume_selection import select_checkpoint
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
+from refocused.checkpoints.step.staging import remove_step
+from refocused.checkpoints.step.step_directory import name_of
+from refocused.system.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("heard")
 

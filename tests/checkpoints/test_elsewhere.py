@@ -9,15 +9,10 @@ import pytest
 from checkpoints.step_samples import flip_byte, make_step, mirrored
 
 from refocused.bucket.bucket import Bucket
-from refocused.bucket.directory import DirectoryBucket
-from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.choice import (
-    list_checkpoints,
-    next_branch,
-    present_branch,
-    select_checkpoint,
-)
-from refocused.checkpoints.elsewhere import (
+from refocused.bucket.folder import DirectoryBucket
+from refocused.checkpoints.mirror.remote_steps import prefix_of
+from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.resume.import_checkpoint import (
     as_own,
     bring,
     find_elsewhere,
@@ -25,11 +20,16 @@ from refocused.checkpoints.elsewhere import (
     require_trust,
     take_over,
 )
-from refocused.checkpoints.manifest import COMMITTED, MANIFEST, SUPERSEDED
-from refocused.checkpoints.remote_steps import prefix_of
-from refocused.checkpoints.step_directory import StepDirectory, name_of, read_step
-from refocused.checkpoints.verify import verify
-from refocused.errors import CheckpointError
+from refocused.checkpoints.resume.resume_selection import (
+    list_checkpoints,
+    next_branch,
+    present_branch,
+    select_checkpoint,
+)
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, SUPERSEDED
+from refocused.checkpoints.step.step_directory import StepDirectory, name_of, read_step
+from refocused.checkpoints.step.verify import verify
+from refocused.system.errors import CheckpointError
 
 SHARD = "zero/zero_pp_rank_0_mp_rank_00_optim_states.pt"
 

@@ -10,13 +10,13 @@ from fakes import Emulator, Fault, Request
 
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.retry import RetryPolicy
-from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.mirror_copy import StepCopier
-from refocused.checkpoints.remote_steps import RemoteSteps
-from refocused.checkpoints.staging import remove_step
-from refocused.checkpoints.step_directory import StepDirectory
-from refocused.checkpoints.verify import verify
-from refocused.errors import BucketError
+from refocused.checkpoints.mirror.copy_step import StepCopier
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.step.staging import remove_step
+from refocused.checkpoints.step.step_directory import StepDirectory
+from refocused.checkpoints.step.verify import verify
+from refocused.system.errors import BucketError
 
 pytestmark = pytest.mark.bucket
 SIZE = 100_000
@@ -83,7 +83,7 @@ def test_a_disk_without_room_is_told_and_shows_no_step(
     catalog: Catalog, step: StepDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as full:
-        full.setattr("refocused.bucket.part_file.free_bytes", lambda _: 1000)
+        full.setattr("refocused.bucket.partial_files.free_bytes", lambda _: 1000)
         with pytest.raises(BucketError, match="No space left"):
             catalog.fetch("checkpoint_step_10")
     assert not step.path.exists()

@@ -7,10 +7,10 @@ import pytest
 from checkpoints.step_samples import make_step, mirrored
 from fakes import Emulator, Fault, Request
 
-from refocused.bucket.open import open_bucket
-from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.manifest import COMMITTED, Marker
-from refocused.errors import BucketError
+from refocused.bucket.open_bucket import open_bucket
+from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, Marker
+from refocused.system.errors import BucketError
 
 pytestmark = pytest.mark.bucket
 STEP = "sample/checkpoints/checkpoint_step_10"

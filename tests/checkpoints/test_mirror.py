@@ -14,11 +14,11 @@ import pytest
 from checkpoints.mirrored_run import PATIENCE_SECONDS, PREFIX, Place, until
 from checkpoints.step_samples import make_step
 
-from refocused.checkpoints.branches import step_paths
-from refocused.checkpoints.mirror import START_ATTEMPTS
-from refocused.checkpoints.mirror_status import MirrorStatus
-from refocused.errors import CheckpointError
-from refocused.process_identity import identify
+from refocused.checkpoints.mirror.mirror import START_ATTEMPTS
+from refocused.checkpoints.mirror.mirror_status import MirrorStatus
+from refocused.checkpoints.step.branches import step_paths
+from refocused.system.errors import CheckpointError
+from refocused.system.process_identity import identify
 
 pytestmark = pytest.mark.slow
 
@@ -56,8 +56,9 @@ def _descendants(pid: int) -> set[int]:
 
 def test_the_mirror_loads_no_torch() -> None:
     code = (
-        "import sys, refocused.checkpoints.mirror, refocused.checkpoints.mirror_loop, "
-        "refocused.checkpoints.catalog; print('torch' in sys.modules)"
+        "import sys, refocused.checkpoints.mirror.mirror; "
+        "import refocused.checkpoints.mirror.mirror_loop, "
+        "refocused.checkpoints.resume.catalog; print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

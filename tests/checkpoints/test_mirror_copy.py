@@ -13,16 +13,16 @@ from fakes import Emulator
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.checksum import crc32c_of
-from refocused.bucket.open import open_bucket
-from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.manifest import COMMITTED
-from refocused.checkpoints.mirror_copy import StepCopier
-from refocused.checkpoints.remote_steps import RemoteSteps
-from refocused.checkpoints.remote_verify import verify_remote
-from refocused.checkpoints.staging import remove_step
-from refocused.checkpoints.step_directory import StepDirectory
-from refocused.checkpoints.verify import verify
-from refocused.errors import BucketError, CheckpointError
+from refocused.bucket.open_bucket import open_bucket
+from refocused.checkpoints.mirror.copy_step import StepCopier
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.mirror.remote_verify import verify_remote
+from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
+from refocused.checkpoints.step.staging import remove_step
+from refocused.checkpoints.step.step_directory import StepDirectory
+from refocused.checkpoints.step.verify import verify
+from refocused.system.errors import BucketError, CheckpointError
 
 
 def repaired(bucket: Bucket, step: StepDirectory) -> bool:

@@ -10,9 +10,9 @@ import pytest
 from checkpoints.step_samples import make_step
 from fakes import Emulator, Fault, Request
 
-from refocused.checkpoints.mirror import CheckpointMirror
-from refocused.checkpoints.mirror_status import MirrorSettings, MirrorStatus
-from refocused.process_identity import this_process
+from refocused.checkpoints.mirror.mirror import CheckpointMirror
+from refocused.checkpoints.mirror.mirror_status import MirrorSettings, MirrorStatus
+from refocused.system.process_identity import this_process
 
 pytestmark = [pytest.mark.slow, pytest.mark.bucket]
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import hypothesis
 from hypothesis import strategies
 
-from refocused.checkpoints.mirror_queue import MOST_BEHIND, copy_order
-from refocused.checkpoints.retention import KeptStep
-from refocused.checkpoints.tiers import Tier
+from refocused.checkpoints.mirror.copy_queue import MOST_BEHIND, copy_order
+from refocused.checkpoints.step.retention import KeptStep
+from refocused.checkpoints.step.tiers import Tier
 
 any_lacking = strategies.lists(
     strategies.builds(

@@ -9,10 +9,10 @@ import pytest
 from checkpoints.mirrored_run import PATIENCE_SECONDS, PREFIX, Place, until
 from checkpoints.step_samples import flip_byte, make_step
 
-from refocused.bucket.directory import DirectoryBucket
-from refocused.checkpoints.catalog import Catalog
-from refocused.checkpoints.remote_steps import RemoteSteps
-from refocused.checkpoints.staging import remove_step
+from refocused.bucket.folder import DirectoryBucket
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.step.staging import remove_step
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,8 @@ import pytest
 from checkpoints.mirrored_run import Place, until
 from checkpoints.step_samples import make_step
 
-from refocused.checkpoints.mirror_waits import is_refusal, wait_seconds
-from refocused.errors import BucketError
+from refocused.checkpoints.mirror.mirror_waits import is_refusal, wait_seconds
+from refocused.system.errors import BucketError
 
 
 def test_waits_double_up_to_the_longest_and_a_refusal_waits_that_at_once() -> None:

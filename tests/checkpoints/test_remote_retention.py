@@ -7,15 +7,15 @@ from checkpoints.step_samples import flip_byte, make_step
 from fakes import Emulator
 
 from refocused.bucket.bucket import Bucket
-from refocused.bucket.directory import DirectoryBucket
-from refocused.bucket.open import open_bucket
-from refocused.checkpoints.branches import FIRST_BRANCH, Branch
-from refocused.checkpoints.manifest import COMMITTED, SUPERSEDED
-from refocused.checkpoints.mirror_copy import StepCopier
-from refocused.checkpoints.remote_retention import RemoteRetention
-from refocused.checkpoints.remote_steps import RemoteSteps
-from refocused.checkpoints.remote_verify import verify_remote
-from refocused.errors import BucketError
+from refocused.bucket.folder import DirectoryBucket
+from refocused.bucket.open_bucket import open_bucket
+from refocused.checkpoints.mirror.copy_step import StepCopier
+from refocused.checkpoints.mirror.remote_retention import RemoteRetention
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.mirror.remote_verify import verify_remote
+from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, SUPERSEDED
+from refocused.system.errors import BucketError
 
 
 def steps_in(remote: RemoteSteps) -> list[int | None]:

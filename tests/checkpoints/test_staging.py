@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from checkpoints.step_samples import fill, make_step, manifest_for
 
-from refocused.checkpoints.branches import step_paths
-from refocused.checkpoints.staging import Staging, clean_leftovers, leftovers, remove_step
-from refocused.checkpoints.step_directory import read_step
-from refocused.checkpoints.verify import verify
-from refocused.errors import CheckpointError
-from refocused.file_lock import FileLock
+from refocused.checkpoints.step.branches import step_paths
+from refocused.checkpoints.step.staging import Staging, clean_leftovers, leftovers, remove_step
+from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.verify import verify
+from refocused.system.errors import CheckpointError
+from refocused.system.locks import FileLock
 
 
 def test_a_step_is_invisible_until_it_is_committed(tmp_path: Path) -> None:

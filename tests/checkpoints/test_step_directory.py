@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from checkpoints.step_samples import make_step
 
-from refocused.checkpoints.branches import step_paths
-from refocused.checkpoints.step_directory import name_of, parse_name, read_step
-from refocused.errors import CheckpointError
+from refocused.checkpoints.step.branches import step_paths
+from refocused.checkpoints.step.step_directory import name_of, parse_name, read_step
+from refocused.system.errors import CheckpointError
 
 
 @pytest.mark.parametrize(

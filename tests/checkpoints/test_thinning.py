@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from checkpoints.step_samples import make_step
 
-from refocused.checkpoints import thinning
-from refocused.checkpoints.branches import saved_steps
-from refocused.checkpoints.mirror_status import MirrorStatus
-from refocused.checkpoints.staging import remove_step
-from refocused.checkpoints.step_directory import in_use, is_in_use
-from refocused.checkpoints.thinning import disk_is_low, local_steps, thin_out
-from refocused.process_identity import this_process
-from refocused.world import World
+from refocused.checkpoints.mirror.mirror_status import MirrorStatus
+from refocused.checkpoints.step import thinning
+from refocused.checkpoints.step.branches import saved_steps
+from refocused.checkpoints.step.staging import remove_step
+from refocused.checkpoints.step.step_directory import in_use, is_in_use
+from refocused.checkpoints.step.thinning import disk_is_low, local_steps, thin_out
+from refocused.system.process_identity import this_process
+from refocused.system.world import World
 
 
 def there(folder: Path) -> list[int]:

@@ -12,13 +12,13 @@ import pytest
 from checkpoints.two_machines import Machines
 from thread_ranks import results
 
-from refocused.bucket.directory import DirectoryBucket
-from refocused.checkpoints.manifest import COMMITTED
-from refocused.checkpoints.mirror import CheckpointMirror
-from refocused.checkpoints.mirror_status import MirrorSettings
-from refocused.checkpoints.remote_steps import RemoteSteps
-from refocused.checkpoints.remote_verify import verify_remote
-from refocused.process_identity import this_process
+from refocused.bucket.folder import DirectoryBucket
+from refocused.checkpoints.mirror.mirror import CheckpointMirror
+from refocused.checkpoints.mirror.mirror_status import MirrorSettings
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.mirror.remote_verify import verify_remote
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
+from refocused.system.process_identity import this_process
 
 PREFIX = "sample/checkpoints"
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from checkpoints.fake_owner import FACTS, FakeOwner
 from thread_ranks import on_two_ranks, results
 
-from refocused.batches.position import Position
-from refocused.checkpoints.branches import step_paths
-from refocused.checkpoints.checkpointer import Checkpointer
-from refocused.checkpoints.step_directory import read_step
-from refocused.checkpoints.verify import verify
+from refocused.checkpoints.step.branches import step_paths
+from refocused.checkpoints.step.checkpointer import Checkpointer
+from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.verify import verify
+from refocused.data.order.position import Position
 from refocused.engine.engine import ShardsWritten
-from refocused.training.state import TrainState
-from refocused.world import World
+from refocused.system.world import World
+from refocused.train.step.state import TrainState
 
 STATE = TrainState(step=10, tokens=1, position=Position(0, 1), loss=1.0)
 

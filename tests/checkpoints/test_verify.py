@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from checkpoints.step_samples import flip_byte, make_step
 
-from refocused.checkpoints.step_directory import StepDirectory
-from refocused.checkpoints.verify import FileProblem, describe, verify
+from refocused.checkpoints.step.step_directory import StepDirectory
+from refocused.checkpoints.step.verify import FileProblem, describe, verify
 
 SHARD = "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt"
 

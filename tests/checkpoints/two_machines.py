@@ -13,17 +13,17 @@ from checkpoints.fake_owner import FACTS, FakeOwner
 from checkpoints.step_samples import state_file
 from thread_ranks import Ended, on_two_ranks
 
-from refocused.batches.position import Position
 from refocused.bucket.checksum import crc32c_of
-from refocused.checkpoints.checkpointer import Checkpointer
-from refocused.checkpoints.mirror_copy import StepCopier
-from refocused.checkpoints.remote_steps import RemoteSteps
-from refocused.checkpoints.step_directory import StepDirectory, read_step
+from refocused.checkpoints.mirror.copy_step import StepCopier
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.step.checkpointer import Checkpointer
+from refocused.checkpoints.step.step_directory import StepDirectory, read_step
+from refocused.data.order.position import Position
+from refocused.engine.checksum_writer import WrittenFile
 from refocused.engine.engine import ShardsWritten
-from refocused.engine.hashed_files import WrittenFile
-from refocused.state_files import read_state
-from refocused.training.state import TrainState
-from refocused.world import World
+from refocused.engine.state_files import read_state
+from refocused.system.world import World
+from refocused.train.step.state import TrainState
 
 OF_ALL = "zero/mp_rank_00_model_states.pt"
 

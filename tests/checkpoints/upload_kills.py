@@ -24,17 +24,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from checkpoints.step_samples import START, make_step
 
-from refocused.bucket.open import open_bucket
-from refocused.checkpoints.manifest import COMMITTED, MANIFEST
-from refocused.checkpoints.mirror_loop import MirrorLoop
-from refocused.checkpoints.mirror_status import MirrorSettings
-from refocused.checkpoints.remote_steps import RemoteSteps
-from refocused.checkpoints.remote_verify import verify_remote
-from refocused.checkpoints.staging import remove_step
-from refocused.checkpoints.step_directory import name_of
-from refocused.checkpoints.tiers import Tier
-from refocused.checkpoints.verify import describe
-from refocused.process_identity import this_process
+from refocused.bucket.open_bucket import open_bucket
+from refocused.checkpoints.mirror.mirror_loop import MirrorLoop
+from refocused.checkpoints.mirror.mirror_status import MirrorSettings
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.mirror.remote_verify import verify_remote
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST
+from refocused.checkpoints.step.staging import remove_step
+from refocused.checkpoints.step.step_directory import name_of
+from refocused.checkpoints.step.tiers import Tier
+from refocused.checkpoints.step.verify import describe
+from refocused.system.process_identity import this_process
 
 PREFIX = "sample/checkpoints"
 LONGEST_LIFE_S = 0.6  # about the imports of a mirror and one step's upload

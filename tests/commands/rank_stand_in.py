@@ -17,8 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-from refocused.process_identity import identify
-from refocused.training.session import Session, begin_session
+from refocused.system.process_identity import identify
+from refocused.train.lifecycle.session import Session, begin_session
 
 RUN = Path("runs/stand_in")
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from checkpoints.step_samples import make_readable_step, make_step
 
-from refocused.bucket.directory import DirectoryBucket
-from refocused.checkpoints.mirror_copy import StepCopier
-from refocused.checkpoints.mirror_status import MirrorFiles, MirrorStatus
-from refocused.checkpoints.remote_steps import RemoteSteps
-from refocused.checkpoints.staging import remove_step
-from refocused.checkpoints.step_directory import StepDirectory
+from refocused.bucket.folder import DirectoryBucket
+from refocused.checkpoints.mirror.copy_step import StepCopier
+from refocused.checkpoints.mirror.mirror_status import MirrorFiles, MirrorStatus
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.step.staging import remove_step
+from refocused.checkpoints.step.step_directory import StepDirectory
 from refocused.commands.checkpoints import main
-from refocused.process_identity import this_process
+from refocused.system.process_identity import this_process
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from checkpoints.step_samples import make_step
 
-from refocused.bucket.directory import DirectoryBucket
-from refocused.checkpoints.mirror_copy import StepCopier
-from refocused.checkpoints.mirror_status import MirrorFiles, MirrorStatus
-from refocused.checkpoints.remote_steps import RemoteSteps
-from refocused.checkpoints.staging import remove_step
+from refocused.bucket.folder import DirectoryBucket
+from refocused.checkpoints.mirror.copy_step import StepCopier
+from refocused.checkpoints.mirror.mirror_status import MirrorFiles, MirrorStatus
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.step.staging import remove_step
 from refocused.commands.checkpoints import VERBS, main
-from refocused.process_identity import this_process
+from refocused.system.process_identity import this_process
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -176,7 +176,7 @@ def test_the_script_runs_from_any_folder_and_loads_no_torch(run: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1].startswith("10 ")
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "refocused.checkpoints.catalog" in imported
+    assert "refocused.checkpoints.resume.catalog" in imported
     assert not imported & {"torch", "google.cloud.storage", "checkpoints"}
 
 

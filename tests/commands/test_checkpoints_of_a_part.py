@@ -11,7 +11,7 @@ from checkpoints.two_machines import Machines
 from commands.run_samples import SampleRun
 from thread_ranks import results
 
-from refocused.checkpoints.manifest import COMMITTED
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from commands.run_samples import SampleRun
 
-from refocused.monitoring.records import JsonLines
+from refocused.metrics.jsonl import JsonLines
 
 
 def log(run: SampleRun) -> None:

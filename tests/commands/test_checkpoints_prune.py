@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from commands.run_samples import SampleRun
 
-from refocused.checkpoints.branches import checkpoint_paths
-from refocused.checkpoints.manifest import COMMITTED
-from refocused.checkpoints.staging import remove_step, set_aside
+from refocused.checkpoints.step.branches import checkpoint_paths
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
+from refocused.checkpoints.step.staging import remove_step, set_aside
 
 
 class Terminal(io.StringIO):

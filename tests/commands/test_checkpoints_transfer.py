@@ -7,11 +7,11 @@ from checkpoints.step_samples import flip_byte, make_step
 from commands.run_samples import SampleRun
 from fakes import Emulator
 
-from refocused.checkpoints.manifest import COMMITTED
-from refocused.checkpoints.mirror_status import MirrorFiles
-from refocused.checkpoints.step_directory import read_step
-from refocused.checkpoints.verify import verify
-from refocused.file_lock import FileLock
+from refocused.checkpoints.mirror.mirror_status import MirrorFiles
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
+from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.verify import verify
+from refocused.system.locks import FileLock
 
 
 def test_a_step_is_downloaded_verified_into_the_run(sample_run: SampleRun) -> None:

@@ -6,8 +6,8 @@ import pytest
 from checkpoints.step_samples import flip_byte, reseal
 from commands.run_samples import SampleRun
 
-from refocused.checkpoints.manifest import COMMITTED, SUPERSEDED
-from refocused.checkpoints.staging import remove_step
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, SUPERSEDED
+from refocused.checkpoints.step.staging import remove_step
 
 
 def test_whole_steps_pass_in_both_places(sample_run: SampleRun) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from commands.run_samples import SampleRun
 from end_to_end.forked import ForkedRanks
-from inference.harness import CONTEXT, SCORES, bytes_model
+from evaluate.harness import CONTEXT, SCORES, bytes_model
 from ranks import ROOT
 from safetensors.torch import load_file, save_file
 

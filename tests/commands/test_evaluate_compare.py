@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 from end_to_end.forked import ForkedRanks
-from inference.harness import MODELS
+from evaluate.harness import MODELS
 from ranks import Ended
 
 from refocused.commands.evaluate import main
 from refocused.commands.evaluate_compare import steps_of_one_run
 from refocused.commands.evaluate_model import Evaluated
-from refocused.inference.comparison_pictures import draw_scores, draw_speed
-from refocused.inference.multiple_choice import Measure
-from refocused.inference.speed import SpeedRow, measure_speed
+from refocused.evaluate.comparison import SpeedRow, measure_speed
+from refocused.evaluate.comparison_pictures import draw_scores, draw_speed
+from refocused.evaluate.multiple_choice import Measure
 
 PNG = b"\x89PNG"
 ITEM = {"ctx": "the cat", "endings": ["sat on", "ran"], "label": 0}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from refocused.commands.evaluate import main
-from refocused.models.build import register_families
-from refocused.models.ten import TenConfig, TenForCausalLM
+from refocused.models.families import register_families
+from refocused.models.ten.ten import TenConfig, TenForCausalLM
 
 TABLE = """\
 PART                              MODES            HORIZON IN TOKENS              RADIANS A TOKEN

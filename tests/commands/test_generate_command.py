@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from commands.run_samples import SampleRun
+from evaluate.small_models import small_model
 from fakes import Emulator
-from inference.small_models import small_model
 from ranks import ROOT
 
 from refocused.commands.generate import build_parser, main

@@ -9,21 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from monitoring.watched_run import new_run
+from monitor.watched_run import new_run
 from ranks import write_tokens
 
-from refocused.bucket import store_clock
-from refocused.bucket.directory import DirectoryBucket
+from refocused.bucket.folder import DirectoryBucket
 from refocused.commands import launch
 from refocused.config.data import DataConfig
-from refocused.config.decode import load_run
-from refocused.doctor import early
+from refocused.config.load_run import load_run
+from refocused.data.manifest.shard_manifest import build_manifest, write_manifest
+from refocused.doctor import early, store_clock
 from refocused.doctor.early import place_problems
-from refocused.errors import ExitCode, RefocusedError
-from refocused.monitoring import gpu_driver
-from refocused.monitoring.gpu import NoGpusError
-from refocused.monitoring.memory import Memory
-from refocused.shards.manifest import build_manifest, write_manifest
+from refocused.monitor.sampler import gpu_driver
+from refocused.monitor.sampler.gpu_reader import NoGpusError
+from refocused.monitor.sampler.memory import Memory
+from refocused.system.errors import ExitCode, RefocusedError
 
 RUN = """
 run: {steps: 20, device: cpu}

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 from commands.run_samples import SampleRun
+from evaluate.small_models import small_model
 from fakes import Emulator
-from inference.small_models import small_model
 
 from refocused.bucket.gcs import GcsBucket
-from refocused.checkpoints.staging import remove_step
+from refocused.checkpoints.step.staging import remove_step
 from refocused.commands import evaluate, generate
 from refocused.commands.local_steps import local_step
-from refocused.errors import CheckpointError
-from refocused.inference.bucket_copy import upload_folder
+from refocused.evaluate.export_copy import upload_folder
+from refocused.system.errors import CheckpointError
 
 pytestmark = pytest.mark.bucket
 OPTIONS = argparse.Namespace(run=None, bucket=None, gcs_credentials=None, gcp_project=None)

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from monitoring.watched_run import GPU, WatchedRun, new_run
+from monitor.watched_run import GPU, WatchedRun, new_run
 
 from refocused.commands import monitor
-from refocused.commands.run_catalog import whole_steps
-from refocused.process_identity import this_process
+from refocused.commands.run_selection import whole_steps
+from refocused.system.process_identity import this_process
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "monitor.py"
 
@@ -105,7 +105,7 @@ def test_no_form_of_it_imports_torch_nor_writes(run: WatchedRun) -> None:
     program = (
         "import sys; from refocused.commands.monitor import main;"
         "codes = [main([form, 'one']) for form in ('--once', '--json', '--list')];"
-        "import refocused.monitoring.dashboard;"
+        "import refocused.monitor.screen.live_screen;"
         "assert not {'torch', 'deepspeed', 'matplotlib'} & set(sys.modules); sys.exit(sum(codes))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from monitoring.watched_run import GPU, new_run
+from monitor.watched_run import GPU, new_run
 
 from refocused.commands.monitor_screen import open_in_screen, session_name
-from refocused.process_identity import this_process
+from refocused.system.process_identity import this_process
 
 SCREEN = shutil.which("screen")
 needs_screen = pytest.mark.skipif(SCREEN is None, reason="screen is not installed")

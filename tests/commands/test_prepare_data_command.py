@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shards.text_samples import assert_prepared, random_texts, stream, tiny_bpe, write_jsonl
+from data.text_samples import assert_prepared, random_texts, stream, tiny_bpe, write_jsonl
 
 from refocused.commands.prepare_data import VERBS, main
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shards.text_samples import random_texts, tiny_bpe, word_file, write_jsonl
+from data.text_samples import random_texts, tiny_bpe, word_file, write_jsonl
 
-from refocused.bucket.directory import DirectoryBucket
+from refocused.bucket.folder import DirectoryBucket
 from refocused.commands import prepare_data, train
 from refocused.commands.prepare_recommend import validation_files
 from refocused.config.batch_plan import plan_batch
-from refocused.config.decode import LoadedRun
-from refocused.training.data import build_data
-from refocused.training.planning import settle
-from refocused.world import World
+from refocused.config.load_run import LoadedRun
+from refocused.system.world import World
+from refocused.train.lifecycle.open_data import build_data
+from refocused.train.lifecycle.planning import settle
 
 REPOSITORY = Path(__file__).parents[2]
 

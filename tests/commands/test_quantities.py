@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from refocused.commands.quantities import (
+from refocused.commands.output import (
     age,
     count,
     count_text,

@@ -10,11 +10,11 @@ from refocused.commands.recommendation import (
     save_interval,
 )
 from refocused.config.files import REPOSITORY_CONFIG
-from refocused.config.shape import load_shape
-from refocused.errors import ConfigError
+from refocused.config.model_shape import load_shape
+from refocused.estimate.flops import flops_per_token
 from refocused.estimate.run_cost import DISK_BYTES_PER_SECOND, START_UP_SECONDS
-from refocused.estimate.work import flops_per_token
-from refocused.hardware import named_gpu
+from refocused.system.errors import ConfigError
+from refocused.system.hardware import named_gpu
 
 SHAPES = {
     name: load_shape(REPOSITORY_CONFIG / "models" / f"{name}.json")

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from commands.cost_estimates import RUN, estimated
 
-from refocused.checkpoints.manifest import MANIFEST
+from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
 from refocused.commands.estimate_cost import main
 from refocused.commands.run_measured import measure
-from refocused.config.decode import load_run, render_run
-from refocused.monitoring.performance import PERFORMANCE_FILE
-from refocused.process_identity import this_process
+from refocused.config.load_run import load_run, render_run
+from refocused.metrics.run_time import PERFORMANCE_FILE
+from refocused.system.process_identity import this_process
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from refocused.commands.supervision import (
     may_restart,
     patience_ends,
 )
-from refocused.errors import ExitCode
-from refocused.process_identity import ProcessIdentity
-from refocused.training.launch import RankNote
+from refocused.system.errors import ExitCode
+from refocused.system.process_identity import ProcessIdentity
+from refocused.train.lifecycle.launch_session import RankNote
 
 
 @pytest.mark.parametrize(

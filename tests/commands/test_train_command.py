@@ -11,16 +11,22 @@ import pytest
 import yaml
 from ranks import write_tokens
 
-import refocused.training.run
-import refocused.world
+import refocused.system.world
+import refocused.train.lifecycle.run
 from refocused.commands import arguments, train
-from refocused.config.decode import load_run
-from refocused.errors import BucketError, ConfigError, ExitCode, RefocusedError, TrainingError
-from refocused.training.ancestors import Ancestors
-from refocused.training.launch import Presence
-from refocused.training.session import Session
-from refocused.training.signals import Signals
-from refocused.world import World
+from refocused.config.load_run import load_run
+from refocused.system.errors import (
+    BucketError,
+    ConfigError,
+    ExitCode,
+    RefocusedError,
+    TrainingError,
+)
+from refocused.system.world import World
+from refocused.train.lifecycle.ancestors import Ancestors
+from refocused.train.lifecycle.launch_session import Presence
+from refocused.train.lifecycle.session import Session
+from refocused.train.lifecycle.signals import Signals
 
 RUN = """
 run: {steps: 20, device: cpu}
@@ -258,8 +264,8 @@ def test_every_end_has_its_code_and_its_words(
             raise ending
         return ending
 
-    monkeypatch.setattr(refocused.world, "join_world", lambda asked: World())
-    monkeypatch.setattr(refocused.training.run, "run", run)
+    monkeypatch.setattr(refocused.system.world, "join_world", lambda asked: World())
+    monkeypatch.setattr(refocused.train.lifecycle.run, "run", run)
     monkeypatch.chdir(Path(file).parent)
     write_tokens(Path("tokens"), shards=1, tokens=100, vocabulary=512)
     namespace = train.build_parser().read(["--config", file])

@@ -4,7 +4,7 @@ import pytest
 
 from refocused.config.batch_plan import plan_batch
 from refocused.config.optimization import BatchConfig
-from refocused.errors import ConfigError
+from refocused.system.errors import ConfigError
 
 
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 128), (8, 16), (128, 1)])

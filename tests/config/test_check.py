@@ -6,10 +6,10 @@ from typing import Any
 import pydantic
 import pytest
 
-from refocused.config.check import check_run, check_shape
-from refocused.config.decode import load_run
-from refocused.config.run import RunConfig
-from refocused.config.shape import Resonators
+from refocused.config.consistency import check_run, check_shape
+from refocused.config.load_run import load_run
+from refocused.config.model_shape import Resonators
+from refocused.config.run_config import RunConfig
 
 LOADED = load_run("demo")
 

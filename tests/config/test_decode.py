@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refocused.config.decode import Change, load_run, read_run, render_run
-from refocused.errors import ConfigError, ExitCode
+from refocused.config.load_run import Change, load_run, read_run, render_run
+from refocused.system.errors import ConfigError, ExitCode
 
 SMALL_RUN = """\
 run:

@@ -6,10 +6,10 @@ import pytest
 
 from refocused.config import fragment
 from refocused.config.batch_plan import BatchPlan
-from refocused.config.decode import load_run
 from refocused.config.deepspeed import deepspeed_config
+from refocused.config.load_run import load_run
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
-from refocused.errors import ConfigError
+from refocused.system.errors import ConfigError
 
 BATCH = BatchPlan(micro=4, accumulation=16, world_size=8, sequence_length=2048)
 

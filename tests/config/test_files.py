@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from refocused.config.files import REPOSITORY_CONFIG, find_config
-from refocused.errors import ConfigError
+from refocused.system.errors import ConfigError
 
 
 def test_a_name_is_found_in_the_repository_with_and_without_its_ending() -> None:

@@ -8,7 +8,7 @@ import pytest
 from refocused.config import fragment
 from refocused.config.files import REPOSITORY_CONFIG
 from refocused.config.optimization import ZeroConfig
-from refocused.errors import ConfigError
+from refocused.system.errors import ConfigError
 
 OFFLOADED = ZeroConfig(offload_optimizer="cpu", offload_parameters="cpu")
 

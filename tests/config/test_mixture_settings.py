@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from refocused.commands.arguments import split_overrides
-from refocused.config.decode import Change, load_run, render_run
-from refocused.errors import ConfigError
+from refocused.config.load_run import Change, load_run, render_run
+from refocused.system.errors import ConfigError
 
 RUN = """\
 run: {steps: 100}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from refocused.config import names
+from refocused.config import suggestions as names
 
 
 @pytest.mark.parametrize(

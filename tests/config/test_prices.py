@@ -11,8 +11,8 @@ from refocused.config.prices import (
     read_prices,
     usd_per_million_tokens,
 )
-from refocused.errors import ConfigError
-from refocused.hardware import gpu_facts
+from refocused.system.errors import ConfigError
+from refocused.system.hardware import gpu_facts
 
 LINE = "{provider: A, machine: m, gpu: H100 SXM, gpus: 8, per_hour_usd: 24, source: s%s}"
 BUCKET = "bucket: {provider: B, gb_month_usd: 0, gb_out_usd: 0, looked_up: 2026-01-02, source: s}"

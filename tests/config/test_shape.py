@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from refocused.config.files import REPOSITORY_CONFIG
-from refocused.config.shape import Attention, Eigenstates, Resonators, load_shape, shape_from
-from refocused.errors import ConfigError
+from refocused.config.model_shape import Attention, Eigenstates, Resonators, load_shape, shape_from
+from refocused.system.errors import ConfigError
 
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",

@@ -12,7 +12,7 @@ from refocused.doctor.gpus import (
     judge_gpus,
     smallest_memory_bytes,
 )
-from refocused.monitoring.samples import GpuSample
+from refocused.monitor.readings import GpuSample
 
 HEALTHY = GpuSample(
     host="node1",

@@ -19,7 +19,7 @@ from refocused.doctor.machine import (
     probe_disks,
     probe_machine,
 )
-from refocused.monitoring.memory import Memory
+from refocused.monitor.sampler.memory import Memory
 
 GOOD = Machine(
     cores=16,

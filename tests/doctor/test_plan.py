@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from end_to_end.tiny import tiny_run
 
-from refocused.bucket.directory import DirectoryBucket
-from refocused.config.decode import LoadedRun, load_run
+from refocused.bucket.folder import DirectoryBucket
+from refocused.config.load_run import LoadedRun, load_run
+from refocused.data.manifest.shard_manifest import build_manifest, write_manifest
 from refocused.doctor.data import NAMED_PROBLEMS, judge_data, probe_data, sources_of
 from refocused.doctor.finding import Finding
-from refocused.doctor.plan import (
+from refocused.doctor.run_fits import (
     disk_needs,
     host_plan,
     host_shortage,
@@ -22,10 +23,9 @@ from refocused.doctor.plan import (
 )
 from refocused.estimate.host import Device, HostPlan
 from refocused.estimate.precision import NativeDtype
-from refocused.hardware import named_gpu
-from refocused.monitoring.memory import Memory
-from refocused.shards.manifest import build_manifest, write_manifest
-from refocused.shards.report import DataReport
+from refocused.monitor.sampler.memory import Memory
+from refocused.prepare.inspect_data import DataReport
+from refocused.system.hardware import named_gpu
 
 NO_BF16 = NativeDtype("fp32", "the processor has no bf16 instructions")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from fakes import Emulator, Fault, Request
 
-from refocused.bucket.directory import DirectoryBucket
+from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
 from refocused.doctor.storage import (
     Rights,

@@ -10,8 +10,8 @@ import pytest
 from forked import train
 from tiny import tiny_run
 
-from refocused.checkpoints.step_directory import read_step
-from refocused.checkpoints.verify import verify
+from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.verify import verify
 
 pytestmark = pytest.mark.slow
 

@@ -18,9 +18,9 @@ from refocused.commands import evaluate as evaluate_command
 from refocused.commands import generate as generate_command
 from refocused.commands.checkpoints import main
 from refocused.commands.local_steps import model_source
-from refocused.inference.generate import generate
-from refocused.inference.model import load_model
-from refocused.inference.sampling import Sampling
+from refocused.evaluate.generation import generate
+from refocused.evaluate.load_model import load_model
+from refocused.evaluate.sampling import Sampling
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ from forked import train
 from ranks import metrics
 from tiny import tiny_run
 
-from refocused.checkpoints.step_directory import read_step
-from refocused.checkpoints.verify import verify
-from refocused.config.decode import load_run
+from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.verify import verify
+from refocused.config.load_run import load_run
 
 pytestmark = pytest.mark.slow
 SETTINGS = ["--config", "tiny.yaml", "checkpoint.mirror=null"]

@@ -17,9 +17,9 @@ from ranks import Ended, metrics, write_tokens
 from tiny import tiny_run
 
 from refocused.bucket.checksum import crc32c_of
-from refocused.bucket.directory import DirectoryBucket
+from refocused.bucket.folder import DirectoryBucket
 from refocused.config.data import DataConfig
-from refocused.shards.manifest import build_manifest, write_manifest
+from refocused.data.manifest.shard_manifest import build_manifest, write_manifest
 
 pytestmark = pytest.mark.slow
 

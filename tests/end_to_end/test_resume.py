@@ -14,7 +14,7 @@ from forked import ForkedRanks, train
 from ranks import metrics
 from tiny import tiny_run
 
-from refocused.checkpoints.branches import saved_steps
+from refocused.checkpoints.step.branches import saved_steps
 
 pytestmark = pytest.mark.slow
 STEPS, INTERVAL = 24, 6

@@ -16,11 +16,11 @@ from forked import ForkedRanks, train
 from ranks import Ended, metrics, write_tokens
 from tiny import tiny_run
 
-from refocused.checkpoints.branches import checkpoint_paths
-from refocused.checkpoints.step_directory import read_step
-from refocused.config.decode import load_run
+from refocused.checkpoints.step.branches import checkpoint_paths
+from refocused.checkpoints.step.step_directory import read_step
+from refocused.config.load_run import load_run
 from refocused.estimate.precision import native_dtype
-from refocused.hardware import cpu_flags
+from refocused.system.hardware import cpu_flags
 
 pytestmark = pytest.mark.slow
 UNMIRRORED = ["--config", "tiny.yaml", "checkpoint.mirror=null"]

@@ -12,7 +12,7 @@ from forked import train
 from ranks import metrics
 from tiny import tiny_run
 
-from refocused.checkpoints.step_directory import read_step
+from refocused.checkpoints.step.step_directory import read_step
 
 pytestmark = pytest.mark.slow
 UNMIRRORED = ["--config", "tiny.yaml", "checkpoint.mirror=null"]

@@ -13,8 +13,8 @@ from forked import ForkedRanks
 from ranks import metrics, write_tokens
 from tiny import RUN
 
-from refocused.batches.order import Order
-from refocused.batches.windows import WindowRange
+from refocused.data.order.window_order import Order
+from refocused.data.order.windows import WindowRange
 
 pytestmark = [pytest.mark.slow, pytest.mark.bucket]
 STEPS, WINDOWS_PER_STEP, SEQUENCE_LENGTH, SEED = 5, 8, 32, 1337

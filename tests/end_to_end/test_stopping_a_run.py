@@ -15,7 +15,7 @@ from forked import ForkedRanks, train
 from ranks import ROOT, Ended, metrics
 from stopped_run import RUN, SETTINGS, STEPS, last_step, prepared
 
-from refocused.monitoring.performance import read_run_time
+from refocused.metrics.run_time import read_run_time
 
 pytestmark = pytest.mark.slow
 

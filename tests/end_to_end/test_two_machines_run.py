@@ -14,9 +14,9 @@ from ranks import Ended, metrics
 from test_full_disks import SmallDisk, fill, small_disk
 from tiny import tiny_run
 
-from refocused.checkpoints.manifest import COMMITTED
-from refocused.checkpoints.step_directory import read_step
-from refocused.checkpoints.verify import verify
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
+from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.verify import verify
 
 pytestmark = pytest.mark.slow
 __all__ = ["small_disk"]  # a fixture

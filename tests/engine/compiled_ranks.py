@@ -28,10 +28,10 @@ from engine_cases import (
 from torch._dynamo.utils import counters
 
 from refocused.config.optimization import PrecisionConfig
-from refocused.engine.build import set_product_precision
+from refocused.engine.build_engine import set_product_precision
 from refocused.engine.compiled import compile_blocks
 from refocused.models.causal_lm import CausalLM
-from refocused.world import World
+from refocused.system.world import World
 
 CASES = [
     Case(0),

@@ -14,13 +14,13 @@ from torch import Tensor
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.deepspeed import deepspeed_config
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
-from refocused.engine.build import build_engine, load_deepspeed
+from refocused.engine.build_engine import build_engine, load_deepspeed
 from refocused.engine.engine import Engine
-from refocused.models.build import build_model, register_families
 from refocused.models.causal_lm import CausalLM, counted_parameters
+from refocused.models.families import build_model, register_families
 from refocused.models.fp8 import compute_in_fp8
-from refocused.quick_imports import quick_imports
-from refocused.world import World, join_world
+from refocused.system.world import World, join_world
+from refocused.train.step.quick_imports import quick_imports
 
 STEPS = 6
 SAVED_AT = 3

@@ -29,9 +29,10 @@ from engine_cases import (
     windows,
 )
 
-from refocused.engine import build, hashed_files
+from refocused.engine import build_engine as build
+from refocused.engine import checksum_writer as hashed_files
 from refocused.engine.engine import Engine
-from refocused.world import World
+from refocused.system.world import World
 
 
 def train(engine: Engine, world: World, steps: range, folder: Path | None) -> list[dict[str, Any]]:

@@ -17,12 +17,12 @@ from exactness_cases import EXACTNESS_CASES, SAVED_AT, STEPS, ExactnessCase
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.deepspeed import deepspeed_config
 from refocused.config.optimization import PrecisionConfig, ZeroConfig
-from refocused.engine.build import build_engine
+from refocused.engine.build_engine import build_engine
 from refocused.engine.engine import Engine
 from refocused.engine.randomness import seed_everything
-from refocused.models.build import build_model
 from refocused.models.causal_lm import counted_parameters
-from refocused.world import World
+from refocused.models.families import build_model
+from refocused.system.world import World
 
 
 def start(case: ExactnessCase, world: World, *, seed: int) -> Engine:

@@ -18,7 +18,7 @@ from torch import Tensor
 from refocused.engine import muon
 from refocused.engine.engine import Engine
 from refocused.engine.muon import FlatMatrices
-from refocused.world import World
+from refocused.system.world import World
 
 
 def train(engine: Engine, world: World, steps: range) -> list[float]:

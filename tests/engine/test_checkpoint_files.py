@@ -11,7 +11,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from refocused.engine.checkpoint_files import HashingCheckpointEngine
+from refocused.engine.shard_files import HashingCheckpointEngine
 
 CONTENT = {"weights": torch.arange(100_000), "names": ["a", "b"]}
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from refocused.engine import compiled
 from refocused.engine.compiled import Compilation, CompileChoice, compile_blocks
-from refocused.errors import ConfigError
-from refocused.world import World
+from refocused.system.errors import ConfigError
+from refocused.system.world import World
 
 Found = dict[str, Any]
 ALONE = World(rank=0, local_rank=0, world_size=1, local_world_size=1)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from refocused.bucket.checksum import crc32c_of
-from refocused.engine import hashed_files
-from refocused.engine.hashed_files import (
+from refocused.engine import checksum_writer as hashed_files
+from refocused.engine.checksum_writer import (
     HashingWriter,
     WrittenFile,
     copy_hashed,

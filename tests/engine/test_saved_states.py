@@ -15,7 +15,7 @@ from torch import Tensor
 from refocused.engine.optimizer import OptimizerSettings
 from refocused.engine.resharding import reshard
 from refocused.engine.saved_states import KINDS, SavedStates
-from refocused.errors import CheckpointError
+from refocused.system.errors import CheckpointError
 
 # Two groups, as for the decay: sizes that no number of ranks below divides.
 GROUPS = [{"a.weight": (5, 7), "b.weight": (11, 3)}, {"a.bias": (7,), "b.bias": (1,)}]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from refocused.engine.engine import Engine
-from refocused.errors import TrainingError
+from refocused.system.errors import TrainingError
 
 
 def engine_that_raises(text: str) -> Engine:

@@ -24,7 +24,7 @@ from engine_cases import ACCUMULATION, Case, join_ready, start_engine, windows
 
 from refocused.engine.engine import Engine
 from refocused.models.causal_lm import counted_parameters
-from refocused.world import World
+from refocused.system.world import World
 
 BUCKET = 40_000  # elements: the model has 136,960, the largest matrix 32,768
 SMALL = {"reduce_bucket_size": BUCKET}

@@ -26,7 +26,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from engine_cases import RATES, Case, join_ready, start_engine, windows
 
 from refocused.engine.engine import Engine
-from refocused.world import World
+from refocused.system.world import World
 
 CASES = [Case(stage, dtype=dtype) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")]
 COUNTED_STEPS = 10

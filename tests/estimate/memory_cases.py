@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+from refocused.config.model_shape import ModelShape, shape_from
 from refocused.config.optimization import ZeroConfig
-from refocused.config.shape import ModelShape, shape_from
 
 ROWS, CHUNK = 1024, 128
 WIDTH, LAYERS = 128, 4

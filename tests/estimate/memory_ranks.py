@@ -14,11 +14,11 @@ from memory_cases import CASES, CHUNK, ROWS, Case, shape_of
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.deepspeed import deepspeed_config
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig
-from refocused.engine.build import build_engine, load_deepspeed
-from refocused.models.build import build_model, register_families
+from refocused.engine.build_engine import build_engine, load_deepspeed
 from refocused.models.causal_lm import counted_parameters
-from refocused.quick_imports import quick_imports
-from refocused.world import World, join_world
+from refocused.models.families import build_model, register_families
+from refocused.system.world import World, join_world
+from refocused.train.step.quick_imports import quick_imports
 
 
 def peak_of(case: Case, world: World) -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from refocused.estimate.mixing_memory import SPECTRA
-from refocused.models import causal_convolution as module
+from refocused.models.resonance import convolution as module
 
 SPECTRUM_BYTES = 2**22
 

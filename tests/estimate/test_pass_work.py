@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from refocused.config.model import ModelConfig
 from refocused.config.optimization import Dtype
 from refocused.estimate.pass_work import Work, pass_work
-from refocused.models import causal_convolution
-from refocused.models.build import build_model
+from refocused.models.families import build_model
 from refocused.models.head_loss import LossHead
+from refocused.models.resonance import convolution as causal_convolution
 
 FAMILIES = ("gpt2", "gpt_neox", "resonance", "ten")
 PRODUCTS = {"aten::mm", "aten::addmm"}

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from refocused.config.decode import load_run
+from refocused.config.load_run import load_run
 from refocused.config.optimization import Dtype
-from refocused.errors import ConfigError
 from refocused.estimate.precision import native_dtype, with_dtype
+from refocused.system.errors import ConfigError
 
 
 @pytest.mark.parametrize(

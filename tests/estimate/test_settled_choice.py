@@ -6,10 +6,10 @@ import pytest
 
 from refocused.config.files import find_config
 from refocused.config.model import ModelConfig
+from refocused.config.model_shape import ModelShape, load_shape
 from refocused.config.optimization import BatchConfig, ZeroSettings
-from refocused.config.shape import ModelShape, load_shape
-from refocused.errors import ConfigError
-from refocused.estimate.choice import BUSY_TOKENS, Choice, choose, needless_offload
+from refocused.estimate.memory_plan import BUSY_TOKENS, Choice, choose, needless_offload
+from refocused.system.errors import ConfigError
 
 AUTO = ZeroSettings(stage="auto", offload_optimizer="auto", offload_parameters="auto")
 MODEL = ModelConfig(preset="gpt2_1b", sequence_length=2048)

@@ -7,12 +7,12 @@ import pytest
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.files import find_config
 from refocused.config.model import ModelConfig
+from refocused.config.model_shape import load_shape
 from refocused.config.optimization import PrecisionConfig, ZeroConfig
-from refocused.config.shape import load_shape
-from refocused.errors import ConfigError
+from refocused.estimate.flops import mfu_fraction
 from refocused.estimate.step_time import StepTime, expected_step, step_at
-from refocused.estimate.work import mfu_fraction
-from refocused.hardware import named_gpu
+from refocused.system.errors import ConfigError
+from refocused.system.hardware import named_gpu
 
 ONCE = {"zero_optimization": {"stage3_param_persistence_threshold": 200_000_000}}
 H100 = named_gpu("H100 SXM")

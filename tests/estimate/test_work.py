@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from refocused.config.files import find_config
-from refocused.config.shape import ModelShape, load_shape
-from refocused.estimate.work import (
+from refocused.config.model_shape import ModelShape, load_shape
+from refocused.estimate.flops import (
     count_parameters,
     flops_per_token,
     mfu_fraction,
@@ -82,8 +82,8 @@ def test_transformers_builds_as_many_parameters_as_are_counted(name: str, other_
     import torch
     import transformers
 
-    from refocused.config.shape import shape_from
-    from refocused.models.build import register_families
+    from refocused.config.model_shape import shape_from
+    from refocused.models.families import register_families
 
     register_families()
     settings: dict[str, Any] = dict(preset(name).settings)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from refocused.models.build import build_model
 from refocused.models.causal_lm import CausalLM
+from refocused.models.families import build_model
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {

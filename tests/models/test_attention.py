@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import create_block_mask
 
-from refocused.errors import ConfigError
-from refocused.models import attention
-from refocused.models.attention import (
+from refocused.models import kernels as attention
+from refocused.models.causal_lm import document_positions
+from refocused.models.kernels import (
     MASK_BLOCK,
     TABLES,
     choose_attention,
@@ -24,8 +24,8 @@ from refocused.models.attention import (
     flash_version,
     within_documents,
 )
-from refocused.models.causal_lm import document_positions
-from refocused.world import World
+from refocused.system.errors import ConfigError
+from refocused.system.world import World
 
 ALONE = World(rank=0, local_rank=0, world_size=1, local_world_size=1)
 HOPPER, AMPERE = (9, 0), (8, 0)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from refocused.models import causal_convolution as module
-from refocused.models.causal_convolution import causal_convolution
+from refocused.models.resonance import convolution as module
+from refocused.models.resonance.convolution import causal_convolution
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from refocused.config.files import REPOSITORY_CONFIG
-from refocused.config.shape import load_shape
-from refocused.errors import ConfigError
-from refocused.estimate.work import count_parameters
-from refocused.models.build import build_model
+from refocused.config.model_shape import load_shape
+from refocused.estimate.flops import count_parameters
 from refocused.models.causal_lm import (
     CausalLM,
     counted_parameters,
     document_positions,
     untrained_loss,
 )
+from refocused.models.families import build_model
+from refocused.system.errors import ConfigError
 
 
 @every_family

@@ -18,9 +18,8 @@ from thread_ranks import on_two_ranks
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from refocused.errors import ConfigError
-from refocused.models.build import build_model
 from refocused.models.causal_lm import CausalLM
+from refocused.models.families import build_model
 from refocused.models.fp8 import (
     GRADIENTS,
     VALUES,
@@ -31,7 +30,8 @@ from refocused.models.fp8 import (
     in_8_bits,
     scale_of,
 )
-from refocused.world import World
+from refocused.system.errors import ConfigError
+from refocused.system.world import World
 
 ALONE = World(rank=0, local_rank=0, world_size=1, local_world_size=1)
 TOKENS, INPUTS, OUTPUTS = 32, 64, 48

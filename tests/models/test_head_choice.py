@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from refocused.errors import ConfigError
 from refocused.models import head_choice
 from refocused.models.head_choice import FORMS, choose_head, failure
 from refocused.models.head_loss import LossHead
-from refocused.world import World
+from refocused.system.errors import ConfigError
+from refocused.system.world import World
 
 CPU = torch.device("cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

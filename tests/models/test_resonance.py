@@ -8,9 +8,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from refocused.models.build import build_model
 from refocused.models.causal_lm import CausalLM
-from refocused.models.resonators import kernel
+from refocused.models.families import build_model
+from refocused.models.resonance.resonators import kernel
 
 SHAPE: dict[str, Any] = {
     "model_type": "resonance",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from refocused.models.resonators import (
+from refocused.models.resonance.resonators import (
     Resonators,
     Tuning,
     grid,

@@ -9,11 +9,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from refocused.errors import ConfigError
-from refocused.models.build import build_model
 from refocused.models.causal_lm import CausalLM
-from refocused.models.ten_cells import TenCells
-from refocused.models.ten_scan import sequential_scan
+from refocused.models.families import build_model
+from refocused.models.ten.cells import TenCells
+from refocused.models.ten.scan import sequential_scan
+from refocused.system.errors import ConfigError
 
 SHAPE: dict[str, Any] = {
     "model_type": "ten",
@@ -214,7 +214,7 @@ def test_the_recurrence_runs_in_float32_on_bf16_parameters(
         seen.append((beta.dtype, *(mode.dtype for mode in modes)))
         return beta[0]
 
-    monkeypatch.setattr("refocused.models.ten_cells.chunked_scan", noting)
+    monkeypatch.setattr("refocused.models.ten.cells.chunked_scan", noting)
     build().bfloat16().logits(tokens())
     assert set(seen) == {(torch.float32, torch.float64, torch.float64)}
 

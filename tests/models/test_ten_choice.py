@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from refocused.models import ten_choice
-from refocused.models.ten_cells import TenMixer
-from refocused.models.ten_choice import choose_scan, largest_error, use_faster
-from refocused.models.ten_scan import chunked_scan
-from refocused.world import World
+from refocused.models.ten import ten_choice
+from refocused.models.ten.cells import TenMixer
+from refocused.models.ten.scan import chunked_scan
+from refocused.models.ten.ten_choice import choose_scan, largest_error, use_faster
+from refocused.system.world import World
 
 SHAPE = (2, 16)
 in_chunks = functools.partial(chunked_scan, chunk=8)

@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 
-from refocused.models.ten_scan import chunked_scan, last_state
-from refocused.models.ten_spectrum import initial_spectrum
+from refocused.models.ten.scan import chunked_scan, last_state
+from refocused.models.ten.ten_spectrum import initial_spectrum
 
 pytest.importorskip("triton", reason="torch for CPU comes without Triton")
 SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # Linux's MAP_NORESERVE
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu] if not INTERPRETED else []
 def test_values_and_gradients_are_those_of_the_chunked_form(length: int) -> None:
     if not INTERPRETED and not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU, or TRITON_INTERPRET=1")
-    from refocused.models.ten_kernel import kernel_scan
+    from refocused.models.ten.scan_kernel import kernel_scan
 
     device = "cpu" if INTERPRETED else "cuda"
     modes = 5
@@ -53,8 +53,8 @@ def test_values_and_gradients_are_those_of_the_chunked_form(length: int) -> None
 def test_a_whole_block_with_the_kernel_is_the_block_in_chunks(compiles: bool) -> None:
     if not INTERPRETED and not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU, or TRITON_INTERPRET=1")
-    from refocused.models.ten import TenBlock, TenConfig
-    from refocused.models.ten_kernel import kernel_scan
+    from refocused.models.ten.scan_kernel import kernel_scan
+    from refocused.models.ten.ten import TenBlock, TenConfig
 
     device = "cpu" if INTERPRETED else "cuda"
     torch.manual_seed(0)
@@ -84,7 +84,7 @@ def test_a_whole_block_with_the_kernel_is_the_block_in_chunks(compiles: bool) ->
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1; a GPU has no sparse memory")
 def test_imaginary_parts_may_lie_beyond_32_bits() -> None:
-    from refocused.models import ten_kernel
+    from refocused.models.ten import scan_kernel as ten_kernel
 
     length, far = 100, 2**31 + 16  # elements; pages that are not touched take no memory
     memory = [mmap.mmap(-1, 4 * (far + length), flags=SPARSE) for _ in range(2)]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from refocused.models import ten_scan
-from refocused.models.ten_scan import chunked_scan, last_state, powers, sequential_scan
-from refocused.models.ten_spectrum import initial_spectrum, shifted_spectrum
+from refocused.models.ten import scan as ten_scan
+from refocused.models.ten.scan import chunked_scan, last_state, powers, sequential_scan
+from refocused.models.ten.ten_spectrum import initial_spectrum, shifted_spectrum
 
 ROWS, MODES, LENGTH = 2, 6, 150
 TOLERANCES = [(torch.float64, 1e-10), (torch.float32, 1e-5)]

@@ -1,1 +1,0 @@
-"""From shards to batches: which window is trained on when, and how its tokens reach a rank."""

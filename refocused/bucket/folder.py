@@ -1,0 +1,301 @@
+"""A folder as a bucket: the same protocol, for data and mirrors on a disk or a mount."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from refocused.bucket.bucket import BlobInfo, checked_name
+from refocused.bucket.checksum import BLOCK_BYTES, crc32c_of, extended_crc32c
+from refocused.bucket.partial_files import (
+    PART_SUFFIX,
+    PartFile,
+    disk_errors,
+    require_space,
+)
+from refocused.system.atomic_files import synchronize
+from refocused.system.errors import BucketError
+
+# What link() answers on file systems that have no hard links (exFAT, many FUSE mounts).
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
+
+
+class DirectoryBucket:
+    """A bucket whose objects are the files below a folder.
+
+    Files whose name ends in `.part`, and files with a part of their path that starts with a dot,
+    are temporary or private: they are never listed and cannot be written. Symbolic links to
+    folders are not followed. A link that leaves the folder is refused.
+
+    Args:
+        path: The folder; writing makes it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.url = str(path)
+        self._root = path.absolute()
+
+    def list(self, prefix: str = "") -> Iterator[BlobInfo]:
+        """Yield every object whose name starts with the text `prefix`, sorted by name.
+
+        `prefix` is plain text as in an object store: `step_5` also yields `step_50/...`; end it
+        with `/` to mean a folder.
+
+        Raises:
+            BucketError: The folder does not exist, or a link in it leaves it.
+        """
+        if not self._root.is_dir():
+            raise BucketError(
+                f"{self.url}: the folder does not exist. Check the path, or make the folder."
+            )
+        folder = prefix.rpartition("/")[0]
+        start = self._root / checked_name(folder, where=self.url) if folder else self._root
+        with disk_errors(start):
+            found = [blob for blob in self._below(start) if blob.name.startswith(prefix)]
+        yield from sorted(found, key=lambda blob: blob.name)
+
+    def info(self, name: str) -> BlobInfo | None:
+        """Describe one object, or return None when there is none of that name."""
+        path = self._path(name)
+        if _is_hidden(name) or not path.is_file():
+            return None
+        with disk_errors(path):
+            return _blob(name, path)
+
+    def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
+        """Return `length` bytes from offset `start`; fewer when the object ends before.
+
+        Raises:
+            BucketError: There is no such object, or it cannot be read.
+        """
+        path = self._existing(name)
+        with disk_errors(path), path.open("rb") as file:
+            file.seek(start)
+            return file.read(-1 if length is None else length)
+
+    def write(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
+        """Store bytes; an object of that name stays as it is unless `overwrite`.
+
+        Raises:
+            BucketError: Other bytes are there already, or the disk is full.
+        """
+        target = self._writable_path(name)
+        checksum = extended_crc32c(0, content)
+        if target.exists() and not overwrite:
+            _require_same(target, len(content), checksum)
+        else:
+            with _temporary(target, needed_bytes=len(content)) as file:
+                file.write(content)
+                _publish(file, target, checksum, overwrite=overwrite)
+        with disk_errors(target):
+            return _blob(name, target)
+
+    def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
+        """Copy a file to a new name; done already when the same bytes are there.
+
+        Args:
+            source: The file to copy.
+            name: Its name in the bucket.
+            crc32c: Checksum that the file must have; None: whatever it has.
+
+        Raises:
+            BucketError: Other bytes are there already, the file is not what `crc32c` says, or the
+                disk is full.
+        """
+        target = self._writable_path(name)
+        with disk_errors(source):
+            size = source.stat().st_size
+            if target.exists():
+                _require_same(target, size, crc32c_of(source) if crc32c is None else crc32c)
+                return _blob(name, target)
+        with _temporary(target, needed_bytes=size) as file:
+            found = _copy(source, file)
+            if crc32c not in (None, found):
+                raise BucketError(
+                    f"{source}: crc32c {found:#010x} read, {crc32c:#010x} expected. "
+                    "The file changed or is damaged; it was not stored."
+                )
+            _publish(file, target, found, overwrite=False)
+        with disk_errors(target):
+            return _blob(name, target)
+
+    def download(self, blob: BlobInfo, target: Path) -> int:
+        """Copy an object to `target` through a temporary file; return its CRC-32C.
+
+        Raises:
+            BucketError: The object is gone, has another size or checksum than `blob` says, or the
+                disk is full.
+        """
+        source = self._existing(blob.name)
+        require_space(target.parent, needed_bytes=blob.size)
+        with (
+            disk_errors(source),
+            source.open("rb") as file,
+            PartFile(target, total_bytes=blob.size, resume=False) as part,
+        ):
+            while part.size <= blob.size and (block := file.read(BLOCK_BYTES)):
+                part.write(block)
+            if part.size != blob.size or blob.crc32c not in (None, part.crc32c):
+                part.discard()
+                raise BucketError(
+                    f"{source}: {_described(part.size, part.crc32c)} read, "
+                    f"{_described(blob.size, blob.crc32c)} expected. The file changed or is "
+                    "damaged: restore it, or exclude it."
+                )
+            part.publish()
+        return part.crc32c
+
+    def local_file(self, blob: BlobInfo) -> Path | None:
+        """Return the file that an object is, where a download would check no more than this does.
+
+        None where `blob` has a checksum, which a download compares, and where the file is not the
+        one that was listed; a download then says what is wrong. Asked again after reading, it
+        tells whether the file changed meanwhile.
+        """
+        return self._path(blob.name) if self.info(blob.name) == blob else None
+
+    def delete(self, name: str) -> None:
+        """Remove one object and the folders that this leaves empty; absent is fine."""
+        path = self._path(name)
+        with disk_errors(path):
+            path.unlink(missing_ok=True)
+        for folder in path.parents:
+            if folder == self._root or not _removed_if_empty(folder):
+                return
+
+    def _below(self, start: Path) -> Iterator[BlobInfo]:
+        for folder, folders, files in os.walk(start, onerror=_raise):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for file in files:
+                path = Path(folder, file)
+                name = path.relative_to(self._root).as_posix()
+                if _is_hidden(name):
+                    continue
+                if path.is_symlink():
+                    self._require_inside(path)
+                # A file may go between its name and its size; then it is not there.
+                if path.is_file():
+                    yield _blob(name, path)
+
+    def _path(self, name: str) -> Path:
+        path = self._root / checked_name(name, where=self.url)
+        self._require_inside(path)
+        return path
+
+    def _require_inside(self, path: Path) -> None:
+        real = path.resolve()
+        if not real.is_relative_to(self._root.resolve()):
+            raise BucketError(
+                f"{path} is a link to {real}, outside the folder {self.url}. "
+                "Put the file itself there, or use the folder that holds it."
+            )
+
+    def _existing(self, name: str) -> Path:
+        path = self._path(name)
+        if not path.is_file():
+            raise BucketError(
+                f"{path}: there is no such object. List the folder to see what it holds."
+            )
+        return path
+
+    def _writable_path(self, name: str) -> Path:
+        path = self._path(name)
+        if _is_hidden(name):
+            raise BucketError(
+                f"{self.url}: the object name {name!r} is of a temporary or hidden file, which is "
+                "never listed. Choose a name without a leading dot and not ending in .part."
+            )
+        return path
+
+
+def _is_hidden(name: str) -> bool:
+    return name.endswith(PART_SUFFIX) or any(part.startswith(".") for part in name.split("/"))
+
+
+def _blob(name: str, path: Path) -> BlobInfo:
+    """Describe a file; the time of its last change tells it from another one of the same size."""
+    found = path.stat()
+    return BlobInfo(name=name, size=found.st_size, generation=found.st_mtime_ns)
+
+
+def _raise(error: OSError) -> None:
+    # A folder that goes while it is listed holds nothing; any other failure is told.
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def _described(size: int, checksum: int | None) -> str:
+    return f"{size:,} bytes" + ("" if checksum is None else f", crc32c {checksum:#010x}")
+
+
+def _copy(source: Path, file: BinaryIO) -> int:
+    checksum = 0
+    with source.open("rb") as original:
+        while block := original.read(BLOCK_BYTES):
+            checksum = extended_crc32c(checksum, block)
+            file.write(block)
+    return checksum
+
+
+@contextlib.contextmanager
+def _temporary(target: Path, *, needed_bytes: int) -> Iterator[BinaryIO]:
+    """Open a hidden file beside `target`; whatever happens, its hidden name goes."""
+    with disk_errors(target, needed_bytes=needed_bytes):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        require_space(target.parent, needed_bytes=needed_bytes)
+        path = target.with_name(f".{os.urandom(16).hex()}{PART_SUFFIX}")
+        try:
+            with path.open("xb") as file:
+                yield file
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _publish(file: BinaryIO, target: Path, checksum: int, *, overwrite: bool) -> None:
+    """Give a written hidden file its final name, durably; only `overwrite` takes a taken name."""
+    file.flush()
+    os.fsync(file.fileno())
+    temporary = Path(file.name)
+    if overwrite:
+        temporary.replace(target)
+    elif not _linked(temporary, target):
+        _require_same(target, temporary.stat().st_size, checksum)
+    synchronize(target.parent)
+
+
+def _linked(temporary: Path, target: Path) -> bool:
+    """Give a file its final name unless that name is taken; say whether it was free."""
+    try:
+        target.hardlink_to(temporary)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if target.exists():
+            return False
+        temporary.replace(target)
+    return True
+
+
+def _require_same(target: Path, size: int, checksum: int) -> None:
+    with disk_errors(target):
+        there, found = target.stat().st_size, crc32c_of(target)
+    if (there, found) != (size, checksum):
+        raise BucketError(
+            f"{target} already holds other bytes: {_described(there, found)} there, "
+            f"{_described(size, checksum)} here. Objects are not overwritten: delete it first, "
+            "or choose another name."
+        )
+
+
+def _removed_if_empty(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except OSError:
+        return False
+    return True

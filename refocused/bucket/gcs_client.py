@@ -1,0 +1,149 @@
+"""Who asks Google Cloud Storage: credentials found once, and a client for each thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from refocused.system.errors import BucketError
+
+logger = logging.getLogger(__name__)
+
+_SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
+# Unless this is set, each client sends a request of its own from a thread of its own, for trace
+# attributes that nobody reads here, over the connections of the thread that it belongs to.
+_NO_BACKGROUND_REQUESTS = "DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA"
+_NOT_FOUND = "default credentials were not found"  # google-auth's words for: none anywhere
+ANONYMOUS = "nobody (no credentials were found, so requests are anonymous)"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Credentials:
+    """What proves who asks.
+
+    Attributes:
+        google: The credentials as google-auth keeps them.
+        identity: Who that is, as an error message names them.
+    """
+
+    google: Any
+    identity: str
+
+
+class GoogleConnection:
+    """The way to one Google Cloud Storage bucket, safe to share between threads.
+
+    `google.cloud` is imported by the first request, not before. A client is never shared: its
+    connection pool is not made for threads that fail halfway.
+
+    Args:
+        bucket_name: The bucket, without a prefix.
+        credentials_file: Key file; None: the environment's own credentials.
+        project: Project that pays for the requests; None: the bucket's owner.
+    """
+
+    def __init__(
+        self, bucket_name: str, *, credentials_file: Path | None, project: str | None
+    ) -> None:
+        self._bucket_name = bucket_name
+        self._credentials_file = credentials_file
+        self.project = project
+        self._credentials: Credentials | None = None
+        self._lock = threading.Lock()
+        self._thread = threading.local()
+
+    @property
+    def identity(self) -> str:
+        """Who asks, in words."""
+        return self._found_credentials().identity
+
+    @property
+    def bucket(self) -> Any:
+        """This thread's `google.cloud.storage.Bucket`."""
+        if not hasattr(self._thread, "bucket"):
+            from google.cloud import storage
+
+            os.environ.setdefault(_NO_BACKGROUND_REQUESTS, "true")
+            client = storage.Client(
+                project=self.project, credentials=self._found_credentials().google
+            )
+            self._thread.bucket = client.bucket(self._bucket_name, user_project=self.project)
+        return self._thread.bucket
+
+    @property
+    def session(self) -> Any:
+        """This thread's `requests` session that signs its requests."""
+        if not hasattr(self._thread, "session"):
+            from google.auth.transport.requests import AuthorizedSession
+
+            self._thread.session = AuthorizedSession(self._found_credentials().google)
+        return self._thread.session
+
+    def _found_credentials(self) -> Credentials:
+        with self._lock:
+            if self._credentials is None:
+                self._credentials = find_credentials(self._credentials_file)
+            return self._credentials
+
+
+def find_credentials(credentials_file: Path | None) -> Credentials:
+    """Find credentials: the key file, else the emulator's none, else the environment's, else none.
+
+    Args:
+        credentials_file: Key file of a service account; None: look in the environment.
+
+    Raises:
+        BucketError: The key file is missing or is no key file.
+    """
+    from google.auth.credentials import AnonymousCredentials
+
+    for name in ("urllib3", "google.auth"):  # they log each attempt of theirs; ours are logged
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if credentials_file is not None:
+        return _from_file(credentials_file)
+    if os.environ.get("STORAGE_EMULATOR_HOST"):
+        return Credentials(AnonymousCredentials(), "nobody (STORAGE_EMULATOR_HOST is set)")
+    return _from_environment() or Credentials(AnonymousCredentials(), ANONYMOUS)
+
+
+def _from_file(path: Path) -> Credentials:
+    from google.auth.exceptions import GoogleAuthError
+    from google.oauth2 import service_account
+
+    try:
+        found = service_account.Credentials.from_service_account_file(str(path), scopes=_SCOPES)
+    except OSError as error:
+        raise BucketError(
+            f"The credentials file {path} cannot be read: {error.strerror}. "
+            "Check the path and its permissions."
+        ) from error
+    except (ValueError, GoogleAuthError) as error:
+        raise BucketError(
+            f"The credentials file {path} is not the JSON key of a service account: {error}. "
+            "Download a new key, or leave the file out to use the environment's own credentials "
+            "(gcloud auth application-default login)."
+        ) from error
+    return Credentials(found, f"{found.service_account_email} (key file {path})")
+
+
+def _from_environment() -> Credentials | None:
+    import google.auth
+    from google.auth.exceptions import DefaultCredentialsError
+
+    try:
+        found, _ = google.auth.default(scopes=_SCOPES)
+    except DefaultCredentialsError as error:
+        if _NOT_FOUND not in str(error):
+            raise BucketError(
+                f"The Google credentials of this environment cannot be used: {error} "
+                "Log in again (gcloud auth application-default login), or correct or unset "
+                "GOOGLE_APPLICATION_CREDENTIALS."
+            ) from error
+        logger.info("No Google credentials found: only public buckets can be read")
+        return None
+    email = getattr(found, "service_account_email", None)
+    return Credentials(found, email or "the environment's default credentials")

@@ -1,0 +1,175 @@
+"""What a failed request to Google Cloud Storage means: try again, or say how to mend it."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+from refocused.bucket.gcs_client import ANONYMOUS
+from refocused.bucket.retry import Fault, is_transient_status, parsed_retry_after
+from refocused.system.errors import BucketError
+
+# cloud.google.com/storage/docs/access-control/iam-roles
+_ROLES = {
+    "storage.objects.get": "roles/storage.objectViewer",
+    "storage.objects.list": "roles/storage.objectViewer",
+    "storage.objects.create": "roles/storage.objectUser",
+    "storage.objects.delete": "roles/storage.objectUser",
+    "serviceusage.services.use": "roles/serviceusage.serviceUsageConsumer",
+}
+# urllib3 opens its messages with the connection: `HTTPSConnection(host=..., port=443): `.
+_CONNECTION = re.compile(r"^(?:\w+\([^)]*\)|<[^>]*>): ")
+_LONGEST_REASON = 300  # characters
+_PERMISSION = re.compile(r"\b(?:storage|serviceusage)\.\w+\.\w+")
+
+
+class RefusedRequestError(BucketError):
+    """A request that will fail again: its text says why and what to do.
+
+    Attributes:
+        status: HTTP status; None when there was no answer.
+    """
+
+    def __init__(self, text: str, *, status: int | None = None) -> None:
+        # `status` has a default because ranks tell each other of errors by their text.
+        super().__init__(text)
+        self.status = status
+
+
+def fault_types() -> tuple[type[Exception], ...]:
+    """Return the exceptions by which the client library tells that a request failed."""
+    import http.client
+
+    import requests
+    import urllib3
+    from google.api_core.exceptions import GoogleAPICallError
+    from google.auth.exceptions import GoogleAuthError
+    from google.cloud.storage.exceptions import InvalidResponse
+
+    return (
+        GoogleAPICallError,
+        GoogleAuthError,
+        InvalidResponse,
+        requests.RequestException,
+        urllib3.exceptions.HTTPError,
+        http.client.HTTPException,
+        ConnectionError,
+        TimeoutError,
+        ValueError,  # answers that cannot be read: no JSON, numbers or addresses that are none
+        RecursionError,
+    )
+
+
+def fault_of(error: Exception) -> Fault:
+    """Say what one of `fault_types` means."""
+    from google.auth.exceptions import GoogleAuthError
+
+    response = getattr(error, "response", None)
+    if isinstance(error, GoogleAuthError):
+        return _fault_of_credentials(error)
+    if response is not None and response.status_code >= 400:
+        return fault_of_response(response)
+    # A broken connection, a time-out, or an answer that cannot be read: it may have been cut.
+    return Fault(reason=_innermost(error), transient=True)
+
+
+def _innermost(error: BaseException) -> str:
+    """Return what went wrong without the layers above it: one short line."""
+    inner = error
+    while isinstance(told := inner.args[0] if inner.args else None, Exception):
+        inner = getattr(told, "reason", told)
+        if not isinstance(inner, Exception):
+            inner = told
+            break
+    return _printable(f"{type(inner).__name__}: {_CONNECTION.sub('', str(inner))}")
+
+
+def _printable(text: str) -> str:
+    """Return text of a store as one short line that does nothing to a terminal."""
+    line = " ".join(text.split())[:_LONGEST_REASON]
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in line)
+
+
+def fault_of_response(response: Any) -> Fault:
+    """Say what an answer with an error status means.
+
+    Args:
+        response: A `requests.Response`.
+    """
+    status = response.status_code
+    return Fault(
+        reason=f"HTTP {status} {_message(response)}",
+        transient=is_transient_status(status),
+        status=status,
+        retry_after_s=parsed_retry_after(response.headers.get("Retry-After"), now_s=time.time()),
+    )
+
+
+def refusal(fault: Fault, *, address: str, permission: str, identity: str) -> RefusedRequestError:
+    """Build the error of a fault that will not pass.
+
+    Args:
+        fault: What happened.
+        address: `gs://bucket/name` of what was asked for.
+        permission: What the request needs, such as `storage.objects.get`.
+        identity: Who asked, in words.
+    """
+    bucket = "/".join(address.split("/")[:3])
+    if fault.status == 401 and identity == ANONYMOUS:
+        fix = (
+            "No Google credentials were found, and this may not be read by everybody. Log in "
+            "(gcloud auth application-default login), or give the key file of a service account."
+        )
+    elif fault.status == 401:
+        fix = (
+            f"The credentials of {identity} were not accepted: they expired or were revoked. "
+            "Log in again (gcloud auth application-default login) or use a new key file."
+        )
+    elif fault.status == 403:
+        fix = _missing_permission(fault, bucket, permission, identity)
+    elif fault.status == 404:
+        fix = (
+            "There is no such bucket or object, or no longer (it was replaced after it was "
+            f"listed), or {identity} may not see it. "
+            f"Check the name: gcloud storage ls {bucket}"
+        )
+    else:
+        fix = f"{identity} asked. The store will answer the same again; see its message."
+    return RefusedRequestError(f"{address}: {fault.reason}. {fix}", status=fault.status)
+
+
+def _missing_permission(fault: Fault, bucket: str, permission: str, identity: str) -> str:
+    named = _PERMISSION.search(fault.reason)
+    missing = named.group() if named else permission
+    role = _ROLES.get(missing, "roles/storage.objectUser")
+    text = (
+        f"The permission {missing} is missing for {identity}. Grant the role {role}: "
+        f"gcloud storage buckets add-iam-policy-binding {bucket} --member=WHO --role={role}"
+    )
+    if identity == ANONYMOUS:
+        text += ". Or log in first: gcloud auth application-default login, or give a key file."
+    return text
+
+
+def _fault_of_credentials(error: Exception) -> Fault:
+    """A token that cannot be had: often the network, but a revoked key stays revoked."""
+    from google.auth.exceptions import RefreshError, TransportError
+
+    passing = isinstance(error, (RefreshError, TransportError)) and "invalid_grant" not in str(
+        error
+    )
+    return Fault(
+        reason=_innermost(error),
+        transient=passing,
+        status=None if passing else 401,
+    )
+
+
+def _message(response: Any) -> str:
+    """Return the store's own words, one line."""
+    try:
+        text = str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        text = str(response.reason or response.text)
+    return _printable(text)

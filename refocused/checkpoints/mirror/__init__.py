@@ -1,0 +1,1 @@
+"""The copy of a run's checkpoints in a bucket."""

@@ -1,0 +1,250 @@
+"""Copying one step to the bucket so that its marker is there only when all of it is."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Iterator
+
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps, is_copy
+from refocused.checkpoints.step.checkpoint_manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    FileRecord,
+    Marker,
+)
+from refocused.checkpoints.step.step_directory import StepDirectory, in_use
+from refocused.checkpoints.step.verify import describe, verify
+from refocused.system.errors import BucketError, CheckpointError, CorruptCheckpointError
+
+REPORT_SECONDS = 1.0
+
+
+def marker_of(step: StepDirectory) -> Marker:
+    """The content of COMMITTED for a local step."""
+    return step.manifest.marker((step.path / MANIFEST).read_bytes())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepCopier:
+    """Copies steps to a bucket, one at a time, several files at once.
+
+    Attributes:
+        remote: Where to.
+        stopping: Asked before each object; once it says yes, no further one is started.
+        report: Told the bytes that are there and those of the whole step, at least every
+            `REPORT_SECONDS` while objects are on their way.
+        threads: Objects at once.
+    """
+
+    remote: RemoteSteps
+    stopping: Callable[[], bool]
+    report: Callable[[int, int], None]
+    threads: int = 4
+
+    def copy(self, step: StepDirectory) -> bool:
+        """Copy a step unless the bucket holds it.
+
+        The manifest goes first: it says to which save the other objects belong, so that an
+        interrupted copy can be continued. The marker goes last, after a fresh listing agreed, and
+        only if the checkpoint is still here.
+
+        Of a step in parts, each machine copies its own once the first one's manifest is there, and
+        the first one marks the whole. No machine waits here for another.
+
+        Returns:
+            Whether the bucket has the whole step; False when told to stop before the end, or when
+            parts of other machines are missing: then it is to be called again.
+
+        Raises:
+            CheckpointError: The step is damaged or removed here, or the bucket holds another step
+                of its name that may not be replaced.
+            BucketError: The bucket cannot be read or written.
+        """
+        with _held(step):
+            name, marker = step.name, marker_of(step)
+            there = self.remote.marker(name)
+            if there == marker:
+                return True
+            if there is not None:
+                raise self._another(step)
+            if step.part is not None and step.part.node > 0:
+                if self._is_started(step):
+                    self._send_missing(step)
+                return False
+            self._start(step)
+            if not self._send_missing(step) or self._lacks_other_parts(step):
+                return False
+            self._require_whole(name, step.manifest, marker)
+            if not step.path.exists():
+                raise _removed(step)
+            self.remote.commit(name, marker)
+            return True
+
+    def repair(self, step: StepDirectory, damaged: Collection[str]) -> bool:
+        """Copy again what was damaged of a copy, marked or not; otherwise as `copy`.
+
+        Args:
+            step: The whole step here.
+            damaged: Files of the copy that are not what they should be, as `verify_remote` says;
+                a listing alone cannot tell that in every store.
+
+        Raises:
+            CheckpointError: As `copy`.
+            BucketError: The bucket cannot be read or written.
+        """
+        name = step.name
+        if self._is_ours(step):
+            self.remote.unmark(name)
+            for file in set(damaged) & {*step.manifest.files, MANIFEST}:
+                self.remote.bucket.delete(self.remote.object_name(name, file))
+            content = (step.path / MANIFEST).read_bytes()
+            self.remote.bucket.write(
+                self.remote.object_name(name, MANIFEST), content, overwrite=True
+            )
+        return self.copy(step)
+
+    def _is_ours(self, step: StepDirectory) -> bool:
+        """Whether the objects are of this very save; marker and manifest may both be damaged."""
+        name = step.name
+        with contextlib.suppress(CheckpointError):
+            if (there := self.remote.marker(name)) is not None:
+                return there == marker_of(step)
+        with contextlib.suppress(CheckpointError):
+            objects = self.remote.objects(name)
+            return MANIFEST in objects and self.remote.manifest(name) == step.manifest
+        return False
+
+    def _another(self, step: StepDirectory) -> CheckpointError:
+        """Return the error for a checkpoint of this name in the bucket that is not this one."""
+        theirs = self.remote.manifest(step.name)
+        return CheckpointError(
+            f"{self.remote.url}/{step.name} is another checkpoint, of run {theirs.run} "
+            f"{theirs.run_id}, saved {theirs.created.isoformat()}; it is not replaced. Give this "
+            "run another run.name or checkpoint.mirror, or remove that one."
+        )
+
+    def _start(self, step: StepDirectory) -> None:
+        """Clear what an interrupted copy of another save left, and put our manifest there."""
+        name, run_id = step.name, step.manifest.run_id
+        objects = self.remote.objects(name)
+        if MANIFEST in objects and self._is_started(step):
+            return
+        if objects:
+            with contextlib.suppress(CorruptCheckpointError):
+                if MANIFEST in objects and self.remote.manifest(name).run_id not in ("", run_id):
+                    raise self._another(step)
+            self.remote.retract(name, also=step.manifest.files)
+        content = (step.path / MANIFEST).read_bytes()
+        self.remote.bucket.write(self.remote.object_name(name, MANIFEST), content)
+
+    def _is_started(self, step: StepDirectory) -> bool:
+        """Whether the manifest in the bucket is that of this very save."""
+        address = self.remote.object_name(step.name, MANIFEST)
+        if self.remote.bucket.info(address) is None:
+            return False
+        return self.remote.bucket.read(address) == (step.path / MANIFEST).read_bytes()
+
+    def _lacks_other_parts(self, step: StepDirectory) -> bool:
+        """Whether other machines have not sent all of theirs."""
+        others = {
+            name: record
+            for name, record in step.manifest.files.items()
+            if step.part is not None and not step.part.owns(record)
+        }
+        if not others:
+            return False
+        objects = self.remote.objects(step.name)
+        return any(
+            name not in objects or not is_copy(objects[name], record)
+            for name, record in others.items()
+        )
+
+    def _send_missing(self, step: StepDirectory) -> bool:
+        """Send what the bucket lacks; return False when told to stop before the end."""
+        files = _own_files(step)
+        total = sum(record.size for record in files.values())
+        missing = self._missing(step)
+        done = total - sum(files[file].size for file in missing)
+        self.report(done, total)
+        pool = concurrent.futures.ThreadPoolExecutor(self.threads)
+        sending = {pool.submit(self._send, step, file): file for file in missing}
+        complete = True
+        try:
+            while sending:
+                ready, _ = concurrent.futures.wait(sending, timeout=REPORT_SECONDS)
+                for future in ready:
+                    size = files[sending.pop(future)].size
+                    sent = future.result()
+                    done += size if sent else 0
+                    complete = complete and sent
+                self.report(done, total)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        return complete
+
+    def _missing(self, step: StepDirectory) -> list[str]:
+        """The files the bucket does not have; objects that are not what they should be go."""
+        objects = self.remote.objects(step.name)
+        missing = []
+        for file, record in _own_files(step).items():
+            if file in objects and is_copy(objects[file], record):
+                continue
+            if file in objects:
+                self.remote.bucket.delete(objects[file].name)
+            missing.append(file)
+        return missing
+
+    def _send(self, step: StepDirectory, file: str) -> bool:
+        if self.stopping():
+            return False
+        problems = verify(step, deep=True, files=[file])
+        if problems and not step.path.exists():
+            raise _removed(step)
+        if problems:
+            raise CheckpointError(
+                f"{step.path} is damaged: {describe(problems)}. It is not copied to the bucket; "
+                "remove it, or look at the disk."
+            )
+        name = self.remote.object_name(step.name, file)
+        self.remote.bucket.upload(step.path / file, name, crc32c=step.manifest.files[file].crc32c)
+        return True
+
+    def _require_whole(self, name: str, manifest: CheckpointManifest, marker: Marker) -> None:
+        objects = self.remote.objects(name)
+        wrong = sorted(
+            file
+            for file, record in manifest.files.items()
+            if file not in objects or not is_copy(objects[file], record)
+        )
+        listed = objects.get(MANIFEST)
+        if wrong or listed is None or listed.crc32c not in (None, marker.manifest_crc32c):
+            what = wrong[0] if wrong else MANIFEST
+            raise BucketError(
+                f"{self.remote.url}/{name}/{what} is not what was sent, or is gone "
+                f"({max(len(wrong), 1)} such objects). Something else writes to this prefix; "
+                "it is sent again."
+            )
+
+
+def _own_files(step: StepDirectory) -> dict[str, FileRecord]:
+    """The files that this machine answers for."""
+    part, files = step.part, step.manifest.files
+    return {name: file for name, file in files.items() if part is None or part.owns(file)}
+
+
+@contextlib.contextmanager
+def _held(step: StepDirectory) -> Iterator[None]:
+    """Keep retention from removing a step while it is copied."""
+    try:
+        with in_use(step.path):
+            yield
+    except FileNotFoundError:
+        raise _removed(step) from None
+
+
+def _removed(step: StepDirectory) -> CheckpointError:
+    return CheckpointError(
+        f"{step.path} was removed while it was copied; the copy is not committed."
+    )

@@ -1,0 +1,169 @@
+"""The trainer's handle on the mirror: starts the background process, asks it, waits for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+import subprocess
+import time
+from collections.abc import Callable
+
+from refocused.checkpoints.mirror.mirror_status import MirrorSettings, MirrorStatus
+from refocused.system.atomic import write_bytes_atomic
+from refocused.system.errors import CheckpointError
+from refocused.system.process_identity import ProcessIdentity, identify
+from refocused.system.processes import start_detached
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.1
+START_ATTEMPTS = 3  # of a process that something kills before it works (the OOM killer, a person)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DrainRequest:
+    """A wish that the mirror finishes: the token of the answer, and when waiting ends.
+
+    Attributes:
+        token: What the mirror repeats when it has finished.
+        deadline: On the monotonic clock, in seconds.
+    """
+
+    token: str
+    deadline: float
+
+
+class CheckpointMirror:
+    """The background copy of a run's step directories.
+
+    One process of the run (rank 0) has it. The copying is done by a detached process that finds
+    new steps by itself, outlives this one only to finish its queue, and never blocks training.
+    """
+
+    def __init__(self, settings: MirrorSettings) -> None:
+        """Prepare; nothing runs before `start`."""
+        self._settings = settings
+        self._files = settings.files
+        self._process: ProcessIdentity | None = None
+
+    def start(self) -> None:
+        """Start the background process; one still finishing an earlier start is waited for by it.
+
+        Raises:
+            CheckpointError: The process could not be started.
+        """
+        self._files.drain.unlink(missing_ok=True)
+        self._files.status.unlink(missing_ok=True)  # nobody may act on what an old mirror said
+        self._spawn()
+
+    def status(self) -> MirrorStatus | None:
+        """What the mirror said last; None: nothing yet, or it was about another bucket."""
+        status, wanted = self._files.read_status(), self._settings
+        if status is None or (status.bucket, status.prefix) != (wanted.bucket, wanted.prefix):
+            return None
+        return status
+
+    def ensure_alive(self) -> bool:
+        """Start the process again when it has died; return whether that was needed."""
+        if self._process is not None and self._process.alive:
+            return False
+        logger.warning("The mirror has ended (see %s); it is started again.", self._files.log)
+        try:
+            self._spawn()
+        except CheckpointError as error:
+            logger.warning("%s", error)
+        return True
+
+    def drain(
+        self, timeout_s: float, progress: Callable[[MirrorStatus | None], None] | None = None
+    ) -> bool:
+        """Ask the mirror to finish its queue and end, and wait for that.
+
+        Args:
+            timeout_s: Longest wait, in seconds; afterwards the mirror goes on by itself, for as
+                long as its own settings let it.
+            progress: Told the status every `POLL_SECONDS`; None while there is none.
+
+        Returns:
+            Whether every committed step is in the bucket.
+        """
+        request = self.request_drain(timeout_s)
+        return bool(self.await_drain(request, timeout_s, progress))
+
+    def request_drain(self, timeout_s: float) -> DrainRequest | None:
+        """Ask the mirror to finish its queue and end; None when there is no room to ask.
+
+        It does the same unasked, when the processes that train are gone.
+        """
+        request = DrainRequest(secrets.token_hex(8), time.monotonic() + timeout_s)
+        try:
+            write_bytes_atomic(self._files.drain, request.token.encode())
+        except OSError as error:
+            logger.warning(
+                "The mirror could not be asked to finish: %s (%s). It goes on in the background.",
+                error.strerror,
+                self._files.drain,
+            )
+            return None
+        return request
+
+    def await_drain(
+        self,
+        request: DrainRequest | None,
+        slice_s: float,
+        progress: Callable[[MirrorStatus | None], None] | None = None,
+    ) -> bool | None:
+        """Wait for a while for the mirror to finish.
+
+        Args:
+            request: What `request_drain` gave.
+            slice_s: Longest wait of this call, in seconds.
+            progress: Told the status every `POLL_SECONDS`; None while there is none.
+
+        Returns:
+            Whether every committed step is in the bucket; None when it is too early to say.
+        """
+        if request is None:
+            return False
+        pause_at = time.monotonic() + slice_s
+        while True:
+            status, now = self.status(), time.monotonic()
+            if status is not None and status.drained == request.token:
+                return not status.failed
+            if now >= request.deadline:
+                return False
+            if now >= pause_at:
+                return None
+            if progress is not None:
+                progress(status)
+            self._restart_for_drain(request.token)
+            left = min(request.deadline, pause_at) - time.monotonic()
+            time.sleep(min(POLL_SECONDS, max(0.0, left)))
+
+    def _restart_for_drain(self, token: str) -> None:
+        """A mirror that answered between two looks has ended rightly and is not started again."""
+        dead = self._process is None or not self._process.alive
+        status = self.status()
+        if dead and (status is None or status.drained != token):
+            self.ensure_alive()
+
+    def _spawn(self) -> None:
+        for attempt in range(1, START_ATTEMPTS + 1):
+            try:
+                pid = start_detached(
+                    "refocused.checkpoints.mirror.mirror_process",
+                    self._settings.model_dump_json(),
+                    log=self._files.log,
+                )
+            except (OSError, subprocess.SubprocessError) as error:
+                killed = isinstance(error, subprocess.CalledProcessError) and error.returncode < 0
+                if killed and attempt < START_ATTEMPTS:
+                    logger.warning("The mirror was killed while it started; starting it again.")
+                    continue
+                raise CheckpointError(
+                    f"The mirror could not be started ({error}). Its output is in "
+                    f"{self._files.log}; check also the machine's memory and disk."
+                ) from error
+            self._process = identify(pid)
+            return

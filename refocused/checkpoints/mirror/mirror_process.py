@@ -1,0 +1,36 @@
+"""The mirror's process: `python -m refocused.checkpoints.mirror.mirror_process SETTINGS`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from refocused.system.processes import detach
+
+
+def main(argv: list[str]) -> int:
+    """Detach, then mirror until the end; `argv` is one JSON text of MirrorSettings."""
+    detach()
+    # Imported after the fork, which then is quick: the trainer waits for it.
+    from refocused.checkpoints.mirror.mirror_loop import MirrorLoop
+    from refocused.checkpoints.mirror.mirror_status import MirrorSettings
+
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    logger = logging.getLogger(__name__)
+    try:
+        settings = MirrorSettings.model_validate_json(argv[0])
+        logger.info("mirror %d of %s to %s", os.getpid(), settings.run, settings.bucket)
+        MirrorLoop(settings).run()
+    except Exception:
+        # The edge of a background owner: the trainer sees a dead process and starts it again.
+        logger.exception("the mirror stops")
+        return 1
+    logger.info("mirror %d ends", os.getpid())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,184 @@
+"""The steps of one run in a bucket: a step exists there when its COMMITTED object does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+
+from refocused.bucket.bucket import BlobInfo, Bucket
+from refocused.bucket.checksum import extended_crc32c
+from refocused.bucket.stored import with_checksum
+from refocused.checkpoints.mirror.mirror_waits import is_refusal
+from refocused.checkpoints.step.checkpoint_manifest import (
+    COMMITTED,
+    MANIFEST,
+    SUPERSEDED,
+    CheckpointManifest,
+    FileRecord,
+    Marker,
+    parse_manifest,
+    parse_marker,
+)
+from refocused.checkpoints.step.step_directory import parse_name, parse_place
+from refocused.system.errors import BucketError, CorruptCheckpointError
+
+POINTER = "latest/pointer.json"
+_ABOUT = b"""Checkpoints of one training run, copied here by refocused.
+A folder checkpoint_step_N without an object COMMITTED is incomplete: nothing reads it.
+The first branch of the run is in checkpoint_step_N. Going back to an earlier checkpoint starts
+another: branch-2/checkpoint_step_N, and so on.
+latest/pointer.json names the newest checkpoint that was copied. It is a hint and comes last in a
+listing: --resume gs://.../latest/ looks for the newest whole checkpoint by itself.
+"""
+
+
+def prefix_of(run: str) -> str:
+    """Where a run's steps are below the address in `checkpoint.mirror`: as in the runs folder."""
+    return f"{run}/checkpoints"
+
+
+def is_copy(blob: BlobInfo, record: FileRecord) -> bool:
+    """Whether an object is the file of a manifest, as far as a listing can tell."""
+    return blob.size == record.size and blob.crc32c in (None, record.crc32c)
+
+
+class RemoteSteps:
+    """The step directories below one prefix of a bucket.
+
+    Attributes:
+        bucket: The object store.
+        url: Address of the prefix, for messages.
+    """
+
+    def __init__(self, bucket: Bucket, prefix: str) -> None:
+        """Look at `prefix` (with or without a slash at its end; empty is the bucket's root)."""
+        prefix = prefix.strip("/")
+        self.bucket = bucket
+        self._below = f"{prefix}/" if prefix else ""
+        self.url = f"{bucket.url.rstrip('/')}/{prefix}".rstrip("/")
+
+    def object_name(self, name: str, file: str) -> str:
+        """The bucket's name of one file of the step directory `name`."""
+        return f"{self._below}{name}/{file}"
+
+    def introduce(self) -> None:
+        """Describe the prefix beside the checkpoints; fails where nothing can be written.
+
+        A README.txt that is there already stays as it is.
+        """
+        address = f"{self._below}README.txt"
+        try:
+            self.bucket.write(address, _ABOUT)
+        except BucketError as error:
+            if is_refusal(error) or self.bucket.info(address) is None:
+                raise
+
+    def scan(self) -> dict[str, dict[str, BlobInfo]]:
+        """List all checkpoints: for each name its objects by their path below it.
+
+        By branch and step, ascending.
+        """
+        found: dict[tuple[int, int], tuple[str, dict[str, BlobInfo]]] = {}
+        for prefix in ("checkpoint_step_", "branch-"):
+            for blob in self.bucket.list(f"{self._below}{prefix}"):
+                path = blob.name.removeprefix(self._below)
+                parts = path.split("/", 2 if prefix == "branch-" else 1)
+                name = "/".join(parts[:-1])
+                place = parse_place(name)
+                if place is not None and parts[-1]:
+                    found.setdefault(place, (name, {}))[1][parts[-1]] = blob
+        return dict(found[place] for place in sorted(found))
+
+    def objects(self, name: str) -> dict[str, BlobInfo]:
+        """List one step: its objects by their path below it, the marker among them."""
+        folder = self.object_name(name, "")
+        return {
+            blob.name.removeprefix(folder): with_checksum(self.bucket, blob)
+            for blob in self.bucket.list(folder)
+        }
+
+    def marker(self, name: str) -> Marker | None:
+        """Read a step's marker; None when the step is not committed.
+
+        Raises:
+            CorruptCheckpointError: The object is there but is no marker.
+        """
+        address = self.object_name(name, COMMITTED)
+        if self.bucket.info(address) is None:
+            return None
+        return parse_marker(self.bucket.read(address), where=f"{self.url}/{name}/{COMMITTED}")
+
+    def manifest(self, name: str) -> CheckpointManifest:
+        """Read a step's manifest out of the bucket.
+
+        Raises:
+            CorruptCheckpointError: It is torn.
+            CheckpointError: It is of a schema of a later version.
+        """
+        content = self.bucket.read(self.object_name(name, MANIFEST))
+        return parse_manifest(content, where=f"{self.url}/{name}/{MANIFEST}")
+
+    def commit(self, name: str, marker: Marker) -> None:
+        """Write the marker: from now on the step exists."""
+        self.bucket.write(self.object_name(name, COMMITTED), marker.to_json())
+
+    def marks_other_files(
+        self, name: str, objects: Mapping[str, BlobInfo], manifest: CheckpointManifest
+    ) -> bool:
+        """Whether a listed step's marker is of another manifest than the one beside it.
+
+        Two runs that meet under one name can leave that. A folder keeps no checksums to tell it by;
+        there a download tells. The marker is read only where its checksum is not the expected one.
+
+        Raises:
+            CheckpointError: The object is no marker.
+        """
+        marker, listed = objects[COMMITTED], objects[MANIFEST]
+        if marker.crc32c is None or listed.crc32c is None:
+            return False
+        expected = Marker(
+            files=len(manifest.files),
+            bytes=manifest.total_bytes,
+            manifest_crc32c=listed.crc32c,
+        )
+        if marker.crc32c == extended_crc32c(0, expected.to_json()):
+            return False
+        return self.marker(name) != expected
+
+    def point_to(self, name: str) -> None:
+        """Name a step as the newest, for those who look for it with a listing; only a hint.
+
+        The prefix `latest/` is the last of a listing, where `checkpoint_step_9500` comes behind
+        `checkpoint_step_10000`.
+        """
+        content = json.dumps({"name": name, "step": parse_name(name.rpartition("/")[2])}).encode()
+        self.bucket.write(f"{self._below}{POINTER}", content, overwrite=True)
+
+    def unmark(self, name: str) -> None:
+        """Take the marker away: nothing reads the step until it is committed again."""
+        self.bucket.delete(self.object_name(name, COMMITTED))
+
+    def retract(self, name: str, *, also: Collection[str] = ()) -> None:
+        """Remove a checkpoint: its marker first, so that no reader takes it for whole.
+
+        Objects that no manifest lists are not ours: they stay.
+
+        Args:
+            name: The checkpoint.
+            also: Files that another manifest of this checkpoint lists.
+
+        Raises:
+            CheckpointError: Its manifest cannot be used, so what belongs to it is not known.
+            BucketError: The bucket cannot be read or written.
+        """
+        self.bucket.delete(self.object_name(name, COMMITTED))
+        objects = self.objects(name)
+        listed = {*also, SUPERSEDED}
+        try:
+            listed |= {*(self.manifest(name).files if MANIFEST in objects else ())}
+        except CorruptCheckpointError:
+            if not also:
+                raise
+        for file in sorted(listed & set(objects)):
+            self.bucket.delete(objects[file].name)
+        self.bucket.delete(self.object_name(name, MANIFEST))

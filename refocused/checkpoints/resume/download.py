@@ -1,0 +1,195 @@
+"""Bringing one committed step from a bucket to the disk: all of it, verified, or nothing."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from refocused.bucket.bucket import BlobInfo
+from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.transfer import Progress, download_many
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, Marker
+from refocused.checkpoints.step.staging import (
+    FETCH_LOCK,
+    FETCH_SUFFIX,
+    STAGING_PREFIX,
+    remove_step,
+)
+from refocused.checkpoints.step.step_directory import PART, Part, StepDirectory, read_step
+from refocused.checkpoints.step.verify import describe, verify
+from refocused.system.atomic import (
+    fsync_directories,
+    fsync_path,
+    write_bytes_atomic,
+)
+from refocused.system.errors import (
+    CheckpointError,
+    CheckpointUnavailableError,
+    CorruptCheckpointError,
+)
+from refocused.system.locks import FileLock
+
+logger = logging.getLogger(__name__)
+
+LOCK_SECONDS = 900.0  # for another process's download into the same folder
+POLL_SECONDS = 0.5
+
+
+def fetch_step(
+    remote: RemoteSteps,
+    name: str,
+    *,
+    checkpoints: Path,
+    part: Part | None = None,
+    threads: int = 8,
+    progress: Callable[[Progress], None] | None = None,
+) -> StepDirectory:
+    """Download a committed step into `checkpoints`, replacing a directory of that name.
+
+    What an earlier, interrupted fetch left is kept where its checksum is right. The directory
+    gets its name only after every file of it agrees with the manifest.
+
+    Args:
+        remote: Where the step is.
+        name: Its directory name below that folder.
+        checkpoints: Folder of the step directories.
+        part: Fetch the files of this part only; None: all.
+        threads: Downloads at once.
+        progress: Told how far the download is.
+
+    Raises:
+        CorruptCheckpointError: Its marker or its objects do not match its manifest.
+        CheckpointError: It is not committed, or another process has been fetching into the same
+            folder for `LOCK_SECONDS`.
+        BucketError: The bucket cannot be read, or the disk has no room.
+    """
+    marker = remote.marker(name)
+    if marker is None:
+        raise CheckpointError(
+            f"{remote.url}/{name} has no {COMMITTED} object: its upload never finished. "
+            "Choose another step: python launch/checkpoints.py list"
+        )
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(checkpoints / FETCH_LOCK)
+    waited = _wait_for(lock, checkpoints)
+    try:
+        if waited and is_copy_of(checkpoints / name, marker):
+            return read_step(checkpoints / name)
+        stage = checkpoints / f"{STAGING_PREFIX}{name.replace('/', '-')}{FETCH_SUFFIX}"
+        step = _download(remote, name, stage, marker, part=part, threads=threads, progress=progress)
+        return _install(step, checkpoints / name, stage)
+    finally:
+        lock.release()
+
+
+def _wait_for(lock: FileLock, checkpoints: Path) -> bool:
+    """Take a lock; return whether another process had it first."""
+    if lock.acquire():
+        return False
+    logger.warning(
+        "Another process is fetching a checkpoint into %s. Waiting for it, %.0f min at most.",
+        checkpoints,
+        LOCK_SECONDS / 60,
+    )
+    until = time.monotonic() + LOCK_SECONDS
+    while not lock.acquire():
+        if time.monotonic() >= until:
+            raise CheckpointUnavailableError(
+                f"Another process has been fetching a checkpoint into {checkpoints} for "
+                f"{LOCK_SECONDS / 60:.0f} min. Start again when it is done, or end it."
+            )
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def is_copy_of(path: Path, marker: Marker | None) -> bool:
+    """Whether a directory is the checkpoint of a marker, or a part of it, every byte right."""
+    try:
+        step = read_step(path)
+    except CorruptCheckpointError:
+        return False
+    same = marker is not None and crc32c_of(path / MANIFEST) == marker.manifest_crc32c
+    return same and not verify(step, deep=True)
+
+
+def _download(
+    remote: RemoteSteps,
+    name: str,
+    stage: Path,
+    marker: Marker,
+    *,
+    part: Part | None,
+    threads: int,
+    progress: Callable[[Progress], None] | None,
+) -> StepDirectory:
+    objects = remote.objects(name)
+    inner = stage / remote.object_name(name, "")
+    if MANIFEST not in objects:
+        raise _broken(remote, name, f"{MANIFEST} is missing")
+    _fetch_manifest(remote, objects[MANIFEST], inner / MANIFEST, marker)
+    for leftover in stage.rglob("[!.]*.part"):  # of a download by 0.1.0, whose part files had names
+        leftover.unlink()
+    _say_part(inner / PART, part)
+    step = read_step(inner)
+    files = step.manifest.files
+    if (len(files), step.manifest.total_bytes) != (marker.files, marker.bytes):
+        raise _broken(remote, name, f"{COMMITTED} counts other files than {MANIFEST} lists")
+    lost = sorted(
+        file for file in files if file not in objects or objects[file].size != files[file].size
+    )
+    if lost:
+        raise _broken(remote, name, f"{lost[0]} is missing or cut ({len(lost)} such files)")
+    wanted = [objects[problem.file] for problem in verify(step, deep=True, files=step.files)]
+    download_many(remote.bucket, wanted, stage, threads=threads, progress=progress)
+    problems = verify(step, deep=True)
+    if problems:
+        for problem in problems:
+            if (inner / problem.file).is_file():
+                (inner / problem.file).unlink()
+        raise _broken(remote, name, describe(problems))
+    return step
+
+
+def _say_part(path: Path, part: Part | None) -> None:
+    if part is None:
+        path.unlink(missing_ok=True)
+    else:
+        write_bytes_atomic(path, part.model_dump_json().encode())
+
+
+def _fetch_manifest(remote: RemoteSteps, blob: BlobInfo, target: Path, marker: Marker) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.exists() or crc32c_of(target) != marker.manifest_crc32c:
+        remote.bucket.download(blob, target)
+        found = crc32c_of(target)
+        if found != marker.manifest_crc32c:
+            target.unlink()
+            raise CorruptCheckpointError(
+                f"{remote.url}: {blob.name} has CRC-32C {found:08x}, but {COMMITTED} says "
+                f"{marker.manifest_crc32c:08x}: the marker belongs to other files. "
+                "Choose another step: python launch/checkpoints.py list"
+            )
+    write_bytes_atomic(target.with_name(COMMITTED), marker.to_json())
+
+
+def _install(step: StepDirectory, final: Path, stage: Path) -> StepDirectory:
+    fsync_directories(stage)
+    if final.exists():
+        remove_step(final)
+    final.parent.mkdir(exist_ok=True)  # of a branch
+    fsync_path(final.parent.parent)
+    step.path.rename(final)
+    fsync_path(final.parent)
+    shutil.rmtree(stage)
+    return StepDirectory(final, step.manifest, step.part)
+
+
+def _broken(remote: RemoteSteps, name: str, what: str) -> CheckpointError:
+    return CorruptCheckpointError(
+        f"{remote.url}/{name} is marked {COMMITTED} but damaged: {what}. "
+        "Choose another step: python launch/checkpoints.py list"
+    )

@@ -1,0 +1,162 @@
+"""Choosing a step where each machine has its part: rank 0 decides, and asks all of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from refocused.bucket.transfer import Progress
+from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.resume.download import fetch_step, is_copy_of
+from refocused.checkpoints.resume.step_state import UNREADABLE, WHOLE, Found, is_part
+from refocused.checkpoints.step.step_directory import Part, StepDirectory, read_step
+from refocused.checkpoints.step.verify import FileProblem, verify
+from refocused.system.errors import CheckpointError, RefocusedError
+from refocused.system.world import World
+
+T = TypeVar("T")
+Question = Callable[[Catalog, int], Any]  # of a machine's own catalog, and its number
+
+
+def decide_together(
+    world: World, open_catalog: Callable[[], Catalog], decide: Callable[[Catalog], T]
+) -> T:
+    """Let rank 0 decide with a catalog of what all machines hold; every rank must call.
+
+    Where all share one disk, it is the plain catalog, and nobody else is asked.
+
+    Args:
+        world: The ranks.
+        open_catalog: Opens the plain catalog of this rank's disk.
+        decide: Called on rank 0 alone; every rank gets its result or its error.
+    """
+    if world.keepers == 1:
+        return world.first_does(lambda: decide(open_catalog()))
+    catalog = world.together(lambda: open_catalog() if world.keeps else None)
+
+    def ask_and_decide() -> T:
+        assert catalog is not None  # rank 0 keeps
+        try:
+            return decide(MachinesCatalog(catalog, world))
+        finally:
+            world.broadcast(None)  # there is no further question
+
+    if not world.is_first:
+        while (question := world.broadcast(None)) is not None:
+            _answer(world, catalog, question)
+    return world.first_does(ask_and_decide)
+
+
+class MachinesCatalog(Catalog):
+    """What all machines of a run hold together; rank 0 has it while the others answer it."""
+
+    def __init__(self, own: Catalog, world: World) -> None:
+        """Ask the others in place of `own`, the catalog of this machine."""
+        self.local, self.remote, self.branch = own.local, own.remote, own.branch
+        self._own = own
+        self._world = world
+
+    def local_only(self) -> Catalog:
+        """The same without the bucket."""
+        return MachinesCatalog(Catalog(self.local), self._world)
+
+    def problems(self, step: StepDirectory) -> list[FileProblem]:
+        """Let each machine read every byte of its part; return what is wrong with all of them."""
+        found = self._ask(functools.partial(_problems, step.name))
+        return [
+            FileProblem(f"node {node}: {problem.file}", problem.problem)
+            for node, problems in enumerate(found)
+            for problem in problems
+        ]
+
+    def fetch(
+        self,
+        name: str,
+        *,
+        threads: int = 8,
+        progress: Callable[[Progress], None] | None = None,
+        replace: bool = False,
+    ) -> StepDirectory:
+        """Let each machine fetch its part, unless it has it; arguments as of `Catalog`."""
+        keepers = self._world.keepers
+        self._ask(functools.partial(_fetch, name, keepers=keepers, threads=threads))
+        return read_step(self.local / name)
+
+    def here(self) -> dict[str, Found]:
+        """Judge the parts of every checkpoint together."""
+        looks = self._ask(_look)
+        names = {name for look in looks for name in look}
+        return {name: together([look.get(name) for look in looks]) for name in names}
+
+    def _ask(self, question: Callable[[Catalog, int], T]) -> list[T]:
+        """Return every machine's answer.
+
+        Raises:
+            RefocusedError: The first one that a machine answers with.
+        """
+        self._world.broadcast(question)
+        return _answer(self._world, self._own, question)
+
+
+def together(parts: Sequence[Found | None]) -> Found:
+    """Judge a checkpoint by what each machine says of its part.
+
+    Args:
+        parts: What each machine found; None: nothing.
+    """
+    there = [part for part in parts if part is not None]
+    manifest = next((found.manifest for found in there if found.manifest is not None), None)
+    for node, part in enumerate(parts):
+        if part is None:
+            return Found(f"broken: node {node} has no part of it", manifest)
+        state = part.state
+        if state.startswith(UNREADABLE):
+            return Found(f"{state} (node {node})", manifest)
+        if state != WHOLE and not is_part(state):
+            return Found(f"broken: node {node}: {state.removeprefix('broken: ')}", manifest)
+    if len({found.manifest_crc32c for found in there}) > 1:
+        return Found("broken: the machines hold different saves of it", manifest)
+    states = {found.state for found in there}
+    if WHOLE in states or states == {
+        str(Part(node=n, nodes=len(parts))) for n in range(len(parts))
+    }:
+        return Found(WHOLE, manifest, manifest_crc32c=there[0].manifest_crc32c)
+    return Found(f"broken: the machines hold {', '.join(sorted(states))} alone", manifest)
+
+
+def _answer(world: World, catalog: Catalog | None, question: Question) -> list[Any]:
+    """Answer a question on every machine; return all answers on every rank."""
+    answer: Any = None
+    error: RefocusedError | None = None
+    if catalog is not None:
+        try:
+            answer = question(catalog, world.keeper)
+        except RefocusedError as raised:
+            error = raised
+    told = world.gather((world.keeps, world.keeper, answer, error))
+    answers = sorted((one for one in told if one[0]), key=lambda one: one[1])
+    for _, keeper, _, failed in answers if world.is_first else ():
+        if failed is not None:
+            raise type(failed)(f"node {keeper}: {failed}")
+    return [found for _, _, found, _ in answers]
+
+
+def _look(catalog: Catalog, _node: int) -> dict[str, Found]:
+    return catalog.here()
+
+
+def _problems(name: str, catalog: Catalog, _node: int) -> list[FileProblem]:
+    return verify(read_step(catalog.local / name), deep=True)
+
+
+def _fetch(name: str, catalog: Catalog, node: int, *, keepers: int, threads: int) -> None:
+    """Fetch this machine's part, unless it has it, every byte right."""
+    if catalog.remote is None:
+        raise CheckpointError(
+            f"{name} is not whole on all machines and there is no mirror that has it. "
+            "Choose another step: python launch/checkpoints.py list"
+        )
+    part = Part(node=node, nodes=keepers)
+    if not is_copy_of(catalog.local / name, catalog.remote.marker(name)):
+        fetch_step(catalog.remote, name, checkpoints=catalog.local, part=part, threads=threads)

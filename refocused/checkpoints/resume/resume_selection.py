@@ -1,0 +1,262 @@
+"""Select the checkpoint to resume from, and the branch that training goes on with."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
+from refocused.checkpoints.resume.step_state import ABSENT, LEFT_BEHIND, UNREADABLE, WHOLE
+from refocused.checkpoints.step.branches import Branch, branch_of, recorded_branch
+from refocused.checkpoints.step.step_directory import StepDirectory, read_step
+from refocused.checkpoints.step.verify import FileProblem, describe
+from refocused.system.errors import (
+    BucketError,
+    CheckpointError,
+    CheckpointUnavailableError,
+    CorruptCheckpointError,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Selection:
+    """What training starts from.
+
+    Attributes:
+        step: The checkpoint, local and verified; None: from scratch.
+        branch: The branch that training goes on with: a new one unless the checkpoint is the
+            newest of the present branch.
+        corrupt: Newer checkpoints on this disk that cannot be used.
+    """
+
+    step: StepDirectory | None
+    branch: Branch
+    corrupt: tuple[Path, ...] = ()
+
+
+def select_checkpoint(catalog: Catalog, request: str) -> Selection:
+    """Select a local, verified checkpoint, and the branch to go on with.
+
+    `auto` and `latest` take the newest usable checkpoint of the present branch and skip corrupt
+    ones with a warning. If the run has no checkpoint yet, `auto` selects none and `latest` raises.
+    Any other request names one checkpoint. A checkpoint that only the bucket has whole is
+    downloaded first.
+
+    Args:
+        catalog: Checkpoints on the disk and in the bucket.
+        request: `auto`, `latest`, `best`, `none`, a step, a name or a path.
+
+    Raises:
+        CheckpointError: The requested checkpoint is missing or corrupt, none is usable, or another
+            process keeps it from being read: nothing is skipped for such a reason.
+        BucketError: The bucket cannot be read and there is no local checkpoint.
+    """
+    entries = list_checkpoints(catalog, request)
+    present = present_branch(catalog, entries)
+    corrupt: list[str] = []
+    if request == "none":
+        step = None
+    elif request in ("auto", "latest"):
+        step = _newest(catalog, entries, corrupt, must_exist=request == "latest")
+    else:
+        step = _named(catalog, request)
+    branch = next_branch(present, entries, step, corrupt)
+    return Selection(step, branch, tuple(catalog.local / name for name in corrupt))
+
+
+def next_branch(
+    present: Branch,
+    entries: Sequence[CatalogEntry],
+    step: StepDirectory | None,
+    corrupt: Sequence[str] = (),
+) -> Branch:
+    """Return the present branch, or a new one where that has checkpoints beyond a step.
+
+    Args:
+        present: The present branch.
+        entries: Every checkpoint of the run.
+        step: Where training goes on; None: from scratch.
+        corrupt: Names of checkpoints on the disk that give way to new ones of their step.
+    """
+    number = 0 if step is None else step.step
+    on_it = step is None or present.holder(number) == step.manifest.branch
+    later = [entry for entry in entries if entry.is_present and entry.step > number]
+    if step is None:
+        later = list(entries)
+    if on_it and not any(_exists(entry, corrupt) for entry in later):
+        return present
+    highest = max([present.number, *(entry.branch for entry in entries)])
+    base = present if on_it or step is None else branch_of(step.manifest)
+    forked = base.fork(None if step is None else number, number=highest + 1)
+    logger.info(
+        "  branch   %d of this run begins at step %d; later checkpoints of other branches stay as "
+        "they are",
+        forked.number,
+        number,
+    )
+    return forked.model_copy(update={"run_id": present.run_id})
+
+
+def _exists(entry: CatalogEntry, corrupt: Sequence[str]) -> bool:
+    """Whether a checkpoint was completed somewhere: an interrupted upload was not."""
+    there = entry.bucket != ABSENT and not entry.bucket.endswith("%")
+    here = entry.local != ABSENT and entry.name not in corrupt
+    return there or here
+
+
+def present_branch(catalog: Catalog, entries: Sequence[CatalogEntry]) -> Branch:
+    """Return the run's present branch with the identity of the run; a new one where it has none.
+
+    Args:
+        catalog: Checkpoints on the disk and in the bucket, listed.
+        entries: All of them.
+
+    Raises:
+        CheckpointError: The disk and the mirror hold different runs.
+    """
+    known = recorded_branch(catalog.local.parent)
+    here, there = (
+        next((found for entry in reversed(entries) if (found := getattr(entry, place))), "")
+        for place in ("local_run_id", "bucket_run_id")
+    )
+    own = (known.run_id if known is not None else "") or here
+    others = {entry.bucket_run_id for entry in entries} - {"", own}
+    if own and others and catalog.remote is not None:
+        raise CheckpointError(
+            f"{catalog.remote.url} holds checkpoints of another run of this name (id "
+            f"{min(others)}; the run in {catalog.local.parent} is {own}). Start this run with "
+            "another --run NAME or another checkpoint.mirror. To continue the run in the mirror "
+            f"instead, move {catalog.local.parent} away."
+        )
+    run_id = own or there or secrets.token_hex(8)
+    return catalog.branch.model_copy(update={"run_id": run_id})
+
+
+def _newest(
+    catalog: Catalog, entries: Sequence[CatalogEntry], corrupt: list[str], *, must_exist: bool
+) -> StepDirectory | None:
+    """Return the newest usable checkpoint; the corrupt ones before it on this disk are added."""
+    present = [entry for entry in entries if entry.is_present]
+    for entry in reversed(present):
+        if any(state.startswith(UNREADABLE) for state in (entry.local, entry.bucket)):
+            raise CheckpointUnavailableError(
+                f"{entry.name} cannot be read: {'; '.join(entry.notes)}. No damage is proven, so "
+                "no earlier checkpoint is taken. Repair this, or name a checkpoint with --resume."
+            )
+        try:
+            if entry.usable:
+                return _verified(catalog, entry)
+            _warn_skipped(entry)
+        except CorruptCheckpointError as error:
+            logger.warning("%s Trying the checkpoint before it.", error)
+        if entry.local != ABSENT:
+            corrupt.append(entry.name)
+    if present:
+        raise CorruptCheckpointError(
+            f"No usable checkpoint in {catalog.local}: all {len(present)} are corrupt (newest: "
+            f"{present[-1].name}, {'; '.join(present[-1].notes) or 'corrupt'}). Inspect them with "
+            "launch/checkpoints.py verify all, or start a new run with --run NAME."
+        )
+    if must_exist:
+        raise CheckpointError(
+            f"There is no checkpoint in {catalog.local} to resume from. Start with --resume auto "
+            "or none."
+        )
+    return None
+
+
+def _warn_skipped(entry: CatalogEntry) -> None:
+    """Report why a checkpoint is not tried; a mark of an earlier version needs no warning."""
+    if entry.bucket != LEFT_BEHIND or entry.local != ABSENT:
+        logger.warning(
+            "Skipping %s: %s. Trying the checkpoint before it.", entry.name, "; ".join(entry.notes)
+        )
+
+
+def list_checkpoints(catalog: Catalog, request: str = "none") -> list[CatalogEntry]:
+    """List the checkpoints; the local ones alone where the bucket cannot be listed.
+
+    Args:
+        catalog: Checkpoints on the disk and in the bucket.
+        request: What has to be found among them.
+
+    Raises:
+        BucketError: It cannot be listed, and the local checkpoints do not answer the request.
+    """
+    try:
+        return catalog.entries()
+    except BucketError as error:
+        local = catalog.local_only()
+        here = local.entries()
+        if not _answers(local, here, request):
+            raise BucketError(
+                f"{error} Whether the mirror has one is not known, and no such checkpoint is on "
+                "this disk. Start again when it can be read, or from step 0 with --resume none."
+            ) from error
+        logger.warning("%s Only the checkpoints on this disk are looked at.", error)
+        catalog.branch, catalog.remote = local.branch, None
+        return here
+
+
+def _answers(local: Catalog, entries: Sequence[CatalogEntry], request: str) -> bool:
+    """Whether the local checkpoints answer a request; they cannot say which is the best."""
+    if request in ("auto", "latest"):
+        return any(entry.usable for entry in entries)
+    if request == "best":
+        return False
+    try:
+        return request == "none" or local.resolve(request) is not None
+    except CheckpointError:
+        return False
+
+
+def _named(catalog: Catalog, request: str) -> StepDirectory:
+    found = catalog.resolve(request)
+    if found.path is None:
+        return _fetched(catalog, found.name)
+    step = read_step(found.path)
+    problems = catalog.problems(step)
+    own = found.path == catalog.local / found.name
+    if problems and own and _in_bucket(catalog, found.name):
+        return _fetched_again(catalog, step, found.name, problems)
+    if problems:
+        raise CheckpointError(
+            f"{step.path} is corrupt: {describe(problems)}. Choose another step, or --resume "
+            "latest, which goes back to the newest good one."
+        )
+    return step
+
+
+def _in_bucket(catalog: Catalog, name: str) -> bool:
+    return any(entry.name == name and entry.bucket == WHOLE for entry in catalog.entries())
+
+
+def _verified(catalog: Catalog, entry: CatalogEntry) -> StepDirectory:
+    if entry.local == WHOLE:
+        step = read_step(catalog.local / entry.name)
+        problems = catalog.problems(step)
+        if not problems:
+            return step
+        if entry.bucket != WHOLE:
+            raise CorruptCheckpointError(f"{step.path} is corrupt: {describe(problems)}.")
+        return _fetched_again(catalog, step, entry.name, problems)
+    return _fetched(catalog, entry.name)
+
+
+def _fetched_again(
+    catalog: Catalog, step: StepDirectory, name: str, problems: Sequence[FileProblem]
+) -> StepDirectory:
+    logger.warning(
+        "%s is corrupt: %s. It is fetched from the bucket again.", step.path, describe(problems)
+    )
+    return _fetched(catalog, name)
+
+
+def _fetched(catalog: Catalog, name: str) -> StepDirectory:
+    logger.info("Fetching %s from the bucket", name)
+    return catalog.fetch(name, replace=True)

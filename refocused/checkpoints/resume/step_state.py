@@ -1,0 +1,110 @@
+"""What one place, the disk or the bucket, says of one step of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from refocused.bucket.bucket import BlobInfo
+from refocused.bucket.checksum import crc32c_of
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps, is_copy
+from refocused.checkpoints.step.checkpoint_manifest import (
+    COMMITTED,
+    MANIFEST,
+    SUPERSEDED,
+    CheckpointManifest,
+)
+from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.verify import describe, verify
+from refocused.system.errors import CheckpointError, CorruptCheckpointError
+
+ABSENT = "-"
+WHOLE = "ok"
+LEFT_BEHIND = "superseded"  # by a mark of an earlier version
+UNREADABLE = "unreadable"  # which proves no damage
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """What one place says of one step.
+
+    Attributes:
+        state: As in CatalogEntry.
+        manifest: None: there is none that can be read.
+        objects_bytes: Bytes of its objects in the bucket.
+        manifest_crc32c: CRC-32C of the local manifest; None where it cannot be read.
+    """
+
+    state: str = ABSENT
+    manifest: CheckpointManifest | None = None
+    objects_bytes: int = 0
+    manifest_crc32c: int | None = None
+
+
+def is_part(state: str) -> bool:
+    """Whether a local state is that of one machine's part of a step."""
+    return state.startswith("node ")
+
+
+def judge_directory(path: Path) -> Found:
+    """Judge a local step directory by its structure and sizes."""
+    try:
+        directory = read_step(path)
+        problems = verify(directory, deep=False)
+    except CheckpointError as error:
+        reason = str(error).split(". ")[0].replace(f"{path}/", "")
+        return Found(f"{_kind(error)}: {reason}")
+    state = WHOLE if directory.part is None else str(directory.part)
+    return Found(
+        f"broken: {describe(problems)}" if problems else state,
+        directory.manifest,
+        manifest_crc32c=crc32c_of(path / MANIFEST),
+    )
+
+
+def _kind(error: CheckpointError) -> str:
+    return "broken" if isinstance(error, CorruptCheckpointError) else UNREADABLE
+
+
+def judge_objects(
+    remote: RemoteSteps,
+    name: str,
+    objects: Mapping[str, BlobInfo],
+    known: Found,
+) -> Found:
+    """Compare the objects of one step with the manifest among them.
+
+    Args:
+        remote: The steps of the bucket.
+        name: Directory name of the step.
+        objects: Its objects, by their names below it.
+        known: What the disk says of it. Its manifest saves reading the one in the bucket where the
+            listing shows that they are the same.
+    """
+    if MANIFEST not in objects:
+        return Found(f"broken: {MANIFEST} is missing" if COMMITTED in objects else "0 %")
+    try:
+        same = objects[MANIFEST].crc32c is not None and (
+            objects[MANIFEST].crc32c == known.manifest_crc32c
+        )
+        manifest = known.manifest if same and known.manifest else remote.manifest(name)
+        if SUPERSEDED in objects:
+            return Found(LEFT_BEHIND, manifest)
+        is_foreign = COMMITTED in objects and remote.marks_other_files(name, objects, manifest)
+    except CheckpointError as error:
+        return Found(f"{_kind(error)}: {error}")
+    right = {
+        file: record.size
+        for file, record in manifest.files.items()
+        if file in objects and is_copy(objects[file], record)
+    }
+    lost = len(manifest.files) - len(right)
+    if COMMITTED not in objects:
+        percent = 100 * sum(right.values()) // max(manifest.total_bytes, 1)
+        return Found(f"{min(percent, 99)} %", manifest)
+    if lost:
+        return Found(f"broken: {lost} of {len(manifest.files)} files are lost", manifest)
+    if is_foreign:
+        return Found(f"broken: {COMMITTED} belongs to other files", manifest)
+    return Found(WHOLE, manifest)

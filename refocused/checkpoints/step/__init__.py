@@ -1,0 +1,1 @@
+"""One saved step: written whole or not at all, verified, retained."""

@@ -1,0 +1,223 @@
+"""Bringing the parts of a step together, where each machine keeps its own ranks' files."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from refocused.bucket.checksum import crc32c_of
+from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest
+from refocused.checkpoints.step.staging import STAGING_PREFIX
+from refocused.checkpoints.step.step_directory import DESCRIPTIONS, StepDirectory, rank_file
+from refocused.checkpoints.step.verify import describe, unreadable
+from refocused.engine.zero_layout import is_of_all_ranks, is_read_by
+from refocused.system.atomic import link_or_copy
+from refocused.system.errors import CheckpointError
+from refocused.system.world import World
+
+CHUNK_BYTES = 32 * 1024 * 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Delivery:
+    """One file on its way.
+
+    Attributes:
+        name: Its path below the step directory.
+        source: The keeper that sends it.
+        receivers: The keepers that lack it.
+    """
+
+    name: str
+    source: int
+    receivers: frozenset[int]
+
+
+@contextlib.contextmanager
+def assembled(step: StepDirectory, world: World, *, exact: bool) -> Iterator[Path]:
+    """Yield a folder with all files of a verified step that the ranks here read.
+
+    It is the step directory itself, unless a machine lacks files that another has; then it is a
+    folder of links and of what the others sent, which is removed afterwards. Every rank must call.
+
+    Args:
+        step: The step, of which every keeper has a part.
+        world: The ranks.
+        exact: Each rank reads its own files; otherwise each reads all.
+
+    Raises:
+        CheckpointError: On every rank: no machine has a file that is needed, or there is no room.
+    """
+    if world.keepers == 1:
+        yield step.path
+        return
+    held = dict(enumerate(world.keepers_do(lambda: frozenset(step.files))))
+    wanted = wanted_files(step.manifest, world.gather(world.node), exact=exact)
+    deliveries = world.together(lambda: plan_deliveries(held, wanted))
+    if not deliveries:
+        yield step.path
+        return
+    token = world.broadcast(secrets.token_hex(4))
+    folder = step.path.with_name(f"{STAGING_PREFIX}{step.path.name}-load-{token}")
+    try:
+        here = held[world.keeper] & wanted[world.keeper]
+        world.keepers_do(lambda: _link_all(step.path, folder, sorted(here)))
+        _exchange(step, folder, deliveries, world)
+        yield folder
+    finally:
+        if world.keeps:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def require_readable(step: StepDirectory, folder: Path, *, rank: int, exact: bool) -> None:
+    """Open what a rank reads of a step before DeepSpeed's collectives, in which none may fail.
+
+    Args:
+        step: The step.
+        folder: Where its files are, see `assembled`.
+        rank: The rank that reads.
+        exact: It reads its own files; otherwise the states of all ranks.
+
+    Raises:
+        CheckpointError: A file cannot be loaded.
+    """
+    own = ("trainer.json", rank_file(rank))
+    files = step.manifest.files
+    names = [name for name in files if name in own or is_read_by(name, rank, exact=exact)]
+    if problems := unreadable(dataclasses.replace(step, path=folder), names):
+        raise CheckpointError(
+            f"{step.path} cannot be loaded: {describe(problems)}. Choose another checkpoint: "
+            "python launch/checkpoints.py list"
+        )
+
+
+def wanted_files(
+    manifest: CheckpointManifest, nodes: Sequence[int], *, exact: bool
+) -> dict[int, frozenset[str]]:
+    """Say which files of a step each machine's ranks read.
+
+    Args:
+        manifest: Of the step.
+        nodes: The machine of each rank.
+        exact: Each rank reads its own files; otherwise each reads all.
+    """
+    same_places = len(nodes) == manifest.world_size and all(
+        manifest.files[rank_file(rank)].node == node for rank, node in enumerate(nodes)
+    )
+    if not (exact and same_places):
+        return dict.fromkeys(nodes, frozenset(manifest.files))
+    common = {name for name in manifest.files if name in DESCRIPTIONS or is_of_all_ranks(name)}
+    return {
+        node: frozenset(
+            common | {name for name, file in manifest.files.items() if file.node == node}
+        )
+        for node in nodes
+    }
+
+
+def plan_deliveries(
+    held: Mapping[int, frozenset[str]], wanted: Mapping[int, frozenset[str]]
+) -> list[Delivery]:
+    """Say who sends which file to whom.
+
+    Args:
+        held: The files that each keeper has.
+        wanted: Those that it needs.
+
+    Raises:
+        CheckpointError: Nobody has one of them.
+    """
+    deliveries = []
+    for name in sorted(frozenset().union(*wanted.values())):
+        receivers = frozenset(
+            keeper for keeper, names in wanted.items() if name in names and name not in held[keeper]
+        )
+        if not receivers:
+            continue
+        sources = [keeper for keeper in sorted(held) if name in held[keeper]]
+        if not sources:
+            raise CheckpointError(
+                f"No machine has {name}. Resume from another step, or from the mirror."
+            )
+        deliveries.append(Delivery(name, sources[0], receivers))
+    return deliveries
+
+
+def _link_all(source: Path, target: Path, names: Sequence[str]) -> None:
+    try:
+        target.mkdir()
+        for name in names:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy(source / name, target / name)
+    except OSError as error:
+        raise _no_room(target, error) from error
+
+
+def _exchange(
+    step: StepDirectory, folder: Path, deliveries: Sequence[Delivery], world: World
+) -> None:
+    """Send every file from the one that has it to those who lack it."""
+    first_ranks = [rank for rank, keeps in enumerate(world.gather(world.keeps)) if keeps]
+    received = []
+    for one in deliveries:
+        gets = world.keeps and world.keeper in one.receivers
+        _deliver(
+            step.path / one.name,
+            folder / one.name if gets else None,
+            source=first_ranks[one.source],
+            world=world,
+        )
+        received += [one.name] if gets else []
+
+    def check() -> None:
+        for name in received:
+            if crc32c_of(folder / name) != step.manifest.files[name].crc32c:
+                raise CheckpointError(f"{name} came damaged from another machine. Start again.")
+
+    world.together(check)
+
+
+def _deliver(path: Path, target: Path | None, *, source: int, world: World) -> None:
+    """Send a file of rank `source` to those with a target; all end together, error or not."""
+    error: CheckpointError | None = None
+    with contextlib.ExitStack() as stack:
+        reads: IO[bytes] | None = None
+        writes: IO[bytes] | None = None
+        try:
+            if world.rank == source:
+                reads = stack.enter_context(path.open("rb"))
+            if target is not None:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                writes = stack.enter_context(target.open("xb"))
+        except OSError as raised:
+            error = _no_room(target or path, raised)
+        world.raise_together(error)
+        while chunk := world.broadcast(_next_chunk(reads), source=source):
+            if writes is not None and error is None:
+                try:
+                    writes.write(chunk)
+                except OSError as raised:
+                    error = _no_room(target or path, raised)
+    world.raise_together(error)
+
+
+def _next_chunk(file: IO[bytes] | None) -> bytes:
+    """Read on; what a failing disk does not give is missed by the receiver's checksum."""
+    if file is None:
+        return b""
+    try:
+        return file.read(CHUNK_BYTES)
+    except OSError:
+        return b""
+
+
+def _no_room(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read or written ({error.strerror}). The files of other machines that a "
+        "resume needs are put there for a moment: make room, or repair the disk."
+    )

@@ -1,0 +1,307 @@
+"""How a step comes into being and how it goes: under a hidden name, and in one rename."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import shutil
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from refocused.bucket.checksum import crc32c_of
+from refocused.checkpoints.step.checkpoint_manifest import (
+    COMMITTED,
+    MANIFEST,
+    CheckpointManifest,
+    FileRecord,
+)
+from refocused.checkpoints.step.step_directory import PART, Part, StepDirectory, parse_name
+from refocused.checkpoints.step.verify import describe, require_content, verify
+from refocused.system.atomic import fsync_directories, fsync_path
+from refocused.system.errors import CheckpointError, ConfigError
+from refocused.system.locks import FileLock
+
+logger = logging.getLogger(__name__)
+
+STAGING_PREFIX = ".tmp-"
+REMOVAL_PREFIX = ".del-"
+SUPERSEDED_PREFIX = "superseded-"
+BAD_PREFIX = ".bad-"
+FETCH_SUFFIX = "-fetch"
+FETCH_LOCK = ".fetch.lock"  # held by the download that writes into such a directory
+
+
+class Staging:
+    """The hidden directory that a step is written to before it exists.
+
+    Every rank builds it from the same arguments; one of those on a disk creates and commits it.
+    """
+
+    def __init__(
+        self, checkpoints: Path, *, name: str, token: str, part: Part | None = None
+    ) -> None:
+        """Name the staging directory.
+
+        Args:
+            checkpoints: Folder of the step directories.
+            name: The checkpoint's directory name below that folder.
+            token: Tells this attempt from others of the step.
+            part: Whose files it gets; None: all.
+        """
+        self.part = part
+        self._published = False
+        self.final = checkpoints / name
+        self.step = parse_name(self.final.name) or 0
+        self.path = checkpoints / f"{STAGING_PREFIX}{self.final.name}-{token}"
+
+    def create(self) -> None:
+        """Make the directory and the folders in it."""
+        for folder in ("zero", "ranks"):
+            (self.path / folder).mkdir(parents=True)
+
+    def describe(self, contents: Mapping[str, bytes], *, node: int) -> dict[str, FileRecord]:
+        """Write the files that say what the step is.
+
+        Args:
+            contents: Of these files, by name.
+            node: The keeper whose disk this is.
+
+        Returns:
+            All files that lie beside the folders of the ranks, as they are on the disk now.
+
+        Raises:
+            OSError: The disk is full, read-only or failing.
+        """
+        for name, content in contents.items():
+            (self.path / name).write_bytes(content)
+        return self._recorded(self.path.iterdir(), node)
+
+    def unlisted(self, listed: Collection[str], *, node: int) -> dict[str, FileRecord]:
+        """Return the files that nobody has told of, pushed to the disk; raises as `describe`."""
+        paths = self.path.rglob("*")
+        return self._recorded((path for path in paths if self._name(path) not in listed), node)
+
+    def read_back(self, names: Iterable[str], *, rank: int) -> None:
+        """Open files that a rank wrote as a resume will.
+
+        Raises:
+            CheckpointError: One of them cannot be loaded.
+        """
+        try:
+            for name in names:
+                require_content(self.path / name, name, step=self.step)
+        except CheckpointError as error:
+            raise type(error)(
+                f"{self.final.name} was not saved, since what rank {rank} wrote cannot be read "
+                f"back: {error}"
+            ) from error
+
+    def commit(self, manifest: CheckpointManifest) -> StepDirectory:
+        """Seal and publish; raises what they raise."""
+        self.seal(manifest)
+        return self.publish(manifest)
+
+    def seal(self, manifest: CheckpointManifest) -> None:
+        """Write the manifest and its marker: the directory has all but its final name.
+
+        The files themselves must have been flushed by those who wrote them.
+
+        Raises:
+            CheckpointError: A step of that name exists already, or a file of the manifest is
+                absent or has another size; the staging directory stays.
+        """
+        if self.final.exists():
+            raise CheckpointError(
+                f"{self.final} exists already and a saved step is never rewritten. "
+                "Remove it, or give the run another name (run.name=...)."
+            )
+        problems = verify(StepDirectory(self.path, manifest, self.part), deep=False)
+        if problems:
+            raise CheckpointError(
+                f"Step {manifest.step} was not saved whole: {describe(problems)}. "
+                "Look at the disk's space and at the errors of each rank above."
+            )
+        if self.part is not None:
+            _write_synced(self.path / PART, self.part.model_dump_json().encode())
+        content = manifest.to_json()
+        _write_synced(self.path / MANIFEST, content)
+        _write_synced(self.path / COMMITTED, manifest.marker(content).to_json())
+        fsync_directories(self.path)
+
+    def publish(self, manifest: CheckpointManifest) -> StepDirectory:
+        """Give a sealed directory its final name, in one rename."""
+        if not self.final.parent.exists():  # of a branch: this is its first checkpoint
+            self.final.parent.mkdir()
+            fsync_path(self.final.parent.parent)
+        self.path.rename(self.final)
+        self._published = True
+        fsync_path(self.final.parent)
+        return StepDirectory(self.final, manifest, self.part)
+
+    def discard(self) -> None:
+        """Remove what was written: hidden, or published where another machine could not do it too.
+
+        What a failing disk does not let go stays a leftover, which `clean_leftovers` removes.
+        """
+        if self._published:
+            with contextlib.suppress(OSError):
+                remove_step(self.final)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def failure(self, error: OSError) -> CheckpointError:
+        """Return what a save reports that the disk refused; the room on it without this one."""
+        return CheckpointError(
+            f"{self.final.name} was not saved: {error.strerror or error} "
+            f"({error.filename or self.path}; {room_left(self.path.parent, besides=self.path)}). "
+            "What was written of it is removed. Make room on that disk, or lower checkpoint.keep."
+        )
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.path).as_posix()
+
+    def _recorded(self, paths: Iterable[Path], node: int) -> dict[str, FileRecord]:
+        records = {}
+        for path in sorted(path for path in paths if path.is_file()):
+            fsync_path(path)  # the first one does for all what the file system's journal needs
+            size, crc32c = path.stat().st_size, crc32c_of(path)
+            records[self._name(path)] = FileRecord(size=size, crc32c=crc32c, node=node)
+        return records
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    """Write a file to the disk; not in one stroke, since nobody reads it under a hidden name."""
+    path.write_bytes(content)
+    fsync_path(path)
+
+
+def remove_step(path: Path) -> None:
+    """Remove a step directory: first its name, in one rename, then its bytes."""
+    doomed = path.with_name(f"{REMOVAL_PREFIX}{path.name}-{secrets.token_hex(4)}")
+    path.rename(doomed)
+    fsync_path(path.parent)
+    with contextlib.suppress(FileNotFoundError):  # a start cleans up at the same time
+        shutil.rmtree(doomed)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a corrupt checkpoint to a name that nothing reads; return that."""
+    aside = path.with_name(f"{BAD_PREFIX}{path.name}-{secrets.token_hex(4)}")
+    path.rename(aside)
+    fsync_path(path.parent)
+    return aside
+
+
+def leftovers(checkpoints: Path) -> list[Path]:
+    """Every directory that a killed save, download or removal left behind, or one is using."""
+    return _named(checkpoints, (STAGING_PREFIX, REMOVAL_PREFIX))
+
+
+def steps_set_aside(checkpoints: Path) -> list[Path]:
+    """Every step directory that was taken out of the run's history; nothing reads them."""
+    return _named(checkpoints, (SUPERSEDED_PREFIX, BAD_PREFIX))
+
+
+def bytes_below(folder: Path) -> int:
+    """Bytes of the files in a folder; other processes may remove some meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def clean_leftovers(checkpoints: Path) -> list[Path]:
+    """Remove what killed saves, downloads and removals left; return what was removed.
+
+    The caller holds the run's lock and saves nothing at the moment, so that no save or removal of
+    the run is going on. A download has a lock of its own.
+
+    Args:
+        checkpoints: Folder of the step directories.
+    """
+    found = leftovers(checkpoints)
+    fetched = [path for path in found if path.name.endswith(FETCH_SUFFIX)]
+    lock = FileLock(checkpoints / FETCH_LOCK)
+    if fetched and not lock.acquire():
+        found = [path for path in found if path not in fetched]
+    try:
+        for path in found:
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        lock.release()
+    return [path for path in found if not path.exists()]
+
+
+def room_left(checkpoints: Path, *, besides: Path | None = None) -> str:
+    """Say how much room the folder's disk has, and which leftovers take some of it.
+
+    Args:
+        checkpoints: Folder of the step directories.
+        besides: A leftover that is about to be removed.
+    """
+    try:
+        text = f"{shutil.disk_usage(checkpoints).free / 1e9:.2f} GB free"
+    except OSError:
+        return "room unknown"
+    left = [path for path in leftovers(checkpoints) if path != besides]
+    if not left:
+        return text
+    size = sum(map(bytes_below, left)) / 1e9
+    return (
+        f"{text}; leftovers of killed saves and removals take {size:.2f} GB there and could not be "
+        f"removed: {', '.join(path.name for path in left)}"
+    )
+
+
+def lack_of_room(checkpoints: Path, *, needed: int) -> str | None:
+    """Say why a save of `needed` bytes does not fit on the disk; None: it may fit."""
+    if shutil.disk_usage(checkpoints).free >= needed:
+        return None
+    return (
+        f"{checkpoints} has {room_left(checkpoints)}, and a save needs about {needed / 1e9:.2f} "
+        "GB. Make room, lower checkpoint.keep, or set run.directory to a folder on another disk."
+    )
+
+
+def prepare_folder(checkpoints: Path, *, least_bytes: int) -> None:
+    """Clean a folder before a run saves to it; make sure that the first save can succeed.
+
+    Args:
+        checkpoints: Folder of the step directories; the caller holds the run's lock.
+        least_bytes: What a save takes at least, by an estimate.
+
+    Raises:
+        ConfigError: Nothing that is trained could be saved.
+    """
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        removed = clean_leftovers(checkpoints)
+        probe = checkpoints / ".probe"
+        _write_synced(probe, b"x" * 4096)
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"No checkpoint could be saved: {checkpoints} cannot be written ({error.strerror}). "
+            "Make it writable, or set run.directory to a folder on another disk. Nothing was "
+            "trained."
+        ) from error
+    if removed:
+        names = ", ".join(path.name for path in removed)
+        logger.info("  removed  %s: left by killed saves, downloads or removals", names)
+    lack = lack_of_room(checkpoints, needed=least_bytes)
+    if lack is None:
+        return
+    if any(checkpoints.glob("**/checkpoint_step_*")):
+        logger.warning("%s Until then older steps are removed as far as retention allows.", lack)
+    else:
+        raise ConfigError(f"No checkpoint could be saved: {lack} Nothing was trained.")
+
+
+def _named(checkpoints: Path, prefixes: tuple[str, ...]) -> list[Path]:
+    if not checkpoints.is_dir():
+        return []
+    folders = [checkpoints, *checkpoints.glob("branch-*")]
+    return sorted(
+        path for folder in folders for path in folder.iterdir() if path.name.startswith(prefixes)
+    )

@@ -1,0 +1,323 @@
+"""One saved step on disk: its names, its layout, and how it is read."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+
+from refocused.bucket.checksum import extended_crc32c
+from refocused.checkpoints.step.checkpoint_manifest import (
+    COMMITTED,
+    FIRST_SCHEMA,
+    MANIFEST,
+    CheckpointManifest,
+    FileRecord,
+    parse_manifest,
+    parse_marker,
+)
+from refocused.config.strict_yaml import parse_yaml_mapping
+from refocused.system.errors import (
+    CheckpointError,
+    CheckpointUnavailableError,
+    CorruptCheckpointError,
+)
+from refocused.system.strict_json import MalformedError, parse_json_object
+
+PART = "part.json"
+# What says what a step is; it lies in every part of one.
+DESCRIPTIONS = frozenset({"trainer.json", "run.yaml", "model.json", "tokenizer.json"})
+# The directory's own name, and the names that other trainers give to the same thing.
+_NAMES = re.compile(
+    r"checkpoint_step_(\d+)|checkpoint-epoch\d+-step(\d+)-files\d+"
+    r"|final_checkpoint_step_(\d+)|rolling_step_(\d+)"
+)
+_PLACE = re.compile(r"(?:branch-(\d+)/)?checkpoint_step_(\d+)")
+
+
+def name_of(step: int, *, branch: int = 1) -> str:
+    """Return the directory name of a checkpoint, below the folder of the run's checkpoints."""
+    return f"checkpoint_step_{step}" if branch == 1 else f"branch-{branch}/checkpoint_step_{step}"
+
+
+def parse_place(name: str) -> tuple[int, int] | None:
+    """Return branch and step of a directory name; None: `name_of` gives no such name."""
+    match = _PLACE.fullmatch(name)
+    if match is None:
+        return None
+    branch, step = int(match[1] or 1), int(match[2])
+    return (branch, step) if name_of(step, branch=branch) == name else None
+
+
+def parse_name(name: str) -> int | None:
+    """The step that a directory name or an alias speaks of, or None when it is neither."""
+    match = _NAMES.fullmatch(name)
+    return int(next(filter(None, match.groups()))) if match else None
+
+
+def rank_file(rank: int) -> str:
+    """Path of a rank's own state below a step directory."""
+    return f"ranks/rank_{rank:05d}.pt"
+
+
+class Part(pydantic.BaseModel):
+    """Whose files of a step a directory holds, where machines keep them each on its own disk.
+
+    Attributes:
+        node: The machine.
+        nodes: Machines of the run; what others than these wrote is shared out among them.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    node: Annotated[int, pydantic.Field(ge=0)]
+    nodes: Annotated[int, pydantic.Field(ge=1)]
+
+    def holds(self, name: str, record: FileRecord) -> bool:
+        """Whether a file of the manifest belongs here."""
+        return name in DESCRIPTIONS or self.owns(record)
+
+    def owns(self, record: FileRecord) -> bool:
+        """Whether this machine alone answers for a file: the first one does for those of all."""
+        return record.node % self.nodes == self.node
+
+    def __str__(self) -> str:
+        return f"node {self.node} of {self.nodes}: its part"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepDirectory:
+    """One committed step; nothing in it is ever written again.
+
+    Attributes:
+        path: The directory.
+        manifest: What its `manifest.json` says, of all machines.
+        part: Whose files are in it; None: all.
+    """
+
+    path: Path
+    manifest: CheckpointManifest
+    part: Part | None = None
+
+    @property
+    def files(self) -> dict[str, FileRecord]:
+        """The manifest's files that belong into this directory."""
+        part, files = self.part, self.manifest.files
+        if part is None:
+            return files
+        return {name: record for name, record in files.items() if part.holds(name, record)}
+
+    @property
+    def name(self) -> str:
+        """Its name among the checkpoints of its run, here and in the bucket."""
+        return name_of(self.manifest.step, branch=self.manifest.branch)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of `files`."""
+        return sum(record.size for record in self.files.values())
+
+    @property
+    def step(self) -> int:
+        """Optimizer updates done."""
+        return self.manifest.step
+
+    @property
+    def zero(self) -> Path:
+        """The folder of DeepSpeed's own files; its name is DeepSpeed's tag."""
+        return self.path / "zero"
+
+    @property
+    def trainer(self) -> Path:
+        """The training state (step, position, best loss, money) as JSON."""
+        return self.path / "trainer.json"
+
+    @property
+    def model(self) -> Path:
+        """The model's shape in the transformers config form."""
+        return self.path / "model.json"
+
+    @property
+    def run(self) -> Path:
+        """The resolved run file the step was trained under."""
+        return self.path / "run.yaml"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer of the data, as a `tokenizers` file; absent where the run had none."""
+        return self.path / "tokenizer.json"
+
+    def rank_state(self, rank: int) -> Path:
+        """The random generators' states of one rank."""
+        return self.path / rank_file(rank)
+
+
+def read_step(path: Path) -> StepDirectory:
+    """Read a committed step directory; its files are not looked at (see `verify`).
+
+    Raises:
+        CorruptCheckpointError: There is no such directory, or its manifest is missing, differs
+            from what its marker says, or is of another step than the directory's name.
+        CheckpointError: The manifest cannot be read, or is of a schema of a later version.
+    """
+    manifest_path = path / MANIFEST
+    try:
+        content = manifest_path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        what = f"{manifest_path} is missing" if path.is_dir() else f"{path} is not a directory"
+        raise CorruptCheckpointError(
+            f"{what}, so this is no complete checkpoint. "
+            "Choose another: python launch/checkpoints.py list"
+        ) from None
+    except OSError as error:
+        raise read_error(manifest_path, error) from error
+    manifest = _marked_manifest(path, content)
+    if parse_name(path.name) not in (None, manifest.step):
+        raise CorruptCheckpointError(
+            f"{manifest_path} is of step {manifest.step}, not of the step in its folder's name. "
+            f"Rename the folder to {name_of(manifest.step)}, or remove it."
+        )
+    return StepDirectory(path, manifest, _read_part(path / PART))
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Read one of a checkpoint's descriptions: a JSON object, or a YAML mapping.
+
+    Raises:
+        CheckpointError: It cannot be read, or holds something else.
+    """
+    try:
+        return parse_mapping(path.read_bytes(), where=str(path))
+    except OSError as error:
+        raise read_error(path, error) from error
+
+
+def run_settings(step: StepDirectory) -> dict[str, dict[str, Any]]:
+    """Return the run file of a step by section; one that it does not have is empty.
+
+    Raises:
+        CheckpointError: It cannot be read, or is of another form.
+    """
+    settings: collections.defaultdict[str, dict[str, Any]] = collections.defaultdict(dict)
+    for name, section in read_mapping(step.run).items():
+        if not isinstance(section, dict):
+            raise CheckpointError(
+                f"{step.run}: {name} is no section of settings. "
+                "Choose another checkpoint: python launch/checkpoints.py list"
+            )
+        settings[name] = section
+    return settings
+
+
+def parse_mapping(content: bytes | str, *, where: str) -> dict[str, Any]:
+    """Parse what `read_mapping` reads; `where`, a path or an address, says in which form it is."""
+    is_yaml = where.endswith(".yaml")
+    try:
+        return (parse_yaml_mapping if is_yaml else parse_json_object)(content)
+    except MalformedError as error:
+        raise CheckpointError(
+            f"{where} is no {'YAML' if is_yaml else 'JSON'} ({error}). "
+            "Choose another checkpoint: python launch/checkpoints.py list"
+        ) from None
+
+
+def read_error(path: Path, error: OSError) -> CheckpointError:
+    """Return the error for a file of a checkpoint: only a failing disk proves damage."""
+    kind = CorruptCheckpointError if error.errno == errno.EIO else CheckpointUnavailableError
+    return kind(
+        f"{path} cannot be read ({error.strerror}). Repair the disk or its permissions, or resume "
+        "from another checkpoint."
+    )
+
+
+def _marked_manifest(path: Path, content: bytes) -> CheckpointManifest:
+    """Parse a manifest that is what its marker says; the first schema has no marker on a disk."""
+    where, marker_path = str(path / MANIFEST), path / COMMITTED
+    marker = None
+    if marker_path.exists():
+        try:
+            marker = parse_marker(marker_path.read_bytes(), where=str(marker_path))
+        except OSError as error:
+            raise read_error(marker_path, error) from error
+        found = extended_crc32c(0, content)
+        if found != marker.manifest_crc32c:
+            raise CorruptCheckpointError(
+                f"{where} has CRC-32C {found:08x}, but {COMMITTED} says "
+                f"{marker.manifest_crc32c:08x}. Resume from another checkpoint, or fetch this one "
+                "from the bucket."
+            )
+    manifest = parse_manifest(content, where=where)
+    if marker is None and manifest.schema_version != FIRST_SCHEMA:
+        raise CorruptCheckpointError(
+            f"{marker_path} is missing, so this is not a complete checkpoint. "
+            "Choose another: python launch/checkpoints.py list"
+        )
+    if marker is not None and marker != manifest.marker(content):
+        raise CorruptCheckpointError(f"{marker_path} counts other files than {MANIFEST} lists.")
+    return manifest
+
+
+def _read_part(path: Path) -> Part | None:
+    try:
+        return Part.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, pydantic.ValidationError):
+        raise CheckpointError(
+            f"{path} cannot be read, so whose files this directory holds is not known. Remove the "
+            "directory; the other machines and the mirror keep theirs."
+        ) from None
+
+
+@contextlib.contextmanager
+def in_use(path: Path) -> Iterator[None]:
+    """Keep a step from being removed, by this process or another, while it is read.
+
+    The lock is gone with the process that holds it, however that ends.
+
+    Raises:
+        OSError: The step has no manifest (any more).
+    """
+    with (path / MANIFEST).open("rb") as manifest:
+        with contextlib.suppress(OSError):  # a network disk without locks
+            fcntl.flock(manifest, fcntl.LOCK_SH)
+        (path / MANIFEST).stat()  # it may have been removed while the lock was waited for
+        yield
+
+
+@contextlib.contextmanager
+def unused(path: Path) -> Iterator[None]:
+    """Keep readers away from a step while it is removed.
+
+    Raises:
+        BlockingIOError: Something holds it.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            manifest = stack.enter_context((path / MANIFEST).open("rb"))
+            try:
+                fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BlockingIOError(errno.EBUSY, "another process is reading it") from None
+            except OSError:
+                pass  # a network disk without locks
+        yield
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether something is reading a step."""
+    try:
+        with unused(path):
+            return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False

@@ -1,0 +1,306 @@
+"""The shape of a model, read from a file in transformers' own config form."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from refocused.system.errors import ConfigError
+from refocused.system.strict_json import MalformedError, parse_json
+
+Family = Literal["gpt2", "gpt_neox", "resonance", "ten"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attention:
+    """Positions meet by attention.
+
+    Attributes:
+        heads: Attention heads of a block.
+        bias: Whether the projections have biases (GPT-2's always do).
+        rotary_fraction: Share of each head that is rotated; None where positions are learned.
+    """
+
+    heads: int
+    bias: bool
+    rotary_fraction: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resonators:
+    """Positions meet by a causal convolution with a sum of damped cosines.
+
+    Attributes:
+        count: Resonators of a block, F.
+    """
+
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Eigenstates:
+    """Positions meet by a recurrence of complex modes.
+
+    Attributes:
+        count: Modes of a cell, K; a block has two cells at every scale.
+        scales: Tokens that are averaged before each of a block's recurrences.
+    """
+
+    count: int
+    scales: tuple[int, ...]
+
+
+Mixer = Attention | Resonators | Eigenstates
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What decides a model's parameters and its work.
+
+    Attributes:
+        family: transformers' `model_type`.
+        vocabulary: Token ids the model knows, V.
+        width: Size of the residual stream, D.
+        layers: Blocks, L.
+        ffn_width: Inner size of the feed-forward part.
+        max_length: Longest sequence, T_max.
+        learned_positions: Whether there is an embedding for each position up to T_max.
+        tied: Whether the head shares the token embedding.
+        mixer: How positions of a sequence meet inside a block, with what only that family has.
+        settings: The whole file, for transformers.
+    """
+
+    family: Family
+    vocabulary: int
+    width: int
+    layers: int
+    ffn_width: int
+    max_length: int
+    learned_positions: bool
+    tied: bool
+    mixer: Mixer
+    settings: Mapping[str, Any] = dataclasses.field(repr=False, hash=False)
+
+    def padded_vocabulary(self, multiple: int) -> int:
+        """Return the embedding's rows: V rounded up to a multiple."""
+        return -(-self.vocabulary // multiple) * multiple
+
+    def with_vocabulary(self, vocabulary: int) -> ModelShape:
+        """Return the same shape for another number of token ids."""
+        settings = {**self.settings, "vocab_size": vocabulary}
+        return dataclasses.replace(self, vocabulary=vocabulary, settings=settings)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Names:
+    """What a family calls its numbers.
+
+    Attributes:
+        mixing: Whole numbers that its mixer needs.
+        others: What it reads besides, to recognise a misspelt name.
+        ties_by_default: Whether head and embedding are one where the file does not say.
+    """
+
+    width: str
+    layers: str
+    ffn_width: str
+    max_length: str
+    mixing: tuple[str, ...]
+    others: tuple[str, ...]
+    ties_by_default: bool = True
+
+    def required(self) -> tuple[str, ...]:
+        return ("vocab_size", self.width, self.layers, *self.mixing, self.max_length)
+
+
+# Far above every model there is. Beyond, building one only to see its shapes takes minutes, or its
+# sizes overflow.
+MOST_LAYERS = 1_000
+LARGEST_WIDTH = 2**20
+LARGEST_NUMBER = 2**31 - 1
+MOST_SCALES = 16
+MOST_SETTINGS = 1_000
+_MOST = {
+    **dict.fromkeys(("n_layer", "num_hidden_layers"), MOST_LAYERS),
+    **dict.fromkeys(("n_embd", "hidden_size"), LARGEST_WIDTH),
+}
+_HEADS = ("n_head", "num_attention_heads")  # they share the width
+_COMMON: dict[str, Any] = {
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "ffn_width": "intermediate_size",
+    "max_length": "max_position_embeddings",
+}
+_NAMES: dict[str, _Names] = {
+    "gpt2": _Names(
+        width="n_embd",
+        layers="n_layer",
+        ffn_width="n_inner",
+        max_length="n_positions",
+        mixing=("n_head",),
+        others=("tie_word_embeddings", "activation_function", "layer_norm_epsilon"),
+    ),
+    "gpt_neox": _Names(
+        **_COMMON,
+        mixing=("num_attention_heads",),
+        others=(
+            "tie_word_embeddings",
+            "attention_bias",
+            "hidden_act",
+            "layer_norm_eps",
+            "rotary_pct",
+            "rope_parameters",
+            "use_parallel_residual",
+        ),
+        ties_by_default=False,
+    ),
+    "resonance": _Names(
+        **_COMMON,
+        mixing=("num_resonators",),
+        others=("tie_word_embeddings", "layer_norm_eps", "initializer_range", "spectrum_length"),
+    ),
+    "ten": _Names(
+        **_COMMON,
+        mixing=("num_eigenstates",),
+        others=(
+            "tie_word_embeddings",
+            "layer_norm_eps",
+            "initializer_range",
+            "learned_positions",
+            "spectrum_length",
+            "scales",
+            "chunk_size",
+        ),
+    ),
+}
+
+
+def load_shape(file: Path) -> ModelShape:
+    """Read a shape.
+
+    Raises:
+        ConfigError: The file is not JSON, of a family that is not built here, or lacks a number.
+    """
+    try:
+        settings = parse_json(file.read_bytes())
+    except MalformedError as error:
+        raise ConfigError(f"{file}: not JSON: {error}.") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f'{file}: an object {{"model_type": ...}} is wanted.')
+    return shape_from(settings, where=str(file))
+
+
+def shape_from(settings: Mapping[str, Any], *, where: str) -> ModelShape:
+    """Take the shape out of a transformers config.
+
+    Args:
+        settings: Keys and values as transformers writes them.
+        where: Named in errors.
+
+    Raises:
+        ConfigError: The family is not built here, a number is missing, wrong or misspelt.
+    """
+    family = settings.get("model_type")
+    if not isinstance(family, str) or family not in _NAMES:
+        raise ConfigError(
+            f"{where}: model_type = {family!r:.80} is not built here. "
+            f"There are {', '.join(_NAMES)}."
+        )
+    names = _NAMES[family]
+    problems = _problems(settings, names)
+    if problems:
+        raise ConfigError("\n".join(f"{where}: {problem}" for problem in problems))
+    width = settings[names.width]
+    mixer = _mixer(family, settings)
+    return ModelShape(
+        family=cast("Family", family),
+        vocabulary=settings["vocab_size"],
+        width=width,
+        layers=settings[names.layers],
+        ffn_width=settings.get(names.ffn_width) or 4 * width,
+        max_length=settings[names.max_length],
+        learned_positions=_learns_positions(mixer, settings),
+        tied=bool(settings.get("tie_word_embeddings", names.ties_by_default)),
+        mixer=mixer,
+        settings=dict(settings),
+    )
+
+
+def _mixer(family: str, settings: Mapping[str, Any]) -> Mixer:
+    """Read what only one family has."""
+    if family == "gpt2":
+        return Attention(settings["n_head"], bias=True, rotary_fraction=None)
+    if family == "gpt_neox":
+        return Attention(
+            settings["num_attention_heads"],
+            bias=bool(settings.get("attention_bias", True)),
+            rotary_fraction=_rotary_fraction(settings),
+        )
+    if family == "ten":
+        return Eigenstates(settings["num_eigenstates"], tuple(settings.get("scales") or (1,)))
+    return Resonators(settings["num_resonators"])
+
+
+def _learns_positions(mixer: Mixer, settings: Mapping[str, Any]) -> bool:
+    if isinstance(mixer, Attention):
+        return mixer.rotary_fraction is None
+    return bool(settings.get("learned_positions", True))
+
+
+def _problems(settings: Mapping[str, Any], names: _Names) -> list[str]:
+    if len(settings) > MOST_SETTINGS:
+        return [f"it has {len(settings):,} settings, and at most {MOST_SETTINGS:,} are read."]
+    required = names.required()
+    problems = [f"{name} is missing." for name in required if settings.get(name) is None]
+    for name in (*required, names.ffn_width):
+        value, most = settings.get(name), _MOST.get(name, LARGEST_NUMBER)
+        if value is not None and (type(value) is not int or value < 1):
+            problems.append(f"{name} = {value!r:.80}: a whole number of at least 1 is wanted.")
+        elif value is not None and value > most:
+            problems.append(f"{name} = {value}: at most {most:,} is wanted.")
+    # transformers ignores a name it does not know and builds its own default instead.
+    unused = [n for n in (*required, names.ffn_width, *names.others) if n not in settings]
+    problems += [
+        f"{name} means nothing to transformers. Did you mean {near}?"
+        for name in settings
+        for near in difflib.get_close_matches(name, unused, n=1, cutoff=0.8)
+    ]
+    scales = settings.get("scales") or [1] if "scales" in names.others else [1]
+    if not _are_scales(scales):
+        problems.append(
+            f"scales = {scales!r:.80}: a list of at most {MOST_SCALES} whole numbers of at least 1 "
+            "is wanted."
+        )
+    if not 0 <= _rotary_fraction(settings) <= 1:
+        problems.append("rotary_pct, or rope_parameters: a share from 0 to 1 is wanted.")
+    heads = names.mixing[0]
+    if not problems and heads in _HEADS and settings[names.width] % settings[heads]:
+        problems.append(
+            f"{names.width} = {settings[names.width]} is not a multiple of "
+            f"{heads} = {settings[heads]}."
+        )
+    return problems
+
+
+def _are_scales(scales: object) -> bool:
+    return (
+        isinstance(scales, list)
+        and len(scales) <= MOST_SCALES
+        and all(type(scale) is int and 1 <= scale <= LARGEST_NUMBER for scale in scales)
+    )
+
+
+def _rotary_fraction(settings: Mapping[str, Any]) -> float:
+    """Read NeoX's rotated share under transformers' present name, or the one before it.
+
+    It is NaN where that is no number.
+    """
+    rope = settings.get("rope_parameters") or {}
+    try:
+        return float(rope.get("partial_rotary_factor", settings.get("rotary_pct", 0.25)))
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        return math.nan

@@ -1,0 +1,1 @@
+"""Token data, from files in a bucket to batches on a device."""

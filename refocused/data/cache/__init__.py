@@ -1,0 +1,1 @@
+"""The local shards: planned, fetched, verified and evicted."""

@@ -1,0 +1,190 @@
+"""The shards on this machine's disk: where each lies, and the row that says it is whole."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+
+from refocused.bucket.bucket import checked_name
+from refocused.bucket.checksum import crc32c_of
+from refocused.config.data import DataConfig
+from refocused.data.cache.local_form import check_vocabulary, local_bytes, local_dtype
+from refocused.data.cache.token_file import TokenFile
+from refocused.data.manifest.mixture import source_of
+from refocused.data.manifest.shard_manifest import Manifest
+from refocused.system.atomic_files import replace_file, synchronize
+from refocused.system.errors import ShardError
+from refocused.system.strict_json import parse_json_object
+
+FINGERPRINT_CHARACTERS = 16
+MOST_DAMAGES = 2  # of one shard, each mended by fetching it again; more come from the machine
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LocalRow:
+    """What is known of one local file; written after it, so that it speaks of a whole file.
+
+    Attributes:
+        source: What it came from, and the type that it has here.
+        size: Bytes of the local file.
+        crc32c: Checksum of the local file.
+        max_id: Largest id in it.
+    """
+
+    source: str
+    size: int
+    crc32c: int
+    max_id: int
+
+
+class LocalShards:
+    """The folder of one data set's local shards.
+
+    Args:
+        cache: Folder of all data sets (`data.cache`).
+        manifest: The shards.
+        data: How files are read.
+        vocabulary: Ids that the model knows.
+    """
+
+    def __init__(
+        self, cache: Path, *, manifest: Manifest, data: DataConfig, vocabulary: int
+    ) -> None:
+        self.manifest = manifest
+        self._data = data
+        self._data_of = {name: data.of_source(name) for name in data.mixture}
+        self.vocabulary = vocabulary
+        # Two runs that read the same data differently must not take turns in one folder.
+        wide = any(local_dtype(one, vocabulary=vocabulary) != "uint16" for one in manifest.shards)
+        key = manifest.packing[:FINGERPRINT_CHARACTERS]
+        self.folder = cache / (f"{key}-uint32" if wide else key)
+        self._sources: dict[int, str] = {}
+        self._verified: dict[int, tuple[int, ...]] = {}  # the files that this process has verified
+        self._damages: collections.Counter[int] = collections.Counter()
+
+    def path(self, index: int) -> Path:
+        """Return where a shard's local form lies, or will."""
+        name = checked_name(self.manifest.shards[index].name, where=str(self.folder))
+        return self.folder / "shards" / f"{name}.npy"
+
+    def bytes(self, index: int) -> int:
+        """Return the bytes of a shard's local form."""
+        return local_bytes(self.manifest.shards[index], vocabulary=self.vocabulary)
+
+    def data(self, index: int) -> DataConfig:
+        """Return how a shard's file is read, which in a mixture depends on its source."""
+        name = self.manifest.shards[index].name
+        return self._data_of[source_of(name)] if self._data_of else self._data
+
+    def row(self, index: int) -> LocalRow | None:
+        """Return the row of a shard that is local: same object, same settings, same size."""
+        try:
+            row = LocalRow(**parse_json_object(self._row_path(index).read_bytes()))
+            size = self.path(index).stat().st_size
+        except (FileNotFoundError, ValueError, TypeError):
+            return None
+        is_same = row.source == self._source(index) and row.size == size
+        return row if is_same else None
+
+    def publish(self, index: int, file: Path, *, max_id: int) -> None:
+        """Move a finished file to its place for good, then write its row.
+
+        The row is the last thing done, for it lets others open the file. It is not flushed: where a
+        power cut empties it, the file counts as not local.
+        """
+        synchronize(file)
+        row = LocalRow(self._source(index), file.stat().st_size, crc32c_of(file), max_id)
+        target = self.path(index)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._row_path(index).unlink(missing_ok=True)
+        file.replace(target)
+        synchronize(target.parent)  # the row's name must not be on the disk before the file's
+        replace_file(self._row_path(index), json.dumps(dataclasses.asdict(row)).encode())
+
+    def remove(self, index: int) -> None:
+        """Delete a local shard, its row first; whoever has it open can read on."""
+        self._row_path(index).unlink(missing_ok=True)
+        self.path(index).unlink(missing_ok=True)
+
+    def open(self, index: int) -> TokenFile | None:
+        """Open a shard for reading, or return None when it is not local.
+
+        This process's first opening of a file compares all of it with the checksum of its row. A
+        damaged file is removed, so that it is fetched again.
+
+        Raises:
+            ShardError: It holds an id outside the vocabulary, or was damaged again and again.
+        """
+        row = self.row(index)
+        if row is None:
+            return None
+        shard = self.manifest.shards[index]
+        check_vocabulary(shard, row.max_id, vocabulary=self.vocabulary)
+        try:
+            if self._is_intact(index, row):
+                return TokenFile(self.path(index), name=shard.name)
+        except FileNotFoundError:  # evicted since the row was read
+            pass
+        return None
+
+    def _is_intact(self, index: int, row: LocalRow) -> bool:
+        """Whether a local file has its checksum; where it has not, remove it."""
+        path = self.path(index)
+        version = _version(path)
+        if self._verified.get(index) == version:
+            return True
+        try:
+            found = crc32c_of(path)
+            problem = f"CRC-32C {found:#010x}, {row.crc32c:#010x} expected"
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            found, problem = None, error.strerror or str(error)
+        if found == row.crc32c:
+            self._verified[index] = version
+            return True
+        if _version(path) == version:  # else another process has replaced it meanwhile
+            self._damages[index] += 1
+            name = f"{self.manifest.shards[index].name}: its local copy {path}"
+            self.remove(index)
+            if self._damages[index] > MOST_DAMAGES:
+                raise ShardError(
+                    f"{name} was damaged {self._damages[index]} times, also after it was fetched "
+                    f"again ({problem}). Check that disk and the machine's memory, or set "
+                    "data.cache to a folder on another disk."
+                )
+            _log.warning("%s is damaged (%s); fetching it again", name, problem)
+        return False
+
+    def total_bytes(self) -> int:
+        """Return the bytes of all local files, whole or not."""
+        found = 0
+        for folder, _, files in os.walk(self.folder / "shards"):
+            found += sum(Path(folder, f).stat().st_size for f in files if f.endswith(".npy"))
+        return found
+
+    def _row_path(self, index: int) -> Path:
+        path = self.path(index)
+        return path.with_name(f"{path.name}.json")
+
+    def _source(self, index: int) -> str:
+        if index not in self._sources:
+            shard = self.manifest.shards[index]
+            generations = [file.generation for file in shard.files]
+            kind = local_dtype(shard, vocabulary=self.vocabulary)
+            described = json.dumps([*shard.fingerprint_row(), generations, kind])
+            self._sources[index] = hashlib.sha256(described.encode()).hexdigest()
+        return self._sources[index]
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    """Return what tells a file from one that replaces it or is written anew."""
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns

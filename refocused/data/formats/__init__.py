@@ -1,0 +1,1 @@
+"""What token files look like and how they are read."""

@@ -1,0 +1,1 @@
+"""From windows to batches on the device."""

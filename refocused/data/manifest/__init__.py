@@ -1,0 +1,1 @@
+"""What a data set holds: its shards, fingerprint, selection and mixture."""

@@ -1,0 +1,361 @@
+"""The token files of a run in order, with a fingerprint: `Shard`, `Manifest`, and their making."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+
+from refocused.bucket.bucket import BlobInfo, Bucket
+from refocused.bucket.stored import known_content
+from refocused.config.data import DataConfig
+from refocused.data.formats.object_names import MANIFEST_NAME, matches
+from refocused.data.manifest.chunk_folders import check_chunks, named_tokenizer
+from refocused.data.manifest.count_tokens import HeaderFacts, survey
+from refocused.data.manifest.select_files import chosen_names, is_skipped, unlisted_names
+from refocused.system.errors import ShardError
+from refocused.system.strict_json import parse_json_object
+from refocused.tokenizers.encoders import TokenizerChoice, identity_of
+
+SCHEMA = 1
+Whole = Annotated[int, pydantic.Strict(), pydantic.Field(ge=0, lt=2**63)]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shard:
+    """One file of tokens, or several short ones that are local as one.
+
+    Attributes:
+        name: Object name below the source; of several, a name that says which.
+        tokens: Real tokens: no padding, separators between rows included.
+        dtype: Narrowest local element type that surely holds the ids: `uint16` or `uint32`.
+        size: Bytes of the object, or of all.
+        crc32c: Checksum of the object; None where the store keeps none.
+        generation: The store's version of the object; None where it is not known. It does not
+            count when shards are compared: a copy has another one.
+        max_id: Largest id, when known before the file arrives.
+        documents: Documents in it, when known.
+        pad_id: Id whose trailing run in each row was taken for padding; None: none is.
+        separator_id: Id put between rows; None: none is.
+        parts: The files that it is packed from, in order; empty: it is one file.
+        sample: Checksum of blocks of an object whose own is not known; None: it was not read.
+    """
+
+    name: str
+    tokens: Whole
+    dtype: str
+    size: Whole
+    crc32c: Whole | None
+    generation: int | None = dataclasses.field(compare=False)
+    max_id: Whole | None = None
+    documents: Whole | None = None
+    pad_id: int | None = None
+    separator_id: int | None = None
+    parts: tuple[Shard, ...] = ()
+    sample: int | None = None
+
+    __pydantic_config__ = pydantic.ConfigDict(extra="forbid")
+
+    @property
+    def files(self) -> tuple[Shard, ...]:
+        """The files that it is made of: its parts, or itself."""
+        return self.parts or (self,)
+
+    @property
+    def file_names(self) -> str:
+        """Its files as messages name them, by the names that `data.skip` knows."""
+        return f"{self.parts[0].name} to {self.parts[-1].name}" if self.parts else self.name
+
+    @property
+    def blob(self) -> BlobInfo:
+        """The object of a file as the bucket knows it."""
+        return BlobInfo(self.name, self.size, self.crc32c, self.generation)
+
+    def renamed(self, rename: Callable[[str], str]) -> Shard:
+        """Return the shard with other names for itself and its parts."""
+        parts = tuple(part.renamed(rename) for part in self.parts)
+        return dataclasses.replace(self, name=rename(self.name), parts=parts)
+
+    def fingerprint_row(self, *, by_size: bool = False) -> list[object]:
+        """Return what decides its tokens: name, content, tokens, dtype, reading, parts.
+
+        How rows are read and parts are named only where there are such.
+
+        Args:
+            by_size: Take the size for the content where no checksum of all of it is known.
+        """
+        content = f"size {self.size}"
+        if self.crc32c is not None:
+            content = f"crc32c {self.crc32c}"
+        elif self.sample is not None and not by_size:
+            content += f", sample {self.sample}"
+        row: list[object] = [self.name, content, self.tokens, self.dtype]
+        if (self.pad_id, self.separator_id) != (None, None):
+            row.append({"pad_id": self.pad_id, "separator_id": self.separator_id})
+        return row + [part.fingerprint_row(by_size=by_size) for part in self.parts]
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """All shards in name order.
+
+    Attributes:
+        shards: One for each file, or, for a run, as `pack_chunks` makes them of files; an index
+            into them names a shard everywhere.
+        tokenizer: Name of the tokenizer that made the tokens.
+        unlisted: Token files beside a `manifest.json` that does not list them: they are not used.
+        vocabulary: Token ids that the tokenizer has; None: unknown.
+    """
+
+    shards: tuple[Shard, ...]
+    tokenizer: str
+    unlisted: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    vocabulary: int | None = dataclasses.field(default=None, compare=False)
+
+    @functools.cached_property
+    def tokens(self) -> int:
+        """Tokens of all shards."""
+        return sum(shard.tokens for shard in self.shards)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (hexadecimal) over what decides the tokens of each file, packed or not."""
+        return _digest(self._files())
+
+    @functools.cached_property
+    def fingerprint_by_size(self) -> str:
+        """The fingerprint of earlier versions, which read no blocks of files without a checksum."""
+        return _digest(self._files(), by_size=True)
+
+    @functools.cached_property
+    def packing(self) -> str:
+        """SHA-256 (hexadecimal) over what is local as one, samples left out.
+
+        It is `fingerprint_by_size` where nothing is packed.
+        """
+        return _digest(self.shards, by_size=True)
+
+    def _files(self) -> list[Shard]:
+        return sorted((f for one in self.shards for f in one.files), key=lambda file: file.name)
+
+
+_SHARDS = pydantic.TypeAdapter(tuple[Shard, ...])
+
+
+def _digest(shards: Iterable[Shard], *, by_size: bool = False) -> str:
+    digest = hashlib.sha256()
+    for shard in shards:
+        digest.update(json.dumps(shard.fingerprint_row(by_size=by_size)).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def build_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Path | None) -> Manifest:
+    """Describe the token files of a source without downloading them.
+
+    A `manifest.json` in the source is believed once the listing agrees with it; otherwise headers
+    are read by ranges, many files at once.
+
+    Args:
+        bucket: The source.
+        data: Patterns, `max_files`, and how files are read.
+        cache_file: Where counts are kept for the next start; None: nowhere.
+
+    Raises:
+        ShardError: No token files, a refused form, or objects that do not fit the manifest.
+        BucketError: The source cannot be listed or read.
+    """
+    listing = {blob.name: blob for blob in bucket.list()}
+    if MANIFEST_NAME in listing and not matches(MANIFEST_NAME, data.exclude):
+        return _from_prepared(bucket, data, listing)
+    check_chunks(bucket, listing, data=data)
+    names = chosen_names(listing, data=data, url=bucket.url)
+    shards = describe_files(bucket, [listing[name] for name in names], data, cache_file=cache_file)
+    tokenizer = data.tokenizer
+    if tokenizer == "unknown":
+        tokenizer = named_tokenizer(bucket, listing, names) or "unknown"
+    return Manifest(shards, tokenizer)
+
+
+def describe_files(
+    bucket: Bucket, blobs: Sequence[BlobInfo], data: DataConfig, *, cache_file: Path | None
+) -> tuple[Shard, ...]:
+    """Describe token files by headers and content; raises as `build_manifest`."""
+    facts = survey(bucket, blobs, data=data, cache_file=cache_file)
+    shards = [_shard(blob, found) for blob, found in zip(blobs, facts, strict=True)]
+    return _with_content(bucket, shards, data)
+
+
+def manifest_to_json(manifest: Manifest) -> str:
+    """Return the text of a `manifest.json`, which has one row for each file."""
+    rows = [_row(shard) for shard in manifest.shards]
+    content = {
+        "schema": SCHEMA,
+        "tokenizer": manifest.tokenizer,
+        "vocabulary": manifest.vocabulary,
+        "tokens": manifest.tokens,
+        "fingerprint": manifest.fingerprint,
+        "shards": rows,
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def manifest_from_json(text: bytes | str, *, where: str) -> Manifest:
+    """Read the text of a `manifest.json`.
+
+    Raises:
+        ShardError: It is of another schema, or incomplete.
+    """
+    try:
+        content = parse_json_object(text)
+        if content["schema"] != SCHEMA:
+            raise ValueError(f"schema {content['schema']!r:.80}, not {SCHEMA}")
+        shards = _SHARDS.validate_python([{"generation": None, **row} for row in content["shards"]])
+        if any(shard.parts or shard.dtype not in ("uint16", "uint32") for shard in shards):
+            raise ValueError("a row has parts, or another dtype than uint16 and uint32")
+        size = content.get("vocabulary")
+        if size is not None and not (type(size) is int and 0 < size < 2**63):
+            raise ValueError(f"vocabulary {size!r:.80}, not a number of token ids")
+        manifest = Manifest(shards, str(content["tokenizer"]), vocabulary=size)
+        if manifest.fingerprint != content["fingerprint"]:
+            raise ValueError("its rows are not those that its fingerprint was made of")
+        return manifest
+    except (ValueError, TypeError, KeyError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ShardError(
+            f"{where}: this is no manifest of token files ({reason:.200}). "
+            f"Prepare the data again, or put {MANIFEST_NAME} in data.exclude to read the files' "
+            "own headers."
+        ) from None
+
+
+def write_manifest(bucket: Bucket, manifest: Manifest) -> None:
+    """Write `manifest.json` beside the shards; it says that they are complete."""
+    bucket.write(MANIFEST_NAME, manifest_to_json(manifest).encode(), overwrite=True)
+
+
+def read_manifest(bucket: Bucket) -> Manifest:
+    """Read the `manifest.json` of prepared data.
+
+    Raises:
+        ShardError: It is of another schema, or incomplete.
+        BucketError: It cannot be read.
+    """
+    where = f"{bucket.url.rstrip('/')}/{MANIFEST_NAME}"
+    return manifest_from_json(bucket.read(MANIFEST_NAME), where=where)
+
+
+def _row(shard: Shard) -> dict[str, Any]:
+    assert not shard.parts, "packed shards are made by each run for itself"
+    row = dataclasses.asdict(shard)
+    unknown = [key for key in ("pad_id", "separator_id", "sample") if row[key] is None]
+    return {key: row[key] for key in row if key not in ("generation", "parts", *unknown)}
+
+
+def _shard(blob: BlobInfo, facts: HeaderFacts) -> Shard:
+    return Shard(
+        name=blob.name,
+        tokens=facts.tokens,
+        dtype=facts.dtype,
+        size=blob.size,
+        crc32c=blob.crc32c,
+        generation=blob.generation,
+        documents=facts.documents,
+        pad_id=facts.pad_id,
+        separator_id=facts.separator_id,
+    )
+
+
+def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobInfo]) -> Manifest:
+    stored = read_manifest(bucket)
+    check_tokenizer(stored, data, url=bucket.url)
+    rows = {shard.name: shard for shard in stored.shards}
+    chosen = [rows[name] for name in chosen_names(rows, data=data, url=bucket.url)]
+    _check_listing([one for one in chosen if not is_skipped(one, data)], listing, url=bucket.url)
+    for shard in chosen:
+        _check_reading(shard, data, url=bucket.url)
+    _log.info("  shards   %s: %d by its %s", bucket.url, len(chosen), MANIFEST_NAME)
+    shards = [_as_listed(shard, listing.get(shard.name, shard.blob)) for shard in chosen]
+    unlisted = tuple(unlisted_names(listing, listed=rows, data=data))
+    found = _with_content(bucket, shards, data)
+    return dataclasses.replace(stored, shards=found, unlisted=unlisted)
+
+
+def _with_content(bucket: Bucket, shards: Sequence[Shard], data: DataConfig) -> tuple[Shard, ...]:
+    """Find out what is in the files that no checksum is known of."""
+
+    def described(shard: Shard) -> Shard:
+        if shard.crc32c is not None:
+            return shard
+        crc32c, sample = known_content(bucket, shard.blob)
+        return dataclasses.replace(shard, crc32c=crc32c, sample=sample)
+
+    with concurrent.futures.ThreadPoolExecutor(data.fetch_threads, "content") as pool:
+        return tuple(pool.map(described, shards))
+
+
+def _as_listed(shard: Shard, blob: BlobInfo) -> Shard:
+    crc32c = blob.crc32c if shard.crc32c is None else shard.crc32c
+    return dataclasses.replace(shard, generation=blob.generation, crc32c=crc32c)
+
+
+def check_tokenizer(manifest: Manifest, data: DataConfig, *, url: str) -> None:
+    """Refuse data of another tokenizer than `data.tokenizer` names.
+
+    Raises:
+        ShardError: The manifest names another one.
+    """
+    if data.tokenizer in ("unknown", manifest.tokenizer):
+        return
+    if _identity(data) != manifest.tokenizer:
+        raise ShardError(
+            f"{url}: its {MANIFEST_NAME} says tokenizer {manifest.tokenizer!r}, and data.tokenizer "
+            f"is {data.tokenizer!r}. Set data.tokenizer to what made the tokens, or another source."
+        )
+
+
+def _identity(data: DataConfig) -> str:
+    """Return what a manifest would call the tokenizer; the name itself where it cannot be read."""
+    try:
+        return identity_of(TokenizerChoice.of_data(data))
+    except ShardError:
+        return data.tokenizer
+
+
+def _check_reading(shard: Shard, data: DataConfig, *, url: str) -> None:
+    for key in ("pad_id", "separator_id"):
+        counted, given = getattr(shard, key), getattr(data, key)
+        if counted is not None and counted != given:
+            raise ShardError(
+                f"{url}: its {MANIFEST_NAME} counted {shard.name} with {key} {counted}, and "
+                f"data.{key} is {given}. Set data.{key}={counted}, or write the manifest again "
+                "with the other id: refocused prepare_data manifest --write"
+            )
+
+
+def _check_listing(shards: list[Shard], listing: Mapping[str, BlobInfo], *, url: str) -> None:
+    wrong = []
+    for shard in shards:
+        blob = listing.get(shard.name)
+        if blob is None:
+            wrong.append(f"{shard.name} is missing")
+        elif blob.size != shard.size:
+            wrong.append(f"{shard.name} has {blob.size:,} bytes, not {shard.size:,}")
+        elif None not in (blob.crc32c, shard.crc32c) and blob.crc32c != shard.crc32c:
+            wrong.append(f"{shard.name} has the CRC-32C {blob.crc32c}, not {shard.crc32c}")
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ShardError(
+            f"{url}: {len(wrong)} of {len(shards)} objects are not what {MANIFEST_NAME} says: "
+            f"{'; '.join(wrong[:5])}{more}. Upload them again, prepare the data again, or "
+            "leave them out: put their names in data.skip."
+        )

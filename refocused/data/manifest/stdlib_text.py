@@ -1,0 +1,118 @@
+"""A small real corpus that every machine has: the source text of Python's standard library."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from refocused.bucket.bucket import Bucket
+from refocused.bucket.checksum import extended_crc32c
+from refocused.data.formats.object_names import MANIFEST_NAME
+from refocused.data.manifest.shard_manifest import Manifest, Shard, read_manifest, write_manifest
+from refocused.system.errors import ShardError
+from refocused.tokenizers.encoders import BYTES, BYTES_END_OF_TEXT
+
+VALIDATION_SHARE = 20  # one document in twenty: about 5 %
+LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
+
+_Ids = npt.NDArray[np.uint16]
+
+
+def prepare_stdlib(
+    bucket: Bucket, *, shard_tokens: int = 1_000_000, max_tokens: int | None = None
+) -> Manifest:
+    """Write the standard library's `*.py` files as byte tokens, unless that is done already.
+
+    Ids 0 to 255 are the bytes of the text, 256 stands before each file. One file in twenty, by a
+    hash of its name, goes to `stdlib_val_NNNNNN.npy`, the others to `stdlib_train_NNNNNN.npy`; the
+    manifest is written last. The same Python gives the same bytes.
+
+    Args:
+        bucket: Where the shards go.
+        shard_tokens: Tokens of a shard; the last of each kind is shorter.
+        max_tokens: Most tokens in all, of which 5 % are for validation; None: all there are.
+
+    Raises:
+        BucketError: The bucket cannot be written.
+        ShardError: This Python has no source text of its library.
+    """
+    if bucket.info(MANIFEST_NAME) is not None:
+        return read_manifest(bucket)
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = _document_names(root)
+    if not names:
+        raise ShardError(
+            f"{root}: this Python has no source text of its library (*.py). Use another Python, or "
+            "set data.source to token files and leave data.prepare out."
+        )
+    validation_tokens = None if max_tokens is None else max(max_tokens // VALIDATION_SHARE, 1)
+    training_tokens = None if max_tokens is None else max_tokens - (validation_tokens or 0)
+    shards = []
+    for kind, most in (("train", training_tokens), ("val", validation_tokens)):
+        chosen = [name for name in names if _is_validation(name) == (kind == "val")]
+        tokens = _tokens(root, chosen, most=most)
+        shards += [
+            _write_shard(bucket, f"stdlib_{kind}_{number:06d}.npy", tokens[start:][:shard_tokens])
+            for number, start in enumerate(range(0, len(tokens), shard_tokens))
+        ]
+    manifest = Manifest(tuple(shards), BYTES)
+    write_manifest(bucket, manifest)
+    return manifest
+
+
+def _document_names(root: Path) -> list[str]:
+    """Return the library's source files in order, tests and installed packages left out."""
+    relative = (path.relative_to(root) for path in root.rglob("*.py"))
+    return sorted(path.as_posix() for path in relative if not LEFT_OUT.intersection(path.parts))
+
+
+def _is_validation(name: str) -> bool:
+    digest = hashlib.sha256(name.encode()).digest()
+    return int.from_bytes(digest[:4], "big") % VALIDATION_SHARE == 0
+
+
+def _tokens(root: Path, names: list[str], *, most: int | None) -> _Ids:
+    """Return documents one after the other, each behind a separator, up to `most` tokens."""
+    pieces, tokens = [], 0
+    for piece in _pieces(root, names):
+        pieces.append(piece)
+        tokens += len(piece)
+        if most is not None and tokens >= most:
+            break
+    return np.concatenate(pieces)[:most]
+
+
+def _pieces(root: Path, names: list[str]) -> Iterator[_Ids]:
+    separator = np.array([BYTES_END_OF_TEXT], np.uint16)
+    for name in names:
+        yield separator
+        yield np.frombuffer((root / name).read_bytes(), np.uint8).astype(np.uint16)
+
+
+def _write_shard(bucket: Bucket, name: str, tokens: _Ids) -> Shard:
+    # What an interrupted preparation left under this name may have been cut otherwise.
+    content = _npy_bytes(tokens)
+    blob = bucket.write(name, content, overwrite=True)
+    return Shard(
+        name=name,
+        tokens=len(tokens),
+        dtype="uint16",
+        size=len(content),
+        crc32c=extended_crc32c(0, content),
+        generation=blob.generation,
+        max_id=int(tokens.max()),
+        documents=int(np.count_nonzero(tokens == BYTES_END_OF_TEXT)),
+    )
+
+
+def _npy_bytes(tokens: _Ids) -> bytes:
+
+    file = io.BytesIO()
+    np.save(file, tokens.astype("<u2"))
+    return file.getvalue()

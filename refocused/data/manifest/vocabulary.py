@@ -1,0 +1,114 @@
+"""How many token ids the model of a run knows: `model.vocabulary`, the tokenizer and the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from refocused.bucket.bucket import Bucket
+from refocused.config.data import DataConfig
+from refocused.config.load_run import LoadedRun
+from refocused.data.formats.object_names import MANIFEST_NAME, matches
+from refocused.data.manifest.shard_manifest import read_manifest
+from refocused.system.errors import ConfigError
+from refocused.tokenizers.encoders import (
+    GPT2,
+    HUB,
+    VOCABULARIES,
+    TokenizerChoice,
+    vocabulary_of,
+)
+
+
+def decide_vocabulary(
+    loaded: LoadedRun, open_source: Callable[[str], Bucket] | None = None
+) -> LoadedRun:
+    """Return the run with a number of token ids in place of `model.vocabulary: auto`.
+
+    It is the size of `data.tokenizer`; where that is unknown, the one that the `manifest.json` of
+    the data gives; where there is none, that of `model.preset`.
+
+    Args:
+        loaded: The run.
+        open_source: Opens a source of the data; None: neither the data nor the Hugging Face hub
+            are asked, and where they would have to be, `auto` stays.
+
+    Raises:
+        ConfigError: A setting does not fit that number.
+        ShardError: The tokenizer or a manifest cannot be read.
+        BucketError: A source cannot be read.
+    """
+    data = loaded.config.data
+    if loaded.config.model.vocabulary != "auto":
+        return loaded
+    if open_source is not None:
+        own = loaded.shape.vocabulary
+        size = tokenizer_vocabulary(data) or manifest_vocabulary(data, open_source, least=own)
+        return loaded.with_vocabulary(size)
+    if data.tokenizer == "unknown" or data.tokenizer.startswith(HUB):
+        return loaded
+    return loaded.with_vocabulary(vocabulary_of(TokenizerChoice.of_data(data)))
+
+
+def require_room_for_tokenizer(loaded: LoadedRun, *, fetch: bool) -> None:
+    """Refuse a vocabulary without all ids of the tokenizer, unless nothing but its name is known.
+
+    Args:
+        loaded: The run.
+        fetch: Whether a tokenizer of the Hugging Face hub may be fetched; if not, it is not read.
+
+    Raises:
+        ConfigError: There are too few ids.
+        ShardError: The tokenizer cannot be read.
+    """
+    data, model, known = loaded.config.data, loaded.config.model, loaded.shape.vocabulary
+    is_read = data.tokenizer_is_readable and (fetch or not data.tokenizer.startswith(HUB))
+    if model.vocabulary == "auto" or not (is_read or (model.vocabulary and data.tokenizer == GPT2)):
+        return
+    size = vocabulary_of(TokenizerChoice.of_data(data))
+    if size <= known:
+        return
+    given = "model.vocabulary" if model.vocabulary else f"the vocabulary of {model.preset}"
+    raise ConfigError(
+        f"{loaded.file}: {given} = {known} is less than the {size} token ids of data.tokenizer = "
+        f"{data.tokenizer!r}. Set model.vocabulary=auto, or name the tokenizer that made the data "
+        "in data.tokenizer."
+    )
+
+
+def tokenizer_vocabulary(data: DataConfig) -> int | None:
+    """Return the size of `data.tokenizer`; None: it is unknown.
+
+    Raises:
+        ShardError: Its files are missing or damaged.
+    """
+    return None if data.tokenizer == "unknown" else vocabulary_of(TokenizerChoice.of_data(data))
+
+
+def manifest_vocabulary(
+    data: DataConfig, open_source: Callable[[str], Bucket], *, least: int
+) -> int:
+    """Return the size of the tokenizer that the manifests of the data name.
+
+    Where they name none, it is `least`, or enough for the largest id that they know.
+
+    Raises:
+        ShardError: A manifest cannot be read.
+        BucketError: A source cannot be read.
+    """
+    sizes, ids = [], []
+    for source in _sources(data):
+        bucket = open_source(str(source.source))
+        if matches(MANIFEST_NAME, source.exclude) or bucket.info(MANIFEST_NAME) is None:
+            continue
+        manifest = read_manifest(bucket)
+        sizes.append(manifest.vocabulary or VOCABULARIES.get(manifest.tokenizer, 0))
+        ids += [shard.max_id + 1 for shard in manifest.shards if shard.max_id is not None]
+    return max([max(sizes, default=0) or least, *ids])
+
+
+def _sources(data: DataConfig) -> Iterator[DataConfig]:
+    """Yield the settings of each source."""
+    if not data.mixture:
+        yield data
+    for name in data.mixture:
+        yield data.of_source(name)

@@ -1,0 +1,1 @@
+"""Which window is trained on when; pure functions of manifest, seed and epoch."""

@@ -1,0 +1,210 @@
+"""The order of a mixture: which source the k-th window of the stream comes from, in closed form."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from refocused.data.order.permutation import derived_key
+from refocused.data.order.position import Position
+from refocused.data.order.window_order import Located, Order
+
+PERIOD = 1024  # windows; shares are multiples of 1/1024, and any 1,024 windows in a row hold them
+
+# What keys derived from the seed are for, beside those of an order, which name an epoch first.
+SOURCE_SEED, ROTATION = 2**32, 2**32 + 1
+
+
+def shares_of(weights: Mapping[str, float]) -> dict[str, int]:
+    """Return the windows of each source in a period, by name; each has at least one.
+
+    After one window each, the next always goes to the source with the largest quotient of its
+    weight and twice its windows plus one (Sainte-Lague), which gives whole shares exactly.
+
+    Args:
+        weights: Positive, of any sum; at most 1,024 of them.
+    """
+    exact = {name: Fraction(str(weights[name])) for name in sorted(weights)}
+    counts = dict.fromkeys(exact, 1)
+    for _ in range(PERIOD - len(counts)):
+        neediest = max(exact, key=lambda name: exact[name] / (2 * counts[name] + 1))
+        counts[neediest] += 1
+    return counts
+
+
+def source_seed(seed: int, name: str) -> int:
+    """Return the seed of one source's order, so that equal sources are not shuffled alike."""
+    return int(derived_key(seed, SOURCE_SEED, zlib.crc32(name.encode()))[0])
+
+
+def interleaved(counts: Sequence[int]) -> NDArray[np.int64]:
+    """Spread sources over one period as evenly as can be.
+
+    Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980): of the sources
+    that are behind by 1 / (2S - 2) or more, the one comes next that would first be behind by more
+    than 1 - 1 / (2S - 2). So after any number of places no source is off its share by more than
+    that.
+
+    Args:
+        counts: Places of each of S sources, of the sum P.
+
+    Returns:
+        Shape [P]: the source at each place.
+    """
+    period, finest = sum(counts), max(1, 2 * len(counts) - 2)
+    latest = period * (finest - 1)
+    taken = [0] * len(counts)
+    places = np.empty(period, dtype=np.int64)
+    for place in range(1, period + 1):
+        # By how many windows each source is behind, times the period and 2S - 2: whole numbers.
+        behind = [
+            finest * (place * count - period * done)
+            for count, done in zip(counts, taken, strict=True)
+        ]
+        due = [source for source, windows in enumerate(behind) if windows >= period]
+        chosen = min(due, key=lambda source: (latest - behind[source]) / counts[source])
+        taken[chosen] += 1
+        places[place - 1] = chosen
+    return places
+
+
+class Mixture:
+    """Several orders woven into one stream, each with epochs of its own.
+
+    Window k of the stream comes from the source at place k mod 1,024 of a period that repeats;
+    neither ranks nor micro-batches nor accumulation change it.
+
+    Args:
+        orders: The order of each source, by name; their ranges name shards of one manifest.
+        weights: Of the same names.
+        seed: Of the run.
+
+    Attributes:
+        orders: The order of each source, in the order of names.
+        shares: Windows of each source in a period.
+    """
+
+    def __init__(
+        self, orders: Mapping[str, Order], *, weights: Mapping[str, float], seed: int
+    ) -> None:
+        self.shares = shares_of(weights)
+        self.orders = {name: orders[name] for name in self.shares}
+        self._seed = seed
+
+    def stream_from(self, position: Position) -> MixedStream:
+        """Return the stream in which every source goes on where it stands at a position.
+
+        The shares may be others than those that led to the position.
+        """
+        rotation = int(derived_key(self._seed, ROTATION)[0] % np.uint64(PERIOD))
+        places = np.roll(interleaved(list(self.shares.values())), rotation)
+        return MixedStream(self.orders, places=places, position=position)
+
+
+class MixedStream:
+    """The windows of a mixture from a position on; a `Stream`. `Mixture.stream_from` makes it.
+
+    Its blocks are single windows, by their numbers: each source changes its own blocks at places
+    of its own.
+
+    Attributes:
+        windows_per_epoch: Windows within which no source is passed over more than about once.
+        shard_count: Shards with windows to train on.
+        skipped: Shards whose windows are left out; the next ones of the stream, of any source, take
+            their places.
+    """
+
+    def __init__(
+        self,
+        orders: Mapping[str, Order],
+        *,
+        places: NDArray[np.int64],
+        position: Position,
+    ) -> None:
+        self._names = list(orders)
+        self._orders = list(orders.values())
+        self._places = places
+        # Shape [period + 1, sources]: how often each source comes before a place of the period.
+        comes = places[:, None] == np.arange(len(orders))
+        self._before = np.concatenate([np.zeros((1, len(orders)), np.int64), np.cumsum(comes, 0)])
+        self._counts = self._before[-1]
+        self._ahead = np.zeros_like(self._counts)
+        if position.sources is not None:
+            consumed = [position.sources[name] for name in self._names]
+            self._ahead = np.array(consumed) - self._consumed(position.windows)
+        self.windows_per_epoch = min(
+            order.windows_per_epoch * PERIOD // count
+            for order, count in zip(self._orders, self._counts.tolist(), strict=True)
+        )
+        self.shard_count = sum(order.shard_count for order in self._orders)
+        self.skipped = frozenset(itertools.chain.from_iterable(o.skipped for o in self._orders))
+
+    def number_of(self, position: Position) -> int:
+        """Return the number of the first window that is not consumed at a position."""
+        return position.windows
+
+    def position_at(self, number: int) -> Position:
+        """Return the position at which all windows before a number are consumed."""
+        consumed = self._consumed(number).tolist()
+        epochs = [
+            windows // order.windows_per_epoch
+            for windows, order in zip(consumed, self._orders, strict=True)
+        ]
+        return Position(min(epochs), number, dict(zip(self._names, consumed, strict=True)))
+
+    def locate_in_stream(self, numbers: NDArray[np.int64]) -> Located:
+        """Find windows by their numbers (any shape)."""
+        periods, places = np.divmod(numbers, PERIOD)
+        sources = self._places[places]
+        own = self._ahead[sources] + periods * self._counts[sources] + self._before[places, sources]
+        located = Located(np.empty_like(own), np.empty_like(own), numbers)
+        for source, order in enumerate(self._orders):
+            here = sources == source
+            if not here.any():
+                continue
+            part = order.locate_in_stream(own[here])
+            located.shards[here] = part.shards
+            located.windows[here] = part.windows
+        return located
+
+    def blocks_in_stream(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the numbers themselves."""
+        return numbers
+
+    def shards_between(self, oldest: int, newest: int) -> Iterator[int]:
+        """Yield, source by source, the shards that some windows are in or next to come from."""
+        spans = np.stack([self._consumed(oldest), self._consumed(newest)], axis=1)
+        for order, span in zip(self._orders, spans, strict=True):
+            first, last = order.blocks_in_stream(span).tolist()
+            yield from order.shards_between(first, last)
+
+    def shards_after(self, newest: int) -> Iterator[int]:
+        """Yield the shards of the following blocks of all sources, the next to begin first."""
+        consumed = self._consumed(newest)
+        upcoming = [self._upcoming(source, int(done)) for source, done in enumerate(consumed)]
+        for _, _, shards in heapq.merge(*upcoming):
+            yield from shards
+
+    def _upcoming(self, source: int, consumed: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """Yield one source's next blocks: the number that each begins at, the source, shards."""
+        order = self._orders[source]
+        block = int(order.blocks_in_stream(np.array([consumed]))[0]) + 1
+        # With the rest of this epoch and the whole next one all its shards have come.
+        blocks = itertools.islice(order.blocks_from(block), 2 * order.blocks_per_epoch)
+        places = np.flatnonzero(self._places == source)
+        for number, shards in enumerate(blocks, start=block):
+            own = order.block_start(number) - int(self._ahead[source])
+            period, place = divmod(own, len(places))
+            yield period * PERIOD + int(places[place]), source, shards
+
+    def _consumed(self, number: int) -> NDArray[np.int64]:
+        """Return how many windows of each source come before a number of the stream, shape [S]."""
+        periods, place = divmod(number, PERIOD)
+        consumed: NDArray[np.int64] = self._ahead + periods * self._counts + self._before[place]
+        return consumed

@@ -1,0 +1,54 @@
+"""Where in the stream of windows training stands: all that a resume needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from refocused.system.errors import CheckpointError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Position:
+    """How much of the stream all ranks together have consumed.
+
+    Attributes:
+        epoch: Whole passes over the training windows that are finished; of a mixture, by every
+            source.
+        windows: Windows of the present pass that are consumed; of a mixture, all since the run
+            began.
+        sources: Of a mixture, the windows consumed of each source since the run began.
+    """
+
+    epoch: int = 0
+    windows: int = 0
+    sources: Mapping[str, int] | None = None
+
+    def advanced(self, windows: int, *, windows_per_epoch: int) -> Position:
+        """Return the position that many windows further on, carried over the ends of epochs."""
+        epochs, rest = divmod(self.windows + windows, windows_per_epoch)
+        return Position(self.epoch + epochs, rest)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the form that is kept in a checkpoint's JSON."""
+        saved: dict[str, Any] = {"epoch": self.epoch, "windows": self.windows}
+        return saved if self.sources is None else saved | {"sources": dict(self.sources)}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Position:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            CheckpointError: A name is missing or unknown, or a value is not a whole number >= 0.
+        """
+        sources = saved.get("sources", {})
+        right_form = isinstance(sources, dict) and set(saved) - {"sources"} == {"epoch", "windows"}
+        numbers = [saved["epoch"], saved["windows"], *sources.values()] if right_form else []
+        if not right_form or any(type(n) is not int or not 0 <= n < 2**63 for n in numbers):
+            raise CheckpointError(
+                f"the data position of the checkpoint is {dict(saved)!r}, but it must be `epoch`, "
+                "`windows` and, of a mixture, `sources`, all whole numbers from 0. The file was "
+                "changed or is of another program: resume from another checkpoint."
+            )
+        return cls(**saved)

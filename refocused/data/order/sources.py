@@ -1,0 +1,274 @@
+"""The sources of a run: each one's windows, order and share, for one source as for a mixture."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from refocused.config.data import DataConfig
+from refocused.data.manifest.mixture import split_by_source
+from refocused.data.manifest.select_files import is_skipped
+from refocused.data.manifest.shard_manifest import Manifest
+from refocused.data.order.mixture_order import PERIOD, Mixture, shares_of, source_seed
+from refocused.data.order.step_reach import most_bytes_of_a_step
+from refocused.data.order.validation_windows import ValidationWindows
+from refocused.data.order.window_order import Order, choose_common_block_shards
+from refocused.data.order.windows import Split, WindowRange, split_windows, window_count
+from refocused.system.errors import ShardError
+
+PACKING_CHARACTERS = 8
+# Windows of a source that a step may hold or look at beyond its share: at most one at each end (see
+# `interleaved`), and the one that comes next.
+SHARE_MARGIN = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """The windows of one source.
+
+    Attributes:
+        name: Its name in the mixture; None for the only source of a run without one.
+        share: Windows of it in 1,024.
+        train: The windows that train, by shards of the run's manifest.
+        kept: Windows kept for validation.
+        validation: Those of them that are validated on.
+        skipped: Shards of the run's manifest that `data.skip` leaves out, of all sources.
+    """
+
+    name: str | None
+    share: int
+    train: Sequence[WindowRange]
+    kept: int
+    validation: ValidationWindows
+    skipped: frozenset[int] = frozenset()
+
+    @property
+    def windows(self) -> int:
+        """Windows that train: those of one epoch, the skipped ones included."""
+        return window_count(self.train)
+
+    @property
+    def skipped_windows(self) -> int:
+        """Windows of an epoch that are left out."""
+        return window_count(one for one in self.train if one.shard in self.skipped)
+
+
+def split_sources(
+    manifest: Manifest, data: DataConfig, *, sequence_length: int, evaluation_windows: int
+) -> list[Source]:
+    """Divide each source's windows into those that train and those that validate.
+
+    A validation takes its windows from the sources by their shares, at least one from each that
+    keeps any.
+
+    Args:
+        manifest: All shards.
+        data: The data section.
+        sequence_length: Tokens of a window.
+        evaluation_windows: Windows of one validation.
+
+    Raises:
+        ShardError: A pattern names no shard, or no window is left to train or to validate on.
+    """
+    skipped = _skipped(manifest, data)
+    if not data.mixture:
+        split = _split(manifest, data, sequence_length)
+        return [_source(None, PERIOD, split, evaluation_windows, skipped)]
+    shares = shares_of({name: one.weight for name, one in data.mixture.items()})
+    sources = []
+    for name, (first, own) in split_by_source(manifest).items():
+        try:
+            split = _split(own, data.of_source(name), sequence_length)
+        except ShardError as error:
+            raise ShardError(f"data.mixture.{name}: {error}") from None
+        split = Split(_moved(split.train, first), _moved(split.validation, first))
+        windows = max(1, round(evaluation_windows * shares[name] / PERIOD))
+        sources.append(_source(name, shares[name], split, windows, skipped))
+    return sources
+
+
+def _skipped(manifest: Manifest, data: DataConfig) -> frozenset[int]:
+    """Return the shards that `data.skip` leaves out.
+
+    Raises:
+        ShardError: A pattern names none.
+    """
+    for pattern in data.skip:
+        one = data.model_copy(update={"skip": (pattern,)})
+        if not any(is_skipped(shard, one) for shard in manifest.shards):
+            raise ShardError(
+                f"data.skip: {pattern!r} fits none of the {len(manifest.shards)} token files. "
+                "Correct the pattern; it may fit a file's name with or without its folder."
+            )
+    return frozenset(i for i, shard in enumerate(manifest.shards) if is_skipped(shard, data))
+
+
+def order_sources(
+    sources: Sequence[Source],
+    data: DataConfig,
+    *,
+    seed: int,
+    step_windows: int,
+    steps: int,
+    shard_bytes: Sequence[int],
+    room_bytes: int | None,
+) -> Order | Mixture:
+    """Return the order of the only source, or of all woven together.
+
+    Args:
+        sources: The windows of each.
+        data: The data section.
+        seed: Of the order.
+        step_windows: Windows of a step, of all ranks.
+        steps: Of the whole run.
+        shard_bytes: Local size of every shard of the manifest.
+        room_bytes: Most that the shards of training may take on disk; None: no limit.
+
+    Raises:
+        ShardError: Two blocks of each source, or those of a step, do not fit into the room.
+    """
+    block_shards = choose_common_block_shards(
+        data.block_shards,
+        sources=[source.train for source in sources],
+        shard_bytes=shard_bytes,
+        room_bytes=room_bytes,
+    )
+    orders = [
+        Order(
+            source.train,
+            seed=seed if source.name is None else source_seed(seed, source.name),
+            block_shards=block_shards,
+            skipped=source.skipped,
+        )
+        for source in sources
+    ]
+    if room_bytes is not None:
+        _require_room_for_steps(
+            sources,
+            orders,
+            step_windows=step_windows,
+            steps=steps,
+            shard_bytes=shard_bytes,
+            room_bytes=room_bytes,
+        )
+    if not data.mixture:
+        return orders[0]
+    weights = {name: one.weight for name, one in data.mixture.items()}
+    named = {str(source.name): order for source, order in zip(sources, orders, strict=True)}
+    return Mixture(named, weights=weights, seed=seed)
+
+
+def _require_room_for_steps(
+    sources: Sequence[Source],
+    orders: Sequence[Order],
+    *,
+    step_windows: int,
+    steps: int,
+    shard_bytes: Sequence[int],
+    room_bytes: int,
+) -> None:
+    """Refuse a run of which a step could need more shards at once than there is room for.
+
+    Raises:
+        ShardError: With the limit that is needed.
+    """
+    needed = 0
+    for source, order in zip(sources, orders, strict=True):
+        own = step_windows
+        if source.share < PERIOD:
+            own = step_windows * source.share // PERIOD + SHARE_MARGIN
+        reach = most_bytes_of_a_step(
+            order,
+            step_windows=own,
+            windows=steps * step_windows * source.share // PERIOD + 1,
+            shard_bytes=shard_bytes,
+        )
+        largest = sorted((shard_bytes[one.shard] for one in source.train), reverse=True)
+        needed += max(reach, sum(largest[: 2 * order.block_shards]))
+    if needed > room_bytes:
+        raise ShardError(
+            f"a step of {step_windows:,} windows can reach over short shards into more than two "
+            f"blocks of {orders[0].block_shards} shards, which take up to {needed:,} bytes on "
+            f"disk, and data.disk_limit_gb leaves {room_bytes:,} beside the shards that validate. "
+            "Raise data.disk_limit_gb by at least "
+            f"{math.ceil((needed - room_bytes) / 1e6) / 1e3}, or make shards of even length."
+        )
+
+
+def describe_order(
+    order: Order | Mixture,
+    *,
+    manifest: Manifest,
+    seed: int,
+    sequence_length: int,
+    document_id: int | None,
+) -> str:
+    """Return what decides, beside the data and the shares of a mixture, which window comes when.
+
+    A resume is refused where this text differs.
+    """
+    one = next(iter(order.orders.values())) if isinstance(order, Mixture) else order
+    windows = (
+        ", ".join(f"{name} {own.windows_per_epoch}" for name, own in order.orders.items())
+        if isinstance(order, Mixture)
+        else str(order.windows_per_epoch)
+    )
+    documents = "" if document_id is None else f", documents masked by id {document_id}"
+    is_packed = any(shard.parts for shard in manifest.shards)
+    packing = f", chunks packed as {manifest.packing[:PACKING_CHARACTERS]}" if is_packed else ""
+    return (
+        f"seed {seed}, blocks of {one.block_shards} shards, {windows} windows of "
+        f"{sequence_length} tokens{documents}{packing}"
+    )
+
+
+def describe_mixture(order: Order | Mixture) -> str:
+    """Return the shares of a mixture's sources; nothing without one."""
+    if not isinstance(order, Mixture):
+        return ""
+    shares = ", ".join(f"{name} {share}" for name, share in order.shares.items())
+    return f"{shares} of {PERIOD} windows"
+
+
+def files_done(order: Order, consumed: int) -> int:
+    """Count the shards of a source's present epoch that are consumed whole, block by block."""
+    block = int(order.blocks_in_stream(np.array([consumed]))[0])
+    return block % order.blocks_per_epoch * order.block_shards
+
+
+def _split(manifest: Manifest, data: DataConfig, sequence_length: int) -> Split:
+    return split_windows(
+        manifest,
+        sequence_length=sequence_length,
+        validation_files=data.validation_files,
+        validation_fraction=data.validation_fraction,
+    )
+
+
+def _source(
+    name: str | None, share: int, split: Split, windows: int, skipped: frozenset[int]
+) -> Source:
+    source = Source(
+        name=name,
+        share=share,
+        train=split.train,
+        kept=window_count(split.validation),
+        validation=ValidationWindows(split.validation, windows=windows, skipped=skipped),
+        skipped=skipped,
+    )
+    of_source = "" if name is None else f" of the source {name}"
+    if source.skipped_windows == source.windows:
+        raise ShardError(f"data.skip leaves no window{of_source} to train on. Skip fewer shards.")
+    if windows and source.kept and not len(source.validation.windows):
+        raise ShardError(
+            f"data.skip leaves no window{of_source} to validate on. Skip fewer shards."
+        )
+    return source
+
+
+def _moved(ranges: Sequence[WindowRange], first: int) -> tuple[WindowRange, ...]:
+    """Count shards from the beginning of the whole manifest."""
+    return tuple(dataclasses.replace(one, shard=one.shard + first) for one in ranges)

@@ -1,0 +1,255 @@
+"""The order of training: which window is number k of an epoch, as a pure function."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from refocused.data.order.permutation import derived_key, hashed, permuted, shuffled
+from refocused.data.order.position import Position
+from refocused.data.order.windows import WindowRange
+from refocused.system.errors import ShardError
+
+LARGEST_AUTOMATIC_BLOCK = 16  # shards; more would only delay the first step of a streamed run
+
+# What a key derived from (seed, epoch) is for; numbers of different uses must differ.
+RANGE_ORDER, WINDOW_ORDER = 0, 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Located:
+    """Windows found by their numbers; all arrays have the shape of the numbers.
+
+    Attributes:
+        shards: Index of each window's shard in the manifest.
+        windows: Index of each window in its shard.
+        blocks: Number of each window's block, counted on from epoch to epoch.
+    """
+
+    shards: NDArray[np.int64]
+    windows: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Layout:
+    """One epoch: its ranges in order, where each and where each block of them begins.
+
+    Attributes:
+        ranges: Shape [ranges]: indices of the ranges, in order of use.
+        range_starts: Shape [ranges + 1]: windows before each range, and all.
+        block_starts: Shape [blocks + 1]: windows before each block, and all.
+        window_key: Shape [1]: from it follows the key of each block.
+    """
+
+    ranges: NDArray[np.int64]
+    range_starts: NDArray[np.int64]
+    block_starts: NDArray[np.int64]
+    window_key: NDArray[np.uint64]
+
+
+class Order:
+    """Every window once an epoch, shuffled so that a few shards at a time are enough.
+
+    An epoch puts the ranges into an order of its own and cuts them into blocks; inside a block
+    the windows of all its ranges are shuffled together. Everything follows from the arguments
+    and the epoch, by integer arithmetic alone: neither ranks, nor threads, nor versions of
+    numpy change it.
+
+    Args:
+        ranges: The training windows, at least one range.
+        seed: A whole number from 0.
+        block_shards: Ranges in a block (the last block of an epoch may have fewer).
+        skipped: Shards that nothing is trained on. Their windows keep their numbers, so that the
+            order and every position in it stay what they are without a skip.
+    """
+
+    def __init__(
+        self,
+        ranges: Sequence[WindowRange],
+        *,
+        seed: int,
+        block_shards: int,
+        skipped: Iterable[int] = (),
+    ) -> None:
+        self._shards = np.array([one.shard for one in ranges], dtype=np.int64)
+        self._firsts = np.array([one.first for one in ranges], dtype=np.int64)
+        self._counts = np.array([one.count for one in ranges], dtype=np.int64)
+        self._seed = seed
+        self.block_shards = block_shards
+        self.windows_per_epoch = int(self._counts.sum())
+        self.blocks_per_epoch = -(-len(ranges) // block_shards)
+        self.skipped = frozenset(skipped)
+        self.shard_count = len({one.shard for one in ranges} - self.skipped)
+        self._layout = functools.lru_cache(maxsize=2)(self._lay_out)
+
+    @property
+    def smallest_block(self) -> int:
+        """Windows that any block of any epoch has at least."""
+        rest = len(self._counts) % self.block_shards or self.block_shards
+        return int(np.sort(self._counts)[:rest].sum())
+
+    def stream_from(self, position: Position) -> Order:
+        """Return itself: the stream of one source is the same from any position."""
+        return self
+
+    def number_of(self, position: Position) -> int:
+        """Return the number of the first window that is not consumed at a position."""
+        return position.epoch * self.windows_per_epoch + position.windows
+
+    def position_at(self, number: int) -> Position:
+        """Return the position at which all windows before a number are consumed."""
+        return Position(*divmod(number, self.windows_per_epoch))
+
+    def locate(self, epoch: int, ks: NDArray[np.int64]) -> Located:
+        """Find the windows with the numbers `ks` (shape [n], from 0) in an epoch."""
+        layout = self._layout(epoch)
+        blocks = np.searchsorted(layout.block_starts, ks, side="right") - 1
+        begins = layout.block_starts[blocks]
+        places = begins + permuted(
+            ks - begins,
+            sizes=layout.block_starts[blocks + 1] - begins,
+            keys=hashed(layout.window_key, blocks.astype(np.uint64)),
+        )
+        slots = np.searchsorted(layout.range_starts, places, side="right") - 1
+        ranges = layout.ranges[slots]
+        return Located(
+            shards=self._shards[ranges],
+            windows=self._firsts[ranges] + places - layout.range_starts[slots],
+            blocks=blocks + epoch * self.blocks_per_epoch,
+        )
+
+    def locate_in_stream(self, numbers: NDArray[np.int64]) -> Located:
+        """Find windows by their numbers (any shape) in the stream of epoch after epoch.
+
+        Window `k` of epoch `e` has the number `e * windows_per_epoch + k`.
+        """
+        epochs, ks = np.divmod(numbers, self.windows_per_epoch)
+        located = Located(np.empty_like(ks), np.empty_like(ks), np.empty_like(ks))
+        for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
+            here = epochs == epoch
+            part = self.locate(epoch, ks[here])
+            located.shards[here] = part.shards
+            located.windows[here] = part.windows
+            located.blocks[here] = part.blocks
+        return located
+
+    def blocks_in_stream(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the blocks that hold windows of the stream; both of any shape."""
+        epochs, ks = np.divmod(numbers, self.windows_per_epoch)
+        blocks = epochs * self.blocks_per_epoch
+        for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
+            here = epochs == epoch
+            starts = self._layout(epoch).block_starts
+            blocks[here] += np.searchsorted(starts, ks[here], side="right") - 1
+        return blocks
+
+    def blocks_from(self, block: int) -> Iterator[tuple[int, ...]]:
+        """Yield what is trained on of that block's shards and of those that follow, without end."""
+        epoch, first = divmod(block, self.blocks_per_epoch)
+        while True:
+            shards = self._shards[self._layout(epoch).ranges]
+            for number in range(first, self.blocks_per_epoch):
+                begin = number * self.block_shards
+                here = shards[begin : begin + self.block_shards].tolist()
+                yield tuple(shard for shard in here if shard not in self.skipped)
+            epoch, first = epoch + 1, 0
+
+    def block_start(self, block: int) -> int:
+        """Return the number of the first window of a block in the stream."""
+        epoch, number = divmod(block, self.blocks_per_epoch)
+        return epoch * self.windows_per_epoch + int(self._layout(epoch).block_starts[number])
+
+    def shards_between(self, oldest: int, newest: int) -> Iterator[int]:
+        """Yield the shards of some blocks, both ends included, in order of use."""
+        blocks = itertools.islice(self.blocks_from(oldest), newest - oldest + 1)
+        return itertools.chain.from_iterable(blocks)
+
+    def shards_after(self, newest: int) -> Iterator[int]:
+        """Yield the shards used after a block, in order of use, without end."""
+        return itertools.chain.from_iterable(self.blocks_from(newest + 1))
+
+    def _lay_out(self, epoch: int) -> _Layout:
+        ranges = shuffled(len(self._shards), key=derived_key(self._seed, epoch, RANGE_ORDER))
+        range_starts = np.concatenate(([0], np.cumsum(self._counts[ranges])))
+        return _Layout(
+            ranges=ranges,
+            range_starts=range_starts,
+            block_starts=np.append(range_starts[: -1 : self.block_shards], range_starts[-1]),
+            window_key=derived_key(self._seed, epoch, WINDOW_ORDER),
+        )
+
+
+def choose_block_shards(
+    setting: int,
+    *,
+    ranges: Sequence[WindowRange],
+    shard_bytes: Sequence[int],
+    room_bytes: int | None,
+) -> int:
+    """Return how many shards of one source are shuffled together, as `choose_common_block_shards`.
+
+    Raises:
+        ShardError: Two blocks of the largest shards do not fit into the room.
+    """
+    return choose_common_block_shards(
+        setting, sources=[ranges], shard_bytes=shard_bytes, room_bytes=room_bytes
+    )
+
+
+def choose_common_block_shards(
+    setting: int,
+    *,
+    sources: Sequence[Sequence[WindowRange]],
+    shard_bytes: Sequence[int],
+    room_bytes: int | None,
+) -> int:
+    """Return how many shards are shuffled together; nothing that changes by itself decides it.
+
+    While training leaves one block, the next one is read: two of each source must be local at
+    once.
+
+    Args:
+        setting: `data.block_shards`; 0 chooses.
+        sources: The training windows of each source.
+        shard_bytes: Local size of every shard of the manifest, in its order.
+        room_bytes: Most that the shards of training may take on disk: `data.disk_limit_gb` less
+            the shards that are pinned; None: no limit. The free space of the disk must not be
+            given here, or a resume would go on in another order.
+
+    Returns:
+        At least 1, for a source that has as many. Chosen: 16, or as many of the largest shards
+        as fit into half the room.
+
+    Raises:
+        ShardError: Two blocks of the largest shards do not fit into the room.
+    """
+    largest_first = [
+        sorted((shard_bytes[one.shard] for one in ranges), reverse=True) for ranges in sources
+    ]
+
+    def largest(count: int) -> int:
+        """Return the bytes that so many shards of each source take at most."""
+        return sum(sum(sizes[:count]) for sizes in largest_first)
+
+    chosen = setting or LARGEST_AUTOMATIC_BLOCK
+    if room_bytes is not None and not setting:
+        fitting = [count for count in range(1, chosen + 1) if largest(count) <= room_bytes // 2]
+        chosen = max(1, len(fitting))
+    chosen = min(chosen, max(map(len, sources)))
+    needed = largest(2 * chosen)
+    if room_bytes is not None and needed > room_bytes:
+        raise ShardError(
+            f"two blocks of {chosen} shards{' of each source' if len(sources) > 1 else ''} take "
+            f"up to {needed:,} bytes on disk, and "
+            f"data.disk_limit_gb leaves {room_bytes:,} beside the shards that validate. Raise "
+            f"data.disk_limit_gb by at least {math.ceil((needed - room_bytes) / 1e6) / 1e3}"
+            f"{', or lower data.block_shards' if chosen > 1 else ''}."
+        )
+    return chosen

@@ -1,0 +1,163 @@
+"""Which windows there are, and which of them train and which validate."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from refocused.data.formats.object_names import matches
+from refocused.system.errors import ShardError
+
+if TYPE_CHECKING:
+    from refocused.data.manifest.shard_manifest import Manifest, Shard
+
+NAMES_SHOWN = 5  # enough to see how the files are named
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WindowRange:
+    """Neighbouring windows of one shard.
+
+    Window `i` of a shard covers its tokens `[i * T, i * T + T + 1)`, `T` being the sequence
+    length: neighbours share one token, so every token but the shard's first is a label once.
+
+    Attributes:
+        shard: Index of the shard in the manifest.
+        first: Index of the first window in the shard.
+        count: Windows, at least 1.
+    """
+
+    shard: int
+    first: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Split:
+    """The windows that train and those that validate, each in name order of the shards."""
+
+    train: tuple[WindowRange, ...]
+    validation: tuple[WindowRange, ...]
+
+
+def window_count(ranges: Iterable[WindowRange]) -> int:
+    """Return how many windows the ranges hold together."""
+    return sum(one.count for one in ranges)
+
+
+def windows_of(tokens: int, *, sequence_length: int) -> int:
+    """Return how many windows fit into a shard; up to `sequence_length` last tokens are left."""
+    return max(0, (tokens - 1) // sequence_length)
+
+
+def split_windows(
+    manifest: Manifest,
+    *,
+    sequence_length: int,
+    validation_files: Sequence[str] = (),
+    validation_fraction: float = 0.0,
+) -> Split:
+    """Divide all windows into those that train and those that validate.
+
+    Args:
+        manifest: The shards.
+        sequence_length: Tokens a window trains on.
+        validation_files: Glob patterns of shard names; these shards validate, whole.
+        validation_fraction: When no file is named: this share of the windows, rounded up to a
+            whole window, is taken from the end in name order, and may begin inside a shard.
+
+    Raises:
+        ShardError: A pattern names no shard, or no window is left to train or to validate on.
+    """
+    named = _named_shards(manifest.shards, validation_files)
+    everything = _whole_shards(manifest.shards, sequence_length)
+    if validation_files:
+        split = Split(
+            tuple(one for one in everything if one.shard not in named),
+            tuple(one for one in everything if one.shard in named),
+        )
+    else:
+        # The decimal that the user wrote: in floats 0.07 * 100 is a little more than 7.
+        share = Fraction(str(validation_fraction)) * window_count(everything)
+        split = _cut(everything, training=window_count(everything) - math.ceil(share))
+    if not split.train:
+        raise ShardError(_nothing_trains(manifest.shards, named, sequence_length, split))
+    if named and not split.validation:
+        chosen = [manifest.shards[index] for index in sorted(named)]
+        raise ShardError(
+            f"no validation window: {_too_short(chosen, sequence_length)}, or name longer files "
+            "in data.validation_files."
+        )
+    return split
+
+
+def _named_shards(shards: Sequence[Shard], patterns: Sequence[str]) -> set[int]:
+    named: set[int] = set()
+    for pattern in patterns:
+        found = {
+            index
+            for index, shard in enumerate(shards)
+            if any(matches(file.name, [pattern]) for file in shard.files)
+        }
+        if not found:
+            some = ", ".join(shard.name for shard in shards[:NAMES_SHOWN])
+            raise ShardError(
+                f"data.validation_files: {pattern!r} fits none of the {len(shards)} "
+                f"token files (they are named {some}{', ...' * (len(shards) > NAMES_SHOWN)}). "
+                "Correct the pattern; it may fit a file's name with or without its folder."
+            )
+        named |= found
+    return named
+
+
+def _whole_shards(shards: Sequence[Shard], sequence_length: int) -> list[WindowRange]:
+    counts = [windows_of(shard.tokens, sequence_length=sequence_length) for shard in shards]
+    return [WindowRange(index, 0, count) for index, count in enumerate(counts) if count]
+
+
+def _cut(ranges: Sequence[WindowRange], *, training: int) -> Split:
+    """Split after the first `training` windows, inside a shard where it falls so."""
+    train: list[WindowRange] = []
+    validation: list[WindowRange] = []
+    left = training
+    for one in ranges:
+        here = min(left, one.count)
+        left -= here
+        if here:
+            train.append(WindowRange(one.shard, one.first, here))
+        if here < one.count:
+            validation.append(WindowRange(one.shard, one.first + here, one.count - here))
+    return Split(tuple(train), tuple(validation))
+
+
+def _nothing_trains(
+    shards: Sequence[Shard], named: set[int], sequence_length: int, split: Split
+) -> str:
+    others = [shard for index, shard in enumerate(shards) if index not in named]
+    if not others:
+        return (
+            f"no training window: data.validation_files takes all {len(shards)} token files. "
+            "Name fewer files there, or leave it empty and set data.validation_fraction."
+        )
+    if not named and split.validation:
+        return (
+            f"no training window: data.validation_fraction takes all "
+            f"{window_count(split.validation)} windows of {sequence_length} tokens. Lower it, "
+            "shorten model.sequence_length, or add token files."
+        )
+    return (
+        f"no training window: {_too_short(others, sequence_length)}, or use longer token files "
+        "(joining short ones)."
+    )
+
+
+def _too_short(shards: Sequence[Shard], sequence_length: int) -> str:
+    longest = max(shards, key=lambda shard: shard.tokens)
+    return (
+        f"the longest of {len(shards)} files, {longest.name}, has {longest.tokens} tokens, but a "
+        f"window needs {sequence_length + 1} (model.sequence_length={sequence_length} and one "
+        f"more). Set model.sequence_length to at most {max(1, longest.tokens - 1)}"
+    )

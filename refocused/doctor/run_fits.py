@@ -1,0 +1,266 @@
+"""Whether a run fits the memory and the disks: by arithmetic, before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from refocused.config.load_run import LoadedRun
+from refocused.config.optimization import PrecisionConfig
+from refocused.data.formats.element_types import element_type
+from refocused.doctor.finding import Finding, Level, size
+from refocused.doctor.machine import DiskNeed, folder_bytes
+from refocused.estimate.fitting import settings_that_fit
+from refocused.estimate.flops import count_parameters
+from refocused.estimate.host import Device, HostPlan, plan_host
+from refocused.estimate.memory_plan import Choice, choose, needless_offload
+from refocused.estimate.precision import NativeDtype
+from refocused.estimate.step_time import step_of_run
+from refocused.estimate.storage import BEING_WRITTEN, KEPT_BESIDE, checkpoint_bytes
+from refocused.monitor.sampler.memory import Memory
+from refocused.system.errors import ConfigError
+from refocused.system.hardware import GpuFacts
+
+EXPORTED_BYTES = 2  # a parameter of the final model, in bfloat16
+
+
+def plan_choice(loaded: LoadedRun, *, ranks: int, memory_bytes: float | None) -> Choice:
+    """Return stage, offload and micro-batch as training chooses them, without its trial pass.
+
+    Raises:
+        ConfigError: Nothing fits, or the batch cannot be divided.
+    """
+    config = loaded.config
+    return choose(
+        loaded.shape,
+        model=config.model,
+        batch=config.batch,
+        zero=config.zero,
+        dtype=config.precision.resolved,
+        ranks=ranks,
+        memory_bytes=memory_bytes,
+        masked=config.data.mask_documents,
+    )
+
+
+def judge_precision(precision: PrecisionConfig, native: NativeDtype) -> Finding:
+    """Say what the run computes in, and why `auto` chooses that."""
+    if precision.dtype == "auto":
+        text = f"{native.dtype} (precision.dtype=auto): {native.reason}"
+        return Finding("precision", "ok", f"{text}; a resumed run keeps its checkpoint's")
+    if precision.dtype == "bf16" != native.dtype:
+        return Finding(
+            "precision",
+            "warn",
+            f"bf16 is slow here: {native.reason}",
+            f"Set precision.dtype={native.dtype}.",
+        )
+    return Finding("precision", "ok", f"{precision.dtype}, as the run file says")
+
+
+def judge_plan(
+    loaded: LoadedRun,
+    choice: Choice,
+    *,
+    ranks: int,
+    memory_bytes: float | None,
+    gpu: GpuFacts | None = None,
+) -> Finding:
+    """Say whether a step fits the smallest GPU.
+
+    Args:
+        loaded: The run.
+        choice: How it is spread.
+        ranks: GPUs.
+        memory_bytes: Of the smallest one; None: there is none to compare with.
+        gpu: What they are; None: unknown.
+    """
+    zero, memory = choice.zero, choice.memory
+    whole = f" of {size(memory_bytes)}" if memory_bytes else ""
+    text = (
+        f"a step takes {size(memory.peak)}{whole} a rank ({size(memory.states)} "
+        f"states): ZeRO-{zero.stage}, micro-batch {choice.micro}, {ranks} ranks"
+    )
+    if memory_bytes is not None and not memory.fits(memory_bytes):
+        level: Level = "fail" if memory.peak > memory_bytes else "warn"
+        fix = fitting_on_gpus(loaded, choice, ranks=ranks, memory_bytes=memory_bytes)
+        return Finding("plan", level, text, fix)
+    bare = needless_offload(
+        choice,
+        loaded.shape,
+        model=loaded.config.model,
+        dtype=loaded.config.precision.resolved,
+        ranks=ranks,
+        memory_bytes=memory_bytes,
+        masked=loaded.config.data.mask_documents,
+    )
+    if bare is not None:
+        return Finding(
+            "plan",
+            "warn",
+            f"{text}; the offload is not needed: without it {size(bare.peak)}",
+            "Set zero.offload_optimizer=none and zero.offload_parameters=none: an offload costs "
+            "8-55 % of a step.",
+        )
+    if gpu is not None:
+        try:
+            batch, step = step_of_run(loaded, choice, ranks=ranks, gpu=gpu)
+        except ConfigError as error:
+            return plan_failure(error)
+        text = f"{text}; expected: {step.as_text(batch.tokens)}"
+    return Finding("plan", "ok", text)
+
+
+def fitting_on_gpus(loaded: LoadedRun, choice: Choice, *, ranks: int, memory_bytes: float) -> str:
+    """Say with which settings a step fits the GPUs' memory."""
+
+    def fits(run: LoadedRun, number: int) -> bool:
+        planned = plan_choice(run, ranks=number, memory_bytes=memory_bytes)
+        return planned.memory.fits(memory_bytes)
+
+    settings = settings_that_fit(loaded, micro=choice.micro, ranks=ranks, fits=fits)
+    if settings is not None:
+        return f"It fits with: {settings}"
+    return "Lower model.sequence_length, or take a smaller model.preset or more or larger GPUs."
+
+
+def plan_failure(error: ConfigError) -> Finding:
+    """Return the finding of a plan that cannot be made."""
+    return Finding("plan", "fail", str(error))
+
+
+def host_plan(
+    loaded: LoadedRun, choice: Choice, *, ranks: int, ranks_here: int, device: Device
+) -> HostPlan:
+    """Plan what a run takes of one machine's memory."""
+    return plan_host(
+        choice,
+        parameters=_parameters(loaded),
+        dtype=loaded.config.precision.resolved,
+        ranks=ranks,
+        ranks_here=ranks_here,
+        device=device,
+        in_background=loaded.config.checkpoint.in_background,
+    )
+
+
+def host_shortage(
+    loaded: LoadedRun,
+    *,
+    ranks: int,
+    ranks_here: int,
+    device: Device,
+    gpu_bytes: float | None,
+    memory: Memory,
+) -> Finding | None:
+    """Return why a run does not fit into this machine's memory; None: it fits.
+
+    Args:
+        loaded: The run.
+        ranks: Of the run.
+        ranks_here: On this machine.
+        device: What computes.
+        gpu_bytes: Of the smallest GPU; None: there is none, or it is not known yet.
+        memory: Of this machine.
+    """
+
+    def plan(run: LoadedRun, number: int) -> tuple[Choice, HostPlan]:
+        choice = plan_choice(run, ranks=number, memory_bytes=gpu_bytes)
+        here = ranks_here if number == ranks else number
+        return choice, host_plan(run, choice, ranks=number, ranks_here=here, device=device)
+
+    def fits(run: LoadedRun, number: int) -> bool:
+        choice, planned = plan(run, number)
+        if device == "cuda" and gpu_bytes is None and run.config.zero != loaded.config.zero:
+            return False  # the GPUs might not hold it
+        on_device = gpu_bytes is None or choice.memory.fits(gpu_bytes)
+        return on_device and planned.total <= memory.available
+
+    try:
+        choice, planned = plan(loaded, ranks)
+    except ConfigError:
+        return None  # without a plan for the ranks there is none for their host
+    if planned.total <= memory.available:
+        return None
+    settings = settings_that_fit(
+        loaded,
+        micro=choice.micro,
+        ranks=ranks,
+        fits=fits,
+        fewer_ranks=device == "cpu" and 1 < ranks == ranks_here,
+    )
+    unit = "CPU" if device == "cpu" else "GPU"
+    copies = f"{size(planned.copies)} copies for saves, " if planned.copies else ""
+    parts = f"{size(planned.tensors)} tensors, {copies}"
+    if planned.building > planned.tensors + planned.copies:
+        parts = f"{size(planned.building)} for the model, which each builds whole, "
+    return Finding(
+        "memory",
+        "fail",
+        f"the run takes {size(planned.total)} of this machine's memory ({ranks_here} {unit} ranks: "
+        f"{parts}{size(planned.processes)} processes), and "
+        f"{size(memory.available)} of {size(memory.total)} are left",
+        f"It fits with: {settings}"
+        if settings
+        else f"Take a machine with {size(planned.total)} of free memory, or a smaller "
+        "model.preset.",
+    )
+
+
+def step_bytes(loaded: LoadedRun, choice: Choice) -> int:
+    """Return what one saved step takes."""
+    return checkpoint_bytes(
+        _parameters(loaded), stage=choice.zero.stage, dtype=loaded.config.precision.resolved
+    )
+
+
+def disk_needs(
+    loaded: LoadedRun, choice: Choice, *, ranks: int, tokens: int | None
+) -> Iterator[DiskNeed]:
+    """Say what a run puts on this machine's disks.
+
+    Args:
+        loaded: The run.
+        choice: How its states are spread.
+        ranks: Of the run.
+        tokens: Of its data; None: unknown.
+    """
+    config = loaded.config
+    folder = Path(config.run.directory) / config.run.name
+    step = step_bytes(loaded, choice)
+    most = min(config.checkpoint.keep, 1 + _saves(loaded)) + KEPT_BESIDE + BEING_WRITTEN
+    final = EXPORTED_BYTES * _parameters(loaded) if config.checkpoint.export_final else 0
+    there = folder_bytes(folder / "checkpoints")
+    yield DiskNeed(
+        f"of checkpoints ({most} x {size(step)})",
+        folder,
+        wanted_bytes=max(0, most * step + final - there),
+        least_bytes=max(0, 2 * step - there),
+    )
+    if tokens is not None:
+        cache = Path(config.data.cache)
+        each = element_type(loaded.shape.vocabulary).itemsize
+        limit = config.data.disk_limit_gb
+        data = tokens * each if limit is None else min(tokens * each, int(limit * 1e9))
+        wanted = max(0, data - folder_bytes(cache))
+        yield DiskNeed("of shards", cache, wanted_bytes=wanted, least_bytes=0)
+    if choice.memory.nvme and config.zero.nvme_path is not None:
+        states = ranks * choice.memory.nvme
+        yield DiskNeed(
+            "of offloaded states",
+            Path(config.zero.nvme_path),
+            wanted_bytes=states,
+            least_bytes=states,
+        )
+
+
+def _saves(loaded: LoadedRun) -> int:
+    """Return how many rolling saves the whole run makes."""
+    interval = loaded.config.checkpoint.interval
+    return loaded.config.run.steps // interval if interval else 0
+
+
+def _parameters(loaded: LoadedRun) -> int:
+    return count_parameters(
+        loaded.shape, vocabulary_multiple=loaded.config.model.vocabulary_multiple
+    ).allocated

@@ -1,0 +1,146 @@
+"""Building the engine: a plain model becomes a partitioned one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from refocused.config.optimization import OptimizerConfig, PrecisionConfig
+from refocused.engine.engine import Engine
+from refocused.engine.finite_updates import FiniteUpdates, guard_partitioned
+from refocused.engine.muon import tell_layouts
+from refocused.engine.optimizer import build_optimizer
+from refocused.system.errors import ConfigError
+from refocused.system.world import World
+
+
+def build_engine(
+    model: nn.Module,
+    *,
+    block_class: type[nn.Module],
+    settings: Mapping[str, Any],
+    optimizer: OptimizerConfig,
+    precision: PrecisionConfig,
+    world: World,
+) -> Engine:
+    """Partition a model over the ranks.
+
+    Args:
+        model: A fully initialised model, the same on every rank.
+        block_class: The repeated block; under ZeRO-3 it is gathered as one, which halves the
+            host's work for each micro-batch.
+        settings: DeepSpeed's dictionary, from `refocused.config.deepspeed`.
+        optimizer: What updates the parameters.
+        precision: What the passes compute in.
+        world: The ranks, already joined.
+
+    Raises:
+        ConfigError: This machine's processor cannot compute in fp16.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", world.device_kind)  # or it searches, with warnings
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    quieten_deepspeed()
+    if world.device_kind == "cpu":
+        # Without this DeepSpeed compiles a C++ all-reduce at start (35-80 s, needs g++); gloo
+        # gives bit-identical results.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if precision.resolved == "fp16" and not get_accelerator().is_fp16_supported():
+        raise ConfigError(
+            "precision.dtype is fp16, which this processor cannot compute. Set "
+            "precision.dtype=bf16 or fp32."
+        )
+    set_product_precision(precision)
+    if settings["zero_optimization"]["stage"] == 3:
+        deepspeed.utils.set_z3_leaf_modules(model, [block_class])
+    with contextlib.redirect_stdout(io.StringIO()):  # bf16 at stage 1 prints twenty lines
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=build_optimizer(model, optimizer, block_class=block_class),
+            config=dict(settings),
+        )
+    _undo_warm_up_step(engine.optimizer)
+    tell_layouts(engine.optimizer, stage=settings["zero_optimization"]["stage"])
+    guard = _guard(engine.optimizer, zero=settings["zero_optimization"], precision=precision)
+    return Engine(engine, device=world.device, rank=world.rank, guard=guard)
+
+
+def set_product_precision(precision: PrecisionConfig) -> None:
+    """Choose how float32 products are computed, before anything is timed or compiled.
+
+    A compiled block is tied to this setting: changed later, it is compiled once more.
+    """
+    torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
+
+
+def load_deepspeed() -> None:
+    """Import what `deepspeed.initialize` would, which `DS_ACCELERATOR` must precede.
+
+    DeepSpeed's own Muon, which nothing here uses, hands a function to torch.compile when it is
+    imported, and that imports inductor: 1.3 s of every rank where no block is compiled.
+    """
+
+    def left_alone(function: Any = None, **_: Any) -> Any:
+        return left_alone if function is None else function  # a decorator with arguments, or bare
+
+    compile_ = torch.compile
+    torch.compile = left_alone  # type: ignore[assignment]
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer
+    finally:
+        torch.compile = compile_
+    import deepspeed.runtime.zero.stage3  # noqa: F401
+
+
+def _guard(
+    optimizer: Any, *, zero: Mapping[str, Any], precision: PrecisionConfig
+) -> FiniteUpdates | None:
+    """Refuse updates on the device, where that is possible; None: DeepSpeed does it on the host.
+
+    fp16's loss scale is the host's, an offloaded gradient is there already, and DeepSpeed's 16-bit
+    optimizer without ZeRO has a check of its own.
+    """
+    is_plain = zero["stage"] == 0
+    on_the_host = precision.resolved == "fp16" or "offload_optimizer" in zero
+    if on_the_host or (is_plain and precision.resolved != "fp32"):
+        return None
+    updating = optimizer if is_plain else optimizer.optimizer
+    if not FiniteUpdates.can_guard(updating):
+        return None
+    guard = FiniteUpdates(updating)
+    if not is_plain:
+        guard_partitioned(optimizer, guard)
+    return guard
+
+
+def _undo_warm_up_step(optimizer: Any) -> None:
+    """Take back the update that DeepSpeed's unfused half-precision optimizer makes when built.
+
+    It allocates Adam's moments by a step with zero gradients (stage 0 in bf16 or fp16), which
+    decays the weights once and leaves the bias correction one step ahead for the whole run.
+    """
+    if not hasattr(optimizer, "fp32_groups"):
+        return
+    optimizer.optimizer.state.clear()
+    for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+        for master, weight in zip(masters, weights, strict=True):
+            master.data.copy_(weight.data)
+
+
+def quieten_deepspeed() -> None:
+    """Turn off per-operation profiler ranges (3 % of host time) and chatter below warnings."""
+    import deepspeed.utils.nvtx
+
+    deepspeed.utils.nvtx.enable_nvtx = False
+    # DeepSpeed 0.19 calls collectives by names that torch 2.13 renamed: a warning on every rank.
+    warnings.filterwarnings("ignore", "`torch.distributed", category=FutureWarning)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

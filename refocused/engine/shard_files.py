@@ -1,0 +1,146 @@
+"""DeepSpeed's checkpoint files, written as plain values and read by the safe reader."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from refocused.engine import checksum_writer as hashed_files
+from refocused.engine.host_copy import HostMemory, wait_for_copies
+from refocused.engine.state_files import read_state
+from refocused.engine.zero_layout import LOSS_SCALER, OPTIMIZER
+
+_OBJECTS = (fragment_address, LossScaler, DynamicLossScaler)
+
+
+def plain(content: Any) -> Any:
+    """Return what DeepSpeed saves with its own objects as numbers and mappings.
+
+    How Python pickles an object differs among its versions, and every reader would have to rebuild
+    it. Keys stay, so that DeepSpeed's `zero_to_fp32` reads the files.
+    """
+    if isinstance(content, enum.Enum):
+        return content.value
+    if isinstance(content, _OBJECTS):
+        return plain(vars(content))
+    if type(content) is dict:
+        return {key: plain(value) for key, value in content.items()}
+    if type(content) in (list, tuple):
+        return type(content)(map(plain, content))
+    return content
+
+
+def loss_scaler(attributes: Mapping[str, Any]) -> LossScaler | DynamicLossScaler:
+    """Rebuild DeepSpeed's loss scaler of the attributes that a file holds of it."""
+    kind = DynamicLossScaler if "scale_factor" in attributes else LossScaler
+    scaler = kind.__new__(kind)
+    vars(scaler).update(attributes)
+    return scaler
+
+
+class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """DeepSpeed's checkpoint engine over `hashed_files`.
+
+    An error on one rank must not leave the others inside a collective, so that it is kept in
+    `errors` for the owner to gather.
+
+    Attributes:
+        written: Files of this save that are on the disk.
+        errors: Why others are not.
+        copies: The content of files, when `copying` instead of writing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.name = "refocused"
+        self.written: list[hashed_files.WrittenFile] = []
+        self.errors: list[OSError] = []
+        self.copies: list[tuple[Any, Path]] = []
+        self._copying = False
+        self._memory: dict[str, HostMemory] = {}
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """Start a save: forget the last one's files."""
+        self.written, self.errors, self.copies = [], [], []
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write one file, or keep the reason why not."""
+        content = plain(state_dict)
+        with self._keeping_errors():
+            if self._copying:
+                self.copies.append((self._copied(content, Path(path).name), Path(path)))
+            else:
+                self.written.append(hashed_files.save_hashed(content, Path(path)))
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Let `save` copy content to host memory, where it stays until the next save's copy."""
+        self._copying = True
+        try:
+            yield
+            wait_for_copies()
+        finally:
+            self._copying = False
+
+    def write_copies(self) -> None:
+        """Write what was copied."""
+        for content, path in self.copies:
+            with self._keeping_errors():
+                self.written.append(hashed_files.save_hashed(content, path))
+        self.copies = []
+
+    def save_swapped(self, source: Path, target: Path) -> None:
+        """Copy the optimizer's states from an NVMe drive, or keep the reason why not.
+
+        Gradients lie beside them, and are not part of the state.
+        """
+        with self._keeping_errors():
+            for file in sorted(path for path in source.rglob("*") if path.is_file()):
+                name = file.relative_to(source)
+                if "gradient" not in str(name):
+                    self.written.append(hashed_files.copy_hashed(file, target / name))
+
+    def _copied(self, content: Any, name: str) -> Any:
+        try:
+            return self._memory.setdefault(name, HostMemory()).copy(content)
+        except RuntimeError as error:  # torch has no class of its own for a lack of host memory
+            self._memory.clear()
+            reason = str(error).partition("\n")[0]
+            raise OSError(errno.ENOMEM, f"no copy in host memory: {reason}", name) from error
+
+    @contextlib.contextmanager
+    def _keeping_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.errors.append(error)
+
+    def bearing(self, write: Callable[[str], None]) -> Callable[[str], None]:
+        """Wrap a function of DeepSpeed's that writes a file: its failure is kept, not raised."""
+
+        def borne(folder: str) -> None:
+            with self._keeping_errors():
+                write(folder)
+
+        return borne
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read one file back, with the objects that DeepSpeed expects."""
+        content = read_state(Path(path), map_location=map_location)
+        state = content.get(OPTIMIZER)
+        if state and LOSS_SCALER in state:
+            state[LOSS_SCALER] = loss_scaler(state[LOSS_SCALER])
+        return content
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """Nothing to do: the step directory is committed by its owner."""
+        return True

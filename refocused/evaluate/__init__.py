@@ -1,0 +1,1 @@
+"""What becomes of a checkpoint: scores, generation, exported models."""

@@ -1,0 +1,301 @@
+"""A model to ask: from a step directory or a transformers folder, on any device."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
+from refocused.checkpoints.step.step_directory import read_step
+from refocused.config.model_shape import MOST_LAYERS
+from refocused.evaluate.model_weights import (
+    TRAINED_LENGTH,
+    ModelWeights,
+    network_class,
+    open_model_weights,
+    tokenizer_of,
+)
+from refocused.evaluate.safetensors_files import TORCH_DTYPES, Dtype
+from refocused.models.families import register_families
+from refocused.system.errors import CheckpointError, RefocusedError
+from refocused.system.strict_json import parse_json_object
+from refocused.tokenizers.encoders import TokenizerChoice
+from refocused.tokenizers.tokenizer import as_transformers
+from refocused.tokenizers.tokenizer_json import tokenizer_file
+
+ATTENTION = "sdpa"  # transformers' own choice is slower on some machines
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready for questions, with what belongs to it.
+
+    Attributes:
+        network: transformers' model, in evaluation mode, without padding rows.
+        tokenizer: transformers' tokenizer; None: the model goes without.
+        source: Where it came from.
+        facts: What is known of its training: run, step, tokens, data, losses; empty for a
+            transformers folder.
+        is_trained: Whether its weights are those of the source, and not drawn.
+    """
+
+    network: Any
+    tokenizer: Any
+    source: Path
+    facts: Mapping[str, Any]
+    is_trained: bool = True
+
+    @property
+    def trained_length(self) -> int | None:
+        """Tokens of the sequences that it was trained on; None: its source does not say."""
+        found = getattr(self.network.config, TRAINED_LENGTH, None)
+        return found if isinstance(found, int) and found > 0 else None
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """The most tokens that it can read at once; None: no limit, as for a recurrence."""
+        config = self.network.config
+        longest = getattr(config, "max_position_embeddings", None)
+        found: int | None = getattr(config, "longest_sequence", longest)
+        return found
+
+    def beyond_training(self, tokens: int) -> str | None:
+        """Return a line on a sequence longer than those of training; None: it is not longer."""
+        known = self.trained_length
+        if known is None or tokens <= known or not self.is_trained:
+            return None
+        return (
+            f"{self.source}: {tokens:,} tokens at once, and it was trained on {known:,}: what it "
+            "makes of those beyond was never learned."
+        )
+
+
+def load_model(
+    source: Path,
+    *,
+    dtype: Dtype = "bf16",
+    device: str = "cpu",
+    tokenizer: TokenizerChoice | None = None,
+    without_tokenizer: bool = False,
+) -> LoadedModel:
+    """Load a step directory, or a folder of transformers' form, as it is on the disk.
+
+    Args:
+        source: The folder.
+        dtype: What the weights are rounded to.
+        device: Where the model goes.
+        tokenizer: The tokenizer to take; None: the one that is there.
+        without_tokenizer: Load a model that has none.
+
+    Raises:
+        CheckpointError: It is neither, or damaged, or has no tokenizer.
+        ShardError: The tokenizer is damaged, or has ids that the model does not know.
+    """
+    if (source / MANIFEST).is_file():
+        weights = open_model_weights(read_step(source))
+        chosen = None if without_tokenizer else tokenizer_of(weights, tokenizer)
+        names, kind = weights.shapes, TORCH_DTYPES[dtype]
+        tensors = {name: weights.tensor(name, dtype=kind) for name in names}
+        network = build_network(weights.config, tensors, dtype=dtype).to(device)
+        return LoadedModel(network, chosen, source, facts_of(weights))
+    if (source / "config.json").is_file():
+        return _load_folder(
+            source, dtype=dtype, device=device, choice=tokenizer, without=without_tokenizer
+        )
+    raise CheckpointError(
+        f"{source} is no model: it has neither {MANIFEST} (a step directory) nor config.json (a "
+        "transformers folder). Choose a step: python launch/checkpoints.py list"
+    )
+
+
+def untrained(model: LoadedModel, *, seed: int = 0) -> LoadedModel:
+    """Return a model of the same shape with weights as before any training, drawn from a seed."""
+    loaded = model.network
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = network_class(loaded.config)(loaded.config)
+    network = network.to(device=loaded.device, dtype=loaded.dtype).eval()
+    return dataclasses.replace(model, network=network, facts={}, is_trained=False)
+
+
+def build_network(config: Any, tensors: Mapping[str, Tensor], *, dtype: Dtype) -> Any:
+    """Build transformers' model out of its tensors, in evaluation mode, on the CPU.
+
+    Args:
+        config: transformers' configuration.
+        tensors: All of them, tied ones under one name; those of the right type are not copied.
+        dtype: What the model computes in.
+    """
+    be_quiet()
+    network = network_class(config).from_pretrained(
+        None,
+        config=config,
+        state_dict=dict(tensors),
+        dtype=TORCH_DTYPES[dtype],
+        attn_implementation=ATTENTION,
+    )
+    return network.eval()
+
+
+def facts_of(weights: ModelWeights) -> dict[str, Any]:
+    """Say where a step's model comes from."""
+    manifest = weights.step.manifest
+    names = ("run", "step", "tokens", "parameters", "loss", "validation_loss", "data_fingerprint")
+    return {name: getattr(manifest, name) for name in names}
+
+
+def load_network(folder: Path, *, dtype: Dtype) -> Any:
+    """Load a folder of transformers' form, in evaluation mode, on the CPU; nothing is fetched.
+
+    Raises:
+        OSError: A file is missing.
+        ValueError: The model is of no known kind, a file is damaged, or tensors are not those that
+            `config.json` describes, which transformers would draw at random.
+    """
+    import transformers
+    from safetensors import SafetensorError
+
+    be_quiet()
+    register_families()
+    _check_size(folder)
+    try:
+        with _only_errors():
+            network, found = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=TORCH_DTYPES[dtype],
+                attn_implementation=ATTENTION,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except SafetensorError as error:
+        raise ValueError(f"a file of its weights is cut off or damaged ({error})") from None
+    _check_tensors(folder, found)
+    return network.eval()
+
+
+def _check_size(folder: Path) -> None:
+    """Refuse a config.json of a larger model than its files hold, which would be built first."""
+    import transformers
+
+    parse_json_object((folder / "config.json").read_bytes())  # transformers' reader may recurse
+    config = transformers.AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ValueError(
+            f"its config.json describes {layers:,} layers, and at most {MOST_LAYERS:,} are read"
+        )
+    with torch.device("meta"):
+        network = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    described = sum(parameter.numel() for parameter in network.parameters())
+    stored_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if described > 8 * stored_bytes:  # not even a bit for each
+        raise ValueError(
+            f"its config.json describes {described:,} parameters, and its safetensors files have "
+            f"{stored_bytes:,} bytes"
+        )
+
+
+def _check_tensors(folder: Path, found: Mapping[str, Any]) -> None:
+    """Refuse weights that are not those of the model; `found` is transformers' own account."""
+    others = [name for name, *_ in found["mismatched_keys"]]
+    for names, what in ((found["missing_keys"], "lack"), (others, "have another shape of")):
+        if names:
+            raise ValueError(
+                f"its weights {what} {min(names)} ({len(names)} such tensors) that its config.json "
+                "describes. Copy or export the folder again"
+            )
+    unknown = found["unexpected_keys"]
+    if unknown:
+        logger.warning(
+            "%s: %d tensors are left out that its config.json does not describe, as %s",
+            folder,
+            len(unknown),
+            min(unknown),
+        )
+
+
+def _load_folder(
+    source: Path, *, dtype: Dtype, device: str, choice: TokenizerChoice | None, without: bool
+) -> LoadedModel:
+    try:
+        network = load_network(source, dtype=dtype)
+        tokenizer = None if without else _tokenizer_beside(source, network.config, choice)
+    except RefocusedError:
+        raise
+    except Exception as error:  # transformers raises nothing narrower
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(_needs_code(source)) from None
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise CheckpointError(f"{source} cannot be loaded by transformers: {reason}.") from None
+    return LoadedModel(network.to(device), tokenizer, source, {})
+
+
+def _needs_code(source: Path) -> str:
+    """Name the file of a model that refers to Python code, which transformers refused to run."""
+    named: Mapping[str, Any] = {}
+    for name in ("config.json", "tokenizer_config.json"):
+        with contextlib.suppress(OSError, ValueError):
+            named = parse_json_object((source / name).read_bytes()).get("auto_map") or {}
+        if named:
+            break
+    return (
+        f"{source / name} needs Python code that came with the model (auto_map: "
+        f"{', '.join(sorted(named))}), and refocused runs no such code. Convert the model to an "
+        "architecture that transformers includes; for a tokenizer alone, name another: --tokenizer."
+    )
+
+
+def _tokenizer_beside(source: Path, config: Any, choice: TokenizerChoice | None) -> Any:
+    import transformers
+
+    if choice is None:
+        found = transformers.AutoTokenizer.from_pretrained(
+            source, local_files_only=True, trust_remote_code=False
+        )
+        # Of no file transformers make one that knows no text.
+        if set(found.get_vocab()) <= set(found.all_special_tokens):
+            raise CheckpointError(
+                f"{source} has no tokenizer. Name it: --tokenizer bytes, --tokenizer gpt2 "
+                "--bpe-folder FOLDER, --tokenizer hub:MODEL or --tokenizer FILE."
+            )
+        return found
+    end = config.eos_token_id
+    return as_transformers(
+        tokenizer_file(choice, vocabulary=int(config.vocab_size)),
+        end_of_text_id=end if isinstance(end, int) else None,
+        max_length=int(config.max_position_embeddings),
+    )
+
+
+@contextlib.contextmanager
+def _only_errors() -> Iterator[None]:
+    """Keep transformers' table of odd tensors off the screen: they are told in one line."""
+    import transformers
+
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.set_verbosity(before)
+
+
+def be_quiet() -> None:
+    """Keep transformers' progress bars off the screen."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()

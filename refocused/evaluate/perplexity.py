@@ -1,0 +1,160 @@
+"""Perplexity of texts, by token and by byte, in windows that may overlap."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from refocused.evaluate.continuations import Continuation, Encoder, Scored, Scorer, score_all
+from refocused.evaluate.multiple_choice import Measure, TaskResult
+from refocused.system.errors import EvaluationError
+from refocused.system.world import World
+
+LARGEST_EXPONENT = 700.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Passage:
+    """A text, cut into windows for one model.
+
+    Attributes:
+        task: Its name.
+        windows: Each scores the tokens that the ones before have not.
+        text_bytes: Of what is scored, in UTF-8.
+    """
+
+    task: str
+    windows: Sequence[Continuation]
+    text_bytes: int
+
+    def take(
+        self,
+        scorer: Scorer,
+        *,
+        rows: int,
+        world: World,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> TaskResult:
+        """Let a model read it; every rank must call."""
+        scored = score_all(self.windows, scorer, rows=rows, world=world, progress=progress)
+        assert scored is not None  # nothing stops it
+        measures = measures_of(self.windows, scored, text_bytes=self.text_bytes)
+        return TaskResult(self.task, len(self.windows), 0, measures)
+
+
+def read_text(file: Path) -> str:
+    """Read a text.
+
+    Raises:
+        EvaluationError: It cannot be read, is no UTF-8, or is empty.
+    """
+    try:
+        text = file.read_bytes().decode()
+    except OSError as error:
+        raise EvaluationError(f"{file}: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise EvaluationError(
+            f"{file}: byte {error.start:,} is no UTF-8. Convert the file to UTF-8."
+        ) from None
+    if not text:
+        raise EvaluationError(f"{file} is empty. Name a file with text.")
+    return text
+
+
+def prepare(
+    task: str,
+    text: str,
+    encoder: Encoder,
+    *,
+    stride: int | None = None,
+    limit: int | None = None,
+) -> Passage:
+    """Cut a text into windows.
+
+    Args:
+        task: Its name.
+        text: Not empty.
+        encoder: Of the model.
+        stride: New tokens of each window after the first; None: as many as the context has.
+        limit: Windows to score; None: all.
+
+    Raises:
+        EvaluationError: The text is too short to score, or the stride is not one of the context.
+    """
+    context = encoder.context_tokens
+    stride = context if stride is None else stride
+    if not 1 <= stride <= context:
+        raise EvaluationError(f"--stride {stride}: a number from 1 to the context, {context}.")
+    ids, ends = encoder.offsets(text)
+    first = encoder.end_of_text_id
+    every = rolling_windows(ids, first=first, context=context, stride=stride)
+    windows = every[:limit]
+    if not windows:
+        raise EvaluationError(f"{task}: the text has {len(ids)} tokens, too few to score one.")
+    begin = 0 if first is not None else 1  # where the first token is only context
+    last = begin + sum(window.scored for window in windows) - 1
+    end = ends[last] if len(windows) < len(every) else len(text)
+    text_bytes = len(text[ends[begin - 1] if begin else 0 : end].encode())
+    return Passage(task, windows, text_bytes)
+
+
+def rolling_windows(
+    ids: Sequence[int], *, first: int | None, context: int, stride: int
+) -> list[Continuation]:
+    """Return windows that score every token once, each with as much before it as the model sees.
+
+    Those of lm-evaluation-harness at a stride of the whole context (its
+    `get_rolling_token_windows`), and of transformers' guide to perplexity otherwise.
+
+    Args:
+        ids: The text.
+        first: What precedes it; None: its own first token, which is not scored then.
+        context: Tokens that the model sees at once.
+        stride: Tokens that each window after the first scores.
+    """
+    whole = [*ids] if first is None else [first, *ids]
+    windows: list[Continuation] = []
+    done = 1
+    while done < len(whole):
+        end = min(len(whole), done + (stride if windows else context))
+        begin = max(0, end - context - 1)
+        windows.append(Continuation(tuple(whole[begin:end]), end - done, group=len(windows)))
+        done = end
+    return windows
+
+
+def measures_of(
+    windows: Sequence[Continuation], scored: Sequence[Scored], *, text_bytes: int
+) -> dict[str, Measure]:
+    """Return the perplexity by token and by byte, and the bits that a byte takes.
+
+    The standard errors are those of a ratio of sums over windows: with loss r = sum(l) / sum(n),
+    var(r) = w / (w - 1) sum((l - r n)^2) / sum(n)^2 (Cochran, Sampling Techniques, 2.11), carried
+    over to functions of r by their derivative.
+    """
+    counts = [window.scored for window in windows]
+    losses = [-one.log_probability for one in scored]
+    tokens, total = sum(counts), sum(losses)
+    loss = total / tokens
+    error = None
+    if len(windows) > 1:
+        spread = sum((own - loss * n) ** 2 for own, n in zip(losses, counts, strict=True))
+        error = math.sqrt(spread * len(windows) / (len(windows) - 1)) / tokens
+    by_byte = tokens / text_bytes
+    bits = by_byte / math.log(2)
+    return {
+        "perplexity": _exponential(loss, error),
+        "byte_perplexity": _exponential(loss * by_byte, _times(error, by_byte)),
+        "bits_per_byte": Measure(loss * bits, _times(error, bits)),
+    }
+
+
+def _exponential(loss: float, error: float | None) -> Measure:
+    value = math.exp(min(loss, LARGEST_EXPONENT))
+    return Measure(value, _times(error, value))
+
+
+def _times(error: float | None, factor: float) -> float | None:
+    return None if error is None else error * factor

@@ -1,0 +1,165 @@
+"""The way of a run as its metrics file tells it, after every resume and rewind."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from refocused.metrics.tail import as_record, number, whole_number
+
+METRICS_FILE = Path("logs") / "training_metrics.jsonl"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LossPoint:
+    """A loss at a step, in nats a token; None: it was not finite."""
+
+    step: int
+    loss: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepPoint:
+    """What a screen needs of one logged step; the names are those of `StepMetrics`.
+
+    Attributes:
+        time: When it was logged, in Unix seconds.
+    """
+
+    step: int
+    time: float | None = None
+    loss: float | None = None
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    mfu_fraction: float | None = None
+    data_wait_fraction: float | None = None
+    gpu_memory_fraction: float | None = None
+    seconds_left: float | None = None
+    seconds_trained: float | None = None
+    cost_usd: float | None = None
+    cost_left_usd: float | None = None
+
+
+_MEASURED = tuple(field.name for field in dataclasses.fields(StepPoint))[2:]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LossHistory:
+    """The way that training took, ascending by step.
+
+    Attributes:
+        training: Loss of the steps that were logged.
+        validation: Mean loss on the validation windows.
+    """
+
+    training: list[LossPoint]
+    validation: list[LossPoint]
+
+    @property
+    def best(self) -> LossPoint | None:
+        """The lowest validation loss, the earliest where two are equal; None: there is none."""
+        measured = [(point.loss, point) for point in self.validation if point.loss is not None]
+        return min(measured, key=lambda pair: pair[0])[1] if measured else None
+
+
+class WayTaken:
+    """The way that training took, record by record: the later record of a step wins.
+
+    A record of an earlier step than the last means that training went back. What lies beyond it
+    belongs to a way that was left, also where the new one has not come as far yet.
+    """
+
+    def __init__(self, *, last: int | None = None) -> None:
+        """Begin; of the logged steps the `last` ones are kept, None: all."""
+        self._last = last
+        self._steps: dict[int, StepPoint] = {}
+        self._validations: dict[int, LossPoint] = {}
+        self._newest = 0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take the next line of the metrics file; one that is of no step is passed over."""
+        kind, step = record.get("kind"), whole_number(record, "step")
+        if kind not in ("step", "validation") or step is None:
+            return
+        if step < self._newest:
+            for found in (self._steps, self._validations):
+                for left in [other for other in found if other > step]:
+                    del found[left]
+        self._newest = step
+        if kind == "step":
+            self._steps.pop(step, None)  # so that the order stays that of the steps
+            self._steps[step] = step_point(record)
+            if self._last is not None and len(self._steps) > self._last:
+                del self._steps[next(iter(self._steps))]
+        else:
+            self._validations[step] = LossPoint(step, number(record, "validation_loss"))
+
+    @property
+    def steps(self) -> list[StepPoint]:
+        """The logged steps, ascending."""
+        return list(self._steps.values())
+
+    @property
+    def losses(self) -> LossHistory:
+        """The losses, ascending by step."""
+        return LossHistory(
+            [LossPoint(point.step, point.loss) for point in self._steps.values()],
+            self.validations,
+        )
+
+    @property
+    def validations(self) -> list[LossPoint]:
+        """The validations, ascending by step."""
+        return sorted(self._validations.values(), key=lambda point: point.step)
+
+
+def step_point(record: Mapping[str, Any]) -> StepPoint:
+    """Return a step's record as a point; a field that is no number is unknown."""
+    measured = {name: number(record, name) for name in _MEASURED}
+    return StepPoint(record["step"], unix_time(record.get("time")), **measured)
+
+
+def unix_time(value: object) -> float | None:
+    """Return a time of day in ISO 8601 as Unix seconds; None: it is none."""
+    try:
+        moment = datetime.datetime.fromisoformat(str(value))
+    except ValueError:
+        return None
+    return moment.timestamp() if moment.tzinfo else None
+
+
+def read_way(file: Path) -> WayTaken:
+    """Read a metrics file; a line that a crash tore is left out.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    way = WayTaken()
+    with file.open("rb") as lines:
+        for line in lines:
+            record = as_record(line)
+            if record is not None:
+                way.add(record)
+    return way
+
+
+def read_history(file: Path) -> LossHistory:
+    """Read the losses of a metrics file; a line that a crash tore is left out.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    return read_way(file).losses
+
+
+def loss_history(records: Iterable[Mapping[str, Any]]) -> LossHistory:
+    """Return the losses of the way that records tell of."""
+    way = WayTaken()
+    for record in records:
+        way.add(record)
+    return way.losses

@@ -1,0 +1,168 @@
+"""From a shape to a freshly initialised model, whichever family it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from refocused.models.causal_lm import CausalLM
+from refocused.models.kernels import register_attention
+from refocused.system.errors import ConfigError
+
+
+def build_model(
+    settings: Mapping[str, Any],
+    *,
+    vocabulary: int,
+    dropout: float,
+    activation_checkpointing: bool,
+    chunk_tokens: int,
+    document_id: int | None = None,
+) -> CausalLM:
+    """Build a freshly initialised model from transformers' own configuration form.
+
+    Construction is plain, never inside `deepspeed.zero.Init`: there transformers' initialisation
+    runs on empty shards and the first loss is far from ln(V).
+
+    Args:
+        settings: The JSON of a transformers configuration of a family in `FAMILIES`.
+        vocabulary: Rows of the embedding, padding included.
+        dropout: Probability at every dropout of the model.
+        activation_checkpointing: Recompute each block in the backward pass.
+        chunk_tokens: Tokens whose logits exist at once in the loss.
+        document_id: Id that begins each document, to attend within documents alone; None: to
+            attend across them.
+
+    Raises:
+        ConfigError: Another model type, or documents that a recurrence cannot keep apart.
+    """
+    import transformers
+
+    if document_id is not None and settings.get("model_type") not in MASKABLE:
+        raise ConfigError(
+            f"data.mask_documents: a model of the family {settings.get('model_type')!r} carries "
+            "what it read from one document into the next. Leave mask_documents out."
+        )
+    config = transformers_config(settings, vocabulary=vocabulary, dropout=dropout)
+    config.use_cache = False
+    network = transformers.AutoModelForCausalLM.from_config(
+        config,
+        attn_implementation=register_attention(),
+        dtype=torch.float32,
+        trust_remote_code=False,
+    )
+    _fuse_activations(network)
+    if activation_checkpointing:
+        # The newer name; with the older one transformers 5.23 prints a warning on every rank.
+        newer = getattr(network, "activation_checkpointing_enable", None)
+        (newer or network.gradient_checkpointing_enable)({"use_reentrant": False})
+        # It also lets the embedding's output need a gradient, for frozen embeddings. In validation
+        # that would be true of the first block's input alone, and compile another graph for it.
+        network.disable_input_require_grads()
+    return CausalLM(network, chunk_tokens=chunk_tokens, document_id=document_id)
+
+
+def _fuse_activations(network: nn.Module) -> None:
+    """Give GPT-2's form of GELU, which transformers writes out in eight operations, one kernel.
+
+    It is the same function, rounded once, and keeps its input for the backward pass in place of
+    five tensors of that size. The configuration keeps its name, and with it what is exported.
+    """
+    from transformers.activations import GELUTanh, NewGELUActivation
+
+    for parent in list(network.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, NewGELUActivation):
+                setattr(parent, name, GELUTanh())
+
+
+def transformers_config(settings: Mapping[str, Any], *, vocabulary: int, dropout: float) -> Any:
+    """Return the configuration object that transformers builds a model from.
+
+    Args:
+        settings: The JSON of a transformers configuration of a family in `FAMILIES`.
+        vocabulary: Rows of the embedding.
+        dropout: Probability at every dropout of the model.
+
+    Raises:
+        ConfigError: Another model type.
+    """
+    kind = settings.get("model_type", "")
+    if kind not in FAMILIES:
+        raise ConfigError(
+            f"model_type {kind!r} is not built here; known are {', '.join(FAMILIES)}."
+        )
+    named = {key: value for key, value in settings.items() if key != "model_type"}
+    named["vocab_size"] = vocabulary
+    named = {"bos_token_id": None, "eos_token_id": None} | named
+    register_families()
+    from transformers.activations import ACT2FN
+
+    try:
+        config = FAMILIES[kind](named, dropout)
+        for name in ("hidden_act", "activation_function"):
+            ACT2FN[getattr(config, name, "relu")]
+    except Exception as error:  # transformers raises nothing narrower for a value of a wrong kind
+        raise ConfigError(
+            f"transformers take no such {kind}: {' '.join(str(error).split()):.200}. Correct the "
+            "model's configuration (model.preset)."
+        ) from None
+    return config
+
+
+def register_families() -> None:
+    """Make our own families known to transformers' `Auto` classes; safe to call twice."""
+    import transformers
+
+    from refocused.models.resonance.resonance import (
+        ResonanceConfig,
+        ResonanceForCausalLM,
+        ResonanceModel,
+    )
+    from refocused.models.ten.ten import TenConfig, TenForCausalLM, TenModel
+
+    for config, body, network in (
+        (ResonanceConfig, ResonanceModel, ResonanceForCausalLM),
+        (TenConfig, TenModel, TenForCausalLM),
+    ):
+        transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
+        transformers.AutoModel.register(config, body, exist_ok=True)
+        transformers.AutoModelForCausalLM.register(config, network, exist_ok=True)
+
+
+def _gpt2(settings: dict[str, Any], dropout: float) -> Any:
+    import transformers
+
+    dropouts = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    return transformers.GPT2Config(**settings | dropouts)
+
+
+def _gpt_neox(settings: dict[str, Any], dropout: float) -> Any:
+    import transformers
+
+    dropouts = {"hidden_dropout": dropout, "attention_dropout": dropout}
+    return transformers.GPTNeoXConfig(**settings | dropouts)
+
+
+def _resonance(settings: dict[str, Any], dropout: float) -> Any:
+    from refocused.models.resonance.resonance import ResonanceConfig
+
+    return ResonanceConfig(**settings | {"dropout": dropout})
+
+
+def _ten(settings: dict[str, Any], dropout: float) -> Any:
+    from refocused.models.ten.ten import TenConfig
+
+    return TenConfig(**settings | {"hidden_dropout": dropout})
+
+
+FAMILIES: Mapping[str, Callable[[dict[str, Any], float], Any]] = {
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+    "resonance": _resonance,
+    "ten": _ten,
+}
+MASKABLE = ("gpt2", "gpt_neox")  # attention alone can leave out earlier documents

@@ -1,0 +1,1 @@
+"""The temporal eigenstates family."""

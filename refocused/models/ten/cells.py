@@ -1,0 +1,189 @@
+"""The mixing of tokens by temporal eigenstates: cells at one time scale, and several scales."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from refocused.models.ten.scan import chunked_scan, last_state
+from refocused.models.ten.ten_spectrum import Spectrum, initial_spectrum, shifted_spectrum
+
+CELLS = 2  # of a block; their outputs are averaged
+COUPLING = 0.01  # epsilon of R = I + epsilon M / ||M||_F
+
+Scan = Callable[[Tensor, Tensor, Tensor], Tensor]  # of beta, log-decay and frequency: Re(c)
+
+
+@dataclasses.dataclass(slots=True)
+class ScaleState:
+    """What one scale remembers of all tokens so far; its size does not grow with them.
+
+    Attributes:
+        eigenstates: c after the last whole group, `[2, K, B]`, float32 or better.
+        latest: The output of the last whole group, `[B, 1, D]`.
+        pending: The tokens of the group that is not whole yet, `[B, fewer than scale, D]`.
+    """
+
+    eigenstates: Tensor
+    latest: Tensor
+    pending: Tensor
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows of the batch, as beam search asks for."""
+        self.eigenstates = self.eigenstates.index_select(2, rows)
+        self.latest = self.latest.index_select(0, rows)
+        self.pending = self.pending.index_select(0, rows)
+
+
+class TenCells(nn.Module):
+    """Cells that share their input: y_t = mean over cells of W_out Re(c_t R).
+
+    c_t = a c_{t-1} + g W_in x_t, where g keeps the variance of every mode alike, and
+    R = I + epsilon M / ||M||_F couples the eigenstates at read-out only: inside the recurrence it
+    would no longer be diagonal. All parameters are used by this module's own forward, as ZeRO-3
+    wants it. The recurrence is computed in float32 whatever the parameters are, and never in TF32
+    (see `ten_scan`); the products into and out of it have the precision of the passes.
+    """
+
+    def __init__(self, width: int, *, eigenstates: int, longest: int, chunk: int) -> None:
+        """Make cells whose parameters are still to be drawn.
+
+        Args:
+            width: Size of the residual stream, D.
+            eigenstates: Modes of each cell, K.
+            longest: The longest horizon at the start, in tokens of this scale.
+            chunk: Tokens of a chunk of the fast form.
+        """
+        super().__init__()
+        modes = CELLS * eigenstates
+        self.longest, self.chunk = longest, chunk
+        self.kernel: Scan | None = None  # takes the place of the chunked form, from a zero state
+        self.in_weight = nn.Parameter(torch.empty(2, modes, width))
+        self.mixing = nn.Parameter(torch.empty(CELLS, eigenstates, eigenstates))
+        self.out_weight = nn.Parameter(torch.empty(CELLS, eigenstates, width))
+        self.rate_shift = nn.Parameter(torch.empty(modes))
+        self.frequency_shift = nn.Parameter(torch.empty(modes))
+
+    def spectrum(self) -> Spectrum:
+        """Return the modes as they are now, `[2 K]`."""
+        return shifted_spectrum(
+            self.initial_spectrum(),
+            rate_shift=self.rate_shift,
+            frequency_shift=self.frequency_shift,
+        )
+
+    def initial_spectrum(self) -> Spectrum:
+        """Return the modes where they began, `[2 K]`; each cell spans the horizons' range."""
+        cells, eigenstates, _ = self.mixing.shape
+        initial = initial_spectrum(
+            cells * eigenstates, longest=self.longest, device=self.rate_shift.device
+        )
+        # Neighbours in horizon go to different cells: each cell spans all of them.
+        return Spectrum(
+            initial.log_decay.view(eigenstates, cells).T.flatten(),
+            initial.frequency.view(eigenstates, cells).T.flatten(),
+        )
+
+    def forward(
+        self, inputs: Tensor, state: Tensor | None = None, *, want_state: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the outputs `[B, T, D]`, and c after the last token `[2, 2 K, B]` if wanted.
+
+        Args:
+            inputs: `[B, T, D]`, T at least 1.
+            state: c before the first token; None: zero.
+            want_state: Whether c is wanted.
+        """
+        spectrum = self.spectrum()
+        exact = torch.promote_types(inputs.dtype, torch.float32)
+        in_weight = self.in_weight * spectrum.gain.to(exact)[:, None]
+        # One product over all tokens of all sequences, with modes first as the scan wants them.
+        beta = in_weight.flatten(0, 1).to(inputs.dtype) @ inputs.flatten(0, 1).T
+        beta = beta.view(2, -1, *inputs.shape[:2]).to(exact)
+        modes = (spectrum.log_decay, spectrum.frequency)
+        if self.kernel is None or state is not None or exact != torch.float32:
+            real = chunked_scan(beta, *modes, chunk=self.chunk, state=state)
+        else:
+            real = self.kernel(beta, *modes)
+        read_out = self._read_out(exact).to(inputs.dtype)
+        outputs = (real.flatten(1).to(inputs.dtype).T @ read_out).view_as(inputs)
+        return outputs, last_state(beta, *modes, state=state) if want_state else None
+
+    def _read_out(self, dtype: torch.dtype) -> Tensor:
+        """Return R W_out of all cells over their number, `[2 K, D]`."""
+        out_weight, mixing = self.out_weight.to(dtype), self.mixing.to(dtype)
+        norm = torch.linalg.vector_norm(mixing, dim=(1, 2), keepdim=True)
+        coupled = torch.baddbmm(out_weight, mixing * (COUPLING / norm), out_weight)
+        return coupled.flatten(0, 1) / len(coupled)
+
+
+class TenMixer(nn.Module):
+    """Cells at several time scales, each on the averages of s tokens; their outputs are added.
+
+    Position t may use only the groups that ended at or before it: group g, of the tokens g s to
+    g s + s - 1, is heard from its last token on, until the next group ends.
+    """
+
+    def __init__(
+        self, width: int, *, eigenstates: int, longest: int, chunk: int, scales: list[int]
+    ) -> None:
+        """Make one `TenCells` for each scale; the arguments are theirs."""
+        super().__init__()
+        self.scales = tuple(scales)
+        self.cells = nn.ModuleList(
+            TenCells(width, eigenstates=eigenstates, longest=max(longest // scale, 2), chunk=chunk)
+            for scale in scales
+        )
+
+    def forward(self, inputs: Tensor, states: list[ScaleState | None] | None = None) -> Tensor:
+        """Return the mixed tokens `[B, T, D]`.
+
+        Args:
+            inputs: `[B, T, D]`.
+            states: What came before, one for each scale, brought up to date here; None: nothing
+                came before, and nothing is kept.
+        """
+        total: Tensor | None = None
+        for place, (scale, cells) in enumerate(zip(self.scales, self.cells, strict=True)):
+            if states is None and scale == 1:
+                outputs, _ = cells(inputs)
+            else:
+                before = None if states is None else states[place]
+                outputs, after = _at_scale(cells, inputs, scale, before, states is not None)
+                if states is not None:
+                    states[place] = after
+            total = outputs if total is None else total + outputs
+        assert total is not None, "there is at least one scale"
+        return total
+
+
+def _at_scale(
+    cells: nn.Module, inputs: Tensor, scale: int, before: ScaleState | None, want_state: bool
+) -> tuple[Tensor, ScaleState | None]:
+    """Apply cells to averages of `scale` tokens; see `TenMixer`."""
+    if before is not None:
+        inputs, length = torch.cat((before.pending, inputs), dim=1), inputs.shape[1]
+    else:
+        length = inputs.shape[1]
+    pending, groups = inputs.shape[1] - length, inputs.shape[1] // scale
+    exact = torch.promote_types(inputs.dtype, torch.float32)
+    whole = inputs[:, : groups * scale].reshape(len(inputs), groups, scale, inputs.shape[2])
+    latest = torch.zeros_like(inputs[:, :1]) if before is None else before.latest
+    eigenstates = None if before is None else before.eigenstates
+    if groups:
+        means = whole.mean(dim=2, dtype=exact).to(inputs.dtype)
+        outputs, eigenstates = cells(means, eigenstates, want_state=want_state)
+        # Index g is what is heard when g groups have ended.
+        heard = torch.cat((latest, outputs), dim=1)
+    else:
+        heard = latest
+    repeated = heard.repeat_interleave(scale, dim=1)[:, pending + 1 : pending + 1 + length]
+    if not want_state:
+        return repeated, None
+    if eigenstates is None:
+        modes = cells.rate_shift.numel()  # type: ignore[operator]
+        eigenstates = inputs.new_zeros((2, modes, len(inputs)), dtype=exact)
+    return repeated, ScaleState(eigenstates, heard[:, -1:], inputs[:, groups * scale :])

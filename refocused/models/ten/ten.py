@@ -1,0 +1,327 @@
+"""TEN, temporal eigenstate networks: a language model without attention, O(T), for transformers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from refocused.models.ten.cells import ScaleState, TenCells, TenMixer
+
+MODEL_TYPE = "ten"
+
+
+class TenConfig(PreTrainedConfig):  # type: ignore[misc]
+    """The shape of a TEN, as its `config.json` says it.
+
+    Attributes:
+        vocab_size: Rows of the embedding, V.
+        hidden_size: Size of the residual stream, D.
+        num_hidden_layers: Blocks, L.
+        num_eigenstates: Modes of a cell, K; a block has two cells at every scale.
+        intermediate_size: Inner size of the feed-forward part, F; 0 stands for 4 D.
+        max_position_embeddings: Sequence length to train on, and with learned positions the longest
+            one.
+        spectrum_length: The longest horizon before training, in tokens; None:
+            `max_position_embeddings`. Weights are differences from that spectrum, so it must never
+            change once they are trained.
+        learned_positions: Whether a learned embedding of the position is added. Without it a
+            sequence may have any length.
+        scales: Tokens that are averaged before each of a block's recurrences.
+        chunk_size: Tokens of a chunk of the fast form; the result does not depend on it.
+        layer_norm_eps: Added to the variance in every norm.
+        initializer_range: Standard deviation of the weights that training begins with.
+        hidden_dropout: Probability at every dropout.
+        tie_word_embeddings: Whether the head shares the token embedding.
+        use_cache: Whether generation keeps the state.
+    """
+
+    model_type = MODEL_TYPE
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    vocab_size: int = 50257
+    hidden_size: int = 512
+    num_hidden_layers: int = 4
+    num_eigenstates: int = 64
+    intermediate_size: int = 0
+    max_position_embeddings: int = 512
+    spectrum_length: int | None = None
+    learned_positions: bool = True
+    scales: list[int] | None = None
+    chunk_size: int = 64
+    layer_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    hidden_dropout: float = 0.0
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
+        self.scales = list(self.scales or [1])
+        self.spectrum_length = self.spectrum_length or self.max_position_embeddings
+        super().__post_init__(**kwargs)
+
+    @property
+    def takes_padding(self) -> bool:
+        """Whether rows of a batch may be filled up: the recurrence cannot leave tokens out."""
+        return False
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """The most tokens of a sequence; None: there is no limit."""
+        return self.max_position_embeddings if self.learned_positions else None
+
+
+class TenState:
+    """What generation carries from token to token: its size is the same at every length.
+
+    Attributes:
+        seen_tokens: How many tokens it has taken in.
+        blocks: Of each block, of each scale.
+    """
+
+    is_compileable = False  # what transformers asks of every cache
+
+    def __init__(self, config: TenConfig) -> None:
+        """Begin before the first token."""
+        self.seen_tokens = 0
+        self.blocks: list[list[ScaleState | None]] = [
+            [None] * len(config.scales or [1]) for _ in range(config.num_hidden_layers)
+        ]
+
+    def get_seq_length(self) -> int:
+        """Return how many tokens were taken in, under the name that transformers asks for."""
+        return self.seen_tokens
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep these rows of the batch, as beam search asks for."""
+        for scales in self.blocks:
+            for state in scales:
+                if state is not None:
+                    state.select(beam_idx)
+
+
+class TenBlock(GradientCheckpointingLayer):  # type: ignore[misc]
+    """A pre-norm block: eigenstates mix the tokens, a feed-forward part each token."""
+
+    def __init__(self, config: TenConfig) -> None:
+        super().__init__()
+        width, inner = config.hidden_size, config.intermediate_size
+        self.mixer_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.mixer = TenMixer(
+            width,
+            eigenstates=config.num_eigenstates,
+            longest=config.spectrum_length or config.max_position_embeddings,
+            chunk=config.chunk_size,
+            scales=config.scales or [1],
+        )
+        self.ffn_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.ffn_in = nn.Linear(width, inner)
+        self.ffn_out = nn.Linear(inner, width)
+        # On the matrix itself: transformers passes a module of ours to `_init_weights` only if it
+        # has parameters of its own, which a block has not.
+        self.ffn_out.is_residual = True  # type: ignore[assignment]
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(self, hidden: Tensor, states: list[ScaleState | None] | None = None) -> Tensor:
+        """Return the residual stream `[B, T, D]` after the block; `states` are brought up."""
+        hidden = hidden + self.dropout(self.mixer(self.mixer_norm(hidden), states))
+        inner = nn.functional.gelu(self.ffn_in(self.ffn_norm(hidden)))
+        added: Tensor = hidden + self.dropout(self.ffn_out(inner))
+        return added
+
+
+class TenPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
+    """What the body and the model with its head have in common for transformers."""
+
+    config_class = TenConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("TenBlock",)
+    _supports_sdpa = True  # there is no attention to which it could matter
+    _is_stateful = True  # no method of generation may go back to an earlier token
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw a module's parameters: what ends in the residual stream starts smaller (GPT-2)."""
+        super()._init_weights(module)
+        deviation = self.config.initializer_range
+        smaller = deviation / math.sqrt(2 * self.config.num_hidden_layers)
+        if isinstance(module, TenCells):
+            init.normal_(module.in_weight, std=deviation)
+            init.normal_(module.mixing, std=deviation)
+            init.normal_(module.out_weight, std=smaller)
+            init.zeros_(module.rate_shift)
+            init.zeros_(module.frequency_shift)
+        elif getattr(module, "is_residual", False):
+            init.normal_(module.weight, std=smaller)
+
+
+class TenModel(TenPreTrainedModel):
+    """The body: embeddings, blocks, final norm."""
+
+    def __init__(self, config: TenConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.learned_positions:
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.layers = nn.ModuleList(TenBlock(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: TenState | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **_: Any,
+    ) -> BaseModelOutputWithPast:
+        """Return the hidden states `[B, T, D]`, and the state where it is kept.
+
+        Args:
+            input_ids: Tokens `[B, T]`.
+            inputs_embeds: Their embeddings `[B, T, D]` instead.
+            position_ids: Places that learned positions are looked up for; None: those that follow
+                the state's. The recurrence runs over all tokens whatever they say.
+            attention_mask: Nothing may be masked; transformers passes ones.
+            past_key_values: The state after the tokens before these, brought up to date here.
+            use_cache: Whether to begin a state where none is given.
+            output_hidden_states: Return what each block took too; None: as the configuration says.
+
+        Raises:
+            ValueError: Padding, or a sequence beyond the learned positions.
+        """
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        keeps = self.config.use_cache and not self.training if use_cache is None else use_cache
+        state = past_key_values
+        if state is None:
+            _refuse_padding(attention_mask)
+            state = TenState(self.config) if keeps else None
+        if self.config.learned_positions:
+            hidden = hidden + self._positions(hidden, state, position_ids)
+        hidden = self.dropout(hidden)
+        wants_all = output_hidden_states or (
+            output_hidden_states is None and self.config.output_hidden_states
+        )
+        taken: list[Tensor] = []
+        for place, block in enumerate(self.layers):
+            taken += [hidden] if wants_all else []  # kept, each takes memory
+            hidden = block(hidden) if state is None else block(hidden, state.blocks[place])
+        if state is not None:
+            state.seen_tokens += hidden.shape[1]
+        hidden = self.norm(hidden)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden,
+            past_key_values=state,
+            hidden_states=(*taken, hidden) if wants_all else None,
+        )
+
+    def _positions(
+        self, hidden: Tensor, state: TenState | None, position_ids: Tensor | None
+    ) -> Tensor:
+        if position_ids is None:
+            first = 0 if state is None else state.seen_tokens
+            end = first + hidden.shape[1]
+            if end > self.config.max_position_embeddings:
+                raise ValueError(
+                    f"Token {end} has no learned position: this model was built for sequences of "
+                    f"at most {self.config.max_position_embeddings} tokens."
+                )
+            position_ids = torch.arange(first, end, device=hidden.device).unsqueeze(0)
+        positions: Tensor = self.embed_positions(position_ids)
+        return positions
+
+
+class TenForCausalLM(TenPreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """The body with a language-model head, as transformers uses it."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - its form
+
+    def __init__(self, config: TenConfig) -> None:
+        super().__init__(config)
+        self.model = TenModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """Say that the model makes its state itself: it has no keys and values to cache."""
+        return False
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: TenState | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **for_loss: Any,
+    ) -> CausalLMOutputWithPast:
+        """Return the logits `[B, T, V]`, and the loss where labels are given.
+
+        Args:
+            input_ids: See `TenModel`.
+            labels: Ids `[B, T]` of these tokens themselves: as everywhere in transformers they are
+                shifted here, and -100 is not counted.
+            logits_to_keep: Compute the last so many only, or those at these places; 0: all.
+            inputs_embeds: See `TenModel`.
+            position_ids: See `TenModel`.
+            attention_mask: See `TenModel`.
+            past_key_values: See `TenModel`.
+            use_cache: See `TenModel`.
+            output_hidden_states: See `TenModel`.
+            for_loss: What transformers' loss takes: with `num_items_in_batch`, the number of labels
+                of all accumulated passes, the loss is divided by that.
+        """
+        outputs = self.model(
+            input_ids,
+            inputs_embeds=inputs_embeds,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **for_loss)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+
+def _refuse_padding(attention_mask: Tensor | None) -> None:
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise ValueError(
+            "The attention mask hides tokens, which a recurrence cannot leave out. Give sequences "
+            "of equal length, without padding."
+        )

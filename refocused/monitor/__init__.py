@@ -1,0 +1,1 @@
+"""Watching a run from outside: GPUs, machine, alarms, live screen, summary."""

@@ -1,0 +1,1 @@
+"""The process that samples GPUs and machine and raises alarms."""

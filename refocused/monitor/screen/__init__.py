@@ -1,0 +1,1 @@
+"""The live screen and the summary of a run."""

@@ -1,0 +1,256 @@
+"""The live screen: looks at the runs' files every few seconds, and at nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Container
+from textual.screen import ModalScreen
+from textual.widget import Widget
+from textual.widgets import OptionList, Static
+
+from refocused.monitor.run_status import RunView
+from refocused.monitor.run_view_files import RunFollower
+from refocused.monitor.screen.dashboard_chart import Curve, Point, draw_curve
+from refocused.monitor.screen.dashboard_gpus import gpu_lines
+from refocused.monitor.screen.run_lines import (
+    alarm_lines,
+    event_lines,
+    fitted,
+    head_lines,
+    run_rows,
+    shown,
+)
+
+KEYS = " q quit  r runs  n next run  z newest part of the curves"
+ALARMS_SHOWN = 3  # in a line each; the table of GPUs shows the others' notes
+ALARM_ROWS = 4  # that they may have where all are shown whole
+NEWEST_SHARE = 0.1  # of the logged steps
+NEWEST_POINTS = 20  # at least
+
+
+class CurveWidget(Widget):
+    """One curve, drawn into the room that there is."""
+
+    def __init__(self, *, name: str, ascii_only: bool) -> None:
+        """Draw nothing yet."""
+        super().__init__(id=name, classes="curve")
+        self._ascii_only = ascii_only
+        self._curve = Curve(name, (), ())
+
+    def show(self, curve: Curve) -> None:
+        """Draw another curve."""
+        self._curve = curve
+        self.refresh()
+
+    def render(self) -> Text:
+        """Return the drawing."""
+        size = self.size
+        lines = draw_curve(
+            self._curve, width=size.width, height=size.height, ascii_only=self._ascii_only
+        )
+        return Text("\n").join(lines[: size.height])
+
+
+class RunsScreen(ModalScreen[int | None]):
+    """The runs, to choose one of them."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,r,q", "dismiss(None)", "back")]
+
+    def __init__(self, rows: Sequence[Text], *, chosen: int) -> None:
+        """Show the runs as they are now."""
+        super().__init__()
+        self._rows = rows
+        self._chosen = chosen
+
+    def compose(self) -> ComposeResult:
+        """Make the list."""
+        yield Static(Text(" Runs: up, down, Enter chooses; Escape goes back", style="bold"))
+        yield OptionList(*self._rows, id="runs")
+
+    def on_mount(self) -> None:
+        """Begin at the run that is shown."""
+        self.query_one(OptionList).highlighted = self._chosen
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        """Go to the chosen run."""
+        self.dismiss(event.option_index)
+
+
+class Dashboard(App[None]):
+    """The live screen of some runs, one at a time."""
+
+    ENABLE_COMMAND_PALETTE = False
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (130, "-wide")]  # noqa: RUF012 - as App declares it
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "quit"),
+        Binding("r", "choose_run", "runs"),
+        Binding("n", "next_run", "next run"),
+        Binding("z", "zoom", "newest part of the curves"),
+    ]
+    CSS = """
+    Screen { layout: vertical; background: ansi_default; scrollbar-size: 0 0; overflow: hidden; }
+    Static { width: 100%; height: auto; text-wrap: nowrap; text-overflow: clip; }
+    #body { height: 1fr; layout: vertical; }
+    #curves { height: 1fr; min-height: 4; layout: horizontal; }
+    .curve { width: 1fr; height: 100%; }
+    #side { height: auto; }
+    #events { height: 2; }
+    #keys { dock: bottom; height: 1; text-style: dim; }
+    .-wide #body { layout: horizontal; }
+    .-wide #curves { layout: vertical; width: 1fr; height: 100%; }
+    .-wide .curve { width: 100%; height: 1fr; }
+    .-wide #side { width: 82; height: 100%; }
+    .-wide #events { height: 1fr; margin-top: 1; }
+    RunsScreen { align: left top; }
+    #runs { height: 1fr; border: none; padding: 0; scrollbar-size: 0 0; }
+    """
+
+    def __init__(
+        self,
+        followers: Sequence[RunFollower],
+        *,
+        interval_seconds: float,
+        ascii_only: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Prepare to show runs, the first of them at first.
+
+        Args:
+            followers: Of at least one run.
+            interval_seconds: Between two looks.
+            ascii_only: Draw with ASCII characters only.
+            clock: Unix seconds.
+        """
+        super().__init__(ansi_color=True)
+        self._followers = followers
+        self._interval_seconds = interval_seconds
+        self._ascii_only = ascii_only
+        self._clock = clock
+        self._shown = 0
+        self._zoomed = False
+        self._written: dict[str, Text] = {}
+        self._drawn: tuple[object, ...] | None = None
+
+    def compose(self) -> ComposeResult:
+        """Make the parts of the screen."""
+        yield Static(id="head")
+        yield Static(id="alarms")
+        with Container(id="body"):
+            with Container(id="curves"):
+                yield CurveWidget(name="loss", ascii_only=self._ascii_only)
+                yield CurveWidget(name="speed", ascii_only=self._ascii_only)
+            with Container(id="side"):
+                yield Static(id="gpus")
+                yield Static(id="events")
+        yield Static(KEYS, id="keys")
+
+    def on_mount(self) -> None:
+        """Look now, and then again and again."""
+        self.look()
+        self.set_interval(self._interval_seconds, self.look)
+
+    def look(self) -> None:
+        """Read what is new and show it."""
+        now = self._clock()
+        view = self._followers[self._shown].view(now=now)
+        self._write("head", head_lines(view, width=self.size.width))
+        self._write("alarms", alarms_shown(view, now=now, width=self.size.width))
+        self._write("gpus", gpu_lines(view))
+        events = self.query_one("#events")
+        self._write("events", event_lines(view.events, count=max(2, events.size.height)))
+        self._draw(view)
+
+    def on_resize(self) -> None:
+        """Show as much as the new size holds."""
+        self.call_after_refresh(self.look)
+
+    def action_zoom(self) -> None:
+        """Show all of the curves, or their newest part."""
+        self._zoomed = not self._zoomed
+        self.look()
+
+    def action_next_run(self) -> None:
+        """Show the next run."""
+        self._show_run((self._shown + 1) % len(self._followers))
+
+    def action_choose_run(self) -> None:
+        """Show the list of the runs."""
+        views = [follower.view(now=self._clock()) for follower in self._followers]
+        rows = shown(run_rows(views), ascii_only=self._ascii_only)
+        self.push_screen(RunsScreen(rows, chosen=self._shown), self._show_run)
+
+    def _show_run(self, index: int | None) -> None:
+        if index is not None:
+            self._shown = index
+            self.look()
+
+    def _write(self, part: str, lines: Sequence[Text]) -> None:
+        """Show the lines of a part; what is there already costs nothing."""
+        widget, ascii_only = self.query_one(f"#{part}", Static), self._ascii_only
+        whole = shown(lines, ascii_only=ascii_only)
+        cut = (fitted(line, widget.size.width, ascii_only=ascii_only) for line in whole)
+        text, before = Text("\n").join(cut), self._written.get(part)
+        if text == before:
+            return
+        self._written[part] = text
+        widget.display = bool(lines)
+        # Each line has its row, whatever is in it: only their number moves other parts.
+        moves = before is None or before.plain.count("\n") != text.plain.count("\n")
+        widget.update(text, layout=moves or not before)
+
+    def _draw(self, view: RunView) -> None:
+        """Draw the curves, unless they are as they were: that costs more than all the rest."""
+        ends = [*view.steps[-1:], *view.validations[-1:]]
+        drawn = (self._shown, self._zoomed, len(view.steps), len(view.validations), *ends)
+        if drawn == self._drawn:
+            return
+        self._drawn = drawn
+        loss, speed = curves_of(view, newest_only=self._zoomed)
+        self.query_one("#loss", CurveWidget).show(loss)
+        self.query_one("#speed", CurveWidget).show(speed)
+
+
+def alarms_shown(view: RunView, *, now: float, width: int) -> list[Text]:
+    """Return the alarms whole where there is room for all, else the first in a line each.
+
+    Args:
+        view: The run.
+        now: Unix seconds.
+        width: Characters of a line.
+    """
+    live = not view.has_ended
+    whole = alarm_lines(view.alarms, now=now, live=live, width=width)
+    if len(whole) <= ALARM_ROWS:
+        return whole
+    hidden = len(view.alarms) - ALARMS_SHOWN
+    more = [Text(f" and {hidden} more", style="dim")] if hidden > 0 else []
+    return [*alarm_lines(view.alarms[:ALARMS_SHOWN], now=now, live=live), *more]
+
+
+def curves_of(view: RunView, *, newest_only: bool = False) -> tuple[Curve, Curve]:
+    """Return the curves of loss and of speed.
+
+    Args:
+        view: The run.
+        newest_only: Show only the last tenth of the logged steps.
+    """
+    steps = view.steps
+    if newest_only:
+        steps = steps[-max(NEWEST_POINTS, round(len(steps) * NEWEST_SHARE)) :]
+    first = steps[0].step if steps else 0
+    places = [point.step for point in steps]
+    marks: list[Point] = [
+        (point.step, point.loss) for point in view.validations if point.step >= first
+    ]
+    losses = [point.loss for point in steps]
+    speeds = [point.tokens_per_second for point in steps]
+    return (
+        Curve("loss (line) and validation (dots)", places, losses, marks, "{:.4f}".format),
+        Curve("tokens a second", places, speeds, (), "{:,.0f}".format),
+    )

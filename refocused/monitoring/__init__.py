@@ -1,1 +1,0 @@
-"""What a run measures of itself and where it is written."""

@@ -1,0 +1,1 @@
+"""Preparing data sets: tokenize, convert, inspect, verify, split, sync, upload."""

@@ -1,0 +1,154 @@
+"""Statistics of token ids as they go by: range, frequencies, documents and their duplicates."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+from refocused.data.formats.token_blocks import Ids
+
+COUNTED_IDS = 1 << 20  # ids above are no vocabulary's; they show in the largest id
+BINS = 64
+LENGTH_BINS = 48
+REMEMBERED_DOCUMENTS = 4_000_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Histogram:
+    """Counts between edges.
+
+    Attributes:
+        edges: One more than the counts; a bin holds its lower edge and not its upper one.
+        counts: What falls between.
+    """
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IdStatistics:
+    """What was seen of the ids.
+
+    Attributes:
+        tokens: Ids seen.
+        min_id: Smallest; None: nothing was seen.
+        max_id: Largest; None: nothing was seen.
+        distinct_ids: Different ids.
+        most_frequent: The ten most frequent ids and their shares.
+        documents: Rows, or documents, of which the edges of files may make two; None: their ends
+            are not known.
+        duplicate_documents: Those that were seen before, token for token.
+        id_histogram: Tokens by id, in bins of equal width.
+        length_histogram: Documents by their tokens, in bins of equal ratio.
+    """
+
+    tokens: int
+    min_id: int | None
+    max_id: int | None
+    distinct_ids: int
+    most_frequent: tuple[tuple[int, float], ...]
+    documents: int | None
+    duplicate_documents: int | None
+    id_histogram: Histogram
+    length_histogram: Histogram
+
+
+class IdCounter:
+    """Counts ids, and documents where their ends are known; memory does not grow with tokens."""
+
+    def __init__(self) -> None:
+        self._counts: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._tokens = 0
+        self._min_id: int | None = None
+        self._max_id: int | None = None
+        self._knows_documents = False
+        self._lengths: list[int] = []
+        self._seen: set[bytes] = set()
+        self._duplicates = 0
+        self._begin_document()
+
+    @property
+    def open_length(self) -> int:
+        """Ids of the open document so far."""
+        return self._length
+
+    def add(self, ids: Ids) -> None:
+        """Count ids that belong to the open document."""
+        if not len(ids):
+            return
+        self._tokens += len(ids)
+        low, high = int(ids.min()), int(ids.max())
+        self._min_id = low if self._min_id is None else min(low, self._min_id)
+        self._max_id = high if self._max_id is None else max(high, self._max_id)
+        usual = ids if high < COUNTED_IDS else ids[ids < COUNTED_IDS]
+        counts = np.bincount(usual.astype(np.int64, copy=False))
+        if len(counts) > len(self._counts):
+            counts[: len(self._counts)] += self._counts
+            self._counts = counts
+        else:
+            self._counts[: len(counts)] += counts
+
+    def add_to_document(self, ids: Ids) -> None:
+        """Append ids to the open document, without counting them."""
+        self._length += len(ids)
+        self._digest.update(ids.astype("<u4").tobytes())
+
+    def end_document(self) -> None:
+        """Close the open document; an empty one is none."""
+        self._knows_documents = True
+        if self._length and len(self._lengths) < REMEMBERED_DOCUMENTS:
+            self._lengths.append(self._length)
+            digest = self._digest.digest()
+            self._duplicates += digest in self._seen
+            self._seen.add(digest)
+        self._begin_document()
+
+    def drop_document(self) -> None:
+        """Forget the open document, whose end is not known."""
+        self._begin_document()
+
+    def statistics(self) -> IdStatistics:
+        """Return what was seen so far."""
+        known = self._knows_documents
+        return IdStatistics(
+            tokens=self._tokens,
+            min_id=self._min_id,
+            max_id=self._max_id,
+            distinct_ids=int(np.count_nonzero(self._counts)),
+            most_frequent=self._most_frequent(),
+            documents=len(self._lengths) if known else None,
+            duplicate_documents=self._duplicates if known else None,
+            id_histogram=self._id_histogram(),
+            length_histogram=self._length_histogram(),
+        )
+
+    def _begin_document(self) -> None:
+        self._length = 0
+        self._digest = hashlib.blake2b(digest_size=8)
+
+    def _most_frequent(self) -> tuple[tuple[int, float], ...]:
+        order = np.argsort(-self._counts, kind="stable")[:10]
+        return tuple(
+            (int(one), float(self._counts[one] / self._tokens))
+            for one in order
+            if self._counts[one]
+        )
+
+    def _id_histogram(self) -> Histogram:
+        width = max(-(-len(self._counts) // BINS), 1)
+        starts = np.arange(0, len(self._counts), width)
+        counts = np.add.reduceat(self._counts, starts) if len(starts) else starts
+        edges = np.arange(len(starts) + 1) * width
+        return Histogram(tuple(map(float, edges)), tuple(map(int, counts)))
+
+    def _length_histogram(self) -> Histogram:
+        if not self._lengths:
+            return Histogram((), ())
+        longest = max(self._lengths)
+        edges = np.unique(np.geomspace(1, longest + 1, LENGTH_BINS + 1).round())
+        counts, _ = np.histogram(self._lengths, edges)
+        return Histogram(tuple(map(float, edges)), tuple(map(int, counts)))

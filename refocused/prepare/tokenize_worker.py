@@ -1,0 +1,246 @@
+"""One task of tokenising, in a process of its own: spans of text in, two files of ids out."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterable
+from multiprocessing import parent_process
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from refocused.bucket.checksum import crc32c_of, extended_crc32c
+from refocused.data.formats.element_types import element_type
+from refocused.prepare.text_documents import Piece, Reading, pieces
+from refocused.prepare.text_inputs import Span
+from refocused.system.atomic_files import replace_file
+from refocused.system.errors import ShardError
+from refocused.system.strict_json import MalformedError, parse_json_object
+from refocused.tokenizers.encoders import Ids, Tokenizer, TokenizerChoice, open_tokenizer
+
+Split = Literal["train", "val"]
+SPLITS: tuple[Split, ...] = ("train", "val")
+_HASHED_CHARACTERS = 4096
+_BUFFERED_IDS = 1 << 18
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TaskSettings:
+    """What every task is done with.
+
+    Attributes:
+        tokenizer: Which one.
+        reading: How files become documents.
+        validation_ratio: Share of the documents for validation.
+        folder: Where results go.
+    """
+
+    tokenizer: TokenizerChoice
+    reading: Reading
+    validation_ratio: float
+    folder: Path
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SplitFile:
+    """The ids of one task and split, raw and little-endian.
+
+    Attributes:
+        tokens: Ids in it.
+        crc32c: Checksum of it.
+    """
+
+    tokens: int
+    crc32c: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TaskResult:
+    """What one task has made; its own file says that it is finished."""
+
+    train: SplitFile
+    val: SplitFile
+
+    def of(self, split: Split) -> SplitFile:
+        """Return the file of a split."""
+        return self.train if split == "train" else self.val
+
+
+def is_validation(text: str, *, ratio: float) -> bool:
+    """Whether a document is for validation, by a hash of its first 4,096 characters.
+
+    Equal documents are on one side, wherever they stand.
+    """
+    start = text[:_HASHED_CHARACTERS].encode("utf-8", "surrogatepass")
+    digest = hashlib.blake2b(start, digest_size=8).digest()
+    return int.from_bytes(digest, "big") < ratio * 2.0**64
+
+
+def split_path(folder: Path, number: int, split: Split) -> Path:
+    """Return where a task's ids of a split are."""
+    return folder / f"task_{number:06d}.{split}"
+
+
+def read_result(folder: Path, number: int) -> TaskResult | None:
+    """Return the result of a finished task whose files are whole; None otherwise."""
+    try:
+        content = parse_json_object(_result_path(folder, number).read_bytes())
+        result = TaskResult(SplitFile(**content["train"]), SplitFile(**content["val"]))
+    except (FileNotFoundError, MalformedError, LookupError, TypeError):
+        return None
+    for split in SPLITS:
+        path = split_path(folder, number, split)
+        if not path.exists() or crc32c_of(path) != result.of(split).crc32c:
+            return None
+    return result
+
+
+def remove_result(folder: Path, number: int) -> None:
+    """Remove a task's files, the one that says that it is finished first."""
+    _result_path(folder, number).unlink(missing_ok=True)
+    for split in SPLITS:
+        split_path(folder, number, split).unlink(missing_ok=True)
+
+
+class _SplitWriter:
+    """Writes the ids of a split under a name of this process, in blocks."""
+
+    def __init__(self, target: Path, dtype: np.dtype[Any]) -> None:
+        self._target = target
+        self._path = target.with_name(f"{target.name}.{os.getpid()}.part")
+        self._file = self._path.open("wb")
+        self._dtype = dtype
+        self._waiting: list[Ids] = []
+        self._waiting_ids = self._tokens = self._crc32c = 0
+
+    def add(self, ids: Ids) -> None:
+        self._waiting.append(ids)
+        self._waiting_ids += len(ids)
+        if self._waiting_ids >= _BUFFERED_IDS:
+            self._flush()
+
+    def publish(self) -> SplitFile:
+        self._flush()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._path.replace(self._target)
+        return SplitFile(self._tokens, self._crc32c)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        content = np.concatenate(self._waiting, dtype=self._dtype, casting="same_kind").tobytes()
+        self._file.write(content)
+        self._crc32c = extended_crc32c(self._crc32c, content)
+        self._tokens += self._waiting_ids
+        self._waiting, self._waiting_ids = [], 0
+
+
+class _StoppedError(Exception):
+    """The main process wants no more."""
+
+
+class Worker:
+    """What one process keeps between tasks.
+
+    Args:
+        settings: Of all tasks.
+        stopping: Set when the main process wants no more; None where nobody asks.
+    """
+
+    def __init__(self, settings: TaskSettings, stopping: Event | None = None) -> None:
+        self._settings = settings
+        self._stopping = stopping
+        self._tokenizer: Tokenizer = open_tokenizer(settings.tokenizer)
+
+    def run(self, number: int, spans: Iterable[Span]) -> TaskResult:
+        """Tokenise spans; the file that says so is written last.
+
+        Raises:
+            ShardError: A file cannot be read, or the disk cannot be written.
+        """
+        try:
+            return self._run(number, spans)
+        except OSError as error:
+            raise ShardError(
+                f"{self._settings.folder}: {error.strerror or error} while task {number} was "
+                "written. Free space there, and run the same command again: it goes on from here."
+            ) from None
+
+    def _run(self, number: int, spans: Iterable[Span]) -> TaskResult:
+        folder = self._settings.folder
+        dtype = element_type(self._tokenizer.vocabulary)
+        with (
+            _SplitWriter(split_path(folder, number, "train"), dtype) as train,
+            _SplitWriter(split_path(folder, number, "val"), dtype) as val,
+        ):
+            writer = train
+            begin = np.array([self._tokenizer.end_of_text_id], dtype)
+            for span in spans:
+                for piece in pieces(span, self._settings.reading):
+                    if piece.begins:
+                        writer = val if self._validates(piece) else train
+                        writer.add(begin)
+                    writer.add(self._tokenizer.encode(piece.text))
+            result = TaskResult(train.publish(), val.publish())
+        _write_result(folder, number, result)
+        return result
+
+    def _validates(self, piece: Piece) -> bool:
+        if self._stopping is not None and self._stopping.is_set():
+            raise _StoppedError
+        return is_validation(piece.text, ratio=self._settings.validation_ratio)
+
+
+def start_worker(settings: TaskSettings, stopping: Event) -> None:
+    """Prepare a process of the pool: it ends with its parent and leaves Ctrl+C to it."""
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _worker = Worker(settings, stopping)
+
+
+def run_task(number: int, spans: tuple[Span, ...]) -> TaskResult:
+    """Run a task in a process that `start_worker` prepared."""
+    assert _worker is not None
+    return _worker.run(number, spans)
+
+
+_worker: Worker | None = None  # of this process
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        # A pool's processes hold both ends of its queues, so they would wait for ever.
+        parent.join()
+        os._exit(1)
+
+
+def _write_result(folder: Path, number: int, result: TaskResult) -> None:
+    text = json.dumps(dataclasses.asdict(result))
+    replace_file(_result_path(folder, number), text.encode(), rivals=True)
+
+
+def _result_path(folder: Path, number: int) -> Path:
+    return folder / f"task_{number:06d}.json"

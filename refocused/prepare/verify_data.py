@@ -1,0 +1,161 @@
+"""Whether the files of a data set are what its manifest, or their own headers, say."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from refocused.bucket.bucket import BlobInfo, Bucket
+from refocused.bucket.stored import stored_crc32c
+from refocused.config.data import DataConfig
+from refocused.data.formats.element_types import vocabulary_for
+from refocused.data.formats.object_names import MANIFEST_NAME, matches
+from refocused.data.formats.object_reader import ObjectReader
+from refocused.data.formats.token_blocks import count_tokens, token_blocks
+from refocused.data.formats.token_layout import read_layout
+from refocused.data.manifest.select_files import chosen_names
+from refocused.data.manifest.shard_manifest import Manifest, Shard, read_manifest
+from refocused.system.errors import RefocusedError, ShardError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found of one file.
+
+    Attributes:
+        name: The object.
+        size: Bytes of it, as listed; 0 when it is missing.
+        tokens: Real tokens; None: not counted.
+        max_id: Largest id; None: not read.
+        problem: What is wrong, and the way out; None: nothing.
+    """
+
+    name: str
+    size: int
+    tokens: int | None
+    max_id: int | None
+    problem: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Wanted:
+    name: str
+    blob: BlobInfo | None
+    row: Shard | None  # of the manifest
+
+
+def verify_data(
+    bucket: Bucket,
+    data: DataConfig,
+    *,
+    deep: bool,
+    vocabulary: int | None,
+    progress: Callable[[int, int], None],
+) -> list[Finding]:
+    """Check every file, several at once; return what was found, in name order.
+
+    Against a manifest: size and checksum, which a folder's files are read for. Without one:
+    headers.
+
+    Args:
+        bucket: The source.
+        data: Patterns, `max_files`, and how files are read.
+        deep: Read all tokens too: their number, and their ids.
+        vocabulary: Ids that the model knows, compared when `deep`; None: not compared.
+        progress: Called with bytes done and bytes in all.
+
+    Raises:
+        ShardError: There are no token files, or the manifest cannot be read.
+        BucketError: The source cannot be listed.
+    """
+    wanted = _wanted(bucket, data)
+    total = sum(one.blob.size for one in wanted if one.blob)
+    findings: list[Finding] = []
+    done = 0
+    progress(done, total)
+    with concurrent.futures.ThreadPoolExecutor(data.fetch_threads, "verify") as pool:
+        jobs = [pool.submit(_found, bucket, one, data, deep, vocabulary) for one in wanted]
+        try:
+            for job in jobs:
+                findings.append(job.result())
+                done += findings[-1].size
+                progress(done, total)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    return findings
+
+
+def _wanted(bucket: Bucket, data: DataConfig) -> list[_Wanted]:
+    listing = {blob.name: blob for blob in bucket.list()}
+    if MANIFEST_NAME not in listing or matches(MANIFEST_NAME, data.exclude):
+        names: Sequence[str] = chosen_names(listing, data=data, url=bucket.url)
+        return [_Wanted(name, listing[name], None) for name in names]
+    manifest: Manifest = read_manifest(bucket)
+    rows = {shard.name: shard for shard in manifest.shards}
+    names = chosen_names(rows, data=data, url=bucket.url)
+    return [_Wanted(name, listing.get(name), rows[name]) for name in names]
+
+
+def _found(
+    bucket: Bucket, wanted: _Wanted, data: DataConfig, deep: bool, vocabulary: int | None
+) -> Finding:
+    blob = wanted.blob
+    if blob is None:
+        problem = "it is in the manifest and not in the listing. Upload it, or exclude it."
+        return Finding(wanted.name, 0, None, None, f"{wanted.name}: {problem}")
+    finding = Finding(blob.name, blob.size, None, None, None)
+    try:
+        if wanted.row is not None:
+            _check_row(bucket, blob, wanted.row)
+            finding = dataclasses.replace(finding, tokens=wanted.row.tokens)
+        if deep or wanted.row is None:
+            finding = _read(bucket, blob, data, deep)
+            _check_tokens(finding, wanted.row, vocabulary)
+    except RefocusedError as error:
+        return dataclasses.replace(finding, problem=str(error))
+    return finding
+
+
+def _check_row(bucket: Bucket, blob: BlobInfo, row: Shard) -> None:
+    if blob.size != row.size:
+        raise ShardError(
+            f"{blob.name}: it has {blob.size:,} bytes, and {MANIFEST_NAME} says {row.size:,}. "
+            "Fetch or upload it again."
+        )
+    if row.crc32c is None:
+        return
+    found = stored_crc32c(bucket, blob)
+    if found != row.crc32c:
+        raise ShardError(
+            f"{blob.name}: its CRC-32C is {found:#010x}, and {MANIFEST_NAME} says "
+            f"{row.crc32c:#010x}: its bytes are damaged. Fetch or upload it again."
+        )
+
+
+def _read(bucket: Bucket, blob: BlobInfo, data: DataConfig, deep: bool) -> Finding:
+    reader = ObjectReader(bucket, blob)
+    layout = read_layout(reader, name=blob.name, data=data)
+    if not deep:
+        tokens = count_tokens(reader, layout, name=blob.name).tokens
+        return Finding(blob.name, blob.size, tokens, None, None)
+    tokens, max_id = 0, 0
+    for block in token_blocks(reader, layout, name=blob.name):
+        if block.size:
+            tokens += len(block)
+            max_id = max(max_id, int(block.max()))
+    return Finding(blob.name, blob.size, tokens, max_id, None)
+
+
+def _check_tokens(finding: Finding, row: Shard | None, vocabulary: int | None) -> None:
+    if row is not None and finding.tokens != row.tokens:
+        raise ShardError(
+            f"{finding.name}: {finding.tokens:,} tokens are in it, and {MANIFEST_NAME} says "
+            f"{row.tokens:,}. Write the manifest again: refocused prepare_data manifest --write"
+        )
+    if vocabulary is not None and finding.max_id is not None and finding.max_id >= vocabulary:
+        raise ShardError(
+            f"{finding.name}: its largest id is {finding.max_id:,}, and a vocabulary of "
+            f"{vocabulary:,} ends at {vocabulary - 1:,}. {vocabulary_for(finding.max_id)}, or "
+            "exclude the file."
+        )

@@ -1,1 +1,0 @@
-"""Token files: recognised, counted, fetched, and mapped in one local form."""

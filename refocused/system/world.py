@@ -1,0 +1,316 @@
+"""The ranks of a run and what they tell each other outside of training itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import re
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from refocused.system.errors import ConfigError, RefocusedError, TrainingError
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+DeviceKind = Literal["cuda", "cpu"]
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+CONTROL_TIMEOUT = datetime.timedelta(hours=2)  # longer than any save, download or validation
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class World:
+    """This process among the ranks of the run.
+
+    Messages of the control plane (flags, names, errors) go over gloo on the CPU, so that they
+    need no GPU and may wait for a slow disk without tripping NCCL's watchdog.
+
+    Attributes:
+        rank: Number of this process among all, from 0.
+        local_rank: Number of this process on its machine.
+        world_size: Processes of the run.
+        local_world_size: Processes of the run on this machine.
+        node: Number of this machine among those of the run, from 0.
+        keepers: Machines that keep the run's files each on a disk of its own; 1: all share them.
+        device_kind: What training computes on.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    node: int = 0
+    keepers: int = 1
+    device_kind: DeviceKind = "cpu"
+    _control: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        import torch
+
+        if self.device_kind == "cuda":
+            return torch.device("cuda", self.local_rank)
+        return torch.device("cpu")
+
+    @property
+    def device_name(self) -> str:
+        """What the driver calls this rank's GPU; `CPU` without one."""
+        import torch
+
+        return torch.cuda.get_device_name(self.device) if self.device_kind == "cuda" else "CPU"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that decides and speaks."""
+        return self.rank == 0
+
+    @property
+    def is_first_on_node(self) -> bool:
+        """Whether this rank does its machine's own work, such as fetching."""
+        return self.local_rank == 0
+
+    @property
+    def keeper(self) -> int:
+        """Number of the keeper whose disk this rank writes to: rank 0's, or its own machine's."""
+        return self.node if self.keepers > 1 else 0
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this rank does the work on the disk that it writes to."""
+        return self.is_first_on_node if self.keepers > 1 else self.is_first
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.gather(None)
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value, in the order of the ranks."""
+        if self.world_size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def broadcast(self, value: T, *, source: int = 0) -> T:
+        """Return one rank's value, rank 0's by default, on every rank."""
+        if self.world_size == 1:
+            return value
+        import torch.distributed as dist
+
+        box = [value]
+        dist.broadcast_object_list(box, src=source, group=self._control)
+        return box[0]
+
+    def largest(self, numbers: Sequence[float]) -> list[float]:
+        """Return, for each place, the largest number that any rank gave there."""
+        if self.world_size == 1:
+            return [float(number) for number in numbers]
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.tensor(list(numbers), dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control)
+        return [float(number) for number in tensor.tolist()]
+
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        """Return, for each place, the sum of the numbers of all ranks."""
+        gathered = self.gather([float(number) for number in numbers])
+        return [sum(column) for column in zip(*gathered, strict=True)]
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Do the same on every rank; when one fails, all raise the first failing rank's error."""
+        error: RefocusedError | None = None
+        result: T | None = None
+        try:
+            result = action()
+        except RefocusedError as raised:
+            error = raised
+        self.raise_together(error)
+        return result  # type: ignore[return-value]
+
+    def first_does(self, action: Callable[[], T]) -> T:
+        """Do something on rank 0 alone; every rank gets its result or its error."""
+        return self.broadcast(self.together(lambda: action() if self.is_first else None))  # type: ignore[return-value]
+
+    def keepers_do(self, action: Callable[[], T]) -> list[T]:
+        """Do something once for each disk; every rank gets all results, by keeper, or an error."""
+        error: RefocusedError | None = None
+        results: list[T] = []
+        if self.keeps:
+            try:
+                results.append(action())
+            except RefocusedError as raised:
+                error = raised
+        told = self.gather((error, self.keeper, results))
+        self._raise_first([failed for failed, _, _ in told])
+        by_keeper = sorted(((keeper, found) for _, keeper, found in told), key=lambda one: one[0])
+        return [result for _, found in by_keeper for result in found]
+
+    def raise_together(self, error: RefocusedError | None) -> None:
+        """Raise on every rank when at least one rank brings an error."""
+        self._raise_first(self.gather(error))
+
+    def _raise_first(self, errors: Sequence[RefocusedError | None]) -> None:
+        failed = [(rank, e) for rank, e in enumerate(errors) if e is not None]
+        if failed:
+            rank, first = failed[0]
+            shared = type(first)(str(first) if rank == 0 else f"rank {rank}: {first}")
+            shared.on_every_rank = True
+            raise shared
+
+    def leave(self) -> None:
+        """Wait for all ranks, then close the GPUs' connections."""
+        self.barrier()
+        if self.device_kind == "cuda":
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+
+def ranks_from_environment(environment: dict[str, str]) -> World:
+    """Read what a launcher says; without one this is the only rank."""
+    size = int(environment.get("WORLD_SIZE", "1"))
+    rank = int(environment.get("RANK", "0"))
+    local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or size
+    # What DeepSpeed's launcher and torchrun call the machine's number.
+    node = environment.get("CROSS_RANK") or environment.get("GROUP_RANK")
+    return World(
+        rank=rank,
+        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        world_size=size,
+        local_world_size=int(local_size),
+        node=rank // int(local_size) if node is None else int(node),
+    )
+
+
+def choose_device(asked: str, *, local_world_size: int, gpus: int) -> DeviceKind:
+    """Decide what to compute on.
+
+    Raises:
+        ConfigError: More ranks than GPUs, or `cuda` on a machine without any.
+    """
+    if asked == "cpu" or (asked == "auto" and gpus == 0):
+        return "cpu"
+    if gpus < local_world_size:
+        raise ConfigError(
+            f"{local_world_size} ranks were started on this machine, and it has {gpus} GPUs that "
+            f"torch can see. Start with --num_gpus {gpus}, or set run.device=cpu for a trial "
+            "without GPUs."
+            if gpus
+            else f"run.device is cuda, and torch sees no GPU on this machine ({local_world_size} "
+            "ranks were started). Check nvidia-smi and that torch is a CUDA build, or set "
+            "run.device=cpu for a trial."
+        )
+    return "cuda"
+
+
+def join_world(asked_device: str) -> World:
+    """Connect this process to the other ranks of the run.
+
+    Raises:
+        ConfigError: The machine has too few GPUs.
+    """
+    import torch
+    import torch.distributed as dist
+
+    _complete_environment()
+    alone = ranks_from_environment(dict(os.environ))
+    gpus = 0 if asked_device == "cpu" else torch.cuda.device_count()
+    kind = choose_device(asked_device, local_world_size=alone.local_world_size, gpus=gpus)
+    near = [_cores_near(gpu) for gpu in range(gpus)] if kind == "cuda" else []
+    _take_cores(alone, near)
+    if kind == "cuda":
+        torch.cuda.set_device(alone.local_rank)
+        # A rank alone has nobody to connect to, and NCCL fails at that on some machines as soon as
+        # the device is bound (DeepSpeed issue 8248).
+        bound = torch.device("cuda", alone.local_rank) if alone.world_size > 1 else None
+        dist.init_process_group("nccl", device_id=bound)
+        control: Any = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+    else:
+        dist.init_process_group("gloo", timeout=CONTROL_TIMEOUT)
+        control = dist.group.WORLD
+    return dataclasses.replace(alone, device_kind=kind, _control=control)
+
+
+def _take_cores(alone: World, near: Sequence[frozenset[int]]) -> None:
+    """Keep a rank to its share of the cores, or every rank's CPU Adam would take all of them.
+
+    Args:
+        alone: The ranks; this one is pinned.
+        near: Cores beside each GPU of this machine; empty where unknown.
+    """
+    import torch
+
+    allowed = os.sched_getaffinity(0)
+    sharing = alone.local_world_size
+    if near and (beside := allowed & near[alone.local_rank]):
+        os.sched_setaffinity(0, beside)
+        allowed, sharing = beside, near[:sharing].count(near[alone.local_rank])
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(allowed) // max(1, sharing)))
+
+
+def _cores_near(gpu: int) -> frozenset[int]:
+    """Return the cores of a GPU's NUMA node, as the kernel lists them; empty: not known."""
+    import torch
+
+    place: Any = torch.cuda.get_device_properties(gpu)  # the stub lacks the address
+    address = f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0"
+    try:
+        return parse_cores((PCI_DEVICES / address / "local_cpulist").read_text())
+    except (OSError, ValueError):
+        return frozenset()
+
+
+def parse_cores(text: str) -> frozenset[int]:
+    """Read the kernel's form of a set of cores, `0-3,8`.
+
+    Raises:
+        ValueError: It has another form.
+    """
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    return frozenset(
+        core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)
+    )
+
+
+def lost_connection(error: Exception) -> TrainingError | None:
+    """Say what a broken connection between ranks means; None when the error is another one.
+
+    gloo tells it as a plain RuntimeError, which its source file's name gives away.
+    """
+    import torch.distributed as dist
+
+    text = str(error)
+    if not isinstance(error, dist.DistError) and "gloo/transport" not in text:
+        return None
+    reason = re.sub(r"^\[[^]]*\] ", "", text).partition(". ")[0]
+    return TrainingError(
+        f"Another rank has ended and took the connection with it ({reason}). What it said is above "
+        "or in the run's logs/rank-N.log; one that says nothing was killed, most often for want "
+        "of memory (see dmesg). The last checkpoint is good: start the same command again."
+    )
+
+
+def _complete_environment() -> None:
+    """Name a world of one rank when no launcher did, with a port of its own."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )

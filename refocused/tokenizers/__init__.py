@@ -1,0 +1,1 @@
+"""Tokenizers: bytes, GPT-2 BPE, tokenizer.json files, the Hugging Face hub."""

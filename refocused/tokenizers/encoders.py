@@ -1,0 +1,366 @@
+"""From text to token ids: GPT-2's byte pairs, any file of the `tokenizers` library, or bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from refocused.config.data import DataConfig
+from refocused.system.errors import ShardError
+from refocused.system.strict_json import parse_json_object
+
+Ids = npt.NDArray[Any]
+
+BYTES = "bytes"
+BYTES_END_OF_TEXT = 256
+BYTES_VOCABULARY = 257
+
+GPT2 = "gpt2"
+VOCABULARIES = {BYTES: BYTES_VOCABULARY, GPT2: 50_257}  # of the tokenizers known by name
+HUB = "hub:"
+BPE_FILES = ("vocab.bpe", "encoder.json")
+END_OF_TEXT = "<|endoftext|>"
+# The two files as they were published with GPT-2, which the hub has under other names.
+_GPT2_URL = "https://huggingface.co/openai-community/gpt2/resolve/main"
+_GPT2_NAMES_THERE = ("merges.txt", "vocab.json")
+_GPT2_DIGESTS = (
+    "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+)
+# What the `tokenizers` files of the field call it, the most usual first.
+USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """Turns text into ids.
+
+    Attributes:
+        name: What manifests call it.
+        vocabulary: One more than the largest id.
+        end_of_text_id: Id put before each document; text never encodes to it.
+        cuts_at_spaces: Whether text that is cut before a lone space, between two characters that
+            are no white space, encodes to the same ids as uncut text.
+    """
+
+    name: str
+    vocabulary: int
+    end_of_text_id: int
+    cuts_at_spaces: bool
+
+    def encode(self, text: str) -> Ids:
+        """Return the ids of a text, `(tokens,)` of an unsigned type; nothing is put around it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenizerChoice:
+    """Which tokenizer is meant; small, so that it can be sent to other processes.
+
+    Attributes:
+        name: `gpt2`, `bytes`, the path of a file of the `tokenizers` library (`.json`), or `hub:`
+            and the name of a model of the Hugging Face hub that has such a file.
+        bpe_folder: Folder of `vocab.bpe` and `encoder.json`, for `gpt2`.
+        end_of_text: Token that separates documents, for a file that has several or an unusual one.
+    """
+
+    name: str
+    bpe_folder: Path | None = None
+    end_of_text: str | None = None
+
+    @classmethod
+    def of_data(cls, data: DataConfig) -> TokenizerChoice:
+        """Return the tokenizer that a run's data section names."""
+        folder = None if data.bpe_folder is None else Path(data.bpe_folder).expanduser()
+        return cls(data.tokenizer, bpe_folder=folder)
+
+
+def open_tokenizer(choice: TokenizerChoice) -> Tokenizer:
+    """Build a tokenizer; only one of the hub is fetched, and only once.
+
+    Raises:
+        ShardError: Its files are missing or damaged, or it is none of the known kinds.
+    """
+    if choice.name == BYTES:
+        return BytesTokenizer()
+    if choice.name == GPT2:
+        return GptTokenizer(bpe_folder(choice))
+    return FileTokenizer(tokenizers_file(choice), end_of_text=choice.end_of_text)
+
+
+def tokenizers_file(choice: TokenizerChoice) -> Path:
+    """Return the file of the `tokenizers` library that is meant.
+
+    Raises:
+        ShardError: There is none.
+    """
+    if choice.name.startswith(HUB):
+        return _hub_file(choice.name)
+    file = Path(choice.name).expanduser()
+    if not file.is_file():
+        raise ShardError(
+            f"tokenizer {choice.name!r}: there is no such file, and it is neither {GPT2} nor "
+            f"{BYTES}. Name one of the two, a tokenizer.json of the tokenizers library, or "
+            f"{HUB}MODEL."
+        )
+    return file
+
+
+def _hub_file(name: str) -> Path:
+    """Return the copy here of a model's tokenizer, fetched from the hub where there is none."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    fetch = functools.partial(
+        huggingface_hub.hf_hub_download, name.removeprefix(HUB), "tokenizer.json"
+    )
+    try:
+        with contextlib.suppress(LocalEntryNotFoundError):
+            return Path(fetch(local_files_only=True))
+        return Path(fetch())
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise ShardError(
+            f"tokenizer {name!r}: the hub gave no tokenizer.json ({reason}). Check the name and "
+            "the connection, or put the file here and name its path."
+        ) from None
+
+
+def vocabulary_of(choice: TokenizerChoice) -> int:
+    """Return one more than a tokenizer's largest id; GPT-2's own needs no files for that.
+
+    Raises:
+        ShardError: Its files are missing or damaged.
+    """
+    if choice.name == BYTES or (choice.name == GPT2 and choice.bpe_folder is None):
+        return VOCABULARIES[choice.name]
+    if choice.name == GPT2:
+        return GptTokenizer(bpe_folder(choice)).vocabulary
+    return _size(load_file(tokenizers_file(choice)))
+
+
+def identity_of(choice: TokenizerChoice) -> str:
+    """Return the name under which the manifest of its data knows a tokenizer.
+
+    A file's is that of its content, so that it may lie anywhere.
+
+    Raises:
+        ShardError: Its files are missing or damaged.
+    """
+    if choice.name == BYTES or (choice.name == GPT2 and choice.bpe_folder is None):
+        return choice.name
+    if choice.name == GPT2:
+        return GptTokenizer(bpe_folder(choice)).name
+    return file_identity(tokenizers_file(choice))
+
+
+def file_identity(file: Path) -> str:
+    """Name a file of the `tokenizers` library by its content."""
+    return f"tokenizer-{hashlib.sha256(_content(file)).hexdigest()[:8]}"
+
+
+class BytesTokenizer:
+    """UTF-8 bytes as ids 0 to 255."""
+
+    name = BYTES
+    vocabulary = BYTES_VOCABULARY
+    end_of_text_id = BYTES_END_OF_TEXT
+    cuts_at_spaces = True
+
+    def encode(self, text: str) -> Ids:
+        """Return the text's UTF-8 bytes."""
+        return np.frombuffer(text.encode(), np.uint8)
+
+
+class GptTokenizer:
+    """tiktoken's GPT-2 encoding out of local `vocab.bpe` and `encoder.json`.
+
+    Other files of that form make another encoding of the same kind; its name holds their digest,
+    so that it is never taken for GPT-2's.
+    """
+
+    cuts_at_spaces = True
+
+    def __init__(self, folder: Path) -> None:
+        import tiktoken
+        from tiktoken_ext.openai_public import r50k_pat_str
+
+        contents = [_content(folder / name) for name in BPE_FILES]
+        digests = tuple(hashlib.sha256(content).hexdigest() for content in contents)
+        self.name = GPT2 if digests == _GPT2_DIGESTS else f"bpe-{digests[0][:8]}"
+        try:
+            ranks = _merge_ranks(contents[0].decode())
+            encoder = parse_json_object(contents[1])
+            self.end_of_text_id = int(encoder[END_OF_TEXT])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ShardError(
+                f"{folder}: {' and '.join(BPE_FILES)} are not those of a GPT-2 encoding "
+                f"({type(error).__name__}: {error}). {_how_to_get_files(folder)}"
+            ) from None
+        if len(encoder) != len(ranks) + 1 or self.end_of_text_id != len(ranks):
+            raise ShardError(
+                f"{folder}: encoder.json has {len(encoder):,} tokens and vocab.bpe makes "
+                f"{len(ranks):,} and {END_OF_TEXT}; they are not of one encoding. "
+                f"{_how_to_get_files(folder)}"
+            )
+        self.vocabulary = len(ranks) + 1
+        self._encoding = tiktoken.Encoding(
+            self.name,
+            pat_str=r50k_pat_str,
+            mergeable_ranks=ranks,
+            special_tokens={END_OF_TEXT: self.end_of_text_id},
+        )
+
+    def encode(self, text: str) -> Ids:
+        """Return the ids; the end-of-text token's own spelling is text like any other."""
+        # 10 % faster than encode_ordinary, which makes a list of Python integers.
+        return self._encoding.encode_to_numpy(text, disallowed_special=())
+
+
+class FileTokenizer:
+    """A tokenizer saved by the `tokenizers` library, which transformers use too."""
+
+    # Normalisers may change the start of a text, and words need not end at spaces.
+    cuts_at_spaces = False
+
+    def __init__(self, file: Path, *, end_of_text: str | None) -> None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallel part
+        self._file = file
+        self.name = file_identity(file)
+        self._tokenizer = load_file(file)
+        # A file may carry the truncation and the special-token rules of its last use.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocabulary = _size(self._tokenizer)
+        self.end_of_text_id = _end_of_text_id(ids, wanted=end_of_text, file=file)
+
+    def encode(self, text: str) -> Ids:
+        """Return the ids; special tokens are neither added nor recognised in the text."""
+        with tokenizer_faults(self._file):
+            (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoded.ids, np.uint32)
+
+
+def spelt_bytes() -> dict[str, int]:
+    """Return the byte that each character means in files of byte pairs, in GPT-2's order.
+
+    Bytes that are no printable characters are spelt by characters from 256 on (openai/gpt-2,
+    src/encoder.py, bytes_to_unicode).
+    """
+    plain = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    others = [byte for byte in range(256) if byte not in plain]
+    spelt = {chr(byte): byte for byte in plain}
+    return spelt | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+def bpe_folder(choice: TokenizerChoice) -> Path:
+    """Return the folder of GPT-2's two files.
+
+    Raises:
+        ShardError: None is named, or they are not in it.
+    """
+    folder = choice.bpe_folder
+    if folder is None or not all((folder / name).is_file() for name in BPE_FILES):
+        where = "no folder was named" if folder is None else f"{folder} does not have them"
+        raise ShardError(
+            f"tokenizer {GPT2}: it is built from {' and '.join(BPE_FILES)}, and {where}. "
+            f"{_how_to_get_files(folder or Path('bpe'))}"
+        )
+    return folder
+
+
+def _how_to_get_files(folder: Path) -> str:
+    files = " ".join(
+        f"-o {shlex.quote(str(folder / name))} {_GPT2_URL}/{there}"
+        for name, there in zip(BPE_FILES, _GPT2_NAMES_THERE, strict=True)
+    )
+    return (
+        f"Download the two files that were published with GPT-2:\ncurl -L --create-dirs {files}\n"
+        f"and name their folder: --bpe-folder {shlex.quote(str(folder))}, or data.bpe_folder in a "
+        "run file."
+    )
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ShardError(f"{file}: {error.strerror}. Check its permissions.") from None
+
+
+def _merge_ranks(vocab_bpe: str) -> dict[bytes, int]:
+    """Return the rank of each token: single bytes in GPT-2's order, then the merges.
+
+    tiktoken's own loader keeps copies of files by their path in the temporary folder and never
+    looks again whether they changed, so it is not used.
+    """
+    spelt = spelt_bytes()
+    ranks = {bytes([byte]): rank for rank, byte in enumerate(spelt.values())}
+    for line in vocab_bpe.splitlines()[1:]:
+        first, second = line.split()
+        merged = bytes(spelt[character] for character in first + second)
+        ranks.setdefault(merged, len(ranks))
+    return ranks
+
+
+def load_file(file: Path) -> Any:
+    """Open a file of the `tokenizers` library; raises as `load_content`."""
+    return load_content(_content(file), where=str(file))
+
+
+def load_content(content: bytes, *, where: str) -> Any:
+    """Return the tokenizer that a file of the `tokenizers` library holds.
+
+    Raises:
+        ShardError: It is no such file.
+    """
+    from tokenizers import Tokenizer as LibraryTokenizer
+
+    with tokenizer_faults(where):
+        return LibraryTokenizer.from_str(content.decode())
+
+
+@contextlib.contextmanager
+def tokenizer_faults(where: object) -> Iterator[None]:
+    """Turn what the library raises into a `ShardError`, panics of its Rust code included."""
+    try:
+        yield
+    except BaseException as error:  # a panic is one, of a class that cannot be imported
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ShardError(
+            f"{where}: this is no file of the tokenizers library, or one that it cannot use "
+            f"({' '.join(str(error).split()):.200}). Name one that Tokenizer.save wrote."
+        ) from None
+
+
+def _size(tokenizer: Any) -> int:
+    """Return one more than the largest id; ids may have gaps."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def _end_of_text_id(ids: dict[str, int], *, wanted: str | None, file: Path) -> int:
+    if wanted is not None:
+        if wanted not in ids:
+            raise ShardError(
+                f"{file}: it has no token {wanted!r}. Name one that it has by --end-of-text."
+            )
+        return ids[wanted]
+    for token in USUAL_ENDS:
+        if token in ids:
+            return ids[token]
+    raise ShardError(
+        f"{file}: it has none of the usual end-of-text tokens ({', '.join(USUAL_ENDS)}). Name the "
+        "token that separates documents by --end-of-text."
+    )

@@ -1,0 +1,1 @@
+"""Building, resuming, stopping and finishing a run."""

@@ -1,0 +1,210 @@
+"""From the data section to a loader: bucket, manifest, split, order, cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from refocused.bucket.bucket import Bucket
+from refocused.bucket.open_bucket import open_bucket
+from refocused.config.batch_plan import BatchPlan
+from refocused.config.data import DataConfig
+from refocused.data.cache.cache import ShardCache
+from refocused.data.cache.local_form import local_bytes
+from refocused.data.loader.batch import Batch
+from refocused.data.loader.device_copies import DeviceCopier
+from refocused.data.loader.loader import Loader, validation_batches
+from refocused.data.manifest.mixture import MixedBucket, build_mixed_manifest
+from refocused.data.manifest.run_manifest import build_run_manifest
+from refocused.data.manifest.shard_manifest import Manifest
+from refocused.data.manifest.stdlib_text import prepare_stdlib
+from refocused.data.order.mixture_order import Mixture
+from refocused.data.order.sources import (
+    Source,
+    describe_mixture,
+    describe_order,
+    files_done,
+    order_sources,
+    split_sources,
+)
+from refocused.data.order.window_order import Order
+from refocused.system.world import World
+from refocused.train.step.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DataParts:
+    """The data of a run, ready to be read.
+
+    Attributes:
+        manifest: All shards.
+        sources: The windows of each source; a run without a mixture has one.
+        order: The order of training.
+        order_text: What decides the order, beside the data and the mixture.
+        cache: The node's local shards.
+        loader: Gives this rank its batches.
+        validation_batches: Yields this rank's validation batches.
+    """
+
+    manifest: Manifest
+    sources: Sequence[Source]
+    order: Order | Mixture
+    order_text: str
+    cache: ShardCache
+    loader: Loader
+    validation_batches: Callable[[], Iterator[Batch]]
+
+    @property
+    def mixture_text(self) -> str:
+        """The shares of a mixture's sources; empty without one."""
+        return describe_mixture(self.order)
+
+    @property
+    def epoch_windows(self) -> Mapping[str, int]:
+        """Windows of one epoch of each source of a mixture, by name; none without one."""
+        return {source.name: source.windows for source in self.sources if source.name is not None}
+
+    def files_done(self, state: TrainState) -> int:
+        """Count the shards that are consumed whole in the present epoch of each source."""
+        if isinstance(self.order, Order):
+            return files_done(self.order, self.order.number_of(state.position))
+        consumed = state.position.sources or {}
+        return sum(
+            files_done(order, consumed.get(name, 0)) for name, order in self.order.orders.items()
+        )
+
+
+def build_data(
+    data: DataConfig,
+    *,
+    plan: BatchPlan,
+    world: World,
+    vocabulary: int,
+    seed: int,
+    steps: int,
+    evaluation_windows: int,
+    credentials_file: Path | None,
+    project: str | None,
+) -> DataParts:
+    """Open the source, describe it on rank 0, and prepare to read it on every rank.
+
+    Args:
+        data: The run's data section.
+        plan: The batch of a step.
+        world: The ranks.
+        vocabulary: Ids that the model knows; larger ones in the data are refused.
+        seed: Of the order.
+        steps: Of the whole run.
+        evaluation_windows: Windows of one validation.
+        credentials_file: Key file for `gs://`.
+        project: Google Cloud project.
+
+    Raises:
+        RefocusedError: On every rank alike: the source cannot be read or does not fit the run.
+    """
+    bucket = world.together(lambda: _open(data, credentials_file=credentials_file, project=project))
+    cache_folder = Path(data.cache)
+    manifest = world.first_does(
+        lambda: _describe(bucket, data, cache_file=cache_folder / "counts.json")
+    )
+    sources = split_sources(
+        manifest,
+        data,
+        sequence_length=plan.sequence_length,
+        evaluation_windows=evaluation_windows,
+    )
+    pinned = [shard for source in sources for shard in source.validation.shards_used()]
+    sizes = [local_bytes(shard, vocabulary=vocabulary) for shard in manifest.shards]
+    room = _room_bytes(data, sizes, pinned=pinned)
+    order = order_sources(
+        sources,
+        data,
+        seed=seed,
+        step_windows=plan.windows,
+        steps=steps,
+        shard_bytes=sizes,
+        room_bytes=room,
+    )
+    cache = ShardCache(
+        bucket,
+        manifest,
+        cache_folder,
+        data=data,
+        vocabulary=vocabulary,
+        fetches=world.is_first_on_node,
+    )
+    cache.pin(pinned)
+    names = [shard.file_names for shard in manifest.shards]
+    pin = world.device_kind == "cuda"
+    document_id = data.document_id if data.mask_documents else None
+    loader = Loader(
+        order,
+        cache,
+        plan=plan,
+        rank=world.rank,
+        names=names,
+        pin=pin,
+        document_id=document_id,
+        copier=DeviceCopier(world.device) if pin else None,
+        ahead=data.fetch_ahead_shards,
+        room_bytes=room,
+        ahead_seconds=data.fetch_ahead_seconds,
+        ahead_bytes=None if data.fetch_ahead_gb is None else int(data.fetch_ahead_gb * 1e9),
+    )
+    validations = [
+        functools.partial(
+            validation_batches,
+            source.validation,
+            cache,
+            micro=plan.micro,
+            rank=world.rank,
+            world_size=world.world_size,
+            sequence_length=plan.sequence_length,
+            names=names,
+            pin=pin,
+            document_id=document_id,
+            source=source.name,
+        )
+        for source in sources
+    ]
+    return DataParts(
+        manifest=manifest,
+        sources=sources,
+        order=order,
+        order_text=describe_order(
+            order,
+            manifest=manifest,
+            seed=seed,
+            sequence_length=plan.sequence_length,
+            document_id=document_id,
+        ),
+        cache=cache,
+        loader=loader,
+        validation_batches=lambda: itertools.chain.from_iterable(one() for one in validations),
+    )
+
+
+def _open(data: DataConfig, *, credentials_file: Path | None, project: str | None) -> Bucket:
+    """Open the source, or those of the mixture as one."""
+    opened = functools.partial(open_bucket, credentials_file=credentials_file, project=project)
+    if data.source is not None:
+        return opened(data.source)
+    return MixedBucket({name: opened(one.source) for name, one in data.mixture.items()})
+
+
+def _describe(bucket: Bucket, data: DataConfig, *, cache_file: Path) -> Manifest:
+    if isinstance(bucket, MixedBucket):
+        return build_mixed_manifest(bucket, data, cache_file=cache_file)
+    if data.prepare == "python_stdlib":
+        prepare_stdlib(bucket)
+    return build_run_manifest(bucket, data, cache_file=cache_file)
+
+
+def _room_bytes(data: DataConfig, sizes: Sequence[int], *, pinned: Sequence[int]) -> int | None:
+    """Return what the disk limit leaves beside the shards that validate; None without a limit."""
+    if data.disk_limit_gb is None:
+        return None
+    return int(data.disk_limit_gb * 1e9) - sum(sizes[shard] for shard in pinned)

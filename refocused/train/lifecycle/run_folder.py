@@ -1,0 +1,104 @@
+"""The run's folder: one that all machines share, or one on each machine's own disk."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from refocused.system.errors import ConfigError
+from refocused.system.world import World
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Name a folder of the run when it cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"The run's folder {folder} cannot be written: {error.strerror}. Make room there, or "
+            "set run.directory to a folder on another disk."
+        ) from error
+
+
+def find_keepers(folder: Path, world: World) -> World:
+    """Find out who keeps the run's files; return the world that knows it.
+
+    Every rank must call. Either all ranks see the same folder, and rank 0 keeps it; or every
+    machine has its own, and its first rank keeps that.
+
+    Raises:
+        ConfigError: On every rank: some machines share the folder and others do not, or the ranks
+            of one machine see different ones.
+    """
+    nodes = list(dict.fromkeys(world.gather(world.node)))  # the first rank's machine is the first
+    world = dataclasses.replace(world, node=nodes.index(world.node))
+    seen = _signs_seen(folder, world, nodes=len(nodes))
+    if all(len(signs) == len(nodes) for signs in seen):
+        return world
+    own = world.gather({world.node})
+    if len(nodes) > 1 and seen == own:
+        return dataclasses.replace(world, keepers=len(nodes))
+    odd = next(rank for rank, signs in enumerate(seen) if signs != seen[0])
+    raise _on_every_rank(
+        f"rank {odd}: The run's folder {folder.absolute()} is another one for this rank than for "
+        "rank 0, and the machines do not have one each either. Set run.directory to a folder on a "
+        "disk that all machines share, or to one on each machine's own disk."
+    )
+
+
+def require_one_mirror(mirror: str | None, world: World) -> None:
+    """Refuse a mirror that is another folder on each machine: no step in it would ever be whole.
+
+    Raises:
+        ConfigError: On every rank.
+    """
+    if world.keepers == 1 or mirror is None or "://" in mirror:
+        return
+    folder = Path(mirror).expanduser()
+    seen = _signs_seen(folder, world, nodes=world.keepers)
+    if any(len(signs) < world.keepers for signs in seen):
+        raise _on_every_rank(
+            f"The folder checkpoint.mirror={mirror} is another one on each machine, so that none "
+            "would hold all files of a checkpoint. Set it to a bucket, or to a folder on a disk "
+            "that all machines share."
+        )
+
+
+def _signs_seen(folder: Path, world: World, *, nodes: int) -> list[set[int]]:
+    """Return, for each rank, the machines whose first rank's new file it sees in a folder.
+
+    A folder that is made for this is removed again.
+    """
+    token = world.broadcast(secrets.token_hex(4))
+    signs = [folder / f".seen-{token}-{node}" for node in range(nodes)]
+    mine = signs[world.node]
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+
+    def write() -> None:
+        if world.is_first_on_node:
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                mine.touch()
+
+    try:
+        world.together(write)
+        seen = world.gather({node for node, sign in enumerate(signs) if sign.exists()})
+    finally:
+        if world.is_first_on_node:
+            mine.unlink(missing_ok=True)
+    world.barrier()
+    for path in missing if world.is_first_on_node else ():
+        with contextlib.suppress(OSError):  # another machine removed it, or it is not empty
+            path.rmdir()
+    world.barrier()
+    return seen
+
+
+def _on_every_rank(text: str) -> ConfigError:
+    error = ConfigError(text)
+    error.on_every_rank = True
+    return error

@@ -1,0 +1,156 @@
+"""The loop: take steps until all are made or someone asks to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from refocused.checkpoints.step.tiers import Tier
+from refocused.data.loader.batch import Batch
+from refocused.engine.schedule import learning_rate
+from refocused.system.world import World
+from refocused.train.step.evaluation import evaluate, make_up_evaluation
+from refocused.train.step.finite_steps import FiniteSteps, StepTaken
+from refocused.train.step.garbage_collection import Garbage
+from refocused.train.step.guards import fetch_together
+from refocused.train.step.out_of_memory import explaining_lack_of_memory
+from refocused.train.step.parts import Parts
+from refocused.train.step.state import TrainState
+from refocused.train.step.stopping import StopReason, StopRequest
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """How training ended."""
+
+    state: TrainState
+    stopped: StopReason
+
+
+def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
+    """Train from a state to the run's last step, or until every rank agrees to stop.
+
+    Raises:
+        RefocusedError: On every rank alike: bad data, a non-finite loss, saves that keep failing.
+    """
+    stopping, taken = stop.agreed(), None
+    losses: list[Tensor] = []  # of the steps since the last log line, on the device
+    finite = FiniteSteps(parts.world, overflows=parts.engine.loss_scale() is not None)
+    if state.step and not stopping:
+        state = make_up_evaluation(parts, state, stop)
+        stopping = stop.agreed()
+    with (
+        Garbage() as garbage,
+        parts.saver.finishing(),
+        contextlib.closing(parts.loader.batches_from(state.position)) as batches,
+    ):
+        while state.step < parts.total_steps and not stopping:
+            micro_batches = fetch_together(parts.world, batches.next_step, stop)
+            if micro_batches is None:
+                finite.settle()
+                if taken is not None:
+                    state = save_where_it_waited(parts, state, losses, batches.wait_seconds)
+                return Outcome(state, stop.agreed())
+            with explaining_lack_of_memory(parts.plan, step=state.step + 1, world=parts.world):
+                taken = take_step(parts, micro_batches, state)
+            finite.add(taken)
+            losses.append(taken.losses)
+            garbage.step()
+            epoch = state.position.epoch
+            state = state.after_step(parts.plan, batches.position)
+            parts.throughput.lap("step")
+            if parts.profiler is not None:
+                parts.profiler.after_step(batches.wait_seconds)
+            stopping = stop.agreed()
+            parts.saver.commit()
+            last = state.step == parts.total_steps
+            if last or parts.cadence.log_due(state.step) or stopping:
+                finite.settle()
+                state = parts.reporter.step(state, losses, batches.wait_seconds)
+                losses.clear()
+                garbage.collect()
+                parts.saver.mirror.watch()
+            if not stopping and (last or parts.cadence.evaluation_due(state.step)):
+                settle_step(parts, finite)
+                state = evaluate(parts, state, stop)
+                stopping = stop.agreed()
+            tiers = parts.cadence.reasons_to_save(
+                state.step,
+                last=last,
+                epoch_ended=state.position.epoch > epoch,
+                is_best=state.best_step == state.step,
+                stopping=bool(stopping),
+            )
+            if tiers:
+                settle_step(parts, finite)
+                state = parts.saver.save(state, tiers, wait=last or bool(stopping))
+    return Outcome(state, stopping)
+
+
+def take_step(parts: Parts, micro_batches: list[Batch], state: TrainState) -> StepTaken:
+    """Make one optimizer step, without waiting for the device."""
+    weights = label_weights(parts.world, [batch.counted_labels for batch in micro_batches])
+    parts.phases.begin()
+    losses = [
+        parts.engine.accumulate(batch.input_ids, batch.labels, weight=weight)
+        for batch, weight in zip(micro_batches, weights, strict=True)
+    ]
+    parts.phases.passes_made()
+    if parts.cadence.histograms_due(state.step + 1):
+        parts.reporter.histograms(state.step + 1, parts.engine.histograms())
+    verdict = parts.engine.update(
+        learning_rate(
+            state.step,
+            peak=parts.optimizer.lr,
+            total_steps=parts.total_steps,
+            schedule=parts.schedule,
+        )
+    )
+    parts.phases.end()
+    return StepTaken(state.step + 1, torch.stack(losses), verdict, micro_batches)
+
+
+def settle_step(parts: Parts, finite: FiniteSteps) -> None:
+    """Wait for the last step on its own account: the device is up to a step behind the host.
+
+    A validation or a save would otherwise seem to take as much longer.
+    """
+    finite.settle()
+    parts.throughput.lap("step", continued=True)
+
+
+def label_weights(world: World, counted: Sequence[int | None]) -> list[float]:
+    """Return the factors of the micro-batches' mean losses that let every label count the same.
+
+    The step's loss is the mean of the mean losses of all micro-batches of all ranks, in which a
+    label among few would count more than one among many.
+
+    Args:
+        world: The ranks; where labels are ignored, every rank must call.
+        counted: Labels of each micro-batch of this rank; None: no label is ignored anywhere.
+    """
+    known = [labels for labels in counted if labels is not None]
+    if not known:
+        return [1.0] * len(counted)
+    mean = world.total([sum(known)])[0] / (len(known) * world.world_size)
+    return [labels / mean if mean else 1.0 for labels in known]
+
+
+def save_where_it_waited(
+    parts: Parts, state: TrainState, losses: Sequence[Tensor], waited_seconds: float
+) -> TrainState:
+    """Report and save the last finished step, when training stops before the next one's data.
+
+    Args:
+        parts: The run's parts.
+        state: After that step.
+        losses: Of the steps since the last log line; none: that step has been reported.
+        waited_seconds: Time that batches were waited for, in all.
+    """
+    if losses:
+        state = parts.reporter.step(state, losses, waited_seconds)
+    return parts.saver.save(state, (Tier.EMERGENCY,))

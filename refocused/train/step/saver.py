@@ -1,0 +1,311 @@
+"""Saving inside the loop: a failed save does not stop training, several in a row do."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+
+from refocused.checkpoints.mirror.mirroring import Mirroring
+from refocused.checkpoints.resume.changes import Changes
+from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
+from refocused.checkpoints.step.checkpointer import FREE_SPACE_FACTOR, Checkpointer, SavedStep
+from refocused.checkpoints.step.retention import FEWEST
+from refocused.checkpoints.step.staging import clean_leftovers, set_aside
+from refocused.checkpoints.step.step_directory import StepDirectory, in_use
+from refocused.checkpoints.step.thinning import disk_is_low, thin_out
+from refocused.checkpoints.step.tiers import Tier
+from refocused.config.outputs import CheckpointConfig
+from refocused.data.order.position import Position
+from refocused.engine.engine import Engine
+from refocused.engine.state_files import UnreadableFileError
+from refocused.metrics.step_metrics import duration
+from refocused.metrics.throughput import Throughput
+from refocused.system.errors import CheckpointError, RefocusedError
+from refocused.system.world import World
+from refocused.train.step.loss_check import SavedLoss, measure_saved_loss, read_saved_loss
+from refocused.train.step.reporter import Reporter
+from refocused.train.step.state import TrainState
+
+logger = logging.getLogger(__name__)
+
+
+class Saver:
+    """Saves the state, keeps the mirror going and removes old steps; all ranks call together.
+
+    Attributes:
+        mirror: The background copy.
+        saved_step: The newest step that this run saved or began from; None: there is none.
+        loaded_loss: What the checkpoint that was loaded records; None: nothing.
+        loaded_changed: Whether the user allowed a change from the settings of that checkpoint.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        *,
+        compare: Callable[[StepDirectory], Changes],
+        folder: Path,
+        branch: Branch = FIRST_BRANCH,
+        engine: Engine,
+        mirror: Mirroring,
+        settings: CheckpointConfig,
+        reporter: Reporter,
+        throughput: Throughput,
+        world: World,
+        files_done: Callable[[TrainState], int],
+    ) -> None:
+        """Bring the owners together.
+
+        Args:
+            checkpointer: Writes step directories.
+            compare: Compares a step with this run; raises where it cannot be resumed.
+            folder: Where they are.
+            branch: The branch that training goes on with.
+            engine: What is saved.
+            mirror: The background copy.
+            settings: How many to keep, how many failures to bear.
+            reporter: Tells.
+            throughput: Books the time.
+            world: The ranks.
+            files_done: Token files of the epoch that are consumed at a state.
+        """
+        self._checkpointer = checkpointer
+        self._compare = compare
+        self._folder = folder
+        self._branch = branch
+        self._engine = engine
+        self.mirror = mirror
+        self._settings = settings
+        self._reporter = reporter
+        self._throughput = throughput
+        self._world = world
+        self._files_done = files_done
+        self._failures = 0
+        self._stall_seconds = 0.0
+        self.saved_step: int | None = None
+        self.loaded_loss: SavedLoss | None = None
+        self.loaded_changed = False
+
+    def save(
+        self, state: TrainState, tiers: Sequence[Tier] = (Tier.ROLLING,), *, wait: bool = True
+    ) -> TrainState:
+        """Save a state; return it with its time and money booked.
+
+        Args:
+            state: What is saved, beside the engine's own.
+            tiers: Why.
+            wait: Return when it is on the disk, also with `checkpoint.async`.
+
+        Raises:
+            CheckpointError: On every rank, after `checkpoint.max_failed_saves` failures in a row.
+        """
+        self._finish_the_one_before(state.step)
+        if self.saved_step == state.step:
+            return state
+        self._make_room()
+        state = self._world.broadcast(self._reporter.booked(state))
+        loss = measure_saved_loss(self._engine, self._world)
+        record, files_done = state.as_record(), self._files_done(state)
+        record["saved_loss"] = None if loss is None else loss.model_dump(mode="json")
+        try:
+            if self._settings.in_background and not wait:
+                self._checkpointer.begin(self._engine, record, files_done=files_done, tiers=tiers)
+                self._stall_seconds = self._throughput.lap("save")
+                return state
+            saved = self._checkpointer.save(
+                self._engine, record, files_done=files_done, tiers=tiers
+            )
+        except CheckpointError as error:
+            self._throughput.lap("save")
+            self._bear(error)
+            return state
+        self._stall_seconds = self._throughput.lap("save")
+        self._tell(saved)
+        return state
+
+    def commit(self, *, wait: bool = False) -> None:
+        """Commit the save that is being written in the background, once all ranks have written.
+
+        Without such a save nothing is done, and nothing exchanged.
+
+        Args:
+            wait: Wait for the files.
+
+        Raises:
+            CheckpointError: On every rank, after `checkpoint.max_failed_saves` failures in a row.
+        """
+        if self._checkpointer.begun_step is None:
+            return
+        try:
+            saved = self._checkpointer.finish(wait=wait)
+        except CheckpointError as error:
+            self._throughput.lap("save", continued=True)
+            self._bear(error)
+            return
+        if saved is not None:
+            self._tell(saved)
+
+    @contextlib.contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Leave no save half done, also when training ends by an error that all ranks share."""
+        try:
+            yield
+        except RefocusedError as error:
+            if error.on_every_rank:
+                with contextlib.suppress(CheckpointError):
+                    self.commit(wait=True)
+            raise
+        self.commit(wait=True)
+
+    def load(self, step: StepDirectory) -> TrainState:
+        """Bring the engine back to a verified step; return the state that belongs to it.
+
+        Raises:
+            CheckpointError: On every rank: it cannot be resumed under this run's settings.
+        """
+        with in_use(step.path):
+            changes = self._world.together(lambda: self._compare(step))
+            for line in changes.lines():
+                self._reporter.event("differs", f"  differs  {line}")
+            for text in changes.allowed:
+                logger.warning("%s", text)
+            record = self._checkpointer.load(self._engine, step, exact=changes.way == "exact")
+            self.loaded_loss = self._world.together(lambda: read_saved_loss(record))
+            self.loaded_changed = bool(changes.allowed)
+            state = self._world.together(lambda: TrainState.from_record(record))
+        if changes.new_data:
+            state = dataclasses.replace(state, position=Position())
+        if step.path.resolve() == (self._folder / step.name).resolve():
+            self.saved_step = state.step
+        return state
+
+    def bring_back_history(self, step: StepDirectory) -> None:
+        """Take over the losses before a step that training goes on from, where there are none."""
+        self._checkpointer.bring_back_history(step)
+
+    @property
+    def last_save_failed(self) -> bool:
+        """Whether there are steps that could not be saved."""
+        return self._failures > 0
+
+    def set_aside(self, corrupt: Collection[Path]) -> None:
+        """Rename corrupt checkpoints: their names are needed for what will be saved."""
+        self._world.keepers_do(lambda: self._set_aside(corrupt))
+
+    def begin(self) -> None:
+        """See that the state can be saved, and start the background copy.
+
+        Raises:
+            ConfigError: On every rank: a disk cannot be written, or has no room for a first save.
+        """
+        self._checkpointer.prepare()
+        self.mirror.start()
+
+    def _set_aside(self, corrupt: Collection[Path]) -> None:
+        for path in corrupt:
+            if path.exists():  # on this disk
+                self._reporter.event(
+                    "set_aside",
+                    f"  aside    {path.name} is corrupt and is now {set_aside(path).name}; remove "
+                    "it when you do not need it",
+                )
+
+    def _finish_the_one_before(self, step: int) -> None:
+        """Wait for a save that is still being written: the copy's memory is needed."""
+        self.commit()
+        unfinished = self._checkpointer.begun_step
+        if unfinished is not None and unfinished != step:
+            self._reporter.event(
+                "save_late",
+                f"save {unfinished:>7,} is still being written, and step {step:,} waits for it to "
+                "be saved; a longer checkpoint.interval or a faster disk avoids that",
+                step=unfinished,
+            )
+        self.commit(wait=True)
+
+    def _make_room(self) -> None:
+        """Remove what is needed least when a disk lacks room for another save."""
+        if any(self._world.keepers_do(self._clean_a_low_disk)):
+            self._thin_out(keep=FEWEST, disk_low=True)
+
+    def _clean_a_low_disk(self) -> bool:
+        """Return whether this disk lacks room for another save; leftovers are removed then."""
+        with contextlib.suppress(OSError):  # the save that follows says what is wrong
+            if disk_is_low(self._folder, self._branch, saves=FREE_SPACE_FACTOR):
+                clean_leftovers(self._folder)
+                return True
+        return False
+
+    def _bear(self, error: CheckpointError) -> None:
+        self._failures += 1
+        # The next save would be written, and could not be loaded, in the same way.
+        is_unreadable = isinstance(error, UnreadableFileError)
+        given_up = is_unreadable or self._failures >= self._settings.max_failed_saves
+        text = "" if given_up else f"{error} Training goes on."
+        self._reporter.event("save_failed", text, error=str(error))
+        if given_up:
+            stopping = CheckpointError(
+                f"The run stops, since its checkpoints cannot be loaded. {error}"
+                if is_unreadable
+                else f"{self._failures} saves in a row have failed; the run stops rather than "
+                f"train on unsaved. The last one: {error}"
+            )
+            stopping.on_every_rank = True
+            raise stopping from error
+
+    def _tell(self, saved: SavedStep) -> None:
+        """Remove what is old, and say what was saved and what that cost."""
+        step, size = saved.step.step, saved.step.manifest.total_bytes
+        self._failures, self.saved_step = 0, step
+        upload = self._make_way()
+        stall = self._stall_seconds + self._throughput.lap("save", continued=True)
+        local = duration(stall)
+        if self._settings.in_background:
+            local = f"{duration(saved.write_seconds)}, stall {local}"
+        self._reporter.event(
+            "save",
+            f"save {step:>7,} local {local}{upload}",
+            step=step,
+            stall_seconds=stall,
+            write_seconds=saved.write_seconds,
+            bytes=size,
+        )
+        self._reporter.performance(
+            "save",
+            step,
+            save_stall_seconds=stall,
+            save_write_seconds=saved.write_seconds,
+            save_bytes=size,
+            save_bytes_per_second=size / saved.write_seconds if saved.write_seconds else None,
+        )
+
+    def _make_way(self) -> str:
+        """Keep the mirrors going and remove old steps; return what the mirrors say."""
+        seen = self._world.keepers_do(
+            lambda: (
+                self.mirror.look_after(self._folder, self._branch),
+                disk_is_low(self._folder, self._branch),
+            )
+        )
+        self._thin_out(keep=self._settings.keep, disk_low=any(low for _, low in seen))
+        first, *others = (said for said, _ in seen)
+        troubles = [
+            f" | node {node}: {said.removeprefix(' | ')}"
+            for node, said in enumerate(others, 1)
+            if "last error" in said
+        ]
+        return first + "".join(troubles)
+
+    def _thin_out(self, *, keep: int, disk_low: bool) -> None:
+        thin_out(
+            self._folder,
+            self._world,
+            branch=self._branch,
+            keep=keep,
+            mirrored=self.mirror.exists,
+            status=self.mirror.status(),
+            disk_low=disk_low,
+        )

@@ -1,0 +1,102 @@
+"""Why training should end early, agreed by all ranks so that they save together."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from pathlib import Path
+
+from refocused.system.errors import ExitCode, StoppedEarlyError
+from refocused.system.world import World
+
+
+class StopReason(enum.IntEnum):
+    """Reasons to stop; where ranks differ, the largest one counts."""
+
+    NONE = 0
+    TIME_LIMIT = 1
+    BUDGET = 2
+    STOP_FILE = 3
+    PARENT_GONE = 4
+    SIGNAL = 5
+
+    @property
+    def text(self) -> str:
+        """What a person is told."""
+        return {
+            StopReason.NONE: "",
+            StopReason.TIME_LIMIT: "run.time_limit_hours",
+            StopReason.BUDGET: "cost.budget_usd",
+            StopReason.STOP_FILE: "the STOP file",
+            StopReason.PARENT_GONE: "the launcher is gone",
+            StopReason.SIGNAL: "a signal",
+        }[self]
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """What the command's exit status says of it."""
+        if self in (StopReason.TIME_LIMIT, StopReason.BUDGET):
+            return ExitCode.LIMIT_REACHED
+        return ExitCode.INTERRUPTED if self else ExitCode.OK
+
+
+class StopRequest:
+    """Collects reasons to stop on this rank and agrees on them with the others."""
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        stop_file: Path | None,
+        signalled: Callable[[], bool],
+        orphaned: Callable[[], bool],
+    ) -> None:
+        """Watch for a file, signals and the launcher's end.
+
+        Args:
+            world: The ranks.
+            stop_file: Its existence asks to stop, on any keeper's disk. None: there is none.
+            signalled: Whether a signal asked this process to stop.
+            orphaned: Whether the processes that started this one are gone.
+        """
+        self._world = world
+        self._stop_file = stop_file
+        self._signalled = signalled
+        self._orphaned = orphaned
+        self._limits: list[Callable[[], StopReason]] = []
+        self._reason = StopReason.NONE
+
+    def obey(self, limit: Callable[[], StopReason]) -> None:
+        """Also stop when this, asked on rank 0, gives a reason."""
+        self._limits.append(limit)
+
+    def agreed(self) -> StopReason:
+        """Return why to stop, the same on every rank; every rank must call at the same place."""
+        if self._signalled():
+            self._reason = StopReason.SIGNAL
+        if self._reason is StopReason.NONE:
+            self._reason = self._seen()
+        return StopReason(int(self._world.largest([self._reason])[0]))
+
+    def leave_if_asked(self) -> None:
+        """End a run that has not begun to train, at a place that every rank passes.
+
+        Raises:
+            StoppedEarlyError: On every rank: one of them was asked to stop.
+        """
+        reason = self.agreed()
+        if reason:
+            raise StoppedEarlyError(
+                f"Stopped by {reason.text} before training began; nothing was changed. The same "
+                "command starts it again.",
+                reason.exit_code,
+            )
+
+    def _seen(self) -> StopReason:
+        if self._orphaned():
+            return StopReason.PARENT_GONE
+        if self._world.keeps and self._stop_file is not None and self._stop_file.exists():
+            return StopReason.STOP_FILE
+        if not self._world.is_first:
+            return StopReason.NONE
+        return max((limit() for limit in self._limits), default=StopReason.NONE)

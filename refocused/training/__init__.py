@@ -1,1 +1,0 @@
-"""The story of a run: build the parts, train, validate, save, stop."""

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import pytest
+from thread_ranks import on_two_ranks, results
+from train.saver_session import FakeMirror, Session, on_machines, said_by_mirror
+
+from refocused.checkpoints.mirror.mirror_status import MirrorStatus
+from refocused.data.order.position import Position
+from refocused.system.world import World
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (None, "| upload queued"),
+        (said_by_mirror(), "| nothing mirrored yet, 1 behind"),
+        (said_by_mirror(mirrored=(5, 10)), "| mirrored up to step 10"),
+        (
+            said_by_mirror(mirrored=(1000,), waiting=(5,), last_error="503"),
+            "| mirrored up to step 1,000, 1 behind, last error: 503",
+        ),
+        (said_by_mirror(mirrored=(4,), failed={10: "cut"}), "to step 4, 1 cannot be copied"),
+    ],
+)
+def test_a_save_tells_how_the_mirror_is(
+    tmp_path: Path, said: MirrorStatus | None, told: str
+) -> None:
+    mirror = FakeMirror([], said)
+    session = Session(tmp_path, mirror=mirror)
+    session.save(10)
+    assert session.log[0].endswith(told)
+    assert mirror.log == ["mirror looked after"]
+
+
+def test_a_bucket_that_refuses_is_told_once_and_so_is_its_end(tmp_path: Path) -> None:
+    mirror = FakeMirror([])
+    session = Session(tmp_path, mirror=mirror)
+    blocked = said_by_mirror(last_error="blocked: 403, no storage.objects.create.")
+    told = []
+    for mirror.said in (None, said_by_mirror(last_error="503"), blocked, blocked, said_by_mirror()):
+        session.saver.mirror.watch()
+        told.append(len(session.log))
+    assert told == [0, 0, 1, 1, 2]
+    assert session.log[0].startswith("mirror_failed: mirror blocked: 403, no storage")
+    assert session.log[1].startswith("mirror_recovered: ")
+
+
+def test_the_mirror_belongs_to_rank_0_and_both_hear_of_its_end(tmp_path: Path) -> None:
+    mirror = FakeMirror([], drains=False)
+
+    def action(world: World) -> bool:
+        mine = mirror if world.is_first else None
+        session = Session(tmp_path, world=world, mirror=mine)
+        session.saver.begin()
+        session.save(10, position=Position(0, 4))
+        return session.saver.mirror.drain(60.0, lambda status: None)
+
+    assert results(on_two_ranks(action)) == [False, False]
+    assert mirror.log == ["mirror started", "mirror looked after", "drain 60"]
+
+
+def test_the_wait_for_the_mirror_ends_on_both_ranks_when_they_agree_on_it(tmp_path: Path) -> None:
+    mirror = FakeMirror([], drains=None)
+    asked = [0, 0]
+
+    def action(world: World) -> bool:
+        def given_up() -> int:
+            asked[world.rank] += 1
+            return asked[world.rank] == 3
+
+        session = Session(tmp_path, world=world, mirror=mirror if world.is_first else None)
+        return session.saver.mirror.drain(60.0, lambda status: None, given_up)
+
+    assert results(on_two_ranks(action)) == [False, False]
+    assert asked == [3, 3]
+
+
+def test_without_a_mirror_everything_is_where_it_should_be(tmp_path: Path) -> None:
+    assert Session(tmp_path).saver.mirror.drain(0.0, lambda status: None)
+
+
+@pytest.mark.parametrize(("drains", "finished"), [(True, True), (False, False)])
+def test_the_end_waits_for_every_machines_mirror(
+    tmp_path: Path, drains: bool, finished: bool
+) -> None:
+    def drain(session: Session) -> bool:
+        mirror = cast("FakeMirror", session.saver.mirror._mirror)
+        mirror.drains = drains if session.folder.name == "machine_1" else True
+        return session.saver.mirror.drain(5.0, lambda _status: None)
+
+    assert on_machines(tmp_path, drain, drains=True) == [finished] * 2
+
+
+def test_what_is_wrong_with_another_machines_mirror_is_told_with_the_save(tmp_path: Path) -> None:
+    def save(session: Session) -> list[str]:
+        if session.folder.name == "machine_1":
+            cast("FakeMirror", session.saver.mirror._mirror).said = said_by_mirror(
+                last_error="it is down"
+            )
+        session.save(10)
+        return session.log
+
+    first, _ = on_machines(tmp_path, save, drains=True)
+    assert first[-1].endswith(
+        "| upload queued | node 1: nothing mirrored yet, 1 behind, last error: it is down"
+    )

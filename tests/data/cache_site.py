@@ -1,0 +1,63 @@
+"""Ten shards in a watched bucket, and the caches that a test opens over them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from shard_samples import WatchedBucket, npy_bytes, settings
+
+from refocused.data.cache.cache import ShardCache
+from refocused.data.manifest.shard_manifest import build_manifest
+
+SHARDS = 10
+VOCABULARY = 2000
+SHARD_BYTES = 128 + 2 * 100
+
+
+def shard_tokens(index: int) -> np.ndarray:
+    return np.arange(100, dtype=np.int32) + 100 * index
+
+
+class Site:
+    """A bucket of ten shards, a cache folder, and the caches that a test opens over them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bucket = WatchedBucket(folder / "source")
+        for index in range(SHARDS):
+            self.bucket.put(f"a/t_{index}.npy", npy_bytes(shard_tokens(index)))
+        self.folder = folder / "cache"
+        self.opened: list[ShardCache] = []
+
+    def cache(self, *, fetches: bool = True, silence: float = 30.0, **changes: Any) -> ShardCache:
+        data = settings(**changes)
+        vocabulary = VOCABULARY
+        manifest = build_manifest(self.bucket, data, cache_file=None)
+        cache = ShardCache(
+            self.bucket,
+            manifest,
+            self.folder,
+            data=data,
+            vocabulary=vocabulary,
+            fetches=fetches,
+            silence_seconds=silence,
+        )
+        self.opened.append(cache)
+        return cache
+
+    def local_names(self) -> set[str]:
+        return {path.name for path in self.folder.rglob("t_*.npy.npy")}
+
+    def local_file(self, index: int) -> Path:
+        (found,) = self.folder.rglob(f"t_{index}.npy.npy")
+        return found
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it never became so"
+        time.sleep(0.01)

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from refocused.data.cache.token_file import TokenFile
+from refocused.system.errors import ShardError
+
+SHARD_STRIDE = 1000  # token t of shard s is s * SHARD_STRIDE + t: every token says where it is from
+
+
+@dataclasses.dataclass
+class FakeShard:
+    name: str
+    tokens: int
+    dtype: str = "uint16"
+
+    @property
+    def files(self) -> tuple[FakeShard, ...]:
+        return (self,)
+
+
+@dataclasses.dataclass
+class FakeManifest:
+    shards: tuple[FakeShard, ...]
+
+    @classmethod
+    def of(cls, *tokens: int) -> FakeManifest:
+        return cls(tuple(FakeShard(f"part_{i}.npy", n) for i, n in enumerate(tokens)))
+
+    @property
+    def names(self) -> list[str]:
+        return [shard.name for shard in self.shards]
+
+
+class FolderCache:
+    """Holds what was planned last, refuses the rest; may fail on, or wait for, one shard."""
+
+    def __init__(self, folder: Path, manifest: FakeManifest, *, vocabulary: int = 1 << 32) -> None:
+        self.vocabulary = vocabulary
+        self.plans: list[list[int]] = []
+        self.opened: set[int] = set()
+        self.broken: int | None = None
+        self.late: int | None = None
+        self.arrived = threading.Event()
+        self.waiting = threading.Event()
+        self._folder = folder
+        self._manifest = manifest
+        for index, shard in enumerate(manifest.shards):
+            tokens = np.arange(shard.tokens) + index * SHARD_STRIDE
+            np.save(folder / shard.name, tokens.astype(shard.dtype))
+
+    def plan(self, needed: Sequence[int]) -> None:
+        self.plans.append(list(needed))
+        self.opened &= set(needed)
+
+    def local_bytes(self, index: int) -> int:
+        return 2 * self._manifest.shards[index].tokens
+
+    def has_open(self, indices: Iterable[int]) -> bool:
+        return self.opened.issuperset(indices)
+
+    def open(self, index: int) -> TokenFile:
+        if index == self.broken:
+            raise ShardError(f"{self._manifest.shards[index].name} is broken. Fetch it again.")
+        if index == self.late:
+            self.waiting.set()
+            self.arrived.wait()
+        if self.plans and index not in self.plans[-1]:
+            raise ShardError(f"shard {index} was opened, but the plan is {self.plans[-1]}")
+        self.opened.add(index)
+        name = self._manifest.shards[index].name
+        return TokenFile(self._folder / name, name=name)

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cache_site import Site, eventually, shard_tokens
+from power_cut import Disk
+from shard_samples import WatchedBucket, npy_bytes, npz_bytes, opened, settings
+
+from refocused.bucket.bucket import BlobInfo
+from refocused.bucket.folder import DirectoryBucket
+from refocused.data.cache import shard_download as arrival
+from refocused.data.cache.cache import ShardCache
+from refocused.data.cache.shared_jobs import SharedJobs
+from refocused.data.manifest.shard_manifest import build_manifest
+from refocused.system.errors import ShardError
+
+OBJECT_BYTES = 128 + 4 * 100
+
+
+@pytest.fixture(autouse=True)
+def _small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrival, "SMALLEST_RANGE_BYTES", 100)
+
+
+def ranges_of(bucket: WatchedBucket, name: str) -> list[int]:
+    return [size for read, size in bucket.reads if read == name]
+
+
+def test_what_is_needed_first_comes_by_ranges_over_all_threads(site: Site) -> None:
+    cache = site.cache(fetch_threads=4)
+    site.bucket.reads.clear()  # those of the manifest
+    assert np.array_equal(opened(cache, 3), shard_tokens(3))
+    assert ranges_of(site.bucket, "a/t_3.npy") == [OBJECT_BYTES // 4] * 4
+    assert site.bucket.downloads == []
+
+
+def test_what_is_far_ahead_comes_whole_but_for_the_last_which_every_thread_helps_with(
+    site: Site,
+) -> None:
+    cache = site.cache(fetch_threads=2)
+    cache.plan(range(10))
+    eventually(lambda: cache.stats().missing == 0)
+    assert sorted(site.bucket.downloads) == [f"a/t_{index}.npy" for index in range(4, 9)]
+    assert ranges_of(site.bucket, "a/t_9.npy")[-2:] == [OBJECT_BYTES // 2] * 2
+    for index in range(10):
+        assert np.array_equal(opened(cache, index), shard_tokens(index))
+
+
+def test_ranges_that_do_not_fit_together_are_fetched_whole(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = site.cache()
+    monkeypatch.setattr(site.bucket, "read", lambda name, *, start, length: b"\1" * length)
+    assert np.array_equal(opened(cache, 0), shard_tokens(0))
+    assert site.bucket.downloads == ["a/t_0.npy"]
+
+
+def test_an_outage_amid_ranges_passes(site: Site) -> None:
+    cache = site.cache()
+    site.bucket.unreachable = True
+    cache.plan([0])
+    eventually(lambda: cache._fetcher is not None and cache._fetcher.trouble is not None)
+    site.bucket.unreachable = False
+    assert np.array_equal(opened(cache, 0), shard_tokens(0))
+
+
+def test_nothing_is_left_of_ranges(site: Site, tmp_path: Path) -> None:
+    cache = site.cache()
+    opened(cache, 0)
+    assert not [path for path in tmp_path.rglob("incoming/*/*") if path.is_file()]
+
+
+@pytest.mark.parametrize("threads", [1, 4], ids=["whole", "by ranges"])
+def test_what_is_local_survives_a_power_cut(
+    site: Site, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = shard_tokens(3).astype(np.uint16)  # of the local form: moved, not converted
+    site.bucket.put("a/t_3.npy", npy_bytes(tokens))
+    disk = Disk(monkeypatch)
+    cache = site.cache(fetch_threads=threads)
+    opened(cache, 3)
+    cache.close()
+    disk.cut(site.folder, spared=".json")
+    site.bucket.reads.clear()
+    site.bucket.downloads.clear()
+    assert np.array_equal(opened(site.cache(), 3), tokens)
+    assert site.bucket.downloads == []
+    assert ranges_of(site.bucket, "a/t_3.npy")[1:] == []  # the header, for the manifest
+    named = [path.name for path in disk.exposed if "shards" in path.parts]
+    assert [name for name in named if name.endswith(".npy")] == []
+    disk.cut(site.folder)  # the row is lost too, and with it the trust in the file
+    assert np.array_equal(opened(site.cache(), 3), tokens)
+
+
+@pytest.fixture
+def in_folder(tmp_path: Path) -> Iterator[ShardCache]:
+    """A cache over a folder of two shards, one of them to be converted."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.npz").write_bytes(npz_bytes(tokens=shard_tokens(0)))
+    (source / "b.npy").write_bytes(npy_bytes(shard_tokens(1).astype(np.uint16)))
+    bucket, data = DirectoryBucket(source), settings()
+    manifest = build_manifest(bucket, data, cache_file=None)
+    folder = tmp_path / "cache"
+    with ShardCache(bucket, manifest, folder, data=data, vocabulary=2000, fetches=True) as cache:
+        yield cache
+
+
+def test_a_file_of_this_machine_is_converted_where_it_lies(
+    in_folder: ShardCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    downloads = []
+    download = DirectoryBucket.download
+
+    def noted(bucket: DirectoryBucket, blob: BlobInfo, target: Path) -> int:
+        downloads.append(blob.name)
+        return download(bucket, blob, target)
+
+    monkeypatch.setattr(DirectoryBucket, "download", noted)
+    for index in range(2):
+        assert np.array_equal(opened(in_folder, index), shard_tokens(index))
+    assert downloads == ["b.npy"]  # its copy has the local form already
+    assert sorted(path.name for path in (tmp_path / "source").iterdir()) == ["a.npz", "b.npy"]
+
+
+def test_a_file_that_changes_while_it_is_converted_is_named(
+    in_folder: ShardCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "source" / "a.npz"
+    convert = arrival.write_local_form
+
+    def convert_slowly(*arguments: Any, **named: Any) -> int:
+        max_id = convert(*arguments, **named)
+        path.write_bytes(npz_bytes(tokens=shard_tokens(5)[:90]))
+        return max_id
+
+    monkeypatch.setattr(arrival, "write_local_form", convert_slowly)
+    with pytest.raises(ShardError, match=r"a\.npz: the object in .* changed since it was listed"):
+        in_folder.open(0)
+    assert not list((tmp_path / "cache").rglob("a.npz.npy"))
+
+
+def test_a_helper_does_jobs_and_the_owner_gets_its_failure() -> None:
+    changed, begun, done = threading.Condition(), threading.Event(), []
+
+    def fail() -> None:
+        begun.set()
+        raise ZeroDivisionError
+
+    def wait() -> None:
+        begun.wait(10)
+        done.append("waited")
+
+    jobs = SharedJobs([wait, fail, lambda: done.append("late")], changed=changed)
+    helper = threading.Thread(target=lambda: (jobs.help(), jobs.help()))
+    owner_failed = []
+
+    def own() -> None:
+        try:
+            jobs.run()
+        except ZeroDivisionError:
+            owner_failed.append(True)
+
+    owner = threading.Thread(target=own)
+    owner.start()
+    helper.start()
+    owner.join(10)
+    helper.join(10)
+    assert owner_failed == [True]
+    assert done[0] == "waited"
+
+
+def test_cancelled_jobs_end_with_the_reason() -> None:
+    jobs = SharedJobs([lambda: None], changed=threading.Condition())
+    jobs.cancel(ZeroDivisionError())
+    assert not jobs.open
+    with pytest.raises(ZeroDivisionError):
+        jobs.run()

@@ -1,0 +1,320 @@
+from __future__ import annotations
+
+import itertools
+import shutil
+import threading
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from cache_site import SHARD_BYTES, SHARDS, VOCABULARY, Site, eventually, shard_tokens
+from shard_samples import npy_bytes, npz_bytes, opened, settings
+
+from refocused.bucket.bucket import Bucket
+from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.folder import DirectoryBucket
+from refocused.data.cache.cache import ShardCache, threads_for
+from refocused.data.cache.local_shards import LocalShards
+from refocused.data.manifest.shard_manifest import build_manifest
+from refocused.system.errors import ShardError
+
+
+def test_open_gives_the_tokens_in_the_local_type(site: Site) -> None:
+    cache = site.cache()
+    cache.plan([3, 1])
+    for index in (3, 1, 3):
+        assert cache.open(index).dtype == np.uint16
+        assert np.array_equal(opened(cache, index), shard_tokens(index))
+    assert sorted(site.bucket.downloads) == ["a/t_1.npy", "a/t_3.npy"]
+
+
+def test_few_files_are_open_however_many_are_planned(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("refocused.data.cache.cache.MOST_OPEN", 3)
+    cache = site.cache()
+    cache.plan(range(SHARDS))
+    files = [weakref.ref(cache.open(index)) for index in [*range(SHARDS), 0, 1]]
+    assert sum(file() is not None for file in files) == 3
+    assert np.array_equal(opened(cache, 5), shard_tokens(5))
+
+
+def test_the_plan_is_fetched_in_order_of_use(site: Site) -> None:
+    cache = site.cache(fetch_threads=1)
+    cache.plan([6, 2, 9])
+    eventually(lambda: cache.stats().missing == 0)
+    assert site.bucket.downloads == ["a/t_6.npy", "a/t_2.npy", "a/t_9.npy"]
+
+
+def test_other_programs_are_told_what_is_local(site: Site) -> None:
+    site.bucket.blocked = threading.Event()
+    cache = site.cache(fetch_threads=1)
+    eventually(lambda: "shards_local" in cache.progress())
+    assert cache.progress() == {"shards_local": 0, "shards_total": SHARDS, "shards_ready": 0}
+    cache.plan([6, 2, 9])
+    site.bucket.blocked.set()
+    eventually(lambda: cache.stats().missing == 0)
+    site.bucket.blocked = threading.Event()
+    cache.plan([6, 2, 0, 9])
+    assert cache.progress() == {"shards_local": 3, "shards_total": SHARDS, "shards_ready": 2}
+    site.bucket.blocked.set()
+    assert site.cache(fetches=False).progress() == {"shards_total": SHARDS}
+
+
+def test_what_is_waited_for_overtakes_the_plan(site: Site) -> None:
+    site.bucket.blocked = threading.Event()
+    cache = site.cache(fetch_threads=1)
+    cache.plan(range(9))
+    eventually(lambda: len(site.bucket.downloads) == 1)
+    waiter = threading.Thread(target=cache.open, args=(9,))
+    waiter.start()
+    eventually(lambda: cache.stats().waiting)
+    site.bucket.blocked.set()
+    waiter.join()
+    assert site.bucket.downloads.index("a/t_9.npy") == 1
+
+
+def test_a_second_start_fetches_nothing(site: Site) -> None:
+    first = site.cache()
+    first.plan(range(4))
+    eventually(lambda: first.stats().missing == 0)
+    first.close()
+    site.bucket.downloads.clear()
+    second = site.cache()
+    second.plan(range(4))
+    assert np.array_equal(opened(second, 2), shard_tokens(2))
+    eventually(lambda: second.stats().missing == 0)
+    assert not site.bucket.downloads
+    assert (second.stats().local_shards, second.stats().local_bytes) == (4, 4 * SHARD_BYTES)
+
+
+def test_the_limit_holds_while_ten_shards_pass_through_room_for_three(site: Site) -> None:
+    cache = site.cache(disk_limit_gb=3.5 * SHARD_BYTES / 1e9)
+    for first, second in itertools.pairwise(range(SHARDS)):
+        cache.plan([first, second])
+        for index in (first, second):
+            assert np.array_equal(opened(cache, index), shard_tokens(index))
+        assert len(site.local_names()) <= 3
+    assert site.local_names() == {f"t_{index}.npy.npy" for index in (7, 8, 9)}
+    assert len(site.bucket.downloads) == SHARDS
+
+
+def test_pinned_shards_outlive_every_plan(site: Site) -> None:
+    cache = site.cache(disk_limit_gb=2 * SHARD_BYTES / 1e9)
+    cache.pin([9])
+    for index in range(4):
+        cache.plan([index])
+        cache.open(index)
+    assert np.array_equal(opened(cache, 9), shard_tokens(9))
+    assert site.bucket.downloads.count("a/t_9.npy") == 1
+
+
+def test_an_open_shard_can_be_read_after_its_file_was_evicted(site: Site) -> None:
+    cache = site.cache(disk_limit_gb=SHARD_BYTES / 1e9)
+    cache.plan([0])
+    file = cache.open(0)
+    cache.plan([1])
+    cache.open(1)
+    assert site.local_names() == {"t_1.npy.npy"}
+    tokens = np.empty(100, np.uint16)
+    file.read_into(tokens, first=0)
+    assert np.array_equal(tokens, shard_tokens(0))
+
+
+def test_a_limit_below_the_plan_is_refused_with_the_numbers(site: Site) -> None:
+    cache = site.cache(disk_limit_gb=2 * SHARD_BYTES / 1e9)
+    cache.plan([0])
+    cache.pin([9])
+    with pytest.raises(ShardError, match=rf"3 shards.*{3 * SHARD_BYTES}.*{2 * SHARD_BYTES}"):
+        cache.plan([0, 1])
+    with pytest.raises(ShardError, match="disk_limit_gb"):
+        cache.pin([7, 8])
+
+
+def test_a_full_disk_is_refused_with_the_numbers(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = SimpleNamespace(total=1_000_000, free=50_100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    cache = site.cache()
+    with pytest.raises(ShardError, match=r"a/t_0\.npy: 856 bytes are needed.* 100 are free"):
+        cache.open(0)
+
+
+def test_without_a_limit_old_shards_make_room_on_a_full_disk(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = site.cache()
+    cache.plan([0, 1])
+    eventually(lambda: cache.stats().missing == 0)
+
+    def usage(folder: Path) -> SimpleNamespace:
+        return SimpleNamespace(total=0, free=856 if len(site.local_names()) < 2 else 800)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    cache.plan([2])
+    assert np.array_equal(opened(cache, 2), shard_tokens(2))
+    assert site.local_names() == {"t_1.npy.npy", "t_2.npy.npy"}
+
+
+def test_a_truncated_local_file_is_fetched_again(site: Site) -> None:
+    cache = site.cache()
+    cache.open(5)
+    cache.close()
+    site.local_file(5).write_bytes(site.local_file(5).read_bytes()[:-1])
+    assert np.array_equal(opened(site.cache(), 5), shard_tokens(5))
+    assert site.bucket.downloads == ["a/t_5.npy"] * 2
+
+
+def test_a_file_without_its_row_is_not_trusted(site: Site) -> None:
+    cache = site.cache()
+    cache.open(5)
+    cache.close()
+    for row in site.folder.rglob("t_5.npy.npy.json"):
+        row.unlink()
+    local = site.local_file(5)
+    local.write_bytes(bytes(len(local.read_bytes())))
+    assert np.array_equal(opened(site.cache(), 5), shard_tokens(5))
+
+
+DAMAGES = {
+    "legal ids": lambda content: content[:-2] + b"\1\0",
+    "ids beyond the vocabulary": lambda content: content[:-2] + b"\xff\xff",
+    "zeros": lambda content: bytes(len(content)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("fetches", [True, False], ids=["the fetcher", "another rank"])
+def test_damage_of_the_same_size_is_found_at_the_first_opening_and_fetched_again(
+    site: Site, damage: str, fetches: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = site.cache()
+    for index in (4, 5):
+        first.open(index)
+    first.close()
+    site.local_file(5).write_bytes(DAMAGES[damage](site.local_file(5).read_bytes()))
+    second = site.cache()
+    cache = second if fetches else site.cache(fetches=False)
+    for index in (4, 5):
+        assert np.array_equal(opened(cache, index), shard_tokens(index))
+    assert sorted(site.bucket.downloads) == ["a/t_4.npy", "a/t_5.npy", "a/t_5.npy"]
+    warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    (said,) = [text for text in warnings if "damaged" in text]
+    assert said.startswith(f"a/t_5.npy: its local copy {site.local_file(5)} is damaged")
+
+
+def test_a_copy_that_is_damaged_whenever_it_was_fetched_ends_in_the_disks_name(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = LocalShards.publish
+
+    def publish_on_a_bad_disk(local: LocalShards, index: int, *others: Any, **named: Any) -> None:
+        publish(local, index, *others, **named)
+        local.path(index).write_bytes(bytes(SHARD_BYTES))
+
+    monkeypatch.setattr(LocalShards, "publish", publish_on_a_bad_disk)
+    with pytest.raises(ShardError, match=r"a/t_5\.npy: .*damaged 3 times.*data\.cache"):
+        site.cache().open(5)
+    assert site.bucket.downloads == ["a/t_5.npy"] * 3
+
+
+def test_a_copy_is_verified_once_a_process(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = site.cache()
+    cache.plan([5])
+    eventually(lambda: cache.stats().missing == 0)
+    read = []
+    monkeypatch.setattr(
+        "refocused.data.cache.local_shards.crc32c_of",
+        lambda path: read.append(path) or crc32c_of(path),
+    )
+    for planned in ([5], [], [5]):
+        cache.plan(planned)
+        if planned:
+            assert np.array_equal(opened(cache, 5), shard_tokens(5))
+    assert read == [site.local_file(5)]
+
+
+def test_what_is_read_otherwise_is_other_data_with_a_folder_of_its_own(site: Site) -> None:
+    rows = np.array([[1, 2], [3, 0]], np.int32)
+    content = npz_bytes(input_ids=rows, sequence_lengths=np.array([2, 1]))
+    site.bucket.put("a/rows.npz", content)
+    for separator in (7, 8):  # side by side: neither waits for the other
+        cache = site.cache(separator_id=separator, include=["rows.npz"])
+        assert opened(cache, 0).tolist() == [1, 2, separator, 3]
+    assert len(list(site.folder.iterdir())) == 2
+
+
+def test_settings_that_change_no_token_share_a_folder(site: Site) -> None:
+    for separator in (7, 8):
+        cache = site.cache(separator_id=separator, pad_id=separator)
+        assert np.array_equal(opened(cache, 0), shard_tokens(0))
+    assert len(list(site.folder.iterdir())) == 1
+    assert site.bucket.downloads == ["a/t_0.npy"]
+
+
+def test_a_changed_object_is_not_taken_for_the_old_one(site: Site) -> None:
+    cache = site.cache()
+    site.bucket.put("a/t_0.npy", npy_bytes(shard_tokens(0)[::-1]))
+    with pytest.raises(ShardError, match=r"a/t_0\.npy: the object in .* changed"):
+        cache.open(0)
+
+
+def test_a_corrupt_object_is_tried_again_then_named(site: Site) -> None:
+    site.bucket.corrupt.add("a/t_2.npy")
+    cache = site.cache()
+    cache.open(1)
+    with pytest.raises(ShardError, match=r"a/t_2\.npy: it cannot be read whole.*data\.skip"):
+        cache.open(2)
+    assert site.bucket.downloads.count("a/t_2.npy") == 2
+    assert np.array_equal(opened(cache, 1), shard_tokens(1))
+
+
+def test_a_missing_object_is_named(site: Site) -> None:
+    cache = site.cache()
+    (site.bucket.folder / "a/t_3.npy").unlink()
+    with pytest.raises(ShardError, match=r"a/t_3\.npy: the object is gone"):
+        cache.open(3)
+
+
+def test_ids_outside_the_vocabulary_are_named(site: Site) -> None:
+    site.bucket.put("a/t_4.npy", npy_bytes(np.array([1, VOCABULARY], np.uint16)))
+    with pytest.raises(ShardError, match=r"a/t_4\.npy: its largest id is 2,000"):
+        site.cache().open(4)
+
+
+def test_a_manifest_that_names_such_an_id_is_refused_at_the_start(site: Site) -> None:
+    data = settings()
+    manifest = build_manifest(site.bucket, data, cache_file=None)
+    object.__setattr__(manifest.shards[3], "max_id", VOCABULARY)
+    with pytest.raises(ShardError, match=r"a/t_3\.npy: its largest id"):
+        ShardCache(
+            site.bucket, manifest, site.folder, data=data, vocabulary=VOCABULARY, fetches=False
+        )
+
+
+def test_an_outage_passes_without_an_error(site: Site) -> None:
+    cache = site.cache()
+    site.bucket.unreachable = True
+    cache.plan([0])
+    eventually(lambda: len(site.bucket.downloads) >= 2)
+    site.bucket.unreachable = False
+    assert np.array_equal(opened(cache, 0), shard_tokens(0))
+
+
+def test_an_outage_that_stays_ends_in_the_shards_name_and_the_last_failure(site: Site) -> None:
+    cache = site.cache(fetch_timeout_s=1.5)
+    site.bucket.unreachable = True
+    with pytest.raises(ShardError, match=r"a/t_0\.npy: nothing has been fetched.*no route"):
+        cache.open(0)
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (64, 8)])
+def test_a_folder_is_read_by_a_thread_a_core_and_a_store_by_as_many_as_are_set(
+    cores: int, threads: int, tmp_path: Path
+) -> None:
+    assert threads_for(DirectoryBucket(tmp_path), 8, cores=cores) == threads
+    assert threads_for(cast("Bucket", object()), 8, cores=cores) == 8

@@ -1,0 +1,282 @@
+"""Every fault of a network and a store between `ShardCache` and the emulator, end to end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import GARBLED, Emulator, Fault, Request
+from shard_samples import npy_bytes, npz_bytes, opened, settings
+
+from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.gcs_requests import ONCE
+from refocused.bucket.retry import RetryPolicy
+from refocused.data.cache import shard_download as arrival
+from refocused.data.cache.cache import ShardCache
+from refocused.data.manifest.shard_manifest import build_manifest
+from refocused.system.errors import ShardError
+
+pytestmark = pytest.mark.bucket
+
+SHARDS = 5
+TOKENS = 30_000
+VOCABULARY = 50_000
+
+
+def shard_tokens(index: int) -> np.ndarray:
+    return np.random.default_rng(index).integers(0, VOCABULARY, TOKENS).astype(np.uint16)
+
+
+def is_download(request: Request) -> bool:
+    return request.is_download and "range" not in {key.lower() for key in request.headers}
+
+
+def is_resumed(request: Request) -> bool:
+    return request.is_download and not is_download(request)
+
+
+def names_shard(index: int) -> Callable[[Request], bool]:
+    return lambda request: request.is_download and f"t_{index}" in request.path
+
+
+class Site:
+    """Five shards in the emulator, and a cache over them whose waits are short."""
+
+    def __init__(self, emulator: Emulator, folder: Path) -> None:
+        self.proxy = emulator.proxy
+        self.emulator = emulator
+        for index in range(SHARDS - 1):
+            emulator.put(f"tokens/t_{index}.npy", npy_bytes(shard_tokens(index)))
+        emulator.put(f"tokens/t_{SHARDS - 1}.npz", npz_bytes(tokens=shard_tokens(SHARDS - 1)))
+        self.waits: list[float] = []
+        policy = RetryPolicy(attempts=4, sleep=self._wait, draw=lambda: 0.0)
+        self.bucket = GcsBucket(f"{emulator.url}/tokens", retry=policy)
+        self._folder = folder / "cache"
+        self._caches: list[ShardCache] = []
+
+    def _wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        time.sleep(min(seconds, 0.05))
+
+    def cache(self, **changes: Any) -> ShardCache:
+        data = settings(**changes)
+        cache = ShardCache(
+            self.bucket,
+            build_manifest(self.bucket, data, cache_file=None),
+            self._folder,
+            data=data,
+            vocabulary=VOCABULARY,
+            fetches=True,
+        )
+        self._caches.append(cache)
+        self.proxy.requests.clear()
+        return cache
+
+    def close(self) -> None:
+        for cache in self._caches:
+            cache.close()
+
+    def downloads(self) -> list[str]:
+        """The objects of the whole and resumed downloads so far."""
+        return [r.path.rpartition("/")[2] for r in self.proxy.requests if r.is_download]
+
+    def published(self) -> list[str]:
+        return sorted(path.name for path in self._folder.rglob("shards/*") if path.is_file())
+
+
+@pytest.fixture
+def site(emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setitem(ONCE, "timeout", (2.0, 1.0))
+    monkeypatch.setattr("refocused.data.cache.fetch_threads.FIRST_PAUSE_SECONDS", 0.05)
+    site = Site(emulator, tmp_path)
+    yield site
+    site.close()
+
+
+def assert_all_right(cache: ShardCache) -> None:
+    cache.plan(range(SHARDS))
+    for index in range(SHARDS):
+        assert np.array_equal(opened(cache, index), shard_tokens(index))
+
+
+NO_HASH = frozenset({"x-goog-hash"})
+Script = list[tuple[Callable[[Request], bool], Fault, int]]
+
+# Name, what happens to which requests how often, and how many downloads that takes in all.
+SURVIVED: dict[str, tuple[Script, int]] = {
+    "nothing": ([], 5),
+    "a late answer": ([(is_download, Fault(delay_s=0.2), 2)], 5),
+    "a slow answer": ([(is_download, Fault(bytes_per_second=100_000), 2)], 5),
+    "a flipped byte": ([(is_download, Fault(flip_byte=999), 1)], 6),
+    "a flipped byte without a hash": (
+        [(is_download, Fault(flip_byte=999, strip_headers=NO_HASH), 1)],
+        6,
+    ),
+    "no hash": ([(is_download, Fault(strip_headers=NO_HASH), 5)], 5),
+    "a cut": ([(is_download, Fault(cut_after=20_000), 1)], 6),
+    "a cut, then a flipped byte in the resumed rest": (
+        [(is_download, Fault(cut_after=20_000), 1), (is_resumed, Fault(flip_byte=7), 1)],
+        7,
+    ),
+    "a flipped byte, then a cut and a clean rest": (
+        [(is_download, Fault(flip_byte=7, cut_after=20_000), 1)],
+        7,
+    ),
+    "cuts again and again with progress": ([(names_shard(0), Fault(cut_after=9000), 6)], 11),
+    "a cut before the first byte": ([(is_download, Fault(cut_after=0), 2)], 7),
+    "an answer that ends early and says so": ([(is_download, Fault(truncate_to=20_000), 1)], 6),
+    "a stall": ([(is_download, Fault(stall_after=20_000, stall_s=1.5), 1)], 6),
+    "a stall before the first byte": ([(is_download, Fault(stall_after=0, stall_s=1.5), 1)], 6),
+    "a lost answer": ([(is_download, Fault(lose_reply=True), 2)], 7),
+    "text instead of the object": ([(is_download, Fault(reply=GARBLED), 1)], 7),
+    **{
+        f"HTTP {status} twice": ([(is_download, Fault(status=status), 2)], 7)
+        for status in (408, 429, 500, 502, 503, 504)
+    },
+    # Not worth an attempt by themselves, but the object is looked at and fetched once more.
+    **{
+        f"HTTP {status} once": ([(is_download, Fault(status=status), 1)], 6)
+        for status in (400, 401, 403, 404, 410, 412)
+    },
+}
+
+
+@pytest.mark.parametrize("fault", SURVIVED)
+def test_the_tokens_are_right_and_nothing_is_fetched_more_than_it_takes(
+    site: Site, fault: str
+) -> None:
+    script, downloads = SURVIVED[fault]
+    cache = site.cache(fetch_threads=1)
+    for when, what, times in script:
+        site.proxy.script(when, what, times=times)
+    assert_all_right(cache)
+    assert len(site.downloads()) == downloads
+    names = [f"t_{index}.np{'yyyyz'[index]}.npy" for index in range(SHARDS)]
+    assert site.published() == sorted([*names, *(f"{name}.json" for name in names)])
+
+
+def test_the_store_is_given_the_time_it_asks_for(site: Site) -> None:
+    cache = site.cache()
+    site.proxy.script(is_download, Fault(status=429, headers={"Retry-After": "7"}))
+    assert_all_right(cache)
+    assert site.waits == [7.0]
+
+
+@pytest.mark.parametrize("range_bytes", [2000, arrival.SMALLEST_RANGE_BYTES])
+def test_many_threads_through_many_faults(
+    site: Site, monkeypatch: pytest.MonkeyPatch, range_bytes: int
+) -> None:
+    monkeypatch.setattr(arrival, "SMALLEST_RANGE_BYTES", range_bytes)
+    cache = site.cache(fetch_threads=8)
+    for fault in (
+        Fault(status=503),
+        Fault(cut_after=5000),
+        Fault(flip_byte=300),
+        Fault(lose_reply=True),
+        Fault(status=429),
+        Fault(truncate_to=100),
+    ):
+        site.proxy.script(lambda request: request.is_download, fault, times=2)
+    assert_all_right(cache)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(status=503),
+        Fault(status=429),
+        Fault(cut_after=50),
+        Fault(lose_reply=True),
+        Fault(reply=GARBLED),
+        Fault(stall_after=3, stall_s=1.5),
+    ],
+    ids=["503", "429", "cut", "lost", "garbled", "stall"],
+)
+def test_a_fault_in_each_page_of_the_listing_loses_no_shard(site: Site, fault: Fault) -> None:
+    site.proxy.page_limit = 2
+    for token in (None, "2", "4"):
+        site.proxy.script(
+            lambda r, token=token: r.is_listing and r.query.get("pageToken") == token, fault
+        )
+    manifest = build_manifest(site.bucket, settings(), cache_file=None)
+    assert [shard.tokens for shard in manifest.shards] == [TOKENS] * SHARDS
+
+
+@pytest.mark.parametrize("strip", [frozenset(), NO_HASH], ids=["with a hash", "without a hash"])
+def test_a_shard_corrupt_for_good_stops_with_both_checksums_before_its_data(
+    site: Site, strip: frozenset[str]
+) -> None:
+    cache = site.cache()
+    site.proxy.script(names_shard(2), Fault(flip_byte=5, strip_headers=strip), times=10**6)
+    with pytest.raises(ShardError) as raised:
+        cache.open(2)
+    assert "t_2.npy: it cannot be read whole" in str(raised.value)
+    assert str(raised.value).count("crc32c 0x") == 1
+    assert "expected" in str(raised.value)
+    assert not [name for name in site.published() if name.startswith("t_2")]
+    assert len(site.downloads()) == 2 * 4  # two attempts of four fresh starts
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 410, 412])
+def test_a_download_that_is_always_refused_is_named_with_the_status(
+    site: Site, status: int
+) -> None:
+    cache = site.cache()
+    site.proxy.script(names_shard(1), Fault(status=status), times=10**6)
+    with pytest.raises(ShardError, match=rf"t_1\.npy: .*(HTTP {status}|credentials of nobody)"):
+        cache.open(1)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(status=401),
+        Fault(status=403),
+        Fault(status=408),
+        Fault(status=429),
+        Fault(status=503),
+        Fault(lose_reply=True),
+    ],
+    ids=["401", "403", "408", "429", "503", "lost"],
+)
+def test_a_store_out_of_reach_is_waited_for_then_told_with_the_last_failure(
+    site: Site, fault: Fault
+) -> None:
+    cache = site.cache(fetch_timeout_s=1.5)
+    site.proxy.script(lambda request: True, fault, times=10**6)
+    with pytest.raises(ShardError, match=r"t_0\.npy: nothing has been fetched.*last failure: "):
+        cache.open(0)
+
+
+def test_a_store_that_comes_back_is_taken_up_again(site: Site) -> None:
+    cache = site.cache(fetch_timeout_s=60.0)
+    outage = Fault(status=503)
+    site.proxy.script(lambda request: True, outage, times=20)
+    assert_all_right(cache)
+
+
+def test_an_object_deleted_meanwhile_is_told_as_gone(site: Site) -> None:
+    cache = site.cache()
+    site.bucket.delete("t_3.npy")
+    with pytest.raises(ShardError, match=r"t_3\.npy: the object is gone"):
+        cache.open(3)
+
+
+def test_an_object_replaced_meanwhile_is_told_as_changed(site: Site) -> None:
+    cache = site.cache()
+    site.emulator.put("tokens/t_3.npy", npy_bytes(shard_tokens(3)[::-1]))
+    with pytest.raises(ShardError, match=r"t_3\.npy: the object in .* changed since it was listed"):
+        cache.open(3)
+
+
+def test_a_failure_of_one_shard_leaves_the_others_readable(site: Site) -> None:
+    cache = site.cache()
+    cache.open(0)
+    site.proxy.script(names_shard(1), Fault(status=403), times=10**6)
+    with pytest.raises(ShardError):
+        cache.open(1)
+    assert np.array_equal(opened(cache, 0), shard_tokens(0))

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cache_site import eventually
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from shard_samples import WatchedBucket, opened, pt_bytes, settings
+
+from refocused.config.data import DataConfig
+from refocused.data.cache.cache import ShardCache
+from refocused.data.manifest import run_manifest as chunk_packs
+from refocused.data.manifest.mixture import MixedBucket, build_mixed_manifest, split_by_source
+from refocused.data.manifest.run_manifest import build_run_manifest, pack_chunks
+from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest
+from refocused.data.order.windows import split_windows, window_count
+from refocused.system.errors import ShardError
+
+CHUNKS, TOKENS, VOCABULARY = 10, 50, 1000
+
+
+@pytest.fixture(autouse=True)
+def _four_chunks_a_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_packs, "PACKED_TOKENS", 4 * TOKENS + 7)
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> WatchedBucket:
+    bucket = WatchedBucket(tmp_path / "source")
+    for number in range(CHUNKS):
+        bucket.put(chunk_name(number), pt_bytes(torch.from_numpy(chunk_tokens(number))))
+    return bucket
+
+
+def chunk_name(number: int) -> str:
+    return f"books/chunk_{number:06d}.pt"
+
+
+def chunk_tokens(number: int) -> np.ndarray:
+    return np.arange(TOKENS) + TOKENS * number
+
+
+def build(bucket: WatchedBucket, **changes: object) -> Manifest:
+    return build_run_manifest(bucket, settings(**changes), cache_file=None)
+
+
+def cached(bucket: WatchedBucket, folder: Path, **changes: object) -> ShardCache:
+    data = settings(**changes)
+    return ShardCache(
+        bucket,
+        build(bucket, **changes),
+        folder,
+        data=data,
+        vocabulary=VOCABULARY,
+        fetches=True,
+    )
+
+
+def numbers(shard: Shard) -> list[int]:
+    return [int(file.name[-9:-3]) for file in shard.files]
+
+
+@hypothesis_settings(deadline=None)
+@given(
+    lengths=st.dictionaries(st.integers(0, 40), st.integers(1, 60), min_size=1),
+    validation=st.sets(st.integers(0, 40)),
+)
+def test_packs_hold_every_chunk_once_in_order_without_gaps(
+    lengths: dict[int, int], validation: set[int]
+) -> None:
+    files = [Shard(chunk_name(n), lengths[n], "uint32", 9, n, None) for n in sorted(lengths)]
+    data = settings(validation_files=[chunk_name(n) for n in validation])
+    packed = pack_chunks(Manifest(tuple(files), "x"), data)
+    assert [file for shard in packed.shards for file in shard.files] == files
+    for shard in packed.shards:
+        own = numbers(shard)
+        assert own == list(range(own[0], own[0] + len(own)))
+        assert len({number in validation for number in own}) == 1
+        assert shard.tokens == sum(lengths[number] for number in own)
+        assert len(own) == 1 or shard.tokens <= chunk_packs.PACKED_TOKENS
+    assert sorted(packed.shards, key=lambda shard: shard.name) == list(packed.shards)
+
+
+def test_local_packs_are_the_chunks_one_after_the_other(
+    bucket: WatchedBucket, tmp_path: Path
+) -> None:
+    with cached(bucket, tmp_path / "cache") as cache:
+        packs = [opened(cache, index) for index in range(3)]
+    assert [len(pack) for pack in packs] == [200, 200, 100]
+    assert {pack.dtype for pack in packs} == {np.dtype(np.uint16)}
+    assert np.concatenate(packs).tolist() == list(range(CHUNKS * TOKENS))
+    assert sorted(bucket.downloads) == [chunk_name(number) for number in range(CHUNKS)]
+
+
+def test_a_pack_is_refused_by_the_names_of_its_chunks(
+    bucket: WatchedBucket, tmp_path: Path
+) -> None:
+    with cached(bucket, tmp_path / "cache") as cache:
+        opened(cache, 0)
+    smaller = ShardCache(
+        bucket, build(bucket), tmp_path / "cache", data=settings(), vocabulary=100, fetches=False
+    )
+    named = "put books/chunk_000000.pt to books/chunk_000003.pt in data.skip"
+    with smaller, pytest.raises(ShardError, match=named):
+        smaller.open(0)
+
+
+def test_windows_cross_the_borders_of_chunks(bucket: WatchedBucket) -> None:
+    split = split_windows(build(bucket), sequence_length=33)
+    assert window_count(split.train) == 6 + 6 + 3  # one in each chunk alone: 10
+
+
+def test_leaving_a_chunk_out_changes_its_pack_alone(bucket: WatchedBucket) -> None:
+    before, after = build(bucket), build(bucket, exclude=["chunk_000005.pt"])
+    assert [numbers(shard) for shard in after.shards] == [[0, 1, 2, 3], [4], [6, 7], [8, 9]]
+    assert after.shards[0] == before.shards[0]
+    assert after.shards[3] == before.shards[2]
+    assert after.fingerprint != before.fingerprint
+
+
+def test_the_fingerprint_is_that_of_the_files_and_the_packing_has_its_own(
+    bucket: WatchedBucket,
+) -> None:
+    files = build_manifest(bucket, settings(), cache_file=None)
+    packed, otherwise = build(bucket), build(bucket, validation_files=["chunk_000002.pt"])
+    assert packed.fingerprint == otherwise.fingerprint == files.fingerprint == files.packing
+    assert len({files.packing, packed.packing, otherwise.packing}) == 3
+
+
+def test_the_fingerprint_names_every_chunk(bucket: WatchedBucket) -> None:
+    before = build(bucket).fingerprint
+    other = chunk_tokens(6)[::-1].copy()
+    bucket.put(chunk_name(6), pt_bytes(torch.from_numpy(other)))
+    assert build(bucket).fingerprint != before
+
+
+def test_max_files_and_validation_files_count_chunks(bucket: WatchedBucket) -> None:
+    manifest = build(bucket, max_files=3, validation_files=["chunk_00000[2-3].pt"])
+    assert [numbers(shard) for shard in manifest.shards] == [[0, 1], [2, 3], [4]]
+    split = split_windows(manifest, sequence_length=10, validation_files=["chunk_00000[2-3].pt"])
+    assert [one.shard for one in split.validation] == [1]
+    assert [one.shard for one in split.train] == [0, 2]
+
+
+def test_padded_rows_are_documents_and_stay_files(bucket: WatchedBucket) -> None:
+    for number in range(2):
+        rows = torch.tensor([[1, 2, 0], [3, 0, 0]])
+        bucket.put(f"rows/chunk_{number:06d}.pt", pt_bytes(rows))
+    manifest = build(bucket, include=["rows/*"], pad_id=0, separator_id=9)
+    assert [(shard.name, shard.tokens) for shard in manifest.shards] == [
+        ("rows/chunk_000000.pt", 4),
+        ("rows/chunk_000001.pt", 4),
+    ]
+
+
+def test_packs_of_a_mixture_are_renamed_with_their_chunks(
+    bucket: WatchedBucket, tmp_path: Path
+) -> None:
+    mixed = MixedBucket({"a": bucket, "b": bucket})
+    sources = {name: {"source": name, "weight": 1} for name in ("a", "b")}
+    data: DataConfig = settings(source=None, mixture=sources)
+    manifest = build_mixed_manifest(mixed, data, cache_file=None)
+    assert split_by_source(manifest)["b"] == (3, build(bucket))
+    with ShardCache(
+        mixed, manifest, tmp_path / "cache", data=data, vocabulary=VOCABULARY, fetches=True
+    ) as cache:
+        assert opened(cache, 4).tolist() == list(range(200, 400))
+
+
+def test_a_corrupt_chunk_is_fetched_again_then_named_and_the_right_ones_only_once(
+    bucket: WatchedBucket, tmp_path: Path
+) -> None:
+    bucket.corrupt.add(chunk_name(3))
+    with (
+        cached(bucket, tmp_path / "cache", fetch_threads=1) as cache,
+        pytest.raises(ShardError, match=r"books/chunk_000003\.pt: it cannot be read whole"),
+    ):
+        cache.open(0)
+    assert [bucket.downloads.count(chunk_name(number)) for number in range(4)] == [1, 1, 1, 2]
+
+
+def test_a_missing_chunk_is_named(bucket: WatchedBucket, tmp_path: Path) -> None:
+    with cached(bucket, tmp_path / "cache") as cache:
+        (bucket.folder / chunk_name(2)).unlink()
+        with pytest.raises(ShardError, match=r"books/chunk_000002\.pt: the object is gone"):
+            cache.open(0)
+
+
+def test_an_id_outside_the_vocabulary_names_its_chunk(
+    bucket: WatchedBucket, tmp_path: Path
+) -> None:
+    bucket.put(chunk_name(7), pt_bytes(torch.tensor([1, VOCABULARY])))
+    with (
+        cached(bucket, tmp_path / "cache") as cache,
+        pytest.raises(ShardError, match=r"books/chunk_000007\.pt: its largest id is 1,000"),
+    ):
+        cache.open(1)
+
+
+def test_an_outage_amid_a_pack_costs_no_second_download(
+    bucket: WatchedBucket, tmp_path: Path
+) -> None:
+    with cached(bucket, tmp_path / "cache", fetch_threads=1) as cache:
+        bucket.fails_after = 2
+        cache.plan([0])
+        eventually(lambda: len(bucket.downloads) >= 3)
+        bucket.fails_after = None
+        assert opened(cache, 0).tolist() == list(range(200))
+    assert [bucket.downloads.count(chunk_name(number)) for number in (0, 1, 3)] == [1, 1, 1]
+
+
+def test_a_limit_of_two_packs_lets_all_pass(bucket: WatchedBucket, tmp_path: Path) -> None:
+    limit = 2 * (128 + 2 * 200)
+    with cached(bucket, tmp_path / "cache", disk_limit_gb=limit / 1e9) as cache:
+        for index in range(3):
+            cache.plan([index])
+            assert opened(cache, index)[0] == 200 * index
+            assert cache.stats().local_bytes <= limit

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from fake_cache import FakeManifest, FolderCache
+
+from refocused.config.batch_plan import BatchPlan
+from refocused.data.loader.batch import Batch, Passes
+from refocused.data.loader.device_copies import Copies, DeviceCopier
+from refocused.data.loader.loader import STEPS_READY, Loader
+from refocused.data.order.position import Position
+from refocused.data.order.window_order import Order
+from refocused.data.order.windows import split_windows
+
+GPU = torch.device("cuda", 1)
+
+
+class FakeCuda:
+    """Writes down what happens on which stream."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.current = "computing"
+
+    def Stream(self, device: torch.device) -> FakeStream:  # noqa: N802 - torch's own name
+        assert device == GPU
+        return FakeStream(self, "copying")
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream):
+        self.current = stream.name
+        yield
+        self.current = "computing"
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        assert device == GPU
+        return FakeStream(self, self.current)
+
+
+class FakeStream:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    def record_event(self) -> str:
+        self.cuda.log.append(f"{self.name}: event")
+        return f"event of {self.name}"
+
+    def wait_event(self, event: str) -> None:
+        self.cuda.log.append(f"{self.name}: wait for {event}")
+
+
+class FakeTensor:
+    """A tensor on the CPU or the GPU; its views tell what they are views of."""
+
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> FakeTensor:
+        assert device == GPU
+        assert non_blocking
+        self.cuda.log.append(f"{self.cuda.current}: copy {self.name}")
+        return FakeTensor(self.cuda, f"{self.name} there")
+
+    def record_stream(self, stream: FakeStream) -> None:
+        self.cuda.log.append(f"{stream.name}: uses {self.name}")
+
+    def __getitem__(self, place: tuple[Any, slice]) -> FakeTensor:
+        return FakeTensor(self.cuda, f"{self.name}[{place[1].start or ''}:{place[1].stop or ''}]")
+
+    def unbind(self) -> list[str]:
+        return [f"{self.name} {number}" for number in range(2)]
+
+
+def two_passes(cuda: FakeCuda, *, masked: bool = False) -> Any:
+    none = np.empty((2, 0), np.int64)
+    tokens, labels = (cast("Any", FakeTensor(cuda, kind)) for kind in ("tokens", "labels"))
+    return Passes(tokens, labels if masked else None, none, none, ())
+
+
+def test_copies_run_on_their_own_stream_and_the_computation_waits_for_them_on_the_device():
+    cuda = FakeCuda()
+    copier = DeviceCopier(GPU, cuda=cuda)
+    copies = copier.begin(two_passes(cuda))
+    assert cuda.log == ["copying: copy tokens", "copying: event"]
+    cuda.log.clear()
+    batches: list[Any] = copier.hand_over(copies)
+    assert cuda.log == ["computing: wait for event of copying", "computing: uses tokens there"]
+    assert [batch.input_ids for batch in batches] == ["tokens there[:-1] 0", "tokens there[:-1] 1"]
+    assert [batch.labels for batch in batches] == ["tokens there[1:] 0", "tokens there[1:] 1"]
+
+
+def test_masked_labels_are_copied_and_kept_too():
+    cuda = FakeCuda()
+    copier = DeviceCopier(GPU, cuda=cuda)
+    copies = copier.begin(two_passes(cuda, masked=True))
+    assert cuda.log == ["copying: copy tokens", "copying: copy labels", "copying: event"]
+    cuda.log.clear()
+    batches: list[Any] = copier.hand_over(copies)
+    assert cuda.log[1:] == ["computing: uses tokens there", "computing: uses labels there"]
+    assert [batch.labels for batch in batches] == ["labels there 0", "labels there 1"]
+
+
+class RecordingCopier:
+    """Stands in for the copier in a stream: marks what passed through it, and by which thread."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[int, str]] = []
+        self.handed: list[tuple[int, str]] = []
+
+    def begin(self, passes: Passes) -> Copies:
+        self.begun.append((len(self.begun), threading.current_thread().name))
+        return Copies(passes.batches(), [], arrived=self.begun[-1][0])
+
+    def hand_over(self, copies: Copies) -> list[Batch]:
+        self.handed.append((copies.arrived, threading.current_thread().name))
+        return copies.batches
+
+
+def loader_of(folder: Any, copier: Any, *, pin: bool = False) -> Loader:
+    manifest = FakeManifest.of(45, 60, 33)
+    order = Order(split_windows(manifest, sequence_length=4).train, seed=5, block_shards=3)
+    return Loader(
+        order,
+        FolderCache(folder, manifest),
+        plan=BatchPlan(2, 2, 1, 4),
+        rank=0,
+        names=manifest.names,
+        pin=pin,
+        ahead=1,
+        room_bytes=None,
+        copier=copier,
+    )
+
+
+def tokens(loader: Loader, steps: int) -> list[Any]:
+    with contextlib.closing(loader.batches_from(Position())) as stream:
+        return [
+            [(batch.input_ids.tolist(), batch.labels.tolist()) for batch in stream.next_step()]
+            for _ in range(steps)
+        ]
+
+
+def test_a_stream_copies_ahead_in_its_own_thread_and_hands_over_in_order(tmp_path):
+    copier = RecordingCopier()
+    assert tokens(loader_of(tmp_path, copier), 6) == tokens(loader_of(tmp_path, None), 6)
+    here = threading.current_thread().name
+    assert copier.handed == [(number, here) for number in range(6)]
+    assert copier.begun[:6] == [(number, "read ahead") for number in range(6)]
+    assert len(copier.begun) <= 6 + STEPS_READY + 1
+
+
+def test_a_copy_that_cannot_be_begun_is_raised_where_it_is_waited_for(tmp_path):
+    class Broken(RecordingCopier):
+        def begin(self, batches: list[Batch]) -> Copies:
+            raise RuntimeError("CUDA error: out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        tokens(loader_of(tmp_path, Broken()), 1)
+
+
+@pytest.mark.gpu
+def test_batches_on_a_gpu_are_those_on_the_cpu(tmp_path):
+    device = torch.device("cuda", 0)
+    here = tokens(loader_of(tmp_path, None), 200)
+    stream = loader_of(tmp_path, DeviceCopier(device), pin=True).batches_from(Position())
+    busy = torch.randn(2048, 2048, device=device)
+    with contextlib.closing(stream):
+        there = []
+        for _ in range(200):
+            batches = stream.next_step()
+            busy = busy @ busy  # the computation is behind while the next copies run
+            busy /= busy.norm()
+            there.append([(batch.input_ids + 0, batch.labels + 0) for batch in batches])
+            assert all(batch.input_ids.device == device for batch in batches)
+    assert [[(i.tolist(), n.tolist()) for i, n in step] for step in there] == here

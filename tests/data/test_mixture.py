@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import contextlib
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from fake_cache import SHARD_STRIDE, FakeManifest, FolderCache
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refocused.config.batch_plan import BatchPlan
+from refocused.data.cache.steps import shards_wanted, steps_from
+from refocused.data.loader.loader import Loader
+from refocused.data.order.mixture_order import PERIOD, Mixture, interleaved, shares_of, source_seed
+from refocused.data.order.position import Position
+from refocused.data.order.window_order import Order
+from refocused.data.order.windows import WindowRange
+
+SEED = 5
+# Windows of the shards of each source: shards 0 to 2, 3 to 4 and 5.
+WINDOWS = {"code": (30, 41, 22), "math": (9, 14), "web": (300,)}
+WEIGHTS = {"web": 6, "code": 3, "math": 1}
+FIRST_SHARD = {"code": 0, "math": 3, "web": 5}
+SHARDS = {"code": range(3), "math": range(3, 5), "web": range(5, 6)}
+EPOCHS = {name: sum(windows) for name, windows in WINDOWS.items()}
+
+
+def order_of(name: str, *, block_shards: int = 2) -> Order:
+    ranges = [
+        WindowRange(FIRST_SHARD[name] + number, 0, count)
+        for number, count in enumerate(WINDOWS[name])
+    ]
+    return Order(ranges, seed=source_seed(SEED, name), block_shards=block_shards)
+
+
+def mixture_of(weights: dict[str, float] = WEIGHTS, *, block_shards: int = 2) -> Mixture:
+    orders = {name: order_of(name, block_shards=block_shards) for name in WINDOWS}
+    return Mixture(orders, weights=weights, seed=SEED)
+
+
+def windows_from(position: Position, count: int, **changes: object) -> list[tuple[int, int]]:
+    stream = mixture_of(**changes).stream_from(position)
+    located = stream.locate_in_stream(stream.number_of(position) + np.arange(count))
+    return list(zip(located.shards.tolist(), located.windows.tolist(), strict=True))
+
+
+def of_source(name: str, windows: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [window for window in windows if window[0] in SHARDS[name]]
+
+
+def own_stream(name: str, start: int, count: int) -> list[tuple[int, int]]:
+    located = order_of(name).locate_in_stream(np.arange(start, start + count))
+    return list(zip(located.shards.tolist(), located.windows.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [
+        ({"a": 1, "b": 1}, {"a": 512, "b": 512}),
+        ({"b": 0.25, "a": 0.75}, {"a": 768, "b": 256}),
+        ({"web": 0.7, "code": 0.3}, {"code": 307, "web": 717}),
+        ({"a": 1, "b": 1, "c": 1}, {"a": 342, "b": 341, "c": 341}),
+        ({"big": 1e6, "tiny": 1e-6}, {"big": 1023, "tiny": 1}),
+        ({"only": 3.5}, {"only": 1024}),
+    ],
+)
+def test_shares_are_whole_windows_of_a_period(weights, shares):
+    assert shares_of(weights) == shares
+    assert list(shares_of(weights)) == sorted(weights)
+
+
+weights_drawn = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8)
+
+
+@settings(deadline=None)
+@given(drawn=weights_drawn)
+def test_shares_sum_up_are_near_the_weights_and_leave_nobody_out(drawn):
+    weights = {f"s{number}": weight for number, weight in enumerate(drawn)}
+    shares = shares_of(weights)
+    assert sum(shares.values()) == PERIOD
+    assert min(shares.values()) >= 1
+    for name, weight in weights.items():
+        raised = len(weights) / PERIOD  # what sources of a tiny weight take from the others
+        assert abs(shares[name] / PERIOD - weight / sum(drawn)) <= 1 / PERIOD + raised
+
+
+@settings(deadline=None, max_examples=30)
+@given(drawn=weights_drawn)
+def test_no_source_is_ever_off_its_share_by_a_window(drawn):
+    counts = list(shares_of({f"s{number}": weight for number, weight in enumerate(drawn)}).values())
+    places = interleaved(counts)
+    assert np.bincount(places, minlength=len(counts)).tolist() == counts
+    for source, count in enumerate(counts):
+        before = np.concatenate([[0], np.cumsum(places == source)])
+        off = np.abs(before * PERIOD - np.arange(PERIOD + 1) * count)
+        assert Fraction(int(off.max()), PERIOD) <= 1 - Fraction(1, max(2, 2 * len(counts) - 2))
+
+
+def test_another_seed_begins_elsewhere_in_the_period():
+    begins = set()
+    for seed in range(20):
+        mixture = Mixture({name: order_of(name) for name in WINDOWS}, weights=WEIGHTS, seed=seed)
+        located = mixture.stream_from(Position()).locate_in_stream(np.arange(40))
+        begins.add(tuple(located.shards.tolist()))
+    assert len(begins) > 10
+
+
+def test_each_source_comes_in_its_own_order_and_in_its_share():
+    windows = windows_from(Position(), 4 * PERIOD)
+    for name, share in mixture_of().shares.items():
+        assert of_source(name, windows) == own_stream(name, 0, 4 * share)
+
+
+@settings(deadline=None, max_examples=30)
+@given(count=st.integers(1, 3000))
+def test_a_position_holds_what_was_consumed_of_each_source(count):
+    windows = windows_from(Position(), count)
+    position = mixture_of().stream_from(Position()).position_at(count)
+    consumed = {name: len(of_source(name, windows)) for name in WINDOWS}
+    assert position == Position(
+        min(consumed[name] // EPOCHS[name] for name in WINDOWS), count, consumed
+    )
+    assert Position.from_dict(position.to_dict()) == position
+
+
+def test_every_window_of_a_source_comes_once_in_each_of_its_epochs():
+    windows = windows_from(Position(), 3000)
+    for name, counts in WINDOWS.items():
+        own = of_source(name, windows)
+        every = {(FIRST_SHARD[name] + i, w) for i, count in enumerate(counts) for w in range(count)}
+        assert len(own) > EPOCHS[name]
+        for start in range(0, len(own) - EPOCHS[name] + 1, EPOCHS[name]):
+            assert set(own[start : start + EPOCHS[name]]) == every
+
+
+@settings(deadline=None, max_examples=30)
+@given(start=st.integers(0, 5000), far=st.integers(0, 2**40))
+def test_windows_are_found_by_number_alone(start, far):
+    stream = mixture_of().stream_from(Position())
+    numbers = far + np.arange(start, start + 50)
+    together = stream.locate_in_stream(numbers)
+    for place in (0, 17, 49):
+        alone = stream.locate_in_stream(numbers[place : place + 1])
+        assert alone.shards[0] == together.shards[place]
+        assert alone.windows[0] == together.windows[place]
+
+
+@settings(deadline=None, max_examples=30)
+@given(done=st.integers(0, 3000))
+def test_a_resumed_stream_equals_one_that_went_on(done):
+    saved = mixture_of().stream_from(Position()).position_at(done)
+    position = Position.from_dict(saved.to_dict())
+    assert windows_from(position, 200) == windows_from(Position(), done + 200)[done:]
+
+
+@settings(deadline=None, max_examples=30)
+@given(done=st.integers(1, 2500), again=st.integers(1, 500))
+def test_with_other_weights_every_source_goes_on_where_it_stood(done, again):
+    first = mixture_of().stream_from(Position()).position_at(done)
+    changed = {"web": 1, "code": 1, "math": 8}
+    after = windows_from(first, 300, weights=changed)
+    for name in WINDOWS:
+        own = of_source(name, after)
+        assert own == own_stream(name, first.sources[name], len(own))
+    # And once more, from a position that two sets of weights have led to.
+    second = mixture_of(changed).stream_from(first).position_at(done + again)
+    assert sum(second.sources.values()) == second.windows == done + again
+    for name, own in ((name, of_source(name, windows_from(second, 300))) for name in WINDOWS):
+        assert own == own_stream(name, second.sources[name], len(own))
+
+
+def test_other_weights_hold_from_the_first_window_on():
+    saved = mixture_of().stream_from(Position()).position_at(777)
+    windows = windows_from(saved, PERIOD, weights={"web": 1, "code": 1, "math": 2})
+    assert [len(of_source(name, windows)) for name in WINDOWS] == [256, 512, 256]
+
+
+def global_steps(position: Position, plan: BatchPlan, count: int) -> list[list[tuple[int, int]]]:
+    ranks = [
+        steps_from(mixture_of().stream_from(position), position, plan=plan, rank=rank)
+        for rank in range(plan.world_size)
+    ]
+    return [
+        sorted(
+            pair
+            for step in steps
+            for pair in zip(
+                step.shards.flatten().tolist(), step.windows.flatten().tolist(), strict=True
+            )
+        )
+        for steps in itertools.islice(zip(*ranks, strict=True), count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("micro", "accumulation", "world_size"), [(2, 2, 4), (1, 8, 2), (4, 1, 4), (8, 2, 1)]
+)
+def test_ranks_and_accumulation_do_not_change_what_a_step_holds(micro, accumulation, world_size):
+    start = mixture_of().stream_from(Position()).position_at(1000)
+    alone = global_steps(start, BatchPlan(16, 1, 1, 4), 30)
+    assert global_steps(start, BatchPlan(micro, accumulation, world_size, 4), 30) == alone
+
+
+def wanted(stream, *, oldest: int, newest: int, ahead: int) -> list[int]:
+    return shards_wanted(
+        stream,
+        oldest=oldest,
+        newest=newest,
+        ahead=ahead,
+        bytes_of=lambda shard: 10,
+        room_bytes=None,
+    )
+
+
+def test_what_is_local_holds_every_window_in_use_and_the_next_shards_ahead():
+    stream = mixture_of(block_shards=1).stream_from(Position())
+    for oldest in range(0, 900, 7):
+        located = stream.locate_in_stream(np.arange(oldest, oldest + 20))
+        in_use = wanted(stream, oldest=oldest, newest=oldest + 19, ahead=0)
+        assert set(located.shards.tolist()) <= set(in_use)
+        assert len(in_use) < 6  # not simply everything
+        soon = wanted(stream, oldest=oldest, newest=oldest + 19, ahead=1)
+        later = stream.locate_in_stream(np.arange(oldest + 20, oldest + 2000)).shards.tolist()
+        following = next(shard for shard in later if shard not in in_use)
+        assert soon == [*in_use, following]
+
+
+def test_all_shards_are_wanted_where_there_is_room_for_all():
+    stream = mixture_of(block_shards=1).stream_from(Position())
+    for oldest in range(0, 2000, 61):
+        assert sorted(wanted(stream, oldest=oldest, newest=oldest, ahead=100)) == list(range(6))
+
+
+SEQUENCE_LENGTH = 3
+MANIFEST = FakeManifest.of(
+    *(SEQUENCE_LENGTH * count + 1 for name in WINDOWS for count in WINDOWS[name])
+)
+
+
+def tokens_of(cache: FolderCache, position: Position, *, steps: int, rank=0, plan: BatchPlan):
+    loader = Loader(
+        mixture_of(block_shards=1),
+        cache,
+        plan=plan,
+        rank=rank,
+        names=MANIFEST.names,
+        pin=False,
+        ahead=1,
+        room_bytes=None,
+    )
+    with contextlib.closing(loader.batches_from(position)) as stream:
+        read = [
+            [row for batch in stream.next_step() for row in batch.input_ids.tolist()]
+            for _ in range(steps)
+        ]
+        return read, stream.position
+
+
+def test_a_loader_reads_the_windows_of_a_mixture_with_few_shards_planned(tmp_path):
+    cache = FolderCache(tmp_path, MANIFEST)  # refuses what was not planned
+    read, position = tokens_of(
+        cache, Position(), steps=150, plan=BatchPlan(4, 2, 1, SEQUENCE_LENGTH)
+    )
+    expected = [
+        [shard * SHARD_STRIDE + window * SEQUENCE_LENGTH + t for t in range(SEQUENCE_LENGTH)]
+        for shard, window in windows_from(Position(), 1200, block_shards=1)
+    ]
+    assert list(itertools.chain(*read)) == expected
+    assert position.windows == 1200
+    assert min(len(plan) for plan in cache.plans) < 6
+    assert all(before != after for before, after in itertools.pairwise(cache.plans))
+
+
+def test_another_number_of_ranks_and_another_micro_batch_go_on_with_the_same_stream(tmp_path):
+    cache = FolderCache(tmp_path, MANIFEST)
+    whole, _ = tokens_of(cache, Position(), steps=40, plan=BatchPlan(8, 2, 1, SEQUENCE_LENGTH))
+    _, saved = tokens_of(cache, Position(), steps=23, plan=BatchPlan(4, 1, 4, SEQUENCE_LENGTH))
+    plan = BatchPlan(2, 4, 2, SEQUENCE_LENGTH)
+    position = Position.from_dict(saved.to_dict())
+    ranks = [tokens_of(cache, position, steps=17, rank=rank, plan=plan)[0] for rank in range(2)]
+    for before, *after in zip(whole[23:], *ranks, strict=True):
+        assert sorted(before) == sorted(itertools.chain(*after))

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from refocused.config.batch_plan import BatchPlan
+from refocused.config.data import DataConfig
+from refocused.data.cache.steps import steps_from
+from refocused.data.manifest.shard_manifest import Manifest, Shard
+from refocused.data.order.mixture_order import Mixture
+from refocused.data.order.position import Position
+from refocused.data.order.sources import (
+    Source,
+    describe_mixture,
+    describe_order,
+    files_done,
+    order_sources,
+    split_sources,
+)
+from refocused.data.order.window_order import Order
+from refocused.system.errors import ShardError
+
+LENGTH = 4
+
+
+def manifest_of(**windows: int) -> Manifest:
+    """Shards of so many windows; `web_a` is a.npy of the source web."""
+    return Manifest(
+        tuple(
+            Shard(f"{name.replace('_', '/')}.npy", LENGTH * count + 1, "uint16", 1, 1, None)
+            for name, count in windows.items()
+        ),
+        "bytes",
+    )
+
+
+MIXED = manifest_of(code_a=10, code_val=4, web_a=30, web_b=50, web_val=20)
+ALONE = manifest_of(a=10, val=4)
+
+
+def mixture(weight: float = 1.0, **code: Any) -> DataConfig:
+    return DataConfig(
+        mixture={
+            "web": {"source": "w", "weight": 3 * weight, "validation_files": ["val*"]},
+            "code": {"source": "c", "weight": weight, **code},
+        }
+    )
+
+
+def split(manifest: Manifest, data: DataConfig, windows: int = 8) -> list[Source]:
+    return split_sources(manifest, data, sequence_length=LENGTH, evaluation_windows=windows)
+
+
+def order_of(
+    data: DataConfig,
+    manifest: Manifest = MIXED,
+    room: int | None = None,
+    step_windows: int = 1,
+) -> Any:
+    sizes = [2 * shard.tokens for shard in manifest.shards]
+    sources = split(manifest, data)
+    return order_sources(
+        sources,
+        data,
+        seed=7,
+        step_windows=step_windows,
+        steps=100,
+        shard_bytes=sizes,
+        room_bytes=room,
+    )
+
+
+def test_each_source_is_divided_by_its_own_names_and_counts_shards_of_the_whole() -> None:
+    code, web = split(MIXED, mixture(validation_files=["val.npy"]))
+    assert (code.name, code.share, code.windows, code.kept) == ("code", 256, 10, 4)
+    assert (web.name, web.share, web.windows, web.kept) == ("web", 768, 80, 20)
+    assert {one.shard for one in code.train} == {0}
+    assert {one.shard for one in web.train} == {2, 3}
+    assert code.validation.shards_used() == [1]
+    assert web.validation.shards_used() == [4]
+
+
+def test_a_validation_takes_its_windows_by_the_shares() -> None:
+    code, web = split(MIXED, mixture(validation_files=["val*"]))
+    assert (len(code.validation.windows), len(web.validation.windows)) == (2, 6)
+    code, web = split(MIXED, mixture(validation_files=["val*"]), windows=1)
+    assert (len(code.validation.windows), len(web.validation.windows)) == (1, 1)
+
+
+def test_a_source_may_keep_nothing_for_validation() -> None:
+    code, _ = split(MIXED, mixture())
+    assert (code.kept, code.windows, len(code.validation.windows)) == (0, 14, 0)
+
+
+def test_what_is_wrong_with_a_source_names_it() -> None:
+    with pytest.raises(ShardError, match=r"^data\.mixture\.code: data\.validation_files: 'none'"):
+        split(MIXED, mixture(validation_files=["none"]))
+
+
+def test_without_a_mixture_there_is_one_source_and_its_plain_order() -> None:
+    data = DataConfig(source="x", validation_files=("val*",))
+    [source] = split(ALONE, data)
+    assert (source.name, source.windows, source.kept) == (None, 10, 4)
+    order = order_of(data, ALONE)
+    assert isinstance(order, Order)
+    plain = Order(source.train, seed=7, block_shards=1)
+    numbers = np.arange(30)
+    assert np.array_equal(
+        order.locate_in_stream(numbers).windows, plain.locate_in_stream(numbers).windows
+    )
+    text = describe_order(order, manifest=ALONE, seed=7, sequence_length=LENGTH, document_id=None)
+    # Checkpoints of every version hold this text.
+    assert text == "seed 7, blocks of 1 shards, 10 windows of 4 tokens"
+    assert describe_mixture(order) == ""
+
+
+def test_the_texts_of_a_mixture_tell_order_and_shares_apart() -> None:
+    orders = [order_of(mixture()), order_of(mixture(2.0))]  # the same shares
+    texts = {
+        describe_order(order, manifest=MIXED, seed=7, sequence_length=LENGTH, document_id=50256)
+        for order in orders
+    }
+    assert texts == {
+        "seed 7, blocks of 2 shards, code 14, web 80 windows of 4 tokens, documents masked by id "
+        "50256"
+    }
+    assert {describe_mixture(order) for order in orders} == {"code 256, web 768 of 1024 windows"}
+
+
+def test_sources_of_one_mixture_are_shuffled_differently_and_alike_in_every_mixture() -> None:
+    order = order_of(mixture())
+    assert isinstance(order, Mixture)
+    twin = manifest_of(code_a=30, code_b=50, web_a=30, web_b=50, web_val=20)
+    code, web = order_of(mixture(), twin).orders.values()
+    numbers = np.arange(80)
+    assert not np.array_equal(
+        code.locate_in_stream(numbers).windows, web.locate_in_stream(numbers).windows
+    )
+    before = order.orders["web"].locate_in_stream(numbers)
+    assert np.array_equal(web.locate_in_stream(numbers).windows, before.windows)
+
+
+def test_the_blocks_of_all_sources_fit_into_the_room_together() -> None:
+    # Two blocks of one shard: code 82 + 34, web 402 + 242 bytes.
+    needed = 82 + 34 + 402 + 242
+    assert order_of(mixture(), room=needed).orders["web"].block_shards == 1
+    with pytest.raises(ShardError, match=rf"of each source take up to {needed} bytes"):
+        order_of(mixture(), room=needed - 1)
+    assert order_of(mixture(), room=2 * needed).orders["web"].block_shards == 2
+
+
+def test_a_step_of_a_mixture_may_reach_over_more_than_two_blocks_of_a_source() -> None:
+    manifest = manifest_of(code_a=10, code_b=4, web_a=2, web_b=50, web_c=50, web_val=20)
+    needed = 82 + 34 + 402 + 18 + 402  # all of both
+    with pytest.raises(ShardError, match=f"can reach over short shards .* to {needed} bytes"):
+        order_of(mixture(), manifest, room=needed - 1, step_windows=8)
+    assert order_of(mixture(), manifest, room=needed, step_windows=8)
+    assert order_of(mixture(), manifest, room=needed - 1, step_windows=1)
+
+
+def test_files_are_done_with_their_block() -> None:
+    order = order_of(mixture())
+    web = Order(split(MIXED, mixture())[1].train, seed=0, block_shards=1)
+    first = web.block_start(1)
+    assert [files_done(web, consumed) for consumed in (0, first - 1, first, 79)] == [0, 0, 1, 1]
+    assert files_done(web, 80) == 0  # the next epoch begins
+    assert files_done(order.orders["code"], 0) == 0
+
+
+def test_another_packing_of_the_same_chunks_is_another_order() -> None:
+    def packed(*groups: tuple[int, ...]) -> Manifest:
+        shards = []
+        for numbers in groups:
+            parts = tuple(Shard(f"chunk_{n:06d}.pt", 41, "uint16", 9, n, None) for n in numbers)
+            tokens = sum(part.tokens for part in parts)
+            shards.append(Shard(f"pack_{numbers[0]}", tokens, "uint16", 9, None, None, parts=parts))
+        return Manifest(tuple(shards), "x")
+
+    manifests = [packed((0, 1), (2, 3)), packed((0, 1, 2), (3,))]
+    order = order_of(DataConfig(source="x"), ALONE)
+    assert manifests[0].fingerprint == manifests[1].fingerprint
+    texts = {
+        describe_order(order, manifest=one, seed=7, sequence_length=LENGTH, document_id=None)
+        for one in manifests
+    }
+    assert len(texts) == 2
+
+
+def test_skipped_shards_keep_the_order_and_lose_their_windows() -> None:
+    plain, data = mixture(), mixture().model_copy(update={"skip": ("web/a.npy",)})
+    before, after = order_of(plain), order_of(data)
+    texts = [
+        describe_order(order, manifest=MIXED, seed=1, sequence_length=LENGTH, document_id=None)
+        for order in (before, after)
+    ]
+    assert texts[0] == texts[1]
+    assert after.stream_from(Position()).skipped == {2}
+    numbers = np.arange(400)
+    for stream in ("shards", "windows"):
+        one, other = (
+            getattr(order.stream_from(Position()).locate_in_stream(numbers), stream)
+            for order in (before, after)
+        )
+        assert np.array_equal(one, other)
+    plan = BatchPlan(micro=8, accumulation=1, world_size=2, sequence_length=LENGTH)
+    steps = steps_from(after.stream_from(Position()), Position(), plan=plan, rank=1)
+    shards = np.concatenate([next(steps).shards.ravel() for _ in range(40)])
+    assert set(shards.tolist()) == {0, 1, 3}
+
+
+def test_a_skip_that_cannot_be_meant_is_refused() -> None:
+    for skip, said in {
+        ("c.npy",): "data.skip: 'c.npy' fits none of the 5 token files",
+        ("code/a.npy",): "data.skip leaves no window of the source code to train on",
+        ("val.npy",): "data.skip leaves no window of the source code to validate on",
+    }.items():
+        with pytest.raises(ShardError, match=said):
+            split(MIXED, mixture(validation_files=["val*"]).model_copy(update={"skip": skip}))
+
+
+def test_the_windows_that_validate_stay_the_same_but_for_those_of_skipped_shards() -> None:
+    manifest = manifest_of(a=10, val_a=9, val_b=9)
+    data = DataConfig(source="s", validation_files=["val/*"])
+    [whole] = split(manifest, data)
+    [rest] = split(manifest, data.model_copy(update={"skip": ("val/a.npy",)}))
+    kept = whole.validation.shards != 1
+    assert 0 < kept.sum() < len(kept)
+    assert rest.validation.windows.tolist() == whole.validation.windows[kept].tolist()
+    assert rest.validation.shards_used() == [2]

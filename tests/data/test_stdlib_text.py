@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import io
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+from shard_samples import settings
+
+from refocused.bucket.folder import DirectoryBucket
+from refocused.data.manifest import stdlib_text
+from refocused.data.manifest.shard_manifest import build_manifest
+from refocused.data.manifest.stdlib_text import prepare_stdlib
+from refocused.system.errors import ShardError
+from refocused.tokenizers.encoders import BYTES_END_OF_TEXT, BYTES_VOCABULARY
+
+
+def tokens_of(bucket: DirectoryBucket, kind: str) -> np.ndarray:
+    names = [blob.name for blob in bucket.list(f"stdlib_{kind}_")]
+    return np.concatenate([np.load(io.BytesIO(bucket.read(name))) for name in names])
+
+
+def test_documents_are_the_librarys_own_text(tmp_path: Path) -> None:
+    bucket = DirectoryBucket(tmp_path)
+    manifest = prepare_stdlib(bucket, shard_tokens=100_000, max_tokens=300_000)
+    tokens = tokens_of(bucket, "train")
+    assert tokens.dtype == np.uint16
+    assert tokens[0] == BYTES_END_OF_TEXT
+    assert tokens.max() == BYTES_VOCABULARY - 1
+    ends = np.flatnonzero(tokens == BYTES_END_OF_TEXT)
+    first = bytes(tokens[1 : ends[1]].astype(np.uint8))
+    root = Path(sysconfig.get_paths()["stdlib"])
+    assert first in {path.read_bytes() for path in root.glob("_*.py")}
+    assert manifest.tokens == 300_000
+    assert len(tokens_of(bucket, "val")) == 15_000
+    assert [shard.tokens for shard in manifest.shards] == [100_000, 100_000, 85_000, 15_000]
+
+
+def test_the_same_python_gives_the_same_bytes_and_a_valid_manifest(tmp_path: Path) -> None:
+    first, second = (
+        prepare_stdlib(DirectoryBucket(tmp_path / name), max_tokens=50_000) for name in "ab"
+    )
+    assert first == second
+    data = settings(tokenizer="bytes", validation_files=["stdlib_val_*"], max_files=1)
+    built = build_manifest(DirectoryBucket(tmp_path / "a"), data, cache_file=None)
+    assert built == first
+
+
+def test_a_second_call_does_nothing(tmp_path: Path) -> None:
+    bucket = DirectoryBucket(tmp_path)
+    first = prepare_stdlib(bucket, max_tokens=50_000)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert prepare_stdlib(bucket, max_tokens=99) == first
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+def test_an_interrupted_call_is_finished_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / "stdlib_train_000000.npy").write_bytes(b"of another size")
+    manifest = prepare_stdlib(DirectoryBucket(tmp_path), max_tokens=50_000)
+    assert (tmp_path / "stdlib_train_000000.npy").stat().st_size == manifest.shards[0].size
+
+
+def test_tests_and_installed_packages_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "library"
+    for name in ("a.py", "b/c.py", "b/test/x.py", "site-packages/y.py", "idlelib/z.py", "d.txt"):
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_text(name)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+    monkeypatch.setattr(stdlib_text, "_is_validation", lambda name: name == "b/c.py")
+    bucket = DirectoryBucket(tmp_path / "out")
+    prepare_stdlib(bucket)
+    assert tokens_of(bucket, "train").tolist() == [256, *b"a.py"]
+    assert tokens_of(bucket, "val").tolist() == [256, *b"b/c.py"]
+
+
+def test_a_python_without_its_sources_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(ShardError, match=r"no source text"):
+        prepare_stdlib(DirectoryBucket(tmp_path / "out"))

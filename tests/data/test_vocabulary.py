@@ -1,0 +1,182 @@
+"""How many ids a run's model knows: by its setting, its tokenizer, its data, its preset."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from shard_samples import npy_bytes
+from text_samples import tiny_bpe, word_file
+
+from refocused.bucket.bucket import Bucket
+from refocused.bucket.folder import DirectoryBucket
+from refocused.config.data import DataConfig
+from refocused.config.load_run import LoadedRun, load_run, render_run
+from refocused.data.manifest.shard_manifest import (
+    Manifest,
+    build_manifest,
+    read_manifest,
+    write_manifest,
+)
+from refocused.data.manifest.vocabulary import decide_vocabulary, require_room_for_tokenizer
+from refocused.estimate.flops import count_parameters
+from refocused.system.errors import ConfigError, ShardError
+
+PRESET = 512  # that of gpt2_tiny
+RUN = """
+run: {steps: 20}
+model: {preset: gpt2_tiny, sequence_length: 32}
+batch: {micro: 2, accumulation: 2}
+data: {source: tokens}
+optimizer: {lr: 3e-3}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run file beside the folder of its data."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(RUN)
+    return path
+
+
+def opened(name: str) -> Bucket:
+    return DirectoryBucket(Path(name))
+
+
+def decided(file: Path, *settings: str) -> LoadedRun:
+    return decide_vocabulary(load_run(file, ["model.vocabulary=auto", *settings]), opened)
+
+
+def prepared(folder: Path, *, max_id: int, **changes: object) -> None:
+    """Write a prepared source whose manifest knows the largest id."""
+    bucket = DirectoryBucket(folder)
+    bucket.write("a.npy", npy_bytes(np.array([0, max_id], np.uint32)), overwrite=True)
+    data = DataConfig(source=str(folder), exclude=("manifest.json",))
+    found = build_manifest(bucket, data, cache_file=None)
+    shards = tuple(dataclasses.replace(shard, max_id=max_id) for shard in found.shards)
+    write_manifest(bucket, dataclasses.replace(found, shards=shards, **changes))
+
+
+def test_a_run_file_without_the_setting_keeps_the_size_of_its_preset(file: Path) -> None:
+    prepared(file.parent / "tokens", max_id=9, tokenizer="bytes")
+    old = load_run(file, ["data.tokenizer=bytes"])
+    recorded = file.with_name("run.yaml")
+    recorded.write_text(render_run(old.config).replace("  vocabulary: null\n", ""))
+    for run in (old, load_run(recorded)):
+        found = decide_vocabulary(run, opened)
+        assert (found.shape.vocabulary, found.shape.settings["vocab_size"]) == (PRESET, PRESET)
+        assert found.config.model.vocabulary is None
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2", "pairs", "words"])
+def test_auto_is_the_size_of_the_tokenizer(file: Path, tokenizer: str) -> None:
+    folder = file.parent
+    prepared(folder / "tokens", max_id=9, tokenizer="another", vocabulary=77)
+    settings, size = {
+        "bytes": (["data.tokenizer=bytes"], 257),
+        "gpt2": (["data.tokenizer=gpt2"], 50_257),
+        "pairs": (["data.tokenizer=gpt2", f"data.bpe_folder={tiny_bpe(folder / 'bpe')}"], 263),
+        "words": ([f"data.tokenizer={word_file(folder / 'words.json')}"], 4),
+    }[tokenizer]
+    found = decided(file, *settings)
+    assert found.shape.vocabulary == found.config.model.vocabulary == size
+    assert found.shape.settings["vocab_size"] == size
+
+
+def test_auto_is_the_size_that_the_manifest_of_the_data_gives(file: Path) -> None:
+    tokens = file.parent / "tokens"
+    prepared(tokens, max_id=600, tokenizer="tokenizer-1a2b3c4d", vocabulary=32_000)
+    assert decided(file).shape.vocabulary == 32_000
+    assert decided(file, "data.exclude=[manifest.json]").shape.vocabulary == PRESET
+    prepared(tokens, max_id=40, tokenizer="bytes")  # known by its name, as in older manifests
+    assert decided(file).shape.vocabulary == 257
+
+
+def test_without_a_known_tokenizer_auto_holds_the_preset_and_every_known_id(file: Path) -> None:
+    tokens = file.parent / "tokens"
+    DirectoryBucket(tokens).write("a.npy", npy_bytes(np.array([0, 900], np.uint32)))
+    assert decided(file).shape.vocabulary == PRESET
+    prepared(tokens, max_id=40)
+    assert decided(file).shape.vocabulary == PRESET
+    prepared(tokens, max_id=50_256)
+    assert decided(file).shape.vocabulary == 50_257
+
+
+def test_the_sources_of_a_mixture_are_all_looked_at(file: Path) -> None:
+    prepared(file.parent / "web", max_id=3, vocabulary=700)
+    prepared(file.parent / "code", max_id=800)
+    text = RUN.replace(
+        "{source: tokens}",
+        "{mixture: {web: {source: web, weight: 1}, code: {source: code, weight: 1}}}",
+    )
+    file.write_text(text)
+    assert decided(file).shape.vocabulary == 801
+
+
+def test_parameters_follow_and_rows_are_still_padded(file: Path) -> None:
+    count = count_parameters(decided(file, "data.tokenizer=gpt2").shape, vocabulary_multiple=128)
+    shape = load_run(file).shape
+    assert count.tokens == 50_257 * shape.width
+    assert count.padding == (50_304 - 50_257) * shape.width
+    assert count.total - count_parameters(shape).total == (50_257 - PRESET) * shape.width
+    assert load_run(file, ["model.vocabulary=1000"]).shape.padded_vocabulary(128) == 1024
+
+
+def test_the_run_file_that_is_recorded_has_the_number(file: Path) -> None:
+    recorded = file.with_name("recorded.yaml")
+    recorded.write_text(render_run(decided(file, "data.tokenizer=bytes").config))
+    assert load_run(recorded).shape.vocabulary == 257
+
+
+@pytest.mark.parametrize("setting", ["model.vocabulary=256", "model.vocabulary=null"])
+def test_fewer_ids_than_the_tokenizer_has_are_refused_with_the_way_out(
+    file: Path, setting: str
+) -> None:
+    words = word_file(file.parent / "words.json")
+    require_room_for_tokenizer(load_run(file, [setting, f"data.tokenizer={words}"]), fetch=False)
+    file.write_text(RUN.replace("gpt2_tiny", "small.json"))
+    shape = load_run(file, ["model.preset=gpt2_tiny"]).shape.with_vocabulary(256).settings
+    file.with_name("small.json").write_text(str(dict(shape)).replace("'", '"').replace("True", "1"))
+    with pytest.raises(ConfigError) as refused:
+        require_room_for_tokenizer(load_run(file, [setting, "data.tokenizer=bytes"]), fetch=False)
+    assert "= 256 is less than the 257 token ids of data.tokenizer = 'bytes'" in str(refused.value)
+    assert "Set model.vocabulary=auto" in str(refused.value)
+
+
+def test_an_explicit_number_is_compared_with_gpt2_by_name_alone(file: Path) -> None:
+    gpt2 = "data.tokenizer=gpt2"
+    require_room_for_tokenizer(load_run(file, ["model.vocabulary=50257", gpt2]), fetch=False)
+    require_room_for_tokenizer(load_run(file, [gpt2]), fetch=False)  # as before
+    with pytest.raises(ConfigError, match=r"model\.vocabulary = 50000 is less than the 50257"):
+        require_room_for_tokenizer(load_run(file, ["model.vocabulary=50000", gpt2]), fetch=False)
+
+
+def test_a_document_id_is_compared_with_the_number_that_auto_comes_to(file: Path) -> None:
+    found = decided(file, "data.tokenizer=gpt2", "data.document_id=50256")
+    assert found.config.data.document_id == 50_256
+    with pytest.raises(ConfigError, match=r"data\.document_id: gpt2_tiny knows ids up to 256"):
+        decided(file, "data.tokenizer=bytes", "data.document_id=257")
+
+
+def test_neither_data_nor_hub_are_asked_without_a_way_to_open_them(file: Path) -> None:
+    for tokenizer in ("unknown", "hub:nobody/nothing"):
+        run = load_run(file, ["model.vocabulary=auto", f"data.tokenizer={tokenizer}"])
+        assert decide_vocabulary(run) is run
+    with pytest.raises(ShardError, match="no such file"):
+        decide_vocabulary(load_run(file, ["model.vocabulary=auto", "data.tokenizer=gone.json"]))
+
+
+def test_a_manifest_keeps_its_size_through_json_and_refuses_another_thing(tmp_path: Path) -> None:
+    bucket = DirectoryBucket(tmp_path)
+    write_manifest(bucket, Manifest((), "x", vocabulary=32_000))
+    assert read_manifest(bucket).vocabulary == 32_000
+    for wrong in ("0", "-3", "1.5", "1e400", '"many"', "true"):
+        text = bucket.read("manifest.json").decode().replace("32000", wrong)
+        bucket.write("manifest.json", text.encode(), overwrite=True)
+        with pytest.raises(ShardError, match="not a number of token ids"):
+            read_manifest(bucket)
+        write_manifest(bucket, Manifest((), "x", vocabulary=32_000))

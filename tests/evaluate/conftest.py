@@ -1,0 +1,18 @@
+"""Steps of small models, saved once by real ranks for all tests of what becomes of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from evaluate.step_saves import SAVES, save_steps
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """The folder of the steps that each number of ranks saved."""
+    folders = {}
+    for ranks, saves in SAVES.items():
+        folders[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
+        save_steps(folders[ranks], saves, ranks=ranks)
+    return folders

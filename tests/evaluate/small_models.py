@@ -1,0 +1,53 @@
+"""Small untrained models of every family, with the tokenizer of bytes, ready for questions."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from evaluate.step_saves import SHAPES
+
+from refocused.evaluate.load_model import LoadedModel
+from refocused.evaluate.model_weights import network_class
+from refocused.models.families import transformers_config
+from refocused.tokenizers.encoders import TokenizerChoice
+from refocused.tokenizers.tokenizer import as_transformers
+from refocused.tokenizers.tokenizer_json import tokenizer_file
+
+CONTEXT = 64
+ROWS = 300  # more ids than bytes have: those above 256 mean nothing
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": SHAPES["gpt2"] | {"n_positions": CONTEXT},
+    "gpt_neox": SHAPES["gpt_neox"] | {"max_position_embeddings": CONTEXT},
+    "resonance": {
+        "model_type": "resonance",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_resonators": 8,
+        "max_position_embeddings": CONTEXT,
+    },
+    "ten": {
+        "model_type": "ten",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_eigenstates": 8,
+        "max_position_embeddings": CONTEXT,
+    },
+}
+
+
+@functools.cache
+def bytes_tokenizer() -> Any:
+    content = tokenizer_file(TokenizerChoice("bytes"), vocabulary=ROWS)
+    return as_transformers(content, end_of_text_id=None, max_length=CONTEXT)
+
+
+def small_model(family: str = "gpt2", *, spread: float = 0.2, **shape: Any) -> LoadedModel:
+    """Draw a model whose weights are wide enough that its choices are not all alike."""
+    settings = FAMILIES[family] | {"initializer_range": spread} | shape
+    config = transformers_config(settings, vocabulary=ROWS, dropout=0.0)
+    torch.manual_seed(1)
+    network = network_class(config)(config).eval()
+    return LoadedModel(network, bytes_tokenizer(), Path(family), {})

@@ -1,0 +1,247 @@
+"""Small steps saved by real ranks with DeepSpeed, each with the weights that its engine had."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from end_to_end.forked import ForkedRanks
+from torch import Tensor
+
+LENGTH, ROWS, VOCABULARY = 16, 128, 101
+# Widths that neither 2 nor 4 ranks divide evenly, so that every kind of padding is there.
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": VOCABULARY,
+        "n_positions": 33,
+        "n_embd": 30,
+        "n_layer": 2,
+        "n_head": 3,
+        "n_inner": 75,
+    },
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 33,
+        "hidden_size": 30,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "intermediate_size": 75,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.4,
+        },
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Save:
+    """One way to save a small model.
+
+    Attributes:
+        sub_group_size: Elements at which stage 3 cuts its flat groups.
+        frozen: Whether the embedding of positions is not trained.
+    """
+
+    stage: Literal[0, 1, 2, 3]
+    family: str = "gpt2"
+    dtype: Literal["bf16", "fp16", "fp32"] = "fp32"
+    offload: Literal["none", "cpu"] = "none"
+    sub_group_size: int | None = None
+    frozen: bool = False
+
+    @property
+    def name(self) -> str:
+        extras = [self.offload] * (self.offload != "none") + ["frozen"] * self.frozen
+        extras += [f"groups{self.sub_group_size}"] * (self.sub_group_size is not None)
+        return "-".join([self.family, f"zero{self.stage}", self.dtype, *extras])
+
+
+# fp32, bf16 and fp16 in turns: every stage meets each of them on some number of ranks.
+PLAIN = {
+    ranks: [
+        Save(stage, family, ("fp32", "bf16", "fp16")[(stage + number + turn) % 3])
+        for number, family in enumerate(SHAPES)
+        for stage in (0, 1, 2, 3)
+    ]
+    for turn, ranks in enumerate((1, 2, 4))
+}
+SPECIAL = [
+    Save(2, "gpt_neox", "bf16", offload="cpu"),
+    Save(3, "gpt2", "bf16", offload="cpu"),
+    Save(3, "gpt2", "bf16", sub_group_size=2000),
+    Save(3, "gpt2", "bf16", frozen=True),
+    Save(2, "gpt2", "fp32", frozen=True),
+]
+SAVES = {1: PLAIN[1], 2: [*PLAIN[2], *SPECIAL], 4: PLAIN[4]}
+
+
+def save_steps(folder: Path, saves: list[Save], *, ranks: int) -> None:
+    """Save a step for each, in one start of the ranks."""
+    wanted = json.dumps([dataclasses.asdict(save) for save in saves])
+    started = ForkedRanks(ranks, [str(folder), wanted], folder=folder, command=be_a_rank)
+    try:
+        ended = started.wait(120)
+    finally:
+        started.kill()
+    assert ended.codes == [0] * ranks, ended.everything
+
+
+def step_of(folder: Path, save: Save) -> Path:
+    return folder / save.name / "checkpoints" / "checkpoint_step_2"
+
+
+def weights_of(folder: Path, save: Save) -> dict[str, Tensor]:
+    """The engine's own float32 weights, gathered by DeepSpeed."""
+    weights: dict[str, Tensor] = torch.load(folder / save.name / "weights.pt", weights_only=True)
+    return weights
+
+
+def be_a_rank(arguments: list[str]) -> int:
+    from deepspeed.accelerator import get_accelerator
+
+    from refocused.system.world import join_world
+
+    get_accelerator().is_fp16_supported = lambda: True
+    world = join_world("cpu")
+    for wanted in json.loads(arguments[1]):
+        save = Save(**wanted)
+        _save(Path(arguments[0]) / save.name, save, world)
+    world.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads abort an ordinary end now and then
+
+
+def _save(folder: Path, save: Save, world: Any) -> None:
+    from refocused.checkpoints.step.checkpointer import Checkpointer
+    from refocused.models.causal_lm import counted_parameters
+
+    model = _model(save)
+    parameters = counted_parameters(model)
+    engine = _engine(save, model, world)
+    draw = torch.Generator().manual_seed(world.rank)
+    for _ in range(2):
+        ids = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=draw)
+        engine.accumulate(ids[:, :-1], ids[:, 1:])
+        engine.update(1e-2)
+    checkpointer = Checkpointer(folder / "checkpoints", world=world, facts=_facts(save, parameters))
+    checkpointer.save(engine, _TRAINER, files_done=0)
+    gathered = _gathered(engine, save)
+    if world.is_first:
+        torch.save(gathered, folder / "weights.pt")
+    engine.close()
+
+
+def _model(save: Save) -> Any:
+    from refocused.models.families import build_model
+
+    torch.manual_seed(0)
+    model = build_model(
+        SHAPES[save.family],
+        vocabulary=ROWS,
+        dropout=0.0,
+        activation_checkpointing=False,
+        chunk_tokens=24,
+    )
+    if save.frozen:
+        model.network.base_model.wpe.weight.requires_grad = False
+    return model
+
+
+def _engine(save: Save, model: Any, world: Any) -> Any:
+    from refocused.config.batch_plan import BatchPlan
+    from refocused.config.deepspeed import deepspeed_config
+    from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
+    from refocused.engine.build_engine import build_engine
+
+    optimizer = OptimizerConfig(lr=1e-2)
+    precision = PrecisionConfig(dtype=save.dtype, initial_scale_power=8)
+    settings = deepspeed_config(
+        batch=BatchPlan(2, 1, world.world_size, LENGTH),
+        optimizer=optimizer,
+        precision=precision,
+        zero=ZeroConfig(stage=save.stage, offload_optimizer=save.offload),
+        parameters=20_000,
+        fragment={},
+    )
+    if save.sub_group_size is not None:
+        settings["zero_optimization"]["sub_group_size"] = save.sub_group_size
+    return build_engine(
+        model,
+        block_class=model.block_class,
+        settings=settings,
+        optimizer=optimizer,
+        precision=precision,
+        world=world,
+    )
+
+
+def _gathered(engine: Any, save: Save) -> dict[str, Tensor]:
+    """Each parameter's float32 master whole, by the name that transformers gives it."""
+    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    inner = engine._engine
+    masters = {}
+    if save.stage == 0 and save.dtype != "fp32":
+        groups = zip(inner.optimizer.fp16_groups, inner.optimizer.fp32_groups, strict=True)
+        for halves, copies in groups:
+            masters |= {id(half): copy for half, copy in zip(halves, copies, strict=True)}
+    found = {}
+    for name, parameter in inner.module.named_parameters():
+        if save.stage == 0:
+            whole = masters.get(id(parameter), parameter)
+        elif parameter.requires_grad:
+            whole = safe_get_full_fp32_param(parameter)
+        else:
+            with GatheredParameters([parameter], enabled=save.stage == 3):
+                whole = parameter.detach().clone()
+        found[name.removeprefix("network.")] = whole.detach().float().clone()
+    return found
+
+
+_TRAINER: dict[str, Any] = {
+    "step": 2,
+    "tokens": 2048,
+    "position": {"epoch": 0, "windows": 8},
+    "loss": 4.5,
+    "validation_loss": 4.25,
+    "validation_step": 2,
+    "best_loss": 4.25,
+    "best_step": 2,
+    "seconds": 3600.0,
+    "cost_usd": 2.5,
+}
+
+
+def _facts(save: Save, parameters: int) -> Any:
+    from refocused.checkpoints.step.checkpointer import RunFacts
+
+    settings = {
+        "run": {"name": "sample", "steps": 2},
+        "model": {"preset": "sample", "sequence_length": LENGTH},
+        "batch": {"micro": 2},
+        "data": {"source": "tokens", "tokenizer": "unknown"},
+        "optimizer": {"lr": 1e-2},
+        "precision": {"dtype": save.dtype},
+        "zero": {"stage": save.stage},
+    }
+    return RunFacts(
+        run="sample",
+        zero_stage=save.stage,
+        dtype=save.dtype,
+        versions={"deepspeed": "0.19.8"},
+        data_fingerprint="f00d",
+        data_order="seed 1",
+        parameters=parameters,
+        run_yaml=json.dumps(settings),
+        model_json=json.dumps(SHAPES[save.family]),
+    )

@@ -1,0 +1,174 @@
+"""A model in a bucket is whole when its marker is there, and so is what is brought from there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints.step_samples import flip_byte
+
+from refocused.bucket.bucket import BlobInfo
+from refocused.bucket.folder import DirectoryBucket
+from refocused.evaluate import export_copy as bucket_copy
+from refocused.evaluate.export_copy import fetch_folder, upload_folder
+from refocused.system.errors import BucketError, CheckpointError
+from refocused.system.locks import FileLock
+
+CONTENT = {"config.json": b"{}", "model.safetensors": bytes(range(200)), "origin.json": b"1"}
+
+
+def write(folder: Path, content: dict[str, bytes]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in content.items():
+        (folder / name).write_bytes(part)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def uploaded(tmp_path: Path) -> Path:
+    """Where the bucket keeps a model."""
+    write(tmp_path / "model", CONTENT)
+    (tmp_path / "bucket").mkdir()
+    upload_folder(tmp_path / "model", DirectoryBucket(tmp_path / "bucket"), "run/final_model")
+    return tmp_path / "bucket/run/final_model"
+
+
+class Counted(DirectoryBucket):
+    """A folder as a bucket, that counts what is fetched from it, and may lose its connection."""
+
+    def __init__(self, folder: Path, *, fails_at: str | None = None) -> None:
+        super().__init__(folder)
+        self.fetched: list[str] = []
+        self._fails_at = fails_at
+
+    def download(self, blob: BlobInfo, target: Path) -> int:
+        if blob.name == self._fails_at:
+            raise BucketError(f"{blob.name}: the connection was lost")
+        self.fetched.append(blob.name)
+        return super().download(blob, target)
+
+
+def test_a_folder_is_in_the_bucket_when_its_marker_is(tmp_path: Path) -> None:
+    folder, bucket = tmp_path / "model", DirectoryBucket(tmp_path / "bucket")
+    folder.mkdir()
+    (tmp_path / "bucket").mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "gone.bin").write_text("old")
+    upload_folder(folder, bucket, "run/final_model")
+    marker = tmp_path / "bucket/run/final_model/COMMITTED"
+    assert json.loads(marker.read_text())["gone.bin"]["bytes"] == 3
+    before = marker.stat().st_mtime_ns
+    upload_folder(folder, bucket, "run/final_model")
+    assert marker.stat().st_mtime_ns == before  # nothing was done
+    (folder / "gone.bin").unlink()
+    (folder / "config.json").write_text('{"other": 1}')
+    upload_folder(folder, bucket, "run/final_model")
+    there = {blob.name: bucket.read(blob.name) for blob in bucket.list("run/")}
+    assert there.keys() == {"run/final_model/COMMITTED", "run/final_model/config.json"}
+    assert there["run/final_model/config.json"] == b'{"other": 1}'
+
+
+def test_an_interrupted_upload_leaves_no_marker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, bucket = tmp_path / "model", DirectoryBucket(tmp_path / "bucket")
+    folder.mkdir()
+    (tmp_path / "bucket").mkdir()
+    (folder / "config.json").write_text("{}")
+    upload_folder(folder, bucket, "m")
+
+    def killed(*arguments: Any, **others: Any) -> None:
+        raise KeyboardInterrupt
+
+    (folder / "config.json").write_text("[]")
+    monkeypatch.setattr(bucket_copy, "upload_many", killed)
+    with pytest.raises(KeyboardInterrupt):
+        upload_folder(folder, bucket, "m")
+    assert bucket.info("m/COMMITTED") is None
+
+
+def test_what_is_here_is_believed_by_its_checksums_alone(uploaded: Path, tmp_path: Path) -> None:
+    bucket, here = Counted(uploaded), tmp_path / "models/b/final_model"
+    assert fetch_folder(bucket, here) == here
+    assert files_of(here) == CONTENT
+    assert sorted(bucket.fetched) == sorted(CONTENT)
+    fetch_folder(bucket, here)
+    assert len(bucket.fetched) == 3  # nothing more
+    flip_byte(here / "model.safetensors")  # of the same size
+    (here / "model.safetensors.index.json").write_text("of an older model")
+    fetch_folder(bucket, here)
+    assert files_of(here) == CONTENT
+    assert [path.name for path in here.parent.iterdir() if path.is_dir()] == ["final_model"]
+
+
+def test_a_newer_model_takes_the_place_of_the_copy(uploaded: Path, tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    fetch_folder(DirectoryBucket(uploaded), here)
+    model = tmp_path / "model"
+    (model / "model.safetensors").unlink()
+    write(model, {"model-1.safetensors": b"a", "model-2.safetensors": b"b"})
+    upload_folder(model, DirectoryBucket(tmp_path / "bucket"), "run/final_model")
+    fetch_folder(DirectoryBucket(uploaded), here)
+    assert files_of(here) == files_of(model)
+
+
+def test_an_interrupted_fetch_is_continued_and_leaves_no_half_model(
+    uploaded: Path, tmp_path: Path
+) -> None:
+    here = tmp_path / "here"
+    with pytest.raises(BucketError, match="the connection was lost"):
+        fetch_folder(Counted(uploaded, fails_at="model.safetensors"), here)
+    assert not here.exists()
+    again = Counted(uploaded)
+    assert files_of(fetch_folder(again, here)) == CONTENT
+    assert again.fetched == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("marker lost", "has no COMMITTED object: no model is there, or its upload never finished"),
+        ("marker torn", "COMMITTED holds b'{\"con', which is no marker"),
+        ("object lost", "damaged: model.safetensors is missing"),
+        ("object cut", "damaged: model.safetensors is not the file that COMMITTED tells of"),
+        ("object flipped", "damaged: model.safetensors is not the file that COMMITTED tells of"),
+        ("being fetched", "Another process is fetching"),
+    ],
+)
+def test_what_is_not_whole_is_no_model(
+    uploaded: Path, tmp_path: Path, damage: str, message: str
+) -> None:
+    weights, marker, here = uploaded / "model.safetensors", uploaded / "COMMITTED", tmp_path / "a"
+    lock = FileLock(tmp_path / ".a.lock")
+    if damage.startswith("marker"):
+        marker.write_bytes(b'{"con') if damage.endswith("torn") else marker.unlink()
+    elif damage == "object lost":
+        weights.unlink()
+    elif damage == "object cut":
+        weights.write_bytes(weights.read_bytes()[:-1])
+    elif damage == "object flipped":
+        flip_byte(weights)
+    else:
+        assert lock.acquire()
+    with pytest.raises(CheckpointError, match=message):
+        fetch_folder(DirectoryBucket(uploaded), here)
+    lock.release()
+    assert not here.exists()
+
+
+def test_a_folder_that_somebody_put_there_is_taken_and_doubted(
+    tmp_path: Path, heard: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "theirs", {"config.json": b"{}", "weights": b"w"})
+    write(tmp_path / "theirs" / "below", {"more": b"m"})
+    found = fetch_folder(DirectoryBucket(tmp_path / "theirs"), tmp_path / "here")
+    assert files_of(found) == {"config.json": b"{}", "weights": b"w"}
+    assert "whether its upload was finished is not known" in caplog.text
+    write(tmp_path / "final_model", {"config.json": b"{}"})
+    with pytest.raises(CheckpointError, match="its upload never finished"):
+        fetch_folder(DirectoryBucket(tmp_path / "final_model"), tmp_path / "other")

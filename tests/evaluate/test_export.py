@@ -1,0 +1,216 @@
+"""A step goes out as a transformers folder and comes back as the same model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints.step_samples import manifest_for
+from data.text_samples import word_file
+from evaluate.step_saves import LENGTH, PLAIN, SPECIAL, VOCABULARY, Save, step_of, weights_of
+from safetensors.torch import load_file
+
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST
+from refocused.checkpoints.step.step_directory import StepDirectory, read_step
+from refocused.evaluate import export, export_check
+from refocused.evaluate.export import export_step
+from refocused.evaluate.load_model import load_model
+from refocused.evaluate.model_weights import ModelWeights, open_model_weights, tokenizer_of
+from refocused.evaluate.score_model import Evaluation, Settings
+from refocused.system.errors import CheckpointError, ShardError
+from refocused.tokenizers.encoders import TokenizerChoice
+
+pytestmark = pytest.mark.slow
+ROUND_TRIPS = [
+    *((1, save) for save in PLAIN[1] if save.stage in (0, 3)),
+    *((2, save) for save in PLAIN[2] if save.stage in (1, 2)),
+    *((4, save) for save in PLAIN[4] if save.stage in (2, 3)),
+]
+FOR_LLAMA_CPP = {"gpt2": (33, None), "gpt_neox": (None, 0.4)}
+SAVE = PLAIN[2][3]  # GPT-2 at stage 3
+
+
+def opened(saved: dict[int, Path], ranks: int, save: Save) -> ModelWeights:
+    return open_model_weights(read_step(step_of(saved[ranks], save)))
+
+
+def logits_of(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits: torch.Tensor = network(ids).logits
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("ranks", "save"), ROUND_TRIPS, ids=[f"{ranks}-{save.name}" for ranks, save in ROUND_TRIPS]
+)
+def test_round_trip(saved: dict[int, Path], tmp_path: Path, ranks: int, save: Save) -> None:
+    weights = opened(saved, ranks, save)
+    found = export_step(weights, tmp_path / "out", tokenizer=None, dtype="fp32")
+    assert found.logit_difference is not None and found.logit_difference < 1e-6
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert ("lm_head.weight" in stored) is False  # tied, or under the name that files have
+    assert ("embed_out.weight" in stored) is (save.family == "gpt_neox")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["vocab_size"], config["dtype"]) == (VOCABULARY, "float32")
+    # What llama.cpp's converter reads, and transformers do not write.
+    assert (config.get("n_ctx"), config.get("rotary_pct")) == FOR_LLAMA_CPP[save.family]
+    assert "auto_map" not in config
+    network = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    wanted = weights_of(saved[ranks], save)
+    parameters = dict(network.named_parameters())
+    assert parameters.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        rows = VOCABULARY if weight.shape[0] == 128 and weight.dim() == 2 else None
+        assert torch.equal(parameters[name], weight[:rows]), name
+    assert found.parameters == sum(p.numel() for p in parameters.values())
+    assert found.bytes == sum(p.stat().st_size for p in (tmp_path / "out").iterdir())
+
+
+def test_an_export_knows_how_long_its_training_sequences_were(
+    saved: dict[int, Path], tmp_path: Path
+) -> None:
+    weights = opened(saved, 2, SAVE)
+    words = TokenizerChoice(str(word_file(tmp_path / "words.json")))
+    export_step(weights, tmp_path / "out", tokenizer=tokenizer_of(weights, words))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["n_positions"], config["trained_sequence_length"]) == (33, LENGTH)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| context | trained on 16 tokens at once, of 33 that it takes |" in card
+    for source, tokenizer in ((tmp_path / "out", None), (step_of(saved[2], SAVE), words)):
+        model = load_model(source, dtype="fp32", tokenizer=tokenizer)
+        assert Evaluation(model, Settings()).context_tokens == LENGTH
+        assert model.beyond_training(LENGTH) is None
+        assert "17 tokens at once" in str(model.beyond_training(LENGTH + 1))
+
+
+def test_several_files_of_half_the_bytes_load_alike(saved: dict[int, Path], tmp_path: Path) -> None:
+    weights = opened(saved, 2, SAVE)
+    export_step(weights, tmp_path / "one", tokenizer=None)
+    export_step(weights, tmp_path / "many", tokenizer=None, file_bytes=10_000)
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    ids = torch.arange(20).unsqueeze(0)
+    assert torch.equal(logits_of(tmp_path / "one", ids), logits_of(tmp_path / "many", ids))
+    config = json.loads((tmp_path / "one" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+
+
+def test_the_card_says_where_the_model_comes_from(saved: dict[int, Path], tmp_path: Path) -> None:
+    export_step(opened(saved, 2, SAVE), tmp_path / "out", tokenizer=None, compare=False)
+    card = (tmp_path / "out" / "README.md").read_text()
+    for fact in ("sample, step 2", "2,048 trained on", "f00d", "4.2500 (perplexity 70.11)"):
+        assert fact in card
+    assert (
+        "| time | 1.00 h until this step was saved |\n| cost | $2.50 until this step was saved |"
+        in card
+    )
+
+
+def test_a_named_tokenizer_goes_along(saved: dict[int, Path], tmp_path: Path) -> None:
+    weights = opened(saved, 2, SAVE)
+    with pytest.raises(CheckpointError, match=r"has no tokenizer .*--no-tokenizer"):
+        tokenizer_of(weights)
+    choice = TokenizerChoice(str(word_file(tmp_path / "words.json")))
+    export_step(weights, tmp_path / "out", tokenizer=tokenizer_of(weights, choice))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("the cat the")["input_ids"] == [0, 1, 0]  # not cut: the file said 2
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert tokenizer.eos_token_id == config["eos_token_id"] == 3
+    generated = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert generated.eos_token_id == generated.pad_token_id == 3
+    with pytest.raises(ShardError, match="ids up to 256, and the model knows 101"):
+        tokenizer_of(weights, TokenizerChoice("bytes"))
+
+
+def test_the_tokenizer_that_travelled_is_taken(saved: dict[int, Path], tmp_path: Path) -> None:
+    step = with_file(step_of(saved[2], SAVE), tmp_path, "tokenizer.json", word_file)
+    loaded = load_model(step.path, dtype="fp32")
+    assert loaded.tokenizer("cat the")["input_ids"] == [1, 0]
+    assert loaded.facts["step"] == 2
+    assert loaded.network.config.vocab_size == VOCABULARY
+
+
+def test_a_loaded_step_equals_its_export(saved: dict[int, Path], tmp_path: Path) -> None:
+    path = step_of(saved[2], SPECIAL[3])
+    export_step(opened(saved, 2, SPECIAL[3]), tmp_path / "out", tokenizer=None)
+    ids = torch.arange(33).unsqueeze(0)
+    logits = []
+    for source in (path, tmp_path / "out"):
+        loaded = load_model(source, dtype="bf16", without_tokenizer=True)
+        with torch.no_grad():
+            logits.append(loaded.network(ids).logits)
+    assert logits[0].dtype == torch.bfloat16
+    assert torch.equal(*logits)
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"is no model: it has neither manifest.json"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="cannot be loaded by transformers"):
+        load_model(tmp_path)
+
+
+def test_nothing_is_left_of_an_export_that_fails(
+    saved: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = opened(saved, 2, SAVE)
+
+    def full_disk(*_arguments: Any, **_options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for name, error in (("write_safetensors", full_disk), ("largest_difference", full_disk)):
+        with monkeypatch.context() as patch:
+            patch.setattr(export, name, error)
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                export_step(weights, tmp_path / "out", tokenizer=None)
+        assert list(tmp_path.iterdir()) == []
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match="exists already"):
+        export_step(weights, tmp_path / "out", tokenizer=None)
+
+
+def test_a_wrong_export_is_noticed(saved: dict[int, Path], tmp_path: Path) -> None:
+    weights = opened(saved, 2, SAVE)
+    export_step(weights, tmp_path / "out", tokenizer=None, dtype="fp32")
+    file = tmp_path / "out" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 64
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"its transformer.ln_f.bias is another"):
+        export_check.largest_difference(weights, tmp_path / "out", dtype="fp32")
+    config = tmp_path / "out" / "config.json"
+    content[-2] ^= 64
+    file.write_bytes(content)
+    config.write_text(config.read_text().replace('"gelu_new"', '"relu"'))
+    with pytest.raises(CheckpointError, match=r"its logits are .* of the largest one away"):
+        export_check.largest_difference(weights, tmp_path / "out", dtype="fp32")
+
+
+def test_another_model_than_described_is_refused(saved: dict[int, Path], tmp_path: Path) -> None:
+    def other_shape(path: Path) -> None:
+        path.write_text(path.read_text().replace('"n_inner": 75', '"n_inner": 70'))
+
+    step = with_file(step_of(saved[2], SAVE), tmp_path, "model.json", other_shape)
+    with pytest.raises(CheckpointError, match=r"mlp.c_fc.bias is \(75,\), not \(70,\)"):
+        open_model_weights(step)
+
+
+def with_file(path: Path, folder: Path, name: str, write: Any) -> StepDirectory:
+    """Copy a step, write one file of it anew, and let its manifest know."""
+    copy = folder / path.name
+    shutil.copytree(path, copy)
+    write(copy / name)
+    manifest = read_step(path).manifest
+    for seal in (MANIFEST, COMMITTED):
+        (copy / seal).unlink()
+    files = manifest_for(copy, manifest.step).files
+    manifest = manifest.model_copy(update={"files": files})
+    (copy / MANIFEST).write_bytes(manifest.to_json())
+    (copy / COMMITTED).write_bytes(manifest.marker(manifest.to_json()).to_json())
+    return read_step(copy)

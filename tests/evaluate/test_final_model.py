@@ -1,0 +1,64 @@
+"""`final_model/` is that of the last save, here and in the bucket, or is said not to be."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import transformers
+from checkpoints.step_samples import flip_byte
+from evaluate.step_saves import PLAIN, step_of
+
+from refocused.evaluate import make_final_model as final_model
+from refocused.evaluate.make_final_model import FinalModelRequest, answer_to, read_answer
+
+
+@pytest.fixture
+def request_(saved: dict[int, Path], tmp_path: Path) -> FinalModelRequest:
+    step = tmp_path / "checkpoints" / "checkpoint_step_2"
+    shutil.copytree(step_of(saved[2], PLAIN[2][3]), step)
+    (tmp_path / "bucket").mkdir()
+    return FinalModelRequest(
+        run=tmp_path,
+        step=step,
+        token="mine",
+        bucket=str(tmp_path / "bucket"),
+        prefix="sample/final_model",
+    )
+
+
+@pytest.mark.slow
+def test_the_model_is_made_once_and_replaced_by_another_save(
+    request_: FinalModelRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = request_
+    request.folder.mkdir()  # of an earlier end of the run
+    (request.folder / "origin.json").write_text('{"step": 1}')
+    answer = answer_to(request)
+    assert answer == read_answer(request)
+    assert answer.status == "uploaded"
+    assert answer.text.startswith("step 2, ")
+    transformers.AutoModelForCausalLM.from_pretrained(request.folder)
+    copied = request.run / "bucket/sample/final_model"
+    names = {path.name for path in request.folder.iterdir()}
+    assert {path.name for path in copied.iterdir()} == {*names, "COMMITTED"}
+    monkeypatch.setattr(final_model, "export_step", lambda *_, **__: pytest.fail("again"))
+    assert answer_to(request) == answer
+    assert read_answer(request.model_copy(update={"token": "another"})) is None
+    assert not list(request.run.glob(".final_model.[no]*"))
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_is_the_answer(request_: FinalModelRequest) -> None:
+    request = request_.model_copy(update={"bucket": "s3://other"})
+    answer = answer_to(request)
+    assert answer.status == "made"
+    assert "'s3://other' is not a bucket" in answer.text
+    assert answer_to(request.model_copy(update={"bucket": None})).status == "made"
+    shutil.rmtree(request.folder)
+    flip_byte(next(request.step.glob("zero/*_rank_1_*")))
+    answer = answer_to(request)
+    assert answer.status == "failed"
+    assert "is corrupt" in answer.text
+    assert not request.folder.exists()

@@ -1,0 +1,159 @@
+"""What is written: the model's own choices, whatever the batch, the cache and the family."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from evaluate.small_models import CONTEXT, FAMILIES, bytes_tokenizer, small_model
+
+from refocused.evaluate.generation import generate
+from refocused.evaluate.load_model import LoadedModel
+from refocused.evaluate.sampling import Sampling
+from refocused.system.errors import CheckpointError, ConfigError
+
+GREEDY = Sampling(tokens=20, temperature=0.0)
+PROMPTS = ["def f(x):", "a", "while True:", "import os"]
+
+
+def likeliest(model: LoadedModel, prompt: str, *, tokens: int) -> list[int]:
+    """The greedy continuation by whole forward passes, up to the end of text."""
+    ids = list(prompt.encode())
+    for _ in range(tokens):
+        with torch.no_grad():
+            logits = model.network(torch.tensor([ids]), use_cache=False).logits
+        ids.append(int(logits[0, -1, :257].argmax()))
+        if ids[-1] == 256:
+            break
+    return ids[len(prompt.encode()) :]
+
+
+def as_text(ids: list[int]) -> str:
+    text: str = bytes_tokenizer().decode(ids, skip_special_tokens=True)
+    return text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_writing_is_the_argmax_of_whole_passes(family: str) -> None:
+    model = small_model(family)
+    found = generate(model, PROMPTS, GREEDY, batch=3)
+    assert [answer.prompt for answer in found.answers] == [0, 1, 2, 3]
+    wanted = [likeliest(model, prompt, tokens=20) for prompt in PROMPTS]
+    assert [answer.text for answer in found.answers] == [as_text(ids) for ids in wanted]
+    assert [answer.tokens for answer in found.answers] == [len(ids) for ids in wanted]
+    assert found.tokens == sum(map(len, wanted))
+    assert len({tuple(ids) for ids in wanted}) > 1  # not one text for every prompt
+
+
+def test_ids_that_mean_nothing_are_never_drawn() -> None:
+    model = small_model()
+    with torch.no_grad():
+        model.network.get_output_embeddings().weight[257:] *= 50
+    sampling = Sampling(tokens=30, temperature=5.0, top_k=0, samples=8)
+    seen: list[int] = []
+    model.network.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.extend(kwargs["input_ids"].flatten().tolist()),
+        with_kwargs=True,
+    )
+    generate(model, ["a"], sampling)
+    assert max(seen) <= 256
+    assert len(set(seen)) > 50
+
+
+def test_the_same_seed_draws_the_same_and_leaves_other_draws_alone() -> None:
+    model = small_model()
+    sampling = Sampling(tokens=12, samples=3)
+    torch.manual_seed(5)
+    undisturbed = torch.rand(1)
+    torch.manual_seed(5)
+    texts = [answer.text for answer in generate(model, ["x", "y"], sampling).answers]
+    assert torch.equal(torch.rand(1), undisturbed)
+    assert len(texts) == 6 and len(set(texts)) == 6
+    again = generate(model, ["x", "y"], sampling)
+    assert [answer.text for answer in again.answers] == texts
+    other = generate(model, ["x", "y"], dataclasses.replace(sampling, seed=1))
+    assert [answer.text for answer in other.answers] != texts
+
+
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
+def test_each_way_to_narrow_the_choice_ends_at_the_likeliest(narrow: dict[str, float]) -> None:
+    sampling = Sampling(**{"tokens": 20, "top_k": 0, "temperature": 2.0, **narrow})  # type: ignore[arg-type]
+    model = small_model()
+    drawn = generate(model, PROMPTS, sampling)
+    assert drawn.answers == generate(model, PROMPTS, GREEDY).answers
+    free = generate(model, PROMPTS, Sampling(tokens=20, top_k=0, temperature=2.0))
+    assert free.answers != drawn.answers
+
+
+def test_a_penalty_keeps_a_model_from_repeating() -> None:
+    model = small_model("gpt_neox", spread=0.02)
+    plain = generate(model, ["abcabc"], GREEDY).answers[0].text
+    punished = dataclasses.replace(GREEDY, repetition_penalty=1e6)
+    varied = generate(model, ["abcabc"], punished).answers[0].text
+    assert varied != plain
+    assert not set(varied) & set("abc")
+
+
+def test_a_stop_string_ends_a_text_before_it() -> None:
+    model = small_model()
+    plain = generate(model, PROMPTS, GREEDY).answers
+    stop = plain[0].text[7:9]
+    stopped = generate(model, PROMPTS, dataclasses.replace(GREEDY, stops=("\0\0", stop))).answers
+    assert stopped[0].ended == "stop string"
+    assert stopped[0].text == plain[0].text.partition(stop)[0]
+    for one, other in zip(plain, stopped, strict=True):
+        assert other.text == one.text.partition(stop)[0]
+
+
+@pytest.mark.parametrize("stops", [(), ("zz",)])
+def test_what_is_shown_is_the_text(stops: tuple[str, ...]) -> None:
+    model = small_model()
+    pieces: list[str] = []
+    sampling = Sampling(tokens=60, temperature=3.0, top_k=0, stops=stops)
+    found = generate(model, ["a"], sampling, show=pieces.append)
+    assert "".join(pieces) == found.answers[0].text
+    assert len(pieces) > 10
+    assert 0 < found.first_seconds < found.seconds
+
+
+@pytest.mark.parametrize(("family", "limited"), [("gpt2", True), ("resonance", False)])
+def test_a_text_ends_where_the_context_does(family: str, limited: bool) -> None:
+    model = small_model(family)
+    with torch.no_grad():
+        model.network.get_output_embeddings().weight[256] = 0.0  # no end of text
+    sampling = dataclasses.replace(GREEDY, tokens=CONTEXT)
+    answer, short = generate(model, ["a" * 40, "b"], sampling).answers
+    assert (answer.tokens, answer.ended) == ((24, "context") if limited else (64, "tokens"))
+    assert short.tokens == (63 if limited else 64)
+    if limited:
+        with pytest.raises(ConfigError, match=r"Prompt 2 has 64 tokens.*context is 64.*Shorten"):
+            generate(model, ["a", "a" * CONTEXT], sampling)
+
+
+def test_what_cannot_be_continued_is_refused() -> None:
+    model = small_model()
+    with pytest.raises(ConfigError, match=r"^The prompt is empty\. Write"):
+        generate(model, [""], GREEDY)
+    with pytest.raises(CheckpointError, match=r"has no tokenizer.*--tokenizer bytes"):
+        generate(dataclasses.replace(model, tokenizer=None), ["a"], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tokens": 0}, "tokens = 0 is outside its range: a whole number from 1"),
+        ({"temperature": -1.0}, "temperature = -1.0"),
+        ({"temperature": float("nan")}, "temperature = nan"),
+        ({"top_k": -1}, "or 0 for all tokens"),
+        ({"top_p": 0.0}, "above 0 and at most 1"),
+        ({"min_p": 1.5}, "from 0 to 1"),
+        ({"repetition_penalty": 0.0}, "where 1 changes nothing"),
+        ({"seed": -1}, "seed = -1"),
+        ({"stops": ("",)}, "stop string is empty"),
+        ({"temperature": 0.0, "samples": 2}, "one text 2 times"),
+    ],
+)
+def test_settings_without_meaning_are_refused(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Sampling(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from refocused.metrics.run_time import PERFORMANCE_FILE, RunTime, read_run_time, run_time
+
+
+def line(kind: str, step: int, at: str, *, first: int = 0, **uses: float) -> dict[str, Any]:
+    seconds = {f"{name}_seconds": value for name, value in uses.items()}
+    return {"kind": kind, "step": step, "first_step": first, "time": f"{at}.000Z", **seconds}
+
+
+# Started at 08:00:00; a minute of start-up, 100 steps, a save, 50 more; killed after 08:05:20.
+FIRST = [
+    line("session", 0, "2026-11-22T08:01:00", start_up=60.0),
+    line("time", 100, "2026-11-22T08:04:00", forward_backward=150, update=20, data_wait=10),
+    line("save", 100, "2026-11-22T08:04:10", save_stall=10),
+    line(
+        "time", 150, "2026-11-22T08:05:20", first=100, forward_backward=50, update=10, save_stall=20
+    ),
+]
+# Started again at 08:10:20 from step 120: 30 of the 50 steps were lost.
+SECOND = [
+    line("session", 120, "2026-11-22T08:11:00", start_up=40.0),
+    line("time", 200, "2026-11-22T08:13:00", first=120, forward_backward=90, validation=30),
+    line("time", 200, "2026-11-22T08:13:10", first=200, ending=10.0),
+]
+
+
+def test_a_session_by_hand() -> None:
+    found = run_time(FIRST)
+    assert found.elapsed_seconds == 320.0  # 08:00:00 to 08:05:20
+    assert found.productive_seconds == 230.0
+    assert found.goodput_fraction == 230.0 / 320.0
+    assert (found.sessions, found.restart_seconds, found.redone_seconds) == (1, 0.0, 0.0)
+
+
+def test_a_resume_with_a_rewind_by_hand() -> None:
+    found = run_time(FIRST + SECOND)
+    assert found.elapsed_seconds == 790.0  # 08:00:00 to 08:13:10
+    assert found.away_seconds == 300.0  # 08:05:20 to 08:10:20
+    assert found.restart_seconds == 340.0
+    assert found.redone_seconds == 60.0 * 30 / 50
+    assert found.productive_seconds == 230.0 + 90.0 - 36.0
+    assert found.goodput_fraction == pytest.approx(284.0 / 790.0)
+    shares = found.shares()
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert shares["start-up"] == pytest.approx(60 / 790)
+    assert shares["restarts"] == pytest.approx(340 / 790)
+    assert shares["saves"] == pytest.approx(20 / 790)
+    assert shares["forward/backward"] + shares["update"] == pytest.approx(284 / 790)
+
+
+def test_a_rewind_behind_a_rewind_loses_nothing_twice() -> None:
+    third = [line("session", 120, "2026-11-22T08:14:00", start_up=50.0)]
+    found = run_time(FIRST + SECOND + third)
+    assert found.redone_seconds == pytest.approx(36.0 + 90.0)
+    again = run_time(FIRST + SECOND + third + third)
+    assert again.redone_seconds == found.redone_seconds
+
+
+def test_a_start_from_scratch_loses_everything() -> None:
+    found = run_time([*FIRST, line("session", 0, "2026-11-22T09:00:00", start_up=5.0)])
+    assert (found.redone_seconds, found.productive_seconds) == (230.0, 0.0)
+
+
+def test_the_time_after_a_finished_run_is_not_away() -> None:
+    ended = {**SECOND[-1], "finished": True}
+    again = [line("session", 200, "2026-11-22T20:00:00", start_up=9.0)]
+    found = run_time([*FIRST, *SECOND[:-1], ended, *again])
+    assert found.away_seconds == 300.0  # between the first two sessions
+    assert found.elapsed_seconds == 790.0 + 9.0
+    longer = [line("time", 300, "2026-11-22T20:01:00", first=200, forward_backward=60)]
+    third = [line("session", 300, "2026-11-22T21:01:00", start_up=60.0)]  # killed an hour before
+    assert run_time([*FIRST, *SECOND[:-1], ended, *again, *longer, *third]).away_seconds == 3840.0
+
+
+def test_a_clock_that_was_set_back_makes_no_negative_time() -> None:
+    found = run_time([*FIRST, line("session", 150, "2026-11-22T07:00:00", start_up=5.0)])
+    assert found.away_seconds == 0.0
+
+
+def test_the_line_names_every_use_that_matters() -> None:
+    text = run_time(FIRST + SECOND).as_line()
+    assert text.startswith("goodput 35.9%: forward/backward ")
+    assert "restarts 43.0%" in text
+    assert "other" not in text
+
+
+def test_a_file_with_torn_and_foreign_lines_is_read(tmp_path: Path) -> None:
+    file = tmp_path / PERFORMANCE_FILE
+    assert read_run_time(tmp_path) == RunTime()
+    file.parent.mkdir()
+    lines = [json.dumps(record) for record in FIRST]
+    lines[2:2] = ['{"kind": "time", "step": 1', "[]", '{"kind": "session"}', "\xff"]
+    file.write_bytes("\n".join([*lines, "torn"]).encode("latin-1"))
+    assert read_run_time(tmp_path) == run_time(FIRST)
+    assert run_time([]).goodput_fraction is None

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import html.parser
+import math
+from pathlib import Path
+
+import pytest
+from monitor.watched_run import GPU, NOW, WatchedRun, new_run
+
+from refocused.monitor.screen.pictures import thinned
+from refocused.monitor.screen.summary import counts, write_summary
+
+PNG = b"\x89PNG"
+
+
+def summary_of(run: WatchedRun) -> dict[str, str]:
+    """Write the summary and return the rows of its Markdown."""
+    write_summary(run.folder, run.follower().view(now=NOW), now=NOW)
+    lines = (run.folder / "SUMMARY.md").read_text().splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    return {cell[0]: cell[1] for cell in cells if len(cell) == 2}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> WatchedRun:
+    run = new_run(tmp_path)
+    run.begin(step=2000, status="finished", exit_code=0, validation_loss=2.0)
+    run.line("training_metrics", NOW, {"kind": "validation", "step": 900, "validation_loss": 3.05})
+    run.gpus(GPU)
+    for kind in ("start", "resume", "resume"):
+        run.line("events", NOW, {"kind": kind, "text": kind})
+    for stall in (1.0, 3.0):
+        run.line("events", NOW, {"kind": "save", "text": "save", "stall_seconds": stall})
+    run.alarm()
+    run.alarm(raised=False)
+    return run
+
+
+def test_the_rows_say_what_the_files_say(run: WatchedRun) -> None:
+    rows = summary_of(run)
+    assert rows["status"] == "finished, exit code 0"
+    assert rows["steps"] == "2,000 of 2,000 (100.0%)"
+    assert rows["validation loss"] == f"2.0000, perplexity {math.exp(2):.2f}"
+    assert rows["best validation loss"].endswith("at step 900")
+    assert rows["time trained"] == "50.0 min $20.00"
+    assert rows["a million tokens"] == "$10.0000"  # 20 dollars for 2,000 steps of 1,000 tokens
+    assert rows["tokens a second, mean"] == "700,000"
+    assert rows["step, mean"] == "1.5 s"
+    assert rows["GPUs busy, mean"] == "97.0%"
+    assert (rows["sessions"], rows["saves"]) == ("3", "2, 2 s each of standing")
+    assert rows["newest checkpoint here"] == "step 1,900"
+    assert rows["alarms"] == "1"
+    assert "left" not in rows
+
+
+def test_the_page_is_one_file_that_needs_no_other(run: WatchedRun) -> None:
+    run.line(
+        "events", NOW, {"kind": "save_failed", "text": "no room <script>alert(1)</script> | x"}
+    )
+    summary_of(run)
+    assert (run.folder / "summary.png").read_bytes().startswith(PNG)
+    page = (run.folder / "summary.html").read_text()
+    found: list[str] = []
+
+    class Reader(html.parser.HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            found.append(tag)
+            for name, value in attrs:
+                assert name not in ("src", "href") or (value or "").startswith("data:image/png")
+
+    Reader().feed(page)
+    assert "script" not in found
+    assert found.count("img") == 1
+    text = (run.folder / "SUMMARY.md").read_text()
+    assert "<script" not in text
+    assert r"\| x" in text
+
+
+def test_a_failure_long_ago_is_told_of_by_any_machine(run: WatchedRun) -> None:
+    run.line("events", NOW - 900, {"kind": "save_failed", "text": "no room then"})
+    run.line("events-node-1", NOW - 950, {"kind": "sampler_warning", "text": "no driver there"})
+    for _ in range(100):
+        run.line("events", NOW - 800, {"kind": "save", "text": "save"})
+    summary_of(run)
+    text = (run.folder / "SUMMARY.md").read_text()
+    assert 0 < text.find("no driver there") < text.find("no room then")
+
+
+@pytest.mark.parametrize("files", ["none", "no steps", "not finite"])
+def test_of_a_run_of_which_little_is_known_there_is_a_summary_too(
+    tmp_path: Path, files: str
+) -> None:
+    run = new_run(tmp_path)
+    if files != "none":
+        run.state(step=0, status="failed", loss=None, total_steps=None)
+    if files == "not finite":
+        run.line("training_metrics", NOW, {"kind": "step", "step": 1, "loss": None})
+        run.line("training_metrics", NOW, {"kind": "validation", "step": 1})
+    assert summary_of(run)["status"].startswith("starting" if files == "none" else "failed")
+    assert (run.folder / "summary.png").read_bytes().startswith(PNG)
+
+
+def test_events_are_counted_by_what_they_tell_of() -> None:
+    found = counts([{"kind": "alarm", "raised": True}, {"kind": "alarm"}, {"text": "x"}])
+    assert (found.sessions, found.saves, found.stall_seconds, found.alarms) == (0, 0, None, 1)
+
+
+def test_a_long_line_is_thinned_by_means_and_keeps_its_gaps() -> None:
+    assert thinned([(1, 2.0), (2, math.nan)])[0] == [1, 2]
+    places, values = thinned([(place, float(place % 2)) for place in range(3000)])
+    assert len(places) == 1000
+    assert values[0] == pytest.approx(1 / 3)
+    _, values = thinned([(place, math.nan) for place in range(2000)])
+    assert all(map(math.isnan, values))

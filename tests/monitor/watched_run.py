@@ -1,0 +1,123 @@
+"""A run's files, as training and its sampler write them, for the tests of what reads them."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from refocused.monitor.readings import AlarmEvent, GpuSample, SystemSample, as_record
+from refocused.monitor.run_view_files import RunFollower
+
+NOW = 1_800_000_000.0
+STEP_SECONDS = 1.5
+GPU = GpuSample(
+    host="node1",
+    index=0,
+    utilization_fraction=0.97,
+    memory_used_gib=48.4,
+    memory_total_gib=79.6,
+    temperature_celsius=66,
+    power_watts=640.0,
+    power_limit_watts=700.0,
+    sm_clock_mhz=1905,
+    sm_clock_max_mhz=1980,
+    ecc_uncorrected=0,
+    nvlinks_active=18,
+    nvlinks_total=18,
+    throttle_reasons=(),
+)
+SYSTEM = SystemSample(
+    host="node1", gpus=8, cpu_fraction=0.12, memory_used_gib=180, memory_total_gib=1800
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WatchedRun:
+    """One run's folder, of which the last step was logged ten seconds before `NOW`."""
+
+    folder: Path
+
+    def begin(self, *, step: int = 1000, status: str = "training", **facts: Any) -> None:
+        """Write every file of a run that logs each tenth step."""
+        self.metrics(range(10, step + 1, 10), last=step)
+        self.state(step=step, status=status, **facts)
+        (self.folder / "run.yaml").write_text("cost: {per_hour_usd: 36.0, budget_usd: 400.0}\n")
+        for saved in (step - 200, step - 100):
+            (self.folder / "checkpoints" / f"checkpoint_step_{saved}").mkdir(parents=True)
+
+    def metrics(self, steps: Sequence[int], *, last: int, loss: float = 3.0) -> None:
+        for step in steps:
+            record = {
+                "kind": "step",
+                "step": step,
+                "loss": loss + 100 / step,
+                "learning_rate": 3e-4,
+                "step_seconds": STEP_SECONDS,
+                "tokens_per_second": 700_000.0,
+                "mfu_fraction": 0.46,
+                "seconds_left": (2000 - step) * STEP_SECONDS,
+            }
+            self.line("training_metrics", NOW - 10 - (last - step) * STEP_SECONDS, record)
+
+    def state(self, *, step: int, status: str, age: float = 10.0, **facts: Any) -> None:
+        speed = {} if facts.pop("just_begun", False) else {"tokens_per_second": 1.0}
+        content = {
+            "updated": iso(NOW - age),
+            "run": "one",
+            "status": status,
+            "total_steps": 2000,
+            "step": step,
+            "tokens": step * 1000,
+            "loss": 3.1,
+            "best_loss": 3.05,
+            "best_step": 900,
+            "seconds": step * STEP_SECONDS,
+            "cost_usd": 20.0,
+            **speed,
+            **facts,
+        }
+        (self.folder / "state.json").write_text(json.dumps(content))
+
+    def gpus(self, *gpus: GpuSample, age: float = 5.0) -> None:
+        for sample in (*gpus, SYSTEM):
+            self.line("gpu_metrics", NOW - age, as_record(sample))
+
+    def alarm(self, *, raised: bool = True, critical: bool = True, name: str = "gpu_lost") -> None:
+        event = AlarmEvent(
+            alarm=name,
+            subject="node1 GPU 7",
+            raised=raised,
+            severity="critical" if critical else "warning",
+            text=f"GPU 7: {name}",
+            host="node1",
+        )
+        self.line("events", NOW - 120, as_record(event))
+
+    def line(self, name: str, at: float, record: dict[str, Any]) -> None:
+        file = self.folder / "logs" / f"{name}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a") as lines:
+            lines.write(json.dumps({"time": iso(at), **record}) + "\n")
+
+    def follower(self, *, alive: bool = True) -> RunFollower:
+        return RunFollower(
+            self.folder,
+            liveness=lambda _state: "alive" if alive else "gone",
+            saved_steps=lambda folder: [
+                int(path.name.rpartition("_")[2]) for path in folder.glob("*")
+            ],
+        )
+
+
+def iso(at: float) -> str:
+    return datetime.datetime.fromtimestamp(at, datetime.UTC).isoformat()
+
+
+def new_run(folder: Path, name: str = "one") -> WatchedRun:
+    run = WatchedRun(folder / name)
+    run.folder.mkdir(parents=True)
+    return run

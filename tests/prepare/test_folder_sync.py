@@ -1,0 +1,370 @@
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data.shard_samples import npy_bytes, settings
+from fakes import Emulator, Fault
+
+from refocused.bucket.bucket import Bucket
+from refocused.bucket.folder import DirectoryBucket
+from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.partial_files import part_path
+from refocused.bucket.stored import stored_crc32c
+from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest, write_manifest
+from refocused.prepare.folder_upload import upload_folder
+from refocused.prepare.sync import Selection, SyncResult, sync_folder
+from refocused.system.errors import BucketError, ShardError
+
+REPOSITORY = Path(__file__).parents[2]
+KILLS = int(os.environ.get("REFOCUSED_KILLS", "10"))
+
+
+def fill(bucket: Bucket, *, number: int = 5, size: int = 1000) -> dict[str, bytes]:
+    """Store shards with their manifest; return what is there."""
+    draw = np.random.default_rng(0)
+    there, rows = {}, []
+    for index in range(number):
+        name = f"{'nested/' * (index % 2)}t_{index:03d}.npy"
+        there[name] = npy_bytes(draw.integers(0, 60_000, size).astype(np.uint16))
+        blob = bucket.write(name, there[name])
+        checksum = stored_crc32c(bucket, blob)
+        rows.append(Shard(name, size, "uint16", blob.size, checksum, None))
+    rows.sort(key=lambda row: row.name)
+    write_manifest(bucket, Manifest(tuple(rows), "gpt2", vocabulary=60_000))
+    there["manifest.json"] = bucket.read("manifest.json")
+    return there
+
+
+def sync(bucket: Bucket, folder: Path, **selection: Any) -> SyncResult:
+    shown: list[tuple[int, int]] = []
+    result = sync_folder(
+        bucket,
+        folder,
+        selection=Selection(**selection),
+        threads=3,
+        show=lambda done, total, _note: shown.append((done, total)),
+    )
+    assert shown[-1][0] == shown[-1][1]
+    return result
+
+
+def upload(folder: Path, bucket: Bucket) -> SyncResult:
+    return upload_folder(folder, bucket, threads=3, show=lambda _done, _total, _note: None)
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    bucket = DirectoryBucket(folder)
+    return {blob.name: bucket.read(blob.name) for blob in bucket.list()}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> DirectoryBucket:
+    return DirectoryBucket(tmp_path / "source")
+
+
+def test_a_folder_becomes_equal_and_a_second_start_moves_nothing(
+    source: DirectoryBucket, tmp_path: Path
+) -> None:
+    there = fill(source)
+    first = sync(source, tmp_path / "to")
+    assert content_of(tmp_path / "to") == there
+    assert (first.objects, first.moved_objects) == (5, 5)
+    second = sync(source, tmp_path / "to")
+    assert (second.objects, second.moved_objects, second.moved_bytes) == (5, 0, 0)
+
+
+@pytest.mark.parametrize("times_kept", [True, False])
+@pytest.mark.parametrize("damage", ["changed", "short", "gone"])
+def test_damaged_files_are_fetched_again(
+    source: DirectoryBucket, tmp_path: Path, damage: str, times_kept: bool
+) -> None:
+    there = fill(source)
+    sync(source, tmp_path / "to")
+    path = tmp_path / "to" / "t_002.npy"
+    if damage == "gone":
+        path.unlink()
+    else:
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + (b"" if damage == "short" else b"\xee"))
+    if not times_kept:
+        (tmp_path / "to" / ".sync" / "index.json").unlink()
+    assert sync(source, tmp_path / "to").moved_objects == 1
+    assert content_of(tmp_path / "to") == there
+
+
+def test_a_failed_fetch_leaves_no_belief_in_a_wrong_file(
+    source: DirectoryBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = fill(source)
+    wrong = tmp_path / "to" / "t_000.npy"
+    wrong.parent.mkdir()
+    wrong.write_bytes(b"x" * len(there["t_000.npy"]))
+
+    def fail(*_arguments: object) -> int:
+        raise BucketError("the line is cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DirectoryBucket, "download", fail)
+        with pytest.raises(BucketError, match="the line is cut"):
+            sync(source, tmp_path / "to")
+    sync(source, tmp_path / "to")
+    assert content_of(tmp_path / "to") == there
+
+
+def test_some_files_get_a_manifest_of_their_own(source: DirectoryBucket, tmp_path: Path) -> None:
+    fill(source)
+    source.write("recipe.json", b"{}")
+    sync(source, tmp_path / "to", max_files=2)
+    assert set(content_of(tmp_path / "to")) == {
+        "manifest.json",
+        "nested/t_001.npy",
+        "nested/t_003.npy",
+        "recipe.json",
+    }
+    data = build_manifest(DirectoryBucket(tmp_path / "to"), settings(), cache_file=None)
+    assert (len(data.shards), data.vocabulary) == (2, 60_000)
+    sync(source, tmp_path / "to")
+    data = build_manifest(DirectoryBucket(tmp_path / "to"), settings(), cache_file=None)
+    assert len(data.shards) == 5
+
+
+def test_metadata_that_promise_other_chunks_stay_away(
+    source: DirectoryBucket, tmp_path: Path
+) -> None:
+    for folder in ("a", "b"):
+        source.write(f"{folder}/metadata.json", b'{"num_chunks": 2}')
+        for number in range(2):
+            source.write(f"{folder}/chunk_{number:06d}.pt", b"x")
+    sync(source, tmp_path / "to", max_files=3)
+    assert sorted(content_of(tmp_path / "to")) == [
+        "a/chunk_000000.pt",
+        "a/chunk_000001.pt",
+        "a/metadata.json",
+        "b/chunk_000000.pt",
+    ]
+
+
+def test_patterns_choose_and_nothing_chosen_is_refused(
+    source: DirectoryBucket, tmp_path: Path
+) -> None:
+    fill(source)
+    result = sync(source, tmp_path / "to", include=("nested/*",), exclude=("*_003.npy",))
+    assert (result.objects, list(content_of(tmp_path / "to"))) == (1, ["nested/t_001.npy"])
+    with pytest.raises(ShardError, match="none of its 6 objects is meant"):
+        sync(source, tmp_path / "to", include=("x*",))
+
+
+def test_a_sync_imports_nothing_that_it_does_not_need_before_the_first_byte() -> None:
+    check = (
+        "import sys, refocused.commands.prepare_transfer, refocused.prepare.sync;"
+        "import refocused.bucket.open_bucket;"
+        "print([m for m in ('numpy', 'pydantic', 'google.cloud.storage') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_two_at_once_are_refused(source: DirectoryBucket, tmp_path: Path) -> None:
+    fill(source)
+    folder = tmp_path / "to" / ".sync"
+    folder.mkdir(parents=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ShardError, match="another process"):
+            sync(source, tmp_path / "to")
+
+
+@pytest.mark.bucket
+def test_a_bucket_is_fetched_once_and_uploaded_once(emulator: Emulator, tmp_path: Path) -> None:
+    there = fill(DirectoryBucket(tmp_path / "from"))
+    bucket = GcsBucket(f"{emulator.url}/data")
+    assert upload(tmp_path / "from", bucket).moved_objects == 6
+    uploads = [request for request in emulator.proxy.requests if request.is_upload]
+    assert "manifest.json" in uploads[-1].body.decode("latin-1") + str(uploads[-1].query)
+    assert upload(tmp_path / "from", bucket).moved_objects == 0
+    assert len([r for r in emulator.proxy.requests if r.is_upload]) == len(uploads)
+    sync(bucket, tmp_path / "to")
+    assert content_of(tmp_path / "to") == there
+    before = len(emulator.proxy.requests)
+    sync(bucket, tmp_path / "to")
+    again = [r for r in emulator.proxy.requests[before:] if r.is_download]
+    assert all("manifest.json" in request.path for request in again)
+
+
+@pytest.mark.bucket
+@pytest.mark.parametrize("described", [True, False])
+def test_a_bucket_that_lists_no_checksums_is_fetched_and_uploaded(
+    emulator: Emulator, tmp_path: Path, described: bool
+) -> None:
+    there = fill(DirectoryBucket(tmp_path / "from"))
+    setattr(emulator.proxy, "unlisted" if described else "undescribed", frozenset({"crc32c"}))
+    bucket = GcsBucket(f"{emulator.url}/data")
+    upload(tmp_path / "from", bucket)
+    result = sync(bucket, tmp_path / "to")
+    assert content_of(tmp_path / "to") == there
+    assert (result.moved_objects, result.size_only) == (5, 0 if described else 5)
+    assert upload(tmp_path / "from", bucket).moved_objects == 0
+    assert sync(bucket, tmp_path / "to").moved_objects == 0
+    (tmp_path / "to" / "t_000.npy").write_bytes(bytes(len(there["t_000.npy"])))
+    assert sync(bucket, tmp_path / "to").moved_objects == 1
+    assert content_of(tmp_path / "to") == there
+
+
+@pytest.mark.bucket
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (("a/b.bin", "a//b.bin"), r"'a//b\.bin' and 'a/b\.bin' cannot both .*: .*the same file"),
+        (("a", "a/b"), "'a' and 'a/b' cannot both .* the first would be a file, and the folder"),
+        (("a/./b", "a/b"), r"'a/\./b' would be written outside"),
+        (("x" * 251,), "xxx' has a part above 250 bytes"),
+        (("." + "0" * 32 + ".part",), "is that of a temporary file"),
+    ],
+)
+def test_objects_that_cannot_each_be_a_file_are_refused_before_the_first_is_fetched(
+    emulator: Emulator, tmp_path: Path, names: tuple[str, ...], told: str
+) -> None:
+    for name in (*names, "good.bin"):
+        emulator.put(f"data/{name}", name.encode())
+    bucket = GcsBucket(f"{emulator.url}/data")
+    with pytest.raises(BucketError, match=told):
+        sync(bucket, tmp_path / "to")
+    assert not any(request.is_download for request in emulator.proxy.requests)
+    assert sync(bucket, tmp_path / "to", exclude=names[:1]).objects == len(names)
+
+
+@pytest.mark.bucket
+@pytest.mark.parametrize("left", [None, ".part", "ours"])
+def test_an_object_named_like_a_part_of_another_arrives_beside_it(
+    emulator: Emulator, tmp_path: Path, left: str | None
+) -> None:
+    there = {"a.npy": b"1" * 1000, "a.npy.part": b"2" * 1000, "b.npy": b"3" * 1000}
+    for name, content in there.items():
+        emulator.put(f"data/{name}", content)
+    emulator.proxy.script(  # so that the other object is there first
+        lambda request: request.is_download and request.path.endswith("a.npy"), Fault(delay_s=0.5)
+    )
+    folder = tmp_path / "to"
+    if left is not None:  # of a killed sync: of an earlier version, of this one
+        folder.mkdir()
+        part = folder / "a.npy.part" if left == ".part" else part_path(folder / "a.npy")
+        part.write_bytes(b"1" * 300)
+    bucket = GcsBucket(f"{emulator.url}/data")
+    assert sync(bucket, folder).objects == 3
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == there
+    assert sync(bucket, folder).moved_objects == 0
+
+
+@pytest.mark.bucket
+def test_records_of_a_sync_that_were_copied_to_a_bucket_are_not_fetched(
+    emulator: Emulator, tmp_path: Path
+) -> None:
+    emulator.put("data/.sync/index.json", b"of the folder that was copied here")
+    emulator.put("data/a.npy", b"1")
+    bucket = GcsBucket(f"{emulator.url}/data")
+    assert sync(bucket, tmp_path / "to").objects == 1
+    assert sync(bucket, tmp_path / "to").moved_objects == 0
+
+
+def test_upload_refuses_other_bytes_before_it_sends(tmp_path: Path) -> None:
+    fill(DirectoryBucket(tmp_path / "from"))
+    bucket = DirectoryBucket(tmp_path / "to")
+    bucket.write("t_004.npy", b"other")
+    with pytest.raises(BucketError, match=r"1 objects have other bytes .*: t_004\.npy"):
+        upload(tmp_path / "from", bucket)
+    assert list(content_of(tmp_path / "to")) == ["t_004.npy"]
+
+
+def test_upload_refuses_what_the_manifest_does_not_say(tmp_path: Path) -> None:
+    fill(DirectoryBucket(tmp_path / "from"))
+    path = tmp_path / "from" / "t_000.npy"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xee")
+    with pytest.raises(ShardError, match=r"1 files are missing or not .*: t_000\.npy"):
+        upload(tmp_path / "from", DirectoryBucket(tmp_path / "to"))
+    assert not (tmp_path / "to").exists()
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    with pytest.raises(ShardError, match="no files to upload"):
+        upload(tmp_path / "from", DirectoryBucket(tmp_path / "to"))
+
+
+@pytest.mark.bucket
+@pytest.mark.parametrize(
+    "fault",
+    [Fault(stall_after=500, stall_s=100.0), Fault(status=503, headers={"Retry-After": "99"})],
+)
+def test_ctrl_c_does_not_wait_for_transfers(
+    emulator: Emulator, tmp_path: Path, fault: Fault
+) -> None:
+    bucket = GcsBucket(f"{emulator.url}/data")
+    there = fill(bucket)
+    emulator.proxy.script(lambda r: r.is_download, fault, times=4)
+    running = subprocess.Popen(
+        [
+            sys.executable,
+            REPOSITORY / "launch" / "prepare_data.py",
+            *("sync", f"{emulator.url}/data", tmp_path / "to", "--threads", "4"),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        while sum(request.is_download for request in emulator.proxy.requests) < 4:
+            assert running.poll() is None
+            time.sleep(0.01)
+        running.send_signal(signal.SIGINT)
+        _, told = running.communicate(timeout=20)  # of 60 s until a silent answer is given up
+    finally:
+        running.kill()
+    assert running.returncode == 130
+    assert told.splitlines()[-1] == "Interrupted. The same command goes on from here."
+    assert "Traceback" not in told
+    sync(bucket, tmp_path / "to")
+    assert content_of(tmp_path / "to") == there
+
+
+@pytest.mark.slow
+@pytest.mark.bucket
+def test_kills_leave_no_wrong_file_and_fetch_no_right_one_twice(
+    emulator: Emulator, tmp_path: Path, chance: random.Random
+) -> None:
+    bucket = GcsBucket(f"{emulator.url}/data")
+    there = fill(bucket, number=3 * KILLS, size=40_000)
+    emulator.proxy.script(lambda r: r.is_download, Fault(delay_s=0.15), times=10**6)
+    folder = tmp_path / "to"
+    command = ["prepare_data.py", "sync", f"{emulator.url}/data", folder, "--threads", "2"]
+    whole: set[str] = set()
+    kills = 0
+    for attempt in range(KILLS + 1):
+        before = len(emulator.proxy.requests)
+        running = subprocess.Popen(
+            [sys.executable, REPOSITORY / "launch" / command[0], *command[1:]],
+            stdout=subprocess.DEVNULL,
+        )
+        if attempt < KILLS:
+            while len(emulator.proxy.requests) == before and running.poll() is None:
+                time.sleep(0.01)
+            time.sleep(chance.uniform(0.0, 0.6))
+            kills += running.poll() is None
+            running.kill()
+        running.wait(120)
+        fetched = [r for r in emulator.proxy.requests[before:] if r.is_download]
+        assert not [r.path for r in fetched for name in whole if r.path.endswith(name)]
+        here = content_of(folder) if folder.exists() else {}
+        assert here.items() <= there.items()
+        whole = set(here) - {"manifest.json"}
+    assert running.returncode == 0
+    assert here == there
+    assert kills > KILLS // 2

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+from data.text_samples import random_texts, tiny_bpe, write_jsonl, write_parquet
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refocused.prepare import text_documents
+from refocused.prepare.text_documents import Reading, pieces
+from refocused.prepare.text_inputs import Span
+from refocused.system.errors import ShardError
+from refocused.tokenizers.encoders import TokenizerChoice, open_tokenizer
+
+
+def documents(path: Path, start: int = 0, end: int | None = None, **reading: object) -> list[str]:
+    found: list[str] = []
+    for piece in pieces(Span(path, start, end), Reading(**reading)):  # type: ignore[arg-type]
+        assert piece.text
+        if piece.begins:
+            found.append(piece.text)
+        else:
+            found[-1] += piece.text
+    return found
+
+
+def refused(path: Path, **reading: object) -> str:
+    with pytest.raises(ShardError) as caught:
+        documents(path, **reading)
+    return str(caught.value)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_documents, "PIECE_CHARACTERS", 20)
+    monkeypatch.setattr(text_documents, "BLOCK_BYTES", 7)
+
+
+def test_a_txt_file_is_one_document(tmp_path: Path, small_pieces: None) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + "Hëllo wörld,\r\n漢字 and more words\n\n".encode())
+    assert documents(path) == ["Hëllo wörld,\r\n漢字 and more words\n\n"]
+    assert len(list(pieces(Span(path), Reading()))) > 1
+    assert len(list(pieces(Span(path), Reading(cuts_at_spaces=False)))) == 1
+
+
+def test_an_empty_txt_file_has_no_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    assert documents(tmp_path / "a.txt") == []
+
+
+@pytest.mark.parametrize("last", ["", "\n", "\n--"])
+def test_a_line_separates_the_documents_of_a_txt(
+    tmp_path: Path, small_pieces: None, last: str
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text(f"--\none -- two\n\n--\r\n--\nthree {'four ' * 20}{last}")
+    first, second = documents(path, separator="--")
+    assert first == "one -- two\n\n"
+    assert second.rstrip() == f"three {'four ' * 20}".rstrip()
+
+
+def test_an_empty_line_can_separate(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one\ntwo\n\nthree\n")
+    assert documents(path, separator="") == ["one\ntwo\n", "three\n"]
+
+
+@given(
+    text=st.text(alphabet=st.sampled_from("aé 漢1!'s\n\t  "), max_size=200),
+    size=st.integers(2, 30),
+)
+@settings(max_examples=300, deadline=None)
+def test_cut_text_has_the_tokens_of_whole_text(
+    text: str, size: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "cut"
+    tokenizer = open_tokenizer(TokenizerChoice("gpt2", bpe_folder=tiny_bpe(folder)))
+    path = folder / "a.txt"
+    path.write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_documents, "PIECE_CHARACTERS", size)
+        patch.setattr(text_documents, "BLOCK_BYTES", size // 2)
+        cut = [piece.text for piece in pieces(Span(path), Reading())]
+    ids = [int(one) for text in cut for one in tokenizer.encode(text)]
+    assert ids == tokenizer.encode(text).tolist()
+
+
+def test_text_that_cannot_be_cut_has_a_limit(
+    tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_documents, "LONGEST_DOCUMENT_CHARACTERS", 100)
+    path = tmp_path / "a.txt"
+    path.write_text("some words " * 20)
+    assert documents(path) == ["some words " * 20]
+    assert "--separator" in refused(path, cuts_at_spaces=False)
+    assert "Leave out --separator" in refused(path, separator="--")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "parquet"])
+def test_rows_are_documents(tmp_path: Path, suffix: str) -> None:
+    texts = [*random_texts(30), "", "last"]
+    path = tmp_path / f"a.{suffix}"
+    (write_parquet if suffix == "parquet" else write_jsonl)(path, texts, field="body")
+    assert documents(path, field="body") == [text for text in texts if text]
+
+
+def test_missing_texts_of_a_parquet_are_passed_over(tmp_path: Path) -> None:
+    assert documents(write_parquet(tmp_path / "a.parquet", ["a", None, "b"])) == ["a", "b"]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 50, 400])
+def test_spans_of_a_jsonl_hold_each_line_once(tmp_path: Path, parts: int) -> None:
+    texts = random_texts(20)
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    step = path.stat().st_size // parts + 1
+    starts = range(0, path.stat().st_size, step)
+    assert [text for at in starts for text in documents(path, at, at + step)] == texts
+
+
+def test_spans_of_a_parquet_hold_each_row_once(tmp_path: Path) -> None:
+    texts = random_texts(25)
+    path = write_parquet(tmp_path / "a.parquet", texts, group=10)
+    assert [text for at in range(3) for text in documents(path, at, at + 1)] == texts
+
+
+def test_blank_lines_and_a_missing_last_line_end_are_fine(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n\n  \r\n{"text": "b"}')
+    assert documents(path) == ["a", "b"]
+
+
+def test_bad_lines_are_named_by_their_place(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for line, said in (
+        ("{", "no JSON"),
+        ('{"body": "a"}', "it has body"),
+        ('{"text": 3}', "no text under 'text'"),
+        ('["text"]', "no names"),
+        ("[" * 100_000, "no JSON"),
+    ):
+        path.write_text('{"text": "a"}\n' + line)
+        message = refused(path)
+        assert f"{path}, the line at byte 14" in message
+        assert said in message
+
+
+def test_text_that_is_no_unicode_is_refused_or_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"good " * 60_000 + b"b\xffd")
+    assert "no UTF-8 at byte 300,001" in refused(path)
+    assert documents(path, bad_text="replace")[0].endswith("b\ufffdd")
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "b\xffd"}\n{"text": "h\\ud83dlf"}\n{"text": "\\ud83d\\ude42"}')
+    assert "--bad-text replace" in refused(path)
+    assert documents(path, bad_text="replace") == ["b\ufffdd", "h\ufffdlf", "\U0001f642"]
+    path.write_bytes(b'{"text": "h\\ud83dlf"}')
+    assert "half a character at 1" in refused(path)
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl.gz", random_texts(500))
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "cannot be read to its end" in refused(path)
+    path.write_bytes(b"no gzip")
+    assert "cannot be read to its end" in refused(path)
+    broken = bytearray(gzip.compress(b'{"text": "abcdefgh"}\n' * 100))
+    broken[20] ^= 0xFF
+    path.write_bytes(bytes(broken))
+    assert str(path) in refused(path)
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"PAR1 no parquet")
+    assert "parquet file cannot be read" in refused(path)
+
+
+def test_another_column_of_a_parquet_is_asked_for(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", [1, 2], field="score")
+    assert "it has score" in refused(path)
+    assert "holds int64" in refused(path, field="score")

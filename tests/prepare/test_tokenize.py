@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import fcntl
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data.shard_samples import settings
+from data.text_samples import (
+    assert_prepared,
+    documents_of,
+    files_of,
+    random_texts,
+    stream,
+    tiny_bpe,
+    write_jsonl,
+    write_parquet,
+)
+from fakes import Emulator
+
+from refocused.bucket.bucket import Bucket
+from refocused.bucket.folder import DirectoryBucket
+from refocused.bucket.gcs import GcsBucket
+from refocused.data.manifest.shard_manifest import build_manifest, read_manifest
+from refocused.prepare import text_inputs
+from refocused.prepare.text_inputs import find_inputs
+from refocused.prepare.tokenize import (
+    TokenizeProgress,
+    TokenizeRequest,
+    TokenizeResult,
+    tokenize,
+)
+from refocused.prepare.tokenize_worker import is_validation
+from refocused.system.errors import ShardError
+from refocused.tokenizers.encoders import TokenizerChoice
+
+BYTES = TokenizerChoice("bytes")
+
+
+def make(
+    texts: Path,
+    out: Path,
+    *,
+    bucket: Bucket | None = None,
+    workers: int = 1,
+    progress: list[TokenizeProgress] | None = None,
+    **changes: Any,
+) -> TokenizeResult:
+    request = TokenizeRequest(
+        **{"tokenizer": BYTES, "shard_tokens": 1000, "validation_ratio": 0.2, **changes}
+    )
+    return tokenize(
+        find_inputs([str(texts)]),
+        bucket or DirectoryBucket(out),
+        work=out / ".prepare",
+        request=request,
+        workers=workers,
+        progress=(progress if progress is not None else []).append,
+    )
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files of every form, several tasks of them."""
+    monkeypatch.setattr(text_inputs, "TASK_BYTES", 3000)
+    folder = tmp_path / "texts"
+    write_jsonl(folder / "1.jsonl", random_texts(60, seed=1))
+    write_jsonl(folder / "2.jsonl.gz", random_texts(20, seed=2))
+    write_parquet(folder / "3.parquet", random_texts(30, seed=3))
+    (folder / "4.txt").write_text(random_texts(1, seed=4)[0])
+    return folder
+
+
+def all_texts() -> list[str]:
+    sizes = {1: 60, 2: 20, 3: 30, 4: 1}
+    return [text for seed, number in sizes.items() for text in random_texts(number, seed=seed)]
+
+
+def test_every_document_is_in_its_split_in_order_behind_an_end_of_text(
+    texts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    result = make(texts, out)
+    for split in ("train", "val"):
+        found = documents_of(stream(out, split), begin=256)
+        wanted = [t for t in all_texts() if is_validation(t, ratio=0.2) == (split == "val")]
+        assert wanted
+        assert [bytes(document).decode() for document in found] == wanted
+    assert_prepared(out)
+    assert sum(shard.documents or 0 for shard in result.manifest.shards) == 111
+    assert {shard.tokens for shard in result.manifest.shards[:-1]} >= {1000}
+    assert build_manifest(DirectoryBucket(out), settings(), cache_file=None) == result.manifest
+
+
+def test_the_number_of_workers_does_not_show(texts: Path, tmp_path: Path) -> None:
+    choice = TokenizerChoice("gpt2", bpe_folder=tiny_bpe(tmp_path / "bpe"))
+    for workers in (1, 2):
+        make(texts, tmp_path / f"out{workers}", workers=workers, tokenizer=choice)
+    assert files_of(tmp_path / "out1") == files_of(tmp_path / "out2")
+
+
+def test_the_size_of_tasks_does_not_show(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(texts, tmp_path / "small")
+    monkeypatch.setattr(text_inputs, "TASK_BYTES", 10**9)
+    make(texts, tmp_path / "large")
+    assert files_of(tmp_path / "small") == files_of(tmp_path / "large")
+
+
+def test_a_large_vocabulary_takes_four_bytes(texts: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    words = {f"w{n}": n for n in range(70_000)} | {"</s>": 70_000, "[UNK]": 70_001}
+    Tokenizer(models.WordLevel(words, unk_token="[UNK]")).save(str(tmp_path / "words.json"))
+    choice = TokenizerChoice(str(tmp_path / "words.json"))
+    result = make(texts, tmp_path / "out", tokenizer=choice)
+    assert {shard.dtype for shard in result.manifest.shards} == {"uint32"}
+    train = stream(tmp_path / "out", "train")
+    assert train[:2] == [70_000, 70_001]
+    assert np.load(tmp_path / "out" / result.manifest.shards[0].name).dtype == np.uint32
+
+
+def test_progress_reaches_the_end(texts: Path, tmp_path: Path) -> None:
+    progress: list[TokenizeProgress] = []
+    result = make(texts, tmp_path / "out", progress=progress)
+    assert len(progress) > 3
+    assert all(a.done_bytes < b.done_bytes for a, b in itertools.pairwise(progress))
+    assert (progress[0].done_bytes, progress[0].tokens) == (0, 0)
+    assert progress[-1].done_bytes == progress[-1].total_bytes
+    assert progress[-1].tokens == result.manifest.tokens == result.new_tokens
+
+
+def test_a_finished_set_is_verified_and_kept(texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = make(texts, out)
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    again = make(texts, out)
+    assert (again.new_tokens, again.kept_shards) == (0, len(first.manifest.shards))
+    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
+    shard = out / first.manifest.shards[2].name
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(ShardError, match=rf"{shard.name} is missing or damaged"):
+        make(texts, out)
+
+
+def test_another_recipe_is_refused_by_what_differs(texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    make(texts, out)
+    before = files_of(out)
+    with pytest.raises(ShardError, match=r"shard_tokens = 1000 there, shard_tokens = 500 now"):
+        make(texts, out, shard_tokens=500)
+    (texts / "5.txt").write_text("more")
+    with pytest.raises(ShardError, match=r"4 inputs there, 5 inputs now"):
+        make(texts, out)
+    assert files_of(out) == before
+
+
+def test_a_place_in_use_for_something_else_is_refused(texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").touch()
+    with pytest.raises(ShardError, match=r"not empty; it holds notes\.txt"):
+        make(texts, out)
+    assert [path.name for path in out.iterdir()] == ["notes.txt"]
+
+
+def test_two_at_once_are_refused(texts: Path, tmp_path: Path) -> None:
+    work = tmp_path / "out" / ".prepare"
+    work.mkdir(parents=True)
+    with (work / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ShardError, match="another process is at work"):
+            make(texts, tmp_path / "out")
+
+
+def test_a_bad_file_stops_it_and_the_good_ones_are_kept(texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    bad = texts / "3.parquet"
+    good = bad.read_bytes()
+    bad.write_bytes(good[: len(good) // 2] + b"\0" * 8 + good[len(good) // 2 + 8 :])
+    with pytest.raises(ShardError):
+        make(texts, out)
+    assert not (out / "manifest.json").exists()
+    bad.write_bytes(b"PAR1")
+    with pytest.raises(ShardError):
+        make(texts, out)
+
+
+def test_files_without_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").touch()
+    with pytest.raises(ShardError, match="no text in the files"):
+        make(tmp_path / "texts", tmp_path / "out")
+
+
+def test_a_lost_shard_of_an_unfinished_set_is_made_again(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    make(texts, tmp_path / "whole")
+    stop_at = 5
+
+    def stop(_progress: TokenizeProgress) -> None:
+        nonlocal stop_at
+        stop_at -= 1
+        if not stop_at:
+            raise KeyboardInterrupt
+
+    request = TokenizeRequest(tokenizer=BYTES, shard_tokens=1000, validation_ratio=0.2)
+    with pytest.raises(KeyboardInterrupt):
+        tokenize(
+            find_inputs([str(texts)]),
+            DirectoryBucket(out),
+            work=out / ".prepare",
+            request=request,
+            workers=1,
+            progress=stop,
+        )
+    finished = sorted(out.glob("*_train_*.npy"))
+    assert len(finished) > 3
+    content = bytearray(finished[1].read_bytes())
+    content[200] ^= 1
+    finished[1].write_bytes(content)
+    (out / ".prepare" / "tokens_val.open").write_bytes(b"")
+    result = make(texts, out)
+    assert f"{finished[1].name}: it is missing or damaged" in caplog.text
+    assert 0 < result.kept_shards < len(result.manifest.shards)
+    assert files_of(out) == files_of(tmp_path / "whole")
+
+
+@pytest.mark.bucket
+def test_shards_can_go_to_a_bucket(texts: Path, tmp_path: Path, emulator: Emulator) -> None:
+    bucket = GcsBucket(f"{emulator.url}/prepared")
+    result = make(texts, tmp_path / "work", bucket=bucket)
+    make(texts, tmp_path / "out")
+    assert read_manifest(bucket).fingerprint == result.manifest.fingerprint
+    assert read_manifest(DirectoryBucket(tmp_path / "out")).fingerprint == (
+        result.manifest.fingerprint
+    )
+    assert not (tmp_path / "work" / ".prepare").exists()
+    assert bucket.read("manifest.json") == (tmp_path / "out" / "manifest.json").read_bytes()

@@ -1,0 +1,33 @@
+"""Tokenises as `prepare_data tokenize` does, in small slow tasks that are told to a file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from refocused.prepare import text_inputs
+from refocused.prepare import tokenize_worker as tokenize_task
+from refocused.prepare.text_inputs import Span
+from refocused.prepare.tokenize_worker import TaskResult, Worker
+
+text_inputs.TASK_BYTES = int(os.environ["TASK_BYTES"])
+_run = Worker.run
+
+
+def slow_run(worker: Worker, number: int, spans: Iterable[Span]) -> TaskResult:
+    with Path(os.environ["TASK_LOG"]).open("a") as log:
+        log.write(f"{number}\n")
+    time.sleep(float(os.environ["TASK_SECONDS"]))
+    return _run(worker, number, spans)
+
+
+# Also in the processes of the pool: they import this file again.
+tokenize_task.Worker.run = slow_run  # type: ignore[method-assign]
+
+if __name__ == "__main__":
+    from refocused.commands.prepare_data import main
+
+    sys.exit(main(sys.argv[1:]))

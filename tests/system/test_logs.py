@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from refocused.system import logs
+
+logger = logging.getLogger("refocused.somewhere")
+LIBRARIES = ("DeepSpeed", "torch", "transformers", "google", "urllib3")
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """Leave the process's loggers as they were."""
+    root = logging.getLogger("refocused")
+    levels = {name: logging.getLogger(name).level for name in (*LIBRARIES, "refocused")}
+    before = (root.handlers[:], root.propagate)
+    yield
+    for handler in root.handlers:
+        with contextlib.suppress(OSError):  # a full disk refuses the last line once more
+            handler.close()
+    root.handlers[:], root.propagate = before
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+def speak() -> None:
+    logger.debug("unheard")
+    logger.info("step %d", 1)
+    logger.warning("disk is nearly full")
+    logger.error("it broke")
+
+
+def test_the_first_ranks_screen_has_bare_results_and_marked_warnings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logs.start_screen(0)
+    speak()
+    shown = capsys.readouterr()
+    assert shown.out == "step 1\n"
+    assert shown.err == "WARN  disk is nearly full\nERROR it broke\n"
+
+
+def test_other_ranks_say_nothing_on_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.start_screen(1)
+    speak()
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "")
+
+
+def test_starting_twice_does_not_say_everything_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.start_screen(0)
+    logs.start_screen(0)
+    speak()
+    assert capsys.readouterr().out == "step 1\n"
+
+
+def test_lines_in_files_carry_time_rank_and_level(tmp_path: Path) -> None:
+    logs.start_screen(3)
+    logs.start_files(tmp_path / "logs", 3)
+    speak()
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["rank-3.log"]
+    lines = (tmp_path / "logs" / "rank-3.log").read_text().splitlines()
+    time = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+    for line, rest in zip(
+        lines, ["INFO step 1", "WARNING disk is nearly full", "ERROR it broke"], strict=True
+    ):
+        assert re.fullmatch(f"{time} rank 3 {rest}", line), line
+
+
+def test_the_first_rank_also_writes_the_training_log_and_appends_to_it(tmp_path: Path) -> None:
+    for _ in range(2):
+        logs.start_screen(0)
+        logs.start_files(tmp_path, 0)
+        logger.info("begun")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.log", "training.log"]
+    for path in tmp_path.iterdir():
+        assert path.read_text().count("rank 0 INFO begun\n") == 2
+
+
+def test_a_full_disk_loses_lines_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank-1.log").symlink_to("/dev/full")
+    logs.start_screen(1)
+    logs.start_files(tmp_path, 1)
+    speak()
+    assert capsys.readouterr().err == ""
+
+
+def test_libraries_are_heard_from_warnings_on() -> None:
+    logs.start_screen(0)
+    for name in LIBRARIES:
+        assert not logging.getLogger(name).isEnabledFor(logging.INFO)
+        assert logging.getLogger(name).isEnabledFor(logging.WARNING)

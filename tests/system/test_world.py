@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import json
+import os
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import ROOT, Ranks
+from thread_ranks import on_two_ranks, results
+
+from refocused.system import world
+from refocused.system.errors import ConfigError, RefocusedError, ShardError
+from refocused.system.world import (
+    World,
+    choose_device,
+    join_world,
+    lost_connection,
+    parse_cores,
+    ranks_from_environment,
+)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two real ranks told each other."""
+    folder = tmp_path_factory.mktemp("world")
+    script = ROOT / "tests" / "world_ranks.py"
+    ended = Ranks(2, [str(script), str(folder)], folder=folder).wait(60)
+    assert ended.codes == [0, 0], ended.everything
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def both(found: list[dict[str, Any]], name: str) -> Any:
+    first, second = (rank[name] for rank in found)
+    assert first == second
+    return first
+
+
+@pytest.mark.slow
+def test_each_rank_knows_its_place(found: list[dict[str, Any]]) -> None:
+    assert [rank["world"] for rank in found] == [[0, 0, 2, 2], [1, 1, 2, 2]]
+
+
+@pytest.mark.slow
+def test_values_reach_every_rank(found: list[dict[str, Any]]) -> None:
+    assert both(found, "gather") == [{"rank": 0}, {"rank": 1}]
+    assert both(found, "broadcast") == "from 0"
+    assert both(found, "broadcast of rank 1") == "from 1"
+    assert both(found, "largest") == [1.0, 0.0, 2.5]
+    assert both(found, "total") == [3.0, 1.0]
+
+
+@pytest.mark.slow
+def test_an_error_on_one_rank_is_raised_on_both_with_that_rank_named(
+    found: list[dict[str, Any]],
+) -> None:
+    assert both(found, "together, rank 1 fails") == {
+        "error": "rank 1: broken by 1",
+        "kind": "BucketError",
+        "on_every_rank": True,
+    }
+    assert both(found, "raise together")["error"] == "rank 1: mine"
+
+
+@pytest.mark.slow
+def test_an_error_on_rank_0_needs_no_name_and_comes_first(found: list[dict[str, Any]]) -> None:
+    wanted = {"error": "broken by 0", "kind": "ShardError", "on_every_rank": True}
+    assert both(found, "together, rank 0 fails") == wanted
+    assert both(found, "together, both fail") == wanted
+    assert both(found, "first does, and fails") == wanted
+
+
+@pytest.mark.slow
+def test_without_an_error_nothing_is_raised(found: list[dict[str, Any]]) -> None:
+    assert [rank["together"] for rank in found] == [
+        {"result": "made by 0"},
+        {"result": "made by 1"},
+    ]
+    assert both(found, "nothing to raise") == {"result": None}
+
+
+@pytest.mark.slow
+def test_only_the_first_rank_does_what_it_does_alone(found: list[dict[str, Any]]) -> None:
+    assert both(found, "first does") == {"result": "made by 0"}
+    assert [rank["acted in the end"] - rank["acted so far"] for rank in found] == [2, 0]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_gone_is_told_in_words(found: list[dict[str, Any]]) -> None:
+    assert found[0]["lost"].startswith("Another rank has ended and took the connection with it (")
+    assert "start the same command again" in found[0]["lost"]
+
+
+def test_another_error_is_no_lost_connection() -> None:
+    assert lost_connection(RuntimeError("shapes differ")) is None
+    assert lost_connection(ValueError("x")) is None
+
+
+def test_alone_every_message_is_ones_own() -> None:
+    world = World()
+    world.barrier()
+    assert (world.gather(3), world.broadcast("x")) == ([3], "x")
+    assert (world.largest([1, 2]), world.total([1, 2])) == ([1.0, 2.0], [1.0, 2.0])
+    assert world.first_does(lambda: "done") == "done"
+    with pytest.raises(ShardError, match=r"^gone$") as told:
+        world.together(lambda: fail(ShardError("gone")))
+    assert told.value.on_every_rank
+
+
+def fail(error: RefocusedError) -> None:
+    raise error
+
+
+def test_an_unexpected_error_is_not_hidden() -> None:
+    with pytest.raises(ZeroDivisionError):
+        World().together(lambda: 1 // 0)
+
+
+def test_the_launchers_words_are_read() -> None:
+    environment = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+    world = ranks_from_environment(environment)
+    assert (world.rank, world.local_rank, world.world_size, world.local_world_size) == (9, 1, 16, 8)
+    assert not world.is_first and not world.is_first_on_node
+    deepspeeds = ranks_from_environment(
+        {"RANK": "8", "LOCAL_RANK": "0", "WORLD_SIZE": "16", "LOCAL_SIZE": "8"}
+    )
+    assert deepspeeds.local_world_size == 8
+    assert deepspeeds.is_first_on_node and not deepspeeds.is_first
+    assert (
+        world.node,
+        deepspeeds.node,
+        ranks_from_environment(environment | {"RANK": "3"}).node,
+    ) == (
+        1,
+        1,
+        0,
+    )
+    for name in ("CROSS_RANK", "GROUP_RANK"):  # DeepSpeed's, torchrun's: machines may be uneven
+        assert ranks_from_environment(environment | {name: "2"}).node == 2
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_what_keepers_do_is_done_once_a_disk_and_known_to_all(machines: int) -> None:
+    def action(world: World) -> tuple[list[int], int]:
+        return world.keepers_do(lambda: world.rank), world.broadcast(world.rank, source=1)
+
+    assert results(on_two_ranks(action, machines=machines)) == [(list(range(machines)), 1)] * 2
+
+
+def test_a_keepers_error_reaches_every_rank_with_its_name() -> None:
+    def action(world: World) -> None:
+        world.keepers_do(lambda: fail(ShardError("gone")) if world.rank == 1 else None)
+
+    told = [rank.error for rank in on_two_ranks(action, machines=2)]
+    assert [str(error) for error in told] == ["rank 1: gone"] * 2
+    assert all(isinstance(error, ShardError) and error.on_every_rank for error in told)
+    assert ranks_from_environment({}) == World()
+
+
+def test_the_device_is_chosen() -> None:
+    assert choose_device("auto", local_world_size=2, gpus=0) == "cpu"
+    assert choose_device("auto", local_world_size=2, gpus=2) == "cuda"
+    assert choose_device("cuda", local_world_size=2, gpus=8) == "cuda"
+    assert choose_device("cpu", local_world_size=2, gpus=8) == "cpu"
+
+
+@pytest.mark.parametrize("asked", ["auto", "cuda"])
+def test_more_ranks_than_gpus_are_refused_with_the_numbers(asked: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        choose_device(asked, local_world_size=8, gpus=4)
+    assert str(told.value) == (
+        "8 ranks were started on this machine, and it has 4 GPUs that torch can see. "
+        "Start with --num_gpus 4, or set run.device=cpu for a trial without GPUs."
+    )
+
+
+def test_a_machine_without_gpus_is_named_as_such() -> None:
+    with pytest.raises(ConfigError, match=r"torch sees no GPU .*\(2 ranks.*nvidia-smi.*device=cpu"):
+        choose_device("cuda", local_world_size=2, gpus=0)
+
+
+@pytest.mark.parametrize(("size", "bound"), [("1", None), ("2", "cuda:1")])
+def test_a_gpu_is_bound_where_there_are_others_to_connect_to(
+    size: str, bound: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: list[Any] = []
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": size}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.set_device", joined.append)
+    monkeypatch.setattr("refocused.system.world._cores_near", lambda gpu: frozenset())
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(
+        "torch.distributed.init_process_group", lambda kind, device_id: joined.append(device_id)
+    )
+    monkeypatch.setattr("torch.distributed.new_group", lambda backend, timeout: backend)
+    world = join_world("auto")
+    assert (world.device_kind, world._control) == ("cuda", "gloo")
+    assert joined[0] == 1
+    assert (joined[1] and str(joined[1])) == bound
+
+
+def test_the_kernels_form_of_a_set_of_cores() -> None:
+    assert parse_cores("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert parse_cores("\n") == frozenset()
+    with pytest.raises(ValueError, match="invalid literal"):
+        parse_cores("all")
+
+
+def test_each_rank_takes_its_share_of_the_cores_near_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Four GPUs on two NUMA nodes; the kernel does not say where the last one's is."""
+    lists = {"0000:01:00.0": "0-7", "0000:02:00.0": "0-7", "0000:81:00.0": "8-15"}
+    for address, cores in lists.items():
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "local_cpulist").write_text(f"{cores}\n")
+    buses = [0x01, 0x02, 0x81, 0x82]
+    monkeypatch.setattr(world, "PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda gpu: types.SimpleNamespace(pci_domain_id=0, pci_bus_id=buses[gpu], pci_device_id=0),
+    )
+    near = [world._cores_near(gpu) for gpu in range(4)]
+    taken: dict[str, Any] = {}
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {*range(12)})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: taken.update(cores=cores))
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: taken.update(threads=count))
+    wanted = [({*range(8)}, 4), ({*range(8)}, 4), ({8, 9, 10, 11}, 4), (None, 3)]
+    for rank, (cores, threads) in enumerate(wanted):
+        taken.clear()
+        world._take_cores(World(rank, rank, 4, 4), near)
+        assert taken.get("cores") == cores
+        assert taken["threads"] == threads

@@ -1,0 +1,66 @@
+"""The file that travels with a model gives text the ids that the data has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data.text_samples import random_texts, tiny_bpe, word_file
+
+from refocused.system.errors import ShardError
+from refocused.tokenizers.encoders import TokenizerChoice, open_tokenizer
+from refocused.tokenizers.tokenizer_json import check_vocabulary, tokenizer_file
+
+
+def choices(folder: Path) -> list[TokenizerChoice]:
+    words = word_file(folder / "words.json")
+    return [
+        TokenizerChoice("bytes"),
+        TokenizerChoice("gpt2", bpe_folder=tiny_bpe(folder / "bpe")),
+        TokenizerChoice(str(words)),
+    ]
+
+
+def opened(content: bytes) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(content.decode())
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_text_gets_the_ids_of_the_data(tmp_path: Path, number: int) -> None:
+    choice = choices(tmp_path)[number]
+    wanted = open_tokenizer(choice)
+    found = opened(tokenizer_file(choice, vocabulary=512))
+    found.no_truncation()
+    found.no_padding()
+    for text in [*random_texts(20), "\x00\x7f\n\n  \té"]:
+        assert np.array_equal(found.encode(text, add_special_tokens=False).ids, wanted.encode(text))
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_bytes_come_back_and_the_end_of_text_is_one_token(tmp_path: Path, number: int) -> None:
+    choice = choices(tmp_path)[number]
+    found = opened(tokenizer_file(choice, vocabulary=512))
+    text = "  Hëllo 漢字 🙂 ,\n it 's\t"
+    assert found.decode(found.encode(text).ids, skip_special_tokens=False) == text
+    wanted = open_tokenizer(choice).end_of_text_id
+    assert found.encode("<|endoftext|>").ids == [wanted]
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+    for choice, largest in zip(choices(tmp_path), (256, 262, 3), strict=True):
+        content = tokenizer_file(choice, vocabulary=largest + 1)
+        with pytest.raises(ShardError, match=f"ids up to {largest}, and the model knows {largest}"):
+            tokenizer_file(choice, vocabulary=largest)
+        with pytest.raises(ShardError, match="here has ids"):
+            check_vocabulary(content, vocabulary=largest, where="here")
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match=r"built from vocab.bpe and encoder.json"):
+        tokenizer_file(TokenizerChoice("gpt2"), vocabulary=512)
+    with pytest.raises(ShardError, match="there is no such file"):
+        tokenizer_file(TokenizerChoice(str(tmp_path / "none.json")), vocabulary=512)

@@ -1,0 +1,265 @@
+"""Stand-ins for the parts of a run that write down what the loop asks of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from refocused.checkpoints.step.tiers import Tier
+from refocused.config.batch_plan import BatchPlan
+from refocused.config.optimization import OptimizerConfig, ScheduleConfig
+from refocused.data.loader.batch import IGNORED_LABEL, Batch
+from refocused.data.order.position import Position
+from refocused.engine.finite_updates import Verdict
+from refocused.engine.histograms import Histograms
+from refocused.evaluate.multiple_choice import TaskResult
+from refocused.metrics.run_time import RunTime
+from refocused.metrics.step_phases import step_phases
+from refocused.metrics.throughput import Throughput
+from refocused.system.errors import RefocusedError
+from refocused.system.world import World
+from refocused.train.step.cadence import Cadence
+from refocused.train.step.parts import Parts
+from refocused.train.step.state import TrainState
+from refocused.train.step.stopping import StopReason
+
+Log = list[str]
+OPTIMIZER = OptimizerConfig(lr=1e-3)
+SCHEDULE = ScheduleConfig(kind="cosine", warmup_steps=2)
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def batch(window: int, *, labels: int = 4, ignored: int = 0, source: str | None = None) -> Batch:
+    """One row of `labels` labels, of which the first `ignored` do not count."""
+    inputs, marked = torch.full((2, 1, labels), window)
+    marked[:, :ignored] = IGNORED_LABEL
+    return Batch(inputs, marked, np.array([0]), np.array([window]), ("a.npy",), source)
+
+
+@dataclasses.dataclass
+class FakeEngine:
+    """Gives losses; the training loss is a function of the step (from 1) it belongs to.
+
+    Updates from `refuses_from` on are refused, as all ranks' engines do after a gradient that is
+    not finite on one of them.
+    """
+
+    log: Log
+    training_loss: Callable[[int], float] = lambda step: 1.0
+    validation: Callable[[Tensor, Tensor], float] = lambda inputs, labels: 2.0
+    updates: int = 0
+    norm: float | None = 1.5
+    scale: float | None = None
+    skipped_steps: int = 0
+    refuses_from: int = 10**9
+    last_batch: Tensor | None = None
+
+    def accumulate(self, input_ids: Tensor, labels: Tensor, *, weight: float) -> Tensor:
+        assert weight == 1.0
+        self.log.append(f"accumulate {int(input_ids[0, 0])}")
+        return torch.tensor(self.training_loss(self.updates + 1))
+
+    def update(self, learning_rate: float) -> Verdict:
+        self.updates += 1
+        refused = self.updates >= self.refuses_from
+        self.log.append("refuse" if refused else f"update {learning_rate:.6f}")
+        return Verdict(not refused)
+
+    def validation_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        self.log.append("validate")
+        return torch.tensor(self.validation(input_ids, labels))
+
+    def label_scores(
+        self, input_ids: Tensor, labels: Tensor, *, vocabulary: int
+    ) -> tuple[Tensor, Tensor]:
+        """Find a row the likelier the smaller its first id is."""
+        self.log.append(f"rate {len(input_ids)}")
+        return -input_ids[:, 0].double(), torch.zeros(len(input_ids))
+
+    def histograms(self) -> Histograms:
+        self.log.append("describe")
+        return Histograms({}, {})
+
+    def gradient_norm(self) -> float | None:
+        return self.norm
+
+    def loss_scale(self) -> float | None:
+        return self.scale
+
+
+@dataclasses.dataclass
+class FakeStream:
+    """Batches of two passes a step; a step may fail instead, or not come.
+
+    Windows are counted on over the ends of epochs, as those of a mixture are.
+    """
+
+    log: Log
+    position: Position
+    failing: dict[int, RefocusedError]
+    missing_from: int
+    windows_per_epoch: int = 0
+    wait_seconds: float = 0.0
+
+    def next_step(self, patience_seconds: float | None = None) -> list[Batch] | None:
+        first = self.position.windows
+        if first in self.failing:
+            raise self.failing[first]
+        if first >= self.missing_from:
+            self.log.append("waits")
+            return None
+        epochs = (first + 2) // self.windows_per_epoch if self.windows_per_epoch else 0
+        self.position = Position(epochs, first + 2)
+        return [batch(first), batch(first + 1)]
+
+    def close(self) -> None:
+        self.log.append("close")
+
+
+@dataclasses.dataclass
+class FakeLoader:
+    """Opens streams; the steps that begin with some windows fail, and from one on none comes."""
+
+    log: Log
+    failing: dict[int, RefocusedError] = dataclasses.field(default_factory=dict)
+    missing_from: int = 10**9
+    windows_per_epoch: int = 0
+
+    def batches_from(self, position: Position) -> FakeStream:
+        return FakeStream(
+            self.log, position, self.failing, self.missing_from, self.windows_per_epoch
+        )
+
+
+@dataclasses.dataclass
+class FakeReporter:
+    """Notes what is told."""
+
+    log: Log
+    seconds: float = 7.0
+    figures: list[dict[str, object]] = dataclasses.field(default_factory=list)
+    reported: list[list[float]] = dataclasses.field(default_factory=list)
+
+    def step(
+        self, state: TrainState, losses: Sequence[Tensor], waited_seconds: float
+    ) -> TrainState:
+        self.log.append(f"report {state.step}")
+        self.reported.append([float(one.mean()) for one in losses])
+        return dataclasses.replace(state, loss=self.reported[-1][-1])
+
+    def validation(self, state: TrainState, seconds: float, by_source: Mapping[str, float]) -> None:
+        self.log.append(f"tell {state.validation_loss}")
+
+    def tasks(self, state: TrainState, results: Sequence[TaskResult], seconds: float) -> None:
+        told = [f"{one.task} {one.measures['acc'].value:.2f}" for one in results]
+        self.log.append(f"tell {' '.join(told)} after {state.step}")
+
+    def sample(self, state: TrainState, text: str, seconds: float) -> None:
+        self.log.append(f"tell {text!r} after {state.step}")
+
+    def histograms(self, step: int, histograms: Histograms) -> None:
+        self.log.append(f"draw {step}")
+
+    def booked(self, state: TrainState) -> TrainState:
+        return dataclasses.replace(state, seconds=self.seconds)
+
+    def end(self, state: TrainState) -> TrainState:
+        return state
+
+    def run_time(self) -> RunTime:
+        return RunTime()
+
+    def performance(self, kind: str, step: int, **figures: object) -> None:
+        self.figures.append({"kind": kind, "step": step, **figures})
+
+    def event(self, kind: str, text: str, **facts: object) -> None:
+        self.log.append(f"{kind}: {text}")
+
+
+@dataclasses.dataclass
+class FakeSaver:
+    """Notes what is saved; it is its own mirror."""
+
+    log: Log
+    saved: list[TrainState] = dataclasses.field(default_factory=list)
+    tiers: list[list[str]] = dataclasses.field(default_factory=list)
+    waited: list[bool] = dataclasses.field(default_factory=list)
+    commits: int = 0
+
+    @property
+    def mirror(self) -> FakeSaver:
+        return self
+
+    def watch(self) -> None:
+        pass
+
+    def commit(self) -> None:
+        self.commits += 1
+
+    def finishing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def save(self, state: TrainState, tiers: Sequence[Tier], *, wait: bool = True) -> TrainState:
+        self.log.append(f"save {state.step}")
+        self.saved.append(state)
+        self.waited.append(wait)
+        self.tiers.append([tier.value for tier in tiers])
+        return state
+
+
+@dataclasses.dataclass
+class FakeStop:
+    """Asks to stop as soon as the log holds an entry."""
+
+    log: Log
+    when: str | None = None
+
+    def agreed(self) -> StopReason:
+        return StopReason.SIGNAL if self.when in self.log else StopReason.NONE
+
+
+def parts_of(
+    log: Log,
+    *,
+    world: World | None = None,
+    total_steps: int = 6,
+    cadence: Cadence | None = None,
+    validation: Callable[[], Iterator[Batch]] = lambda: iter([batch(0)]),
+    **changes: Any,
+) -> Parts:
+    """Bring fakes together; `changes` are further fields of Parts."""
+    parts = {
+        "world": world or World(),
+        "engine": FakeEngine(log),
+        "loader": FakeLoader(log),
+        "validation_batches": validation,
+        "plan": BatchPlan(1, 2, 1, 4),
+        "total_steps": total_steps,
+        "optimizer": OPTIMIZER,
+        "schedule": SCHEDULE,
+        "cadence": cadence or Cadence(log=0, validation=0, checkpoint=0),
+        "throughput": Throughput(Clock()),
+        "phases": step_phases("cpu", Clock()),
+        "reporter": FakeReporter(log),
+        "saver": FakeSaver(log),
+        "vocabulary": 500,
+        "vocabulary_rows": 512,
+        "untrained_loss": math.log(512),
+    }
+    return Parts(**cast("Any", parts | changes))

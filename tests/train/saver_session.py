@@ -1,0 +1,119 @@
+"""A saver over a real folder, and what stands in for the parts around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from checkpoints.fake_owner import FACTS, FakeOwner
+from thread_ranks import on_two_ranks, results
+from train.run_fakes import Clock, FakeReporter, Log
+
+from refocused.checkpoints.mirror.mirror_status import MirrorStatus
+from refocused.checkpoints.mirror.mirroring import Mirroring
+from refocused.checkpoints.resume.changes import changes_since
+from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, saved_steps
+from refocused.checkpoints.step.checkpointer import Checkpointer
+from refocused.config.outputs import CheckpointConfig
+from refocused.metrics.throughput import Throughput
+from refocused.system.process_identity import this_process
+from refocused.system.world import World
+from refocused.train.step.saver import Saver
+from refocused.train.step.state import TrainState
+
+
+def said_by_mirror(**facts: Any) -> MirrorStatus:
+    return MirrorStatus(bucket="b", prefix="p", process=this_process(), heartbeat=0.0, **facts)
+
+
+@dataclasses.dataclass
+class FakeMirror:
+    """A background copy that does what the test says."""
+
+    log: Log
+    said: MirrorStatus | None = None
+    drains: bool | None = True  # None: it never gets there
+
+    def start(self) -> None:
+        self.log.append("mirror started")
+
+    def ensure_alive(self) -> bool:
+        self.log.append("mirror looked after")
+        return False
+
+    def status(self) -> MirrorStatus | None:
+        return self.said
+
+    def request_drain(self, timeout_s: float) -> str:
+        self.log.append(f"drain {timeout_s:.0f}")
+        return "request"
+
+    def await_drain(
+        self, request: str, slice_s: float, progress: Callable[[Any], None]
+    ) -> bool | None:
+        assert request == "request"
+        return self.drains
+
+
+class Session:
+    """A saver over a real folder, with an owner whose disk the test can fill."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        world: World | None = None,
+        mirror: FakeMirror | None = None,
+        keep: int = 2,
+        max_failed_saves: int = 3,
+        in_background: bool = False,
+        branch: Branch = FIRST_BRANCH,
+        least_bytes: int = 0,
+    ) -> None:
+        self.folder = folder
+        self.log: Log = []
+        self.clock = Clock()
+        world = world or World()
+        self.owner = FakeOwner(world.rank)
+        self.throughput = Throughput(self.clock)
+        self.reporter = FakeReporter(self.log)
+        self.saver = Saver(
+            Checkpointer(folder, world=world, facts=FACTS, branch=branch, least_bytes=least_bytes),
+            compare=functools.partial(
+                changes_since, facts=FACTS, world_size=world.world_size, allowed=()
+            ),
+            folder=folder,
+            branch=branch,
+            engine=cast("Any", self.owner),
+            mirror=Mirroring(cast("Any", mirror), report=self.reporter.event, world=world),
+            settings=CheckpointConfig.model_validate(
+                {"keep": keep, "max_failed_saves": max_failed_saves, "async": in_background}
+            ),
+            reporter=cast("Any", self.reporter),
+            throughput=self.throughput,
+            world=world,
+            files_done=lambda state: state.step // 10,
+        )
+
+    def save(self, *steps: int, **changes: Any) -> TrainState:
+        for step in steps:
+            state = self.saver.save(TrainState(step=step, **changes))
+        return state
+
+    def there(self) -> list[int]:
+        return saved_steps(self.folder)
+
+
+def on_machines(root: Path, action: Callable[[Session], Any], **settings: Any) -> list[Any]:
+    """Let each of two machines that share no disk do the same, with a folder of its own."""
+
+    def on_one(world: World) -> Any:
+        mirror = FakeMirror([], **settings) if settings else None
+        folder = root / f"machine_{world.rank}"
+        folder.mkdir(exist_ok=True)
+        return action(Session(folder, world=world, mirror=mirror))
+
+    return results(on_two_ranks(on_one, machines=2))

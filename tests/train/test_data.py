@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.folder import DirectoryBucket
+from refocused.config.batch_plan import BatchPlan
+from refocused.config.data import DataConfig
+from refocused.data.cache.local_form import HEADER_BYTES
+from refocused.data.manifest.shard_manifest import write_manifest
+from refocused.data.order.position import Position
+from refocused.data.order.window_order import Order
+from refocused.system.errors import ShardError
+from refocused.system.world import World
+from refocused.train.lifecycle.open_data import DataParts, build_data
+
+TOKENS = 1000
+SHARDS = 4
+
+
+def built(
+    folder: Path, *, largest: int = 511, numbers: Iterable[int] = range(SHARDS), **settings: object
+) -> DataParts:
+    (folder / "tokens").mkdir(exist_ok=True)
+    for number in numbers:
+        ids = np.random.default_rng(number).integers(0, largest + 1, TOKENS)
+        np.save(folder / "tokens" / f"{number}.npy", ids.astype(np.int32))
+    given = {"source": str(folder / "tokens"), "cache": str(folder / "cache"), **settings}
+    return build_data(
+        DataConfig.model_validate(given),
+        plan=BatchPlan(micro=2, accumulation=1, world_size=1, sequence_length=10),
+        world=World(),
+        vocabulary=512,
+        seed=1,
+        steps=20,
+        evaluation_windows=8,
+        credentials_file=None,
+        project=None,
+    )
+
+
+@pytest.mark.parametrize(("shards", "block"), [(2, 1), (4, 2)])
+def test_room_is_counted_in_the_bytes_of_the_local_form(
+    tmp_path: Path, shards: int, block: int
+) -> None:
+    room = shards * (2 * TOKENS + HEADER_BYTES)  # int32 in the source, uint16 on this disk
+    data = built(tmp_path, disk_limit_gb=room / 1e9, fetch_ahead_shards=1)
+    try:
+        assert isinstance(data.order, Order)
+        assert data.order.block_shards == block
+        stream = data.loader.batches_from(data.order.position_at(0))
+        assert len(stream.next_step()) == 1
+        stream.close()
+    finally:
+        data.cache.close()
+
+
+def test_room_for_less_than_two_blocks_is_refused(tmp_path: Path) -> None:
+    room = 2 * (2 * TOKENS + HEADER_BYTES) - 1
+    with pytest.raises(ShardError, match="two blocks of 1 shards"):
+        built(tmp_path, disk_limit_gb=room / 1e9)
+
+
+LONG, SHORT = 100, 2  # windows
+
+
+def of_uneven_shards(folder: Path, limit_bytes: int) -> DataParts:
+    """Long and short shards, in steps that reach over a short one into the two beside it."""
+    (folder / "tokens").mkdir(exist_ok=True)
+    for number in range(8):
+        ids = np.zeros((LONG if number % 2 else SHORT) * 10 + 1, dtype=np.uint16)
+        np.save(folder / "tokens" / f"{number}.npy", ids)
+    return build_data(
+        DataConfig(
+            source=str(folder / "tokens"),
+            cache=str(folder / "cache"),
+            disk_limit_gb=limit_bytes / 1e9,
+            block_shards=1,
+            validation_fraction=0.0,
+        ),
+        plan=BatchPlan(micro=4, accumulation=1, world_size=1, sequence_length=10),
+        world=World(),
+        vocabulary=512,
+        seed=1,
+        steps=300,
+        evaluation_windows=0,
+        credentials_file=None,
+        project=None,
+    )
+
+
+def test_a_limit_that_some_step_would_exceed_is_refused_at_the_start(tmp_path: Path) -> None:
+    long, short = (2 * (10 * windows + 1) + HEADER_BYTES for windows in (LONG, SHORT))
+    limit = 2 * long + short
+    with pytest.raises(ShardError, match="can reach over short shards") as refused:
+        of_uneven_shards(tmp_path, limit - 1)
+    assert f"take up to {limit:,} bytes" in str(refused.value)
+    data = of_uneven_shards(tmp_path, limit)
+    try:
+        stream = data.loader.batches_from(data.order.position_at(0))
+        for _ in range(300):
+            stream.next_step()
+        stream.close()
+    finally:
+        data.cache.close()
+
+
+def test_a_folder_written_anew_with_files_of_the_same_size_is_read_anew(tmp_path: Path) -> None:
+    for largest in (511, 0):
+        data = built(tmp_path, largest=largest)
+        stream = data.loader.batches_from(data.order.position_at(0))
+        try:
+            [batch] = stream.next_step()
+        finally:
+            stream.close()
+            data.cache.close()
+        assert bool(batch.input_ids.any()) == bool(largest)
+
+
+def test_a_shard_that_is_gone_is_skipped_where_a_manifest_knows_it(tmp_path: Path) -> None:
+    data = built(tmp_path)
+    data.cache.close()
+    bucket = DirectoryBucket(tmp_path / "tokens")
+    rows = (
+        dataclasses.replace(shard, crc32c=crc32c_of(tmp_path / "tokens" / shard.name), sample=None)
+        for shard in data.manifest.shards
+    )
+    write_manifest(bucket, dataclasses.replace(data.manifest, shards=tuple(rows)))
+    before = built(tmp_path)
+    before.cache.close()
+    (tmp_path / "tokens" / "2.npy").unlink()
+
+    def without(**settings: object) -> DataParts:
+        return built(tmp_path, numbers=(0, 1, 3), **settings)
+
+    with pytest.raises(ShardError, match=r"2\.npy is missing.*data\.skip"):
+        without()
+    data = without(skip=["2.npy"])
+    try:
+        assert data.manifest.fingerprint == before.manifest.fingerprint
+        assert data.order_text == before.order_text
+        stream = data.loader.batches_from(Position(0, 7))
+        shards = {shard for _ in range(100) for one in stream.next_step() for shard in one.shards}
+        stream.close()
+        assert shards == {0, 1, 3}
+        assert not list(tmp_path.rglob("cache/*/shards/2.npy.npy"))
+    finally:
+        data.cache.close()

@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import pytest
+from checkpoints.step_samples import make_step
+from run_fakes import FakeReporter, FakeSaver, FakeStop, Log, parts_of
+
+from refocused.checkpoints.mirror.mirror_status import MirrorStatus
+from refocused.config.outputs import CheckpointConfig
+from refocused.evaluate.final_model import FinalModel
+from refocused.evaluate.make_final_model import FinalModelAnswer
+from refocused.system.errors import ExitCode
+from refocused.system.process_identity import this_process
+from refocused.train.lifecycle.shutdown import (
+    INTERRUPTED_DRAIN_S,
+    SAY_AGAIN_S,
+    SAY_SOON_S,
+    DrainProgress,
+    finish,
+)
+from refocused.train.step.loop import Outcome
+from refocused.train.step.state import TrainState
+from refocused.train.step.stopping import StopReason, StopRequest
+
+pytestmark = pytest.mark.usefixtures("screen")
+
+DONE = TrainState(step=6, tokens=48_000, best_loss=2.0, best_step=4, seconds=750.0, cost_usd=12.345)
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no run whose summary could be drawn."""
+    monkeypatch.setattr("refocused.train.lifecycle.shutdown.leave_summary", lambda folder: None)
+
+
+@dataclasses.dataclass
+class EndingSaver(FakeSaver):
+    """A saver whose mirror holds everything, or not."""
+
+    mirrored: bool = True
+    saved_step: int | None = 6
+    last_save_failed: bool = False
+    waited: float = -1.0
+    may_be_given_up: bool = False
+    skipped_uploads: int = 0
+    statuses: tuple[MirrorStatus, ...] = ()
+
+    def drain(
+        self,
+        timeout_s: float,
+        progress: Callable[[MirrorStatus | None], None],
+        given_up: Callable[[], int] | None = None,
+    ) -> bool:
+        self.waited, self.may_be_given_up = timeout_s, given_up is not None
+        for status in self.statuses:
+            progress(status)
+        return self.mirrored
+
+
+class EndingReporter(FakeReporter):
+    """A reporter that notes the state it leaves."""
+
+    def write_state(self, state: TrainState, status: str, **facts: object) -> None:
+        self.log.append(f"state {status} {facts}")
+
+    def end_tracking(self, exit_code: int, *, limit_seconds: float) -> None:
+        self.log.append(f"trackers end {int(exit_code)} within {limit_seconds:.0f}")
+
+    def close(self) -> None:
+        self.log.append("closed")
+
+
+@dataclasses.dataclass
+class FakeFinalModel:
+    """A final model that comes to this; None: it is not done in time."""
+
+    log: Log
+    answer: FinalModelAnswer | None
+    folder = Path("final_model")
+
+    def begin(self, step: int) -> None:
+        self.log.append(f"begin {step}")
+
+    def wait(self, timeout_s: float, stop: StopRequest) -> FinalModelAnswer | None:
+        self.log.append(f"wait {timeout_s}")
+        return self.answer
+
+
+def answered(status: Literal["made", "uploaded", "failed"]) -> FinalModelAnswer:
+    return FinalModelAnswer(token="", status=status, text="so it is")
+
+
+def end(
+    saver: EndingSaver,
+    *,
+    stopped: StopReason = StopReason.NONE,
+    state: TrainState = DONE,
+    sample: str | None = None,
+    mirror: str | None = "gs://bucket/runs",
+    final: FakeFinalModel | None = None,
+) -> ExitCode:
+    parts = parts_of(saver.log, saver=saver, reporter=EndingReporter(saver.log))
+    settings = CheckpointConfig(mirror=mirror, drain_minutes=2.0)
+    outcome = Outcome(state, stopped)
+    return finish(
+        parts,
+        outcome,
+        cast("StopRequest", FakeStop(saver.log)),
+        sample=sample,
+        folder=Path("runs/sample"),
+        settings=settings,
+        command="deepspeed launch/train.py --max-steps 6",  # reached: another takes its place
+        final_model=cast("FinalModel | None", final),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "stopped", "code"),
+    [
+        ({}, StopReason.NONE, ExitCode.OK),
+        ({"mirrored": False}, StopReason.NONE, ExitCode.NOT_MIRRORED),
+        ({}, StopReason.SIGNAL, ExitCode.INTERRUPTED),
+        ({"mirrored": False}, StopReason.STOP_FILE, ExitCode.INTERRUPTED),
+        ({"last_save_failed": True, "saved_step": 4}, StopReason.NONE, ExitCode.FAILED),
+        ({"last_save_failed": True, "saved_step": 4}, StopReason.SIGNAL, ExitCode.FAILED),
+        ({"mirrored": False}, StopReason.BUDGET, ExitCode.LIMIT_REACHED),
+    ],
+)
+def test_the_exit_code_says_how_it_ended(
+    changes: dict[str, Any], stopped: StopReason, code: ExitCode
+) -> None:
+    log: Log = []
+    assert end(EndingSaver(log, **changes), stopped=stopped) == code
+    status = "stopped" if stopped else "finished"
+    mirrored = changes.get("mirrored", True)
+    facts = {"exit_code": code, "stopped_by": stopped.name if stopped else None}
+    assert log == [
+        f"{status}: ",
+        f"state {status} {facts | {'mirrored': mirrored}}",
+        f"trackers end {int(code)} within {5 if stopped else 30}",
+        "closed",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "mirror", "code", "said"),
+    [
+        (answered("uploaded"), "m", ExitCode.OK, "export: final model final_model: so it is"),
+        (answered("made"), None, ExitCode.OK, "export: final model final_model: so it is"),
+        (
+            answered("made"),
+            "m",
+            ExitCode.NOT_MIRRORED,
+            "export_warning: final model final_model: so it is",
+        ),
+        (answered("failed"), "m", ExitCode.FAILED, "export_failed: final model NOT made: so it is"),
+        (
+            None,
+            "m",
+            ExitCode.NOT_MIRRORED,
+            "export_warning: final model final_model: it goes on in the background",
+        ),
+    ],
+)
+def test_the_final_model_counts_for_the_exit_code(
+    answer: FinalModelAnswer | None, mirror: str | None, code: ExitCode, said: str
+) -> None:
+    log: Log = []
+    assert end(EndingSaver(log), mirror=mirror, final=FakeFinalModel(log, answer)) == code
+    assert log[:3] == ["begin 6", "wait 120.0", said]
+
+
+def test_a_final_model_is_made_of_finished_and_saved_runs_alone() -> None:
+    log: Log = []
+    final = FakeFinalModel(log, answered("made"))
+    end(EndingSaver(log), stopped=StopReason.SIGNAL, final=final)
+    end(EndingSaver(log, last_save_failed=True, saved_step=4), final=final)
+    assert "begin 6" not in log
+
+
+def test_an_interrupted_run_does_not_wait_for_its_mirror_as_long() -> None:
+    finished, interrupted = EndingSaver([]), EndingSaver([])
+    end(finished)
+    end(interrupted, stopped=StopReason.SIGNAL)
+    assert (finished.waited, interrupted.waited) == (120.0, INTERRUPTED_DRAIN_S)
+    # Its wait is short already; that of a finished run can be cut short by the first signal.
+    assert (finished.may_be_given_up, interrupted.may_be_given_up) == (True, False)
+
+
+def test_the_summary_of_a_finished_run(caplog: pytest.LogCaptureFixture) -> None:
+    end(EndingSaver([]), sample="def f():\n    pass")
+    assert [record.message for record in caplog.records] == [
+        "done  step 6 of 6, 48,000 tokens, 12.5 min, $12.35",
+        "      best validation loss 2.0000 (perplexity 7.39) at step 4",
+        "      checkpoint runs/sample/checkpoints/checkpoint_step_6",
+        "      mirror gs://bucket/runs: everything is there",
+        "      sample of what it writes:",
+        "      | def f():",
+        "      |     pass",
+        "      train on: deepspeed launch/train.py --max-steps N",
+    ]
+
+
+def test_the_summary_tells_what_the_mirror_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    end(EndingSaver([], skipped_uploads=3))
+    assert "everything is there but 3 older steps that newer ones replace" in caplog.text
+
+
+def test_the_summary_of_a_stopped_run_whose_upload_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = TrainState(step=5, tokens=40_000, seconds=30.0)
+    saver = EndingSaver([], mirrored=False, saved_step=5)
+    end(saver, stopped=StopReason.STOP_FILE, state=state)
+    assert [record.message for record in caplog.records] == [
+        "done  step 5 of 6, 40,000 tokens, 30 s | stopped by the STOP file",
+        "      checkpoint runs/sample/checkpoints/checkpoint_step_5",
+        "      mirror gs://bucket/runs: NOT complete yet, see runs/sample/mirror.json; the upload "
+        "goes on in the background",
+        "      resume: deepspeed launch/train.py --max-steps 6",
+    ]
+
+
+def test_an_unsaved_last_step_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    end(EndingSaver([], saved_step=4, last_save_failed=True), mirror=None)
+    assert "      the last step is NOT saved (see the warnings above)" in caplog.messages
+    assert not any("mirror" in message for message in caplog.messages)
+
+
+def status(done: int, *waiting: int, error: str | None = None) -> MirrorStatus:
+    return MirrorStatus(
+        bucket="b",
+        prefix="p",
+        process=this_process(),
+        heartbeat=0.0,
+        waiting=waiting,
+        done_bytes=done,
+        total_bytes=1000,
+        last_error=error,
+    )
+
+
+def test_the_upload_is_told_at_every_tenth(caplog: pytest.LogCaptureFixture) -> None:
+    said = (status(0, 1500), status(50, 1500), status(120, 1500, 1600), status(1000))
+    end(EndingSaver([], statuses=said))
+    assert caplog.messages[:2] == [
+        "      upload of step 1,500: 0 % (1 waiting)",
+        "      upload of step 1,500: 10 % (2 waiting)",
+    ]
+    assert caplog.messages[2].startswith("done")
+
+
+class Waiting:
+    """A wait of 10 minutes for a mirror, with a clock of its own and step 20 to be copied."""
+
+    def __init__(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+        make_step(folder, 20)
+        self.folder, self.caplog = folder, caplog
+        self.now = 100.0
+        self.progress = DrainProgress(folder, 600.0, lambda: self.now)
+
+    def hears(self, status: MirrorStatus | None, seconds: float) -> list[str]:
+        """Look five times a second for so long; return what was said."""
+        self.caplog.clear()
+        for _ in range(round(seconds * 5)):
+            self.progress(status)
+            self.now += 0.2
+        return self.caplog.messages
+
+
+@pytest.fixture
+def waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Waiting:
+    return Waiting(tmp_path, caplog)
+
+
+def test_what_holds_up_the_mirror_is_told_soon_and_then_now_and_again(waiting: Waiting) -> None:
+    down = status(0, 20, error="asking gs://b: HTTP 503")
+    assert waiting.hears(down, SAY_SOON_S - 1.0) == []
+    assert waiting.hears(down, SAY_AGAIN_S) == [
+        "      waiting for the mirror, for at most 9.9 min more: nothing mirrored yet, 1 behind, "
+        "last error: asking gs://b: HTTP 503"
+    ]
+    assert len(waiting.hears(down, 3 * SAY_AGAIN_S)) == 3
+
+
+def test_a_wait_for_a_dead_bucket_says_what_it_may_cost_and_what_bounds_it(
+    waiting: Waiting,
+) -> None:
+    waiting.progress = DrainProgress(
+        waiting.folder,
+        600.0,
+        lambda: waiting.now,
+        per_hour_usd=30.0,
+        setting="checkpoint.drain_minutes",
+    )
+    [said] = waiting.hears(status(0, 20, error="HTTP 503"), 10.0)
+    assert "for at most 9.9 min more ($4.97; set by checkpoint.drain_minutes): nothing" in said
+
+
+def test_an_outage_that_ends_and_comes_again_is_told_again(waiting: Waiting) -> None:
+    down = status(0, 20, error="HTTP 503")
+    assert len(waiting.hears(down, 10.0)) == 1
+    assert waiting.hears(status(500, 20), 10.0) == ["      upload of step 20: 50 % (1 waiting)"]
+    assert len(waiting.hears(down, 10.0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (None, "it has said nothing yet, see logs/mirror.log"),
+        (status(0), "nothing mirrored yet, 1 behind"),  # it has not seen the last step
+    ],
+)
+def test_a_mirror_that_says_nothing_of_the_last_step_is_told(
+    waiting: Waiting, told: MirrorStatus | None, said: str
+) -> None:
+    [line] = waiting.hears(told, 10.0)
+    assert line.endswith(said)
+
+
+def test_an_upload_that_takes_long_is_not_silent(waiting: Waiting) -> None:
+    lines = waiting.hears(status(500, 20), 2.5 * SAY_AGAIN_S)
+    assert [line.strip()[:7] for line in lines] == ["upload ", "waiting", "waiting"]

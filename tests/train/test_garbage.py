@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+import types
+import weakref
+
+import pytest
+from ranks import ROOT
+
+from refocused.estimate.host import HostPlan
+from refocused.train.step.garbage_collection import WARM_STEPS, Garbage, keep_freed_memory
+
+PLAN = HostPlan(building=0, tensors=0, copies=10**9, processes=0, temporaries=2 * 10**9)
+# Fills and frees 200 MB ten times, and prints what was said and how many pages were mapped for it.
+FREEING = """
+import os, resource
+from refocused.estimate.host import HostPlan
+from refocused.train.step.garbage_collection import keep_freed_memory
+plan = HostPlan(0, 0, 0, 0, temporaries=1)
+print(keep_freed_memory(plan, available=2**33, ranks_here=2, environment=os.environ))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    b"x" * 200_000_000
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+IS_GLIBC = hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
+
+
+class Node:
+    """Refers to itself, so that only the collector removes it."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def dropped() -> weakref.ref[Node]:
+    return weakref.ref(Node())
+
+
+def test_after_the_warm_up_cycles_go_only_when_the_loop_says_so() -> None:
+    with Garbage() as garbage:
+        for _ in range(WARM_STEPS - 1):
+            garbage.step()
+        assert gc.isenabled()
+        garbage.step()
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() > 0
+        cycle = dropped()
+        gc_runs = [generation["collections"] for generation in gc.get_stats()]
+        _ = [Node() for _ in range(5000)]
+        assert [generation["collections"] for generation in gc.get_stats()] == gc_runs
+        assert cycle() is not None
+        garbage.collect()
+        assert cycle() is None
+
+
+def test_it_is_as_before_in_the_end_also_after_an_error() -> None:
+    with pytest.raises(ValueError, match="stop"), Garbage() as garbage:
+        for _ in range(WARM_STEPS):
+            garbage.step()
+        raise ValueError("stop")
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.skipif(not IS_GLIBC, reason="mallopt is glibc's")
+def test_freed_memory_stays_mapped_unless_the_user_has_settings_of_malloc() -> None:
+    def freed(**settings: str) -> tuple[str, int]:
+        environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        printed = subprocess.run(
+            [sys.executable, "-c", FREEING],
+            env={**environment, "PYTHONPATH": str(ROOT), **settings},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
+        return printed[0], int(printed[1])
+
+    kept, faults = freed()
+    assert kept == "freed memory: kept"
+    said, faults_before = freed(MALLOC_TRIM_THRESHOLD_="131072")
+    assert said == "freed memory: as MALLOC_TRIM_THRESHOLD_ says"
+    assert faults * 5 < faults_before
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"MALLOC_MMAP_THRESHOLD_": "1"},
+        {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=1"},
+        {"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"},
+    ],
+)
+def test_a_users_malloc_is_left_alone(
+    settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", None)
+    said = keep_freed_memory(PLAN, available=10**12, ranks_here=2, environment=settings)
+    assert said == f"freed memory: as {next(iter(settings))} says"
+
+
+def test_freed_memory_is_kept_only_where_the_plan_leaves_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[int, int]] = []
+    library = types.SimpleNamespace(mallopt=lambda *call: calls.append(call) or True)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+
+    def said(plan: HostPlan, available: int) -> str:
+        return keep_freed_memory(
+            plan, available=available, ranks_here=2, environment={"LD_PRELOAD": "libtrace.so"}
+        )
+
+    assert said(PLAN, 7 * 10**9) == "freed memory: returned (keeping it takes 7.0 GB)"
+    assert said(HostPlan(0, 0, 0, 0, temporaries=0), 10**12) == ""
+    assert calls == []
+    assert said(PLAN, 9 * 10**9) == "freed memory: kept"
+    assert said(PLAN, 10**12) == "freed memory: kept"
+    # At most a rank's share of what is left stays at the heap's end; -1 is without a limit.
+    assert calls == [(-4, 0), (-1, 10**9), (-4, 0), (-1, -1)]
+
+
+@pytest.mark.parametrize("library", [object(), types.SimpleNamespace(mallopt=lambda *call: 0)])
+def test_another_c_library_is_survived(library: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    said = keep_freed_memory(PLAN, available=10**12, ranks_here=1, environment={})
+    assert said == "freed memory: returned (no glibc)"

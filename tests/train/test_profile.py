@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._C._autograd import DeviceType
+
+from refocused.train.step import profile
+from refocused.train.step.profile import Operation, Profile, StepProfiler, busy_seconds
+
+
+class Clock:
+    """Moves a tenth of a second with every step."""
+
+    def __init__(self) -> None:
+        self.now = 5.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def traced(folder: Path, *, steps: int, made: int) -> list[str]:
+    """Make some steps with a profiler beside them; return what it told."""
+    told: list[str] = []
+    clock = Clock()
+    profiler = StepProfiler(
+        folder, steps=steps, on_gpu=False, tell=told.append, clock=clock, warm_up_steps=2
+    )
+    for step in range(made):
+        name = "warming" if step < 2 else "counted" if step < 2 + steps else "after"
+        with torch.profiler.record_function(name):
+            torch.ones(64, 64) @ torch.ones(64, 64)
+        clock.now += 0.1
+        profiler.after_step(0.02 * (step + 1))
+    profiler.close()
+    return told
+
+
+def test_the_steps_after_the_warm_up_are_traced_and_no_others(tmp_path: Path) -> None:
+    (told,) = traced(tmp_path / "profile", steps=3, made=7)
+    trace = json.loads((tmp_path / "profile" / "steps_3-5.trace.json").read_text())
+    names = [event.get("name") for event in trace["traceEvents"]]
+    assert names.count("counted") == 3
+    assert not {"warming", "after"} & {*names}
+    assert told.startswith("3 steps, 0.1 s each while traced | data wait 20.0% | ")
+    assert "aten::mm" in told
+
+
+def test_the_table_is_written_beside_the_trace(tmp_path: Path) -> None:
+    (told,) = traced(tmp_path, steps=1, made=3)
+    table = (tmp_path / "steps_3-3.txt").read_text().splitlines()
+    assert table[1:] == told.splitlines()[1:]
+    assert len(table) <= 12
+
+
+@pytest.mark.parametrize("made", [0, 1, 4])
+def test_too_few_steps_write_nothing_and_say_so(tmp_path: Path, made: int) -> None:
+    (told,) = traced(tmp_path / "profile", steps=3, made=made)
+    assert told == (
+        f"not written: it takes 2 steps to warm up and 3 to trace; this session made {made}"
+    )
+    assert not (tmp_path / "profile").exists()
+
+
+def test_the_largest_ten_are_shown_with_their_shares() -> None:
+    operations = [Operation(f"kernel {n}", calls=4, seconds=(12 - n) / 78) for n in range(12)]
+    profile = Profile(2, 1.0, operations, idle_fraction=0.013, wait_fraction=0.002)
+    lines = profile.lines()
+    assert lines[0] == "2 steps, 0.5 s each while traced | idle 1.3% | data wait 0.2%"
+    assert len(lines) == 12
+    assert lines[2].split() == ["15.4%", "76.923", "2.0", "kernel", "0"]
+    assert "kernel 10" not in "\n".join(lines)
+
+
+def test_overlapping_kernels_count_once() -> None:
+    assert busy_seconds([]) == 0
+    assert busy_seconds([(3, 4), (0, 2), (1, 2.5), (1.2, 1.4)]) == pytest.approx(3.5)
+
+
+@pytest.mark.gpu
+def test_kernels_of_a_gpu_leave_some_time_idle(tmp_path: Path) -> None:
+    told: list[str] = []
+    profiler = StepProfiler(tmp_path, steps=2, on_gpu=True, tell=told.append, warm_up_steps=2)
+    matrix = torch.ones(1024, 1024, device="cuda")
+    for _ in range(4):
+        matrix @ matrix
+        profiler.after_step(0.0)
+    assert "idle" in told[0] and "gemm" in told[0]
+
+
+def test_named_ranges_are_no_kernels() -> None:
+    def event(name: str, begin: float, end: float, *, named: bool) -> types.SimpleNamespace:
+        return types.SimpleNamespace(
+            name=name,
+            key=name,
+            count=1,
+            device_type=DeviceType.CUDA,
+            is_user_annotation=named,
+            self_device_time_total=end - begin,
+            time_range=types.SimpleNamespace(start=begin, end=end),
+        )
+
+    events = [
+        event("ProfilerStep*", 0, 1e6, named=True),
+        event("Optimizer.step#AdamW.step", 0, 1e6, named=True),
+        event("gemm", 0, 4e5, named=False),
+    ]
+    profiler: Any = types.SimpleNamespace(key_averages=lambda: events, events=lambda: events)
+    assert [one.name for one in profile._operations(profiler, on_gpu=True)] == ["gemm"]
+    assert profile.idle_share(profiler, 1.0) == pytest.approx(0.6)

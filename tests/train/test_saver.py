@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saver_session import FakeMirror, Session, on_machines, said_by_mirror
+from thread_ranks import on_two_ranks
+
+from refocused.checkpoints.step.branches import Branch, checkpoint_paths
+from refocused.checkpoints.step.step_directory import read_step
+from refocused.system.errors import CheckpointError, ConfigError
+from refocused.system.locks import FileLock
+from refocused.system.world import World
+from refocused.train.step.state import TrainState
+
+
+def test_a_state_is_saved_with_its_time_and_money_booked(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    state = session.save(10, loss=2.0)
+    assert state == TrainState(step=10, loss=2.0, seconds=7.0)
+    step = read_step(tmp_path / "checkpoint_step_10")
+    assert step.manifest.files_done == 1
+    assert Session(tmp_path).saver.load(step) == state
+    assert session.saver.saved_step == 10
+    assert not session.saver.last_save_failed
+
+
+def test_a_save_is_told_with_the_time_that_it_took(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    write = session.owner.save_shards
+
+    def slowly(folder: Path) -> Any:
+        session.clock.now += 4.0
+        return write(folder)
+
+    session.owner.save_shards = slowly  # type: ignore[method-assign]
+    session.save(1500)
+    assert session.log == ["save: save   1,500 local 4 s"]
+    session.clock.now += 1.0
+    session.throughput.lap("step")
+    assert session.throughput.seconds_left({"step": 1, "save": 1}) == 5.0
+
+
+def test_what_a_save_cost_is_recorded(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    write = session.owner.save_shards
+
+    def slowly(folder: Path) -> Any:
+        session.clock.now += 4.0
+        return write(folder)
+
+    session.owner.save_shards = slowly  # type: ignore[method-assign]
+    session.save(10)
+    (record,) = session.reporter.figures
+    size = read_step(tmp_path / "checkpoint_step_10").manifest.total_bytes
+    seconds = record["save_write_seconds"]
+    assert isinstance(seconds, float) and seconds > 0  # measured where it is written
+    assert record == {
+        "kind": "save",
+        "step": 10,
+        "save_stall_seconds": 4.0,
+        "save_write_seconds": seconds,
+        "save_bytes": size,
+        "save_bytes_per_second": size / seconds,
+    }
+
+
+def test_the_same_step_is_saved_once(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    session.save(10, 10)
+    assert session.log == ["save:" + " save      10 local 0 s"]
+    resumed = Session(tmp_path)
+    resumed.saver.load(read_step(tmp_path / "checkpoint_step_10"))
+    resumed.save(10)
+    assert resumed.log == []
+
+
+def test_a_step_of_another_run_is_loaded_and_still_has_to_be_saved_here(tmp_path: Path) -> None:
+    Session(tmp_path / "other").save(10)
+    session = Session(tmp_path / "mine")
+    state = session.saver.load(read_step(tmp_path / "other" / "checkpoint_step_10"))
+    session.saver.save(state)
+    assert session.there() == [10]
+
+
+def disk_with(free: int) -> Any:
+    return lambda _: shutil._ntuple_diskusage(10**12, 10**12 - free, free)  # type: ignore[attr-defined]
+
+
+def test_a_start_removes_what_saves_left_that_were_just_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, download, removal = (
+        tmp_path / name
+        for name in (".tmp-checkpoint_step_9-1a2b3c4d", ".tmp-checkpoint_step_7-fetch", ".del-x")
+    )
+    for folder in (left, download, removal):
+        (folder / "zero").mkdir(parents=True)
+        (folder / "zero" / "part").write_bytes(b"x" * 20_000_000)
+    session, lock = Session(tmp_path), FileLock(tmp_path / ".fetch.lock")
+    assert lock.acquire()
+    session.saver.begin()
+    assert (left.exists(), removal.exists(), download.exists()) == (False, False, True)
+    monkeypatch.setattr(shutil, "disk_usage", disk_with(1000))
+    session.owner.disk_is_full = True
+    session.save(10)  # its message names what is still there
+    assert "; leftovers of killed saves and removals take 0.02 GB there" in session.log[-1]
+    assert f"could not be removed: {download.name}). What was written" in session.log[-1]
+    lock.release()
+    session.saver.begin()
+    assert not download.exists()
+
+
+@pytest.mark.parametrize("fault", ["read-only", "no room"])
+def test_a_start_is_refused_where_nothing_could_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    session = Session(tmp_path / "checkpoints", least_bytes=14_400_000_000)
+    if fault == "read-only":
+
+        def refuse(_: int) -> None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        monkeypatch.setattr(os, "fsync", refuse)
+        said = "cannot be written (Read-only file system). Make it writable, or set run.directory"
+    else:
+        monkeypatch.setattr(shutil, "disk_usage", disk_with(10_000_000_000))
+        said = "has 10.00 GB free, and a save needs about 14.40 GB. Make room"
+    with pytest.raises(ConfigError, match="No checkpoint could be saved") as refused:
+        session.saver.begin()
+    assert said in str(refused.value) and "Nothing was trained" in str(refused.value)
+
+
+def test_the_first_save_is_not_begun_without_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session(tmp_path, least_bytes=14_400_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", disk_with(10_000_000_000))
+    session.save(10)
+    assert session.log[-1].startswith("save_failed: checkpoint_step_10 was not saved: ")
+    assert "has 10.00 GB free, and a save needs about 14.40 GB" in session.log[-1]
+    assert session.there() == []
+
+
+def test_a_failed_save_is_told_and_borne(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    session.owner.disk_is_full = True
+    assert session.save(10).step == 10
+    assert session.saver.last_save_failed
+    assert session.saver.saved_step is None
+    (told,) = session.log
+    assert told.startswith("save_failed: checkpoint_step_10 was not saved: No space left on device")
+    assert told.endswith("Training goes on.")
+    session.owner.disk_is_full = False
+    session.save(20)
+    assert not session.saver.last_save_failed
+    assert session.there() == [20]
+
+
+def test_so_many_failures_in_a_row_stop_the_run_on_both_ranks(tmp_path: Path) -> None:
+    def action(world: World) -> None:
+        session = Session(tmp_path, world=world, max_failed_saves=2)
+        session.owner.disk_is_full = world.rank == 1
+        session.save(10)
+        session.owner.disk_is_full = False
+        session.save(20)  # a good one in between: the count starts anew
+        session.owner.disk_is_full = world.rank == 1
+        session.save(30, 40)
+
+    for ended in on_two_ranks(action):
+        assert isinstance(ended.error, CheckpointError)
+        assert ended.error.on_every_rank
+        assert str(ended.error).startswith("2 saves in a row have failed; the run stops")
+        assert "checkpoint_step_40 was not saved: No space left" in str(ended.error)
+
+
+def test_the_first_save_that_cannot_be_loaded_stops_the_run(tmp_path: Path) -> None:
+    session = Session(tmp_path, max_failed_saves=3)
+    session.owner.writes_an_object = True
+    with pytest.raises(CheckpointError, match=r"its checkpoints cannot be loaded\. .*_step_10 was"):
+        session.save(10)
+    assert session.there() == []
+
+
+def test_only_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    session.save(10)
+    session.save(20, validation_loss=1.0, validation_step=20)
+    session.save(30, 40, 50, validation_loss=0.5, validation_step=25)  # not their own
+    assert session.there() == [20, 40, 50]
+    session.save(60, validation_loss=0.75, validation_step=60)
+    assert session.there() == [50, 60]
+
+
+def test_a_step_that_the_mirror_lacks_stays(tmp_path: Path) -> None:
+    mirror = FakeMirror([], said_by_mirror(mirrored=(20,)))
+    session = Session(tmp_path, mirror=mirror)
+    session.save(10, 20, 30, 40)
+    assert session.there() == [10, 30, 40]
+    mirror.said = None  # it has not said anything yet: nothing may go
+    session.save(50)
+    assert session.there() == [10, 30, 40, 50]
+
+
+def test_a_broken_step_does_not_count_among_the_kept(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    session.save(10, 20)
+    (tmp_path / "checkpoint_step_20" / "manifest.json").unlink()
+    session.save(30)
+    assert session.there() == [10, 20, 30]
+
+
+def test_a_step_that_cannot_be_removed_does_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError("busy")
+
+    monkeypatch.setattr("refocused.checkpoints.step.thinning.remove_step", refuse)
+    session = Session(tmp_path)
+    session.save(10, 20, 30)
+    assert session.there() == [10, 20, 30]
+    assert not session.saver.last_save_failed
+
+
+def test_going_back_saves_on_a_branch_and_the_steps_left_go_once_it_has_enough(
+    tmp_path: Path,
+) -> None:
+    Session(tmp_path, keep=5).save(10, 20, 30)
+    branch = Branch(run_id="a", number=2, ancestry=((1, 20),))
+    session = Session(tmp_path, keep=3, branch=branch)
+    session.saver.load(read_step(tmp_path / "checkpoint_step_20"))
+    session.save(30)
+    first = ["checkpoint_step_10", "checkpoint_step_20", "checkpoint_step_30"]
+    assert list(checkpoint_paths(tmp_path)) == [*first, "branch-2/checkpoint_step_30"]
+    manifest = read_step(tmp_path / "branch-2" / "checkpoint_step_30").manifest
+    assert (manifest.run_id, manifest.branch, manifest.ancestry) == ("a", 2, ((1, 20),))
+    session.save(40, 50)
+    assert list(checkpoint_paths(tmp_path)) == [
+        f"branch-2/checkpoint_step_{step}" for step in (30, 40, 50)
+    ]
+
+
+def test_a_step_that_one_machine_lacks_is_set_aside_on_the_others(tmp_path: Path) -> None:
+    on_machines(tmp_path, lambda session: session.save(10, 20))
+    (tmp_path / "machine_1" / "checkpoint_step_20").rename(
+        tmp_path / "machine_1" / ".tmp-checkpoint_step_20-killed"
+    )
+
+    def go_on(session: Session) -> list[int | None]:
+        session.saver.load(read_step(session.folder / "checkpoint_step_10"))
+        session.saver.set_aside([session.folder / "checkpoint_step_20"])
+        there = session.there()
+        session.save(20)
+        return [*there, *session.there()]
+
+    assert on_machines(tmp_path, go_on) == [[10, 10, 20]] * 2
+    assert list((tmp_path / "machine_0").glob(".bad-checkpoint_step_20-*"))

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, cast
+
+import pytest
+import torch
+from run_fakes import FakeEngine, FakeStop, Log, batch, parts_of
+from thread_ranks import on_two_ranks, results
+from torch import Tensor
+
+from refocused.config.batch_plan import BatchPlan
+from refocused.models.families import build_model
+from refocused.system.errors import CheckpointError, TrainingError
+from refocused.system.world import World
+from refocused.train.step.loss_check import SavedLoss, measure_saved_loss, read_saved_loss
+from refocused.train.step.loss_sums import ValidationLoss
+from refocused.train.step.stopping import StopRequest
+from refocused.train.step.validation import (
+    check_first_loss,
+    check_resumed_loss,
+    validation_loss,
+)
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2},
+    "gpt_neox": {
+        "max_position_embeddings": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+    },
+}
+
+
+def never(log: Log) -> StopRequest:
+    return cast("StopRequest", FakeStop(log))
+
+
+def by_first_token(inputs: Tensor, labels: Tensor) -> float:
+    return float(inputs[0, 0])
+
+
+def test_the_mean_is_over_tokens_so_padding_does_not_count() -> None:
+    log: Log = []
+    parts = parts_of(
+        log,
+        engine=FakeEngine(log, validation=by_first_token),
+        validation=lambda: iter([batch(2, labels=10), batch(7, labels=10, ignored=8)]),
+    )
+    loss = validation_loss(parts, never(log))
+    assert loss is not None
+    assert loss.mean == pytest.approx((10 * 2 + 2 * 7) / 12)
+    assert loss.by_source == {}
+
+
+def test_the_mean_is_over_all_ranks() -> None:
+    def action(world: World) -> ValidationLoss | None:
+        log: Log = []
+        mine = [batch(2), batch(4)] if world.rank == 0 else [batch(8), batch(0, ignored=4)]
+        engine = FakeEngine(log, validation=by_first_token)
+        parts = parts_of(log, world=world, engine=engine, validation=lambda: iter(mine))
+        return validation_loss(parts, never(log))
+
+    losses = results(on_two_ranks(action))
+    assert [loss.mean for loss in losses if loss] == [pytest.approx(14 / 3)] * 2
+
+
+def test_each_source_has_a_loss_of_its_own_over_all_ranks() -> None:
+    def action(world: World) -> ValidationLoss | None:
+        log: Log = []
+        mine = (
+            [batch(2, source="web"), batch(5, source="web"), batch(8, source="code")]
+            if world.rank == 0
+            else [  # too few windows of one source for the second rank's last rows
+                batch(3, source="web"),
+                batch(0, ignored=4, source="web"),
+                batch(0, ignored=4, source="code"),
+            ]
+        )
+        engine = FakeEngine(log, validation=by_first_token)
+        parts = parts_of(log, world=world, engine=engine, validation=lambda: iter(mine))
+        return validation_loss(parts, never(log))
+
+    for loss in results(on_two_ranks(action)):
+        assert loss == ValidationLoss(pytest.approx(18 / 4), {"web": 10 / 3, "code": 8.0})
+
+
+def test_without_validation_data_there_is_no_loss() -> None:
+    log: Log = []
+    assert validation_loss(parts_of(log, validation=lambda: iter([])), never(log)) is None
+    assert log == []
+
+
+def test_a_stop_ends_it_without_a_result() -> None:
+    log: Log = []
+    parts = parts_of(log, validation=lambda: iter([batch(0)] * 5))
+    stop = cast("StopRequest", FakeStop(log, "validate"))
+    assert validation_loss(parts, stop) is None
+    assert log == ["validate"]
+
+
+@pytest.mark.parametrize("off", [-0.31, 0.31, math.inf, math.nan])
+def test_a_first_loss_that_is_off_is_refused(off: float) -> None:
+    engine = FakeEngine([], validation=lambda inputs, labels: math.log(512) + off)
+    with pytest.raises(TrainingError, match=r"should be 6\.238 within 0\.3"):
+        check_first_loss(parts_of([], engine=engine))
+
+
+def test_the_first_loss_is_the_mean_of_the_ranks() -> None:
+    def action(world: World) -> float:
+        off = [-0.25, 0.05][world.rank]
+        engine = FakeEngine([], validation=lambda inputs, labels: math.log(512) + off)
+        return check_first_loss(parts_of([], world=world, engine=engine))
+
+    assert results(on_two_ranks(action)) == [pytest.approx(math.log(512) - 0.1, abs=1e-6)] * 2
+
+
+@dataclasses.dataclass
+class ModelEngine(FakeEngine):
+    """Validates with a real model."""
+
+    model: Any = None
+
+    def validation_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        with torch.no_grad():
+            loss: Tensor = self.model(input_ids, labels)
+        return loss
+
+
+def first_loss(family: str, **changes: float) -> float:
+    torch.manual_seed(0)
+    model = build_model(
+        SHAPES[family] | changes | {"model_type": family},
+        vocabulary=512,
+        dropout=0.0,
+        activation_checkpointing=False,
+        chunk_tokens=64,
+    )
+    engine = ModelEngine([], model=model)
+    return check_first_loss(parts_of([], engine=engine, plan=BatchPlan(1, 1, 1, 64)))
+
+
+@pytest.mark.parametrize("family", list(SHAPES))
+def test_a_right_initialisation_passes(family: str) -> None:
+    assert first_loss(family) == pytest.approx(math.log(512), abs=0.1)
+
+
+@pytest.mark.parametrize("family", list(SHAPES))
+def test_an_initialisation_that_is_too_wide_is_refused_with_the_way_out(family: str) -> None:
+    with pytest.raises(TrainingError, match="Check initializer_range in the model's JSON"):
+        first_loss(family, initializer_range=1.0)
+
+
+SAVED = SavedLoss(windows=((1, 2, 3), (4, 5, 6)), losses=(2.0, 2.4))  # within 0.2
+
+
+def resumed(loss: float, saved: SavedLoss | None = SAVED, *, allowed: bool = False) -> Log:
+    log: Log = []
+    engine = FakeEngine([], validation=lambda inputs, labels: loss)
+    check_resumed_loss(parts_of(log, engine=engine), saved, allowed=allowed)
+    return log
+
+
+def test_a_resumed_model_is_compared_on_the_windows_of_its_save() -> None:
+    assert resumed(2.35) == [
+        "resumed_loss:   loss     2.3500 on windows of the saved step, 2.2000 at the save"
+    ]
+    assert resumed(9.0, None) == []  # a checkpoint of an earlier version
+
+
+@pytest.mark.parametrize("loss", [1.9, 2.45, 5.9])
+def test_a_loss_that_moved_is_a_warning_with_figures(loss: float) -> None:
+    (said,) = resumed(loss)
+    assert said.startswith(f"resumed_loss_warning: The loaded model has a loss of {loss:.3f} on")
+    assert "it was 2.200, and +-0.200 is usual" in said
+
+
+@pytest.mark.parametrize("loss", [5.95, 6.3, 30.0, math.nan])
+def test_only_a_model_that_is_untrained_again_stops_a_resume(loss: float) -> None:
+    with pytest.raises(TrainingError, match=r"untrained model has about 6\.238") as told:
+        resumed(loss)
+    assert told.value.on_every_rank
+    assert resumed(loss, allowed=True)[0].startswith("resumed_loss_warning")
+    early = SavedLoss(windows=SAVED.windows, losses=(6.0, 6.1))
+    assert "resumed_loss" in resumed(loss, early)[0]  # had learned nothing yet
+
+
+def test_a_save_measures_windows_of_rank_0_on_every_rank() -> None:
+    def action(world: World) -> SavedLoss | None:
+        rows = torch.arange(6 * 500).view(6, 500) + 10_000 * world.rank
+        engine = FakeEngine([], validation=by_first_token, last_batch=rows)
+        return measure_saved_loss(cast("Any", engine), world)
+
+    first, other = results(on_two_ranks(action))
+    assert first == other
+    assert first is not None
+    assert first.windows == tuple(tuple(range(500 * n, 500 * n + 256)) for n in range(4))
+    assert first.losses == (0.0, 500.0, 1000.0, 1500.0)
+    assert read_saved_loss({"saved_loss": first.model_dump(mode="json")}) == first
+
+
+@pytest.mark.parametrize("rows", [None, torch.full((1, 8), 7)])
+def test_a_save_without_a_step_or_a_finite_loss_records_none(rows: Tensor | None) -> None:
+    engine = FakeEngine([], validation=lambda inputs, labels: math.nan, last_batch=rows)
+    assert measure_saved_loss(cast("Any", engine), World()) is None
+    assert read_saved_loss({"step": 7}) is None and read_saved_loss({"saved_loss": None}) is None
+
+
+def test_a_malformed_record_is_named() -> None:
+    with pytest.raises(CheckpointError, match="malformed saved_loss"):
+        read_saved_loss({"saved_loss": {"windows": [], "losses": "x"}})
