@@ -34,7 +34,6 @@ def add_export_arguments(parser: Parser) -> None:
         action="store_true",
         help="do not load the result to compare it, which takes the memory of the whole model",
     )
-    add("--onnx", action="store_true", help="model.onnx besides, for GPT-2 and GPT-NeoX")
     add_run_options(parser)
     add_local_option(parser)
 
@@ -49,7 +48,6 @@ def run_export(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.out} exists already. Remove it, or name another folder.")
     from refocused.evaluate.export import export_step
     from refocused.evaluate.model_weights import open_model_weights, tokenizer_of
-    from refocused.evaluate.onnx_file import require_onnx, write_onnx
     from refocused.tokenizers.encoders import TokenizerChoice
 
     named = arguments.tokenizer
@@ -58,8 +56,6 @@ def run_export(arguments: argparse.Namespace) -> int:
     step = local_step(arguments.step, arguments)
     _say(f"verifying {step.path}")
     weights = open_model_weights(step)
-    if arguments.onnx:
-        require_onnx(weights.config.model_type)
     exported = export_step(
         weights,
         arguments.out.expanduser(),
@@ -68,9 +64,6 @@ def run_export(arguments: argparse.Namespace) -> int:
         compare=not arguments.no_compare,
         say=_say,
     )
-    if arguments.onnx:
-        _say("writing the ONNX file")
-        write_onnx(exported.folder)
     seconds = time.monotonic() - started
     if arguments.json:
         found = dataclasses.asdict(exported) | {"folder": str(exported.folder)}
