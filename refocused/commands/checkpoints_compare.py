@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from refocused.commands.arguments import Parser
-from refocused.commands.local_steps import brought_here
 from refocused.commands.run_selection import (
-    FoundStep,
     add_local_option,
     add_run_options,
     find_steps,
@@ -20,7 +18,6 @@ from refocused.commands.run_selection import (
 if TYPE_CHECKING:
     from refocused.checkpoints.resume.comparison import Comparison, Difference, LossChange
     from refocused.checkpoints.resume.step_contents import StepContents
-    from refocused.evaluate.weight_norms import NormChange
 
 
 def add_compare_arguments(parser: Parser) -> None:
@@ -28,11 +25,6 @@ def add_compare_arguments(parser: Parser) -> None:
     for name, which in (("a", "first"), ("b", "second")):
         text = f"the {which}: latest, best, a number, a name, or a path in another run"
         parser.add_argument(name, metavar=name.upper(), help=text)
-    parser.add_argument(
-        "--weights",
-        action="store_true",
-        help="show how far the weights are apart too; downloads steps that are not here",
-    )
     add_run_options(parser)
     add_local_option(parser)
 
@@ -45,39 +37,16 @@ def run_compare(arguments: argparse.Namespace) -> int:
     found = find_steps([arguments.a, arguments.b], arguments)
     a, b = (read_contents(step.catalog, step.entry) for step in found)
     comparison = compare(a, b)
-    changes = _weights(found, (arguments.a, arguments.b)) if arguments.weights else None
     if arguments.json:
-        print(json.dumps(_record(a, b, comparison, changes), indent=1))
+        print(json.dumps(_record(a, b, comparison), indent=1))
     else:
         _print(a, b, comparison)
-        _print_weights(changes or [])
     return max(step.outcome for step in found)
 
 
-def _weights(found: Sequence[FoundStep], requests: Sequence[str]) -> list[NormChange]:
-    """Bring both steps here and compare their tensors."""
-    from refocused.evaluate.weight_norms import norm_changes
-    from refocused.evaluate.weights import open_weights
-
-    a, b = (
-        open_weights(brought_here(step, must_be_copy="://" in request))
-        for step, request in zip(found, requests, strict=True)
-    )
-    return norm_changes(a, b)
-
-
-def _record(
-    a: StepContents,
-    b: StepContents,
-    comparison: Comparison,
-    changes: Sequence[NormChange] | None,
-) -> dict[str, Any]:
+def _record(a: StepContents, b: StepContents, comparison: Comparison) -> dict[str, Any]:
     losses = [dataclasses.asdict(loss) | {"change": loss.change} for loss in comparison.losses]
-    record = {"a": a.where, "b": b.where, **dataclasses.asdict(comparison), "losses": losses}
-    if changes is not None:
-        rows = [dataclasses.asdict(change) | {"relative": change.relative} for change in changes]
-        record["weights"] = rows
-    return record
+    return {"a": a.where, "b": b.where, **dataclasses.asdict(comparison), "losses": losses}
 
 
 def _print(a: StepContents, b: StepContents, comparison: Comparison) -> None:
@@ -85,25 +54,6 @@ def _print(a: StepContents, b: StepContents, comparison: Comparison) -> None:
     _print_rows("losses", [_loss_row(loss) for loss in comparison.losses])
     _print_rows("facts that differ", [_row(fact) for fact in comparison.facts])
     _print_rows("settings that differ", [_row(setting) for setting in comparison.settings])
-
-
-def _print_weights(changes: Sequence[NormChange]) -> None:
-    """Print the norms of each kind of tensor, and of the difference."""
-    if not changes:
-        return
-    head = ("tensors", "norm of A", "of B", "of B - A", "of A")
-    rows = [
-        (
-            f"{change.tensors:,}",
-            *(f"{norm:,.4g}" for norm in (change.a, change.b, change.difference)),
-            "-" if change.relative is None else f"{change.relative:.2%}",
-        )
-        for change in changes
-    ]
-    width = max(len(change.name) for change in changes)
-    print(f"\n{'weights (float32)':<{width + 2}}", *(f"{title:>10}" for title in head))
-    for change, row in zip(changes, rows, strict=True):
-        print(f"  {change.name:<{width}}", *(f"{value:>10}" for value in row))
 
 
 def _print_rows(title: str, rows: Sequence[tuple[str, str, str]]) -> None:

@@ -156,23 +156,6 @@ def test_another_tokenizer_must_fit_and_none_is_a_choice(
     assert not (tmp_path / "model" / "tokenizer.json").exists()
 
 
-def test_the_weights_of_two_steps_are_compared(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.chdir(trained)
-    rows = json.loads(command(capsys, "compare", "10", "20", "--weights", "--json"))["weights"]
-    named = {row["name"]: row for row in rows}
-    assert list(named)[-1] == "all" and named["all"]["tensors"] == 28
-    assert named["transformer.h.*.mlp.c_fc.weight"]["tensors"] == 2
-    squares = sum(row["difference"] ** 2 for row in rows[:-1])
-    assert named["all"]["difference"] ** 2 == pytest.approx(squares)
-    assert 0 < named["all"]["relative"] < 1
-    printed = command(capsys, "compare", "20", "20", "--weights").splitlines()
-    assert printed[-1].split()[:2] == ["all", "28"]
-    assert printed[-1].split()[-2:] == ["0", "0.00%"]
-    assert "weights" not in json.loads(command(capsys, "compare", "10", "20", "--json"))
-
-
 def test_a_model_is_found_by_its_run_its_step_or_its_folder(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
