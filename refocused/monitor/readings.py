@@ -3,8 +3,7 @@
 A machine writes every few seconds one line for each of its GPUs and one for itself. The run's first
 machine writes `gpu_metrics.jsonl`, machine N of those behind it `gpu_metrics-node-N.jsonl`, since
 appending is not safe for several machines in one file; `events.jsonl` is named alike. Each line
-begins with `time` (see `records.JsonLines`) and `kind`. Of samples most lines hold only what is
-new: see `sample_lines`.
+begins with `time` (see `jsonl.JsonLines`) and `kind`, and is whole.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Samples as lines: most hold only what is not as in the line before of the same GPU.
+"""Read a file of GPU and machine readings, also one of version 0.1, which wrote short lines.
 
-A line that has `host` is whole. One that has not says only of which GPU it is (`index`; the
-machine has none), what every line says (`EVERY_LINE`), and the fields that have changed since the
-line before in the same file. Eight GPUs would otherwise fill 136 MB a day.
+A line that has `host` is whole. A short one says of which GPU it is (`index`; the machine has none)
+and holds the fields that have changed since the line before of the same GPU.
 """
 
 from __future__ import annotations
@@ -10,51 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from refocused.metrics.tail import JsonLinesTail, Record
-from refocused.monitor.readings import GpuSample, SystemSample, as_record
-
-WHOLE_EVERY = 60  # lines of one GPU: five minutes of the usual interval
-# What a summary of a long run takes from a part of the lines.
-EVERY_LINE = frozenset(
-    {
-        "kind",
-        "index",
-        "local_rank",
-        "utilization_fraction",
-        "memory_used_gib",
-        "temperature_celsius",
-        "power_watts",
-    }
-)
 
 _Key = tuple[object, object]
-
-
-class SampleShortener:
-    """Leaves out of samples what their readers know from earlier lines of the same file."""
-
-    def __init__(self) -> None:
-        self._before: dict[_Key, Record] = {}
-        self._lines: dict[_Key, int] = {}
-
-    def record(self, sample: GpuSample | SystemSample) -> Record:
-        """Return the next line of a sample's GPU or machine."""
-        record = as_record(sample)
-        key = _key(record)
-        before, lines = self._before.get(key), self._lines.get(key, 0)
-        self._before[key] = record
-        if before is None or lines >= WHOLE_EVERY:
-            self._lines[key] = 1
-            return record
-        self._lines[key] = lines + 1
-        return {
-            name: value
-            for name, value in record.items()
-            if name in EVERY_LINE or value != before[name]
-        }
-
-    def forget(self) -> None:
-        """Begin anew: a line may not have been written."""
-        self._before.clear()
 
 
 class SamplesTail:

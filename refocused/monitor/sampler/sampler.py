@@ -19,7 +19,6 @@ from refocused.metrics.jsonl import JsonLines
 from refocused.metrics.tail import JsonLinesTail
 from refocused.monitor.readings import AlarmEvent, GpuSample, SystemSample, as_record
 from refocused.monitor.run_reader import RunReader, RunSight
-from refocused.monitor.sample_lines import SampleShortener
 from refocused.monitor.sampler.alarm_rules import gpu_readings
 from refocused.monitor.sampler.alarms import Key, Reading, Standing, judge, still_raised
 from refocused.monitor.sampler.gpu_reader import GpuReader, NoGpusError
@@ -59,7 +58,6 @@ class Sampler:
         self._settings = settings
         self._host = socket.gethostname()
         self._samples = JsonLines(settings.samples, compact=True)
-        self._shortener = SampleShortener()
         self._events = JsonLines(settings.events)
         self._end_earlier_alarms()
         self._gpus, note = self._open_gpus()
@@ -105,8 +103,7 @@ class Sampler:
     def _write(self, found: Round) -> None:
         samples: list[GpuSample | SystemSample] = [*found.gpus, found.system]
         for sample in samples:
-            if not self._samples.write(self._shortener.record(sample)):
-                self._shortener.forget()
+            self._samples.write(as_record(sample))
 
     def _read(self) -> Round:
         return Round(
