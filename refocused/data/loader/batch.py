@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from refocused.data.loader.batch_memory import BatchMemory
 from refocused.system.errors import ShardError
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ class BatchReader:
         self._cache = cache
         self._sequence_length = sequence_length
         self._names = names
-        self._memory = BatchMemory(pin=pin)
+        self._pin = pin
         self._document_id = document_id
         self._stages: dict[np.dtype[Any], _Stage] = {}
 
@@ -150,7 +149,7 @@ class BatchReader:
             ShardError: A shard does not become local.
         """
         passes, rows = shards.shape
-        tokens = self._memory.empty((passes, micro, self._sequence_length + 1))
+        tokens = self._empty(passes, micro, self._sequence_length + 1)
         into = tokens.numpy()
         if rows == micro:
             self._fill(into.reshape(passes * micro, -1), shards.ravel(), windows.ravel())
@@ -208,13 +207,16 @@ class BatchReader:
         passes, micro, _ = tokens.shape
         if self._document_id is None and rows == micro:
             return None
-        masked = self._memory.empty((passes, micro, self._sequence_length))
+        masked = self._empty(passes, micro, self._sequence_length)
         labels = masked.numpy()
         labels[:] = tokens[..., 1:].numpy()
         labels[:, rows:] = IGNORED_LABEL
         if self._document_id is not None:
             labels[labels == self._document_id] = IGNORED_LABEL
         return masked
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int64, pin_memory=self._pin)
 
     def _stage(self, kind: np.dtype[Any], *, rows: int) -> _Stage:
         stage = self._stages.get(kind)
