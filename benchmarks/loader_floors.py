@@ -14,7 +14,7 @@ from token_samples import ROWS, SEQUENCE_LENGTH, SHARD_TOKENS, npy_folder, npz_f
 
 BATCHES = 18_000  # about six epochs
 HEADER_BYTES = 128
-# Each batch goes to memory of its own, as many as a loader with two groups of 8 ahead has in use:
+# Each batch goes to memory of its own, more of them than a loader that reads ahead has in use:
 # one batch written again and again would never leave the processor's nearest cache.
 BATCHES_IN_USE = 24
 

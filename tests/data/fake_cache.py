@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -60,9 +60,6 @@ class FolderCache:
 
     def local_bytes(self, index: int) -> int:
         return 2 * self._manifest.shards[index].tokens
-
-    def has_open(self, indices: Iterable[int]) -> bool:
-        return self.opened.issuperset(indices)
 
     def open(self, index: int) -> TokenFile:
         if index == self.broken:

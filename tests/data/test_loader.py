@@ -3,7 +3,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
-import math
 import time
 
 import numpy as np
@@ -140,7 +139,7 @@ def test_other_ranks_and_micro_batches_go_on_with_the_same_stream_mid_epoch(cach
 
 def wait_until_read_ahead(stream: BatchStream) -> None:
     deadline = time.monotonic() + 10
-    while stream._ahead._ready.qsize() < math.ceil(STEPS_READY / stream._steps_at_once):
+    while stream._ahead._ready.qsize() < STEPS_READY:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -170,28 +169,12 @@ def test_reading_ahead_is_bounded(cache, manifest):
         wait_until_read_ahead(stream)
         time.sleep(0.05)  # in which a thread without bounds reads on
         assert stream._ahead._ready.qsize() == STEPS_READY
-        assert next(stream._ahead._items).steps[0].after == Position(0, 4 * (STEPS_READY + 1))
+        assert next(stream._ahead._items).step.after == Position(0, 4 * (STEPS_READY + 1))
 
 
 @pytest.fixture
 def large_manifest() -> FakeManifest:
-    return FakeManifest.of(900, 980, 1000, 960)  # 15 groups of single-window steps and more
-
-
-def test_small_steps_are_handed_over_together_and_equal_those_of_other_sizes(
-    tmp_path, large_manifest
-):
-    cache = FolderCache(tmp_path, large_manifest)
-    wanted = tokens_of(loader_of(cache, large_manifest, micro=64), Position(), steps=15)
-    small = loader_of(cache, large_manifest, micro=1, accumulation=1)
-    with contextlib.closing(small.batches_from(Position())) as stream:
-        rows, windows = [], order_of(large_manifest).windows_per_epoch
-        for number in range(15 * 128):  # two epochs
-            (batch,) = stream.next_step()
-            rows += batch.input_ids.tolist()
-            assert stream.position == Position().advanced(number + 1, windows_per_epoch=windows)
-        assert len(stream._ahead.take().steps) > 1
-    assert rows == list(itertools.chain(*wanted))
+    return FakeManifest.of(900, 980, 1000, 960)
 
 
 def test_a_step_is_handed_over_though_the_next_one_waits_for_a_shard(tmp_path, large_manifest):

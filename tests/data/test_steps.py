@@ -251,30 +251,32 @@ def test_a_block_stays_planned_until_training_has_left_it():
     for step in steps[:3]:
         planner.reading(step)
     assert cache.plans == [use[:3], use[:5]]  # reading is in block 1, training not begun
-    planner.training_on([steps[0]])
-    planner.training_on([steps[1]])
+    planner.training_on(steps[0])
+    planner.training_on(steps[1])
     planner.reading(steps[3])
     assert len(cache.plans) == 2
-    planner.training_on([steps[2]])
+    planner.training_on(steps[2])
     planner.reading(steps[4])
     assert cache.plans[2:] == [use[2:7]]
 
 
-def reader_of_a_third_block() -> tuple[ShardPlanner, RecordingCache, list, threading.Thread]:
-    """Read steps of one block each, with room for two; the reader of the third is started."""
+def reader_without_room(
+    *, blocks: int
+) -> tuple[ShardPlanner, RecordingCache, list, threading.Thread]:
+    """Read steps of one block each, as many as there is room for; the next one is started."""
     order = order_of(*[4] * 6, block_shards=1)
     cache = RecordingCache()
-    planner = ShardPlanner(order, cache, ahead=0, room_bytes=20)
+    planner = ShardPlanner(order, cache, ahead=0, room_bytes=10 * blocks)
     plan = BatchPlan(4, 1, 1, 4)
-    steps = list(itertools.islice(steps_from(order, Position(), plan=plan, rank=0), 3))
-    for step in steps[:2]:
+    steps = list(itertools.islice(steps_from(order, Position(), plan=plan, rank=0), blocks + 1))
+    for step in steps[:-1]:
         assert planner.has_room(step)
         planner.reading(step)
-    assert not planner.has_room(steps[2])
+    assert not planner.has_room(steps[-1])
 
     def read() -> None:
         with contextlib.suppress(RuntimeError):
-            planner.reading(steps[2])
+            planner.reading(steps[-1])
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -282,28 +284,28 @@ def reader_of_a_third_block() -> tuple[ShardPlanner, RecordingCache, list, threa
 
 
 def test_reading_waits_for_room_until_training_has_left_a_block():
-    planner, cache, steps, reader = reader_of_a_third_block()
-    planner.training_on(steps[:1])
+    planner, cache, steps, reader = reader_without_room(blocks=2)
+    planner.training_on(steps[0])
     planner.trained()  # with the second step, whose batches are there
     reader.join(0.05)
     assert reader.is_alive()
-    planner.training_on(steps[1:2])
+    planner.training_on(steps[1])
     reader.join(10)
     assert [len(plan) for plan in cache.plans] == [1, 2, 2]
 
 
 def test_reading_has_the_room_to_itself_when_training_is_through_with_all_that_was_read():
-    planner, cache, steps, reader = reader_of_a_third_block()
-    planner.training_on(steps[:2])  # one group: the first block still counts
+    planner, cache, steps, reader = reader_without_room(blocks=1)
+    planner.training_on(steps[0])
     reader.join(0.05)
     assert reader.is_alive()
     planner.trained()
     reader.join(10)
-    assert [len(plan) for plan in cache.plans] == [1, 2, 1]
+    assert [len(plan) for plan in cache.plans] == [1, 1]
 
 
 def test_a_reader_that_waits_for_training_ends_when_the_stream_is_closed():
-    planner, cache, _, reader = reader_of_a_third_block()
+    planner, cache, _, reader = reader_without_room(blocks=2)
     planner.close()
     reader.join(10)
     assert not reader.is_alive()
@@ -344,7 +346,7 @@ def test_a_fast_training_has_more_fetched_ahead_and_never_fewer_again():
     lengths = []
     steps = steps_from(order, Position(), plan=BatchPlan(10, 1, 1, 4), rank=0)
     for number, step in enumerate(itertools.islice(steps, 12)):
-        planner.training_on([step])
+        planner.training_on(step)
         planner.reading(step)
         lengths.append(len(cache.plans[-1]))
         now[0] += 0.5 if number < 6 else 50.0

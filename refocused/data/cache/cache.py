@@ -183,10 +183,6 @@ class ShardCache:
                     del self._open[next(iter(self._open))]
         return file
 
-    def has_open(self, indices: Iterable[int]) -> bool:
-        """Whether all these shards are open, so that `open` returns each at once."""
-        return self._open.keys() >= set(indices)
-
     def progress(self) -> dict[str, int]:
         """Return what other programs are told of the shards on this machine; reads no file.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -134,12 +134,12 @@ class Pace:
         self._began: float | None = None
         self._steps = 0
 
-    def step(self, steps: int = 1) -> None:
-        """Count steps; the first, which may have waited for their shards, start the clock."""
+    def step(self) -> None:
+        """Count a step; the first, which may have waited for its shards, starts the clock."""
         if self._began is None:
             self._began = self._clock()
         else:
-            self._steps += steps
+            self._steps += 1
 
     def shards_in(self, seconds: float) -> int:
         """Return the shards that so many seconds of training use; 0 while the pace is unknown."""
@@ -195,17 +195,17 @@ class ShardPlanner:
         self._planned_for: tuple[int, int, int] | None = None
         self._planned: list[int] | None = None
 
-    def training_on(self, steps: Sequence[StepWindows]) -> None:
-        """Say, from the training thread, that some steps are next to be trained on."""
+    def training_on(self, step: StepWindows) -> None:
+        """Say, from the training thread, that a step is next to be trained on."""
         with self._moved_on:
-            self._oldest = steps[0].first_block
-            self._steps_taken += len(steps)
+            self._oldest = step.first_block
+            self._steps_taken += 1
             self._moved_on.notify_all()
         if self._pace is not None:
-            self._pace.step(len(steps))
+            self._pace.step()
 
     def trained(self) -> None:
-        """Say, from the training thread, that all those steps are over and it wants another."""
+        """Say, from the training thread, that the step is over and it wants another."""
         with self._moved_on:
             self._steps_trained = self._steps_taken
             self._moved_on.notify_all()

@@ -165,10 +165,6 @@ class BatchReader:
             counted_labels = counted.tolist()
         return Passes(tokens, masked_labels, shards, windows, self._names, counted_labels)
 
-    def has_open(self, shards: NDArray[np.int64]) -> bool:
-        """Whether windows of these shards (any shape) are read without waiting."""
-        return self._cache.has_open(shards.ravel().tolist())
-
     def _fill(
         self, into: NDArray[np.int64], shards: NDArray[np.int64], windows: NDArray[np.int64]
     ) -> None:

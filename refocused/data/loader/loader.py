@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.data.cache.steps import Pace, ShardPlanner, StepWindows, steps_from
@@ -26,10 +22,6 @@ if TYPE_CHECKING:
     from refocused.data.cache.cache import ShardCache
 
 STEPS_READY = 2  # one being copied to the device, one behind it; reading is far faster than a step
-# Small steps are read and handed over several at once: a change of threads costs as much as
-# reading 16 windows of 2,048 tokens does.
-GROUP_TOKENS = 1 << 18
-GROUPS_IN_SHARD = 8  # at least: what is read ahead must not reach over more than two blocks
 
 
 class Loader:
@@ -97,18 +89,11 @@ class Loader:
                 document_id=self._document_id,
             ),
             planner=self._planner(order),
-            steps_at_once=self._steps_at_once(order),
             # A resume over fewer windows may stand beyond the end of an epoch.
             position=order.position_at(order.number_of(position)),
             copier=self._copier,
             clock=self._clock,
         )
-
-    def _steps_at_once(self, order: Stream) -> int:
-        """Return the steps of a group: one where they are large, or the shards small."""
-        tokens = self._plan.micro * self._plan.accumulation * self._plan.sequence_length
-        steps_in_shard = order.windows_per_epoch // order.shard_count // self._plan.windows
-        return max(1, min(GROUP_TOKENS // tokens, steps_in_shard // GROUPS_IN_SHARD))
 
     def _planner(self, order: Stream) -> ShardPlanner:
         windows_per_shard = order.windows_per_epoch / order.shard_count
@@ -137,7 +122,6 @@ class BatchStream:
         *,
         reader: BatchReader,
         planner: ShardPlanner,
-        steps_at_once: int,
         position: Position,
         copier: DeviceCopier | None,
         clock: Callable[[], float],
@@ -145,17 +129,12 @@ class BatchStream:
         self.position = position
         self.wait_seconds = 0.0
         self._steps = steps
-        self._steps_at_once = steps_at_once
         self._reader = reader
         self._planner = planner
         self._copier = copier
         self._clock = clock
-        self._steps_left: collections.deque[StepWindows] = collections.deque()
-        self._batches_left: collections.deque[Batch] = collections.deque()
         self._ahead = ReadAhead(
-            self._groups(),
-            ready=math.ceil(STEPS_READY / steps_at_once),
-            taken=lambda group: planner.training_on(group.steps),
+            self._read_steps(), ready=STEPS_READY, taken=lambda read: planner.training_on(read.step)
         )
 
     def next_step(self, patience_seconds: float | None = None) -> list[Batch] | None:
@@ -165,55 +144,32 @@ class BatchStream:
             patience_seconds: How long to wait for them; None: until they are there.
 
         Returns:
-            None when they are not there in time: ask again, or stop.
+            None when they are not there in time: call again, or stop.
 
         Raises:
             RefocusedError: What the reading thread met (a `ShardError`, for example), after the
                 steps that it had handed over before.
             RuntimeError: The stream was closed.
         """
-        if not self._steps_left:
-            self._planner.trained()
-            began = self._clock()
-            group = self._ahead.take(patience_seconds)
-            self.wait_seconds += self._clock() - began
-            if group is None:
-                return None
-            self._steps_left.extend(group.steps)
-            self._batches_left.extend(self._at_hand(group.batches))
-        step = self._steps_left.popleft()
-        self.position = step.after
-        return [self._batches_left.popleft() for _ in step.shards]
+        self._planner.trained()
+        began = self._clock()
+        read = self._ahead.take(patience_seconds)
+        self.wait_seconds += self._clock() - began
+        if read is None:
+            return None
+        self.position = read.step.after
+        return self._at_hand(read.batches)
 
     def close(self) -> None:
         """End the reading thread; one that waits for a shard is not waited for."""
         self._planner.close()
         self._ahead.close()
 
-    def _groups(self) -> Iterator[_Group]:
-        """Yield steps that are handed over together; none waits for the shards of a later one."""
-        group: list[StepWindows] = []
+    def _read_steps(self) -> Iterator[_ReadStep]:
         for step in self._steps:
-            if group and not self._can_follow(step):
-                yield self._read(group)
-                group = []
             self._planner.reading(step)
-            group.append(step)
-            if len(group) == self._steps_at_once:
-                yield self._read(group)
-                group = []
-
-    def _can_follow(self, step: StepWindows) -> bool:
-        """Whether a step is read without waiting, for a shard or for training."""
-        return self._reader.has_open(step.shards) and self._planner.has_room(step)
-
-    def _read(self, steps: list[StepWindows]) -> _Group:
-        passes = self._reader.read(
-            np.concatenate([step.shards for step in steps]),
-            np.concatenate([step.windows for step in steps]),
-            micro=steps[0].shards.shape[1],
-        )
-        return _Group(steps, self._copier.begin(passes) if self._copier else passes.batches())
+            passes = self._reader.read(step.shards, step.windows, micro=step.shards.shape[1])
+            yield _ReadStep(step, self._copier.begin(passes) if self._copier else passes.batches())
 
     def _at_hand(self, batches: list[Batch] | Copies) -> list[Batch]:
         if not isinstance(batches, Copies):
@@ -223,10 +179,10 @@ class BatchStream:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Group:
-    """Steps, and the batches of all of them in order."""
+class _ReadStep:
+    """A step's windows, and the batches that were read of them."""
 
-    steps: list[StepWindows]
+    step: StepWindows
     batches: list[Batch] | Copies
 
 
