@@ -214,7 +214,7 @@ def main() -> None:
             ways.memory_copy,
             ways.in_background,
         ):
-            if world.is_first:
+            if world.is_rank_0:
                 for path in chosen.folder.iterdir():
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
                 os.sync()
@@ -223,7 +223,7 @@ def main() -> None:
             slowest = world.largest(list(found.values()))
             record |= dict(zip(found, slowest, strict=True))
         records.append(record)
-    if world.is_first:
+    if world.is_rank_0:
         print(json.dumps(records[1:]))  # the first one allocates
     world.barrier()
     sys.stdout.flush()

@@ -64,7 +64,7 @@ def on_two_ranks(action: Callable[[World], Any], *, machines: int = 1) -> list[E
             world_size=2,
             local_world_size=2 // machines,
             node=0 if machines == 1 else rank,
-            keepers=machines,
+            storage_ranks=machines,
             _control=meeting,
         )
         try:

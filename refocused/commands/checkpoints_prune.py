@@ -111,7 +111,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
 def _disk(arguments: argparse.Namespace) -> PrunedPlace:
     from refocused.checkpoints.step.staging import remove_step, steps_set_aside
     from refocused.checkpoints.step.step_directory import unused
-    from refocused.checkpoints.step.tiers import Tier
+    from refocused.checkpoints.step.tiers import SaveReason
 
     def remove(step: int) -> None:
         path = catalog.local / catalog.branch.name_of(step)
@@ -124,7 +124,7 @@ def _disk(arguments: argparse.Namespace) -> PrunedPlace:
     left = [
         catalog.local / entry.name
         for entry in here
-        if not entry.is_present and not {Tier.EPOCH, Tier.FINAL} & {*entry.tiers}
+        if not entry.is_present and not {SaveReason.EPOCH, SaveReason.FINAL} & {*entry.tiers}
     ]
     return PrunedPlace(
         where=str(catalog.local),

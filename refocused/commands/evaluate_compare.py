@@ -94,13 +94,13 @@ def picture_record(arguments: argparse.Namespace) -> dict[str, str]:
 
 def _by_tasks(arguments: argparse.Namespace) -> int:
     world = ranks(arguments.device)
-    tasks = world.together(lambda: tasks_of(arguments))
-    requests = arguments.models or world.first_does(lambda: _steps_of_run(arguments))
+    tasks = world.on_all_ranks(lambda: tasks_of(arguments))
+    requests = arguments.models or world.on_rank_0(lambda: _steps_of_run(arguments))
     found = {
         request: evaluated(request, arguments, tasks, world=world, label=f"{request} ")
         for request in requests
     }
-    world.first_does(lambda: _show_scores(found, arguments))
+    world.on_rank_0(lambda: _show_scores(found, arguments))
     if world.world_size > 1:
         world.leave()
     return ExitCode.OK
@@ -169,7 +169,7 @@ def _by_speed(arguments: argparse.Namespace) -> int:
             "compare: name models, as gpt2_124m ten_small; or with --tasks the steps of a run."
         )
     world = ranks(arguments.device)
-    world.together(lambda: _refuse_several(world))
+    world.on_all_ranks(lambda: _refuse_several(world))
     rows: list[SpeedRow] = []
     for request in arguments.models:
         network = network_of(

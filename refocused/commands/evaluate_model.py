@@ -68,11 +68,11 @@ def add_evaluate_arguments(parser: Parser) -> None:
 def run_evaluate(arguments: argparse.Namespace) -> int:
     """Put all tasks to the model."""
     world = ranks(arguments.device)
-    tasks = world.together(lambda: tasks_of(arguments))
+    tasks = world.on_all_ranks(lambda: tasks_of(arguments))
     found = evaluated(
         arguments.model, arguments, tasks, world=world, is_untrained=arguments.untrained
     )
-    if world.is_first:
+    if world.is_rank_0:
         if arguments.json:
             print(json.dumps({**found.head, "tasks": records(found.results)}, indent=1))
         else:
@@ -107,9 +107,9 @@ def evaluated(
     from refocused.evaluate.load_model import load_model, untrained
     from refocused.evaluate.score_model import Evaluation
 
-    source = world.first_does(lambda: model_source(request, arguments))
+    source = world.on_rank_0(lambda: model_source(request, arguments))
     dtype = dtype_of(arguments, world)
-    model = world.together(
+    model = world.on_all_ranks(
         lambda: load_model(
             source,
             dtype=dtype,
@@ -125,11 +125,11 @@ def evaluated(
         result = measure_validation(model, arguments, world)
         context = model.trained_length or model.network.config.max_position_embeddings
         return Evaluated(_head(model, context, world, dtype), [result])
-    evaluation = world.together(lambda: Evaluation(model, settings_of(arguments)))
+    evaluation = world.on_all_ranks(lambda: Evaluation(model, settings_of(arguments)))
     warning = model.beyond_training(evaluation.context_tokens)
-    if warning is not None and world.is_first:
+    if warning is not None and world.is_rank_0:
         print(warning, file=sys.stderr)
-    line = BatchLine(speaks=world.is_first)
+    line = BatchLine(speaks=world.is_rank_0)
     results = evaluation.run(
         tasks, world=world, progress=lambda task, *count: line.show(label + task, *count)
     )

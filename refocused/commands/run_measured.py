@@ -13,7 +13,7 @@ from typing import Any
 from refocused.commands.run_selection import whole_steps
 from refocused.config.load_run import read_run
 from refocused.config.prices import cost_usd, usd_per_million_tokens
-from refocused.metrics.history import METRICS_FILE, StepPoint, WayTaken
+from refocused.metrics.history import METRICS_FILE, MetricsTimeline, StepPoint
 from refocused.metrics.run_time import PERFORMANCE_FILE, RunTime, run_time
 from refocused.metrics.tail import JsonLinesTail, Record, number, read_json, read_small
 from refocused.monitor.run_findings import (
@@ -118,7 +118,7 @@ def measure(
     config = read_run(run / "run.yaml")
     records = JsonLinesTail(run / PERFORMANCE_FILE).records()
     metrics = JsonLinesTail(run / METRICS_FILE).records()
-    way = WayTaken()
+    way = MetricsTimeline()
     for record in metrics:
         way.add(record)
     return figures(

@@ -38,7 +38,7 @@ def measure_validation(
     for option in ("context", "stride", "data"):
         if getattr(arguments, option) is not None:
             raise ConfigError(f"--{option} goes with --tasks. Name tasks, or leave it out.")
-    config = world.together(lambda: _run_of(model.source))
+    config = world.on_all_ranks(lambda: _run_of(model.source))
     windows = min(config.evaluation.windows, arguments.limit or config.evaluation.windows)
     micro = config.batch.micro
     data = build_data(
@@ -59,7 +59,7 @@ def measure_validation(
     )
     began = time.monotonic()
     try:
-        losses = world.together(lambda: _losses(model, data, config, world))
+        losses = world.on_all_ranks(lambda: _losses(model, data, config, world))
     finally:
         data.cache.close()
     loss = losses.mean(world)

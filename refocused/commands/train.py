@@ -135,7 +135,7 @@ def _refuse_early(loaded: LoadedRun, arguments: argparse.Namespace, world: World
     """Refuse what cannot start, on the first rank of each machine for the others."""
     from refocused.doctor.early import refuse_early
 
-    if world.is_first_on_node:
+    if world.is_local_rank_0:
         refuse_early(
             loaded,
             ranks=world.world_size,
@@ -194,7 +194,7 @@ def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int, session:
         with quick_imports():
             world = join_world(loaded.config.run.device)
             if session.launch is None:  # else its command has looked already
-                world.together(lambda: _refuse_early(loaded, arguments, world))
+                world.on_all_ranks(lambda: _refuse_early(loaded, arguments, world))
             # Told what to use, DeepSpeed does not search for it with warnings on every rank; what
             # an environment for CPU trials had left here would make it compute elsewhere than we.
             os.environ["DS_ACCELERATOR"] = world.device_kind

@@ -128,7 +128,7 @@ def _step(task: RankTask, world: World) -> dict[str, Any]:
 
 
 def _tell(world: World, what: str, **facts: Any) -> None:
-    if world.is_first:
+    if world.is_rank_0:
         print(json.dumps({"what": what, **facts}), flush=True)
 
 

@@ -59,7 +59,7 @@ def least_save_bytes(parameters: int, stage: int, *, optimizer: str, world: Worl
         world: The ranks, and which of them share a disk.
     """
     size = (MASTER_BYTES - 4 * (optimizer == "muon")) * parameters
-    if world.keepers == 1:
+    if world.storage_ranks == 1:
         return size
     return size * world.local_world_size // world.world_size if stage else 0
 

@@ -63,7 +63,7 @@ class FinalModel:
 
     def begin(self, step: int) -> None:
         """Start to make it from a saved step."""
-        if self._world.is_first:
+        if self._world.is_rank_0:
             self._start(step)
 
     def wait(self, timeout_s: float, stopping: Callable[[], object]) -> FinalModelAnswer | None:
@@ -75,7 +75,7 @@ class FinalModel:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            answer = self._answer() if self._world.is_first else None
+            answer = self._answer() if self._world.is_rank_0 else None
             answer, late = self._world.broadcast((answer, time.monotonic() > deadline))
             if answer is not None or late or stopping():
                 return answer
@@ -145,8 +145,8 @@ def prepare_final_model(
     """
     if not settings.export_final:
         return None
-    if world.keepers > 1:
-        if world.is_first:
+    if world.storage_ranks > 1:
+        if world.is_rank_0:
             logger.warning(
                 "No %s/ is made, since no machine's disk has all files of a step. The mirror's "
                 "make one, on another machine: launch/checkpoints.py export latest FOLDER --run "

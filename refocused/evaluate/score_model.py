@@ -89,7 +89,7 @@ class Evaluation:
         Raises:
             EvaluationError: On every rank: a file is broken. No task has begun then.
         """
-        prepared = world.together(lambda: [self._prepare(task) for task in tasks])
+        prepared = world.on_all_ranks(lambda: [self._prepare(task) for task in tasks])
         return [self._take(one, world, progress) for one in prepared]
 
     def _prepare(self, task: TaskFile) -> Examination | Passage:

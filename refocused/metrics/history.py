@@ -1,4 +1,4 @@
-"""The way of a run as its metrics file tells it, after every resume and rewind."""
+"""The metrics of a run's present branch, from its metrics file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _MEASURED = tuple(field.name for field in dataclasses.fields(StepPoint))[2:]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LossHistory:
-    """The way that training took, ascending by step.
+    """The losses of the present branch, ascending by step.
 
     Attributes:
         training: Loss of the steps that were logged.
@@ -67,11 +67,11 @@ class LossHistory:
         return min(measured, key=lambda pair: pair[0])[1] if measured else None
 
 
-class WayTaken:
-    """The way that training took, record by record: the later record of a step wins.
+class MetricsTimeline:
+    """The records of the present branch: the later record of a step wins.
 
     A record of an earlier step than the last means that training went back. What lies beyond it
-    belongs to a way that was left, also where the new one has not come as far yet.
+    belongs to a branch that was left, even before the new one reaches that step.
     """
 
     def __init__(self, *, last: int | None = None) -> None:
@@ -133,19 +133,19 @@ def unix_time(value: object) -> float | None:
     return moment.timestamp() if moment.tzinfo else None
 
 
-def read_way(file: Path) -> WayTaken:
+def read_timeline(file: Path) -> MetricsTimeline:
     """Read a metrics file; a line that a crash tore is left out.
 
     Raises:
         OSError: It cannot be read.
     """
-    way = WayTaken()
+    timeline = MetricsTimeline()
     with file.open("rb") as lines:
         for line in lines:
             record = as_record(line)
             if record is not None:
-                way.add(record)
-    return way
+                timeline.add(record)
+    return timeline
 
 
 def read_history(file: Path) -> LossHistory:
@@ -154,12 +154,12 @@ def read_history(file: Path) -> LossHistory:
     Raises:
         OSError: It cannot be read.
     """
-    return read_way(file).losses
+    return read_timeline(file).losses
 
 
 def loss_history(records: Iterable[Mapping[str, Any]]) -> LossHistory:
-    """Return the losses of the way that records tell of."""
-    way = WayTaken()
+    """Return the losses of the branch that records end on."""
+    timeline = MetricsTimeline()
     for record in records:
-        way.add(record)
-    return way.losses
+        timeline.add(record)
+    return timeline.losses

@@ -67,7 +67,7 @@ def start_tracking(
             track(Trackers(trackers, tell=report))
         return wandb_id if note is None else note.id
 
-    return world.first_does(start)
+    return world.on_rank_0(start)
 
 
 def trackers_of(

@@ -73,7 +73,7 @@ def _fastest(
         except RuntimeError as raised:  # a lack of memory among them
             return short_reason(raised)
 
-    found = world.first_does(lambda: {form: reasons[form] or seconds(form) for form in FORMS})
+    found = world.on_rank_0(lambda: {form: reasons[form] or seconds(form) for form in FORMS})
     times = {form: taken for form, taken in found.items() if isinstance(taken, float)}
     said = [f"{form} {1e3 * taken:.1f} ms" for form, taken in times.items()]
     said += [f"{form} left out: {why}" for form, why in found.items() if form not in times]

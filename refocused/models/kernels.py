@@ -203,13 +203,13 @@ def choose_attention(
     runs = functools.partial(running_kernel, dropout=dropout, masked=masked)
     why = f"model.attention={asked}"
     if asked == "auto" and world.device_kind == "cuda" and not masked:
-        seconds = world.first_does(lambda: _timed(query, dropout=dropout))
+        seconds = world.on_rank_0(lambda: _timed(query, dropout=dropout))
         asked = min(seconds, key=lambda kernel: seconds[kernel], default="auto")
         why = ", ".join(f"{kernel} {1e3 * taken:.2f} ms" for kernel, taken in seconds.items())
     if asked == "auto":
         return f"attention by {runs(query)}, torch's choice"
     version = _allow(asked, query, dropout=dropout)
-    world.together(lambda: _require(asked, runs(query)))
+    world.on_all_ranks(lambda: _require(asked, runs(query)))
     name = f"FlashAttention-{version}" if asked == "flash" else asked
     return f"attention by {name} ({why})"
 

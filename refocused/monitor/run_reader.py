@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from refocused.metrics.history import METRICS_FILE, WayTaken
+from refocused.metrics.history import METRICS_FILE, MetricsTimeline
 from refocused.metrics.tail import JsonLinesTail, ReplacedFile
 
 RECENT_RECORDS = 51  # of steps: the last, and 50 to compare it with
@@ -93,7 +93,7 @@ class RunReader:
         self._state = ReplacedFile(folder / "state.json")
         self._mirror = ReplacedFile(folder / "mirror.json")
         self._metrics = JsonLinesTail(folder / METRICS_FILE, last_bytes=TAIL_BYTES)
-        self._way = WayTaken(last=RECENT_RECORDS)
+        self._way = MetricsTimeline(last=RECENT_RECORDS)
 
     def sight(self, *, alive: bool) -> RunSight:
         """Return what is to be seen now; `alive` says whether the process that trains runs."""

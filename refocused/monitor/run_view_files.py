@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from refocused.config.strict_yaml import parse_yaml_mapping
-from refocused.metrics.history import METRICS_FILE, WayTaken, unix_time
+from refocused.metrics.history import METRICS_FILE, MetricsTimeline, unix_time
 from refocused.metrics.tail import (
     JsonLinesTail,
     Record,
@@ -53,7 +53,7 @@ class RunFollower:
         self.folder = folder
         self._liveness = liveness
         self._saved_steps = saved_steps
-        self._way = WayTaken()
+        self._way = MetricsTimeline()
         self._metrics = JsonLinesTail(folder / METRICS_FILE)
         self._event_tails: dict[Path, JsonLinesTail] = {}
         self._sample_tails: dict[Path, SamplesTail] = {}

@@ -35,7 +35,7 @@ class World:
         world_size: Processes of the run.
         local_world_size: Processes of the run on this machine.
         node: Number of this machine among those of the run, from 0.
-        keepers: Machines that keep the run's files each on a disk of its own; 1: all share them.
+        storage_ranks: Ranks that write the run's files: 1 on a shared disk, else one a machine.
         device_kind: What training computes on.
     """
 
@@ -44,7 +44,7 @@ class World:
     world_size: int = 1
     local_world_size: int = 1
     node: int = 0
-    keepers: int = 1
+    storage_ranks: int = 1
     device_kind: DeviceKind = "cpu"
     _control: Any = None
 
@@ -65,24 +65,24 @@ class World:
         return torch.cuda.get_device_name(self.device) if self.device_kind == "cuda" else "CPU"
 
     @property
-    def is_first(self) -> bool:
+    def is_rank_0(self) -> bool:
         """Whether this is the rank that decides and speaks."""
         return self.rank == 0
 
     @property
-    def is_first_on_node(self) -> bool:
+    def is_local_rank_0(self) -> bool:
         """Whether this rank does its machine's own work, such as fetching."""
         return self.local_rank == 0
 
     @property
-    def keeper(self) -> int:
-        """Number of the keeper whose disk this rank writes to: rank 0's, or its own machine's."""
-        return self.node if self.keepers > 1 else 0
+    def storage_rank(self) -> int:
+        """Index of the storage rank whose disk this rank writes to."""
+        return self.node if self.storage_ranks > 1 else 0
 
     @property
-    def keeps(self) -> bool:
+    def is_storage_rank(self) -> bool:
         """Whether this rank does the work on the disk that it writes to."""
-        return self.is_first_on_node if self.keepers > 1 else self.is_first
+        return self.is_local_rank_0 if self.storage_ranks > 1 else self.is_rank_0
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -124,7 +124,7 @@ class World:
         gathered = self.gather([float(number) for number in numbers])
         return [sum(column) for column in zip(*gathered, strict=True)]
 
-    def together(self, action: Callable[[], T]) -> T:
+    def on_all_ranks(self, action: Callable[[], T]) -> T:
         """Do the same on every rank; when one fails, all raise the first failing rank's error."""
         error: RefocusedError | None = None
         result: T | None = None
@@ -135,23 +135,23 @@ class World:
         self.raise_together(error)
         return result  # type: ignore[return-value]
 
-    def first_does(self, action: Callable[[], T]) -> T:
+    def on_rank_0(self, action: Callable[[], T]) -> T:
         """Do something on rank 0 alone; every rank gets its result or its error."""
-        return self.broadcast(self.together(lambda: action() if self.is_first else None))  # type: ignore[return-value]
+        return self.broadcast(self.on_all_ranks(lambda: action() if self.is_rank_0 else None))  # type: ignore[return-value]
 
-    def keepers_do(self, action: Callable[[], T]) -> list[T]:
-        """Do something once for each disk; every rank gets all results, by keeper, or an error."""
+    def on_storage_ranks(self, action: Callable[[], T]) -> list[T]:
+        """Do something once per disk; all ranks get every storage rank's result, or an error."""
         error: RefocusedError | None = None
         results: list[T] = []
-        if self.keeps:
+        if self.is_storage_rank:
             try:
                 results.append(action())
             except RefocusedError as raised:
                 error = raised
-        told = self.gather((error, self.keeper, results))
+        told = self.gather((error, self.storage_rank, results))
         self._raise_first([failed for failed, _, _ in told])
-        by_keeper = sorted(((keeper, found) for _, keeper, found in told), key=lambda one: one[0])
-        return [result for _, found in by_keeper for result in found]
+        by_rank = sorted(((rank, found) for _, rank, found in told), key=lambda one: one[0])
+        return [result for _, found in by_rank for result in found]
 
     def raise_together(self, error: RefocusedError | None) -> None:
         """Raise on every rank when at least one rank brings an error."""

@@ -116,7 +116,7 @@ def _resume(folders: list[Path]) -> int:
     """Return the step that a resume would take, with what comes after it set aside; 0: none."""
 
     def action(world: World) -> int:
-        folder = folders[world.keeper]
+        folder = folders[world.storage_rank]
         found = decide_together(
             world, lambda: Catalog(folder), lambda whole: select_checkpoint(whole, "auto")
         )
@@ -151,14 +151,14 @@ def _one_life(folders: list[Path], first: int, seconds: float) -> int:
 
 
 def _save_forever(world: World, folders: list[Path], first: int, told: int) -> None:
-    folder = folders[world.keeper]
+    folder = folders[world.storage_rank]
     history = folder.parent / "training_metrics.jsonl"
     history.parent.mkdir(parents=True, exist_ok=True)
     checkpointer = Checkpointer(folder, world=world, facts=FACTS, history=history)
     owner = SmallShards(world.rank)
     for step in itertools.count(first):
         state = TrainState(step=step, tokens=step, position=Position(0, step), loss=1.0)
-        if world.is_first:
+        if world.is_rank_0:
             with history.open("a") as lines:
                 lines.write(f"{json.dumps({'kind': 'step', **state.as_record()})}\n")
         if step % 2:
@@ -167,7 +167,7 @@ def _save_forever(world: World, folders: list[Path], first: int, told: int) -> N
             checkpointer.begin(owner, state.as_record(), files_done=0)
             while checkpointer.finish(wait=False) is None:
                 time.sleep(0.001)
-        if world.is_first:
+        if world.is_rank_0:
             os.write(told, f"{step}\n".encode())
         thin_out(folder, world, keep=2, mirrored=False, status=None)
 

@@ -5,14 +5,14 @@ from hypothesis import strategies
 
 from refocused.checkpoints.mirror.copy_queue import MOST_BEHIND, copy_order
 from refocused.checkpoints.step.retention import KeptStep
-from refocused.checkpoints.step.tiers import Tier
+from refocused.checkpoints.step.tiers import SaveReason
 
 any_lacking = strategies.lists(
     strategies.builds(
         KeptStep,
         strategies.integers(0, 60),
         verified=strategies.just(True),
-        tiers=strategies.frozensets(strategies.sampled_from(Tier), min_size=1),
+        tiers=strategies.frozensets(strategies.sampled_from(SaveReason), min_size=1),
         best=strategies.booleans(),
     ),
     unique_by=lambda step: step.step,
@@ -31,8 +31,8 @@ def test_more_than_two_behind_the_old_rolling_ones_are_put_back() -> None:
     order = copy_order(
         [
             KeptStep(1, verified=True, best=True),
-            KeptStep(2, verified=True, tiers=frozenset({Tier.EPOCH})),
-            KeptStep(3, verified=True, tiers=frozenset({Tier.EMERGENCY})),
+            KeptStep(2, verified=True, tiers=frozenset({SaveReason.EPOCH})),
+            KeptStep(3, verified=True, tiers=frozenset({SaveReason.EMERGENCY})),
             *rolling(4, 5, 6),
         ]
     )
@@ -57,7 +57,7 @@ def test_the_queue_is_bounded_and_loses_nothing(lacking: list[KeptStep], there: 
     plain = [
         step
         for step in order.wanted
-        if not (by_step[step].best or by_step[step].tiers & {Tier.EPOCH, Tier.FINAL})
+        if not (by_step[step].best or by_step[step].tiers & {SaveReason.EPOCH, SaveReason.FINAL})
     ]
     assert len(plain) <= max(MOST_BEHIND - len(there), 0)
     assert order.wanted == tuple(sorted(order.wanted, reverse=True))

@@ -52,7 +52,7 @@ def test_the_mirror_belongs_to_rank_0_and_both_hear_of_its_end(tmp_path: Path) -
     mirror = FakeMirror([], drains=False)
 
     def action(world: World) -> bool:
-        mine = mirror if world.is_first else None
+        mine = mirror if world.is_rank_0 else None
         session = Session(tmp_path, world=world, mirror=mine)
         session.saver.begin()
         session.save(10, position=Position(0, 4))
@@ -71,7 +71,7 @@ def test_the_wait_for_the_mirror_ends_on_both_ranks_when_they_agree_on_it(tmp_pa
             asked[world.rank] += 1
             return asked[world.rank] == 3
 
-        session = Session(tmp_path, world=world, mirror=mirror if world.is_first else None)
+        session = Session(tmp_path, world=world, mirror=mirror if world.is_rank_0 else None)
         return session.saver.mirror.drain(60.0, lambda status: None, given_up)
 
     assert results(on_two_ranks(action)) == [False, False]

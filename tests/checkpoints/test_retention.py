@@ -6,7 +6,7 @@ import hypothesis
 from hypothesis import strategies
 
 from refocused.checkpoints.step.retention import EMERGENCIES, KeptStep, best_of, to_remove
-from refocused.checkpoints.step.tiers import Tier
+from refocused.checkpoints.step.tiers import SaveReason
 
 flags = strategies.booleans()
 any_steps = strategies.lists(
@@ -14,7 +14,7 @@ any_steps = strategies.lists(
         KeptStep,
         strategies.integers(0, 60),
         verified=flags,
-        tiers=strategies.frozensets(strategies.sampled_from(Tier), min_size=1),
+        tiers=strategies.frozensets(strategies.sampled_from(SaveReason), min_size=1),
         mirrored=strategies.sampled_from([True, False, None]),
         skipped=flags,
         best=flags,
@@ -28,7 +28,7 @@ def plain(*steps: int, mirrored: bool | None = None) -> list[KeptStep]:
     return [KeptStep(step, verified=True, mirrored=mirrored) for step in steps]
 
 
-def labelled(step: int, *tiers: Tier) -> KeptStep:
+def labelled(step: int, *tiers: SaveReason) -> KeptStep:
     return KeptStep(step, verified=True, tiers=frozenset(tiers))
 
 
@@ -43,22 +43,22 @@ def test_two_stay_whatever_is_asked() -> None:
 def test_best_final_epoch_used_and_unmirrored_steps_stay() -> None:
     old = [
         KeptStep(1, verified=True, mirrored=True, best=True),
-        labelled(2, Tier.FINAL),
+        labelled(2, SaveReason.FINAL),
         KeptStep(3, verified=True, mirrored=True, in_use=True),
         KeptStep(4, verified=True, mirrored=False),
         KeptStep(5, verified=True, mirrored=True),
-        labelled(6, Tier.ROLLING, Tier.EPOCH),
+        labelled(6, SaveReason.ROLLING, SaveReason.EPOCH),
     ]
     assert to_remove(old + plain(7, 8, mirrored=True), keep=2) == [5]
 
 
 def test_only_rolling_steps_count_among_those_kept_by_number() -> None:
-    steps = [*plain(1, 2, 3), labelled(4, Tier.EMERGENCY), labelled(5, Tier.FINAL)]
+    steps = [*plain(1, 2, 3), labelled(4, SaveReason.EMERGENCY), labelled(5, SaveReason.FINAL)]
     assert to_remove(steps, keep=2) == [1]
 
 
 def test_an_old_emergency_goes_once_a_newer_one_is_there() -> None:
-    steps = [labelled(step, Tier.EMERGENCY) for step in (1, 3, 5)]
+    steps = [labelled(step, SaveReason.EMERGENCY) for step in (1, 3, 5)]
     assert to_remove([*steps, *plain(6, 7)], keep=2) == [1, 3]
     assert to_remove([*steps[:2], *plain(2)], keep=2) == [1]  # of the newest two it is one
 
@@ -96,14 +96,14 @@ def test_what_must_stay_stays(steps: list[KeptStep], keep: int, low: bool) -> No
     good = sorted(step.step for step in steps if step.verified)
     newest_mirrored = max((s.step for s in steps if s.verified and s.mirrored), default=-1)
     for step in steps:
-        if step.best or step.in_use or step.tiers & {Tier.EPOCH, Tier.FINAL}:
+        if step.best or step.in_use or step.tiers & {SaveReason.EPOCH, SaveReason.FINAL}:
             assert step.step not in gone
         if step.mirrored is False and step.step in gone:
             assert low
             assert step.skipped or step.step < newest_mirrored
-        if Tier.EMERGENCY in step.tiers and step.verified and step.step in gone:
+        if SaveReason.EMERGENCY in step.tiers and step.verified and step.step in gone:
             assert any(newer > step.step for newer in good)
-    rolling = sorted(s.step for s in steps if s.verified and Tier.ROLLING in s.tiers)
+    rolling = sorted(s.step for s in steps if s.verified and SaveReason.ROLLING in s.tiers)
     assert not gone & {*good[-2:], *(rolling[-keep:] if keep else [])}
     assert len(set(good) - gone) >= min(2, len(good))
 
@@ -117,7 +117,7 @@ def test_what_remains_is_stable_and_bounded(steps: list[KeptStep], keep: int, lo
         step
         for step in rest
         if step.verified
-        and not (step.best or step.in_use or step.tiers & {Tier.EPOCH, Tier.FINAL})
+        and not (step.best or step.in_use or step.tiers & {SaveReason.EPOCH, SaveReason.FINAL})
         and step.mirrored is not False
     ]
     assert len(free) <= max(keep, 0) + EMERGENCIES + 2

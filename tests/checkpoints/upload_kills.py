@@ -32,7 +32,7 @@ from refocused.checkpoints.mirror.remote_verify import verify_remote
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST
 from refocused.checkpoints.step.staging import remove_step
 from refocused.checkpoints.step.step_directory import name_of
-from refocused.checkpoints.step.tiers import Tier
+from refocused.checkpoints.step.tiers import SaveReason
 from refocused.checkpoints.step.verify import describe
 from refocused.system.process_identity import this_process
 
@@ -72,7 +72,7 @@ def run_kills(folder: Path, bucket: str, *, kills: int, seed: int) -> Report:
     checkpoints = settings.files.checkpoints
     checkpoints.mkdir(parents=True)
     for kill in range(1, kills + 1):
-        make_step(checkpoints, kill, size=200_000, tiers=[Tier.EPOCH])  # none is skipped
+        make_step(checkpoints, kill, size=200_000, tiers=[SaveReason.EPOCH])  # none is skipped
         if kill % AGAIN_EVERY == 0:
             _save_again(checkpoints, _unmarked(bucket, kill), kill)
             report.replaced += 1
@@ -111,7 +111,7 @@ def _save_again(checkpoints: Path, step: int, kill: int) -> None:
         seed=1000 + kill,
         token="again",
         created=created,
-        tiers=[Tier.EPOCH],
+        tiers=[SaveReason.EPOCH],
     )
 
 

@@ -120,7 +120,7 @@ def main() -> None:
         case.name: {kind: train(case, world, compiled=kind == "compiled") for kind in KINDS}
         for case in CASES
     }
-    if world.is_first:
+    if world.is_rank_0:
         (out / "found.json").write_text(json.dumps(found))
     world.barrier()
     sys.stdout.flush()

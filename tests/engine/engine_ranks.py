@@ -109,7 +109,7 @@ def run(case: Case, world: World, scratch: Path) -> dict[str, Any]:
     )
     untrained = engine.validation_loss(random[:, :-1], random[:, 1:])
     folder = scratch / case.name
-    if case.resumes and world.is_first:
+    if case.resumes and world.is_rank_0:
         (folder / "ranks").mkdir(parents=True)
         (copy_of(folder) / "ranks").mkdir(parents=True)
     world.barrier()
@@ -201,7 +201,7 @@ def save_on_a_failing_disk(world: World, scratch: Path) -> dict[str, Any]:
     found = {}
     for attempt in ("full", "good"):
         folder = scratch / attempt
-        if world.is_first:
+        if world.is_rank_0:
             (folder / "ranks").mkdir(parents=True)
         world.barrier()
         written = engine.save_shards(folder)
@@ -228,7 +228,7 @@ def main(arguments: list[str]) -> int:
     for case in REFUSING:
         found[f"refuse {case.name}"] = refuse_what_is_not_finite(case, world)
     found["failing disk"] = world.gather(save_on_a_failing_disk(world, scratch))
-    if world.is_first:
+    if world.is_rank_0:
         (out / "found.json").write_text(json.dumps(found))
     world.barrier()
     sys.stdout.flush()

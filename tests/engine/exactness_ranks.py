@@ -76,7 +76,7 @@ def train(engine: Engine, case: ExactnessCase, world: World, steps: range) -> li
 
 
 def saved(engine: Engine, world: World, folder: Path) -> Path:
-    if world.is_first:
+    if world.is_rank_0:
         (folder / "ranks").mkdir(parents=True)
     world.barrier()
     written = engine.save_shards(folder)

@@ -62,7 +62,7 @@ def run(case: Case, world: World, folder: Path) -> dict[str, Any]:
     engine = start_engine(case, world, optimizer=MUON)
     observed = Observed(stage=case.stage)
     losses = train(engine, world, range(SAVED_AT))
-    if world.is_first:
+    if world.is_rank_0:
         (folder / "ranks").mkdir(parents=True)
     world.barrier()
     written = engine.save_shards(folder)
@@ -105,7 +105,7 @@ def main(arguments: list[str]) -> int:
         else:
             other = dataclasses.replace(case, stage=case.stage % 3 + 1 if case.stage else 0)
             found[case.name] = resume_anew(other, world, out / case.name)
-    if world.is_first:
+    if world.is_rank_0:
         (out / f"on_{world.world_size}.json").write_text(json.dumps(found))
     world.barrier()
     sys.stdout.flush()

@@ -116,7 +116,7 @@ def main() -> None:
         "inductor": "torch._inductor.compile_fx" in sys.modules,
         "compile": torch.compile.__module__,
     }
-    if world.is_first:
+    if world.is_rank_0:
         (out / "found.json").write_text(json.dumps(found))
     world.barrier()
     sys.stdout.flush()

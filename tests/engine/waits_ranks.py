@@ -146,7 +146,7 @@ def main() -> None:
             train(engine, world, steps=COUNTED_STEPS)
         found[case.name] = dict(WAITS)
         engine.close()
-    if world.is_first:
+    if world.is_rank_0:
         (out / "found.json").write_text(json.dumps(found))
     world.barrier()
     sys.stdout.flush()

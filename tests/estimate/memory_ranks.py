@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
     for case in CASES:
         peaks[case.name] = peak_of(case, world)
         gc.collect()
-    if world.is_first:
+    if world.is_rank_0:
         (out / "peaks.json").write_text(json.dumps(peaks))
     world.barrier()
     os._exit(0)  # gloo's threads abort an ordinary end now and then

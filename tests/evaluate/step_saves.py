@@ -135,7 +135,7 @@ def _save(folder: Path, save: Save, world: Any) -> None:
     checkpointer = Checkpointer(folder / "checkpoints", world=world, facts=_facts(save, parameters))
     checkpointer.save(engine, _TRAINER, files_done=0)
     gathered = _gathered(engine, save)
-    if world.is_first:
+    if world.is_rank_0:
         torch.save(gathered, folder / "weights.pt")
     engine.close()
 

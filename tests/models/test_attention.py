@@ -104,7 +104,7 @@ def test_auto_takes_the_faster_of_those_that_run(
     gpu = types.SimpleNamespace(
         device=torch.device("cpu"),
         device_kind="cuda",
-        first_does=lambda action: action(),
+        on_rank_0=lambda action: action(),
         together=lambda action: action(),
     )
     said = chosen("auto", world=gpu)  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ def fake_gpus(*, reason_elsewhere: str | None = None) -> Any:
         device=CPU,
         device_kind="cuda",
         gather=lambda reason: [reason, reason_elsewhere],
-        first_does=lambda action: action(),
+        on_rank_0=lambda action: action(),
     )
 
 

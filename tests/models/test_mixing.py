@@ -41,7 +41,7 @@ def a_gpu(world: World = World()) -> Any:  # noqa: B008 - frozen
         device=torch.device("cpu"),
         device_kind="cuda",
         gather=world.gather,
-        first_does=world.first_does,
+        on_rank_0=world.on_rank_0,
         together=world.together,
     )
 

@@ -104,9 +104,9 @@ def test_alone_every_message_is_ones_own() -> None:
     world.barrier()
     assert (world.gather(3), world.broadcast("x")) == ([3], "x")
     assert (world.largest([1, 2]), world.total([1, 2])) == ([1.0, 2.0], [1.0, 2.0])
-    assert world.first_does(lambda: "done") == "done"
+    assert world.on_rank_0(lambda: "done") == "done"
     with pytest.raises(ShardError, match=r"^gone$") as told:
-        world.together(lambda: fail(ShardError("gone")))
+        world.on_all_ranks(lambda: fail(ShardError("gone")))
     assert told.value.on_every_rank
 
 
@@ -116,19 +116,19 @@ def fail(error: RefocusedError) -> None:
 
 def test_an_unexpected_error_is_not_hidden() -> None:
     with pytest.raises(ZeroDivisionError):
-        World().together(lambda: 1 // 0)
+        World().on_all_ranks(lambda: 1 // 0)
 
 
 def test_the_launchers_words_are_read() -> None:
     environment = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
     world = ranks_from_environment(environment)
     assert (world.rank, world.local_rank, world.world_size, world.local_world_size) == (9, 1, 16, 8)
-    assert not world.is_first and not world.is_first_on_node
+    assert not world.is_rank_0 and not world.is_local_rank_0
     deepspeeds = ranks_from_environment(
         {"RANK": "8", "LOCAL_RANK": "0", "WORLD_SIZE": "16", "LOCAL_SIZE": "8"}
     )
     assert deepspeeds.local_world_size == 8
-    assert deepspeeds.is_first_on_node and not deepspeeds.is_first
+    assert deepspeeds.is_local_rank_0 and not deepspeeds.is_rank_0
     assert (
         world.node,
         deepspeeds.node,
@@ -145,14 +145,14 @@ def test_the_launchers_words_are_read() -> None:
 @pytest.mark.parametrize("machines", [1, 2])
 def test_what_keepers_do_is_done_once_a_disk_and_known_to_all(machines: int) -> None:
     def action(world: World) -> tuple[list[int], int]:
-        return world.keepers_do(lambda: world.rank), world.broadcast(world.rank, source=1)
+        return world.on_storage_ranks(lambda: world.rank), world.broadcast(world.rank, source=1)
 
     assert results(on_two_ranks(action, machines=machines)) == [(list(range(machines)), 1)] * 2
 
 
 def test_a_keepers_error_reaches_every_rank_with_its_name() -> None:
     def action(world: World) -> None:
-        world.keepers_do(lambda: fail(ShardError("gone")) if world.rank == 1 else None)
+        world.on_storage_ranks(lambda: fail(ShardError("gone")) if world.rank == 1 else None)
 
     told = [rank.error for rank in on_two_ranks(action, machines=2)]
     assert [str(error) for error in told] == ["rank 1: gone"] * 2

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from refocused.checkpoints.step.tiers import Tier
+from refocused.checkpoints.step.tiers import SaveReason
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.data.loader.batch import IGNORED_LABEL, Batch
@@ -215,7 +215,9 @@ class FakeSaver:
     def finishing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def save(self, state: TrainState, tiers: Sequence[Tier], *, wait: bool = True) -> TrainState:
+    def save(
+        self, state: TrainState, tiers: Sequence[SaveReason], *, wait: bool = True
+    ) -> TrainState:
         self.log.append(f"save {state.step}")
         self.saved.append(state)
         self.waited.append(wait)

@@ -25,7 +25,7 @@ from thread_ranks import on_two_ranks, results
 from torch import Tensor
 
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.checkpoints.step.tiers import Tier
+from refocused.checkpoints.step.tiers import SaveReason
 from refocused.data.order.position import Position
 from refocused.engine.finite_updates import Verdict
 from refocused.metrics.throughput import Throughput
@@ -188,7 +188,7 @@ def test_neither_a_save_nor_a_validation_is_charged_with_the_step_before_it() ->
 
     class SlowSaver(FakeSaver):
         def save(
-            self, state: TrainState, tiers: Sequence[Tier], *, wait: bool = True
+            self, state: TrainState, tiers: Sequence[SaveReason], *, wait: bool = True
         ) -> TrainState:
             clock.now += 1.0
             parts.throughput.lap("save")

@@ -14,7 +14,7 @@ from refocused.checkpoints.resume.catalog import Catalog
 from refocused.system.errors import CheckpointError, ConfigError
 from refocused.system.world import World
 from refocused.train.lifecycle.resume import _choose
-from refocused.train.lifecycle.run_folder import find_keepers, require_one_mirror
+from refocused.train.lifecycle.run_folder import find_storage_ranks, require_one_mirror
 
 
 def on_two_nodes(world: World) -> World:
@@ -30,13 +30,13 @@ def test_the_keepers_are_rank_0_or_the_first_rank_of_each_machine(
     def action(world: World) -> World:
         if machines == 2:
             world = on_two_nodes(world)
-        return dataclasses.replace(find_keepers(folders[world.rank], world), _control=None)
+        return dataclasses.replace(find_storage_ranks(folders[world.rank], world), _control=None)
 
     found = results(on_two_ranks(action))
     apart = machines == 2 and not shared
-    assert [world.keepers for world in found] == [2 if apart else 1] * 2
-    assert [world.keeps for world in found] == [True, apart]
-    assert [world.keeper for world in found] == [0, int(apart)]
+    assert [world.storage_ranks for world in found] == [2 if apart else 1] * 2
+    assert [world.is_storage_rank for world in found] == [True, apart]
+    assert [world.storage_rank for world in found] == [0, int(apart)]
     assert not any(folder.exists() for folder in folders)  # made for the question alone
 
 
@@ -44,7 +44,7 @@ def test_ranks_of_one_machine_see_one_folder(tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "other"]
     for folder in folders:
         folder.mkdir()
-    for rank in on_two_ranks(lambda world: find_keepers(folders[world.rank], world)):
+    for rank in on_two_ranks(lambda world: find_storage_ranks(folders[world.rank], world)):
         assert isinstance(rank.error, ConfigError)
         assert "rank 1: The run's folder" in str(rank.error)
         assert "a disk that all machines share" in str(rank.error)
@@ -55,7 +55,7 @@ def test_ranks_of_one_machine_see_one_folder(tmp_path: Path) -> None:
 def test_machines_are_numbered_by_their_first_ranks(tmp_path: Path) -> None:
     def action(world: World) -> int:
         world = dataclasses.replace(on_two_nodes(world), node=(7, 3)[world.rank])
-        return find_keepers(tmp_path / str(world.rank), world).node
+        return find_storage_ranks(tmp_path / str(world.rank), world).node
 
     assert results(on_two_ranks(action)) == [0, 1]
 
@@ -67,7 +67,7 @@ def test_a_mirror_that_is_another_folder_on_each_machine_is_refused(
     folders = [tmp_path / "one", tmp_path / ("one" if shared else "other")]
 
     def action(world: World) -> None:
-        world = dataclasses.replace(on_two_nodes(world), keepers=2)
+        world = dataclasses.replace(on_two_nodes(world), storage_ranks=2)
         require_one_mirror(None, world)
         require_one_mirror("gs://bucket/prefix", world)
         require_one_mirror(str(folders[world.rank]), world)
@@ -80,7 +80,7 @@ def test_a_mirror_that_is_another_folder_on_each_machine_is_refused(
 def test_machines_apart_take_over_no_step_from_elsewhere(tmp_path: Path) -> None:
     job = SimpleNamespace(
         request=SimpleNamespace(resume="gs://other/run/checkpoint_step_5", trusts_others=True),
-        world=World(keepers=2),
+        world=World(storage_ranks=2),
         loaded=SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(name="run"))),
     )
     with pytest.raises(CheckpointError, match="resume from this run's steps alone"):

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from refocused.checkpoints.step.retention import KeptStep
-from refocused.checkpoints.step.tiers import Tier
+from refocused.checkpoints.step.tiers import SaveReason
 
 MOST_BEHIND = 2
 
@@ -42,7 +42,7 @@ def copy_order(
         step.step
         for step in newest_first
         if step.step not in (*newest, copying)
-        and not (step.best or step.tiers & {Tier.EPOCH, Tier.FINAL})
+        and not (step.best or step.tiers & {SaveReason.EPOCH, SaveReason.FINAL})
     }
     first = [step.step for step in newest_first if step.step == copying]
     return CopyOrder(

@@ -17,7 +17,7 @@ class Mirroring:
     """Starts the mirrors, tells of them and waits for them.
 
     Args:
-        mirror: This keeper's; None on all other ranks, and where nothing is mirrored.
+        mirror: This storage rank's; None on all other ranks, and where nothing is mirrored.
         report: Takes the kind of an event and its text.
         world: The ranks.
     """
@@ -41,7 +41,7 @@ class Mirroring:
 
     def start(self) -> None:
         """Start the background copies; all ranks call together."""
-        self._world.keepers_do(lambda: self._mirror.start() if self._mirror else None)
+        self._world.on_storage_ranks(lambda: self._mirror.start() if self._mirror else None)
 
     def status(self) -> MirrorStatus | None:
         """Return what this rank's mirror says; None: it has said nothing, or is not there."""
@@ -97,12 +97,12 @@ class Mirroring:
             given_up: Whether to wait no longer; the same on every rank, which all ask it about
                 every second.
         """
-        requests = self._world.keepers_do(
+        requests = self._world.on_storage_ranks(
             lambda: self._mirror.request_drain(timeout_s) if self._mirror else None
         )
-        request = requests[self._world.keeper]
+        request = requests[self._world.storage_rank]
         while True:
-            finished = self._world.keepers_do(
+            finished = self._world.on_storage_ranks(
                 lambda: (
                     self._mirror.await_drain(request, DRAIN_SLICE_S, progress)
                     if self._mirror

@@ -14,7 +14,7 @@ from refocused.checkpoints.step.checkpoint_manifest import (
     CheckpointManifest,
 )
 from refocused.checkpoints.step.retention import KeptStep, best_of, to_remove
-from refocused.checkpoints.step.tiers import Tier
+from refocused.checkpoints.step.tiers import SaveReason
 from refocused.system.errors import CheckpointError
 
 
@@ -113,7 +113,7 @@ def kept_steps(
         KeptStep(
             step=step,
             verified=step in whole,
-            tiers=frozenset(found.tiers if found else {Tier.ROLLING}),
+            tiers=frozenset(found.tiers if found else {SaveReason.ROLLING}),
             best=step == best,
             in_use=step in in_use,
         )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from refocused.checkpoints.step.tiers import Tier
+from refocused.checkpoints.step.tiers import SaveReason
 
 if TYPE_CHECKING:
     from refocused.checkpoints.resume.catalog import CatalogEntry
@@ -41,9 +41,9 @@ def by_role(request: str, entries: Sequence[CatalogEntry]) -> CatalogEntry | Non
     return next((entry for entry in reversed(usable) if role in entry.notes), None)
 
 
-def tier_notes(tiers: Sequence[Tier], *, epoch: int) -> tuple[str, ...]:
+def tier_notes(tiers: Sequence[SaveReason], *, epoch: int) -> tuple[str, ...]:
     """Return what a list says of a step's labels; nothing of a rolling or formerly best one."""
-    texts = {Tier.EPOCH: epoch_note(epoch), Tier.ROLLING: "", Tier.BEST: ""}
+    texts = {SaveReason.EPOCH: epoch_note(epoch), SaveReason.ROLLING: "", SaveReason.BEST: ""}
     return tuple(filter(None, (texts.get(tier, tier.value) for tier in tiers)))
 
 

@@ -37,7 +37,7 @@ from refocused.checkpoints.step.step_directory import (
     parse_place,
     read_step,
 )
-from refocused.checkpoints.step.tiers import Tier
+from refocused.checkpoints.step.tiers import SaveReason
 from refocused.checkpoints.step.verify import FileProblem, verify
 from refocused.system.errors import CheckpointError
 
@@ -76,7 +76,7 @@ class CatalogEntry:
     loss: float | None
     validation_loss: float | None
     bucket_bytes: int = 0
-    tiers: tuple[Tier, ...] = ()
+    tiers: tuple[SaveReason, ...] = ()
     notes: tuple[str, ...] = ()
     branch: int = 1
     local_run_id: str = ""

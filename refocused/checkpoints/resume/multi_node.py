@@ -31,9 +31,9 @@ def decide_together(
         open_catalog: Opens the plain catalog of this rank's disk.
         decide: Called on rank 0 alone; every rank gets its result or its error.
     """
-    if world.keepers == 1:
-        return world.first_does(lambda: decide(open_catalog()))
-    catalog = world.together(lambda: open_catalog() if world.keeps else None)
+    if world.storage_ranks == 1:
+        return world.on_rank_0(lambda: decide(open_catalog()))
+    catalog = world.on_all_ranks(lambda: open_catalog() if world.is_storage_rank else None)
 
     def ask_and_decide() -> T:
         assert catalog is not None  # rank 0 keeps
@@ -42,10 +42,10 @@ def decide_together(
         finally:
             world.broadcast(None)  # there is no further question
 
-    if not world.is_first:
+    if not world.is_rank_0:
         while (question := world.broadcast(None)) is not None:
             _answer(world, catalog, question)
-    return world.first_does(ask_and_decide)
+    return world.on_rank_0(ask_and_decide)
 
 
 class MachinesCatalog(Catalog):
@@ -79,15 +79,15 @@ class MachinesCatalog(Catalog):
         replace: bool = False,
     ) -> StepDirectory:
         """Let each machine fetch its part, unless it has it; arguments as of `Catalog`."""
-        keepers = self._world.keepers
-        self._ask(functools.partial(_fetch, name, keepers=keepers, threads=threads))
+        machines = self._world.storage_ranks
+        self._ask(functools.partial(_fetch, name, machines=machines, threads=threads))
         return read_step(self.local / name)
 
     def here(self) -> dict[str, Found]:
         """Judge the parts of every checkpoint together."""
         looks = self._ask(_look)
         names = {name for look in looks for name in look}
-        return {name: together([look.get(name) for look in looks]) for name in names}
+        return {name: judge_parts([look.get(name) for look in looks]) for name in names}
 
     def _ask(self, question: Callable[[Catalog, int], T]) -> list[T]:
         """Return every machine's answer.
@@ -99,7 +99,7 @@ class MachinesCatalog(Catalog):
         return _answer(self._world, self._own, question)
 
 
-def together(parts: Sequence[Found | None]) -> Found:
+def judge_parts(parts: Sequence[Found | None]) -> Found:
     """Judge a checkpoint by what each machine says of its part.
 
     Args:
@@ -131,14 +131,14 @@ def _answer(world: World, catalog: Catalog | None, question: Question) -> list[A
     error: RefocusedError | None = None
     if catalog is not None:
         try:
-            answer = question(catalog, world.keeper)
+            answer = question(catalog, world.storage_rank)
         except RefocusedError as raised:
             error = raised
-    told = world.gather((world.keeps, world.keeper, answer, error))
+    told = world.gather((world.is_storage_rank, world.storage_rank, answer, error))
     answers = sorted((one for one in told if one[0]), key=lambda one: one[1])
-    for _, keeper, _, failed in answers if world.is_first else ():
+    for _, node, _, failed in answers if world.is_rank_0 else ():
         if failed is not None:
-            raise type(failed)(f"node {keeper}: {failed}")
+            raise type(failed)(f"node {node}: {failed}")
     return [found for _, _, found, _ in answers]
 
 
@@ -150,13 +150,13 @@ def _problems(name: str, catalog: Catalog, _node: int) -> list[FileProblem]:
     return verify(read_step(catalog.local / name), deep=True)
 
 
-def _fetch(name: str, catalog: Catalog, node: int, *, keepers: int, threads: int) -> None:
+def _fetch(name: str, catalog: Catalog, node: int, *, machines: int, threads: int) -> None:
     """Fetch this machine's part, unless it has it, every byte right."""
     if catalog.remote is None:
         raise CheckpointError(
             f"{name} is not whole on all machines and there is no mirror that has it. "
             "Choose another step: python launch/checkpoints.py list"
         )
-    part = Part(node=node, nodes=keepers)
+    part = Part(node=node, nodes=machines)
     if not is_copy_of(catalog.local / name, catalog.remote.marker(name)):
         fetch_step(catalog.remote, name, checkpoints=catalog.local, part=part, threads=threads)

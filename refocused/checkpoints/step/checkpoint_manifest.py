@@ -10,7 +10,7 @@ import pydantic
 
 from refocused.bucket.bucket import checked_name
 from refocused.bucket.checksum import extended_crc32c
-from refocused.checkpoints.step.tiers import Tier
+from refocused.checkpoints.step.tiers import SaveReason
 from refocused.config.optimization import Dtype
 from refocused.system.errors import BucketError, CheckpointError, CorruptCheckpointError
 from refocused.system.strict_json import MalformedError, parse_json
@@ -131,7 +131,7 @@ class CheckpointManifest(pydantic.BaseModel):
     epoch: Whole
     files_done: Whole
     created: pydantic.AwareDatetime
-    tiers: tuple[Tier, ...] = (Tier.ROLLING,)
+    tiers: tuple[SaveReason, ...] = (SaveReason.ROLLING,)
     world_size: Annotated[int, pydantic.Field(ge=1, le=MOST_RANKS)]
     zero_stage: Annotated[int, pydantic.Field(ge=0, le=3)]
     dtype: Dtype

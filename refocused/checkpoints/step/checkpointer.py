@@ -18,7 +18,7 @@ from refocused.checkpoints.step.shard_exchange import assembled, require_readabl
 from refocused.checkpoints.step.shard_owner import ShardOwner, Written
 from refocused.checkpoints.step.staging import Staging, lack_of_room, prepare_folder
 from refocused.checkpoints.step.step_directory import Part, StepDirectory, read_mapping
-from refocused.checkpoints.step.tiers import Tier
+from refocused.checkpoints.step.tiers import SaveReason
 from refocused.metrics.kept_history import HISTORY, bring_back, end_of
 from refocused.system.errors import CheckpointError, RefocusedError
 from refocused.system.world import World
@@ -52,7 +52,7 @@ class _BeingSaved:
     staging: Staging
     trainer: Mapping[str, Any]
     files_done: int
-    tiers: Sequence[Tier]
+    tiers: Sequence[SaveReason]
 
     @property
     def step(self) -> int:
@@ -124,7 +124,7 @@ class Checkpointer:
         """Save below a folder.
 
         Args:
-            folder: Of all step directories, on the disk that the ranks share or on each keeper's.
+            folder: Of all step directories, on the shared disk or on each storage rank's own.
             world: The ranks.
             facts: What every manifest says alike.
             branch: The branch that what is saved is on.
@@ -133,7 +133,11 @@ class Checkpointer:
         """
         self._folder = folder
         self._world = world
-        self._part = Part(node=world.keeper, nodes=world.keepers) if world.keepers > 1 else None
+        self._part = (
+            Part(node=world.storage_rank, nodes=world.storage_ranks)
+            if world.storage_ranks > 1
+            else None
+        )
         self._facts = facts
         self._branch = branch
         self._history = history
@@ -148,7 +152,7 @@ class Checkpointer:
         trainer: Mapping[str, Any],
         *,
         files_done: int,
-        tiers: Sequence[Tier] = (Tier.ROLLING,),
+        tiers: Sequence[SaveReason] = (SaveReason.ROLLING,),
     ) -> SavedStep:
         """Write and commit one step directory.
 
@@ -172,7 +176,7 @@ class Checkpointer:
         trainer: Mapping[str, Any],
         *,
         files_done: int,
-        tiers: Sequence[Tier] = (Tier.ROLLING,),
+        tiers: Sequence[SaveReason] = (SaveReason.ROLLING,),
     ) -> None:
         """Copy the state and let a thread write it; `finish` commits it. Arguments as of `save`.
 
@@ -224,8 +228,8 @@ class Checkpointer:
         """
         rank = self._world.rank
         with assembled(step, self._world, exact=exact) as folder:
-            self._world.together(lambda: require_readable(step, folder, rank=rank, exact=exact))
-            self._world.together(lambda: self._load(owner, step, folder, exact=exact))
+            self._world.on_all_ranks(lambda: require_readable(step, folder, rank=rank, exact=exact))
+            self._world.on_all_ranks(lambda: self._load(owner, step, folder, exact=exact))
         return read_mapping(step.trainer)
 
     def bring_back_history(self, step: StepDirectory) -> None:
@@ -234,7 +238,7 @@ class Checkpointer:
         Apart from `load`, after which a resume may still be refused: that changes nothing.
         """
         own = self._history if step.manifest.run == self._facts.run else None
-        if own is not None and self._world.is_first and HISTORY in step.manifest.files:
+        if own is not None and self._world.is_rank_0 and HISTORY in step.manifest.files:
             bring_back(step.path / HISTORY, own, step=step.step)
 
     def prepare(self) -> None:
@@ -243,30 +247,32 @@ class Checkpointer:
         Raises:
             ConfigError: On every rank: nothing that is trained could be saved.
         """
-        self._world.keepers_do(lambda: prepare_folder(self._folder, least_bytes=self._least_bytes))
+        self._world.on_storage_ranks(
+            lambda: prepare_folder(self._folder, least_bytes=self._least_bytes)
+        )
 
     def _start(
-        self, trainer: Mapping[str, Any], files_done: int, tiers: Sequence[Tier]
+        self, trainer: Mapping[str, Any], files_done: int, tiers: Sequence[SaveReason]
     ) -> _BeingSaved:
-        """Make the staging directory of a step, one on each keeper's disk."""
+        """Make the staging directory of a step, one on each storage rank's disk."""
         token = self._world.broadcast(secrets.token_hex(4))
         name = self._branch.name_of(int(trainer["step"]))
         staging = Staging(self._folder, name=name, token=token, part=self._part)
-        self._keepers_do(lambda: self._prepare(staging), staging)
+        self._on_storage_ranks(lambda: self._prepare(staging), staging)
         return _BeingSaved(staging, trainer, files_done, tiers)
 
     def _write(self, being_saved: _BeingSaved, write: Callable[[], Written]) -> _WrittenPart:
-        """Write this rank's part, and on a keeper what describes the step; failures are kept."""
+        """Write this rank's part; a storage rank also writes the description. Failures are kept."""
         staging, began = being_saved.staging, time.monotonic()
         written = write()
         files = {
             str(file.path.relative_to(staging.path)): FileRecord(
-                size=file.size, crc32c=file.crc32c, node=self._world.keeper
+                size=file.size, crc32c=file.crc32c, node=self._world.storage_rank
             )
             for file in written.files
         }
         errors = list(written.errors)
-        if self._world.keeps:
+        if self._world.is_storage_rank:
             try:
                 files |= self._describe(being_saved)
             except OSError as error:
@@ -283,10 +289,10 @@ class Checkpointer:
         parts = self._world.gather(part)
         failed = next((part.error for part in parts if part.error is not None), None)
         if failed is not None:
-            self._world.keepers_do(being_saved.staging.discard)
+            self._world.on_storage_ranks(being_saved.staging.discard)
             raise failed
         files: dict[str, FileRecord] = {}
-        for part in reversed(parts):  # the first keeper answers for what all of them have
+        for part in reversed(parts):  # the first storage rank answers for what all of them have
             files |= part.files
         return SavedStep(self._commit(being_saved, files), max(part.seconds for part in parts))
 
@@ -302,8 +308,8 @@ class Checkpointer:
                 f"{owner.steps_made:,} updates. Resume from another step."
             )
 
-    def _keepers_do(self, action: Callable[[], T], staging: Staging) -> list[T]:
-        """Let every keeper work on its staging directory; a failure of one removes all of them."""
+    def _on_storage_ranks(self, action: Callable[[], T], staging: Staging) -> list[T]:
+        """Work on each storage rank's staging directory; a failure of one removes all of them."""
 
         def guarded() -> T:
             try:
@@ -312,9 +318,9 @@ class Checkpointer:
                 raise staging.failure(error) from error
 
         try:
-            return self._world.keepers_do(guarded)
+            return self._world.on_storage_ranks(guarded)
         except RefocusedError:
-            if self._world.keeps:
+            if self._world.is_storage_rank:
                 staging.discard()
             raise
 
@@ -326,14 +332,14 @@ class Checkpointer:
         staging.create()
 
     def _commit(self, being_saved: _BeingSaved, files: dict[str, FileRecord]) -> StepDirectory:
-        """Let the step exist on every keeper's disk, under one manifest, or on none."""
-        staging, node = being_saved.staging, self._world.keeper
-        found = self._keepers_do(lambda: staging.unlisted(files, node=node), staging)
+        """Let the step exist on every storage rank's disk, under one manifest, or on none."""
+        staging, node = being_saved.staging, self._world.storage_rank
+        found = self._on_storage_ranks(lambda: staging.unlisted(files, node=node), staging)
         for records in reversed(found):
             files = files | records
         manifest = self._world.broadcast(self._manifest(being_saved, files))
-        self._keepers_do(lambda: staging.seal(manifest), staging)
-        self._keepers_do(lambda: staging.publish(manifest), staging)
+        self._on_storage_ranks(lambda: staging.seal(manifest), staging)
+        self._on_storage_ranks(lambda: staging.publish(manifest), staging)
         step = StepDirectory(staging.final, manifest, self._part)
         self._last_bytes = step.bytes
         return step
@@ -344,7 +350,7 @@ class Checkpointer:
         contents = {"trainer.json": trainer, **self._facts.files()}
         if self._history is not None and (history := end_of(self._history)) is not None:
             contents[HISTORY] = history
-        return being_saved.staging.describe(contents, node=self._world.keeper)
+        return being_saved.staging.describe(contents, node=self._world.storage_rank)
 
     def _manifest(
         self, being_saved: _BeingSaved, files: dict[str, FileRecord]

@@ -6,11 +6,11 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from refocused.checkpoints.step.tiers import Tier
+from refocused.checkpoints.step.tiers import SaveReason
 
 FEWEST = 2
 EMERGENCIES = 1
-_ALWAYS = {Tier.EPOCH, Tier.FINAL}
+_ALWAYS = {SaveReason.EPOCH, SaveReason.FINAL}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class KeptStep:
 
     step: int
     verified: bool
-    tiers: frozenset[Tier] = frozenset({Tier.ROLLING})
+    tiers: frozenset[SaveReason] = frozenset({SaveReason.ROLLING})
     mirrored: bool | None = None
     skipped: bool = False
     best: bool = False
@@ -54,8 +54,8 @@ def to_remove(steps: Sequence[KeptStep], *, keep: int, disk_low: bool = False) -
     verified = sorted((step for step in steps if step.verified), key=lambda step: -step.step)
     if len(verified) < FEWEST:
         return []  # a broken step may still be what a person can rescue something from
-    rolling = [step for step in verified if Tier.ROLLING in step.tiers][:keep]
-    emergencies = [step for step in verified if Tier.EMERGENCY in step.tiers][:EMERGENCIES]
+    rolling = [step for step in verified if SaveReason.ROLLING in step.tiers][:keep]
+    emergencies = [step for step in verified if SaveReason.EMERGENCY in step.tiers][:EMERGENCIES]
     kept = {step.step for step in (*verified[:FEWEST], *rolling, *emergencies)}
     oldest = min(step.step for step in (*verified[:FEWEST], *rolling))
     newest_mirrored = max((step.step for step in verified if step.mirrored), default=-1)

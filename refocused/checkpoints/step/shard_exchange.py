@@ -29,8 +29,8 @@ class Delivery:
 
     Attributes:
         name: Its path below the step directory.
-        source: The keeper that sends it.
-        receivers: The keepers that lack it.
+        source: The storage rank that sends it.
+        receivers: The storage ranks that lack it.
     """
 
     name: str
@@ -46,31 +46,31 @@ def assembled(step: StepDirectory, world: World, *, exact: bool) -> Iterator[Pat
     folder of links and of what the others sent, which is removed afterwards. Every rank must call.
 
     Args:
-        step: The step, of which every keeper has a part.
+        step: The step, of which every storage rank has a part.
         world: The ranks.
         exact: Each rank reads its own files; otherwise each reads all.
 
     Raises:
         CheckpointError: On every rank: no machine has a file that is needed, or there is no room.
     """
-    if world.keepers == 1:
+    if world.storage_ranks == 1:
         yield step.path
         return
-    held = dict(enumerate(world.keepers_do(lambda: frozenset(step.files))))
+    held = dict(enumerate(world.on_storage_ranks(lambda: frozenset(step.files))))
     wanted = wanted_files(step.manifest, world.gather(world.node), exact=exact)
-    deliveries = world.together(lambda: plan_deliveries(held, wanted))
+    deliveries = world.on_all_ranks(lambda: plan_deliveries(held, wanted))
     if not deliveries:
         yield step.path
         return
     token = world.broadcast(secrets.token_hex(4))
     folder = step.path.with_name(f"{STAGING_PREFIX}{step.path.name}-load-{token}")
     try:
-        here = held[world.keeper] & wanted[world.keeper]
-        world.keepers_do(lambda: _link_all(step.path, folder, sorted(here)))
+        here = held[world.storage_rank] & wanted[world.storage_rank]
+        world.on_storage_ranks(lambda: _link_all(step.path, folder, sorted(here)))
         _exchange(step, folder, deliveries, world)
         yield folder
     finally:
-        if world.keeps:
+        if world.is_storage_rank:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -126,7 +126,7 @@ def plan_deliveries(
     """Say who sends which file to whom.
 
     Args:
-        held: The files that each keeper has.
+        held: The files that each storage rank has.
         wanted: Those that it needs.
 
     Raises:
@@ -135,11 +135,11 @@ def plan_deliveries(
     deliveries = []
     for name in sorted(frozenset().union(*wanted.values())):
         receivers = frozenset(
-            keeper for keeper, names in wanted.items() if name in names and name not in held[keeper]
+            node for node, names in wanted.items() if name in names and name not in held[node]
         )
         if not receivers:
             continue
-        sources = [keeper for keeper in sorted(held) if name in held[keeper]]
+        sources = [node for node in sorted(held) if name in held[node]]
         if not sources:
             raise CheckpointError(
                 f"No machine has {name}. Resume from another step, or from the mirror."
@@ -162,10 +162,10 @@ def _exchange(
     step: StepDirectory, folder: Path, deliveries: Sequence[Delivery], world: World
 ) -> None:
     """Send every file from the one that has it to those who lack it."""
-    first_ranks = [rank for rank, keeps in enumerate(world.gather(world.keeps)) if keeps]
+    first_ranks = [rank for rank, keeps in enumerate(world.gather(world.is_storage_rank)) if keeps]
     received = []
     for one in deliveries:
-        gets = world.keeps and world.keeper in one.receivers
+        gets = world.is_storage_rank and world.storage_rank in one.receivers
         _deliver(
             step.path / one.name,
             folder / one.name if gets else None,
@@ -179,7 +179,7 @@ def _exchange(
             if crc32c_of(folder / name) != step.manifest.files[name].crc32c:
                 raise CheckpointError(f"{name} came damaged from another machine. Start again.")
 
-    world.together(check)
+    world.on_all_ranks(check)
 
 
 def _deliver(path: Path, target: Path | None, *, source: int, world: World) -> None:

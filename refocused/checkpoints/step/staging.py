@@ -65,7 +65,7 @@ class Staging:
 
         Args:
             contents: Of these files, by name.
-            node: The keeper whose disk this is.
+            node: The storage rank whose disk this is.
 
         Returns:
             All files that lie beside the folders of the ranks, as they are on the disk now.

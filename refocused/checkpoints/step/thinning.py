@@ -13,7 +13,7 @@ from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, checkpoint
 from refocused.checkpoints.step.retention import KeptStep, best_of, to_remove
 from refocused.checkpoints.step.staging import remove_step
 from refocused.checkpoints.step.step_directory import StepDirectory, is_in_use, read_step, unused
-from refocused.checkpoints.step.tiers import Tier
+from refocused.checkpoints.step.tiers import SaveReason
 from refocused.checkpoints.step.verify import verify
 from refocused.system.errors import CheckpointError
 from refocused.system.world import World
@@ -49,7 +49,7 @@ def thin_out(
     status: Mirrored | None,
     disk_low: bool = False,
 ) -> list[str]:
-    """Remove the steps that retention does not keep, from every keeper's disk.
+    """Remove the steps that retention does not keep, from every storage rank's disk.
 
     The checkpoints of branches that the run has left go as soon as its own branch has `keep` ones
     beyond the fork, or when the disk is low; those of epochs and the final one stay.
@@ -66,14 +66,16 @@ def thin_out(
     Returns:
         Names of the checkpoints that went.
     """
-    seen = world.keepers_do(lambda: _seen(checkpoints, branch, mirrored=mirrored, status=status))
+    seen = world.on_storage_ranks(
+        lambda: _seen(checkpoints, branch, mirrored=mirrored, status=status)
+    )
     steps = in_all_places(seen)
     doomed = [branch.name_of(step) for step in to_remove(steps, keep=keep, disk_low=disk_low)]
     own = [step for step in steps if step.verified and branch.holder(step.step) == branch.number]
     if disk_low or len(own) >= keep:
         doomed += _left_behind(checkpoints, branch)
     doomed = world.broadcast(doomed)
-    world.keepers_do(lambda: _remove(checkpoints, doomed))
+    world.on_storage_ranks(lambda: _remove(checkpoints, doomed))
     return doomed
 
 
@@ -85,12 +87,12 @@ def _left_behind(checkpoints: Path, branch: Branch) -> list[str]:
         if branch.step_of(name) is None and not is_in_use(path)
     }
     read = {name: _readable(path)[0] for name, path in others.items()}
-    kept = {Tier.EPOCH, Tier.FINAL}
+    kept = {SaveReason.EPOCH, SaveReason.FINAL}
     return [name for name, step in read.items() if step and not kept & {*step.manifest.tiers}]
 
 
 def in_all_places(seen: Sequence[Sequence[KeptStep]]) -> list[KeptStep]:
-    """Say of each step what holds for all keepers together; the first one's word on the rest.
+    """Say of each step what holds for all storage ranks together; the first one's word on the rest.
 
     A step that one of them lacks, or has not whole, is whole nowhere.
     """
@@ -123,7 +125,7 @@ def _remove(checkpoints: Path, names: Sequence[str]) -> None:
             with unused(checkpoints / name):
                 remove_step(checkpoints / name)
         except (FileNotFoundError, BlockingIOError):
-            continue  # another keeper alone has it, or a reader has come meanwhile
+            continue  # another storage rank alone has it, or a reader has come meanwhile
         except OSError as error:
             logger.warning("%s could not be removed: %s", name, error)
 
@@ -151,7 +153,7 @@ def local_steps(
             KeptStep(
                 step=step,
                 verified=whole,
-                tiers=frozenset(read.manifest.tiers if read else {Tier.ROLLING}),
+                tiers=frozenset(read.manifest.tiers if read else {SaveReason.ROLLING}),
                 mirrored=_is_mirrored(step, status) if mirrored else None,
                 skipped=status is not None and step in status.skipped,
                 best=step == best,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 
-class Tier(enum.StrEnum):
+class SaveReason(enum.StrEnum):
     """A reason to save; a step may have several. The latest and the present best are computed."""
 
     ROLLING = "rolling"

@@ -1,4 +1,4 @@
-"""The threads that make shards local: one keeper that leads and signs, a few that download."""
+"""The threads that make shards local: one coordinator and several workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from refocused.data.cache.shard_download import (
 from refocused.data.cache.shared_jobs import SharedJobs
 from refocused.system.errors import RefocusedError, ShardError
 
-KEEPER_SECONDS = 0.2
+POLL_SECONDS = 0.2
 SIGN_SECONDS = 1.0
 ATTEMPTS = 2
 FIRST_PAUSE_SECONDS = 0.5
@@ -82,7 +82,7 @@ class Fetcher:
         self.failure: RefocusedError | None = None
         self.trouble: str | None = None
         self.fetched = 0
-        jobs = [("shard keeper", self._keep), *[("shard fetch", self._work)] * threads]
+        jobs = [("shard coordinator", self._coordinate), *[("shard fetch", self._work)] * threads]
         self._threads = [threading.Thread(target=job, name=name, daemon=True) for name, job in jobs]
 
     def start(self) -> None:
@@ -155,7 +155,7 @@ class Fetcher:
         self._files.release_lock()
         self._leads = False
 
-    def _keep(self) -> None:
+    def _coordinate(self) -> None:
         """Take the lock, then sign and collect what was asked until the end."""
         try:
             self._lead()
@@ -165,7 +165,7 @@ class Fetcher:
                 if time.monotonic() - signed >= SIGN_SECONDS:
                     self._sign()
                     signed = time.monotonic()
-                self._wait(KEEPER_SECONDS)
+                self._wait(POLL_SECONDS)
         except Exception as error:  # a thread's edge: its owner is told
             self._fail(error)
 
@@ -181,7 +181,7 @@ class Fetcher:
                     self._local.folder,
                 )
                 warned = True
-            self._wait(KEEPER_SECONDS)
+            self._wait(POLL_SECONDS)
 
     def _begin(self) -> None:
         incoming = self._folder.parent
@@ -273,7 +273,9 @@ class Fetcher:
                     self._queue.busy.add(index)
                     self._beginning = True  # the others wait for its jobs, or go on without them
                     return index
-                self._changed.wait(LONGEST_PAUSE_SECONDS)  # the keeper wakes it five times a second
+                self._changed.wait(
+                    LONGEST_PAUSE_SECONDS
+                )  # the coordinator wakes it five times a second
         return None
 
     @contextlib.contextmanager

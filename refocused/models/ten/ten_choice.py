@@ -54,7 +54,7 @@ def choose_scan(
         pass_seconds, modes=len(cells[0].rate_shift), batch_shape=batch_shape, device=world.device
     )
     in_chunks: Scan = torch.compile(chunked, dynamic=False) if compiles else chunked
-    taken = world.first_does(lambda: (seconds(kernel_scan), seconds(in_chunks)))
+    taken = world.on_rank_0(lambda: (seconds(kernel_scan), seconds(in_chunks)))
     return use_faster(cells, kernel_scan, by_kernel=taken[0], by_chunks=taken[1])
 
 

@@ -32,7 +32,7 @@ def start_sampling(
         log: How often to sample.
         cost: What alarms compare the run's cost with.
     """
-    if not log.sample_seconds or not world.is_first_on_node:
+    if not log.sample_seconds or not world.is_local_rank_0:
         return
     settings = sampler_settings(folder, world, log=log, cost=cost, environment=os.environ)
     try:

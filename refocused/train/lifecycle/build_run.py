@@ -245,7 +245,9 @@ def assemble_parts(
         branch=branch,
         engine=engine,
         mirror=Mirroring(
-            _mirror(job, branch) if world.keeps else None, report=reporter.event, world=world
+            _mirror(job, branch) if world.is_storage_rank else None,
+            report=reporter.event,
+            world=world,
         ),
         settings=config.checkpoint,
         reporter=reporter,
@@ -300,7 +302,7 @@ def _say_computation(built: Built, reporter: Reporter, *, precision: PrecisionCo
 
 def _profiler(job: Job, reporter: Reporter) -> StepProfiler | None:
     """Prepare the trace that rank 0 was asked for."""
-    if not job.request.profile_steps or job.request.dry_run or not job.world.is_first:
+    if not job.request.profile_steps or job.request.dry_run or not job.world.is_rank_0:
         return None
     return StepProfiler(
         job.folder / "profile",
@@ -384,8 +386,8 @@ def _mirror(job: Job, branch: Branch) -> CheckpointMirror | None:
             project=job.request.project,
             drain_seconds=checkpoint.drain_minutes * 60,
             keep_remote=None if checkpoint.keep_remote == "all" else checkpoint.keep_remote,
-            node=job.world.keeper,
-            nodes=job.world.keepers,
+            node=job.world.storage_rank,
+            nodes=job.world.storage_ranks,
         )
     )
 

@@ -105,9 +105,11 @@ def build_data(
     Raises:
         RefocusedError: On every rank alike: the source cannot be read or does not fit the run.
     """
-    bucket = world.together(lambda: _open(data, credentials_file=credentials_file, project=project))
+    bucket = world.on_all_ranks(
+        lambda: _open(data, credentials_file=credentials_file, project=project)
+    )
     cache_folder = Path(data.cache)
-    manifest = world.first_does(
+    manifest = world.on_rank_0(
         lambda: _describe(bucket, data, cache_file=cache_folder / "counts.json")
     )
     sources = split_sources(
@@ -134,7 +136,7 @@ def build_data(
         cache_folder,
         data=data,
         vocabulary=vocabulary,
-        fetches=world.is_first_on_node,
+        fetches=world.is_local_rank_0,
     )
     cache.pin(pinned)
     names = [shard.file_names for shard in manifest.shards]

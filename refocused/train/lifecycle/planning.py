@@ -67,17 +67,17 @@ def settle(
             model would train on the CPU by accident, or the vocabulary cannot be found or does not
             fit the tokenizer.
     """
-    loaded = loaded.with_vocabulary(world.first_does(lambda: _vocabulary(loaded, open_source)))
+    loaded = loaded.with_vocabulary(world.on_rank_0(lambda: _vocabulary(loaded, open_source)))
     if world.device_kind == "cpu":
-        world.together(lambda: refuse_cpu(loaded, ranks=world.world_size))
+        world.on_all_ranks(lambda: refuse_cpu(loaded, ranks=world.world_size))
     native, is_auto = _native_dtype(world), loaded.config.precision.dtype == "auto"
     if is_auto:
-        loaded = world.together(lambda: precision.with_dtype(loaded, native.dtype))
+        loaded = world.on_all_ranks(lambda: precision.with_dtype(loaded, native.dtype))
     config, memory_bytes = loaded.config, _smallest_gpu_bytes(world)
     factor, most_micro = 1.0, None
     if config.batch.micro == "auto" and memory_bytes is not None:
         factor, most_micro = _measured_over_computed(loaded, world, peak_of=_peak_of_a_pass)
-    choice = world.together(
+    choice = world.on_all_ranks(
         lambda: choose(
             loaded.shape,
             model=config.model,

@@ -97,7 +97,7 @@ def start_or_resume(job: Job, parts: Parts, chosen: Chosen) -> TrainState:
         parts.reporter.event("start", f"  start    from step 0, untrained loss {loss:.4f}")
         return TrainState()
     path, steps = chosen.path, job.loaded.config.run.steps
-    step = job.world.together(lambda: read_step(path))
+    step = job.world.on_all_ranks(lambda: read_step(path))
     if step.step > steps:
         raise _on_every_rank(
             ConfigError(
@@ -137,9 +137,9 @@ def own(job: Job, parts: Parts, chosen: Chosen) -> None:
     parts.saver.set_aside(chosen.corrupt)
     if path is None:
         return
-    parts.saver.bring_back_history(job.world.together(lambda: read_step(path)))
+    parts.saver.bring_back_history(job.world.on_all_ranks(lambda: read_step(path)))
     if is_brought(path):
-        parts.saver.saved_step = job.world.first_does(
+        parts.saver.saved_step = job.world.on_rank_0(
             lambda: take_over(read_step(path), job.checkpoints, run=run, branch=chosen.branch).step
         )
 
@@ -153,7 +153,7 @@ def in_place_of(job: Job, reason: CheckpointError) -> LoadedRun:
     Raises:
         BucketError: On every rank: which names the mirror has cannot be told.
     """
-    name = job.world.first_does(lambda: _free_name(job))
+    name = job.world.on_rank_0(lambda: _free_name(job))
     logger.warning(
         "%s cannot be resumed: %s --resume-or-start was given: the run goes on as %s, which starts "
         "FROM SCRATCH where it has no checkpoint yet. Nothing of %s is changed.",
@@ -175,7 +175,7 @@ def _choose(job: Job, catalog: Catalog) -> Chosen:
         if step is not None:
             trusted(step.manifest, where=str(step.path))
         return Chosen(None if step is None else step.path, selected.branch, selected.corrupt)
-    if job.world.keepers > 1:
+    if job.world.storage_ranks > 1:
         raise CheckpointError(
             f"--resume {request.resume}: machines that keep the run's files each on its own disk "
             "resume from this run's steps alone. Set run.directory to a folder on a disk that all "

@@ -40,7 +40,7 @@ from refocused.train.lifecycle.resume import (
     own,
     start_or_resume,
 )
-from refocused.train.lifecycle.run_folder import find_keepers, require_one_mirror, writing
+from refocused.train.lifecycle.run_folder import find_storage_ranks, require_one_mirror, writing
 from refocused.train.lifecycle.session import Session
 from refocused.train.lifecycle.signals import ENDING
 from refocused.train.lifecycle.sole_trainer import claim_run
@@ -78,17 +78,17 @@ def _open(
     loaded: LoadedRun, request: Request, world: World, session: Session
 ) -> tuple[Job, StopRequest]:
     """Settle what is done, and take the run's folder."""
-    world.together(lambda: _agree_on_configuration(loaded, world))
+    world.on_all_ranks(lambda: _agree_on_configuration(loaded, world))
     loaded, planned, plan = _planned(loaded, request, world)
     config = loaded.config
     folder = Path(config.run.directory) / config.run.name
     if not request.dry_run:
-        world.together(lambda: _open_folder(folder, world))
-    world = find_keepers(folder, world)
+        world.on_all_ranks(lambda: _open_folder(folder, world))
+    world = find_storage_ranks(folder, world)
     require_one_mirror(config.checkpoint.mirror, world)
     session.presence.tell(run=str(folder))
     if not request.dry_run:
-        world.keepers_do(lambda: _claim(folder))
+        world.on_storage_ranks(lambda: _claim(folder))
     stop = StopRequest(
         world,
         stop_file=None if request.dry_run else folder / "STOP",  # that of the run beside it
@@ -104,7 +104,7 @@ def _planned(
     """Decide everything that the run file leaves open."""
     loaded, planned = settle(loaded, world, open_source=request.open_bucket)
     config = loaded.config
-    plan = world.together(
+    plan = world.on_all_ranks(
         lambda: plan_batch(
             config.batch, world_size=world.world_size, sequence_length=config.model.sequence_length
         )
@@ -115,14 +115,14 @@ def _planned(
 def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) -> ExitCode:
     """Build every part, resume, train, finish; `given` is the run before it was planned."""
     world = job.world
-    world.first_does(lambda: _say_opening(job))
+    world.on_rank_0(lambda: _say_opening(job))
     stop.leave_if_asked()
     chosen = choose(job)
     job = _in_saved_precision(job, given, chosen)
     stop.leave_if_asked()
-    data = world.together(lambda: assemble_data(job))
+    data = world.on_all_ranks(lambda: assemble_data(job))
     with contextlib.closing(data.cache), explaining_lack_of_memory(job.plan, world=world):
-        world.first_does(lambda: _say_data(job, data))
+        world.on_rank_0(lambda: _say_data(job, data))
         stop.leave_if_asked()
         parts = assemble_parts(
             job,
@@ -137,7 +137,7 @@ def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) 
         if job.request.dry_run:
             if not _read_first_step(parts, state, stop):
                 return stop.agreed().exit_code
-            world.keepers_do(lambda: _write_to_mirror(job))
+            world.on_storage_ranks(lambda: _write_to_mirror(job))
             parts.reporter.event("dry_run", "done  dry run: everything is in place, no step taken")
             return ExitCode.OK
         own(job, parts, chosen)
@@ -156,13 +156,13 @@ def _in_saved_precision(job: Job, given: LoadedRun, chosen: Chosen) -> Job:
     path = chosen.path
     if path is None or given.config.precision.dtype != "auto":
         return job
-    manifest = job.world.together(lambda: read_step(path)).manifest
+    manifest = job.world.on_all_ranks(lambda: read_step(path)).manifest
     if manifest.dtype == job.loaded.config.precision.dtype:
         return job
-    kept = job.world.together(lambda: with_dtype(given, manifest.dtype))
+    kept = job.world.on_all_ranks(lambda: with_dtype(given, manifest.dtype))
     loaded, planned, plan = _planned(kept, job.request, job.world)
     job = dataclasses.replace(job, loaded=loaded, planned=planned, plan=plan)
-    if job.world.is_first:
+    if job.world.is_rank_0:
         logger.info(
             "  dtype    %s, as %s was saved; precision.dtype=%s --allow-change precision.dtype "
             "would change it",
@@ -264,7 +264,7 @@ def _train_and_finish(
 ) -> ExitCode:
     """Train, drain the mirror, say how it ended."""
     config = job.loaded.config
-    job.world.keepers_do(lambda: _begin(job.folder, render_run(config)))
+    job.world.on_storage_ranks(lambda: _begin(job.folder, render_run(config)))
     parts.saver.begin()
     start_sampling(
         job.folder, job.world, report=parts.reporter.event, log=config.log, cost=config.cost

@@ -24,7 +24,7 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def find_keepers(folder: Path, world: World) -> World:
+def find_storage_ranks(folder: Path, world: World) -> World:
     """Find out who keeps the run's files; return the world that knows it.
 
     Every rank must call. Either all ranks see the same folder, and rank 0 keeps it; or every
@@ -41,7 +41,7 @@ def find_keepers(folder: Path, world: World) -> World:
         return world
     own = world.gather({world.node})
     if len(nodes) > 1 and seen == own:
-        return dataclasses.replace(world, keepers=len(nodes))
+        return dataclasses.replace(world, storage_ranks=len(nodes))
     odd = next(rank for rank, signs in enumerate(seen) if signs != seen[0])
     raise _on_every_rank(
         f"rank {odd}: The run's folder {folder.absolute()} is another one for this rank than for "
@@ -56,11 +56,11 @@ def require_one_mirror(mirror: str | None, world: World) -> None:
     Raises:
         ConfigError: On every rank.
     """
-    if world.keepers == 1 or mirror is None or "://" in mirror:
+    if world.storage_ranks == 1 or mirror is None or "://" in mirror:
         return
     folder = Path(mirror).expanduser()
-    seen = _signs_seen(folder, world, nodes=world.keepers)
-    if any(len(signs) < world.keepers for signs in seen):
+    seen = _signs_seen(folder, world, nodes=world.storage_ranks)
+    if any(len(signs) < world.storage_ranks for signs in seen):
         raise _on_every_rank(
             f"The folder checkpoint.mirror={mirror} is another one on each machine, so that none "
             "would hold all files of a checkpoint. Set it to a bucket, or to a folder on a disk "
@@ -79,19 +79,19 @@ def _signs_seen(folder: Path, world: World, *, nodes: int) -> list[set[int]]:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
 
     def write() -> None:
-        if world.is_first_on_node:
+        if world.is_local_rank_0:
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 mine.touch()
 
     try:
-        world.together(write)
+        world.on_all_ranks(write)
         seen = world.gather({node for node, sign in enumerate(signs) if sign.exists()})
     finally:
-        if world.is_first_on_node:
+        if world.is_local_rank_0:
             mine.unlink(missing_ok=True)
     world.barrier()
-    for path in missing if world.is_first_on_node else ():
+    for path in missing if world.is_local_rank_0 else ():
         with contextlib.suppress(OSError):  # another machine removed it, or it is not empty
             path.rmdir()
     world.barrier()

@@ -80,7 +80,7 @@ def finish(
     if parts.saver.last_save_failed:
         code = ExitCode.FAILED
     outcome = dataclasses.replace(outcome, state=parts.reporter.end(outcome.state))
-    if parts.world.is_first:
+    if parts.world.is_rank_0:
         for line in _summary(parts, outcome, sample, folder, settings, command, mirrored=mirrored):
             logger.info("%s", line)
     status = "stopped" if outcome.stopped else "finished"
@@ -96,7 +96,7 @@ def finish(
         code, limit_seconds=TRACKERS_END_S if outcome.stopped else FINISHED_TRACKERS_END_S
     )
     parts.reporter.close()
-    if parts.world.is_first:
+    if parts.world.is_rank_0:
         leave_summary(folder)
     return code
 

@@ -55,7 +55,7 @@ def build_texts(
     Raises:
         RefocusedError: On every rank: the tokenizer or a task does not fit the model.
     """
-    content = world.first_does(lambda: _read_tokenizer(data, vocabulary))
+    content = world.on_rank_0(lambda: _read_tokenizer(data, vocabulary))
     if content is None or not (evaluation.tasks or evaluation.sample_prompt):
         return TextParts(content, (), None)
     ends = (data.document_id, data.separator_id)

@@ -82,7 +82,7 @@ def take_trial_step(
     began = time.monotonic()
     loaded, planned = settle(_without_mirror(loaded), world, open_source=request.open_bucket)
     config = loaded.config
-    plan = world.together(
+    plan = world.on_all_ranks(
         lambda: plan_batch(
             config.batch, world_size=world.world_size, sequence_length=config.model.sequence_length
         )
@@ -94,7 +94,7 @@ def take_trial_step(
         signalled=lambda: session.signals.asked,
         orphaned=lambda: session.ancestors.gone,
     )
-    data = world.together(lambda: assemble_data(job))
+    data = world.on_all_ranks(lambda: assemble_data(job))
     try:
         with explaining_lack_of_memory(plan, world=world):
             built = assemble_engine(job)

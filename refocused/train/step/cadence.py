@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from refocused.checkpoints.step.tiers import Tier
+from refocused.checkpoints.step.tiers import SaveReason
 from refocused.estimate.run_cost import times_left
 from refocused.metrics.throughput import Activity
 
@@ -64,7 +64,7 @@ class Cadence:
 
     def reasons_to_save(
         self, step: int, *, last: bool, epoch_ended: bool, is_best: bool, stopping: bool
-    ) -> tuple[Tier, ...]:
+    ) -> tuple[SaveReason, ...]:
         """Return the labels of the save that follows a step; none: there is no save.
 
         Args:
@@ -75,13 +75,13 @@ class Cadence:
             stopping: Training ends after it, whatever else is due.
         """
         due = {
-            Tier.ROLLING: self.checkpoint_due(step),
-            Tier.EPOCH: self.keep_epochs and epoch_ended,
-            Tier.FINAL: last,
-            Tier.BEST: self.save_best and is_best,
+            SaveReason.ROLLING: self.checkpoint_due(step),
+            SaveReason.EPOCH: self.keep_epochs and epoch_ended,
+            SaveReason.FINAL: last,
+            SaveReason.BEST: self.save_best and is_best,
         }
         tiers = tuple(tier for tier, is_due in due.items() if is_due)
-        return tiers or ((Tier.EMERGENCY,) if stopping else ())
+        return tiers or ((SaveReason.EMERGENCY,) if stopping else ())
 
     def ahead(self, step: int, total_steps: int) -> dict[Activity, int]:
         """Count what is still to be done when a step is logged, the ending included.

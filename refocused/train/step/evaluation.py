@@ -137,4 +137,4 @@ def prepare_tasks(
         except (ConfigError, EvaluationError) as error:
             raise ConfigError(f"evaluation.tasks: {error}") from None
 
-    return world.first_does(read)
+    return world.on_rank_0(read)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from refocused.checkpoints.step.tiers import Tier
+from refocused.checkpoints.step.tiers import SaveReason
 from refocused.data.loader.batch import Batch
 from refocused.engine.schedule import learning_rate
 from refocused.system.world import World
@@ -153,4 +153,4 @@ def save_where_it_waited(
     """
     if losses:
         state = parts.reporter.step(state, losses, waited_seconds)
-    return parts.saver.save(state, (Tier.EMERGENCY,))
+    return parts.saver.save(state, (SaveReason.EMERGENCY,))

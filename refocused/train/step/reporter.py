@@ -68,7 +68,7 @@ class Reporter:
         self._more_of_state: Callable[[], Mapping[str, object]] = dict
         self._metrics = self._performance = self._events = None
         self._trackers: Trackers | None = None
-        if world.is_first and not dry_run:
+        if world.is_rank_0 and not dry_run:
             self._metrics = JsonLines(folder / "logs" / "training_metrics.jsonl")
             self._performance = JsonLines(folder / PERFORMANCE_FILE)
             self._events = JsonLines(folder / "logs" / "events.jsonl")
@@ -113,7 +113,7 @@ class Reporter:
 
     def run_time(self) -> RunTime:
         """Return where the time of all sessions went, as the run's file tells it."""
-        return read_run_time(self._folder) if self._world.is_first else RunTime()
+        return read_run_time(self._folder) if self._world.is_rank_0 else RunTime()
 
     def booked(self, state: TrainState) -> TrainState:
         """Return a state with this session's time and money added."""
@@ -229,14 +229,14 @@ class Reporter:
         """Record something that happened; the screen gets its text, unless that is empty."""
         if self._events is not None:
             self._events.write({"kind": kind, "text": text, **facts})
-        if self._world.is_first and text:
+        if self._world.is_rank_0 and text:
             level = logging.WARNING if kind.endswith(("failed", "warning")) else logging.INFO
             logger.log(level, "%s", text)
 
     def write_state(self, state: TrainState, status: str, **facts: object) -> None:
         """Replace `state.json`, which tells other programs where the run is."""
         self._latest = state
-        if self._world.is_first:
+        if self._world.is_rank_0:
             write_state(
                 self._state_file,
                 {

@@ -16,7 +16,7 @@ from refocused.checkpoints.step.retention import FEWEST
 from refocused.checkpoints.step.staging import clean_leftovers, set_aside
 from refocused.checkpoints.step.step_directory import StepDirectory, in_use
 from refocused.checkpoints.step.thinning import disk_is_low, thin_out
-from refocused.checkpoints.step.tiers import Tier
+from refocused.checkpoints.step.tiers import SaveReason
 from refocused.config.outputs import CheckpointConfig
 from refocused.data.order.position import Position
 from refocused.engine.engine import Engine
@@ -90,7 +90,11 @@ class Saver:
         self.loaded_changed = False
 
     def save(
-        self, state: TrainState, tiers: Sequence[Tier] = (Tier.ROLLING,), *, wait: bool = True
+        self,
+        state: TrainState,
+        tiers: Sequence[SaveReason] = (SaveReason.ROLLING,),
+        *,
+        wait: bool = True,
     ) -> TrainState:
         """Save a state; return it with its time and money booked.
 
@@ -167,15 +171,15 @@ class Saver:
             CheckpointError: On every rank: it cannot be resumed under this run's settings.
         """
         with in_use(step.path):
-            changes = self._world.together(lambda: self._compare(step))
+            changes = self._world.on_all_ranks(lambda: self._compare(step))
             for line in changes.lines():
                 self._reporter.event("differs", f"  differs  {line}")
             for text in changes.allowed:
                 logger.warning("%s", text)
             record = self._checkpointer.load(self._engine, step, exact=changes.way == "exact")
-            self.loaded_loss = self._world.together(lambda: read_saved_loss(record))
+            self.loaded_loss = self._world.on_all_ranks(lambda: read_saved_loss(record))
             self.loaded_changed = bool(changes.allowed)
-            state = self._world.together(lambda: TrainState.from_record(record))
+            state = self._world.on_all_ranks(lambda: TrainState.from_record(record))
         if changes.new_data:
             state = dataclasses.replace(state, position=Position())
         if step.path.resolve() == (self._folder / step.name).resolve():
@@ -193,7 +197,7 @@ class Saver:
 
     def set_aside(self, corrupt: Collection[Path]) -> None:
         """Rename corrupt checkpoints: their names are needed for what will be saved."""
-        self._world.keepers_do(lambda: self._set_aside(corrupt))
+        self._world.on_storage_ranks(lambda: self._set_aside(corrupt))
 
     def begin(self) -> None:
         """See that the state can be saved, and start the background copy.
@@ -228,7 +232,7 @@ class Saver:
 
     def _make_room(self) -> None:
         """Remove what is needed least when a disk lacks room for another save."""
-        if any(self._world.keepers_do(self._clean_a_low_disk)):
+        if any(self._world.on_storage_ranks(self._clean_a_low_disk)):
             self._thin_out(keep=FEWEST, disk_low=True)
 
     def _clean_a_low_disk(self) -> bool:
@@ -284,7 +288,7 @@ class Saver:
 
     def _make_way(self) -> str:
         """Keep the mirrors going and remove old steps; return what the mirrors say."""
-        seen = self._world.keepers_do(
+        seen = self._world.on_storage_ranks(
             lambda: (
                 self.mirror.look_after(self._folder, self._branch),
                 disk_is_low(self._folder, self._branch),

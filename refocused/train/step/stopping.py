@@ -55,7 +55,7 @@ class StopRequest:
 
         Args:
             world: The ranks.
-            stop_file: Its existence asks to stop, on any keeper's disk. None: there is none.
+            stop_file: Its existence asks to stop, on any storage rank's disk. None: there is none.
             signalled: Whether a signal asked this process to stop.
             orphaned: Whether the processes that started this one are gone.
         """
@@ -95,8 +95,8 @@ class StopRequest:
     def _seen(self) -> StopReason:
         if self._orphaned():
             return StopReason.PARENT_GONE
-        if self._world.keeps and self._stop_file is not None and self._stop_file.exists():
+        if self._world.is_storage_rank and self._stop_file is not None and self._stop_file.exists():
             return StopReason.STOP_FILE
-        if not self._world.is_first:
+        if not self._world.is_rank_0:
             return StopReason.NONE
         return max((limit() for limit in self._limits), default=StopReason.NONE)
