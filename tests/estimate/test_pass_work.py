@@ -63,6 +63,11 @@ class Traffic(TorchDispatchMode):
         return result
 
 
+def summed(_: Any, a: tuple[int, int], b: tuple[int, int], **__: Any) -> int:
+    """FLOPs of `addmm_`, which sums the head's gradient; torch's counter leaves it out."""
+    return 2 * a[0] * a[1] * b[1]
+
+
 def counted(case: Case, *, layers: int) -> tuple[float, list[Counter[str]]]:
     """Return the FLOPs of products of a pass, and the bytes forward and backward."""
     settings = dict(shape_of(case).settings)
@@ -76,7 +81,7 @@ def counted(case: Case, *, layers: int) -> tuple[float, list[Counter[str]]]:
     ).to(torch.bfloat16 if case.dtype == "bf16" else torch.float32)
     ids = torch.randint(ROWS, (case.micro, case.length))
     traffic = [Traffic(), Traffic()]
-    with FlopCounterMode(display=False) as flops:
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: summed}) as flops:
         with traffic[0]:
             loss = model(ids, ids)
         with traffic[1]:
@@ -99,7 +104,7 @@ def computed(case: Case, *, layers: int) -> tuple[Work, Work]:
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_products_of_a_pass_are_those_that_torch_counts(family: Any, recomputes: bool) -> None:
-    case = Case(0, family, "bf16", recomputes)  # the counter leaves out `addmm_` in float32
+    case = Case(0, family, "bf16", recomputes)
     flops, _ = counted(case, layers=2)
     forward, backward = computed(case, layers=2)
     work = forward + backward
@@ -139,7 +144,10 @@ def test_the_head_moves_what_its_operations_read_and_write(dtype: Dtype) -> None
     with Traffic() as traffic:
         head(hidden, torch.randint(ROWS, (tokens,))).backward()
     expected, _ = computed(case, layers=0)
-    assert expected.elementwise == pytest.approx(traffic.bytes["moved"], rel=0.15)
+    moved = traffic.bytes["moved"]
+    if dtype == "bf16":  # a CPU widens the operands of the float32 sum, a GPU does not
+        moved -= (2 + 4) * tokens * (ROWS + width)
+    assert expected.elementwise == pytest.approx(moved, rel=0.15)
 
 
 def test_families_without_attention_wait_for_memory_where_attention_computes() -> None:

@@ -105,7 +105,7 @@ def test_auto_takes_the_faster_of_those_that_run(
         device=torch.device("cpu"),
         device_kind="cuda",
         on_rank_0=lambda action: action(),
-        together=lambda action: action(),
+        on_all_ranks=lambda action: action(),
     )
     said = chosen("auto", world=gpu)  # type: ignore[arg-type]
     assert torch.backends.cuda.cudnn_sdp_enabled() == (faster == "cudnn")

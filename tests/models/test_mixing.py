@@ -42,7 +42,7 @@ def a_gpu(world: World = World()) -> Any:  # noqa: B008 - frozen
         device_kind="cuda",
         gather=world.gather,
         on_rank_0=world.on_rank_0,
-        together=world.together,
+        on_all_ranks=world.on_all_ranks,
     )
 
 
