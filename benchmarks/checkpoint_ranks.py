@@ -34,7 +34,7 @@ from refocused.engine.engine import Engine
 from refocused.engine.host_copy import HostMemory
 from refocused.models.causal_lm import counted_parameters
 from refocused.models.families import build_model
-from refocused.system.atomic import fsync_path
+from refocused.system.atomic_files import fsync_path
 from refocused.system.world import World, join_world
 from refocused.train.step.state import TrainState
 

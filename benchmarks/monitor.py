@@ -33,7 +33,7 @@ from monitor_steps import LOG_STEPS, step_cost
 from refocused.metrics.jsonl import JsonLines, write_state
 from refocused.monitor.sampler.sampler_process import start_sampler
 from refocused.monitor.sampler.start_sampler import SamplerSettings
-from refocused.system.process_identity import identify
+from refocused.system.processes import identify
 
 sys.path.insert(0, str(ROOT / "tests" / "monitoring"))
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from measuring import ROOT, Record
 
 from refocused.metrics.jsonl import JsonLines, write_state
-from refocused.system.process_identity import this_process
+from refocused.system.processes import this_process
 
 HISTORY = 10_000  # logged steps behind it: 100,000 steps, each tenth logged
 LOG_SECONDS = 10.0  # between two more; ten steps of 8 GPUs and a billion parameters take 14

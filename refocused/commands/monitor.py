@@ -196,7 +196,7 @@ def _follower(folder: Path) -> RunFollower:
 
 def liveness(state: Mapping[str, Any]) -> Liveness | None:
     """Say whether the process that wrote a state is there; None: it does not say who it is."""
-    from refocused.system.process_identity import ProcessIdentity
+    from refocused.system.processes import ProcessIdentity
 
     if state.get("host", socket.gethostname()) != socket.gethostname():
         return "elsewhere"

@@ -24,7 +24,7 @@ from refocused.monitor.run_findings import (
     seconds_left,
 )
 from refocused.system.errors import RefocusedError
-from refocused.system.process_identity import ProcessIdentity
+from refocused.system.processes import ProcessIdentity
 
 _NEEDED = {"run", "step", "total_steps", "tokens", "seconds", "cost_usd", "updated"}
 

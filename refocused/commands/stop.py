@@ -15,7 +15,7 @@ from refocused.commands.arguments import Parser
 from refocused.commands.run_selection import find_run
 from refocused.metrics.tail import SmallFile, read_json, read_small
 from refocused.system.errors import ConfigError, ExitCode
-from refocused.system.process_identity import ProcessIdentity
+from refocused.system.processes import ProcessIdentity
 
 POLL_SECONDS = 0.5
 

@@ -22,7 +22,7 @@ from refocused.evaluate.safetensors_files import (
     StreamedTensor,
     write_safetensors,
 )
-from refocused.system.atomic import fsync_directories, fsync_path
+from refocused.system.atomic_files import fsync_directories, fsync_path
 from refocused.system.errors import CheckpointError
 
 FILE_BYTES = 5_000_000_000

@@ -16,7 +16,7 @@ from refocused.bucket.partial_files import disk_errors
 from refocused.bucket.stored import with_checksum
 from refocused.bucket.transfer import Progress, download_many, upload_many
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
-from refocused.system.atomic import fsync_directories, replace_folder
+from refocused.system.atomic_files import fsync_directories, replace_folder
 from refocused.system.errors import CheckpointError
 from refocused.system.locks import FileLock
 

@@ -13,8 +13,7 @@ from refocused.checkpoints.step.branches import present_branch
 from refocused.config.outputs import CheckpointConfig
 from refocused.evaluate.export_copy import FOLDER
 from refocused.evaluate.make_final_model import FinalModelAnswer, FinalModelRequest, read_answer
-from refocused.system.process_identity import ProcessIdentity, identify
-from refocused.system.processes import start_detached
+from refocused.system.processes import ProcessIdentity, identify, start_detached
 from refocused.system.world import World
 
 logger = logging.getLogger(__name__)

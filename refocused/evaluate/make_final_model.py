@@ -17,7 +17,7 @@ from refocused.checkpoints.step.step_directory import StepDirectory, in_use, rea
 from refocused.evaluate.export import export_step
 from refocused.evaluate.export_copy import FOLDER, ORIGIN, upload_folder
 from refocused.evaluate.model_weights import open_model_weights, travelled_tokenizer
-from refocused.system.atomic import replace_folder, write_json_atomic
+from refocused.system.atomic_files import replace_folder, write_json_atomic
 from refocused.system.errors import BucketError, RefocusedError
 from refocused.system.strict_json import parse_json
 

@@ -37,7 +37,7 @@ from refocused.prepare.packing_recipe import check_recipe
 from refocused.prepare.packing_state import Journal
 from refocused.prepare.shard_packer import Cursor, ShardPacker, is_open_shard_whole
 from refocused.system.errors import ShardError
-from refocused.system.exclusive import exclusive_folder
+from refocused.system.locks import exclusive_folder
 
 STREAM = "convert"
 _NO_LIMIT = 1 << 62

@@ -27,7 +27,7 @@ from refocused.data.formats.object_names import (
 )
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import ShardError
-from refocused.system.exclusive import exclusive_folder
+from refocused.system.locks import exclusive_folder
 from refocused.system.strict_json import MalformedError, parse_json_object
 
 INDEX_FOLDER = ".sync"

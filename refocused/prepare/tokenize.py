@@ -45,7 +45,7 @@ from refocused.prepare.tokenize_worker import (
     start_worker,
 )
 from refocused.system.errors import ShardError
-from refocused.system.exclusive import exclusive_folder
+from refocused.system.locks import exclusive_folder
 from refocused.tokenizers.encoders import Tokenizer, TokenizerChoice, open_tokenizer
 
 READ_IDS = 1 << 20

@@ -14,7 +14,7 @@ from refocused.checkpoints.step.branches import checkpoint_paths
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.checkpoints.step.verify import verify
-from refocused.system.process_identity import ProcessIdentity, this_process
+from refocused.system.processes import ProcessIdentity, this_process
 
 PREFIX = "sample/checkpoints"
 PATIENCE_SECONDS = 30

@@ -18,7 +18,7 @@ from refocused.checkpoints.mirror.mirror import START_ATTEMPTS
 from refocused.checkpoints.mirror.mirror_status import MirrorStatus
 from refocused.checkpoints.step.branches import step_paths
 from refocused.system.errors import CheckpointError
-from refocused.system.process_identity import identify
+from refocused.system.processes import identify
 
 pytestmark = pytest.mark.slow
 

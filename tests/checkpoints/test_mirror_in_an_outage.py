@@ -12,7 +12,7 @@ from fakes import Emulator, Fault, Request
 
 from refocused.checkpoints.mirror.mirror import CheckpointMirror
 from refocused.checkpoints.mirror.mirror_status import MirrorSettings, MirrorStatus
-from refocused.system.process_identity import this_process
+from refocused.system.processes import this_process
 
 pytestmark = [pytest.mark.slow, pytest.mark.bucket]
 

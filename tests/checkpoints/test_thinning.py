@@ -14,7 +14,7 @@ from refocused.checkpoints.step.branches import saved_steps
 from refocused.checkpoints.step.staging import remove_step
 from refocused.checkpoints.step.step_directory import in_use, is_in_use
 from refocused.checkpoints.step.thinning import disk_is_low, local_steps, thin_out
-from refocused.system.process_identity import this_process
+from refocused.system.processes import this_process
 from refocused.system.world import World
 
 

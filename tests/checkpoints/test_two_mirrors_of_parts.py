@@ -18,7 +18,7 @@ from refocused.checkpoints.mirror.mirror_status import MirrorSettings
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.mirror.remote_verify import verify_remote
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
-from refocused.system.process_identity import this_process
+from refocused.system.processes import this_process
 
 PREFIX = "sample/checkpoints"
 

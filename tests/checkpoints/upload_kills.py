@@ -34,7 +34,7 @@ from refocused.checkpoints.step.staging import remove_step
 from refocused.checkpoints.step.step_directory import name_of
 from refocused.checkpoints.step.tiers import SaveReason
 from refocused.checkpoints.step.verify import describe
-from refocused.system.process_identity import this_process
+from refocused.system.processes import this_process
 
 PREFIX = "sample/checkpoints"
 LONGEST_LIFE_S = 0.6  # about the imports of a mirror and one step's upload

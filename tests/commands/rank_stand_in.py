@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from refocused.system.process_identity import identify
+from refocused.system.processes import identify
 from refocused.train.lifecycle.session import Session, begin_session
 
 RUN = Path("runs/stand_in")

@@ -17,7 +17,7 @@ from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.step.staging import remove_step
 from refocused.checkpoints.step.step_directory import StepDirectory
 from refocused.commands.checkpoints import main
-from refocused.system.process_identity import this_process
+from refocused.system.processes import this_process
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

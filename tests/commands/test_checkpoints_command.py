@@ -15,7 +15,7 @@ from refocused.checkpoints.mirror.mirror_status import MirrorFiles, MirrorStatus
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.step.staging import remove_step
 from refocused.commands.checkpoints import VERBS, main
-from refocused.system.process_identity import this_process
+from refocused.system.processes import this_process
 
 REPOSITORY = Path(__file__).parents[2]
 

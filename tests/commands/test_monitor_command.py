@@ -13,7 +13,7 @@ from monitor.watched_run import GPU, WatchedRun, new_run
 
 from refocused.commands import monitor
 from refocused.commands.run_selection import whole_steps
-from refocused.system.process_identity import this_process
+from refocused.system.processes import this_process
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "monitor.py"
 

@@ -14,7 +14,7 @@ import pytest
 from monitor.watched_run import GPU, new_run
 
 from refocused.commands.monitor_screen import open_in_screen, session_name
-from refocused.system.process_identity import this_process
+from refocused.system.processes import this_process
 
 SCREEN = shutil.which("screen")
 needs_screen = pytest.mark.skipif(SCREEN is None, reason="screen is not installed")

@@ -15,7 +15,7 @@ from refocused.commands.estimate_cost import main
 from refocused.commands.run_measured import measure
 from refocused.config.load_run import load_run, render_run
 from refocused.metrics.run_time import PERFORMANCE_FILE
-from refocused.system.process_identity import this_process
+from refocused.system.processes import this_process
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from refocused.commands import stop
-from refocused.system.process_identity import identify, this_process
+from refocused.system.processes import identify, this_process
 
 
 def run_with(folder: Path, *, when: int = 0, **state: object) -> Path:

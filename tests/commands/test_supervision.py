@@ -15,7 +15,7 @@ from refocused.commands.supervision import (
     patience_ends,
 )
 from refocused.system.errors import ExitCode
-from refocused.system.process_identity import ProcessIdentity
+from refocused.system.processes import ProcessIdentity
 from refocused.train.lifecycle.launch_session import RankNote
 
 

@@ -19,7 +19,7 @@ from refocused.monitor.sampler import gpu_reader as gpu
 from refocused.monitor.sampler.sampler import Sampler, take_turn
 from refocused.monitor.sampler.sampler_process import SamplerError, start_sampler
 from refocused.monitor.sampler.start_sampler import SamplerSettings
-from refocused.system.process_identity import ProcessIdentity, identify, this_process
+from refocused.system.processes import ProcessIdentity, identify, this_process
 
 LONG_S = 60.0
 

@@ -10,7 +10,7 @@ from refocused.config.outputs import CostConfig, LogConfig
 from refocused.monitor.sampler import sampling
 from refocused.monitor.sampler.sampler_process import SamplerError
 from refocused.monitor.sampler.start_sampler import SamplerSettings
-from refocused.system.process_identity import this_process
+from refocused.system.processes import this_process
 from refocused.system.world import World
 
 GPU_RANK = World(world_size=16, local_world_size=8, device_kind="cuda")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from refocused.system.atomic import replace_folder, write_bytes_atomic, write_json_atomic
+from refocused.system.atomic_files import replace_folder, write_bytes_atomic, write_json_atomic
 
 
 def test_a_write_replaces_the_whole_content_and_leaves_no_other_file(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from refocused.system.process_identity import ProcessIdentity, identify, this_process
+from refocused.system.processes import ProcessIdentity, identify, this_process
 
 
 def test_a_process_is_alive_until_it_ends_even_when_nobody_reaps_it() -> None:

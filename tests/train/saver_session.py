@@ -19,7 +19,7 @@ from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, saved_step
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.config.outputs import CheckpointConfig
 from refocused.metrics.throughput import Throughput
-from refocused.system.process_identity import this_process
+from refocused.system.processes import this_process
 from refocused.system.world import World
 from refocused.train.step.saver import Saver
 from refocused.train.step.state import TrainState

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from refocused.system.process_identity import ProcessIdentity, this_process
+from refocused.system.processes import ProcessIdentity, this_process
 from refocused.train.lifecycle.ancestors import Ancestors, stopped_ranks
 from refocused.train.lifecycle.launch_session import Launch
 

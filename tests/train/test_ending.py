@@ -14,7 +14,7 @@ from refocused.config.outputs import CheckpointConfig
 from refocused.evaluate.final_model import FinalModel
 from refocused.evaluate.make_final_model import FinalModelAnswer
 from refocused.system.errors import ExitCode
-from refocused.system.process_identity import this_process
+from refocused.system.processes import this_process
 from refocused.train.lifecycle.shutdown import (
     INTERRUPTED_DRAIN_S,
     SAY_AGAIN_S,

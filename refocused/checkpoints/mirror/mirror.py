@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable
 
 from refocused.checkpoints.mirror.mirror_status import MirrorSettings, MirrorStatus
-from refocused.system.atomic import write_bytes_atomic
+from refocused.system.atomic_files import write_bytes_atomic
 from refocused.system.errors import CheckpointError
-from refocused.system.process_identity import ProcessIdentity, identify
-from refocused.system.processes import start_detached
+from refocused.system.processes import ProcessIdentity, identify, start_detached
 
 logger = logging.getLogger(__name__)
 

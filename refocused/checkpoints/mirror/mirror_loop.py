@@ -22,10 +22,10 @@ from refocused.checkpoints.mirror.remote_retention import RemoteRetention
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
-from refocused.system.atomic import write_json_atomic
+from refocused.system.atomic_files import write_json_atomic
 from refocused.system.errors import BucketError, CheckpointError
 from refocused.system.locks import FileLock
-from refocused.system.process_identity import this_process
+from refocused.system.processes import this_process
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pydantic
 
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
-from refocused.system.process_identity import ProcessIdentity
+from refocused.system.processes import ProcessIdentity
 
 BLOCKED = "blocked: "
 

@@ -21,7 +21,7 @@ from refocused.checkpoints.step.staging import (
 )
 from refocused.checkpoints.step.step_directory import PART, Part, StepDirectory, read_step
 from refocused.checkpoints.step.verify import describe, verify
-from refocused.system.atomic import (
+from refocused.system.atomic_files import (
     fsync_directories,
     fsync_path,
     write_bytes_atomic,

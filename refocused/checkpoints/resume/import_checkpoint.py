@@ -31,7 +31,7 @@ from refocused.checkpoints.step.step_directory import (
     read_step,
 )
 from refocused.checkpoints.step.verify import describe, verify
-from refocused.system.atomic import (
+from refocused.system.atomic_files import (
     fsync_directories,
     fsync_path,
     link_or_copy,

@@ -16,7 +16,7 @@ from refocused.checkpoints.step.staging import STAGING_PREFIX
 from refocused.checkpoints.step.step_directory import DESCRIPTIONS, StepDirectory, rank_file
 from refocused.checkpoints.step.verify import describe, unreadable
 from refocused.engine.zero_layout import is_of_all_ranks, is_read_by
-from refocused.system.atomic import link_or_copy
+from refocused.system.atomic_files import link_or_copy
 from refocused.system.errors import CheckpointError
 from refocused.system.world import World
 

@@ -18,7 +18,7 @@ from refocused.checkpoints.step.checkpoint_manifest import (
 )
 from refocused.checkpoints.step.step_directory import PART, Part, StepDirectory, parse_name
 from refocused.checkpoints.step.verify import describe, require_content, verify
-from refocused.system.atomic import fsync_directories, fsync_path
+from refocused.system.atomic_files import fsync_directories, fsync_path
 from refocused.system.errors import CheckpointError, ConfigError
 from refocused.system.locks import FileLock
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from refocused.config.outputs import CostConfig, LogConfig
 from refocused.monitor.sampler.sampler_process import SamplerError, start_sampler
 from refocused.monitor.sampler.start_sampler import SamplerSettings
-from refocused.system.process_identity import this_process
+from refocused.system.processes import this_process
 from refocused.system.world import World
 
 

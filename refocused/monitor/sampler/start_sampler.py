@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pydantic
 
-from refocused.system.process_identity import ProcessIdentity
+from refocused.system.processes import ProcessIdentity
 
 
 class SamplerSettings(pydantic.BaseModel):

@@ -45,7 +45,7 @@ from refocused.models.families import build_model, register_families
 from refocused.models.mixing import choose_mixing
 from refocused.monitor.sampler.memory import memory_now
 from refocused.system.hardware import gpu_facts
-from refocused.system.process_identity import identify
+from refocused.system.processes import identify
 from refocused.train.lifecycle.banner import uncompiled_fp8
 from refocused.train.lifecycle.job import Job
 from refocused.train.lifecycle.open_data import DataParts, build_data

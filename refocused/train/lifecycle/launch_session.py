@@ -13,12 +13,12 @@ from pathlib import Path
 import pydantic
 
 from refocused.system.atomic_files import replace_file
-from refocused.system.process_identity import (
+from refocused.system.processes import (
+    LAUNCH_VARIABLE,
     ProcessIdentity,
     identify,
     this_process,
 )
-from refocused.system.processes import LAUNCH_VARIABLE
 
 _LAUNCH_FILE = "launch.json"
 _FOLDER_PREFIX = "refocused-launch-"

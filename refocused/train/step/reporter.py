@@ -26,7 +26,7 @@ from refocused.metrics.step_metrics import duration, perplexity
 from refocused.metrics.throughput import Throughput
 from refocused.metrics.time_book import TimeBook
 from refocused.metrics.trackers import END, Record, Trackers
-from refocused.system.process_identity import this_process
+from refocused.system.processes import this_process
 from refocused.system.world import World
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import RunFigures, StepFigures
