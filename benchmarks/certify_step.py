@@ -19,9 +19,9 @@ from step_contenders import Setup, bare_deepspeed, bare_torch, ours, trainer
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.files import REPOSITORY_CONFIG
-from refocused.config.model import ModelConfig
 from refocused.config.model_shape import ModelShape, load_shape
 from refocused.config.optimization import PrecisionConfig, ZeroConfig
+from refocused.config.run_config import ModelConfig
 from refocused.estimate.flops import flops_per_token, mfu_fraction
 from refocused.estimate.memory import plan_memory
 from refocused.estimate.step_time import StepTime, expected_step

@@ -44,9 +44,9 @@ from step import WARM_STEPS, alone
 from step_contenders import Setup, Step, bare_torch, ours, trainer, transformers_own
 from torch import nn
 
-from refocused.config.model import ModelConfig
 from refocused.config.model_shape import shape_from
 from refocused.config.optimization import BatchConfig, PrecisionConfig, ZeroSettings
+from refocused.config.run_config import ModelConfig
 from refocused.estimate.memory_plan import choose
 from refocused.models.head_loss import LossHead
 

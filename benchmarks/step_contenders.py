@@ -15,9 +15,9 @@ from torch import Tensor
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.deepspeed import deepspeed_config
-from refocused.config.model import ModelConfig
 from refocused.config.model_shape import shape_from
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
+from refocused.config.run_config import ModelConfig
 from refocused.engine.build_engine import build_engine, set_product_precision
 from refocused.engine.compiled import DTYPES, CompileChoice, compile_blocks
 from refocused.engine.optimizer import build_optimizer

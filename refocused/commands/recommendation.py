@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping
 
 from refocused.config.batch_plan import plan_batch
-from refocused.config.model import ModelConfig
 from refocused.config.model_shape import Attention, ModelShape
 from refocused.config.optimization import BatchConfig, PrecisionConfig, ZeroSettings
 from refocused.config.outputs import CheckpointConfig, EvaluationConfig
+from refocused.config.run_config import ModelConfig
 from refocused.estimate.flops import count_parameters, flops_per_token
 from refocused.estimate.memory_plan import choose
 from refocused.estimate.run_cost import Machine, run_cost, work_of

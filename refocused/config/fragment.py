@@ -15,9 +15,8 @@ import pydantic
 from pydantic_core import ErrorDetails
 
 from refocused.config.optimization import ZeroSettings
-from refocused.config.problems import wanted
 from refocused.config.section import Count, CountOrZero, NotNegative, Section
-from refocused.config.suggestions import did_you_mean
+from refocused.config.suggestions import did_you_mean, wanted
 from refocused.system.errors import ConfigError
 from refocused.system.strict_json import MalformedError, parse_json
 

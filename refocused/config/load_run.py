@@ -19,7 +19,6 @@ from refocused.config.consistency import Misfit, check_run, check_shape
 from refocused.config.files import find_config
 from refocused.config.fragment import fragment_problems, idle_offloads, read_fragment
 from refocused.config.model_shape import ModelShape, load_shape
-from refocused.config.problems import wanted
 from refocused.config.run_config import RunConfig
 from refocused.config.suggestions import (
     SECTIONS,
@@ -27,6 +26,7 @@ from refocused.config.suggestions import (
     field_of,
     is_group,
     unknown_names,
+    wanted,
     wants_text,
 )
 from refocused.config.yaml_source import (

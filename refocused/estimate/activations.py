@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from refocused.config.model import ModelConfig
 from refocused.config.model_shape import Attention, ModelShape, Resonators
 from refocused.config.optimization import Dtype
+from refocused.config.run_config import ModelConfig
 from refocused.estimate.mixing_memory import MixingMemory, eigenstates_memory, resonators_memory
 
 # Tensors of the inner width that eager autograd keeps for an activation: its input and its output.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from refocused.config.deepspeed import reduce_bucket_elements
-from refocused.config.model import ModelConfig
 from refocused.config.model_shape import ModelShape
 from refocused.config.optimization import Dtype, ZeroConfig
+from refocused.config.run_config import ModelConfig
 from refocused.estimate.activations import activation_memory
 from refocused.estimate.flops import count_parameters
 from refocused.estimate.states import state_memory

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterator
 
 from refocused.config.load_run import LoadedRun
-from refocused.config.model import ModelConfig
 from refocused.config.model_shape import ModelShape
 from refocused.config.optimization import BatchConfig, Dtype, ZeroConfig, ZeroSettings
+from refocused.config.run_config import ModelConfig
 from refocused.estimate.flops import count_parameters
 from refocused.estimate.memory import MemoryPlan, plan_memory
 from refocused.system.errors import ConfigError

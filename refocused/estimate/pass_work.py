@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from refocused.config.model import ModelConfig
 from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Resonators
+from refocused.config.run_config import ModelConfig
 from refocused.estimate.blocks import block_elements, modes_a_token
 from refocused.estimate.mixing_memory import DEFAULT_CHUNK
 

@@ -14,9 +14,9 @@ from typing import Any
 from refocused.config.batch_plan import BatchPlan, plan_batch
 from refocused.config.deepspeed import LIVE_PARAMETERS
 from refocused.config.load_run import LoadedRun
-from refocused.config.model import ModelConfig
 from refocused.config.model_shape import ModelShape
 from refocused.config.optimization import PrecisionConfig, ZeroConfig
+from refocused.config.run_config import ModelConfig
 from refocused.estimate.flops import CREDIBLE_MFU, count_parameters, flops_per_token
 from refocused.estimate.memory_plan import Choice
 from refocused.estimate.pass_work import Work, pass_work

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from refocused.config.batch_plan import BatchPlan
-from refocused.config.model import ModelConfig
 from refocused.config.model_shape import Attention, Mixer, Resonators
+from refocused.config.run_config import ModelConfig
 from refocused.models.causal_lm import CausalLM
 from refocused.models.head_choice import choose_head
 from refocused.models.kernels import choose_attention, why_dense

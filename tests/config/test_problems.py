@@ -5,7 +5,7 @@ from typing import Any, Literal
 import pydantic
 import pytest
 
-from refocused.config.problems import wanted
+from refocused.config.suggestions import wanted
 
 
 def findings(annotation: Any, value: Any) -> list[str]:

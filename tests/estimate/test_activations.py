@@ -12,7 +12,7 @@ from live_memory import LiveMemory
 from memory_cases import CHUNK, ROWS, Case, shape_of
 from torch import Tensor
 
-from refocused.config.model import ModelConfig
+from refocused.config.run_config import ModelConfig
 from refocused.estimate.activations import activation_memory, mask_bytes
 from refocused.models.families import build_model
 from refocused.models.head_loss import HeadForm, head_loss

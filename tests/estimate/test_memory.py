@@ -13,9 +13,9 @@ from end_to_end.forked import ForkedRanks, main_of
 from memory_cases import CASES, CHUNK, Case, shape_of
 
 from refocused.config.files import find_config
-from refocused.config.model import ModelConfig
 from refocused.config.model_shape import load_shape
 from refocused.config.optimization import ZeroConfig
+from refocused.config.run_config import ModelConfig
 from refocused.estimate.memory import MemoryPlan, plan_memory
 
 # The ranks take two minutes in bf16 where the processor lacks the instructions, more under load.

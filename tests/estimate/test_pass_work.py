@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from refocused.config.model import ModelConfig
 from refocused.config.optimization import Dtype
+from refocused.config.run_config import ModelConfig
 from refocused.estimate.pass_work import Work, pass_work
 from refocused.models.families import build_model
 from refocused.models.head_loss import LossHead

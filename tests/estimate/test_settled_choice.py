@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from refocused.config.files import find_config
-from refocused.config.model import ModelConfig
 from refocused.config.model_shape import ModelShape, load_shape
 from refocused.config.optimization import BatchConfig, ZeroSettings
+from refocused.config.run_config import ModelConfig
 from refocused.estimate.memory_plan import BUSY_TOKENS, Choice, choose, needless_offload
 from refocused.system.errors import ConfigError
 

@@ -6,9 +6,9 @@ import pytest
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.files import find_config
-from refocused.config.model import ModelConfig
 from refocused.config.model_shape import load_shape
 from refocused.config.optimization import PrecisionConfig, ZeroConfig
+from refocused.config.run_config import ModelConfig
 from refocused.estimate.flops import mfu_fraction
 from refocused.estimate.step_time import StepTime, expected_step, step_at
 from refocused.system.errors import ConfigError

@@ -13,8 +13,8 @@ from thread_ranks import on_two_ranks, results
 from torch import Tensor
 
 from refocused.config.batch_plan import BatchPlan
-from refocused.config.model import ModelConfig
 from refocused.config.model_shape import Attention
+from refocused.config.run_config import ModelConfig
 from refocused.models import kernels as attention
 from refocused.models.mixing import choose_mixing
 from refocused.system.errors import ConfigError
