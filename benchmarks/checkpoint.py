@@ -146,7 +146,7 @@ def _ours(
     sources: dict[str, Path], prefix: str, target: Path
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """As the mirror sends, which has the checksums from the manifest, and as a resume fetches."""
-    from refocused.bucket.checksum import crc32c_of
+    from refocused.bucket.bucket import crc32c_of
     from refocused.bucket.gcs import GcsBucket
     from refocused.bucket.transfer import download_many
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from refocused.bucket.bucket import BlobInfo, checked_name
-from refocused.bucket.checksum import BLOCK_BYTES, crc32c_of, extended_crc32c
+from refocused.bucket.bucket import BLOCK_BYTES, BlobInfo, checked_name, crc32c_of, extended_crc32c
 from refocused.bucket.partial_files import (
     PART_SUFFIX,
     PartFile,

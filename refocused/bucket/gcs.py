@@ -7,15 +7,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from refocused.bucket.bucket import BlobInfo, checked_name
-from refocused.bucket.checksum import extended_crc32c
+from refocused.bucket.bucket import BlobInfo, checked_name, extended_crc32c
 from refocused.bucket.gcs_client import GoogleConnection
-from refocused.bucket.gcs_errors import RefusedRequestError, fault_types
+from refocused.bucket.gcs_errors import Fault, RefusedRequestError, RetryPolicy, fault_types
 from refocused.bucket.gcs_requests import GoogleRequests
 from refocused.bucket.google_upload import Content, bytes_content, file_content, store
 from refocused.bucket.media import read_media, stream_media
 from refocused.bucket.partial_files import PartFile, require_space
-from refocused.bucket.retry import Fault, RetryPolicy
 from refocused.bucket.stored import crc32c_of_bytes, with_checksum
 from refocused.system.errors import BucketError
 

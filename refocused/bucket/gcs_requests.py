@@ -7,11 +7,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from refocused.bucket.bucket import BlobInfo, checked_name
-from refocused.bucket.checksum import crc32c_from_base64
+from refocused.bucket.bucket import BlobInfo, checked_name, crc32c_from_base64
 from refocused.bucket.gcs_client import GoogleConnection
-from refocused.bucket.gcs_errors import RefusedRequestError, fault_of, fault_types, refusal
-from refocused.bucket.retry import Attempts, Fault, RetryPolicy
+from refocused.bucket.gcs_errors import (
+    Attempts,
+    Fault,
+    RefusedRequestError,
+    RetryPolicy,
+    fault_of,
+    fault_types,
+    refusal,
+)
 
 Answer = TypeVar("Answer")
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from refocused.bucket.bucket import BlobInfo
-from refocused.bucket.checksum import crc32c_of, crc32c_to_base64, extended_crc32c
+from refocused.bucket.bucket import BlobInfo, crc32c_of, crc32c_to_base64, extended_crc32c
 from refocused.bucket.gcs_errors import RefusedRequestError
 from refocused.bucket.gcs_requests import ONCE, TIMEOUT_S, GoogleRequests
 from refocused.bucket.partial_files import disk_errors

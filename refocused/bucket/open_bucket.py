@@ -8,7 +8,7 @@ from pathlib import Path
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.retry import RetryPolicy
+from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.system.errors import BucketError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://|(gs):")

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from refocused.bucket.checksum import crc32c_of, extended_crc32c
+from refocused.bucket.bucket import crc32c_of, extended_crc32c
 from refocused.system.atomic_files import begin_write_back, synchronize
 from refocused.system.errors import BucketError
 

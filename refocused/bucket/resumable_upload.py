@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from refocused.bucket.gcs_errors import fault_of, fault_of_response, fault_types
+from refocused.bucket.gcs_errors import Attempts, Fault, fault_of, fault_of_response, fault_types
 from refocused.bucket.partial_files import disk_errors
-from refocused.bucket.retry import Attempts, Fault
 from refocused.system.errors import BucketError
 
 # Multiples of 256 KiB, as the protocol requires. A connection that is cut before a chunk is

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 
-from refocused.bucket.bucket import BlobInfo, Bucket
-from refocused.bucket.checksum import extended_crc32c
+from refocused.bucket.bucket import BlobInfo, Bucket, extended_crc32c
 from refocused.bucket.partial_files import disk_errors
 
 READ_BYTES = 8 * 1024 * 1024  # of one request

@@ -85,7 +85,7 @@ def refuse_another(remote: RemoteSteps, path: Path, name: str) -> None:
     Raises:
         CheckpointError: It is none.
     """
-    from refocused.bucket.checksum import crc32c_of
+    from refocused.bucket.bucket import crc32c_of
     from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
 
     if not path.exists():

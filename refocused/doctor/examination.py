@@ -12,8 +12,8 @@ from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_client import ANONYMOUS, find_credentials
+from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
-from refocused.bucket.retry import RetryPolicy
 from refocused.checkpoints.mirror.remote_steps import prefix_of
 from refocused.config.data import DataConfig
 from refocused.config.load_run import LoadedRun

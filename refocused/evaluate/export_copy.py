@@ -10,8 +10,7 @@ from typing import Annotated
 
 import pydantic
 
-from refocused.bucket.bucket import BlobInfo, Bucket
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of
 from refocused.bucket.partial_files import disk_errors
 from refocused.bucket.stored import with_checksum
 from refocused.bucket.transfer import Progress, download_many, upload_many

@@ -10,7 +10,7 @@ from typing import Literal
 
 import pydantic
 
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import crc32c_of
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
 from refocused.checkpoints.step.step_directory import StepDirectory, in_use, read_step

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from refocused.bucket.bucket import BlobInfo, Bucket
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.partial_files import disk_errors
 from refocused.bucket.stored import stored_crc32c

@@ -11,8 +11,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from refocused.bucket.bucket import Bucket
-from refocused.bucket.checksum import BLOCK_BYTES, crc32c_of, extended_crc32c
+from refocused.bucket.bucket import BLOCK_BYTES, Bucket, crc32c_of, extended_crc32c
 from refocused.bucket.partial_files import disk_errors
 from refocused.tokenizers.encoders import Ids
 

@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-from refocused.bucket.bucket import BlobInfo, Bucket
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.object_files import object_files
 from refocused.bucket.partial_files import disk_errors, part_path

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from refocused.bucket.checksum import extended_crc32c
+from refocused.bucket.bucket import extended_crc32c
 from refocused.prepare.parquet_rows import group_bytes
 from refocused.system.errors import ShardError
 

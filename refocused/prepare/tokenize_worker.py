@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from refocused.bucket.checksum import crc32c_of, extended_crc32c
+from refocused.bucket.bucket import crc32c_of, extended_crc32c
 from refocused.data.formats.element_types import element_type
 from refocused.prepare.text_documents import Piece, Reading, pieces
 from refocused.prepare.text_inputs import Span

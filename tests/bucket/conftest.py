@@ -6,7 +6,7 @@ import pytest
 from fakes import Emulator
 
 from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.retry import RetryPolicy
+from refocused.bucket.gcs_errors import RetryPolicy
 
 
 @pytest.fixture

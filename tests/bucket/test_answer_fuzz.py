@@ -17,10 +17,9 @@ import urllib3
 from requests.adapters import HTTPAdapter
 
 from refocused.bucket import google_upload, resumable_upload
-from refocused.bucket.bucket import BlobInfo
-from refocused.bucket.checksum import crc32c_to_base64, extended_crc32c
+from refocused.bucket.bucket import BlobInfo, crc32c_to_base64, extended_crc32c
 from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.retry import RetryPolicy
+from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.system.errors import BucketError
 
 ANSWERS = int(os.environ.get("REFOCUSED_ANSWERS", "2000"))

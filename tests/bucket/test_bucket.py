@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from refocused.bucket.bucket import BlobInfo, Bucket
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of
 from refocused.bucket.folder import DirectoryBucket
 from refocused.system.errors import BucketError
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from refocused.bucket.checksum import (
+from refocused.bucket.bucket import (
     BLOCK_BYTES,
     crc32c_from_base64,
     crc32c_of,

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from fakes import Emulator, Fault, Request
 
-from refocused.bucket.bucket import BlobInfo
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import BlobInfo, crc32c_of
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.partial_files import PartFile, part_path
 from refocused.bucket.stored import stored_crc32c, with_checksum

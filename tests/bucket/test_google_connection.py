@@ -15,7 +15,7 @@ from google.auth.exceptions import DefaultCredentialsError
 
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.gcs_client import ANONYMOUS, GoogleConnection, find_credentials
-from refocused.bucket.retry import RetryPolicy
+from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.system.errors import BucketError
 
 really_default = google.auth.default
@@ -69,7 +69,7 @@ def test_what_lies_below_logs_no_attempts_of_its_own(
     policy = RetryPolicy(attempts=2, sleep=lambda _: None)
     with pytest.raises(BucketError, match=r": NewConnectionError: Failed to .* Connection refused"):
         list(GcsBucket(emulator.url, credentials_file=key, retry=policy).list())
-    assert {record.name for record in caplog.records} <= {"refocused.bucket.retry"}
+    assert {record.name for record in caplog.records} <= {"refocused.bucket.gcs_errors"}
 
 
 def test_a_missing_key_file_is_named(tmp_path: Path) -> None:

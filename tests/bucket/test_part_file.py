@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from refocused.bucket import partial_files as part_file
-from refocused.bucket.checksum import extended_crc32c
+from refocused.bucket.bucket import extended_crc32c
 from refocused.bucket.partial_files import (
     PartFile,
     disk_errors,

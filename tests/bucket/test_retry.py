@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from refocused.bucket.retry import (
+from refocused.bucket.gcs_errors import (
     Attempts,
     Fault,
     RetryPolicy,

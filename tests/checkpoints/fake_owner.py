@@ -12,7 +12,7 @@ from pathlib import Path
 
 from checkpoints.step_samples import state_file
 
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import crc32c_of
 from refocused.checkpoints.step.checkpointer import RunFacts
 from refocused.checkpoints.step.step_directory import rank_file
 from refocused.engine.checksum_writer import WrittenFile

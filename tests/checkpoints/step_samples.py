@@ -10,8 +10,7 @@ import random
 import zipfile
 from pathlib import Path
 
-from refocused.bucket.bucket import Bucket
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import Bucket, crc32c_of
 from refocused.checkpoints.mirror.copy_step import StepCopier
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps, prefix_of
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, CheckpointManifest, FileRecord

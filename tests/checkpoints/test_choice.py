@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoints.step_samples import flip_byte, make_step, mirrored
 
-from refocused.bucket.bucket import BlobInfo
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import BlobInfo, crc32c_of
 from refocused.bucket.folder import DirectoryBucket
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.resume_selection import select_checkpoint

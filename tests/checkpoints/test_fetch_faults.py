@@ -9,7 +9,7 @@ from checkpoints.step_samples import make_step
 from fakes import Emulator, Fault, Request
 
 from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.retry import RetryPolicy
+from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.checkpoints.mirror.copy_step import StepCopier
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.resume.catalog import Catalog

@@ -11,8 +11,7 @@ from checkpoints.step_copies import RecordingBucket, copy, objects
 from checkpoints.step_samples import flip_byte, make_step
 from fakes import Emulator
 
-from refocused.bucket.bucket import Bucket
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import Bucket, crc32c_of
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.mirror.copy_step import StepCopier
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps

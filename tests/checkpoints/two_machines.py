@@ -13,7 +13,7 @@ from checkpoints.fake_owner import FACTS, FakeOwner
 from checkpoints.step_samples import state_file
 from thread_ranks import Ended, on_two_ranks
 
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import crc32c_of
 from refocused.checkpoints.mirror.copy_step import StepCopier
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.step.checkpointer import Checkpointer

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from refocused.bucket.bucket import BlobInfo
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import BlobInfo, crc32c_of
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.data import DataConfig
 from refocused.data.cache.cache import ShardCache

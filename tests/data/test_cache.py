@@ -13,8 +13,7 @@ import pytest
 from cache_site import SHARD_BYTES, SHARDS, VOCABULARY, Site, eventually, shard_tokens
 from shard_samples import npy_bytes, npz_bytes, opened, settings
 
-from refocused.bucket.bucket import Bucket
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import Bucket, crc32c_of
 from refocused.bucket.folder import DirectoryBucket
 from refocused.data.cache.cache import ShardCache, threads_for
 from refocused.data.cache.local_shards import LocalShards

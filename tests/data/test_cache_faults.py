@@ -13,8 +13,8 @@ from fakes import GARBLED, Emulator, Fault, Request
 from shard_samples import npy_bytes, npz_bytes, opened, settings
 
 from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.gcs_requests import ONCE
-from refocused.bucket.retry import RetryPolicy
 from refocused.data.cache import shard_download as arrival
 from refocused.data.cache.cache import ShardCache
 from refocused.data.manifest.shard_manifest import build_manifest

@@ -16,7 +16,7 @@ from forked import ForkedRanks, train
 from ranks import Ended, metrics, write_tokens
 from tiny import tiny_run
 
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import crc32c_of
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.data import DataConfig
 from refocused.data.manifest.shard_manifest import build_manifest, write_manifest

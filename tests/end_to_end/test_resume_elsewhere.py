@@ -110,7 +110,7 @@ def test_weights_that_are_not_those_that_were_saved_are_not_trained_on(copied: P
     trainer["saved_loss"] = {"windows": drawn, "losses": [2.5, 2.6]}
     (step / "trainer.json").write_text(json.dumps(trainer))
     manifest = read_step(step).manifest
-    from refocused.bucket.checksum import crc32c_of
+    from refocused.bucket.bucket import crc32c_of
 
     record = manifest.files["trainer.json"].model_copy(
         update={

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import crc32c_of
 from refocused.engine import checksum_writer as hashed_files
 from refocused.engine.checksum_writer import (
     HashingWriter,

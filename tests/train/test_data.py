@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import crc32c_of
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig

@@ -11,8 +11,8 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
 
+from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
-from refocused.bucket.retry import RetryPolicy
 from refocused.checkpoints.mirror.copy_queue import CopyOrder
 from refocused.checkpoints.mirror.copy_step import StepCopier
 from refocused.checkpoints.mirror.mirror_status import BLOCKED, MirrorSettings, MirrorStatus

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 
-from refocused.bucket.bucket import BlobInfo, Bucket
-from refocused.bucket.checksum import extended_crc32c
+from refocused.bucket.bucket import BlobInfo, Bucket, extended_crc32c
 from refocused.bucket.stored import with_checksum
 from refocused.checkpoints.mirror.mirror_waits import is_refusal
 from refocused.checkpoints.step.checkpoint_manifest import (

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from refocused.bucket.bucket import BlobInfo, Bucket
-from refocused.bucket.checksum import extended_crc32c
+from refocused.bucket.bucket import BlobInfo, Bucket, extended_crc32c
 from refocused.bucket.stored import stored_crc32c
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.step.checkpoint_manifest import (

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from refocused.bucket.bucket import BlobInfo
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import BlobInfo, crc32c_of
 from refocused.bucket.transfer import Progress, download_many
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, Marker

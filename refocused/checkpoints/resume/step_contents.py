@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from refocused.bucket.checksum import extended_crc32c
+from refocused.bucket.bucket import extended_crc32c
 from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
 from refocused.checkpoints.resume.step_state import LEFT_BEHIND, WHOLE
 from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest

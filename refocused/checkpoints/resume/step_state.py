@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from refocused.bucket.bucket import BlobInfo
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import BlobInfo, crc32c_of
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps, is_copy
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,

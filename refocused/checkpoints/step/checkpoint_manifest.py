@@ -8,8 +8,7 @@ from typing import Annotated
 
 import pydantic
 
-from refocused.bucket.bucket import checked_name
-from refocused.bucket.checksum import extended_crc32c
+from refocused.bucket.bucket import checked_name, extended_crc32c
 from refocused.checkpoints.step.tiers import SaveReason
 from refocused.config.optimization import Dtype
 from refocused.system.errors import BucketError, CheckpointError, CorruptCheckpointError

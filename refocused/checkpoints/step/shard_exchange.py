@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import crc32c_of
 from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest
 from refocused.checkpoints.step.staging import STAGING_PREFIX
 from refocused.checkpoints.step.step_directory import DESCRIPTIONS, StepDirectory, rank_file

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import crc32c_of
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,
     MANIFEST,

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import pydantic
 
-from refocused.bucket.checksum import extended_crc32c
+from refocused.bucket.bucket import extended_crc32c
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,
     FIRST_SCHEMA,

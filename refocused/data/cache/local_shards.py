@@ -10,8 +10,7 @@ import logging
 import os
 from pathlib import Path
 
-from refocused.bucket.bucket import checked_name
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import checked_name, crc32c_of
 from refocused.config.data import DataConfig
 from refocused.data.cache.local_form import check_vocabulary, local_bytes, local_dtype
 from refocused.data.cache.token_file import TokenFile

@@ -8,8 +8,7 @@ import functools
 import shutil
 from pathlib import Path
 
-from refocused.bucket.bucket import Bucket
-from refocused.bucket.checksum import crc32c_of
+from refocused.bucket.bucket import Bucket, crc32c_of
 from refocused.data.cache.local_form import write_local_form
 from refocused.data.cache.local_shards import LocalShards
 from refocused.data.cache.shared_jobs import Job

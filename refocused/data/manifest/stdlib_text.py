@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from refocused.bucket.bucket import Bucket
-from refocused.bucket.checksum import extended_crc32c
+from refocused.bucket.bucket import Bucket, extended_crc32c
 from refocused.data.formats.object_names import MANIFEST_NAME
 from refocused.data.manifest.shard_manifest import Manifest, Shard, read_manifest, write_manifest
 from refocused.system.errors import ShardError
