@@ -26,8 +26,7 @@ from refocused.evaluate.model_weights import network_class
 from refocused.evaluate.sampling import Sampling
 from refocused.models.families import transformers_config
 from refocused.tokenizers.encoders import BYTES, BYTES_VOCABULARY, TokenizerChoice
-from refocused.tokenizers.tokenizer import as_transformers
-from refocused.tokenizers.tokenizer_json import tokenizer_file
+from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
 
 PROMPTS = ["def main(", "import os", "a", "for line in file:", "class Bucket:", "x = 1", "#", "if "]
 COLUMNS = (

@@ -88,8 +88,7 @@ def make_model(folder: Path, *, preset: str, bpe_folder: Path) -> None:
     from refocused.evaluate.model_weights import network_class
     from refocused.models.families import transformers_config
     from refocused.tokenizers.encoders import TokenizerChoice
-    from refocused.tokenizers.tokenizer import as_transformers
-    from refocused.tokenizers.tokenizer_json import tokenizer_file
+    from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
 
     say(f"Writing a {preset} with random weights")
     shape = load_shape(find_config("models", preset))

@@ -27,8 +27,7 @@ from refocused.models.families import register_families
 from refocused.system.errors import CheckpointError, RefocusedError
 from refocused.system.strict_json import parse_json_object
 from refocused.tokenizers.encoders import TokenizerChoice
-from refocused.tokenizers.tokenizer import as_transformers
-from refocused.tokenizers.tokenizer_json import tokenizer_file
+from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
 
 ATTENTION = "sdpa"  # transformers' own choice is slower on some machines
 

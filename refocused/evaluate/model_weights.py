@@ -14,8 +14,7 @@ from refocused.evaluate.weights import StepWeights, joined, open_weights
 from refocused.models.families import transformers_config
 from refocused.system.errors import CheckpointError
 from refocused.tokenizers.encoders import BYTES, TokenizerChoice
-from refocused.tokenizers.tokenizer import as_transformers
-from refocused.tokenizers.tokenizer_json import check_vocabulary, tokenizer_file
+from refocused.tokenizers.tokenizer_json import as_transformers, check_vocabulary, tokenizer_file
 
 # In the configuration: tokens of a training sequence, which may be fewer than the model can take.
 # transformers keep what they do not know.

@@ -17,8 +17,7 @@ import torch
 import transformers
 
 from refocused.tokenizers.encoders import TokenizerChoice
-from refocused.tokenizers.tokenizer import as_transformers
-from refocused.tokenizers.tokenizer_json import tokenizer_file
+from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
 
 SCORES = Path(__file__).with_suffix("").with_name("harness_scores.json")
 CONTEXT = 96

@@ -13,8 +13,7 @@ from refocused.evaluate.load_model import LoadedModel
 from refocused.evaluate.model_weights import network_class
 from refocused.models.families import transformers_config
 from refocused.tokenizers.encoders import TokenizerChoice
-from refocused.tokenizers.tokenizer import as_transformers
-from refocused.tokenizers.tokenizer_json import tokenizer_file
+from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
 
 CONTEXT = 64
 ROWS = 300  # more ids than bytes have: those above 256 mean nothing

@@ -26,8 +26,7 @@ from refocused.models.label_scores import label_scores
 from refocused.system.errors import EvaluationError
 from refocused.system.world import World
 from refocused.tokenizers.encoders import TokenizerChoice
-from refocused.tokenizers.tokenizer import as_transformers
-from refocused.tokenizers.tokenizer_json import tokenizer_file
+from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
 
 
 def bytes_encoder(context: int = 12, *, end_of_text: bool = True) -> Encoder:

@@ -12,8 +12,7 @@ from refocused.evaluate.multiple_choice import Examination
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
 from refocused.tokenizers.encoders import TokenizerChoice, tokenizer_faults
-from refocused.tokenizers.tokenizer import as_transformers
-from refocused.tokenizers.tokenizer_json import TOKENIZER_FILE, tokenizer_file
+from refocused.tokenizers.tokenizer_json import TOKENIZER_FILE, as_transformers, tokenizer_file
 from refocused.train.step.evaluation import prepare_tasks
 from refocused.train.step.sample import Sampler
 
