@@ -179,7 +179,7 @@ def _assembly_s() -> float:
     """Return the time of one batch of 16 windows of 2048 tokens out of 16 open shards."""
     import tempfile
 
-    from refocused.data.cache.token_file import TokenFile
+    from refocused.data.cache.local_shards import TokenFile
     from refocused.data.loader.batch import BatchReader
 
     draw = np.random.default_rng(0)

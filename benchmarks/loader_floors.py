@@ -50,7 +50,7 @@ def reading_and_widening(work: Path) -> Record:
 
 def inflating(work: Path) -> Record:
     """Inflate the compressed shards as ours does, and do nothing with what comes out."""
-    from refocused.data.formats.zip_members import member_reader
+    from refocused.data.formats.object_reader import member_reader
 
     return _inflated(
         work, lambda file, archive: member_reader(file, archive, "tokens.npy", offset=0)

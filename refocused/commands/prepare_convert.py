@@ -99,8 +99,8 @@ def add_split_arguments(parser: Parser) -> None:
 
 def run_split(arguments: argparse.Namespace) -> int:
     """Choose files, and print what to put into the run file; nothing is written or copied."""
+    from refocused.data.manifest.select_files import choose_validation
     from refocused.data.manifest.shard_manifest import build_manifest
-    from refocused.data.manifest.validation_split import choose_validation
 
     bucket = place(arguments.source, arguments)
     data = data_settings(arguments, arguments.source)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from refocused.config.load_run import LoadedRun
 from refocused.config.optimization import PrecisionConfig
-from refocused.data.formats.element_types import element_type
+from refocused.data.formats.token_layout import element_type
 from refocused.doctor.finding import Finding, Level, size
 from refocused.doctor.machine import DiskNeed, folder_bytes
 from refocused.estimate.fitting import settings_that_fit

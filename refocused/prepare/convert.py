@@ -17,12 +17,10 @@ from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.data import DataConfig
 from refocused.data.formats.array_headers import PickledArrayError
-from refocused.data.formats.element_types import element_type
 from refocused.data.formats.object_names import TOKEN_SUFFIXES, matches
 from refocused.data.formats.token_blocks import Ids, token_blocks
-from refocused.data.formats.token_layout import ID_KEYS, read_layout
-from refocused.data.manifest.chunk_folders import check_chunks, named_tokenizer
-from refocused.data.manifest.select_files import is_megatron
+from refocused.data.formats.token_layout import ID_KEYS, element_type, read_layout
+from refocused.data.manifest.select_files import check_chunks, is_megatron, named_tokenizer
 from refocused.data.manifest.shard_manifest import Manifest, write_manifest
 from refocused.prepare import pickled_arrays
 from refocused.prepare.document_streams import document_blocks

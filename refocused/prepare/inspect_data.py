@@ -10,10 +10,10 @@ import numpy as np
 
 from refocused.bucket.bucket import Bucket
 from refocused.config.data import DataConfig
-from refocused.data.formats.element_types import vocabulary_for
 from refocused.data.formats.object_reader import ObjectReader
 from refocused.data.formats.token_blocks import Ids, token_blocks
-from refocused.data.manifest.chunk_folders import named_tokenizer
+from refocused.data.formats.token_layout import vocabulary_for
+from refocused.data.manifest.select_files import named_tokenizer
 from refocused.prepare.id_statistics import IdCounter, IdStatistics
 from refocused.prepare.report_headers import (
     FileReport,

@@ -17,7 +17,7 @@ import numpy as np
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.partial_files import disk_errors
-from refocused.data.formats.element_types import element_type
+from refocused.data.formats.token_layout import element_type
 from refocused.data.manifest.shard_manifest import (
     Manifest,
     write_manifest,

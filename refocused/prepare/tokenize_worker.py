@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from refocused.bucket.bucket import crc32c_of, extended_crc32c
-from refocused.data.formats.element_types import element_type
+from refocused.data.formats.token_layout import element_type
 from refocused.prepare.text_documents import Piece, Reading, pieces
 from refocused.prepare.text_inputs import Span
 from refocused.system.atomic_files import replace_file

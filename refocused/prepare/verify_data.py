@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.stored import stored_crc32c
 from refocused.config.data import DataConfig
-from refocused.data.formats.element_types import vocabulary_for
 from refocused.data.formats.object_names import MANIFEST_NAME, matches
 from refocused.data.formats.object_reader import ObjectReader
 from refocused.data.formats.token_blocks import count_tokens, token_blocks
-from refocused.data.formats.token_layout import read_layout
+from refocused.data.formats.token_layout import read_layout, vocabulary_for
 from refocused.data.manifest.select_files import chosen_names
 from refocused.data.manifest.shard_manifest import Manifest, Shard, read_manifest
 from refocused.system.errors import RefocusedError, ShardError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from refocused.data.cache.token_file import TokenFile
+from refocused.data.cache.local_shards import TokenFile
 from refocused.system.errors import ShardError
 
 SHARD_STRIDE = 1000  # token t of shard s is s * SHARD_STRIDE + t: every token says where it is from

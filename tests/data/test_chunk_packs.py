@@ -14,8 +14,13 @@ from shard_samples import WatchedBucket, opened, pt_bytes, settings
 from refocused.config.data import DataConfig
 from refocused.data.cache.cache import ShardCache
 from refocused.data.manifest import run_manifest as chunk_packs
-from refocused.data.manifest.mixture import MixedBucket, build_mixed_manifest, split_by_source
-from refocused.data.manifest.run_manifest import build_run_manifest, pack_chunks
+from refocused.data.manifest.run_manifest import (
+    MixedBucket,
+    build_mixed_manifest,
+    build_run_manifest,
+    pack_chunks,
+    split_by_source,
+)
 from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest
 from refocused.data.order.windows import split_windows, window_count
 from refocused.system.errors import ShardError

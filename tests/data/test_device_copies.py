@@ -11,8 +11,8 @@ from fake_cache import FakeManifest, FolderCache
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.data.loader.batch import Batch, Passes
-from refocused.data.loader.device_copies import Copies, DeviceCopier
 from refocused.data.loader.loader import STEPS_READY, Loader
+from refocused.data.loader.prefetch import Copies, DeviceCopier
 from refocused.data.order.position import Position
 from refocused.data.order.window_order import Order
 from refocused.data.order.windows import split_windows

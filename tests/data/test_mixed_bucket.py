@@ -9,7 +9,7 @@ from shard_samples import npy_bytes, settings
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.data import DataConfig
 from refocused.data.cache.cache import ShardCache
-from refocused.data.manifest.mixture import MixedBucket, build_mixed_manifest, split_by_source
+from refocused.data.manifest.run_manifest import MixedBucket, build_mixed_manifest, split_by_source
 from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest, write_manifest
 from refocused.system.errors import ShardError
 

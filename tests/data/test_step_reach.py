@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from refocused.data.order.step_reach import most_bytes_of_a_step
+from refocused.data.order.sources import most_bytes_of_a_step
 from refocused.data.order.window_order import Order
 from refocused.data.order.windows import WindowRange
 

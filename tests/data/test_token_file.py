@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refocused.data.cache.token_file import TokenFile
+from refocused.data.cache.local_shards import TokenFile
 from refocused.system.errors import ShardError
 
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from refocused.data.manifest.select_files import choose_validation
 from refocused.data.manifest.shard_manifest import Manifest, Shard
-from refocused.data.manifest.validation_split import choose_validation
 from refocused.system.errors import ShardError
 
 

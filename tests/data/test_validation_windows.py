@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from refocused.data.loader.batch import IGNORED_LABEL
 from refocused.data.loader.loader import validation_batches
-from refocused.data.order.validation_windows import ValidationWindows
-from refocused.data.order.windows import WindowRange
+from refocused.data.order.windows import ValidationWindows, WindowRange
 
 
 def pairs(chosen: ValidationWindows) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from refocused.data.formats.zip_members import member_reader, opened_zip
+from refocused.data.formats.object_reader import member_reader, opened_zip
 from refocused.system.errors import ShardError
 
 CONTENT = np.random.default_rng(0).integers(0, 50, 300_000, dtype=np.uint16).tobytes()

@@ -16,8 +16,7 @@ from refocused.data.cache.fetch_heartbeat import FetcherFiles, FetcherState
 from refocused.data.cache.fetch_threads import Fetcher
 from refocused.data.cache.fetcher_watch import FetcherWatch
 from refocused.data.cache.local_form import check_vocabulary
-from refocused.data.cache.local_shards import LocalShards
-from refocused.data.cache.token_file import TokenFile
+from refocused.data.cache.local_shards import LocalShards, TokenFile
 from refocused.data.manifest.select_files import is_skipped
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.system.errors import ShardError

@@ -10,10 +10,9 @@ from typing import BinaryIO
 import numpy as np
 
 from refocused.config.data import DataConfig
-from refocused.data.formats.element_types import SMALL_VOCABULARY, vocabulary_for
 from refocused.data.formats.layout import TokenLayout
 from refocused.data.formats.token_blocks import token_blocks
-from refocused.data.formats.token_layout import read_layout
+from refocused.data.formats.token_layout import SMALL_VOCABULARY, read_layout, vocabulary_for
 from refocused.data.manifest.shard_manifest import Shard
 from refocused.system.errors import ShardError
 

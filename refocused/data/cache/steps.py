@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.data.order.position import Position
-from refocused.data.order.stream import Stream
+from refocused.data.order.window_order import Stream
 
 if TYPE_CHECKING:
     from refocused.data.cache.cache import ShardCache

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refocused.data.formats.layout import ArrayPlace, TokenLayout
-from refocused.data.formats.object_reader import ByteSource
-from refocused.data.formats.zip_members import member_reader, opened_zip
+from refocused.data.formats.object_reader import ByteSource, member_reader, opened_zip
 from refocused.system.errors import ShardError
 
 BLOCK_IDS = 1 << 16  # 128 KiB of uint16, 512 of int64: they stay in the processor's cache

@@ -6,17 +6,32 @@ import dataclasses
 import os
 import struct
 import zipfile
+from typing import Any
 
 import numpy as np
 
 from refocused.config.data import DataConfig
-from refocused.data.formats.array_headers import NpyHeader, read_npy_header
+from refocused.data.formats.array_headers import NpyHeader, read_npy_header, read_tensor_header
 from refocused.data.formats.layout import ArrayPlace, TokenLayout, checked_place
 from refocused.data.formats.object_names import TEXT_SUFFIXES, TOKEN_SUFFIXES
-from refocused.data.formats.object_reader import ByteSource
-from refocused.data.formats.tensor_header import read_tensor_header
-from refocused.data.formats.zip_members import checked_member, opened_zip
+from refocused.data.formats.object_reader import ByteSource, checked_member, opened_zip
 from refocused.system.errors import ShardError
+
+SMALL_VOCABULARY = 1 << 16  # every id below it fits uint16
+
+
+def element_type(vocabulary: int) -> np.dtype[Any]:
+    """Return the element type of ids below `vocabulary`: little-endian uint16 or uint32."""
+    return np.dtype("<u2" if vocabulary <= SMALL_VOCABULARY else "<u4")
+
+
+def vocabulary_for(max_id: int) -> str:
+    """Return what to do about ids that the model does not know."""
+    return (
+        "Set model.vocabulary to the size of the tokenizer that made the data, at least "
+        f"{max_id + 1}"
+    )
+
 
 ID_KEYS = ("input_ids", "tokens", "arr_0", "sequences", "data")
 LENGTHS_KEY = "sequence_lengths"

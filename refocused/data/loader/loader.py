@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 from refocused.config.batch_plan import BatchPlan
 from refocused.data.cache.steps import Pace, ShardPlanner, StepWindows, steps_from
 from refocused.data.loader.batch import Batch, BatchReader
-from refocused.data.loader.device_copies import Copies, DeviceCopier
-from refocused.data.loader.prefetch import ReadAhead
+from refocused.data.loader.prefetch import Copies, DeviceCopier, ReadAhead
 from refocused.data.order.mixture_order import Mixture
 from refocused.data.order.position import Position
-from refocused.data.order.stream import Stream
-from refocused.data.order.validation_windows import ValidationWindows
-from refocused.data.order.window_order import Order
+from refocused.data.order.window_order import Order, Stream
+from refocused.data.order.windows import ValidationWindows
 
 if TYPE_CHECKING:
     from refocused.data.cache.cache import ShardCache

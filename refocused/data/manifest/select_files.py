@@ -2,18 +2,149 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from pathlib import Path
-from typing import TYPE_CHECKING
+import dataclasses
+import hashlib
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
+from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.object_files import object_files
 from refocused.config.data import DataConfig
-from refocused.data.formats.object_names import TEXT_SUFFIXES, TOKEN_SUFFIXES, matches
+from refocused.data.formats.object_names import (
+    METADATA_NAME,
+    TEXT_SUFFIXES,
+    TOKEN_SUFFIXES,
+    matches,
+)
 from refocused.data.formats.token_layout import refusal
+from refocused.data.manifest.shard_manifest import Manifest
 from refocused.system.errors import ShardError
+from refocused.system.strict_json import MalformedError, parse_json_object
 
 if TYPE_CHECKING:
     from refocused.data.manifest.shard_manifest import Shard
+
+
+FARTHEST = 2.0  # times the share that was asked for, or one half of it
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ValidationSplit:
+    """What to put into the data section.
+
+    Attributes:
+        files: Names of the files kept; empty: they are too few or too large for the share.
+        fraction: Share of the windows to keep instead; 0 where `files` says it.
+        tokens: Tokens of the files kept, or that share of all.
+        total_tokens: Tokens of all files.
+    """
+
+    files: tuple[str, ...]
+    fraction: float
+    tokens: int
+    total_tokens: int
+
+
+def choose_validation(manifest: Manifest, *, ratio: float, seed: int) -> ValidationSplit:
+    """Keep files, in an order that depends on names and seed alone, up to a share of the tokens.
+
+    The same file is kept whatever other files there are, as far as the share allows. Where whole
+    files would miss the share by a factor of two, a share of the windows is proposed.
+
+    Raises:
+        ShardError: The share is not between 0 and 1.
+    """
+    if not 0 < ratio < 1:
+        raise ShardError(f"--val-ratio {ratio:g}: a share between 0 and 1 is wanted, as 0.01.")
+    wanted = ratio * manifest.tokens
+    chosen: list[str] = []
+    tokens = 0
+    for shard in sorted(manifest.shards, key=lambda one: _rank(one.name, seed)):
+        # Taken when that comes nearer to the share.
+        if abs(tokens + shard.tokens - wanted) < abs(tokens - wanted):
+            chosen.append(shard.name)
+            tokens += shard.tokens
+    if not chosen or len(chosen) == len(manifest.shards) or not _is_near(tokens, wanted):
+        return ValidationSplit((), ratio, round(wanted), manifest.tokens)
+    return ValidationSplit(tuple(sorted(chosen)), 0.0, tokens, manifest.tokens)
+
+
+def _is_near(tokens: int, wanted: float) -> bool:
+    return wanted / FARTHEST <= tokens <= wanted * FARTHEST
+
+
+def _rank(name: str, seed: int) -> bytes:
+    return hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
+
+
+LARGEST_METADATA_BYTES = 1_000_000
+NAMED_GAPS = 5
+
+
+def check_chunks(bucket: Bucket, listing: Mapping[str, BlobInfo], *, data: DataConfig) -> None:
+    """Compare each folder's chunks with the number its metadata gives.
+
+    Raises:
+        ShardError: Chunks are missing that `data.include` and `data.exclude` do not leave out.
+    """
+    for name, blob in listing.items():
+        folder = PurePosixPath(name).parent
+        first = _chunk_name(folder, 0)
+        if PurePosixPath(name).name != METADATA_NAME or matches(first, data.exclude):
+            continue
+        if data.include and not matches(first, data.include):
+            continue
+        promised = _metadata(bucket, blob).get("num_chunks")
+        if isinstance(promised, int):
+            _check_folder(bucket, listing, data, folder=folder, promised=promised)
+
+
+def named_tokenizer(
+    bucket: Bucket, listing: Mapping[str, BlobInfo], names: Iterable[str]
+) -> str | None:
+    """Return the tokenizer that the chosen files' metadata name, when they agree on one."""
+    folders = sorted({PurePosixPath(name).parent for name in names})
+    beside = [str(folder / METADATA_NAME) for folder in folders]
+    found = [_metadata(bucket, listing[n]).get("tokenizer") for n in beside if n in listing]
+    agree = found and isinstance(found[0], str) and found.count(found[0]) == len(found)
+    return str(found[0]) if agree else None
+
+
+def _chunk_name(folder: PurePosixPath, number: int) -> str:
+    return str(folder / f"chunk_{number:06d}.pt")
+
+
+def _check_folder(
+    bucket: Bucket,
+    listing: Mapping[str, BlobInfo],
+    data: DataConfig,
+    *,
+    folder: PurePosixPath,
+    promised: int,
+) -> None:
+    there = sum(name.startswith(_chunk_name(folder, 0)[:-9]) for name in listing)
+    if not there:
+        return  # metadata of something else
+    # A few more than are there are enough to find gaps, whatever the number promised.
+    numbers = range(min(promised, there + NAMED_GAPS))
+    wanted = (_chunk_name(folder, number) for number in numbers)
+    missing = [name for name in wanted if name not in listing and not matches(name, data.exclude)]
+    if missing:
+        raise ShardError(
+            f"{bucket.url}: {folder / METADATA_NAME} promises {promised:,} chunks and {there:,} "
+            f"are there; missing are {', '.join(missing[:NAMED_GAPS])}. Upload them, or put their "
+            "names in data.exclude."
+        )
+
+
+def _metadata(bucket: Bucket, blob: BlobInfo) -> dict[str, Any]:
+    if blob.size > LARGEST_METADATA_BYTES:
+        return {}
+    try:
+        return parse_json_object(bucket.read(blob.name))
+    except MalformedError:  # some other program's; the chunks' own headers are what counts
+        return {}
 
 
 def is_validation(name: str, data: DataConfig) -> bool:

@@ -18,9 +18,14 @@ from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.stored import known_content
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import MANIFEST_NAME, matches
-from refocused.data.manifest.chunk_folders import check_chunks, named_tokenizer
 from refocused.data.manifest.count_tokens import HeaderFacts, survey
-from refocused.data.manifest.select_files import chosen_names, is_skipped, unlisted_names
+from refocused.data.manifest.select_files import (
+    check_chunks,
+    chosen_names,
+    is_skipped,
+    named_tokenizer,
+    unlisted_names,
+)
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import parse_json_object
 from refocused.tokenizers.encoders import TokenizerChoice, identity_of

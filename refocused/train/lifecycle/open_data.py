@@ -15,10 +15,13 @@ from refocused.config.data import DataConfig
 from refocused.data.cache.cache import ShardCache
 from refocused.data.cache.local_form import local_bytes
 from refocused.data.loader.batch import Batch
-from refocused.data.loader.device_copies import DeviceCopier
 from refocused.data.loader.loader import Loader, validation_batches
-from refocused.data.manifest.mixture import MixedBucket, build_mixed_manifest
-from refocused.data.manifest.run_manifest import build_run_manifest
+from refocused.data.loader.prefetch import DeviceCopier
+from refocused.data.manifest.run_manifest import (
+    MixedBucket,
+    build_mixed_manifest,
+    build_run_manifest,
+)
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.data.manifest.stdlib_text import prepare_stdlib
 from refocused.data.order.mixture_order import Mixture
