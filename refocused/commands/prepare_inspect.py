@@ -51,7 +51,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     else:
         _print(report)
     if arguments.picture is not None:
-        from refocused.prepare.report_picture import draw_report
+        from refocused.prepare.inspect_data import draw_report
 
         draw_report(report, arguments.picture)
     return ExitCode.CHECK_FAILED if report.problems else ExitCode.OK

@@ -22,17 +22,16 @@ from refocused.data.formats.token_blocks import Ids, token_blocks
 from refocused.data.formats.token_layout import ID_KEYS, element_type, read_layout
 from refocused.data.manifest.select_files import check_chunks, is_megatron, named_tokenizer
 from refocused.data.manifest.shard_manifest import Manifest, write_manifest
-from refocused.prepare import pickled_arrays
-from refocused.prepare.document_streams import document_blocks
-from refocused.prepare.megatron import megatron_blocks
-from refocused.prepare.packed_set import (
+from refocused.prepare import document_streams as pickled_arrays
+from refocused.prepare.document_streams import document_blocks, megatron_blocks
+from refocused.prepare.packing_state import (
+    Journal,
+    check_recipe,
     finished_manifest,
     keep_whole_shards,
     manifest_of,
     remove_leftovers,
 )
-from refocused.prepare.packing_recipe import check_recipe
-from refocused.prepare.packing_state import Journal
 from refocused.prepare.shard_packer import Cursor, ShardPacker, is_open_shard_whole
 from refocused.system.errors import ShardError
 from refocused.system.locks import exclusive_folder

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from refocused.bucket.bucket import Bucket
+from refocused.bucket.partial_files import disk_errors
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_reader import ObjectReader
 from refocused.data.formats.token_blocks import Ids, token_blocks
 from refocused.data.formats.token_layout import vocabulary_for
 from refocused.data.manifest.select_files import named_tokenizer
-from refocused.prepare.id_statistics import IdCounter, IdStatistics
+from refocused.prepare.id_statistics import Histogram, IdCounter, IdStatistics
 from refocused.prepare.report_headers import (
     FileReport,
     begin_id,
@@ -249,3 +252,33 @@ def _notes(report: DataReport) -> Iterator[str]:
             f"read were the first tokens of {report.sampled_files} of {report.files} files, "
             f"{report.sampled_fraction:.2%} of all; ids, frequencies and duplicates are theirs."
         )
+
+
+def draw_report(report: DataReport, file: Path) -> None:
+    """Write two histograms as a PNG: tokens by id, and documents by length.
+
+    Raises:
+        BucketError: The file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    ids, lengths = figure.subplots(1, 2)
+    _draw(ids, report.sample.id_histogram, x="id", y="tokens")
+    _draw(lengths, report.sample.length_histogram, x="tokens of a document", y="documents")
+    lengths.set_xscale("log")
+    padding = "" if report.padding_fraction is None else f", {report.padding_fraction:.1%} padding"
+    figure.suptitle(f"{report.url}: {report.tokens:,} tokens in {report.files} files{padding}")
+    with disk_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file, format="png", dpi=110)
+
+
+def _draw(axes: Any, histogram: Histogram, *, x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    if not histogram.counts:
+        axes.text(0.5, 0.5, "not known", ha="center", va="center", transform=axes.transAxes)
+        return
+    axes.stairs(histogram.counts, histogram.edges, fill=True)
+    axes.set_yscale("log")

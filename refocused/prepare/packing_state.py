@@ -4,15 +4,67 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from refocused.bucket.bucket import Bucket
 from refocused.bucket.partial_files import disk_errors
+from refocused.bucket.stored import is_stored
+from refocused.data.formats.object_names import MANIFEST_NAME
+from refocused.data.manifest.shard_manifest import Manifest, Shard, read_manifest
 from refocused.prepare.shard_packer import Cursor, ShardRow
 from refocused.system.atomic_files import replace_file
-from refocused.system.strict_json import parse_json_object
+from refocused.system.errors import ShardError
+from refocused.system.strict_json import MalformedError, parse_json_object
+
+RECIPE_NAME = "recipe.json"
+
+
+def check_recipe(bucket: Bucket, recipe: Mapping[str, object]) -> None:
+    """Write the recipe into an empty bucket, or find the same one there.
+
+    Raises:
+        ShardError: The bucket holds something else, or what another recipe made.
+    """
+    text = json.dumps(recipe, indent=1)
+    if bucket.info(RECIPE_NAME) is None:
+        _check_empty(bucket)
+        bucket.write(RECIPE_NAME, text.encode())
+        return
+    try:
+        there = parse_json_object(bucket.read(RECIPE_NAME))
+    except MalformedError as error:
+        raise ShardError(
+            f"{bucket.url}: its {RECIPE_NAME} is no JSON object ({error}). Name an empty place."
+        ) from None
+    wanted = json.loads(text)
+    for key in {**there, **wanted}:
+        if there.get(key) != wanted.get(key):
+            raise ShardError(
+                f"{bucket.url}: it holds data that were made otherwise: {_difference(key, there)} "
+                f"there, {_difference(key, wanted)} now. Name an empty place, or the same "
+                "command as then."
+            )
+
+
+def _check_empty(bucket: Bucket) -> None:
+    first = next(iter(bucket.list()), None)
+    if first is not None:
+        raise ShardError(
+            f"{bucket.url}: it is not empty; it holds {first.name}. Name an empty place: shards of "
+            "two data sets must not mix."
+        )
+
+
+def _difference(key: str, recipe: Mapping[str, object]) -> str:
+    value = recipe.get(key)
+    if isinstance(value, list):
+        return f"{len(value):,} {key}"
+    return f"{key} = {value!r}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,3 +159,77 @@ def _parsed(line: bytes) -> JournalLine:
     return JournalLine(
         content["stream"], Cursor(**content["cursor"]), None if row is None else ShardRow(**row)
     )
+
+
+_log = logging.getLogger(__name__)
+
+
+def manifest_of(
+    rows: Sequence[ShardRow], *, dtype: str, tokenizer: str, vocabulary: int | None = None
+) -> Manifest:
+    """Return the manifest of shards that were packed."""
+    shards = [
+        Shard(
+            name=row.name,
+            tokens=row.tokens,
+            dtype=dtype,
+            size=row.size,
+            crc32c=row.crc32c,
+            generation=None,
+            max_id=row.max_id,
+            documents=row.documents,
+        )
+        for row in rows
+    ]
+    ordered = sorted(shards, key=lambda shard: shard.name)
+    return Manifest(tuple(ordered), tokenizer, vocabulary=vocabulary)
+
+
+def keep_whole_shards(journal: Journal, stream: str, bucket: Bucket) -> int:
+    """Verify a stream's finished shards; forget the first bad one and what follows it.
+
+    Returns:
+        Shards that are kept.
+    """
+    rows = journal.rows(stream)
+    for number, row in enumerate(rows):
+        if not is_stored(bucket, row.name, size=row.size, crc32c=row.crc32c):
+            _log.warning("%s: it is missing or damaged, and made again", row.name)
+            bucket.delete(row.name)
+            journal.rewind(stream, shards=number)
+            return number
+    return len(rows)
+
+
+def remove_leftovers(bucket: Bucket, work: Path) -> None:
+    """Remove what killed processes were writing: only the holder of the lock writes there.
+
+    Args:
+        bucket: Where shards go.
+        work: The work folder, whose lock is held.
+    """
+    leftovers = list(work.glob("*.part"))
+    if Path(bucket.url) == work.parent:
+        leftovers += work.parent.rglob(".*.part")
+    for path in leftovers:
+        path.unlink(missing_ok=True)
+
+
+def finished_manifest(bucket: Bucket) -> Manifest | None:
+    """Return the manifest of a finished set whose shards are all right; None: it is not finished.
+
+    Raises:
+        ShardError: A shard is missing or damaged.
+    """
+    if bucket.info(MANIFEST_NAME) is None:
+        return None
+    manifest = read_manifest(bucket)
+    for shard in manifest.shards:
+        if shard.crc32c is None or not is_stored(
+            bucket, shard.name, size=shard.size, crc32c=shard.crc32c
+        ):
+            raise ShardError(
+                f"{bucket.url}: it was finished, and now {shard.name} is missing or damaged. "
+                f"Remove {MANIFEST_NAME} there and run the same command again."
+            )
+    return manifest

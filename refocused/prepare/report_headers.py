@@ -20,7 +20,7 @@ from refocused.data.formats.token_blocks import count_tokens
 from refocused.data.formats.token_layout import read_layout, refusal
 from refocused.data.manifest.select_files import check_chunks, is_megatron
 from refocused.data.manifest.shard_manifest import build_manifest
-from refocused.prepare.packing_recipe import RECIPE_NAME
+from refocused.prepare.packing_state import RECIPE_NAME
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import MalformedError, parse_json_object
 

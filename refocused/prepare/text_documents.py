@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from refocused.prepare.parquet_rows import column_texts, most_unpacked, unpacks_too_far
-from refocused.prepare.text_inputs import Span
+from refocused.prepare.text_inputs import Span, column_texts, most_unpacked, unpacks_too_far
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import MalformedError, parse_json
 

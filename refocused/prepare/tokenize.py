@@ -22,14 +22,14 @@ from refocused.data.manifest.shard_manifest import (
     Manifest,
     write_manifest,
 )
-from refocused.prepare.packed_set import (
+from refocused.prepare.packing_state import (
+    Journal,
+    check_recipe,
     finished_manifest,
     keep_whole_shards,
     manifest_of,
     remove_leftovers,
 )
-from refocused.prepare.packing_recipe import check_recipe
-from refocused.prepare.packing_state import Journal
 from refocused.prepare.shard_packer import ShardPacker, is_open_shard_whole
 from refocused.prepare.text_documents import BadText, Reading
 from refocused.prepare.text_inputs import Task, TextFile, plan_tasks

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from refocused.prepare import document_streams as blocks_module
-from refocused.prepare.megatron import megatron_blocks, read_index
+from refocused.prepare.document_streams import megatron_blocks, read_index
 from refocused.system.errors import ShardError
 
 CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}

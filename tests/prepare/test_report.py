@@ -17,8 +17,7 @@ from fakes import Emulator
 
 from refocused.bucket.gcs import GcsBucket
 from refocused.prepare import inspect_data as report_module
-from refocused.prepare.inspect_data import DataReport, inspect_data
-from refocused.prepare.report_picture import draw_report
+from refocused.prepare.inspect_data import DataReport, draw_report, inspect_data
 from refocused.system.errors import ShardError
 
 
