@@ -12,8 +12,7 @@ from measuring import Record
 from torch import Tensor
 
 from refocused.models.ten.cells import TenMixer
-from refocused.models.ten.scan import chunked_scan, powers
-from refocused.models.ten.ten_spectrum import initial_spectrum
+from refocused.models.ten.scan import chunked_scan, initial_spectrum, powers
 
 SCANNED = (1, 32768, 128)  # batch, tokens, modes
 CHUNK, EIGENSTATES = 64, 64

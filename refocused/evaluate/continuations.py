@@ -46,7 +46,7 @@ class Scored:
 
 
 class Scorer(Protocol):
-    """A model that rates tokens; see `refocused.models.label_scores`."""
+    """A model that rates tokens; see `refocused.models.head_loss`."""
 
     def __call__(self, batch: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
         """Return sums of log-probabilities `[B]` and counts of misses `[B]`."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from refocused.evaluate.continuations import Continuation, tensors_of
 from refocused.models.families import FAMILIES
-from refocused.models.label_scores import label_scores
+from refocused.models.head_loss import label_scores
 
 LOGITS_AT_ONCE = 2**26  # 256 MiB in float32
 # Their caches hold one entry a position, so that those of padding can be left out.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from refocused.models.resonance.resonators import Resonators, grid
 from refocused.models.ten.cells import TenCells
-from refocused.models.ten.ten_spectrum import Spectrum
+from refocused.models.ten.scan import Spectrum
 from refocused.system.errors import ConfigError
 
 BINS = 30  # of the histogram of horizons

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from refocused.models.head_loss import LossHead
+from refocused.models.head_loss import LossHead, label_scores
 from refocused.models.kernels import document_blocks, document_mask
-from refocused.models.label_scores import label_scores
 
 LARGEST_LOGIT_TERM = 1.0  # nats; beyond it the weights are drawn too wide to train from
 DEFAULT_INITIALIZER_RANGE = 0.02  # of both families in transformers

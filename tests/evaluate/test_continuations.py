@@ -21,8 +21,7 @@ from refocused.evaluate.continuations import (
     tensors_of,
 )
 from refocused.evaluate.network_scores import NetworkScorer, shared_tokens
-from refocused.models.head_loss import IGNORED_LABEL
-from refocused.models.label_scores import label_scores
+from refocused.models.head_loss import IGNORED_LABEL, label_scores
 from refocused.system.errors import EvaluationError
 from refocused.system.world import World
 from refocused.tokenizers.encoders import TokenizerChoice

@@ -8,8 +8,7 @@ import os
 import pytest
 import torch
 
-from refocused.models.ten.scan import chunked_scan, last_state
-from refocused.models.ten.ten_spectrum import initial_spectrum
+from refocused.models.ten.scan import chunked_scan, initial_spectrum, last_state
 
 pytest.importorskip("triton", reason="torch for CPU comes without Triton")
 SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # Linux's MAP_NORESERVE

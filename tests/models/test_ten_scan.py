@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 
 from refocused.models.ten import scan as ten_scan
-from refocused.models.ten.scan import chunked_scan, last_state, powers, sequential_scan
-from refocused.models.ten.ten_spectrum import initial_spectrum, shifted_spectrum
+from refocused.models.ten.scan import (
+    chunked_scan,
+    initial_spectrum,
+    last_state,
+    powers,
+    sequential_scan,
+    shifted_spectrum,
+)
 
 ROWS, MODES, LENGTH = 2, 6, 150
 TOLERANCES = [(torch.float64, 1e-10), (torch.float32, 1e-5)]

@@ -14,7 +14,7 @@ from small_families import SHAPES, build, every_family, tokens
 
 from refocused.models.resonance.resonance import INTERFERENCE_RANGE
 from refocused.models.resonance.resonators import grid
-from refocused.models.ten.ten_spectrum import initial_spectrum
+from refocused.models.ten.scan import initial_spectrum
 
 # Standard deviation of each matrix at the start; where None, as small as 0.02 / sqrt(2 layers).
 DEVIATIONS: dict[str, dict[str, float | None]] = {

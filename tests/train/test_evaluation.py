@@ -126,7 +126,7 @@ def test_a_real_model_is_rated_without_its_padding() -> None:
 
     class Rating(FakeEngine):
         def label_scores(self, input_ids: Any, labels: Any, *, vocabulary: int) -> Any:
-            from refocused.models.label_scores import label_scores
+            from refocused.models.head_loss import label_scores
 
             assert vocabulary == 257
             hidden = network.base_model(input_ids).last_hidden_state

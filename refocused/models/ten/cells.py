@@ -8,8 +8,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from refocused.models.ten.scan import chunked_scan, last_state
-from refocused.models.ten.ten_spectrum import Spectrum, initial_spectrum, shifted_spectrum
+from refocused.models.ten.scan import (
+    Spectrum,
+    chunked_scan,
+    initial_spectrum,
+    last_state,
+    shifted_spectrum,
+)
 
 CELLS = 2  # of a block; their outputs are averaged
 COUPLING = 0.01  # epsilon of R = I + epsilon M / ||M||_F
