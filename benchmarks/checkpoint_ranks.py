@@ -31,7 +31,7 @@ from refocused.config.optimization import OptimizerConfig, PrecisionConfig, Zero
 from refocused.data.order.position import Position
 from refocused.engine.build_engine import build_engine
 from refocused.engine.engine import Engine
-from refocused.engine.host_copy import HostMemory
+from refocused.engine.shard_files import HostMemory
 from refocused.models.causal_lm import counted_parameters
 from refocused.models.families import build_model
 from refocused.system.atomic_files import fsync_path

@@ -252,7 +252,7 @@ def _compiling(who: Examinee, device: Device) -> Iterator[Finding]:
     uses_nvme = "nvme" in (config.zero.offload_optimizer, config.zero.offload_parameters)
     missing = None
     if uses_nvme:
-        from refocused.engine.operators import why_no_async_io
+        from refocused.engine.build_engine import why_no_async_io
 
         missing = why_no_async_io(device)
     yield software_checks.judge_operators(uses_nvme=uses_nvme, missing=missing)

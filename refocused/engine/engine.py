@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refocused.engine import randomness
+from refocused.engine import shard_files as randomness
 from refocused.engine.checksum_writer import WrittenFile
 from refocused.engine.finite_updates import FiniteUpdates, Verdict
 from refocused.engine.gathered_weights import held_whole, kept_gathered

@@ -19,7 +19,7 @@ from refocused.config.deepspeed import deepspeed_config
 from refocused.config.optimization import PrecisionConfig, ZeroConfig
 from refocused.engine.build_engine import build_engine
 from refocused.engine.engine import Engine
-from refocused.engine.randomness import seed_everything
+from refocused.engine.shard_files import seed_everything
 from refocused.models.causal_lm import counted_parameters
 from refocused.models.families import build_model
 from refocused.system.world import World

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from refocused.config.optimization import ScheduleConfig
-from refocused.engine.extension import planned_steps, rate_change
+from refocused.engine.schedule import planned_steps, rate_change
 
 COSINE = ScheduleConfig(kind="cosine", floor_fraction=0.1)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from refocused.engine.host_copy import HostMemory
+from refocused.engine.shard_files import HostMemory
 
 
 def saved(content: Any) -> bytes:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from refocused.engine.randomness import capture, restore, seed_everything
+from refocused.engine.shard_files import capture, restore, seed_everything
 
 
 def draws() -> list[float]:

@@ -27,7 +27,7 @@ from refocused.config.optimization import PrecisionConfig
 from refocused.engine.build_engine import build_engine, load_deepspeed, set_product_precision
 from refocused.engine.compiled import DTYPES, Compilation, compile_blocks
 from refocused.engine.engine import Engine
-from refocused.engine.randomness import seed_everything
+from refocused.engine.shard_files import seed_everything
 from refocused.estimate.flops import (
     CREDIBLE_MFU,
     CREDIBLE_MFU_IN_FP8,

@@ -28,7 +28,7 @@ from refocused.checkpoints.resume.resume_selection import (
 from refocused.checkpoints.step.branches import Branch
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
 from refocused.config.load_run import LoadedRun
-from refocused.engine.extension import planned_steps, rate_change
+from refocused.engine.schedule import planned_steps, rate_change
 from refocused.system.atomic_files import write_bytes_atomic
 from refocused.system.errors import (
     CheckpointError,
