@@ -23,8 +23,8 @@ from fakes import Emulator, Fault, FaultProxy, Request, storage_emulator
 from ranks import free_port, write_tokens
 
 from refocused.bucket.open_bucket import open_bucket
+from refocused.checkpoints.mirror.copy_step import verify_remote
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
-from refocused.checkpoints.mirror.remote_verify import verify_remote
 from refocused.checkpoints.step.branches import checkpoint_paths
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 from refocused.checkpoints.step.step_directory import name_of, read_step

@@ -215,7 +215,7 @@ def _upload_one(
 
 def _copy(copier: StepCopier, step: StepDirectory, entry: CatalogEntry, *, deep: bool) -> bool:
     """Copy a step; of a copy that is there, what is damaged. Return whether all of it is there."""
-    from refocused.checkpoints.mirror.remote_verify import verify_remote
+    from refocused.checkpoints.mirror.copy_step import verify_remote
     from refocused.checkpoints.step.verify import describe
 
     problems = verify_remote(copier.remote, entry.name, deep=deep) if entry.bucket != "-" else []

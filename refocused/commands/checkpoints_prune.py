@@ -109,9 +109,9 @@ def run_prune(arguments: argparse.Namespace) -> int:
 
 
 def _disk(arguments: argparse.Namespace) -> PrunedPlace:
+    from refocused.checkpoints.step.checkpoint_manifest import SaveReason
     from refocused.checkpoints.step.staging import remove_step, steps_set_aside
     from refocused.checkpoints.step.step_directory import unused
-    from refocused.checkpoints.step.tiers import SaveReason
 
     def remove(step: int) -> None:
         path = catalog.local / catalog.branch.name_of(step)
@@ -141,7 +141,7 @@ def _without_remote(arguments: argparse.Namespace) -> argparse.Namespace:
 
 
 def _bucket(arguments: argparse.Namespace) -> PrunedPlace:
-    from refocused.checkpoints.mirror.remote_retention import RemoteRetention
+    from refocused.checkpoints.mirror.remote_steps import RemoteRetention
 
     run = run_of(arguments)
     catalog = catalog_of(run, arguments)

@@ -149,7 +149,7 @@ def _local_problems(
 
 def _bucket_problems(catalog: Catalog, entry: CatalogEntry, *, deep: bool) -> list[FileProblem]:
     from refocused.bucket.bucket import crc32c_of
-    from refocused.checkpoints.mirror.remote_verify import verify_remote
+    from refocused.checkpoints.mirror.copy_step import verify_remote
     from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
     from refocused.checkpoints.step.verify import FileProblem
 

@@ -33,9 +33,9 @@ from refocused.checkpoints.resume.multi_node import decide_together
 from refocused.checkpoints.resume.resume_selection import select_checkpoint
 from refocused.checkpoints.step.branches import step_paths
 from refocused.checkpoints.step.checkpointer import Checkpointer
+from refocused.checkpoints.step.retention import thin_out
 from refocused.checkpoints.step.staging import clean_leftovers, leftovers, remove_step
 from refocused.checkpoints.step.step_directory import rank_file, read_step
-from refocused.checkpoints.step.thinning import thin_out
 from refocused.checkpoints.step.verify import describe, verify
 from refocused.data.order.position import Position
 from refocused.engine.engine import ShardsWritten

@@ -13,8 +13,8 @@ from checkpoints.step_samples import START, make_step
 from fakes import Emulator
 
 from refocused.bucket.open_bucket import open_bucket
+from refocused.checkpoints.mirror.copy_step import verify_remote
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
-from refocused.checkpoints.mirror.remote_verify import verify_remote
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 from refocused.checkpoints.step.staging import remove_step

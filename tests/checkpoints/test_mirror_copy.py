@@ -13,9 +13,8 @@ from fakes import Emulator
 
 from refocused.bucket.bucket import Bucket, crc32c_of
 from refocused.bucket.open_bucket import open_bucket
-from refocused.checkpoints.mirror.copy_step import StepCopier
+from refocused.checkpoints.mirror.copy_step import StepCopier, verify_remote
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
-from refocused.checkpoints.mirror.remote_verify import verify_remote
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 from refocused.checkpoints.step.staging import remove_step

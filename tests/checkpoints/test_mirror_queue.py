@@ -4,8 +4,8 @@ import hypothesis
 from hypothesis import strategies
 
 from refocused.checkpoints.mirror.copy_queue import MOST_BEHIND, copy_order
+from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.checkpoints.step.retention import KeptStep
-from refocused.checkpoints.step.tiers import SaveReason
 
 any_lacking = strategies.lists(
     strategies.builds(

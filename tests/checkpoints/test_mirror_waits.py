@@ -6,7 +6,7 @@ import pytest
 from checkpoints.mirrored_run import Place, until
 from checkpoints.step_samples import make_step
 
-from refocused.checkpoints.mirror.mirror_waits import is_refusal, wait_seconds
+from refocused.checkpoints.mirror.mirror_loop import is_refusal, wait_seconds
 from refocused.system.errors import BucketError
 
 

@@ -9,10 +9,8 @@ from fakes import Emulator
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.open_bucket import open_bucket
-from refocused.checkpoints.mirror.copy_step import StepCopier
-from refocused.checkpoints.mirror.remote_retention import RemoteRetention
-from refocused.checkpoints.mirror.remote_steps import RemoteSteps
-from refocused.checkpoints.mirror.remote_verify import verify_remote
+from refocused.checkpoints.mirror.copy_step import StepCopier, verify_remote
+from refocused.checkpoints.mirror.remote_steps import RemoteRetention, RemoteSteps
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, SUPERSEDED
 from refocused.system.errors import BucketError

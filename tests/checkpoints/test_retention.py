@@ -5,8 +5,8 @@ import math
 import hypothesis
 from hypothesis import strategies
 
+from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.checkpoints.step.retention import EMERGENCIES, KeptStep, best_of, to_remove
-from refocused.checkpoints.step.tiers import SaveReason
 
 flags = strategies.booleans()
 any_steps = strategies.lists(

@@ -9,11 +9,11 @@ import pytest
 from checkpoints.step_samples import make_step
 
 from refocused.checkpoints.mirror.mirror_status import MirrorStatus
-from refocused.checkpoints.step import thinning
+from refocused.checkpoints.step import retention as thinning
 from refocused.checkpoints.step.branches import saved_steps
+from refocused.checkpoints.step.retention import disk_is_low, local_steps, thin_out
 from refocused.checkpoints.step.staging import remove_step
 from refocused.checkpoints.step.step_directory import in_use, is_in_use
-from refocused.checkpoints.step.thinning import disk_is_low, local_steps, thin_out
 from refocused.system.processes import this_process
 from refocused.system.world import World
 

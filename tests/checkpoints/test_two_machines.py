@@ -15,18 +15,18 @@ from checkpoints.two_machines import OF_ALL, Machines, PartOwner, copy_part
 from thread_ranks import results
 
 from refocused.bucket.folder import DirectoryBucket
+from refocused.checkpoints.mirror.copy_step import verify_remote
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
-from refocused.checkpoints.mirror.remote_verify import verify_remote
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.multi_node import decide_together
 from refocused.checkpoints.resume.resume_selection import select_checkpoint
 from refocused.checkpoints.step.branches import step_paths
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, CheckpointManifest, FileRecord
 from refocused.checkpoints.step.checkpointer import Checkpointer
+from refocused.checkpoints.step.retention import thin_out
 from refocused.checkpoints.step.shard_exchange import plan_deliveries, wanted_files
 from refocused.checkpoints.step.staging import Staging
 from refocused.checkpoints.step.step_directory import Part, StepDirectory, in_use, read_step
-from refocused.checkpoints.step.thinning import thin_out
 from refocused.checkpoints.step.verify import verify
 from refocused.system.errors import CheckpointError
 from refocused.system.world import World

@@ -13,10 +13,10 @@ from checkpoints.two_machines import Machines
 from thread_ranks import results
 
 from refocused.bucket.folder import DirectoryBucket
+from refocused.checkpoints.mirror.copy_step import verify_remote
 from refocused.checkpoints.mirror.mirror import CheckpointMirror
 from refocused.checkpoints.mirror.mirror_status import MirrorSettings
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
-from refocused.checkpoints.mirror.remote_verify import verify_remote
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 from refocused.system.processes import this_process
 

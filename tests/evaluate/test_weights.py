@@ -14,8 +14,8 @@ from checkpoints.step_samples import flip_byte, make_step
 from data.text_samples import word_file
 from evaluate.step_saves import PLAIN, SAVES, SPECIAL, Save, step_of, weights_of
 
+from refocused.checkpoints.step.retention import thin_out
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
-from refocused.checkpoints.step.thinning import thin_out
 from refocused.commands.main import main
 from refocused.evaluate import export, zero_files
 from refocused.evaluate import load_model as model

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from refocused.checkpoints.step.tiers import SaveReason
+from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.data.loader.batch import IGNORED_LABEL, Batch

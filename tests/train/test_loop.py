@@ -25,7 +25,7 @@ from thread_ranks import on_two_ranks, results
 from torch import Tensor
 
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.checkpoints.step.tiers import SaveReason
+from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.data.order.position import Position
 from refocused.engine.finite_updates import Verdict
 from refocused.metrics.throughput import Throughput

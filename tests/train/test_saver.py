@@ -220,7 +220,7 @@ def test_a_step_that_cannot_be_removed_does_not_stop_training(
     def refuse(path: Path) -> None:
         raise OSError("busy")
 
-    monkeypatch.setattr("refocused.checkpoints.step.thinning.remove_step", refuse)
+    monkeypatch.setattr("refocused.checkpoints.step.retention.remove_step", refuse)
     session = Session(tmp_path)
     session.save(10, 20, 30)
     assert session.there() == [10, 20, 30]

@@ -11,21 +11,39 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
 
-from refocused.bucket.gcs_errors import RetryPolicy
+from refocused.bucket.gcs_errors import RefusedRequestError, RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
-from refocused.checkpoints.mirror.copy_queue import CopyOrder
+from refocused.checkpoints.mirror.copy_queue import CopyOrder, LocalSteps, Settled, signature_of
 from refocused.checkpoints.mirror.copy_step import StepCopier
 from refocused.checkpoints.mirror.mirror_status import BLOCKED, MirrorSettings, MirrorStatus
-from refocused.checkpoints.mirror.mirror_steps import LocalSteps, Settled, signature_of
-from refocused.checkpoints.mirror.mirror_waits import is_refusal, wait_seconds
-from refocused.checkpoints.mirror.remote_retention import RemoteRetention
-from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.mirror.remote_steps import RemoteRetention, RemoteSteps
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
 from refocused.system.atomic_files import write_json_atomic
 from refocused.system.errors import BucketError, CheckpointError
 from refocused.system.locks import FileLock
 from refocused.system.processes import this_process
+
+FIRST_WAIT_SECONDS = 1.0
+MOST_DOUBLINGS = 30
+_REFUSALS = (RefusedRequestError, PermissionError, NotADirectoryError, FileExistsError)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether trying again cannot help by itself: no permission, no bucket, no such folder."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, _REFUSALS):
+        cause = cause.__cause__
+    return cause is not None
+
+
+def wait_seconds(failures: int, *, refused: bool, longest: float) -> float:
+    """How long to wait after so many failures in a row: doubling, or the longest at once."""
+    if refused:
+        return longest
+    doublings = min(failures - 1, MOST_DOUBLINGS)  # a bucket may be down for thousands of attempts
+    return min(FIRST_WAIT_SECONDS * 2.0**doublings, longest)
+
 
 logger = logging.getLogger(__name__)
 

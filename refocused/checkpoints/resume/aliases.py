@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from refocused.checkpoints.step.tiers import SaveReason
+from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 
 if TYPE_CHECKING:
     from refocused.checkpoints.resume.catalog import CatalogEntry

@@ -30,6 +30,7 @@ from refocused.checkpoints.step.branches import (
     checkpoint_paths,
     recorded_branch,
 )
+from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.checkpoints.step.retention import best_of
 from refocused.checkpoints.step.step_directory import (
     StepDirectory,
@@ -37,7 +38,6 @@ from refocused.checkpoints.step.step_directory import (
     parse_place,
     read_step,
 )
-from refocused.checkpoints.step.tiers import SaveReason
 from refocused.checkpoints.step.verify import FileProblem, verify
 from refocused.system.errors import CheckpointError
 

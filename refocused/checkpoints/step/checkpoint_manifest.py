@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import builtins
+import enum
 import json
 from typing import Annotated
 
 import pydantic
 
 from refocused.bucket.bucket import checked_name, extended_crc32c
-from refocused.checkpoints.step.tiers import SaveReason
 from refocused.config.optimization import Dtype
 from refocused.system.errors import BucketError, CheckpointError, CorruptCheckpointError
 from refocused.system.strict_json import MalformedError, parse_json
+
+
+class SaveReason(enum.StrEnum):
+    """A reason to save; a step may have several. The latest and the present best are computed."""
+
+    ROLLING = "rolling"
+    """The interval was over: the newest few stay."""
+
+    EPOCH = "epoch"
+    """A pass over the data was complete: stays."""
+
+    BEST = "best"
+    """Its validation was the best so far: stays until another one is better."""
+
+    FINAL = "final"
+    """The run's last step: stays."""
+
+    EMERGENCY = "emergency"
+    """Training was stopped, and nothing else asked for this save: the newest one stays."""
+
 
 MOST_RANKS = 100_000
 SCHEMA_VERSION = 2

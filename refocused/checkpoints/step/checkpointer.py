@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
-from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest, FileRecord
+from refocused.checkpoints.step.checkpoint_manifest import (
+    CheckpointManifest,
+    FileRecord,
+    SaveReason,
+)
 from refocused.checkpoints.step.shard_exchange import assembled, require_readable
 from refocused.checkpoints.step.shard_owner import ShardOwner, Written
 from refocused.checkpoints.step.staging import Staging, lack_of_room, prepare_folder
 from refocused.checkpoints.step.step_directory import Part, StepDirectory, read_mapping
-from refocused.checkpoints.step.tiers import SaveReason
 from refocused.metrics.kept_history import HISTORY, bring_back, end_of
 from refocused.system.errors import CheckpointError, RefocusedError
 from refocused.system.world import World

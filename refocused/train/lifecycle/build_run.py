@@ -13,9 +13,8 @@ from pathlib import Path
 
 import torch
 
-from refocused.checkpoints.mirror.mirror import CheckpointMirror
+from refocused.checkpoints.mirror.mirror import CheckpointMirror, Mirroring
 from refocused.checkpoints.mirror.mirror_status import MirrorSettings
-from refocused.checkpoints.mirror.mirroring import Mirroring
 from refocused.checkpoints.mirror.remote_steps import prefix_of
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.changes import changes_since

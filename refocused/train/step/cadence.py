@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from refocused.checkpoints.step.tiers import SaveReason
+from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.estimate.run_cost import times_left
 from refocused.metrics.throughput import Activity
 

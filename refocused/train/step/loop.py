@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from refocused.checkpoints.step.tiers import SaveReason
+from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.data.loader.batch import Batch
 from refocused.engine.schedule import learning_rate
 from refocused.system.world import World

@@ -8,15 +8,14 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
-from refocused.checkpoints.mirror.mirroring import Mirroring
+from refocused.checkpoints.mirror.mirror import Mirroring
 from refocused.checkpoints.resume.changes import Changes
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
+from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.checkpoints.step.checkpointer import FREE_SPACE_FACTOR, Checkpointer, SavedStep
-from refocused.checkpoints.step.retention import FEWEST
+from refocused.checkpoints.step.retention import FEWEST, disk_is_low, thin_out
 from refocused.checkpoints.step.staging import clean_leftovers, set_aside
 from refocused.checkpoints.step.step_directory import StepDirectory, in_use
-from refocused.checkpoints.step.thinning import disk_is_low, thin_out
-from refocused.checkpoints.step.tiers import SaveReason
 from refocused.config.outputs import CheckpointConfig
 from refocused.data.order.position import Position
 from refocused.engine.engine import Engine
