@@ -32,13 +32,11 @@ from refocused.config.optimization import ScheduleConfig
 from refocused.config.outputs import TrackingConfig
 from refocused.engine.build_engine import build_engine
 from refocused.engine.engine import Engine
-from refocused.metrics.step_phases import step_phases
-from refocused.metrics.throughput import Throughput
-from refocused.metrics.time_book import TimeBook
+from refocused.metrics.throughput import Throughput, TimeBook, step_phases
 from refocused.metrics.trackers import Record as TrackerRecord
 from refocused.metrics.trackers import Tracker, Trackers
 from refocused.metrics.tracking import trackers_of
-from refocused.metrics.wandb_identity import WandbNote
+from refocused.metrics.wandb import WandbNote
 from refocused.models.causal_lm import counted_parameters
 from refocused.system import logs
 from refocused.system.world import World

@@ -14,8 +14,8 @@ from refocused.commands.run_selection import whole_steps
 from refocused.config.load_run import read_run
 from refocused.config.prices import cost_usd, usd_per_million_tokens
 from refocused.metrics.history import METRICS_FILE, MetricsTimeline, StepPoint
+from refocused.metrics.jsonl import JsonLinesTail, Record, number, read_json, read_small
 from refocused.metrics.run_time import PERFORMANCE_FILE, RunTime, run_time
-from refocused.metrics.tail import JsonLinesTail, Record, number, read_json, read_small
 from refocused.monitor.run_findings import (
     RECENT_STEPS,
     mean_step_seconds,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from refocused.commands.arguments import Parser
 from refocused.commands.run_selection import find_run
-from refocused.metrics.tail import SmallFile, read_json, read_small
+from refocused.metrics.jsonl import SmallFile, read_json, read_small
 from refocused.system.errors import ConfigError, ExitCode
 from refocused.system.processes import ProcessIdentity
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from refocused.commands.supervision import Sight, Verdict, alarm_line, judge, patience_ends
-from refocused.metrics.tail import JsonLinesTail
+from refocused.metrics.jsonl import JsonLinesTail
 from refocused.train.lifecycle.launch_session import Launch, RankNote, marked_processes
 
 POLL_SECONDS = 0.25

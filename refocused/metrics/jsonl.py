@@ -2,16 +2,155 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import datetime
 import errno
 import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from refocused.system.atomic_files import replace_file
+from refocused.system.strict_json import MalformedError, parse_json_object
+
+Record = dict[str, Any]
+
+
+class JsonLinesTail:
+    """Follows one file of one JSON object a line.
+
+    What is not a whole record is left out: a line that a crash tore, bytes that are no text. A
+    last line without its end waits for it. A file that was replaced or cut is read anew.
+    """
+
+    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
+        """Read nothing yet.
+
+        Args:
+            path: It may not exist yet.
+            last_bytes: Of a file that is already longer, only so much of the end is read; None:
+                all of it.
+        """
+        self._path = path
+        self._last_bytes = last_bytes
+        self._file_id: tuple[int, int] | None = None
+        self._offset = 0
+        self.read_bytes = 0
+
+    def records(self) -> list[Record]:
+        """Return the records that were written since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                begins_inside = self._find_place((status.st_dev, status.st_ino), status.st_size)
+                file.seek(self._offset)
+                content = file.read(status.st_size - self._offset)
+        except OSError:
+            return []  # it is not there yet, or its disk is away for now
+        self.read_bytes += len(content)
+        whole = content[: content.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        lines = whole.split(b"\n")
+        return [record for line in lines[begins_inside:] if (record := as_record(line)) is not None]
+
+    def _find_place(self, file_id: tuple[int, int], size: int) -> bool:
+        """Set where to read on; say whether that is inside a line."""
+        if file_id == self._file_id and size >= self._offset:
+            return False
+        self._file_id, self._offset = file_id, 0
+        if self._last_bytes is not None and size > self._last_bytes:
+            self._offset = size - self._last_bytes
+        return self._offset > 0
+
+
+def as_record(line: bytes) -> Record | None:
+    """Return a line's object; None: it is none."""
+    try:
+        return parse_json_object(line.decode(errors="replace"))
+    except MalformedError:
+        return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SmallFile:
+    """What a small file holds.
+
+    Attributes:
+        content: Its object; None: it is not there, or cannot be read.
+        trouble: Why it cannot be read; None: it can, or it is not there.
+    """
+
+    content: Record | None = None
+    trouble: str | None = None
+
+
+def read_small(path: Path) -> SmallFile:
+    """Read a file of one JSON object."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return SmallFile()
+    except OSError as error:
+        return SmallFile(trouble=error.strerror or str(error))
+    if not content.strip(b" \t\r\n\0"):  # zeros are what a crash of the machine leaves
+        return SmallFile(trouble="it is empty")
+    record = as_record(content)
+    if record is None:
+        return SmallFile(trouble="it is torn, or no JSON object")
+    return SmallFile(record)
+
+
+def read_json(path: Path) -> Record | None:
+    """Return the object that a small file holds; None: it is not there or holds none."""
+    return read_small(path).content
+
+
+class ReplacedFile:
+    """A small file that is replaced whole; read when it is another one than before.
+
+    What cannot be read leaves what was known; {} at first.
+    """
+
+    def __init__(self, path: Path, *, read: Callable[[Path], Record | None] = read_json) -> None:
+        """Read nothing yet; `read` returns None for what cannot be read."""
+        self._path = path
+        self._read = read
+        self._seen: tuple[int, int] | None = None
+        self._content: Record = {}
+
+    def content(self) -> Record:
+        """Return what it holds now."""
+        with contextlib.suppress(OSError):
+            found = self._path.stat()
+            seen = (found.st_ino, found.st_mtime_ns)
+            if seen != self._seen and (content := self._read(self._path)) is not None:
+                self._content, self._seen = content, seen
+        return self._content
+
+
+def number(record: Mapping[str, Any], name: str) -> float | None:
+    """Return a field that is a finite number; None where it is anything else."""
+    value = record.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if math.isfinite(value) else None
+
+
+def whole_number(record: Mapping[str, Any], name: str) -> int | None:
+    """Return a field that is a whole number; None where it is anything else."""
+    value = record.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def text(record: Mapping[str, Any], name: str) -> str | None:
+    """Return a field that is text; None where it is anything else."""
+    value = record.get(name)
+    return value if isinstance(value, str) else None
+
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from refocused.metrics.history import unix_time
-from refocused.metrics.tail import JsonLinesTail, number, whole_number
+from refocused.metrics.jsonl import JsonLinesTail, number, whole_number
 
 PERFORMANCE_FILE = Path("logs") / "performance_metrics.jsonl"
 FINISHED = "finished"  # true in the last line of a session that made the run's last step

@@ -5,10 +5,99 @@ from __future__ import annotations
 import collections
 import dataclasses
 import statistics
+import time
 from collections.abc import Callable, Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, Protocol, get_args
+
+import torch
 
 from refocused.config.batch_plan import BatchPlan
+from refocused.metrics.run_time import TimeSpent
+
+PENDING_STEPS = 100  # further behind the host no device is: asking about older ones does not wait
+
+
+class Moment(Protocol):
+    """A point in the device's own order of work."""
+
+    def seconds_until(self, later: Moment) -> float:
+        """Return the time between two points, once both have passed."""
+
+
+class HostMoment:
+    """A point that has passed when it is noted."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Note it, in seconds of a clock."""
+        self._at = clock()
+
+    def seconds_until(self, later: Moment) -> float:
+        """Return the time between."""
+        assert isinstance(later, HostMoment)
+        return later._at - self._at
+
+
+class CudaMoment:
+    """A point in the GPU's queue, which the host does not wait for."""
+
+    def __init__(self) -> None:
+        """Put it into the current stream."""
+        self._event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def seconds_until(self, later: Moment) -> float:
+        """Return the time between, after waiting for the later one."""
+        assert isinstance(later, CudaMoment)
+        later._event.synchronize()
+        return float(self._event.elapsed_time(later._event)) / 1000
+
+
+class StepPhases:
+    """Times the passes and the update of steps without waiting for the device."""
+
+    def __init__(self, moment: Callable[[], Moment]) -> None:
+        """Begin with nothing.
+
+        Args:
+            moment: Notes the present point.
+        """
+        self._moment = moment
+        self._began = self._passed = moment()
+        self._pending: collections.deque[tuple[Moment, Moment, Moment]] = collections.deque()
+        self._sums = [0.0, 0.0]
+
+    def begin(self) -> None:
+        """Note that a step's first pass begins."""
+        self._began = self._moment()
+
+    def passes_made(self) -> None:
+        """Note that a step's last pass is over, and its update begins."""
+        self._passed = self._moment()
+
+    def end(self) -> None:
+        """Note that a step is over."""
+        self._pending.append((self._began, self._passed, self._moment()))
+        while len(self._pending) > PENDING_STEPS:
+            self._add_oldest()
+
+    def take(self) -> tuple[float, float]:
+        """Return the seconds of passes and of updates since the last call; waits for the device."""
+        while self._pending:
+            self._add_oldest()
+        passes, updates = self._sums
+        self._sums = [0.0, 0.0]
+        return passes, updates
+
+    def _add_oldest(self) -> None:
+        began, passed, ended = self._pending.popleft()
+        self._sums[0] += began.seconds_until(passed)
+        self._sums[1] += passed.seconds_until(ended)
+
+
+def step_phases(device_kind: str, clock: Callable[[], float] = time.monotonic) -> StepPhases:
+    """Return what times steps on `cuda`, or on the host."""
+    return StepPhases(CudaMoment if device_kind == "cuda" else lambda: HostMoment(clock))
+
 
 Activity = Literal["start_up", "step", "validation", "tasks", "sample", "save", "ending"]
 
@@ -144,3 +233,65 @@ class Throughput:
             "sample": forecast.sample,
         }
         return steps.get(activity, 0.0) * step_seconds
+
+
+class TimeBook:
+    """Gives every second of a session one use."""
+
+    def __init__(self, throughput: Throughput, phases: StepPhases) -> None:
+        """Begin where the session does.
+
+        Args:
+            throughput: Books laps on the host.
+            phases: Times the steps where they are computed.
+        """
+        self._throughput = throughput
+        self._phases = phases
+        self._booked_until = 0.0
+        self._booked: dict[str, float] = {}
+
+    def since_last(self, *, waited_seconds: float | None = None) -> TimeSpent:
+        """Return what the time since the last call was spent on; waits for the device.
+
+        What the device computed comes first: while it does, the host may wait for a batch or begin
+        a save, and neither costs anything. Of what is left each use gets at most what it took.
+
+        Args:
+            waited_seconds: That batches were waited for in this session; None: no more than before.
+        """
+        now = self._throughput.session_seconds
+        left, self._booked_until = now - self._booked_until, now
+        passes, updates = self._phases.take()
+        laps = self._throughput.laps
+        uses = {
+            "forward_backward": passes,
+            "update": updates,
+            **{use: self._new(use, laps[use]) for use in ("start_up", "ending", "save")},
+            "validation": self._new(
+                "validation", laps["validation"] + laps["tasks"] + laps["sample"]
+            ),
+            "data_wait": 0.0 if waited_seconds is None else self._new("data", waited_seconds),
+        }
+        for use, seconds in uses.items():
+            uses[use] = max(0.0, min(seconds, left))
+            left -= uses[use]
+        return TimeSpent(
+            start_up_seconds=uses["start_up"],
+            forward_backward_seconds=uses["forward_backward"],
+            update_seconds=uses["update"],
+            data_wait_seconds=uses["data_wait"],
+            save_stall_seconds=uses["save"],
+            validation_seconds=uses["validation"],
+            ending_seconds=uses["ending"],
+            other_seconds=max(0.0, left),
+        )
+
+    def rest_as_other(self) -> TimeSpent:
+        """Return the time since the last call without a use, and without asking the device."""
+        before, self._booked_until = self._booked_until, self._throughput.session_seconds
+        return TimeSpent(other_seconds=self._booked_until - before)
+
+    def _new(self, use: str, total_seconds: float) -> float:
+        """Return what came to a total since it was last asked for."""
+        before, self._booked[use] = self._booked.get(use, 0.0), total_seconds
+        return total_seconds - before

@@ -11,8 +11,7 @@ from refocused.metrics.history import METRICS_FILE
 from refocused.metrics.openmetrics import OpenMetricsTracker
 from refocused.metrics.tensorboard import TensorBoardTracker
 from refocused.metrics.trackers import Tracker, Trackers
-from refocused.metrics.wandb import WandbRun, WandbTracker
-from refocused.metrics.wandb_identity import WandbNote, continued, read_note
+from refocused.metrics.wandb import WandbNote, WandbRun, WandbTracker, continued, read_note
 from refocused.system.world import World
 
 NOTE_FILE = Path("wandb") / "refocused.json"

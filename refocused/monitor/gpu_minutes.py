@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from refocused.metrics.history import unix_time
-from refocused.metrics.tail import Record, as_record, number
+from refocused.metrics.jsonl import Record, as_record, number
 from refocused.monitor.readings import GpuSample
 
 MOST_BYTES = 32 << 20  # that are parsed of a file, about a second's work: of a longer one a part

@@ -9,7 +9,7 @@ from typing import Any
 
 from refocused.config.prices import cost_usd
 from refocused.metrics.history import LossHistory, LossPoint, StepPoint, unix_time
-from refocused.metrics.tail import number, text, whole_number
+from refocused.metrics.jsonl import number, text, whole_number
 from refocused.monitor.readings import GpuSample, SystemSample
 from refocused.monitor.run_status import (
     ENDED_EARLY,

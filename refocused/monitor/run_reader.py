@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from refocused.metrics.history import METRICS_FILE, MetricsTimeline
-from refocused.metrics.tail import JsonLinesTail, ReplacedFile
+from refocused.metrics.jsonl import JsonLinesTail, ReplacedFile
 
 RECENT_RECORDS = 51  # of steps: the last, and 50 to compare it with
 TAIL_BYTES = 2**16  # of the metrics of earlier sessions: enough for the losses before this one

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from refocused.config.strict_yaml import parse_yaml_mapping
 from refocused.metrics.history import METRICS_FILE, MetricsTimeline, unix_time
-from refocused.metrics.tail import (
+from refocused.metrics.jsonl import (
     JsonLinesTail,
     Record,
     ReplacedFile,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from refocused.metrics.tail import JsonLinesTail, Record
+from refocused.metrics.jsonl import JsonLinesTail, Record
 
 _Key = tuple[object, object]
 

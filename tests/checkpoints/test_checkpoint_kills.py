@@ -14,7 +14,7 @@ from fakes import Emulator, Fault
 
 from refocused.checkpoints.step.branches import step_paths
 from refocused.checkpoints.step.step_directory import read_step
-from refocused.metrics.kept_history import HISTORY
+from refocused.metrics.history import HISTORY
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
 from refocused.checkpoints.step.verify import verify
 from refocused.data.order.position import Position
-from refocused.metrics import kept_history
-from refocused.metrics.kept_history import HISTORY, end_of
+from refocused.metrics import history as kept_history
+from refocused.metrics.history import HISTORY, end_of
 from refocused.system.world import World
 from refocused.train.step.state import TrainState
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from refocused.metrics.tail import JsonLinesTail, number, read_json, read_small, whole_number
+from refocused.metrics.jsonl import JsonLinesTail, number, read_json, read_small, whole_number
 
 
 def test_what_is_new_is_read_once_and_what_is_old_never_again(tmp_path: Path) -> None:

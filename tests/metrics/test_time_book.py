@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from refocused.metrics.run_time import TimeSpent
-from refocused.metrics.step_phases import PENDING_STEPS, step_phases
-from refocused.metrics.throughput import Throughput
-from refocused.metrics.time_book import TimeBook
+from refocused.metrics.throughput import PENDING_STEPS, Throughput, TimeBook, step_phases
 
 
 class Watch:

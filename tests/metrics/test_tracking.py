@@ -11,8 +11,7 @@ from refocused.config.outputs import TrackingConfig
 from refocused.metrics import tracking
 from refocused.metrics.trackers import Tracker, Trackers
 from refocused.metrics.tracking import start_tracking, trackers_of
-from refocused.metrics.wandb import WandbTracker
-from refocused.metrics.wandb_identity import WandbNote
+from refocused.metrics.wandb import WandbNote, WandbTracker
 from refocused.system.world import World
 
 ALL = TrackingConfig(wandb="demo", tensorboard=True, openmetrics="run.prom")

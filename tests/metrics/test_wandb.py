@@ -15,8 +15,14 @@ import pytest
 from wandb_files import offline_sessions
 
 from refocused.metrics.trackers import Record
-from refocused.metrics.wandb import WandbRun, WandbTracker, has_key, is_reachable
-from refocused.metrics.wandb_identity import WandbNote, read_note
+from refocused.metrics.wandb import (
+    WandbNote,
+    WandbRun,
+    WandbTracker,
+    has_key,
+    is_reachable,
+    read_note,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from refocused.metrics.wandb_identity import (
+from refocused.metrics.wandb import (
     WandbNote,
     continued,
     missing_records,

@@ -11,9 +11,7 @@ from run_fakes import OPTIMIZER, SCHEDULE, Clock, FakeEngine
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.engine.engine import Engine
-from refocused.metrics.step_phases import step_phases
-from refocused.metrics.throughput import Throughput
-from refocused.metrics.time_book import TimeBook
+from refocused.metrics.throughput import Throughput, TimeBook, step_phases
 from refocused.system.world import World
 from refocused.train.step.cadence import Cadence
 from refocused.train.step.reporter import Reporter

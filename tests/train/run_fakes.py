@@ -21,8 +21,7 @@ from refocused.engine.finite_updates import Verdict
 from refocused.engine.histograms import Histograms
 from refocused.evaluate.multiple_choice import TaskResult
 from refocused.metrics.run_time import RunTime
-from refocused.metrics.step_phases import step_phases
-from refocused.metrics.throughput import Throughput
+from refocused.metrics.throughput import Throughput, step_phases
 from refocused.system.errors import RefocusedError
 from refocused.system.world import World
 from refocused.train.step.cadence import Cadence

@@ -22,7 +22,7 @@ from refocused.checkpoints.step.shard_exchange import assembled, require_readabl
 from refocused.checkpoints.step.shard_owner import ShardOwner, Written
 from refocused.checkpoints.step.staging import Staging, lack_of_room, prepare_folder
 from refocused.checkpoints.step.step_directory import Part, StepDirectory, read_mapping
-from refocused.metrics.kept_history import HISTORY, bring_back, end_of
+from refocused.metrics.history import HISTORY, bring_back, end_of
 from refocused.system.errors import CheckpointError, RefocusedError
 from refocused.system.world import World
 

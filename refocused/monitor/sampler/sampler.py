@@ -15,8 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from refocused.metrics.jsonl import JsonLines
-from refocused.metrics.tail import JsonLinesTail
+from refocused.metrics.jsonl import JsonLines, JsonLinesTail
 from refocused.monitor.readings import AlarmEvent, GpuSample, SystemSample, as_record
 from refocused.monitor.run_reader import RunReader, RunSight
 from refocused.monitor.sampler.alarm_rules import gpu_readings

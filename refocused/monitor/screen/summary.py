@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from refocused.config.prices import usd_per_million_tokens
+from refocused.metrics.jsonl import JsonLinesTail, number, text
 from refocused.metrics.step_metrics import dollars, duration, perplexity
-from refocused.metrics.tail import JsonLinesTail, number, text
 from refocused.monitor.gpu_minutes import GpuMinute, read_gpu_minutes
 from refocused.monitor.run_status import Event, RunView
 from refocused.monitor.run_view_files import event_of

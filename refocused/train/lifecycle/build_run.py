@@ -36,9 +36,7 @@ from refocused.estimate.flops import (
 from refocused.estimate.host import plan_host
 from refocused.estimate.storage import least_save_bytes
 from refocused.metrics.history import METRICS_FILE
-from refocused.metrics.step_phases import step_phases
-from refocused.metrics.throughput import Throughput, forecast
-from refocused.metrics.time_book import TimeBook
+from refocused.metrics.throughput import Throughput, TimeBook, forecast, step_phases
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, counted_parameters, untrained_loss
 from refocused.models.families import build_model, register_families
 from refocused.models.mixing import choose_mixing

@@ -11,8 +11,7 @@ from refocused.data.loader.batch import Batch
 from refocused.data.loader.loader import Loader
 from refocused.engine.engine import Engine
 from refocused.evaluate.multiple_choice import Examination
-from refocused.metrics.step_phases import StepPhases
-from refocused.metrics.throughput import Throughput
+from refocused.metrics.throughput import StepPhases, Throughput
 from refocused.system.world import World
 from refocused.train.step.cadence import Cadence
 from refocused.train.step.profile import StepProfiler

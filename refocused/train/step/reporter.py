@@ -23,8 +23,7 @@ from refocused.metrics.run_time import (
     read_run_time,
 )
 from refocused.metrics.step_metrics import duration, perplexity
-from refocused.metrics.throughput import Throughput
-from refocused.metrics.time_book import TimeBook
+from refocused.metrics.throughput import Throughput, TimeBook
 from refocused.metrics.trackers import END, Record, Trackers
 from refocused.system.processes import this_process
 from refocused.system.world import World
