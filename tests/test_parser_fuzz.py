@@ -40,7 +40,7 @@ from refocused.data.manifest.shard_manifest import (
 )
 from refocused.engine.state_files import read_state
 from refocused.evaluate.tasks import FORMS, TaskFile, read_questions
-from refocused.monitor.run_view_files import RunFollower
+from refocused.monitor.run_reader import RunFollower
 from refocused.prepare.text_documents import Reading, pieces
 from refocused.prepare.text_inputs import Span
 from refocused.system.errors import RefocusedError

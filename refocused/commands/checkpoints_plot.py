@@ -26,7 +26,7 @@ def add_plot_arguments(parser: Parser) -> None:
 
 def run_plot(arguments: argparse.Namespace) -> int:
     """Draw the losses, and say the last and the best."""
-    from refocused.monitor.screen.history_picture import draw_history
+    from refocused.monitor.screen.pictures import draw_history
 
     run = find_run(arguments.run)
     out = arguments.out or run / "loss.png"

@@ -24,8 +24,7 @@ from refocused.commands.typed_command import VISIBLE, without_resume
 from refocused.config.load_run import LoadedRun
 from refocused.doctor.early import refuse_early
 from refocused.estimate.memory_plan import refuse_cpu
-from refocused.monitor.sampler.gpu_driver import gpu_capabilities
-from refocused.monitor.sampler.gpu_reader import NoGpusError
+from refocused.monitor.sampler.gpu_reader import NoGpusError, gpu_capabilities
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError, ShardError
 from refocused.train.lifecycle.launch_session import Launch
 

@@ -19,8 +19,8 @@ from refocused.commands.run_selection import RUNS, find_run, whole_steps
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError
 
 if TYPE_CHECKING:
+    from refocused.monitor.run_reader import RunFollower
     from refocused.monitor.run_status import Liveness, RunView
-    from refocused.monitor.run_view_files import RunFollower
 
 INTERVAL_SECONDS = 2.5
 EVENTS_PRINTED = 5
@@ -189,7 +189,7 @@ def _print_lines(views: Sequence[RunView], *, now: float, form: str, ascii_only:
 
 
 def _follower(folder: Path) -> RunFollower:
-    from refocused.monitor.run_view_files import RunFollower
+    from refocused.monitor.run_reader import RunFollower
 
     return RunFollower(folder, liveness=liveness, saved_steps=whole_steps)
 

@@ -19,7 +19,7 @@ from refocused.doctor.run_fits import host_shortage
 from refocused.doctor.store_clock import missing_store_name
 from refocused.estimate.host import Device, process_bytes
 from refocused.estimate.precision import BF16_CAPABILITY, native_dtype, with_dtype
-from refocused.monitor.sampler.memory import memory_now
+from refocused.monitor.sampler.machine_readings import memory_now
 from refocused.system.errors import BucketError, ConfigError, RefocusedError
 from refocused.system.hardware import cpu_flags
 

@@ -49,8 +49,12 @@ def probe_gpus(host: str, *, wanted: int | None, environment: Mapping[str, str])
     """
     import torch
 
-    from refocused.monitor.sampler.gpu_driver import driver_versions, gpu_capabilities
-    from refocused.monitor.sampler.gpu_reader import GpuReader, NoGpusError
+    from refocused.monitor.sampler.gpu_reader import (
+        GpuReader,
+        NoGpusError,
+        driver_versions,
+        gpu_capabilities,
+    )
 
     try:
         known = dict(enumerate(gpu_capabilities()))  # torch would hang where the driver does

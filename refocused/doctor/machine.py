@@ -12,7 +12,7 @@ from typing import Literal
 
 from refocused.bucket.partial_files import free_bytes
 from refocused.doctor.finding import Finding, size
-from refocused.monitor.sampler.memory import Memory, memory_now
+from refocused.monitor.sampler.machine_readings import Memory, memory_now
 
 FEWEST_FILES = 1024
 # NCCL passes data between the processes of a machine through /dev/shm, and fails where that is

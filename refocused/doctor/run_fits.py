@@ -17,7 +17,7 @@ from refocused.estimate.memory_plan import Choice, choose, needless_offload
 from refocused.estimate.precision import NativeDtype
 from refocused.estimate.step_time import step_of_run
 from refocused.estimate.storage import BEING_WRITTEN, KEPT_BESIDE, checkpoint_bytes
-from refocused.monitor.sampler.memory import Memory
+from refocused.monitor.sampler.machine_readings import Memory
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import GpuFacts
 

@@ -22,8 +22,8 @@ from refocused.monitor.run_status import (
     RunView,
     Saves,
     Status,
+    silence,
 )
-from refocused.monitor.silence import silence
 
 _ENDED: dict[str, Status] = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
 RECENT_STEPS = 51  # of the log: what is usual for its lines

@@ -19,9 +19,9 @@ from refocused.config.load_run import load_run
 from refocused.data.manifest.shard_manifest import build_manifest, write_manifest
 from refocused.doctor import early, store_clock
 from refocused.doctor.early import place_problems
-from refocused.monitor.sampler import gpu_driver
+from refocused.monitor.sampler import gpu_reader as gpu_driver
 from refocused.monitor.sampler.gpu_reader import NoGpusError
-from refocused.monitor.sampler.memory import Memory
+from refocused.monitor.sampler.machine_readings import Memory
 from refocused.system.errors import ExitCode, RefocusedError
 
 RUN = """

@@ -19,7 +19,7 @@ from refocused.doctor.machine import (
     probe_disks,
     probe_machine,
 )
-from refocused.monitor.sampler.memory import Memory
+from refocused.monitor.sampler.machine_readings import Memory
 
 GOOD = Machine(
     cores=16,

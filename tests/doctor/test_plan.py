@@ -23,7 +23,7 @@ from refocused.doctor.run_fits import (
 )
 from refocused.estimate.host import Device, HostPlan
 from refocused.estimate.precision import NativeDtype
-from refocused.monitor.sampler.memory import Memory
+from refocused.monitor.sampler.machine_readings import Memory
 from refocused.prepare.inspect_data import DataReport
 from refocused.system.hardware import named_gpu
 

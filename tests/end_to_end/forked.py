@@ -35,7 +35,7 @@ _PRELOADED = [
     "refocused.commands.train",
     "refocused.models.resonance.resonance",
     "refocused.models.ten.ten",
-    "refocused.monitor.run_view_files",
+    "refocused.monitor.run_reader",
     "refocused.monitor.screen.summary",
     "refocused.train.lifecycle.run",
     "setuptools",  # DeepSpeed asks it for compilers

@@ -7,7 +7,7 @@ import pytest
 
 from refocused.metrics.history import LossHistory, LossPoint, loss_history, read_history
 from refocused.metrics.jsonl import JsonLines
-from refocused.monitor.screen.history_picture import draw_history
+from refocused.monitor.screen.pictures import draw_history
 
 
 def steps(*pairs: tuple[int, float | None]) -> list[dict[str, object]]:

@@ -8,9 +8,8 @@ import pynvml
 import pytest
 from nvml_machine import Machine
 
-from refocused.monitor.sampler import gpu_driver
-from refocused.monitor.sampler.gpu_driver import driver_versions, gpu_capabilities
-from refocused.monitor.sampler.gpu_reader import NoGpusError
+from refocused.monitor.sampler import gpu_reader as gpu_driver
+from refocused.monitor.sampler.gpu_reader import NoGpusError, driver_versions, gpu_capabilities
 from refocused.system.errors import RefocusedError
 
 

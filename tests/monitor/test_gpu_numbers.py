@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from refocused.monitor.sampler.gpu_numbers import local_ranks, visible_devices
+from refocused.monitor.sampler.gpu_reader import local_ranks, visible_devices
 
 ALIKE = [("GPU-aa00", "H100"), ("GPU-ab00", "H100"), ("GPU-bb00", "H100"), ("GPU-cc00", "H100")]
 MIXED = [("GPU-aa00", "L4"), ("GPU-ab00", "H100")]

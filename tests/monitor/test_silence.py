@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from refocused.monitor.silence import longest_seconds, silence
+from refocused.monitor.run_status import longest_seconds, silence
 
 BEGAN = 1_000_000.0
 

@@ -7,8 +7,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from refocused.monitor.sampler.machine_readings import SystemReader
-from refocused.monitor.sampler.memory import Memory, memory_now, within_group
+from refocused.monitor.sampler.machine_readings import (
+    Memory,
+    SystemReader,
+    memory_now,
+    within_group,
+)
 
 MIB = 2**20
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from refocused.monitor.readings import SystemSample
+from refocused.monitor.sampler.alarm_rules import DiskPoint, hours_until_full, system_readings
 from refocused.monitor.sampler.alarms import Reading
-from refocused.monitor.sampler.system_alarms import DiskPoint, hours_until_full, system_readings
 
 
 def falling(start_gib: float, gib_per_hour: float, *, hours: float) -> list[DiskPoint]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from refocused.monitor.readings import AlarmEvent, GpuSample, SystemSample, as_record
-from refocused.monitor.run_view_files import RunFollower
+from refocused.monitor.run_reader import RunFollower
 
 NOW = 1_800_000_000.0
 STEP_SECONDS = 1.5

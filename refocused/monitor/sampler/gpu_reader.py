@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pynvml
 
 from refocused.monitor.readings import GpuSample
-from refocused.monitor.sampler.gpu_numbers import local_ranks
 from refocused.monitor.sampler.nvml_fields import (
     LINK_RECEIVED,
     LINK_SENT,
@@ -23,6 +26,64 @@ from refocused.monitor.sampler.nvml_fields import (
     measured,
 )
 from refocused.system.errors import RefocusedError
+
+PCI_BUS_ORDER = "PCI_BUS_ID"
+
+
+def local_ranks(
+    gpus: Sequence[tuple[str | None, str | None]],
+    *,
+    visible: str | None,
+    cuda_order: str | None,
+    ranks: int,
+) -> list[int | None]:
+    """Return the local rank of each GPU; None: it is nobody's, or that cannot be known.
+
+    Local rank N uses CUDA's device N, and CUDA numbers what CUDA_VISIBLE_DEVICES names. NVML
+    numbers in the order of the PCI bus. CUDA does so too where it is told to; else it begins with
+    the fastest, which is the same order when all are of one kind.
+
+    Args:
+        gpus: UUID and name of each, in NVML's order; None: unknown.
+        visible: CUDA_VISIBLE_DEVICES; None: it is not set.
+        cuda_order: CUDA_DEVICE_ORDER; None: it is not set.
+        ranks: Of the run, on this machine.
+    """
+    devices = visible_devices(gpus, visible=visible, cuda_order=cuda_order)[:ranks]
+    owners: list[int | None] = [None] * len(gpus)
+    for rank, index in enumerate(devices):
+        if index is not None:
+            owners[index] = rank
+    return owners
+
+
+def visible_devices(
+    gpus: Sequence[tuple[str | None, str | None]], *, visible: str | None, cuda_order: str | None
+) -> list[int | None]:
+    """Return NVML's number of each of CUDA's devices; None: which one it is cannot be known.
+
+    As CUDA does it: a word is a number or the beginning of one UUID; what follows a word that
+    names no GPU is not seen, and a GPU that is named twice hides all.
+    """
+    kinds = {name for _, name in gpus if name is not None}
+    same_order = cuda_order == PCI_BUS_ORDER or len(kinds) <= 1
+    if visible is None:
+        return [index if same_order else None for index in range(len(gpus))]
+    found: list[int | None] = []
+    for word in (part.strip() for part in visible.split(",")):
+        if word.isdecimal() and int(word) < len(gpus):
+            found.append(int(word) if same_order else None)
+        elif word.startswith("GPU-") and len(meant := _by_uuid(gpus, word)) == 1:
+            found.append(meant[0])
+        else:
+            break
+    known = [index for index in found if index is not None]
+    return [] if len(set(known)) < len(known) else found
+
+
+def _by_uuid(gpus: Sequence[tuple[str | None, str | None]], beginning: str) -> list[int]:
+    return [index for index, (uuid, _) in enumerate(gpus) if (uuid or "").startswith(beginning)]
+
 
 SLOW_SECONDS = 30.0
 
@@ -198,3 +259,84 @@ def _rate(before_kib: int | None, now_kib: int | None, seconds: float) -> float 
     if before_kib is None or now_kib is None or now_kib < before_kib:
         return None
     return round((now_kib - before_kib) / 2**20 / seconds, 3)
+
+
+LIMIT_SECONDS = 120.0  # without persistence mode eight GPUs take tens of seconds to wake
+QUERY = [sys.executable, "-P", "-m", "refocused.monitor.sampler.gpu_reader"]
+
+Capability = tuple[int, int]
+
+
+def gpu_capabilities() -> list[Capability | None]:
+    """Return the compute capability of each GPU of this machine; None: the GPU does not tell.
+
+    Another process queries the driver: a driver that hangs takes its caller along. That process
+    is not waited for, because SIGKILL may not end it either.
+
+    Raises:
+        NoGpusError: The driver is there and cannot be used.
+        RefocusedError: It hangs.
+    """
+    query = subprocess.Popen(
+        QUERY,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    try:
+        answer, _ = query.communicate(timeout=LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        query.kill()
+        raise RefocusedError(
+            f"The NVIDIA driver did not answer within {LIMIT_SECONDS:.0f} s. Run this "
+            "again, restart the machine, or set run.device=cpu to train without GPUs."
+        ) from None
+    if query.returncode:
+        raise NoGpusError(
+            f"The NVIDIA driver does not answer: the query ended with code {query.returncode}. "
+            "See what nvidia-smi says.",
+            is_fault=True,
+        )
+    found = json.loads(answer)
+    if "fault" in found:
+        raise NoGpusError(found["fault"], is_fault=True)
+    return [None if one is None else (one[0], one[1]) for one in found["capabilities"]]
+
+
+def driver_versions() -> tuple[str | None, tuple[int, int] | None]:
+    """Return the driver's version and the newest CUDA that it runs; None: it does not tell.
+
+    `GpuReader` has opened the library.
+    """
+    driver: str | None = None
+    cuda: tuple[int, int] | None = None
+    with contextlib.suppress(pynvml.NVMLError):
+        driver = str(pynvml.nvmlSystemGetDriverVersion())
+    with contextlib.suppress(pynvml.NVMLError):
+        number = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())  # 12080 is 12.8
+        cuda = (number // 1000, number % 1000 // 10)
+    return driver, cuda
+
+
+def _answer() -> dict[str, Any]:
+    """Query the driver in this process."""
+    try:
+        count = open_library()
+    except NoGpusError as error:
+        return {"fault": str(error)} if error.is_fault else {"capabilities": []}
+    return {"capabilities": [_capability(index) for index in range(count)]}
+
+
+def _capability(index: int) -> Capability | None:
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    except pynvml.NVMLError:
+        return None
+    return major, minor
+
+
+if __name__ == "__main__":
+    print(json.dumps(_answer()))

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from refocused.metrics.step_metrics import duration
 from refocused.monitor.readings import Severity
 from refocused.monitor.run_reader import LoggedStep, MirrorSight, RunSight
+from refocused.monitor.run_status import silence
 from refocused.monitor.sampler.alarms import Reading, level_above, level_below
-from refocused.monitor.silence import silence
 
 SUBJECT = "run"
 FEWEST_LOSSES = 20

@@ -14,8 +14,8 @@ from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import OptionList, Static
 
+from refocused.monitor.run_reader import RunFollower
 from refocused.monitor.run_status import RunView
-from refocused.monitor.run_view_files import RunFollower
 from refocused.monitor.screen.dashboard_chart import Curve, Point, draw_curve
 from refocused.monitor.screen.dashboard_gpus import gpu_lines
 from refocused.monitor.screen.run_lines import (

@@ -2,23 +2,83 @@
 
 from __future__ import annotations
 
+import base64
 import collections
 import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from refocused.config.prices import usd_per_million_tokens
 from refocused.metrics.jsonl import JsonLinesTail, number, text
 from refocused.metrics.step_metrics import dollars, duration, perplexity
 from refocused.monitor.gpu_minutes import GpuMinute, read_gpu_minutes
+from refocused.monitor.run_reader import event_of
 from refocused.monitor.run_status import Event, RunView
-from refocused.monitor.run_view_files import event_of
-from refocused.monitor.screen.dashboard_words import moment, percent, time_text, value
 from refocused.monitor.screen.pictures import draw_summary
-from refocused.monitor.screen.summary_page import render_page
+from refocused.monitor.screen.run_lines import moment, percent, time_text, value
 from refocused.system.atomic_files import replace_file
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; }
+table { border-collapse: collapse; }
+td { padding: 0.15rem 1.5rem 0.15rem 0; border-bottom: 1px solid #8884; }
+td:first-child { opacity: 0.7; }
+img { max-width: 100%; margin: 1.5rem 0; }
+"""
+
+
+class Told(Protocol):
+    """What the page shows."""
+
+    @property
+    def title(self) -> str:
+        """Name and status."""
+
+    @property
+    def rows(self) -> Sequence[tuple[str, str]]:
+        """What and how much, in order."""
+
+    @property
+    def troubles(self) -> Sequence[str]:
+        """Warnings and failures."""
+
+    @property
+    def written(self) -> str:
+        """The time of the page."""
+
+
+def render_page(told: Told, picture: bytes) -> str:
+    """Return the page, with the picture (a PNG) inside."""
+    rows = "\n".join(
+        f"<tr><td>{escape(what)}</td><td>{escape(words)}</td></tr>" for what, words in told.rows
+    )
+    troubles = "\n".join(f"<li>{escape(trouble)}</li>" for trouble in told.troubles)
+    listed = f"<h2>Warnings and failures</h2>\n<ul>\n{troubles}\n</ul>\n" if troubles else ""
+    image = base64.b64encode(picture).decode()
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>{escape(told.title)}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<h1>{escape(told.title)}</h1>
+<table>
+{rows}
+</table>
+<img alt="loss, speed, GPUs and cost over time" src="data:image/png;base64,{image}">
+{listed}<p>Written {escape(told.written)}.</p>
+</body>
+</html>
+"""
+
 
 TROUBLES_SHOWN = 20
 TEXT_FILE, PICTURE_FILE, PAGE_FILE = "SUMMARY.md", "summary.png", "summary.html"

@@ -40,7 +40,7 @@ from refocused.metrics.throughput import Throughput, TimeBook, forecast, step_ph
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, counted_parameters, untrained_loss
 from refocused.models.families import build_model, register_families
 from refocused.models.mixing import choose_mixing
-from refocused.monitor.sampler.memory import memory_now
+from refocused.monitor.sampler.machine_readings import memory_now
 from refocused.system.hardware import gpu_facts
 from refocused.system.processes import identify
 from refocused.train.lifecycle.banner import uncompiled_fp8

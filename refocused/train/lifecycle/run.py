@@ -17,7 +17,7 @@ from refocused.config.run_config import RunConfig
 from refocused.estimate.precision import with_dtype
 from refocused.evaluate.final_model import prepare_final_model
 from refocused.metrics.tracking import start_tracking
-from refocused.monitor.sampler.sampling import start_sampling
+from refocused.monitor.sampler.start_sampler import start_sampling
 from refocused.system import logs
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError
 from refocused.system.world import World

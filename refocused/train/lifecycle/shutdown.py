@@ -121,7 +121,7 @@ def _await_export(
 
 def leave_summary(folder: Path) -> None:
     """Write SUMMARY.md and its pictures into a run's folder, as far as that can be done."""
-    from refocused.monitor.run_view_files import RunFollower
+    from refocused.monitor.run_reader import RunFollower
     from refocused.monitor.screen.summary import write_summary  # draws: not needed before
 
     now = time.time()
