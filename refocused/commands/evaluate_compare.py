@@ -108,7 +108,7 @@ def _by_tasks(arguments: argparse.Namespace) -> int:
 
 def _show_scores(found: Mapping[str, Evaluated], arguments: argparse.Namespace) -> None:
     """Print all scores, then draw them."""
-    from refocused.evaluate.comparison_pictures import draw_scores
+    from refocused.evaluate.comparison import draw_scores
 
     rows = {request: _measures(one.results) for request, one in found.items()}
     if arguments.json:
@@ -161,8 +161,7 @@ def _score_lines(rows: Mapping[str, Mapping[str, Measure]]) -> list[list[str]]:
 
 
 def _by_speed(arguments: argparse.Namespace) -> int:
-    from refocused.evaluate.comparison import measure_speed
-    from refocused.evaluate.comparison_pictures import draw_speed
+    from refocused.evaluate.comparison import draw_speed, measure_speed
 
     if not arguments.models:
         raise ConfigError(

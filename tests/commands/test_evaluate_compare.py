@@ -12,8 +12,7 @@ from ranks import Ended
 from refocused.commands.evaluate import main
 from refocused.commands.evaluate_compare import steps_of_one_run
 from refocused.commands.evaluate_model import Evaluated
-from refocused.evaluate.comparison import SpeedRow, measure_speed
-from refocused.evaluate.comparison_pictures import draw_scores, draw_speed
+from refocused.evaluate.comparison import SpeedRow, draw_scores, draw_speed, measure_speed
 from refocused.evaluate.multiple_choice import Measure
 
 PNG = b"\x89PNG"

@@ -20,7 +20,7 @@ from refocused.evaluate.continuations import (
     score_all,
     tensors_of,
 )
-from refocused.evaluate.network_scores import NetworkScorer, shared_tokens
+from refocused.evaluate.score_model import NetworkScorer, shared_tokens
 from refocused.models.head_loss import IGNORED_LABEL, label_scores
 from refocused.system.errors import EvaluationError
 from refocused.system.world import World

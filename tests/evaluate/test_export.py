@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
-from refocused.evaluate import export, export_check
+from refocused.evaluate import export
+from refocused.evaluate import export as export_check
 from refocused.evaluate.export import export_step
 from refocused.evaluate.load_model import load_model
 from refocused.evaluate.model_weights import ModelWeights, open_model_weights, tokenizer_of

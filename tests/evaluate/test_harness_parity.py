@@ -12,8 +12,7 @@ from evaluate.harness import CONTEXT, MODELS, SCORES, ask
 from refocused.evaluate import multiple_choice, perplexity
 from refocused.evaluate.continuations import Encoder, score_all
 from refocused.evaluate.load_model import LoadedModel
-from refocused.evaluate.network_scores import NetworkScorer
-from refocused.evaluate.score_model import Evaluation, Settings
+from refocused.evaluate.score_model import Evaluation, NetworkScorer, Settings
 from refocused.evaluate.tasks import TaskFile, read_questions
 from refocused.system.world import World
 

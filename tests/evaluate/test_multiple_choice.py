@@ -14,7 +14,7 @@ from refocused.evaluate.multiple_choice import (
     measures_of,
     prepare,
 )
-from refocused.evaluate.network_scores import NetworkScorer
+from refocused.evaluate.score_model import NetworkScorer
 from refocused.evaluate.tasks import Question
 from refocused.system.world import World
 

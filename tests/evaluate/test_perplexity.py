@@ -12,9 +12,8 @@ from evaluate.small_models import small_model
 from evaluate.test_continuations import bytes_encoder
 
 from refocused.evaluate.continuations import Continuation, Encoder, Scored
-from refocused.evaluate.network_scores import NetworkScorer
 from refocused.evaluate.perplexity import measures_of, prepare, read_text, rolling_windows
-from refocused.evaluate.score_model import Evaluation, Settings
+from refocused.evaluate.score_model import Evaluation, NetworkScorer, Settings
 from refocused.evaluate.tasks import TaskFile
 from refocused.system.errors import EvaluationError
 from refocused.system.world import World
