@@ -40,11 +40,10 @@ from refocused.metrics.wandb import WandbNote
 from refocused.models.causal_lm import counted_parameters
 from refocused.system import logs
 from refocused.system.world import World
-from refocused.train.step.cadence import Cadence
-from refocused.train.step.finite_steps import FiniteSteps, StepTaken
+from refocused.train.step.guards import FiniteSteps, StepTaken
 from refocused.train.step.reporter import Reporter
 from refocused.train.step.state import TrainState
-from refocused.train.step.step_figures import RunFigures
+from refocused.train.step.step_figures import Cadence, RunFigures
 
 LOG_STEPS = 10  # as a run that says nothing of it
 OPEN_SECONDS, CLOSE_SECONDS = 90.0, 30.0  # that trackers may take

@@ -124,7 +124,7 @@ def ours(
     What computes attention and blocks is added to `told`.
     """
     from refocused.models.mixing import choose_mixing
-    from refocused.train.step.finite_steps import FiniteSteps, StepTaken
+    from refocused.train.step.guards import FiniteSteps, StepTaken
 
     set_product_precision(setup.precision)
     model = setup.model()

@@ -187,7 +187,7 @@ def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int, session:
     """Join the other ranks and train; every failure is said before this returns."""
     from refocused.system import logs
     from refocused.system.world import join_world, lost_connection
-    from refocused.train.step.quick_imports import quick_imports
+    from refocused.train.step.garbage_collection import quick_imports
 
     logs.start_screen(rank)
     try:

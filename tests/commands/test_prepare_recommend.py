@@ -17,8 +17,8 @@ from refocused.commands.prepare_recommend import validation_files
 from refocused.config.batch_plan import plan_batch
 from refocused.config.load_run import LoadedRun
 from refocused.system.world import World
+from refocused.train.lifecycle.job import settle
 from refocused.train.lifecycle.open_data import build_data
-from refocused.train.lifecycle.planning import settle
 
 REPOSITORY = Path(__file__).parents[2]
 

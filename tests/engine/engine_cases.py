@@ -20,7 +20,7 @@ from refocused.models.causal_lm import CausalLM, counted_parameters
 from refocused.models.families import build_model, register_families
 from refocused.models.fp8 import compute_in_fp8
 from refocused.system.world import World, join_world
-from refocused.train.step.quick_imports import quick_imports
+from refocused.train.step.garbage_collection import quick_imports
 
 STEPS = 6
 SAVED_AT = 3

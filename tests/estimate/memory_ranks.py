@@ -18,7 +18,7 @@ from refocused.engine.build_engine import build_engine, load_deepspeed
 from refocused.models.causal_lm import counted_parameters
 from refocused.models.families import build_model, register_families
 from refocused.system.world import World, join_world
-from refocused.train.step.quick_imports import quick_imports
+from refocused.train.step.garbage_collection import quick_imports
 
 
 def peak_of(case: Case, world: World) -> int:

@@ -13,10 +13,9 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.engine.engine import Engine
 from refocused.metrics.throughput import Throughput, TimeBook, step_phases
 from refocused.system.world import World
-from refocused.train.step.cadence import Cadence
 from refocused.train.step.reporter import Reporter
 from refocused.train.step.state import TrainState
-from refocused.train.step.step_figures import RunFigures
+from refocused.train.step.step_figures import Cadence, RunFigures
 
 PLAN = BatchPlan(micro=2, accumulation=3, world_size=1, sequence_length=100)  # 600 tokens
 

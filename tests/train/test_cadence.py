@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refocused.train.step.cadence import Cadence
+from refocused.train.step.step_figures import Cadence
 
 
 def test_things_are_due_at_their_multiples() -> None:

@@ -18,15 +18,15 @@ from refocused.evaluate.tasks import Question
 from refocused.system.errors import ConfigError, RefocusedError
 from refocused.system.world import World
 from refocused.train.lifecycle.tokenizer_and_tasks import build_texts
-from refocused.train.step.cadence import Cadence
 from refocused.train.step.evaluation import (
     EngineScorer,
+    Sampler,
     evaluate,
     make_up_evaluation,
     take_tasks,
 )
-from refocused.train.step.sample import Sampler
 from refocused.train.step.state import TrainState
+from refocused.train.step.step_figures import Cadence
 from refocused.train.step.stopping import StopRequest
 
 BYTES = DataConfig(source="tokens", tokenizer="bytes")

@@ -12,7 +12,7 @@ from thread_ranks import on_two_ranks
 
 from refocused.system.errors import TrainingError
 from refocused.system.world import World
-from refocused.train.step.cadence import Cadence
+from refocused.train.step.step_figures import Cadence
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from refocused.train.step.limits import Budget, time_limit
-from refocused.train.step.stopping import StopReason
+from refocused.train.step.stopping import Budget, StopReason, time_limit
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,10 @@ from refocused.engine.finite_updates import Verdict
 from refocused.metrics.throughput import Throughput
 from refocused.system.errors import ShardError
 from refocused.system.world import World
-from refocused.train.step.cadence import Cadence
 from refocused.train.step.loop import Outcome, label_weights, train
 from refocused.train.step.parts import Parts
 from refocused.train.step.state import TrainState
+from refocused.train.step.step_figures import Cadence
 from refocused.train.step.stopping import StopReason, StopRequest
 
 

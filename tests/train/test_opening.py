@@ -24,7 +24,7 @@ from refocused.train.lifecycle.banner import (
     tokenizer_lines,
     uncompiled_fp8,
 )
-from refocused.train.lifecycle.planning import Plan
+from refocused.train.lifecycle.job import Plan
 
 
 def test_a_tokenizer_that_is_named_and_not_held_is_said_before_training() -> None:

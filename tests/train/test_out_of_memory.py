@@ -6,7 +6,7 @@ import torch
 from refocused.config.batch_plan import BatchPlan
 from refocused.system.errors import TrainingError
 from refocused.system.world import World
-from refocused.train.step.out_of_memory import explaining_lack_of_memory, lack_of_memory
+from refocused.train.step.guards import explaining_lack_of_memory, lack_of_memory
 
 PLAN = BatchPlan(micro=8, accumulation=16, world_size=4, sequence_length=2048)
 

@@ -20,9 +20,9 @@ from refocused.estimate.activations import activation_memory
 from refocused.models.causal_lm import CausalLM
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
-from refocused.train.lifecycle import planning
+from refocused.train.lifecycle import job as planning
+from refocused.train.lifecycle.job import settle
 from refocused.train.lifecycle.open_data import build_data
-from refocused.train.lifecycle.planning import settle
 
 END_OF_TEXT = 50_256
 MILAN, GENOA = frozenset({"avx2"}), frozenset({"avx2", "avx512_bf16"})

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from refocused.train.step.quick_imports import quick_imports
+from refocused.train.step.garbage_collection import quick_imports
 
 
 @pytest.fixture(autouse=True)

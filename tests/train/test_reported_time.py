@@ -12,8 +12,8 @@ from reporter_session import PLAN, Session
 
 from refocused.data.order.position import Position
 from refocused.metrics.trackers import Record, Trackers
-from refocused.train.step.cadence import Cadence
 from refocused.train.step.state import TrainState
+from refocused.train.step.step_figures import Cadence
 
 pytestmark = pytest.mark.usefixtures("screen")
 

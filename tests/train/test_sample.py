@@ -12,7 +12,7 @@ from torch import Tensor
 from refocused.engine.engine import Engine
 from refocused.tokenizers.encoders import TokenizerChoice
 from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
-from refocused.train.step.sample import TOP_K, Sampler
+from refocused.train.step.evaluation import TOP_K, Sampler
 
 END = 256
 

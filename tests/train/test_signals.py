@@ -6,8 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from refocused.train.lifecycle import signals as signals_module
-from refocused.train.lifecycle.signals import ENDING, ENDING_NUMBERS, STARTING, Notices, Signals
+from refocused.train.lifecycle import launch_session as signals_module
+from refocused.train.lifecycle.launch_session import (
+    ENDING,
+    ENDING_NUMBERS,
+    STARTING,
+    Notices,
+    Signals,
+)
 
 
 class Clock:

@@ -7,7 +7,7 @@ import pytest
 
 from refocused.system.errors import TrainingError
 from refocused.system.locks import FileLock
-from refocused.train.lifecycle.sole_trainer import claim_run
+from refocused.train.lifecycle.run_folder import claim_run
 
 
 def test_a_second_start_is_refused_while_the_first_one_trains(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_a_start_waits_for_one_that_is_ending(
                 threading.Thread(target=first.release).start()
             return asked[-1]
 
-    monkeypatch.setattr("refocused.train.lifecycle.sole_trainer.FileLock", Watched)
+    monkeypatch.setattr("refocused.train.lifecycle.run_folder.FileLock", Watched)
     claim_run(tmp_path).release()
     assert asked[:2] == [False, False] and asked[-1]
 

@@ -7,7 +7,7 @@ from thread_ranks import on_two_ranks, results
 
 from refocused.system.errors import ExitCode, StoppedEarlyError
 from refocused.system.world import World
-from refocused.train.lifecycle.signals import Signals
+from refocused.train.lifecycle.launch_session import Signals
 from refocused.train.step.stopping import StopReason, StopRequest
 
 

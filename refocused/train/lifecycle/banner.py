@@ -18,8 +18,8 @@ from refocused.estimate.flops import count_parameters
 from refocused.estimate.step_time import step_of_run
 from refocused.system.hardware import gpu_facts
 from refocused.system.world import World
+from refocused.train.lifecycle.job import Plan
 from refocused.train.lifecycle.open_data import DataParts
-from refocused.train.lifecycle.planning import Plan
 
 # Memory that a bf16 element moves on its way to 8 bits, its part in finding the scale included: by
 # the operations of `models/fp8.py` one after another, and by one pass for scale and one for value.

@@ -47,14 +47,12 @@ from refocused.train.lifecycle.banner import uncompiled_fp8
 from refocused.train.lifecycle.job import Job
 from refocused.train.lifecycle.open_data import DataParts, build_data
 from refocused.train.lifecycle.tokenizer_and_tasks import build_texts
-from refocused.train.step.cadence import Cadence
-from refocused.train.step.garbage_collection import keep_freed_memory
+from refocused.train.step.garbage_collection import keep_freed_memory, quick_imports
 from refocused.train.step.parts import Parts
 from refocused.train.step.profile import StepProfiler
-from refocused.train.step.quick_imports import quick_imports
 from refocused.train.step.reporter import Reporter
 from refocused.train.step.saver import Saver
-from refocused.train.step.step_figures import RunFigures
+from refocused.train.step.step_figures import Cadence, RunFigures
 
 
 def assemble_data(job: Job) -> DataParts:

@@ -2,15 +2,200 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.open_bucket import open_bucket
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.load_run import LoadedRun
+from refocused.config.optimization import Dtype
+from refocused.data.manifest.vocabulary import decide_vocabulary, require_room_for_tokenizer
+from refocused.engine.compiled import compile_blocks
+from refocused.estimate import precision
+from refocused.estimate.activations import activation_memory
+from refocused.estimate.memory_plan import Choice, choose, needless_offload, refuse_cpu
+from refocused.models.causal_lm import CausalLM
+from refocused.models.families import build_model
+from refocused.system.hardware import cpu_flags
 from refocused.system.world import World
-from refocused.train.lifecycle.planning import Plan
+
+DTYPES: dict[Dtype, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What was settled, and for what memory.
+
+    Attributes:
+        choice: Stage, offloads, micro-batch and the memory they take.
+        memory_bytes: Of the smallest GPU; None without GPUs.
+        without_offload: What a step would take without an offload that is not needed, in bytes.
+        native: The precision that the hardware of all ranks computes fastest in.
+        is_native_by_choice: Whether `precision.dtype: auto` chose it.
+    """
+
+    choice: Choice
+    memory_bytes: float | None
+    without_offload: int | None
+    native: precision.NativeDtype
+    is_native_by_choice: bool
+
+
+def settle(
+    loaded: LoadedRun, world: World, *, open_source: Callable[[str], Bucket]
+) -> tuple[LoadedRun, Plan]:
+    """Return the run with nothing left to choose, and the plan; every rank must call.
+
+    A micro-batch that is to be chosen on GPUs is chosen by a real pass: its memory over that of
+    the formula corrects the formula.
+
+    Args:
+        loaded: The run.
+        world: The ranks.
+        open_source: Opens a source of the data, which may have to give the vocabulary.
+
+    Raises:
+        RefocusedError: On every rank: nothing fits, the global batch cannot be divided, a large
+            model would train on the CPU by accident, or the vocabulary cannot be found or does not
+            fit the tokenizer.
+    """
+    loaded = loaded.with_vocabulary(world.on_rank_0(lambda: _vocabulary(loaded, open_source)))
+    if world.device_kind == "cpu":
+        world.on_all_ranks(lambda: refuse_cpu(loaded, ranks=world.world_size))
+    native, is_auto = _native_dtype(world), loaded.config.precision.dtype == "auto"
+    if is_auto:
+        loaded = world.on_all_ranks(lambda: precision.with_dtype(loaded, native.dtype))
+    config, memory_bytes = loaded.config, _smallest_gpu_bytes(world)
+    factor, most_micro = 1.0, None
+    if config.batch.micro == "auto" and memory_bytes is not None:
+        factor, most_micro = _measured_over_computed(loaded, world, peak_of=_peak_of_a_pass)
+    choice = world.on_all_ranks(
+        lambda: choose(
+            loaded.shape,
+            model=config.model,
+            batch=config.batch,
+            zero=config.zero,
+            dtype=config.precision.resolved,
+            ranks=world.world_size,
+            memory_bytes=memory_bytes,
+            masked=config.data.mask_documents,
+            activation_factor=factor,
+            most_micro=most_micro,
+        )
+    )
+    bare = needless_offload(
+        choice,
+        loaded.shape,
+        model=config.model,
+        dtype=config.precision.resolved,
+        ranks=world.world_size,
+        memory_bytes=memory_bytes,
+        masked=config.data.mask_documents,
+    )
+    settled = config.model_copy(
+        update={
+            "zero": choice.zero,
+            "batch": config.batch.model_copy(update={"micro": choice.micro}),
+        }
+    )
+    plan = Plan(choice, memory_bytes, bare.peak if bare is not None else None, native, is_auto)
+    return dataclasses.replace(loaded, config=settled), plan
+
+
+def _vocabulary(loaded: LoadedRun, open_source: Callable[[str], Bucket]) -> int:
+    """Return how many token ids the model knows."""
+    require_room_for_tokenizer(loaded, fetch=True)
+    return decide_vocabulary(loaded, open_source).shape.vocabulary
+
+
+def _native_dtype(world: World) -> precision.NativeDtype:
+    """Return what the least able rank computes in, so that all ranks decide alike."""
+    on_gpu = world.device_kind == "cuda"
+    own = precision.native_dtype(
+        capability=torch.cuda.get_device_capability(world.device) if on_gpu else None,
+        cpu_flags=cpu_flags(),
+    )
+    return max(world.gather(own), key=lambda one: precision.FASTEST_FIRST.index(one.dtype))
+
+
+def _smallest_gpu_bytes(world: World) -> float | None:
+    """Return the memory of the smallest GPU of the run; None without GPUs."""
+    if world.device_kind != "cuda":
+        return None
+    total = torch.cuda.get_device_properties(world.device).total_memory
+    return -world.largest([-total])[0]
+
+
+def _measured_over_computed(
+    loaded: LoadedRun, world: World, *, peak_of: Callable[[CausalLM, Tensor], int]
+) -> tuple[float, int | None]:
+    """Return what a pass takes on the fullest GPU, over what is computed for it; all ranks call.
+
+    Measured between one window and two, so that the weights and their gradients drop out, of blocks
+    compiled as in training.
+
+    Returns:
+        That factor, and the most windows of a pass: one where two (or even one, beside the whole
+        model) lack memory, and the factor is not known; else None.
+    """
+    config, device = loaded.config, world.device
+    with torch.device(device):
+        model = build_model(
+            loaded.shape.settings,
+            vocabulary=loaded.shape.padded_vocabulary(config.model.vocabulary_multiple),
+            dropout=config.model.dropout,
+            activation_checkpointing=config.model.activation_checkpointing,
+            chunk_tokens=config.model.head_chunk_tokens,
+        )
+    model.to(DTYPES[config.precision.resolved])
+    sizes: list[int] = []
+    computed: list[int] = []
+    for micro in (1, 2):
+        expected = activation_memory(
+            loaded.shape, model=config.model, micro=micro, dtype=config.precision.resolved
+        )
+        computed.append(expected.blocks + max(expected.head, expected.recomputed))
+        ids = torch.zeros(micro, config.model.sequence_length, dtype=torch.long, device=device)
+        compile_blocks(
+            model,
+            block_class=model.block_class,
+            batch_shape=(micro, config.model.sequence_length),
+            dtype=config.precision.resolved,
+            choice=config.model.compile,
+            world=world,
+        )
+        peak: int | None = None
+        with contextlib.suppress(torch.OutOfMemoryError):
+            peak = peak_of(model, ids)
+        peaks = world.gather(peak)
+        if None in peaks:
+            break
+        sizes.append(max(one for one in peaks if one is not None))
+    del model
+    gc.collect()
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+    if len(sizes) < 2:
+        return 1.0, 1
+    return (sizes[1] - sizes[0]) / (computed[1] - computed[0]), None
+
+
+def _peak_of_a_pass(model: CausalLM, ids: Tensor) -> int:
+    model.zero_grad(set_to_none=True)
+    torch.cuda.reset_peak_memory_stats(ids.device)
+    model(ids, ids).backward()
+    return torch.cuda.max_memory_allocated(ids.device)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

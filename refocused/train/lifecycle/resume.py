@@ -38,9 +38,9 @@ from refocused.system.errors import (
 )
 from refocused.train.lifecycle.build_run import assemble_catalog
 from refocused.train.lifecycle.job import Job
+from refocused.train.step.evaluation import check_first_loss, check_resumed_loss
 from refocused.train.step.parts import Parts
 from refocused.train.step.state import TrainState
-from refocused.train.step.validation import check_first_loss, check_resumed_loss
 
 logger = logging.getLogger(__name__)
 

@@ -29,9 +29,9 @@ from refocused.train.lifecycle.build_run import (
     assemble_engine,
     assemble_parts,
 )
-from refocused.train.lifecycle.job import Job, Request
+from refocused.train.lifecycle.job import Job, Plan, Request, settle
+from refocused.train.lifecycle.launch_session import ENDING
 from refocused.train.lifecycle.open_data import DataParts
-from refocused.train.lifecycle.planning import Plan, settle
 from refocused.train.lifecycle.resume import (
     CannotResumeError,
     Chosen,
@@ -40,17 +40,18 @@ from refocused.train.lifecycle.resume import (
     own,
     start_or_resume,
 )
-from refocused.train.lifecycle.run_folder import find_storage_ranks, require_one_mirror, writing
+from refocused.train.lifecycle.run_folder import (
+    claim_run,
+    find_storage_ranks,
+    require_one_mirror,
+    writing,
+)
 from refocused.train.lifecycle.session import Session
-from refocused.train.lifecycle.signals import ENDING
-from refocused.train.lifecycle.sole_trainer import claim_run
-from refocused.train.step.guards import fetch_together
-from refocused.train.step.limits import Budget, time_limit
+from refocused.train.step.guards import explaining_lack_of_memory, fetch_together
 from refocused.train.step.loop import Outcome, train
-from refocused.train.step.out_of_memory import explaining_lack_of_memory
 from refocused.train.step.parts import Parts
 from refocused.train.step.state import TrainState
-from refocused.train.step.stopping import StopRequest
+from refocused.train.step.stopping import Budget, StopRequest, time_limit
 
 logger = logging.getLogger(__name__)
 

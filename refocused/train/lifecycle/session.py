@@ -12,8 +12,14 @@ import threading
 import time
 
 from refocused.train.lifecycle.ancestors import Ancestors, stopped_ranks
-from refocused.train.lifecycle.launch_session import Launch, Presence, launch_of
-from refocused.train.lifecycle.signals import ENDING_NUMBERS, Notices, Signals
+from refocused.train.lifecycle.launch_session import (
+    ENDING_NUMBERS,
+    Launch,
+    Notices,
+    Presence,
+    Signals,
+    launch_of,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ from refocused.system.errors import ConfigError
 from refocused.system.world import World
 from refocused.tokenizers.encoders import TokenizerChoice, tokenizer_faults
 from refocused.tokenizers.tokenizer_json import TOKENIZER_FILE, as_transformers, tokenizer_file
-from refocused.train.step.evaluation import prepare_tasks
-from refocused.train.step.sample import Sampler
+from refocused.train.step.evaluation import Sampler, prepare_tasks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

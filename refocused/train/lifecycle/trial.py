@@ -18,17 +18,14 @@ from refocused.train.lifecycle.build_run import (
     assemble_engine,
     assemble_parts,
 )
-from refocused.train.lifecycle.job import Job, Request
-from refocused.train.lifecycle.planning import settle
+from refocused.train.lifecycle.job import Job, Request, settle
 from refocused.train.lifecycle.session import Session
-from refocused.train.step.finite_steps import FiniteSteps
-from refocused.train.step.guards import fetch_together
+from refocused.train.step.evaluation import check_first_loss
+from refocused.train.step.guards import FiniteSteps, explaining_lack_of_memory, fetch_together
 from refocused.train.step.loop import take_step
-from refocused.train.step.out_of_memory import explaining_lack_of_memory
 from refocused.train.step.parts import Parts
 from refocused.train.step.state import TrainState
 from refocused.train.step.stopping import StopRequest
-from refocused.train.step.validation import check_first_loss
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

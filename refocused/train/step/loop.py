@@ -14,10 +14,13 @@ from refocused.data.loader.batch import Batch
 from refocused.engine.schedule import learning_rate
 from refocused.system.world import World
 from refocused.train.step.evaluation import evaluate, make_up_evaluation
-from refocused.train.step.finite_steps import FiniteSteps, StepTaken
 from refocused.train.step.garbage_collection import Garbage
-from refocused.train.step.guards import fetch_together
-from refocused.train.step.out_of_memory import explaining_lack_of_memory
+from refocused.train.step.guards import (
+    FiniteSteps,
+    StepTaken,
+    explaining_lack_of_memory,
+    fetch_together,
+)
 from refocused.train.step.parts import Parts
 from refocused.train.step.state import TrainState
 from refocused.train.step.stopping import StopReason, StopRequest

@@ -13,11 +13,11 @@ from refocused.engine.engine import Engine
 from refocused.evaluate.multiple_choice import Examination
 from refocused.metrics.throughput import StepPhases, Throughput
 from refocused.system.world import World
-from refocused.train.step.cadence import Cadence
+from refocused.train.step.evaluation import Sampler
 from refocused.train.step.profile import StepProfiler
 from refocused.train.step.reporter import Reporter
-from refocused.train.step.sample import Sampler
 from refocused.train.step.saver import Saver
+from refocused.train.step.step_figures import Cadence
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
