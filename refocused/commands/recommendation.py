@@ -13,9 +13,8 @@ from refocused.config.outputs import CheckpointConfig, EvaluationConfig
 from refocused.config.run_config import ModelConfig
 from refocused.estimate.flops import count_parameters, flops_per_token
 from refocused.estimate.memory_plan import choose
-from refocused.estimate.run_cost import Machine, run_cost, work_of
+from refocused.estimate.run_cost import Machine, checkpoint_bytes, run_cost, work_of
 from refocused.estimate.step_time import StepTime, expected_step, step_at
-from refocused.estimate.storage import checkpoint_bytes
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import GpuFacts
 

@@ -16,13 +16,15 @@ from refocused.estimate.precision import with_dtype
 from refocused.estimate.run_cost import (
     Machine,
     RunCost,
+    RunStorage,
     RunWork,
     affordable_steps,
+    checkpoint_bytes,
     run_cost,
+    run_storage,
     work_of,
 )
 from refocused.estimate.step_time import StepTime, step_of_run
-from refocused.estimate.storage import RunStorage, checkpoint_bytes, run_storage
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import GpuFacts, gpu_facts, named_gpu
 

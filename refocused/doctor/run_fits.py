@@ -15,8 +15,8 @@ from refocused.estimate.flops import count_parameters
 from refocused.estimate.host import Device, HostPlan, plan_host
 from refocused.estimate.memory_plan import Choice, choose, needless_offload
 from refocused.estimate.precision import NativeDtype
+from refocused.estimate.run_cost import BEING_WRITTEN, KEPT_BESIDE, checkpoint_bytes
 from refocused.estimate.step_time import step_of_run
-from refocused.estimate.storage import BEING_WRITTEN, KEPT_BESIDE, checkpoint_bytes
 from refocused.monitor.sampler.machine_readings import Memory
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import GpuFacts

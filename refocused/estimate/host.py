@@ -7,7 +7,7 @@ from typing import Literal
 
 from refocused.config.optimization import Dtype
 from refocused.estimate.memory_plan import Choice
-from refocused.estimate.storage import checkpoint_bytes
+from refocused.estimate.run_cost import checkpoint_bytes
 
 Device = Literal["cuda", "cpu"]
 

@@ -13,10 +13,11 @@ from refocused.estimate.run_cost import (
     RunWork,
     SampleWork,
     affordable_steps,
+    checkpoint_bytes,
     run_cost,
+    run_storage,
     times_left,
 )
-from refocused.estimate.storage import checkpoint_bytes, run_storage
 
 # A million tokens a second: a step a second.
 WORK = RunWork(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from refocused.config.optimization import ZeroConfig
-from refocused.estimate.states import state_memory
+from refocused.estimate.memory import state_memory
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from refocused.estimate.flops import (
     mfu_fraction,
 )
 from refocused.estimate.host import plan_host
-from refocused.estimate.storage import least_save_bytes
+from refocused.estimate.run_cost import least_save_bytes
 from refocused.metrics.history import METRICS_FILE
 from refocused.metrics.throughput import Throughput, TimeBook, forecast, step_phases
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, counted_parameters, untrained_loss
