@@ -14,9 +14,8 @@ from refocused.checkpoints.step.branches import saved_steps
 from refocused.config.data import DataConfig
 from refocused.config.load_run import LoadedRun
 from refocused.config.run_config import RunConfig
-from refocused.doctor.data import sources_of
 from refocused.doctor.run_fits import host_shortage
-from refocused.doctor.store_clock import missing_store_name
+from refocused.doctor.storage import missing_store_name, sources_of
 from refocused.estimate.host import Device, process_bytes
 from refocused.estimate.precision import BF16_CAPABILITY, native_dtype, with_dtype
 from refocused.monitor.sampler.machine_readings import memory_now

@@ -17,17 +17,17 @@ from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.mirror.remote_steps import prefix_of
 from refocused.config.data import DataConfig
 from refocused.config.load_run import LoadedRun
-from refocused.doctor import data as data_checks
 from refocused.doctor import gpus as gpu_checks
 from refocused.doctor import machine as machine_checks
 from refocused.doctor import run_fits as plan_checks
 from refocused.doctor import software as software_checks
+from refocused.doctor import storage as data_checks
 from refocused.doctor import storage as storage_checks
 from refocused.doctor.early import place_problems
 from refocused.doctor.finding import Finding
 from refocused.doctor.rank_process import RankTask
 from refocused.doctor.ranks import RanksOutcome, judge_allreduce, judge_step, run_ranks
-from refocused.doctor.store_clock import store_time_s
+from refocused.doctor.storage import store_time_s
 from refocused.estimate.host import Device
 from refocused.estimate.memory_plan import Choice, refuse_cpu
 from refocused.estimate.precision import BF16_CAPABILITY, native_dtype, with_dtype

@@ -4,16 +4,139 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import email.utils
 import os
+import socket
 import stat
-from collections.abc import Callable, Iterator
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_errors import RefusedRequestError
+from refocused.config.data import DataConfig
 from refocused.doctor.finding import Finding
-from refocused.system.errors import BucketError
+from refocused.system.errors import BucketError, RefocusedError
+
+if TYPE_CHECKING:
+    from refocused.prepare.inspect_data import DataReport
+
+
+_STORE = "https://storage.googleapis.com"
+_TIMEOUT_S = 10.0
+LOOKUP_SECONDS = 1.5
+
+
+def store_time_s() -> float | None:
+    """Return the store's clock in seconds since 1970, whole ones; None: it cannot be reached."""
+    address = os.environ.get("STORAGE_EMULATOR_HOST") or _STORE
+    try:
+        with urllib.request.urlopen(address, timeout=_TIMEOUT_S) as answer:
+            date = answer.headers["Date"]
+    except urllib.error.HTTPError as error:  # any answer tells the time
+        date = error.headers["Date"]
+    except (OSError, ValueError):
+        return None
+    return None if date is None else email.utils.parsedate_to_datetime(date).timestamp()
+
+
+def missing_store_name() -> str | None:
+    """Return the store's host name where DNS says that there is none; None: it may be reached.
+
+    A slow or failing DNS proves nothing, and behind a proxy names are looked up elsewhere.
+    """
+    address = urllib.parse.urlsplit(os.environ.get("STORAGE_EMULATOR_HOST") or _STORE)
+    host, answers = address.hostname, []
+    if host is None or address.scheme in urllib.request.getproxies():
+        return None
+
+    def look_up() -> None:
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError as error:
+            answers.append(error.errno)
+
+    thread = threading.Thread(target=look_up, daemon=True)  # DNS may take longer than we wait
+    thread.start()
+    thread.join(LOOKUP_SECONDS)
+    return host if answers and answers[0] in (socket.EAI_NONAME, socket.EAI_NODATA) else None
+
+
+NAMED_PROBLEMS = 3
+SMALL_SHARE = 0.5
+SAMPLED_TOKENS = 4_000_000
+SAMPLED_TOKENS_QUICK = 400_000
+
+
+def sources_of(data: DataConfig) -> Mapping[str, DataConfig]:
+    """Return the settings of each source, by the setting that names it."""
+    if data.source is not None:
+        return {"data.source": data}
+    return {f"data.mixture.{name}": data.of_source(name) for name in data.mixture}
+
+
+def probe_data(
+    bucket: Bucket, data: DataConfig, *, vocabulary: int, is_quick: bool
+) -> DataReport | Finding:
+    """Look at a source's files; the finding says why they cannot be looked at."""
+    from refocused.prepare.inspect_data import inspect_data
+
+    tokens = SAMPLED_TOKENS_QUICK if is_quick else SAMPLED_TOKENS
+    try:
+        return inspect_data(bucket, data, sample_tokens=tokens, vocabulary=vocabulary)
+    except RefocusedError as error:
+        return Finding("data", "fail", str(error))
+
+
+def judge_data(
+    report: DataReport, data: DataConfig, *, vocabulary: int, setting: str
+) -> Iterator[Finding]:
+    """Say whether a source's files can be used by the model.
+
+    Args:
+        report: What was found in them.
+        data: How they are read.
+        vocabulary: Ids that the model knows.
+        setting: Which setting names the source.
+    """
+    for problem in report.problems[:NAMED_PROBLEMS]:
+        yield Finding("data", "fail", f"{report.url}: {problem}")
+    if len(report.problems) > NAMED_PROBLEMS:
+        more = len(report.problems) - NAMED_PROBLEMS
+        text = f"{report.url}: and {more} more problems"
+        yield Finding("data", "fail", text, f"python launch/prepare_data.py inspect {data.source}")
+    if report.problems:
+        return
+    if report.unlisted:
+        yield Finding(
+            "data",
+            "warn",
+            f"{setting} {report.url}: {report.unlisted:,} of {report.files:,} token files are not "
+            "used, because manifest.json does not list them",
+            f"Add them with: python launch/prepare_data.py manifest {report.url} --update; or put "
+            "them in data.exclude.",
+        )
+        return
+    sample = report.sample
+    ids = "" if sample.max_id is None else f", ids {sample.min_id} to {sample.max_id:,}"
+    text = (
+        f"{setting} {report.url}: {report.files:,} files, {report.tokens:,} tokens{ids} of "
+        f"{vocabulary:,} ({sample.tokens:,} read)"
+    )
+    if sample.max_id is not None and sample.max_id < SMALL_SHARE * vocabulary:
+        yield Finding(
+            "data",
+            "warn",
+            f"{text}: the upper half of the vocabulary is not met",
+            "Set model.vocabulary to the size of the tokenizer that made the tokens.",
+        )
+    else:
+        yield Finding("data", "ok", text)
+
 
 T = TypeVar("T")
 

@@ -17,7 +17,8 @@ from refocused.commands import launch
 from refocused.config.data import DataConfig
 from refocused.config.load_run import load_run
 from refocused.data.manifest.shard_manifest import build_manifest, write_manifest
-from refocused.doctor import early, store_clock
+from refocused.doctor import early
+from refocused.doctor import storage as store_clock
 from refocused.doctor.early import place_problems
 from refocused.monitor.sampler import gpu_reader as gpu_driver
 from refocused.monitor.sampler.gpu_reader import NoGpusError

@@ -10,7 +10,6 @@ from end_to_end.tiny import tiny_run
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.load_run import LoadedRun, load_run
 from refocused.data.manifest.shard_manifest import build_manifest, write_manifest
-from refocused.doctor.data import NAMED_PROBLEMS, judge_data, probe_data, sources_of
 from refocused.doctor.finding import Finding
 from refocused.doctor.run_fits import (
     disk_needs,
@@ -21,6 +20,7 @@ from refocused.doctor.run_fits import (
     plan_choice,
     step_bytes,
 )
+from refocused.doctor.storage import NAMED_PROBLEMS, judge_data, probe_data, sources_of
 from refocused.estimate.host import Device, HostPlan
 from refocused.estimate.precision import NativeDtype
 from refocused.monitor.sampler.machine_readings import Memory
