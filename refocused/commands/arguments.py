@@ -9,9 +9,16 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from refocused.commands.output import count
 from refocused.system.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from refocused.bucket.bucket import Bucket
+    from refocused.config.data import DataConfig
+
 
 SILENT_RANK_SECONDS = 3.0  # the launcher kills everybody once one rank ends: rank 0 speaks first
 
@@ -98,3 +105,81 @@ def split_overrides(arguments: Sequence[str]) -> list[str]:
                 "section.key=value, for example optimizer.lr=2e-4."
             )
     return list(arguments)
+
+
+def add_credentials(parser: Parser) -> None:
+    """Add the options that reaching `gs://` may need."""
+    parser.add_argument("--gcs-credentials", type=Path, metavar="FILE", help="key file for gs://")
+    parser.add_argument("--gcp-project", metavar="ID", help="Google Cloud project")
+
+
+def place(url: str, arguments: argparse.Namespace) -> Bucket:
+    """Return the bucket of an address, reached as the command line says.
+
+    Raises:
+        BucketError: The address names none.
+    """
+    from refocused.bucket.open_bucket import open_bucket
+
+    return open_bucket(
+        url, credentials_file=arguments.gcs_credentials, project=arguments.gcp_project
+    )
+
+
+def work_folder(out: str, named: Path | None) -> Path:
+    """Return where unfinished work is kept: inside a folder that is written, or beside a run.
+
+    Args:
+        out: Where the work goes when it is finished.
+        named: What the command line names; None: nothing.
+
+    Raises:
+        ConfigError: One is named though `out` is a folder, which keeps its own.
+    """
+    if not out.startswith("gs://"):
+        if named is not None:
+            raise ConfigError("--work-folder: it is for a gs:// --out; a folder keeps its own.")
+        return Path(out).expanduser() / ".prepare"
+    return named or Path("data/prepare") / re.sub(r"[^a-z0-9._-]+", "_", out[5:].lower())
+
+
+def add_reading_options(parser: Parser) -> None:
+    """Add the options."""
+    add = parser.add_argument
+    add("--dtype", choices=("uint16", "uint32", "int32", "int64"), help="of headerless .bin")
+    add("--pad-id", type=int, metavar="ID", help="id that fills rows without a mask")
+    add("--separator-id", type=int, metavar="ID", help="end-of-text id, between documents")
+    add("--tokenizer", default="unknown", metavar="NAME", help="what made the tokens")
+    add("--include", action="append", default=[], metavar="GLOB", help="only these files")
+    add("--exclude", action="append", default=[], metavar="GLOB", help="not these files")
+    add("--max-files", type=count, metavar="N", help="the first N in name order")
+    add("--threads", type=count, default=8, metavar="N", help="files at once (8)")
+
+
+def data_settings(arguments: argparse.Namespace, source: str) -> DataConfig:
+    """Return the data section that the options make.
+
+    Raises:
+        ConfigError: A value cannot be.
+    """
+    import pydantic
+
+    from refocused.config.data import DataConfig
+    from refocused.system.errors import ConfigError
+
+    try:
+        return DataConfig(
+            source=source,
+            dtype=arguments.dtype,
+            pad_id=arguments.pad_id,
+            separator_id=arguments.separator_id,
+            tokenizer=arguments.tokenizer,
+            include=tuple(arguments.include),
+            exclude=tuple(arguments.exclude),
+            max_files=arguments.max_files,
+            fetch_threads=arguments.threads,
+        )
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]).replace("_", "-").replace("fetch-threads", "threads")
+        raise ConfigError(f"--{name} {first['input']!r}: {first['msg']}.") from None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser
-from refocused.commands.progress_line import ProgressLine
+from refocused.commands.output import ProgressLine
 from refocused.commands.run_selection import (
     add_local_option,
     add_run_options,

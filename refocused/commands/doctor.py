@@ -14,9 +14,15 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from refocused.commands.arguments import Once, Parser, quiet_on_a_closed_pipe, split_overrides
+from refocused.commands.arguments import (
+    Once,
+    Parser,
+    add_credentials,
+    place,
+    quiet_on_a_closed_pipe,
+    split_overrides,
+)
 from refocused.commands.output import count, duration_text
-from refocused.commands.places import add_credentials, place
 from refocused.system.errors import BucketError, ExitCode, RefocusedError, ShardError
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from pathlib import Path
 from refocused.checkpoints.step.branches import saved_steps
 from refocused.commands import train
 from refocused.commands.arguments import Parser, dashed
-from refocused.commands.monitor_screen import open_in_screen
+from refocused.commands.monitor import open_in_screen
 from refocused.commands.output import count
 from refocused.commands.supervision import Verdict, may_restart
 from refocused.commands.supervisor import StopSignals, Supervisor
-from refocused.commands.typed_command import VISIBLE, without_resume
+from refocused.commands.train import VISIBLE, without_resume
 from refocused.config.load_run import LoadedRun
 from refocused.doctor.early import refuse_early
 from refocused.estimate.memory_plan import refuse_cpu

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from refocused.commands.places import place
-from refocused.commands.progress_line import ProgressLine
+from refocused.commands.arguments import place
+from refocused.commands.output import ProgressLine
 from refocused.commands.run_selection import RUNS, FoundStep, find_step
 from refocused.system.errors import CheckpointError
 

@@ -7,11 +7,15 @@ import json
 import re
 from pathlib import Path
 
-from refocused.commands.arguments import Parser
-from refocused.commands.output import count, ratio, size_text
-from refocused.commands.places import add_credentials, place, work_folder
-from refocused.commands.progress_line import ProgressLine
-from refocused.commands.reading_options import add_reading_options, data_settings
+from refocused.commands.arguments import (
+    Parser,
+    add_credentials,
+    add_reading_options,
+    data_settings,
+    place,
+    work_folder,
+)
+from refocused.commands.output import ProgressLine, count, ratio, size_text
 from refocused.system.errors import ConfigError, ExitCode
 
 USUAL_VOCABULARY = 65_536

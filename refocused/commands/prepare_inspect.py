@@ -6,10 +6,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from refocused.commands.arguments import Parser
+from refocused.commands.arguments import (
+    Parser,
+    add_credentials,
+    add_reading_options,
+    data_settings,
+    place,
+)
 from refocused.commands.output import count, size_text
-from refocused.commands.places import add_credentials, place
-from refocused.commands.reading_options import add_reading_options, data_settings
 from refocused.system.errors import ExitCode
 
 if TYPE_CHECKING:

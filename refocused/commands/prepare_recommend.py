@@ -11,10 +11,14 @@ import tempfile
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from refocused.commands.arguments import Parser
+from refocused.commands.arguments import (
+    Parser,
+    add_credentials,
+    add_reading_options,
+    data_settings,
+    place,
+)
 from refocused.commands.output import count, count_text, positive
-from refocused.commands.places import add_credentials, place
-from refocused.commands.reading_options import add_reading_options, data_settings
 from refocused.data.formats.object_names import matches
 from refocused.system.errors import ConfigError, ExitCode
 

@@ -8,11 +8,14 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from refocused.commands.arguments import Parser
-from refocused.commands.output import count, size_text
-from refocused.commands.places import add_credentials, place
-from refocused.commands.progress_line import ProgressLine
-from refocused.commands.reading_options import add_reading_options, data_settings
+from refocused.commands.arguments import (
+    Parser,
+    add_credentials,
+    add_reading_options,
+    data_settings,
+    place,
+)
+from refocused.commands.output import ProgressLine, count, size_text
 from refocused.system.errors import ExitCode
 
 if TYPE_CHECKING:

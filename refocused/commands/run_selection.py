@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from refocused.commands.arguments import Parser
-from refocused.commands.places import add_credentials, place
+from refocused.commands.arguments import Parser, add_credentials, place
 from refocused.system.errors import BucketError, ConfigError, ExitCode
 
 if TYPE_CHECKING:

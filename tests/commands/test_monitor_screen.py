@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from monitor.watched_run import GPU, new_run
 
-from refocused.commands.monitor_screen import open_in_screen, session_name
+from refocused.commands.monitor import open_in_screen, session_name
 from refocused.system.processes import this_process
 
 SCREEN = shutil.which("screen")

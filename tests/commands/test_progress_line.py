@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import io
 
-from refocused.commands.progress_line import ProgressLine
+from refocused.commands.output import ProgressLine
 
 
 class Terminal(io.StringIO):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from refocused.commands.typed_command import command_to_go_on
+from refocused.commands.train import command_to_go_on
 
 ARGUMENTS = ["--local_rank=0", "--config", "demo"]
 
