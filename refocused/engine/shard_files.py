@@ -63,9 +63,9 @@ def restore(state: dict[str, Any]) -> None:
 
 # A copy of a checkpoint's content in host memory, so that training can go on while it is written.
 #
-# The content is pickled as `torch.save` does it, with the bytes of its tensors left out, and built up
-# again around copies of those bytes. Whatever DeepSpeed puts into a file thereby becomes a snapshot:
-# tensors that share memory go on sharing it, and small values are frozen with them.
+# The content is pickled as `torch.save` does it, with the bytes of its tensors left out, and built
+# up again around copies of those bytes. Whatever DeepSpeed puts into a file thereby becomes a
+# snapshot: tensors that share memory go on sharing it, and small values are frozen with them.
 
 
 class HostMemory:

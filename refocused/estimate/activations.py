@@ -12,8 +12,8 @@ from refocused.estimate.flops import CELLS
 
 # The memory of a block's mixing of positions without attention, by arithmetic alone.
 #
-# Counted from what autograd keeps in eager mode, each tensor once. Some tensors grow with the tokens
-# of a micro-batch, others are the same for all its windows: kernels and tables of powers.
+# Counted from what autograd keeps in eager mode, each tensor once. Some tensors grow with the
+# tokens of a micro-batch, others are the same for all its windows: kernels and tables of powers.
 
 
 DEFAULT_CHUNK = 64  # of the ten family, where the shape does not say it

@@ -27,18 +27,18 @@ from torch import Tensor
 
 # The spectrum of temporal eigenstates: how long each mode remembers, and how fast it turns.
 #
-# A mode's horizon is 1 / (1 - |a|) tokens. Two numbers of each mode are learned, and both are kept as
-# differences from where they began, which the shape alone gives:
+# A mode's horizon is 1 / (1 - |a|) tokens. Two numbers of each mode are learned, and both are kept
+# as differences from where they began, which the shape alone gives:
 #
 #     |a|   = exp(-exp(nu_0 + rate_shift))            nu_0 = ln(-ln(1 - 1 / H_0))
 #     omega = omega_0 + frequency_shift * exp(nu_0)
 #
 # DeepSpeed casts every parameter to bf16 in a bf16 run, eight significant bits. Of nu itself, 10.4
-# for a horizon of 32,768, that would be a horizon wrong by 3 %; of omega itself, at 1 radian a token,
-# a phase wrong by up to 128 radians when the horizon is reached, and a jump of that size at each
-# update that rounds differently. Of the differences it is at most 0.2 % of how far the mode moved: a
-# horizon that doubled is wrong by 0.14 %, a frequency that moved by a whole radian over its horizon
-# ends 0.002 radians off, at every horizon alike.
+# for a horizon of 32,768, that would be a horizon wrong by 3 %; of omega itself, at 1 radian a
+# token, a phase wrong by up to 128 radians when the horizon is reached, and a jump of that size at
+# each update that rounds differently. Of the differences it is at most 0.2 % of how far the mode
+# moved: a horizon that doubled is wrong by 0.14 %, a frequency that moved by a whole radian over
+# its horizon ends 0.002 radians off, at every horizon alike.
 
 
 GOLDEN_FRACTION = (math.sqrt(5) - 1) / 2
