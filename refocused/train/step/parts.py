@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from refocused.config.batch_plan import BatchPlan
-from refocused.config.optimization import OptimizerConfig, ScheduleConfig
-from refocused.data.loader.batch import Batch
-from refocused.data.loader.loader import Loader
-from refocused.engine.engine import Engine
-from refocused.evaluate.multiple_choice import Examination
-from refocused.metrics.throughput import StepPhases, Throughput
-from refocused.system.world import World
-from refocused.train.step.evaluation import Sampler
-from refocused.train.step.profile import StepProfiler
-from refocused.train.step.reporter import Reporter
-from refocused.train.step.saver import Saver
-from refocused.train.step.step_figures import Cadence
+if TYPE_CHECKING:  # the loop only calls its parts
+    from refocused.config.batch_plan import BatchPlan
+    from refocused.config.optimization import OptimizerConfig, ScheduleConfig
+    from refocused.data.loader.batch import Batch
+    from refocused.data.loader.loader import Loader
+    from refocused.engine.engine import Engine
+    from refocused.evaluate.multiple_choice import Examination
+    from refocused.metrics.throughput import StepPhases, Throughput
+    from refocused.system.world import World
+    from refocused.train.step.evaluation import Sampler
+    from refocused.train.step.profile import StepProfiler
+    from refocused.train.step.reporter import Reporter
+    from refocused.train.step.saver import Saver
+    from refocused.train.step.step_figures import Cadence
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
