@@ -74,7 +74,7 @@ def _role(arguments: list[str]) -> str:
     """Tell what a process is by its command line."""
     if "refocused.checkpoints.mirror.mirror_process" in arguments:
         return MIRROR
-    if "refocused.monitor.sampler.sampler" in arguments:
+    if "refocused.monitor.sampler.sampler_process" in arguments:
         return SAMPLER
     if "refocused.commands.launch" in arguments:
         return SUPERVISOR

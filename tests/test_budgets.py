@@ -22,18 +22,18 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "package lines": (53_060, 32_000),
-    "package files": (376, 230),
-    "tests lines": (45_240, 26_000),
-    "benchmarks lines": (6_895, 5_000),
-    "largest folder": (52, 15),
-    "longest file": (381, 350),
-    "loop closure lines": (16_920, 7_000),
-    "train closure lines": (38_720, 20_000),
-    "lonely files": (28, 15),
-    "function median": (8, 12),
+    "package lines": (53_160, 32_000),
+    "package files": (312, 230),
+    "tests lines": (46_292, 26_000),
+    "benchmarks lines": (7_159, 5_000),
+    "largest folder": (40, 15),
+    "longest file": (399, 350),
+    "loop closure lines": (9_977, 7_000),
+    "train closure lines": (40_222, 20_000),
+    "lonely files": (8, 15),
+    "function median": (9, 12),
     "function p90": (25, 30),
-    "function max": (108, 80),
+    "function max": (110, 80),
 }
 
 

@@ -7,16 +7,9 @@ import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from refocused.commands.arguments import Parser
-from refocused.commands.evaluate_compare import (
-    check_picture,
-    draw_picture,
-    network_of,
-    picture_record,
-)
 from refocused.commands.evaluation_options import (
     BatchLine,
     add_machine_options,
@@ -37,52 +30,6 @@ if TYPE_CHECKING:
     from refocused.evaluate.score_model import TimedResult
     from refocused.evaluate.tasks import TaskFile
     from refocused.system.world import World
-
-
-ROW = "{:<32} {:>6} {:>28} {:>28}"
-
-
-def add_spectrum_arguments(parser: Parser) -> None:
-    """Describe the command line."""
-    parser.epilog = (
-        "A mode's horizon is the tokens after which it has forgotten 63 % of what it saw; those of "
-        "a scale of s tokens count its own."
-    )
-    parser.add_argument(
-        "model", metavar="MODEL", help="as for evaluate, or a name in config/models"
-    )
-    parser.add_argument(
-        "--picture", "--out", type=Path, metavar="FILE.png", help="draw the horizons"
-    )
-    add_run_options(parser)
-    add_local_option(parser)
-
-
-def run_spectrum(arguments: argparse.Namespace) -> int:
-    """Print the shortest, median and longest horizon of every part, and draw them if asked."""
-    check_picture(arguments.picture)
-    from refocused.evaluate.spectrum_picture import draw_spectrum, spectra
-
-    modules = spectra(network_of(arguments.model, arguments, dtype="fp32"))
-    parts: list[Mapping[str, float | str]] = [
-        {"part": one.name, **one.summary()} for one in modules
-    ]
-    if arguments.json:
-        print(json.dumps(picture_record(arguments) | {"parts": parts}, indent=1))
-    else:
-        print(ROW.format("PART", "MODES", "HORIZON IN TOKENS", "RADIANS A TOKEN").rstrip())
-        for part in parts:
-            print(_line(part))
-    draw_picture(lambda file: draw_spectrum(modules, file, title=arguments.model), arguments)
-    return ExitCode.OK
-
-
-def _line(part: Mapping[str, float | str]) -> str:
-    horizons = " ".join(
-        f"{part[f'{name}_tokens']:,.1f}" for name in ("shortest", "median", "longest")
-    )
-    turns = " ".join(f"{part[f'{name}_frequency']:.2g}" for name in ("lowest", "median", "highest"))
-    return ROW.format(part["part"], part["modes"], horizons, turns)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ class FinalModel:
         try:
             self._process = identify(
                 start_detached(
-                    "refocused.evaluate.make_final_model",
+                    "refocused.evaluate.final_model_process",
                     self._request.model_dump_json(),
                     log=self._log,
                 )

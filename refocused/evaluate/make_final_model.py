@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import logging
-import os
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -22,7 +19,6 @@ from refocused.evaluate.export_copy import FOLDER, ORIGIN, upload_folder
 from refocused.evaluate.model_weights import open_model_weights, travelled_tokenizer
 from refocused.system.atomic_files import replace_folder, write_json_atomic
 from refocused.system.errors import BucketError, RefocusedError
-from refocused.system.processes import detach
 from refocused.system.strict_json import parse_json
 
 
@@ -149,28 +145,3 @@ def read_answer(request: FinalModelRequest) -> FinalModelAnswer | None:
     except (FileNotFoundError, pydantic.ValidationError):
         return None
     return answer if answer.token == request.token else None
-
-
-def main(argv: list[str]) -> int:
-    """Detach, then make the final model; `argv` is one JSON text of FinalModelRequest."""
-    detach()
-    # Imported after the fork, which then is quick: the trainer waits for it.
-
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
-    logger = logging.getLogger(__name__)
-    try:
-        request = FinalModelRequest.model_validate_json(argv[0])
-        logger.info("process %d exports %s", os.getpid(), request.step)
-        answer = answer_to(request)
-    except Exception:
-        # The edge of a background owner: the trainer sees a dead process without an answer.
-        logger.exception("the export failed")
-        return 1
-    logger.info("%s: %s", answer.status, answer.text)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

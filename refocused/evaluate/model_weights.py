@@ -10,7 +10,7 @@ from torch import Tensor
 
 from refocused.checkpoints.step.step_directory import StepDirectory, read_mapping, run_settings
 from refocused.config.model_shape import LARGEST_NUMBER, shape_from
-from refocused.evaluate.zero_files import StepWeights, joined, open_weights
+from refocused.evaluate.weights import StepWeights, joined, open_weights
 from refocused.models.families import transformers_config
 from refocused.system.errors import CheckpointError
 from refocused.tokenizers.encoders import BYTES, TokenizerChoice

@@ -6,7 +6,8 @@ import pytest
 from checkpoints.mirrored_run import Place, until
 from checkpoints.step_samples import make_step
 
-from refocused.checkpoints.mirror.mirror_loop import is_refusal, wait_seconds
+from refocused.checkpoints.mirror.mirror_loop import wait_seconds
+from refocused.checkpoints.mirror.remote_steps import is_refusal
 from refocused.system.errors import BucketError
 
 

@@ -28,7 +28,7 @@ def samplers(run: Path) -> list[Path]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = path.read_bytes()
-            if b"refocused.monitor.sampler.sampler" in words and str(run).encode() in words:
+            if b"refocused.monitor.sampler.sampler_process" in words and str(run).encode() in words:
                 found.append(path.parent)
     return found
 

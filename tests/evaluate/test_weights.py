@@ -20,7 +20,8 @@ from refocused.commands.main import main
 from refocused.evaluate import export, zero_files
 from refocused.evaluate import load_model as model
 from refocused.evaluate import zero_files as weights_module
-from refocused.evaluate.zero_files import ZeroFiles, open_weights
+from refocused.evaluate.weights import open_weights
+from refocused.evaluate.zero_files import ZeroFiles
 from refocused.system.errors import CheckpointError
 from refocused.system.world import World
 

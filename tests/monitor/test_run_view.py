@@ -9,7 +9,8 @@ from monitor.watched_run import GPU, NOW, STEP_SECONDS, iso, new_run
 
 from refocused.monitor.run_status import RunView
 from refocused.monitor.screen.dashboard_gpus import gpu_trouble
-from refocused.monitor.screen.run_lines import all_lines, run_rows, tokens_text
+from refocused.monitor.screen.dashboard_words import tokens_text
+from refocused.monitor.screen.run_lines import all_lines, run_rows
 
 
 def printed(view: RunView) -> str:

@@ -16,7 +16,8 @@ from nvml_machine import Machine
 from refocused.metrics.jsonl import JsonLines, write_state
 from refocused.monitor.sampler import alarm_rules as gpu_alarms
 from refocused.monitor.sampler import gpu_reader as gpu
-from refocused.monitor.sampler.sampler import Sampler, SamplerError, start_sampler, take_turn
+from refocused.monitor.sampler.sampler import Sampler, take_turn
+from refocused.monitor.sampler.sampler_process import SamplerError, start_sampler
 from refocused.monitor.sampler.start_sampler import SamplerSettings
 from refocused.system.processes import ProcessIdentity, identify, this_process
 

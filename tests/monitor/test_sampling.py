@@ -8,7 +8,7 @@ import pytest
 
 from refocused.config.outputs import CostConfig, LogConfig
 from refocused.monitor.sampler import start_sampler as sampling
-from refocused.monitor.sampler.sampler import SamplerError
+from refocused.monitor.sampler.sampler_process import SamplerError
 from refocused.monitor.sampler.start_sampler import SamplerSettings
 from refocused.system.processes import this_process
 from refocused.system.world import World

@@ -11,12 +11,12 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
 
-from refocused.bucket.gcs_errors import RefusedRequestError, RetryPolicy
+from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.mirror.copy_queue import CopyOrder, LocalSteps, Settled, signature_of
 from refocused.checkpoints.mirror.copy_step import StepCopier
 from refocused.checkpoints.mirror.mirror_status import BLOCKED, MirrorSettings, MirrorStatus
-from refocused.checkpoints.mirror.remote_steps import RemoteRetention, RemoteSteps
+from refocused.checkpoints.mirror.remote_steps import RemoteRetention, RemoteSteps, is_refusal
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
 from refocused.system.atomic_files import write_json_atomic
@@ -26,15 +26,6 @@ from refocused.system.processes import this_process
 
 FIRST_WAIT_SECONDS = 1.0
 MOST_DOUBLINGS = 30
-_REFUSALS = (RefusedRequestError, PermissionError, NotADirectoryError, FileExistsError)
-
-
-def is_refusal(error: BaseException) -> bool:
-    """Whether trying again cannot help by itself: no permission, no bucket, no such folder."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, _REFUSALS):
-        cause = cause.__cause__
-    return cause is not None
 
 
 def wait_seconds(failures: int, *, refused: bool, longest: float) -> float:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Collection, Mapping
 
 from refocused.bucket.bucket import BlobInfo, Bucket, extended_crc32c
+from refocused.bucket.gcs_errors import RefusedRequestError
 from refocused.bucket.stored import with_checksum
-from refocused.checkpoints.mirror.mirror_loop import is_refusal
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,
@@ -25,6 +25,7 @@ from refocused.checkpoints.step.step_directory import parse_name, parse_place
 from refocused.system.errors import BucketError, CheckpointError, CorruptCheckpointError
 
 POINTER = "latest/pointer.json"
+_REFUSALS = (RefusedRequestError, PermissionError, NotADirectoryError, FileExistsError)
 _ABOUT = b"""Checkpoints of one training run, copied here by refocused.
 A folder checkpoint_step_N without an object COMMITTED is incomplete: nothing reads it.
 The first branch of the run is in checkpoint_step_N. Going back to an earlier checkpoint starts
@@ -42,6 +43,14 @@ def prefix_of(run: str) -> str:
 def is_copy(blob: BlobInfo, record: FileRecord) -> bool:
     """Whether an object is the file of a manifest, as far as a listing can tell."""
     return blob.size == record.size and blob.crc32c in (None, record.crc32c)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether trying again cannot help by itself: no permission, no bucket, no such folder."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, _REFUSALS):
+        cause = cause.__cause__
+    return cause is not None
 
 
 class RemoteSteps:

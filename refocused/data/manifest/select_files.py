@@ -18,12 +18,11 @@ from refocused.data.formats.object_names import (
     matches,
 )
 from refocused.data.formats.token_layout import refusal
-from refocused.data.manifest.shard_manifest import Manifest
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import MalformedError, parse_json_object
 
 if TYPE_CHECKING:
-    from refocused.data.manifest.shard_manifest import Shard
+    from refocused.data.manifest.shard_manifest import Manifest, Shard
 
 
 FARTHEST = 2.0  # times the share that was asked for, or one half of it

@@ -11,8 +11,6 @@ import collections
 import dataclasses
 import logging
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
@@ -31,9 +29,7 @@ from refocused.monitor.sampler.gpu_reader import GpuReader, NoGpusError
 from refocused.monitor.sampler.machine_readings import SystemReader
 from refocused.monitor.sampler.run_alarms import Money, run_readings
 from refocused.monitor.sampler.start_sampler import SamplerSettings
-from refocused.system.errors import RefocusedError
 from refocused.system.locks import FileLock
-from refocused.system.processes import detach, start_detached
 
 if TYPE_CHECKING:
     from refocused.monitor.sampler.start_sampler import SamplerSettings
@@ -189,57 +185,3 @@ def take_turn(settings: SamplerSettings) -> bool:
             return False
         time.sleep(LOOK_SECONDS)
     return True
-
-
-# The entry of the sampler's process, and how a rank starts it.
-#
-# `python -m refocused.monitor.sampler.sampler SETTINGS`
-
-
-class SamplerError(RefocusedError):
-    """The sampler could not be started; training goes on without it."""
-
-
-def start_sampler(settings: SamplerSettings) -> int:
-    """Start a machine's sampler, which outlives any rank but ends with the one in its settings.
-
-    Returns:
-        Its process id.
-
-    Raises:
-        SamplerError: It could not be started.
-    """
-    try:
-        return start_detached(
-            "refocused.monitor.sampler.sampler",
-            settings.model_dump_json(),
-            log=settings.log,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise SamplerError(
-            f"The sampler of GPUs and machine could not be started ({error}); what it said is in "
-            f"{settings.log}. Training goes on without its figures and alarms."
-        ) from error
-
-
-def main(argv: list[str]) -> int:
-    """Detach, then sample until the end; `argv` is one JSON text of SamplerSettings."""
-    detach()
-    from refocused.monitor.sampler.start_sampler import SamplerSettings
-    from refocused.system import logs
-
-    try:
-        settings = SamplerSettings.model_validate_json(argv[0])
-        logs.start_file_of("sampler", settings.alarm_log)
-        if take_turn(settings):
-            Sampler(settings).run()
-    except Exception:
-        # The edge of a background owner: nobody waits for it; its log says why it ended.
-        logging.basicConfig(stream=sys.stderr)
-        logging.getLogger(__name__).exception("the sampler stops")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

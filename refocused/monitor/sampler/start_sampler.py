@@ -9,7 +9,7 @@ from pathlib import Path
 import pydantic
 
 from refocused.config.outputs import CostConfig, LogConfig
-from refocused.monitor.sampler.sampler import SamplerError, start_sampler
+from refocused.monitor.sampler.sampler_process import SamplerError, start_sampler
 from refocused.system.processes import ProcessIdentity, this_process
 from refocused.system.world import World
 

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from refocused.monitor.readings import GpuSample
 from refocused.monitor.run_status import RunView
-from refocused.monitor.screen.run_lines import stale_text, value
+from refocused.monitor.screen.dashboard_words import stale_text, value
 
 _HEAD = ("GPU", "util", "memory GiB", "temp", "power W", "SM MHz", "link", "ECC")
 _WIDTHS = (3, 4, 11, 4, 7, 9, 5, 3)

@@ -17,8 +17,8 @@ from refocused.metrics.step_metrics import dollars, duration, perplexity
 from refocused.monitor.gpu_minutes import GpuMinute, read_gpu_minutes
 from refocused.monitor.run_reader import event_of
 from refocused.monitor.run_status import Event, RunView
+from refocused.monitor.screen.dashboard_words import moment, percent, time_text, value
 from refocused.monitor.screen.pictures import draw_summary
-from refocused.monitor.screen.run_lines import moment, percent, time_text, value
 from refocused.system.atomic_files import replace_file
 
 _STYLE = """
