@@ -13,7 +13,7 @@ VERBS = {
     "verify": ("checkpoints_verify", "compare steps with their manifests"),
     "prune": ("checkpoints_prune", "remove old steps from the disk, or from the bucket"),
     "compare": ("checkpoints_compare", "show how two steps differ"),
-    "export": ("checkpoints_export", "write a step as a folder that transformers load"),
+    "export": ("checkpoints_move", "write a step as a folder that transformers load"),
     "plot": ("checkpoints_plot", "draw the losses of a run"),
     "download": ("checkpoints_move", "fetch a step from the bucket, verified"),
     "upload": ("checkpoints_move", "complete in the bucket what a mirror did not"),

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from refocused.commands.estimate_cost import TasksWork, sample_work, tasks_work
+from refocused.commands.evaluation_work import TasksWork, sample_work, tasks_work
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.load_run import LoadedRun
 from refocused.config.prices import MachinePrice, Prices

@@ -1,16 +1,26 @@
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from refocused.commands import checkpoints, prepare_data
 
 REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("command", [checkpoints, prepare_data])
+def test_every_verb_has_its_functions(command: Any) -> None:
+    for verb, (module, _) in command.VERBS.items():
+        functions = importlib.import_module(f"refocused.commands.{module}")
+        assert callable(getattr(functions, f"add_{verb}_arguments"))
+        assert callable(getattr(functions, f"run_{verb}"))
 
 
 def test_a_reader_that_leaves_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
