@@ -22,11 +22,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "package lines": (53_160, 32_000),
-    "package files": (312, 230),
-    "tests lines": (46_292, 26_000),
+    "package lines": (53_149, 32_000),
+    "package files": (314, 230),
+    "tests lines": (46_302, 26_000),
     "benchmarks lines": (7_159, 5_000),
-    "largest folder": (40, 15),
+    "largest folder": (42, 15),
     "longest file": (399, 350),
     "loop closure lines": (9_977, 7_000),
     "train closure lines": (40_222, 20_000),

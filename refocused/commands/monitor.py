@@ -239,10 +239,6 @@ def _changed(file: Path) -> float:
     return file.stat().st_mtime
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 LONGEST_SECONDS = 10.0  # that `screen` may take to answer
 NAME_LENGTH = 40  # of a run's, in its session's: the path of a socket has 107 characters at most
 
@@ -303,3 +299,7 @@ def _ask(
         timeout=LONGEST_SECONDS,
         check=False,
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -18,13 +17,11 @@ from refocused.commands.output import (
     count_text,
     duration_text,
     ratio,
-    size_text,
 )
 from refocused.commands.prepare_convert import check_name
 from refocused.system.errors import ExitCode
 
 if TYPE_CHECKING:
-    from refocused.prepare.sync import SyncResult
     from refocused.prepare.tokenize import TokenizeProgress, TokenizeRequest, TokenizeResult
 
 
@@ -127,7 +124,6 @@ def _documents(result: TokenizeResult) -> int:
 
 
 def _print_json(result: TokenizeResult, seconds: float, arguments: argparse.Namespace) -> None:
-    import json
 
     manifest = result.manifest
     content = {

@@ -9,10 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from refocused.commands.arguments import Parser
-from refocused.commands.output import count, duration_text, size_text
-from refocused.commands.arguments import add_credentials, place
-from refocused.commands.output import ProgressLine
+from refocused.commands.arguments import Parser, add_credentials, place
+from refocused.commands.output import ProgressLine, count, duration_text, size_text
 from refocused.system.errors import ExitCode
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from refocused.data.formats.token_blocks import Ids, token_blocks
 from refocused.data.formats.token_layout import ID_KEYS, element_type, read_layout
 from refocused.data.manifest.select_files import check_chunks, is_megatron, named_tokenizer
 from refocused.data.manifest.shard_manifest import Manifest, write_manifest
-from refocused.prepare import document_streams as pickled_arrays
+from refocused.prepare import pickled_arrays
 from refocused.prepare.document_streams import document_blocks, megatron_blocks
 from refocused.prepare.packing_state import (
     Journal,

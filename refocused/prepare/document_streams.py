@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,33 +19,6 @@ from refocused.system.errors import ShardError
 # Run as a program with the path of a `.npy` or `.npz`, the key order, and a folder: it writes `ids`
 # (int64, one after the other) and `lengths` (int64) there. A pickle can run any code: a process of
 # its own protects the memory of the one that asks, and nothing else.
-
-
-def main(arguments: list[str]) -> int:
-    """Run the program; return its exit status."""
-    source, keys, folder = Path(arguments[0]), arguments[1].split(","), Path(arguments[2])
-    loaded: Any = np.load(source, allow_pickle=True)
-    if not isinstance(loaded, np.ndarray):
-        key = next((key for key in keys if key in loaded.files), None)
-        if key is None:
-            print(f"none of its arrays ({', '.join(loaded.files)}) is one of {', '.join(keys)}")
-            return 1
-        loaded = loaded[key]
-    lengths = []
-    with (folder / "ids").open("wb") as file:
-        for number, row in enumerate(loaded.reshape(-1)):
-            ids = np.asarray(row)
-            if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
-                print(f"its entry {number} is no list of whole numbers")
-                return 1
-            file.write(ids.astype("<i8").tobytes())
-            lengths.append(ids.size)
-    (folder / "lengths").write_bytes(np.array(lengths, "<i8").tobytes())
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
 
 
 Lengths = npt.NDArray[np.int64]

@@ -1,0 +1,41 @@
+"""Reads a pickled array of token lists, in a process of its own that does nothing else.
+
+Run as a program with the path of a `.npy` or `.npz`, the key order, and a folder: it writes `ids`
+(int64, one after the other) and `lengths` (int64) there. A pickle can run any code: a process of
+its own protects the memory of the one that asks, and nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def main(arguments: list[str]) -> int:
+    """Run the program; return its exit status."""
+    source, keys, folder = Path(arguments[0]), arguments[1].split(","), Path(arguments[2])
+    loaded: Any = np.load(source, allow_pickle=True)
+    if not isinstance(loaded, np.ndarray):
+        key = next((key for key in keys if key in loaded.files), None)
+        if key is None:
+            print(f"none of its arrays ({', '.join(loaded.files)}) is one of {', '.join(keys)}")
+            return 1
+        loaded = loaded[key]
+    lengths = []
+    with (folder / "ids").open("wb") as file:
+        for number, row in enumerate(loaded.reshape(-1)):
+            ids = np.asarray(row)
+            if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+                print(f"its entry {number} is no list of whole numbers")
+                return 1
+            file.write(ids.astype("<i8").tobytes())
+            lengths.append(ids.size)
+    (folder / "lengths").write_bytes(np.array(lengths, "<i8").tobytes())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
