@@ -19,10 +19,8 @@ from refocused.config.data import DataConfig
 from refocused.config.load_run import LoadedRun
 from refocused.doctor import gpus as gpu_checks
 from refocused.doctor import machine as machine_checks
-from refocused.doctor import run_fits as plan_checks
+from refocused.doctor import run_fits, storage
 from refocused.doctor import software as software_checks
-from refocused.doctor import storage as data_checks
-from refocused.doctor import storage as storage_checks
 from refocused.doctor.early import place_problems
 from refocused.doctor.finding import Finding
 from refocused.doctor.rank_process import RankTask
@@ -114,19 +112,19 @@ class Examination:
             capability=(gpus.capability or BF16_CAPABILITY) if device == "cuda" else None,
             cpu_flags=cpu_flags(),
         )
-        yield plan_checks.judge_precision(config.precision, native)
+        yield run_fits.judge_precision(config.precision, native)
         choice: Choice | None = None
         try:
             if config.precision.dtype == "auto":
                 who = dataclasses.replace(who, loaded=with_dtype(who.loaded, native.dtype))
             if device == "cpu":
                 refuse_cpu(who.loaded, ranks=ranks)
-            choice = plan_checks.plan_choice(who.loaded, ranks=ranks, memory_bytes=memory_bytes)
+            choice = run_fits.plan_choice(who.loaded, ranks=ranks, memory_bytes=memory_bytes)
         except ConfigError as error:
-            yield plan_checks.plan_failure(error)
+            yield run_fits.plan_failure(error)
         else:
             name = gpus.samples[0].name if device == "cuda" else None
-            yield plan_checks.judge_plan(
+            yield run_fits.judge_plan(
                 who.loaded,
                 choice,
                 ranks=ranks,
@@ -136,7 +134,7 @@ class Examination:
         machine = machine_checks.probe_machine()
         yield from machine_checks.judge_machine(machine, ranks=ranks, device=device)
         if who.loaded.config.precision.dtype != "auto":
-            shortage = plan_checks.host_shortage(
+            shortage = run_fits.host_shortage(
                 who.loaded,
                 ranks=ranks,
                 ranks_here=ranks,
@@ -150,7 +148,7 @@ class Examination:
         yield from self._store()
         yield from self._data()
         if choice is not None:
-            needs = plan_checks.disk_needs(who.loaded, choice, ranks=ranks, tokens=self._tokens)
+            needs = run_fits.disk_needs(who.loaded, choice, ranks=ranks, tokens=self._tokens)
             yield from map(machine_checks.judge_disk, machine_checks.probe_disks(list(needs)))
         if not who.is_quick:
             links = gpu_checks.fewest_links(gpus.samples)
@@ -166,7 +164,7 @@ class Examination:
     def _store(self) -> Iterator[Finding]:
         """Look at the clock, the credentials and what they may do."""
         who, mirror = self._who, self._who.loaded.config.checkpoint.mirror
-        sources = data_checks.sources_of(who.loaded.config.data)
+        sources = storage.sources_of(who.loaded.config.data)
         places = {setting: str(one.source) for setting, one in sources.items()}
         places |= {MIRROR: mirror} if mirror else {}
         remote = {setting for setting, url in places.items() if url.startswith("gs://")}
@@ -180,11 +178,11 @@ class Examination:
             self._unreadable |= set(sources)
             return
         if asks or not remote:
-            yield storage_checks.judge_credentials(
+            yield storage.judge_credentials(
                 identity=identity,
                 anonymous=identity == ANONYMOUS,
                 writes=mirror is not None and mirror.startswith("gs://"),
-                exposed=storage_checks.exposed_key(who.credentials_file) if asks else None,
+                exposed=storage.exposed_key(who.credentials_file) if asks else None,
             )
         for setting, data in sources.items():
             if not _will_be_made(data) and setting not in self._unreadable:
@@ -194,11 +192,11 @@ class Examination:
         if who.loaded.config.tracking.wandb is not None:
             from refocused.metrics.wandb import what_keeps_offline
 
-            yield storage_checks.judge_wandb(what_keeps_offline())
+            yield storage.judge_wandb(what_keeps_offline())
 
     def _source_rights(self, setting: str, url: str) -> Iterator[Finding]:
         for finding in _rights(
-            lambda: storage_checks.probe_source(self._who.open(url), setting),
+            lambda: storage.probe_source(self._who.open(url), setting),
             setting,
             wanted=SOURCE_NEEDS,
         ):
@@ -209,14 +207,14 @@ class Examination:
     def _data(self) -> Iterator[Finding]:
         """Look at each source's files."""
         vocabulary = self._who.loaded.shape.vocabulary
-        for setting, data in data_checks.sources_of(self._who.loaded.config.data).items():
+        for setting, data in storage.sources_of(self._who.loaded.config.data).items():
             if _will_be_made(data):
                 text = (
                     f"{data.source}: training makes it at its start (data.prepare={data.prepare})"
                 )
                 yield Finding("data", "ok", text)
             elif setting not in self._unreadable:
-                found = data_checks.probe_data(
+                found = storage.probe_data(
                     self._who.open(str(data.source)),
                     data,
                     vocabulary=vocabulary,
@@ -226,9 +224,7 @@ class Examination:
                     yield found
                     continue
                 self._tokens = (self._tokens or 0) + found.tokens
-                yield from data_checks.judge_data(
-                    found, data, vocabulary=vocabulary, setting=setting
-                )
+                yield from storage.judge_data(found, data, vocabulary=vocabulary, setting=setting)
 
     def _trial(self, *, ranks: int, device: Device, nvlinks: int | None) -> Iterator[Finding]:
         """Start real ranks, where nothing has failed so far."""
@@ -265,23 +261,23 @@ def _mirror_rights(who: Examinee, mirror: str | None) -> Iterator[Finding]:
         yield Finding("bucket", "warn", text, f"{setting}=gs://BUCKET/PREFIX")
         return
     removes = config.checkpoint.keep_remote != "all"
-    canary = storage_checks.canary_name(prefix_of(config.run.name))
+    canary = storage.canary_name(prefix_of(config.run.name))
     yield from _rights(
-        lambda: storage_checks.probe_mirror(who.open(mirror), setting, canary=canary),
+        lambda: storage.probe_mirror(who.open(mirror), setting, canary=canary),
         setting,
         wanted=MIRROR_NEEDS | {"delete"} if removes else MIRROR_NEEDS,
     )
 
 
 def _rights(
-    probe: Callable[[], storage_checks.Rights], setting: str, *, wanted: frozenset[str]
+    probe: Callable[[], storage.Rights], setting: str, *, wanted: frozenset[str]
 ) -> Iterator[Finding]:
     try:
         rights = probe()
     except BucketError as error:  # the address is none
         yield Finding("bucket", "fail", f"{setting}: {error}")
     else:
-        yield from storage_checks.judge_rights(rights, wanted=wanted)
+        yield from storage.judge_rights(rights, wanted=wanted)
 
 
 def _outcome(who: Examinee, *, ranks: int, device: Device) -> RanksOutcome:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refocused.engine import shard_files as randomness
+from refocused.engine import shard_files
 from refocused.engine.checksum_writer import WrittenFile
 from refocused.engine.finite_updates import FiniteUpdates, Verdict
 from refocused.engine.gathered_weights import held_whole, kept_gathered
@@ -262,7 +262,7 @@ class Engine:
     def _restore_randomness(self, folder: Path) -> None:
         file = folder / self._rank_file
         if file.exists():
-            randomness.restore(read_state(file))
+            shard_files.restore(read_state(file))
 
     def _save(self, folder: Path) -> None:
         """Hand this rank's part to `_files`."""
@@ -277,7 +277,7 @@ class Engine:
         if is_swapped:
             swapped = Path(self._engine.optimizer.optimizer_swapper.swap_folder)
             self._files.save_swapped(swapped, folder / TAG / self._swap_folder)
-        self._files.save(randomness.capture(), str(folder / self._rank_file))
+        self._files.save(shard_files.capture(), str(folder / self._rank_file))
 
     def _written(self) -> ShardsWritten:
         return ShardsWritten(tuple(self._files.written), tuple(self._files.errors))

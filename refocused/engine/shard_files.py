@@ -20,7 +20,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch.storage import TypedStorage
 
-from refocused.engine import checksum_writer as hashed_files
+from refocused.engine import checksum_writer
 from refocused.engine.state_files import read_state
 from refocused.engine.zero_layout import LOSS_SCALER, OPTIMIZER
 
@@ -176,7 +176,7 @@ def loss_scaler(attributes: Mapping[str, Any]) -> LossScaler | DynamicLossScaler
 
 
 class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """DeepSpeed's checkpoint engine over `hashed_files`.
+    """DeepSpeed's checkpoint engine over `checksum_writer`.
 
     An error on one rank must not leave the others inside a collective, so that it is kept in
     `errors` for the owner to gather.
@@ -190,7 +190,7 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(None)
         self.name = "refocused"
-        self.written: list[hashed_files.WrittenFile] = []
+        self.written: list[checksum_writer.WrittenFile] = []
         self.errors: list[OSError] = []
         self.copies: list[tuple[Any, Path]] = []
         self._copying = False
@@ -207,7 +207,7 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             if self._copying:
                 self.copies.append((self._copied(content, Path(path).name), Path(path)))
             else:
-                self.written.append(hashed_files.save_hashed(content, Path(path)))
+                self.written.append(checksum_writer.save_hashed(content, Path(path)))
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
@@ -223,7 +223,7 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Write what was copied."""
         for content, path in self.copies:
             with self._keeping_errors():
-                self.written.append(hashed_files.save_hashed(content, path))
+                self.written.append(checksum_writer.save_hashed(content, path))
         self.copies = []
 
     def save_swapped(self, source: Path, target: Path) -> None:
@@ -235,7 +235,7 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             for file in sorted(path for path in source.rglob("*") if path.is_file()):
                 name = file.relative_to(source)
                 if "gradient" not in str(name):
-                    self.written.append(hashed_files.copy_hashed(file, target / name))
+                    self.written.append(checksum_writer.copy_hashed(file, target / name))
 
     def _copied(self, content: Any, name: str) -> Any:
         try:

@@ -12,7 +12,7 @@ from refocused.config.run_config import ModelConfig
 from refocused.models.causal_lm import CausalLM
 from refocused.models.head_choice import choose_head
 from refocused.models.kernels import choose_attention, why_dense
-from refocused.models.ten.scan_kernel import choose_scan
+from refocused.models.ten.ten_choice import choose_scan
 from refocused.system.world import World
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fakes import Emulator, Fault
 
-from refocused.bucket import gcs_requests as google_requests
+from refocused.bucket import gcs_requests
 from refocused.bucket.gcs import GcsBucket
 from refocused.system.errors import BucketError
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.bucket
 
 @pytest.fixture
 def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(google_requests.ONCE, "timeout", (5.0, 0.2))
+    monkeypatch.setitem(gcs_requests.ONCE, "timeout", (5.0, 0.2))
 
 
 class Resolver:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from refocused.bucket import partial_files as part_file
+from refocused.bucket import partial_files
 from refocused.bucket.bucket import extended_crc32c
 from refocused.bucket.partial_files import (
     PartFile,
@@ -52,8 +52,8 @@ def test_what_arrived_is_on_its_way_to_the_disk_before_it_is_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(part_file, "WRITE_BACK_BYTES", 30)
-    monkeypatch.setattr(part_file, "begin_write_back", lambda _, *part: sent.append(part))
+    monkeypatch.setattr(partial_files, "WRITE_BACK_BYTES", 30)
+    monkeypatch.setattr(partial_files, "begin_write_back", lambda _, *part: sent.append(part))
     with PartFile(tmp_path / "x", total_bytes=200, resume=True) as part:
         for size in (5, 70, 10, 29):
             part.write(bytes(size))

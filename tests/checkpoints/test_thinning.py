@@ -9,7 +9,7 @@ import pytest
 from checkpoints.step_samples import make_step
 
 from refocused.checkpoints.mirror.mirror_status import MirrorStatus
-from refocused.checkpoints.step import retention as thinning
+from refocused.checkpoints.step import retention
 from refocused.checkpoints.step.branches import saved_steps
 from refocused.checkpoints.step.retention import disk_is_low, local_steps, thin_out
 from refocused.checkpoints.step.staging import remove_step
@@ -61,7 +61,7 @@ def test_a_reader_that_comes_between_the_choice_and_the_removal_keeps_its_step(
         readers.enter_context(in_use(tmp_path / "checkpoint_step_10"))
         return [10]
 
-    monkeypatch.setattr(thinning, "to_remove", come)
+    monkeypatch.setattr(retention, "to_remove", come)
     thin_out(tmp_path, World(), keep=2, mirrored=False, status=None)
     assert there(tmp_path) == [10, 20, 30]
     readers.close()

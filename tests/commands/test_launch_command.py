@@ -17,10 +17,9 @@ from refocused.commands import launch
 from refocused.config.data import DataConfig
 from refocused.config.load_run import load_run
 from refocused.data.manifest.shard_manifest import build_manifest, write_manifest
-from refocused.doctor import early
-from refocused.doctor import storage as store_clock
+from refocused.doctor import early, storage
 from refocused.doctor.early import place_problems
-from refocused.monitor.sampler import gpu_reader as gpu_driver
+from refocused.monitor.sampler import gpu_reader
 from refocused.monitor.sampler.gpu_reader import NoGpusError
 from refocused.monitor.sampler.machine_readings import Memory
 from refocused.system.errors import ExitCode, RefocusedError
@@ -117,8 +116,8 @@ def test_a_launch_ends_where_the_driver_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(launch.StopSignals, "install", lambda self: None)
-    monkeypatch.setattr(gpu_driver, "QUERY", ["sleep", "600"])
-    monkeypatch.setattr(gpu_driver, "LIMIT_SECONDS", 0.5)
+    monkeypatch.setattr(gpu_reader, "QUERY", ["sleep", "600"])
+    monkeypatch.setattr(gpu_reader, "LIMIT_SECONDS", 0.5)
     file = tmp_path / "tiny.yaml"
     file.write_text(RUN.replace("device: cpu", "device: auto"))
     assert launch.main(["--config", str(file), f"run.directory={tmp_path}"]) == ExitCode.FAILED
@@ -266,9 +265,9 @@ def test_a_dns_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monkey
         raise socket.gaierror(socket.EAI_NONAME, "too late")
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(store_clock, "LOOKUP_SECONDS", 0.01)
+    monkeypatch.setattr(storage, "LOOKUP_SECONDS", 0.01)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://store.example")
-    assert store_clock.missing_store_name() is None
+    assert storage.missing_store_name() is None
     assert asked.is_set()
     over.set()
 

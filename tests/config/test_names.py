@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from refocused.config import suggestions as names
+from refocused.config import suggestions
 
 
 @pytest.mark.parametrize(
@@ -18,12 +18,14 @@ from refocused.config import suggestions as names
     ],
 )
 def test_an_unknown_setting_points_to_its_place(section: str, key: str, meant: str) -> None:
-    assert names.unknown_setting(section, key).endswith(f"Did you mean {meant}?")
+    assert suggestions.unknown_setting(section, key).endswith(f"Did you mean {meant}?")
 
 
 def test_a_strange_setting_gets_the_list_of_its_section() -> None:
-    known = ", ".join(names.SECTIONS["log"].model_fields)
-    assert names.unknown_setting("log", "zzz") == f"log.zzz is not a setting. log has {known}."
+    known = ", ".join(suggestions.SECTIONS["log"].model_fields)
+    assert (
+        suggestions.unknown_setting("log", "zzz") == f"log.zzz is not a setting. log has {known}."
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,15 +39,15 @@ def test_a_strange_setting_gets_the_list_of_its_section() -> None:
     ],
 )
 def test_an_unknown_section_points_to_its_place(name: str, hint: str) -> None:
-    assert hint in names.unknown_section(name)
+    assert hint in suggestions.unknown_section(name)
 
 
 def test_every_synonym_leads_to_a_setting_and_hides_none() -> None:
-    for synonym, meant in names._SYNONYMS.items():
+    for synonym, meant in suggestions._SYNONYMS.items():
         section, _, key = meant.partition(".")
-        assert key in names.SECTIONS[section].model_fields, synonym
-    assert set(names._SECTION_SYNONYMS.values()) <= set(names.SECTIONS)
-    assert not set(names._SECTION_SYNONYMS) & set(names.SECTIONS)
+        assert key in suggestions.SECTIONS[section].model_fields, synonym
+    assert set(suggestions._SECTION_SYNONYMS.values()) <= set(suggestions.SECTIONS)
+    assert not set(suggestions._SECTION_SYNONYMS) & set(suggestions.SECTIONS)
 
 
 @pytest.mark.parametrize(
@@ -60,4 +62,4 @@ def test_every_synonym_leads_to_a_setting_and_hides_none() -> None:
     ],
 )
 def test_text_settings_are_known_from_others(section: str, key: str, text: bool) -> None:
-    assert names.wants_text(section, key) is text
+    assert suggestions.wants_text(section, key) is text

@@ -23,18 +23,18 @@ from shard_samples import WatchedBucket, npy_bytes, npz_bytes, pt_bytes, setting
 
 from refocused.bucket.bucket import BlobInfo
 from refocused.data.cache import fetch_threads as fetcher
-from refocused.data.cache import shard_download as arrival
+from refocused.data.cache import shard_download
 from refocused.data.cache.cache import ShardCache
 from refocused.data.cache.local_shards import LocalShards
-from refocused.data.manifest import run_manifest as chunk_packs
+from refocused.data.manifest import run_manifest
 from refocused.data.manifest.run_manifest import build_run_manifest
 from refocused.data.manifest.shard_manifest import Manifest
 
 SHARDS = 60
 TOKENS = 40_000
 FIRST_PACK, CHUNKS = 50, 8  # the last shards are packed from chunks
-chunk_packs.PACKED_TOKENS = TOKENS
-arrival.SMALLEST_RANGE_BYTES = 1 << 14  # a shard of 80 KB comes in four ranges
+run_manifest.PACKED_TOKENS = TOKENS
+shard_download.SMALLEST_RANGE_BYTES = 1 << 14  # a shard of 80 KB comes in four ranges
 fetcher.HURRIED_SHARDS = 20  # that many of a plan do
 VOCABULARY = 50_000
 LONGEST_LIFE_S = 0.06  # about a third of what fetching all takes

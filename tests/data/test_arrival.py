@@ -13,7 +13,7 @@ from shard_samples import WatchedBucket, npy_bytes, npz_bytes, opened, settings
 
 from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.folder import DirectoryBucket
-from refocused.data.cache import shard_download as arrival
+from refocused.data.cache import shard_download
 from refocused.data.cache.cache import ShardCache
 from refocused.data.cache.shared_jobs import SharedJobs
 from refocused.data.manifest.shard_manifest import build_manifest
@@ -24,7 +24,7 @@ OBJECT_BYTES = 128 + 4 * 100
 
 @pytest.fixture(autouse=True)
 def _small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrival, "SMALLEST_RANGE_BYTES", 100)
+    monkeypatch.setattr(shard_download, "SMALLEST_RANGE_BYTES", 100)
 
 
 def ranges_of(bucket: WatchedBucket, name: str) -> list[int]:
@@ -132,14 +132,14 @@ def test_a_file_that_changes_while_it_is_converted_is_named(
     in_folder: ShardCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "source" / "a.npz"
-    convert = arrival.write_local_form
+    convert = shard_download.write_local_form
 
     def convert_slowly(*arguments: Any, **named: Any) -> int:
         max_id = convert(*arguments, **named)
         path.write_bytes(npz_bytes(tokens=shard_tokens(5)[:90]))
         return max_id
 
-    monkeypatch.setattr(arrival, "write_local_form", convert_slowly)
+    monkeypatch.setattr(shard_download, "write_local_form", convert_slowly)
     with pytest.raises(ShardError, match=r"a\.npz: the object in .* changed since it was listed"):
         in_folder.open(0)
     assert not list((tmp_path / "cache").rglob("a.npz.npy"))

@@ -15,7 +15,7 @@ from shard_samples import npy_bytes, npz_bytes, opened, settings
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.gcs_requests import ONCE
-from refocused.data.cache import shard_download as arrival
+from refocused.data.cache import shard_download
 from refocused.data.cache.cache import ShardCache
 from refocused.data.manifest.shard_manifest import build_manifest
 from refocused.system.errors import ShardError
@@ -166,11 +166,11 @@ def test_the_store_is_given_the_time_it_asks_for(site: Site) -> None:
     assert site.waits == [7.0]
 
 
-@pytest.mark.parametrize("range_bytes", [2000, arrival.SMALLEST_RANGE_BYTES])
+@pytest.mark.parametrize("range_bytes", [2000, shard_download.SMALLEST_RANGE_BYTES])
 def test_many_threads_through_many_faults(
     site: Site, monkeypatch: pytest.MonkeyPatch, range_bytes: int
 ) -> None:
-    monkeypatch.setattr(arrival, "SMALLEST_RANGE_BYTES", range_bytes)
+    monkeypatch.setattr(shard_download, "SMALLEST_RANGE_BYTES", range_bytes)
     cache = site.cache(fetch_threads=8)
     for fault in (
         Fault(status=503),

@@ -13,7 +13,7 @@ from shard_samples import WatchedBucket, opened, pt_bytes, settings
 
 from refocused.config.data import DataConfig
 from refocused.data.cache.cache import ShardCache
-from refocused.data.manifest import run_manifest as chunk_packs
+from refocused.data.manifest import run_manifest
 from refocused.data.manifest.run_manifest import (
     MixedBucket,
     build_mixed_manifest,
@@ -30,7 +30,7 @@ CHUNKS, TOKENS, VOCABULARY = 10, 50, 1000
 
 @pytest.fixture(autouse=True)
 def _four_chunks_a_pack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_packs, "PACKED_TOKENS", 4 * TOKENS + 7)
+    monkeypatch.setattr(run_manifest, "PACKED_TOKENS", 4 * TOKENS + 7)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_packs_hold_every_chunk_once_in_order_without_gaps(
         assert own == list(range(own[0], own[0] + len(own)))
         assert len({number in validation for number in own}) == 1
         assert shard.tokens == sum(lengths[number] for number in own)
-        assert len(own) == 1 or shard.tokens <= chunk_packs.PACKED_TOKENS
+        assert len(own) == 1 or shard.tokens <= run_manifest.PACKED_TOKENS
     assert sorted(packed.shards, key=lambda shard: shard.name) == list(packed.shards)
 
 

@@ -29,8 +29,7 @@ from engine_cases import (
     windows,
 )
 
-from refocused.engine import build_engine as build
-from refocused.engine import checksum_writer as hashed_files
+from refocused.engine import build_engine, checksum_writer
 from refocused.engine.engine import Engine
 from refocused.system.world import World
 
@@ -99,11 +98,11 @@ def tensors_in(folder: Path) -> dict[str, bytes]:
 
 def run(case: Case, world: World, scratch: Path) -> dict[str, Any]:
     """Train one case, and the second half of it again from its checkpoint."""
-    undo = build._undo_warm_up_step
+    undo = build_engine._undo_warm_up_step
     if case == WARMED:
-        build._undo_warm_up_step = lambda optimizer: None
+        build_engine._undo_warm_up_step = lambda optimizer: None
     engine = start_engine(case, world)
-    build._undo_warm_up_step = undo
+    build_engine._undo_warm_up_step = undo
     random = torch.randint(
         VOCABULARY, (4, LENGTH + 1), generator=torch.Generator().manual_seed(world.rank)
     )
@@ -191,13 +190,13 @@ def refuse_what_is_not_finite(case: Case, world: World) -> dict[str, Any]:
 def save_on_a_failing_disk(world: World, scratch: Path) -> dict[str, Any]:
     """Save while every file of rank 1 meets a full disk; then once more on a good one."""
     engine = start_engine(Case(3), world)
-    write = hashed_files.save_hashed
+    write = checksum_writer.save_hashed
 
-    def full_disk(content: object, path: Path) -> hashed_files.WrittenFile:
+    def full_disk(content: object, path: Path) -> checksum_writer.WrittenFile:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     if world.rank == 1:
-        hashed_files.save_hashed = full_disk
+        checksum_writer.save_hashed = full_disk
     found = {}
     for attempt in ("full", "good"):
         folder = scratch / attempt
@@ -210,7 +209,7 @@ def save_on_a_failing_disk(world: World, scratch: Path) -> dict[str, Any]:
             "errors": [error.errno for error in written.errors],
             "sizes_are_true": all(f.path.stat().st_size == f.size for f in written.files),
         }
-        hashed_files.save_hashed = write
+        checksum_writer.save_hashed = write
     engine.close()
     return found
 

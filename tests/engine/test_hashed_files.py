@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from refocused.bucket.bucket import crc32c_of
-from refocused.engine import checksum_writer as hashed_files
+from refocused.engine import checksum_writer
 from refocused.engine.checksum_writer import (
     HashingWriter,
     WrittenFile,
@@ -97,9 +97,9 @@ def test_all_but_the_tail_is_on_its_way_before_the_flush(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(hashed_files, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(hashed_files, "WRITE_BACK_BYTES", 3000)
-    monkeypatch.setattr(hashed_files, "begin_write_back", lambda _, *part: sent.append(part))
+    monkeypatch.setattr(checksum_writer, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(checksum_writer, "WRITE_BACK_BYTES", 3000)
+    monkeypatch.setattr(checksum_writer, "begin_write_back", lambda _, *part: sent.append(part))
     with (tmp_path / "file").open("wb") as file:
         writer = HashingWriter(file)
         for size in (500, 7000, 100, 2900):
@@ -112,8 +112,8 @@ def test_all_but_the_tail_is_on_its_way_before_the_flush(
 
 def test_a_copied_file_is_its_original_with_its_digest(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "below" / "target"
-    source.write_bytes(os.urandom(hashed_files.BLOCK_BYTES + 7))
+    source.write_bytes(os.urandom(checksum_writer.BLOCK_BYTES + 7))
     assert copy_hashed(source, target) == WrittenFile(
-        target, hashed_files.BLOCK_BYTES + 7, crc32c_of(source)
+        target, checksum_writer.BLOCK_BYTES + 7, crc32c_of(source)
     )
     assert target.read_bytes() == source.read_bytes()

@@ -11,7 +11,7 @@ from checkpoints.step_samples import flip_byte
 
 from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.folder import DirectoryBucket
-from refocused.evaluate import export_copy as bucket_copy
+from refocused.evaluate import export_copy
 from refocused.evaluate.export_copy import fetch_folder, upload_folder
 from refocused.system.errors import BucketError, CheckpointError
 from refocused.system.locks import FileLock
@@ -86,7 +86,7 @@ def test_an_interrupted_upload_leaves_no_marker(
         raise KeyboardInterrupt
 
     (folder / "config.json").write_text("[]")
-    monkeypatch.setattr(bucket_copy, "upload_many", killed)
+    monkeypatch.setattr(export_copy, "upload_many", killed)
     with pytest.raises(KeyboardInterrupt):
         upload_folder(folder, bucket, "m")
     assert bucket.info("m/COMMITTED") is None

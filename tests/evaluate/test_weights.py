@@ -17,8 +17,7 @@ from evaluate.step_saves import PLAIN, SAVES, SPECIAL, Save, step_of, weights_of
 from refocused.checkpoints.step.retention import thin_out
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
 from refocused.commands.main import main
-from refocused.evaluate import export, zero_files
-from refocused.evaluate import load_model as model
+from refocused.evaluate import export, load_model, zero_files
 from refocused.evaluate import zero_files as weights_module
 from refocused.evaluate.weights import open_weights
 from refocused.evaluate.zero_files import ZeroFiles
@@ -69,14 +68,15 @@ def test_retention_leaves_a_step_that_a_command_reads(
         return thin_out(step.parent, World(), keep=2, mirrored=False, status=None)
 
     module, name = reads.split(".")
-    original = getattr({"export": export, "model": model}[module], name)
+    read_by = {"export": export, "model": load_model}[module]
+    original = getattr(read_by, name)
     removed = []
 
     def read(*arguments: Any, **options: Any) -> Any:
         removed.append(retain())
         return original(*arguments, **options)
 
-    monkeypatch.setattr(f"refocused.inference.{reads}", read)
+    monkeypatch.setattr(read_by, name, read)
     (tmp_path / "text.txt").write_text("the cat the cat")
     options = {
         "export": [str(tmp_path / "out"), "--no-compare"],

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import create_block_mask
 
-from refocused.models import kernels as attention
+from refocused.models import kernels
 from refocused.models.causal_lm import document_positions
 from refocused.models.kernels import (
     MASK_BLOCK,
@@ -50,7 +50,7 @@ def chosen(asked: Any, *, world: World = ALONE, masked: bool = False) -> str:
 def test_the_kernel_that_was_asked_for_runs(asked: str) -> None:
     said = chosen(asked)
     query = torch.zeros(2, 2, 16, 8, requires_grad=True)
-    assert attention.running_kernel(query, dropout=0.0) == asked
+    assert kernels.running_kernel(query, dropout=0.0) == asked
     assert said.endswith(f"(model.attention={asked})")
 
 
@@ -78,10 +78,10 @@ def test_a_kernel_that_says_it_runs_and_does_not_is_left_out(
             raise RuntimeError("No valid execution plans built.")
         return 1e-3
 
-    monkeypatch.setattr(attention, "running_kernel", runs)
-    monkeypatch.setattr(attention, "pass_seconds", seconds)
+    monkeypatch.setattr(kernels, "running_kernel", runs)
+    monkeypatch.setattr(kernels, "pass_seconds", seconds)
     query = torch.zeros(2, 2, 16, 8)
-    assert attention._timed(query, dropout=0.0) == {"flash": 1e-3}
+    assert kernels._timed(query, dropout=0.0) == {"flash": 1e-3}
 
 
 def test_a_kernel_that_does_not_run_here_is_refused() -> None:
@@ -99,8 +99,8 @@ def test_auto_takes_the_faster_of_those_that_run(
     def seconds(query: Any, *, dropout: float) -> float:
         return 1e-3 if enabled(query, dropout=dropout) == faster else 2e-3
 
-    monkeypatch.setattr(attention, "running_kernel", enabled)
-    monkeypatch.setattr(attention, "pass_seconds", seconds)
+    monkeypatch.setattr(kernels, "running_kernel", enabled)
+    monkeypatch.setattr(kernels, "pass_seconds", seconds)
     gpu = types.SimpleNamespace(
         device=torch.device("cpu"),
         device_kind="cuda",
@@ -118,7 +118,7 @@ def test_auto_takes_the_faster_of_those_that_run(
 def test_flash_attention_3_is_for_hopper_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"flash_attn_interface"}
     monkeypatch.setattr(
-        attention.importlib.util, "find_spec", lambda name: name if name in installed else None
+        kernels.importlib.util, "find_spec", lambda name: name if name in installed else None
     )
     capability = HOPPER
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -202,7 +202,7 @@ def by_both(ids: Tensor, *, width: int, dtype: torch.dtype, device: str) -> list
     parts = [torch.randn(shape, generator=draw).to(device, dtype) for _ in range(4)]
     query, key, value = (part.requires_grad_() for part in parts[:3])
     mask = document_mask(ids, document_id=DOCUMENT)
-    within = attention._compiled_within_documents() if device == "cuda" else within_documents
+    within = kernels._compiled_within_documents() if device == "cuda" else within_documents
     outputs = (
         within(query, key, value, blocks_of(ids)),
         F.scaled_dot_product_attention(query, key, value, attn_mask=mask),

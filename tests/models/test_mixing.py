@@ -15,7 +15,7 @@ from torch import Tensor
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.model_shape import Attention
 from refocused.config.run_config import ModelConfig
-from refocused.models import kernels as attention
+from refocused.models import kernels
 from refocused.models.mixing import choose_mixing
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
@@ -80,8 +80,8 @@ def chosen(world: Any, *, masked: bool = True, **settings: Any) -> tuple[str, An
 
 @pytest.fixture
 def flex_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "running_kernel", as_on_a_gpu)
-    monkeypatch.setattr(attention, "_compiled_within_documents", lambda: lambda query, *rest: query)
+    monkeypatch.setattr(kernels, "running_kernel", as_on_a_gpu)
+    monkeypatch.setattr(kernels, "_compiled_within_documents", lambda: lambda query, *rest: query)
 
 
 @pytest.mark.usefixtures("flex_runs")
@@ -142,8 +142,8 @@ def test_where_flex_attention_fails_on_one_rank_all_take_a_dense_mask(
             raise error
         return query
 
-    monkeypatch.setattr(attention, "running_kernel", as_on_a_gpu)
-    monkeypatch.setattr(attention, "_compiled_within_documents", lambda: kernel)
+    monkeypatch.setattr(kernels, "running_kernel", as_on_a_gpu)
+    monkeypatch.setattr(kernels, "_compiled_within_documents", lambda: kernel)
     for said, shape in results(on_two_ranks(on_rank)):
         assert said.endswith("a dense mask (FlexAttention failed: RuntimeError: no triton)")
         assert shape is None

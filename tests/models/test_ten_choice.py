@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from refocused.models.ten import scan_kernel as ten_choice
+from refocused.models.ten import ten_choice
 from refocused.models.ten.cells import TenMixer
 from refocused.models.ten.scan import chunked_scan
-from refocused.models.ten.scan_kernel import choose_scan, largest_error, use_faster
+from refocused.models.ten.ten_choice import choose_scan, largest_error, use_faster
 from refocused.system.world import World
 
 SHAPE = (2, 16)

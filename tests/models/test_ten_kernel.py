@@ -83,7 +83,7 @@ def test_a_whole_block_with_the_kernel_is_the_block_in_chunks(compiles: bool) ->
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1; a GPU has no sparse memory")
 def test_imaginary_parts_may_lie_beyond_32_bits() -> None:
-    from refocused.models.ten import scan_kernel as ten_kernel
+    from refocused.models.ten import scan_kernel
 
     length, far = 100, 2**31 + 16  # elements; pages that are not touched take no memory
     memory = [mmap.mmap(-1, 4 * (far + length), flags=SPARSE) for _ in range(2)]
@@ -93,9 +93,9 @@ def test_imaginary_parts_may_lie_beyond_32_bits() -> None:
     inputs = torch.randn((2, 1, 1, length), generator=draw)
     beta[:length], beta[far:] = inputs.flatten(1)
     modes = (spectrum.log_decay, spectrum.frequency)
-    ten_kernel._scan_tiles[(1, 1)](
-        *(beta, *ten_kernel._tables(*modes), out, 1, 1, length, far, 1),
-        **{"WHOLE": True, "CHUNK": ten_kernel.CHUNK, "ROWS": ten_kernel.ROWS},
+    scan_kernel._scan_tiles[(1, 1)](
+        *(beta, *scan_kernel._tables(*modes), out, 1, 1, length, far, 1),
+        **{"WHOLE": True, "CHUNK": scan_kernel.CHUNK, "ROWS": scan_kernel.ROWS},
     )
     wanted = chunked_scan(inputs, *modes, chunk=100)
     torch.testing.assert_close(out[:length], wanted.flatten())

@@ -12,7 +12,7 @@ from rich.text import Text
 from textual.pilot import Pilot
 from textual.widgets import Static
 
-from refocused.monitor.screen import live_screen as dashboard
+from refocused.monitor.screen import live_screen
 from refocused.monitor.screen.dashboard_chart import Curve, draw_curve
 from refocused.monitor.screen.live_screen import Dashboard
 
@@ -156,7 +156,7 @@ def test_what_has_not_changed_is_not_drawn_again(
         drawn.append(curve.title)
         return draw_curve(curve, **sizes)
 
-    monkeypatch.setattr(dashboard, "draw_curve", draw)
+    monkeypatch.setattr(live_screen, "draw_curve", draw)
 
     async def story(app: Dashboard, pilot: Pilot[None]) -> None:
         update, updated = Static.update, list[str | None]()

@@ -8,7 +8,7 @@ import pynvml
 import pytest
 from nvml_machine import Machine
 
-from refocused.monitor.sampler import gpu_reader as gpu_driver
+from refocused.monitor.sampler import gpu_reader
 from refocused.monitor.sampler.gpu_reader import NoGpusError, driver_versions, gpu_capabilities
 from refocused.system.errors import RefocusedError
 
@@ -65,8 +65,8 @@ def test_a_driver_at_fault_is_named(in_a_process: Machine) -> None:
 def test_a_driver_that_hangs_or_crashes_harms_its_own_process_alone(
     monkeypatch: pytest.MonkeyPatch, program: str, kind: type[RefocusedError], words: str
 ) -> None:
-    monkeypatch.setattr(gpu_driver, "QUERY", [sys.executable, "-c", program])
-    monkeypatch.setattr(gpu_driver, "LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(gpu_reader, "QUERY", [sys.executable, "-c", program])
+    monkeypatch.setattr(gpu_reader, "LIMIT_SECONDS", 1.0)
     began = time.monotonic()
     with pytest.raises(kind, match=words):
         gpu_capabilities()

@@ -14,8 +14,7 @@ import pytest
 from nvml_machine import Machine
 
 from refocused.metrics.jsonl import JsonLines, write_state
-from refocused.monitor.sampler import alarm_rules as gpu_alarms
-from refocused.monitor.sampler import gpu_reader as gpu
+from refocused.monitor.sampler import alarm_rules, gpu_reader
 from refocused.monitor.sampler.sampler import Sampler, take_turn
 from refocused.monitor.sampler.sampler_process import SamplerError, start_sampler
 from refocused.monitor.sampler.start_sampler import SamplerSettings
@@ -60,7 +59,7 @@ def test_a_round_writes_a_line_for_each_gpu_and_one_for_the_machine(
 def test_alarms_of_gpus(
     tmp_path: Path, eight_gpus: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_alarms, "SHORT_SECONDS", 0.0)
+    monkeypatch.setattr(alarm_rules, "SHORT_SECONDS", 0.0)
     sampler = Sampler(settings(tmp_path))
     sampler.round()
     ill(eight_gpus)
@@ -114,7 +113,7 @@ def test_a_machine_without_a_driver_is_watched_without_gpus(
     tmp_path: Path, eight_gpus: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-    monkeypatch.setattr(gpu.pynvml, "nvmlInit", lambda: (_ for _ in ()).throw(missing))
+    monkeypatch.setattr(gpu_reader.pynvml, "nvmlInit", lambda: (_ for _ in ()).throw(missing))
     sampler = Sampler(settings(tmp_path))
     sampler.round()
     sampler.round()
@@ -141,7 +140,7 @@ def test_a_round_that_fails_is_said_once_and_costs_no_other(
 ) -> None:
     sampler = Sampler(settings(tmp_path))
     with monkeypatch.context() as broken:
-        broken.setattr(gpu.GpuReader, "samples", lambda self: 1 / 0)
+        broken.setattr(gpu_reader.GpuReader, "samples", lambda self: 1 / 0)
         sampler.round()
         sampler.round()
     sampler.round()

@@ -8,8 +8,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from refocused.prepare import text_inputs
-from refocused.prepare import tokenize_worker as tokenize_task
+from refocused.prepare import text_inputs, tokenize_worker
 from refocused.prepare.text_inputs import Span
 from refocused.prepare.tokenize_worker import TaskResult, Worker
 
@@ -25,7 +24,7 @@ def slow_run(worker: Worker, number: int, spans: Iterable[Span]) -> TaskResult:
 
 
 # Also in the processes of the pool: they import this file again.
-tokenize_task.Worker.run = slow_run  # type: ignore[method-assign]
+tokenize_worker.Worker.run = slow_run  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     from refocused.commands.prepare_data import main

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from refocused.system import atomic_files as atomic_file
+from refocused.system import atomic_files
 from refocused.system.atomic_files import begin_write_back, replace_file
 
 
@@ -64,15 +64,15 @@ def test_what_a_killed_writer_left_is_taken_over(tmp_path: Path) -> None:
 
 
 def test_the_kernel_is_asked_in_a_way_that_it_understands(tmp_path: Path) -> None:
-    sync = atomic_file._sync_file_range()
+    sync = atomic_files._sync_file_range()
     assert sync is not None  # on Linux
     with (tmp_path / "file").open("wb") as file:
         file.write(os.urandom(1 << 20))
         file.flush()
-        assert sync(file.fileno(), 0, 1 << 20, atomic_file._SYNC_FILE_RANGE_WRITE) == 0
+        assert sync(file.fileno(), 0, 1 << 20, atomic_files._SYNC_FILE_RANGE_WRITE) == 0
 
 
 def test_a_hint_that_cannot_be_taken_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     begin_write_back(-1, 0, 10)  # no such file
-    monkeypatch.setattr(atomic_file, "_sync_file_range", lambda: None)
+    monkeypatch.setattr(atomic_files, "_sync_file_range", lambda: None)
     begin_write_back(-1, 0, 10)

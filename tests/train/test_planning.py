@@ -20,7 +20,7 @@ from refocused.estimate.activations import activation_memory
 from refocused.models.causal_lm import CausalLM
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
-from refocused.train.lifecycle import job as planning
+from refocused.train.lifecycle import job
 from refocused.train.lifecycle.job import settle
 from refocused.train.lifecycle.open_data import build_data
 
@@ -85,7 +85,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> Non
 def test_auto_follows_the_processor(
     monkeypatch: pytest.MonkeyPatch, flags: frozenset[str], dtype: str
 ) -> None:
-    monkeypatch.setattr(planning, "cpu_flags", lambda: flags)
+    monkeypatch.setattr(job, "cpu_flags", lambda: flags)
     loaded, plan = settle(load_run("demo"), World(), open_source=opened)
     assert loaded.config.precision.dtype == dtype
     assert plan.is_native_by_choice
@@ -100,7 +100,7 @@ def test_auto_follows_the_gpu(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: str
 ) -> None:
     gpus(monkeypatch, capability)
-    monkeypatch.setattr(planning, "cpu_flags", lambda: GENOA)
+    monkeypatch.setattr(job, "cpu_flags", lambda: GENOA)
     # The emulation of torch says yes on every GPU.
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     loaded, _ = settle(
@@ -124,7 +124,7 @@ def test_ranks_that_differ_take_what_all_of_them_compute_in(
 
 
 def test_what_the_run_file_says_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "cpu_flags", lambda: MILAN)
+    monkeypatch.setattr(job, "cpu_flags", lambda: MILAN)
     loaded, plan = settle(load_run("demo", ["precision.dtype=bf16"]), World(), open_source=opened)
     assert (loaded.config.precision.dtype, plan.is_native_by_choice) == ("bf16", False)
     assert plan.native.dtype == "fp32"
@@ -146,7 +146,7 @@ def test_a_large_model_on_several_cpu_ranks_is_refused() -> None:
     [("demo", 8, "auto"), ("gpt2_124m", 1, "auto"), ("gpt2_124m", 8, "cpu")],
 )
 def test_a_trial_on_the_cpu_is_not_refused(run: str, ranks: int, device: str) -> None:
-    planning.refuse_cpu(load_run(run, [f"run.device={device}"]), ranks=ranks)
+    job.refuse_cpu(load_run(run, [f"run.device={device}"]), ranks=ranks)
 
 
 @pytest.mark.parametrize(
@@ -164,5 +164,5 @@ def test_a_micro_batch_that_lacks_memory_is_the_answer(
         expected = activation_memory(loaded.shape, model=config.model, micro=len(ids), dtype="fp32")
         return 10**9 + 2 * (expected.blocks + max(expected.head, expected.recomputed))
 
-    found = planning._measured_over_computed(loaded, World(), peak_of=peak)
+    found = job._measured_over_computed(loaded, World(), peak_of=peak)
     assert found == (pytest.approx(factor), most_micro)

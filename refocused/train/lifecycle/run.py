@@ -21,8 +21,7 @@ from refocused.monitor.sampler.start_sampler import start_sampling
 from refocused.system import logs
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError
 from refocused.system.world import World
-from refocused.train.lifecycle import banner as opening
-from refocused.train.lifecycle import shutdown as ending
+from refocused.train.lifecycle import banner, shutdown
 from refocused.train.lifecycle.build_run import (
     assemble_catalog,
     assemble_data,
@@ -171,7 +170,7 @@ def _in_saved_precision(job: Job, given: LoadedRun, chosen: Chosen) -> Job:
             manifest.name,
             planned.native.dtype,
         )
-        for line in opening.memory_lines(
+        for line in banner.memory_lines(
             planned, precision=loaded.config.precision, world=job.world
         ):
             logger.info("%s", line)
@@ -208,7 +207,7 @@ def _claim(folder: Path) -> None:
 
 def _say_opening(job: Job) -> None:
     loaded, config = job.loaded, job.loaded.config
-    first = opening.lines(
+    first = banner.lines(
         name=config.run.name,
         shape=loaded.shape,
         vocabulary_multiple=config.model.vocabulary_multiple,
@@ -219,14 +218,14 @@ def _say_opening(job: Job) -> None:
         world=job.world,
         digest=_digest(loaded)[:4],
     )
-    expected = opening.expected_lines(loaded, job.planned, world=job.world)
+    expected = banner.expected_lines(loaded, job.planned, world=job.world)
     for line in (*first, *expected):
         logger.info("%s", line)
 
 
 def _say_data(job: Job, data: DataParts) -> None:
     config = job.loaded.config
-    for line in opening.data_lines(data, config.data, config.run.steps, job.plan):
+    for line in banner.data_lines(data, config.data, config.run.steps, job.plan):
         logger.info("%s", line)
 
 
@@ -309,7 +308,7 @@ def _finish(job: Job, parts: Parts, outcome: Outcome, stop: StopRequest) -> Exit
     config, sample = job.loaded.config, None
     if parts.sampler is not None and not outcome.stopped:
         sample = parts.sampler.write(parts.engine, stopping=stop.agreed)
-    return ending.finish(
+    return shutdown.finish(
         parts,
         outcome,
         stop,

@@ -1,0 +1,122 @@
+"""Which form computes the scan of eigenstates: the kernel where it is right and faster, or chunks.
+
+Both are tried on the device before training, so that a run never depends on a kernel that its GPU
+or its version of Triton gets wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from refocused.models.ten.cells import Scan, TenCells
+from refocused.models.ten.scan import chunked_scan, initial_spectrum
+from refocused.models.timed_trial import fastest_seconds, short_reason
+from refocused.system.world import World
+
+TRIED = (4, 2, 2500)  # modes, sequences, tokens: several tiles, and a piece of one
+LARGEST_ERROR = 1e-4  # of values and gradients, relative to the largest
+
+Seconds = Callable[[Scan], float]
+
+
+def choose_scan(
+    model: nn.Module, *, batch_shape: tuple[int, int], compiles: bool, world: World
+) -> str:
+    """Let a model's cells scan by the kernel if it is right on every rank and faster on the first.
+
+    Args:
+        model: The model; one without cells is left alone.
+        batch_shape: Micro-batch, `(B, T)`.
+        compiles: Whether blocks are going to be compiled, and so the chunked form with them.
+        world: The ranks; all call.
+
+    Returns:
+        What computes the scan, and why, for a person; empty without cells.
+    """
+    cells = [module for module in model.modules() if isinstance(module, TenCells)]
+    if not cells:
+        return ""
+    if world.device_kind != "cuda":
+        return "eigenstates in chunks (the kernel is for GPUs)"
+    reasons = world.gather(_failure(world.device))
+    reason = next((reason for reason in reasons if reason), None)
+    if reason is not None:
+        return f"eigenstates in chunks (the kernel cannot be used: {reason})"
+    from refocused.models.ten.scan_kernel import kernel_scan
+
+    chunked = functools.partial(chunked_scan, chunk=cells[0].chunk)
+    seconds = functools.partial(
+        pass_seconds, modes=len(cells[0].rate_shift), batch_shape=batch_shape, device=world.device
+    )
+    in_chunks: Scan = torch.compile(chunked, dynamic=False) if compiles else chunked
+    taken = world.on_rank_0(lambda: (seconds(kernel_scan), seconds(in_chunks)))
+    return use_faster(cells, kernel_scan, by_kernel=taken[0], by_chunks=taken[1])
+
+
+def use_faster(cells: list[TenCells], kernel: Scan, *, by_kernel: float, by_chunks: float) -> str:
+    """Give the cells the kernel where it is faster; say what runs, and what each form took.
+
+    Args:
+        cells: Of the model.
+        kernel: The kernel's scan.
+        by_kernel: Its time in seconds.
+        by_chunks: That of the chunked form.
+    """
+    kernel_ms, chunks_ms = f"{1e3 * by_kernel:.1f} ms", f"{1e3 * by_chunks:.1f} ms"
+    if by_kernel >= by_chunks:
+        return f"eigenstates in chunks ({chunks_ms} a scan; the kernel {kernel_ms})"
+    for one in cells:
+        one.kernel = kernel
+    return f"eigenstates by the Triton kernel ({kernel_ms} a scan; in chunks {chunks_ms})"
+
+
+def largest_error(scan: Scan, device: torch.device) -> float:
+    """Return how far values and gradients are from the chunked form in float64, relatively."""
+    modes, rows, length = TRIED
+    spectrum = initial_spectrum(modes, longest=length, device=device)
+    draw = torch.Generator().manual_seed(2)
+    beta = torch.randn((2, modes, rows, length), generator=draw).to(device)
+    slope = torch.randn((modes, rows, length), generator=draw).to(device)
+
+    def results(form: Scan, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [beta.to(dtype), spectrum.log_decay.clone(), spectrum.frequency.clone()]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        found = form(*leaves)
+        return [found.detach(), *torch.autograd.grad(found, leaves, slope.to(dtype))]
+
+    exact = results(functools.partial(chunked_scan, chunk=100), torch.float64)
+    errors = [
+        (found.double() - wanted).abs().max() / wanted.abs().max()
+        for found, wanted in zip(results(scan, torch.float32), exact, strict=True)
+    ]
+    return float(torch.stack(errors).max())
+
+
+def pass_seconds(
+    scan: Scan, *, modes: int, batch_shape: tuple[int, int], device: torch.device
+) -> float:
+    """Return the seconds of a forward and a backward pass on a GPU."""
+    rows, length = batch_shape
+    spectrum = initial_spectrum(modes, longest=length, device=device)
+    beta = torch.randn((2, modes, rows, length), device=device, requires_grad=True)
+    leaves = [leaf.requires_grad_() for leaf in (spectrum.log_decay, spectrum.frequency)]
+    return fastest_seconds(
+        lambda: torch.autograd.grad(scan(beta, *leaves).sum(), (beta, *leaves)), device
+    )
+
+
+def _failure(device: torch.device) -> str | None:
+    """Return why the kernel cannot be used on this rank; None when it can."""
+    try:
+        from refocused.models.ten.scan_kernel import kernel_scan
+
+        error = largest_error(kernel_scan, device)
+    except Exception as raised:  # Triton's compiler and driver fail with anything
+        return short_reason(raised)
+    # Written so that an error of nan is too large.
+    return None if error <= LARGEST_ERROR else f"it is wrong by {error:.1e}"
