@@ -22,15 +22,15 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "package lines": (53_149, 32_000),
-    "package files": (314, 230),
-    "tests lines": (46_302, 26_000),
+    "package lines": (53_200, 32_000),
+    "package files": (316, 230),
+    "tests lines": (46_300, 26_000),
     "benchmarks lines": (7_159, 5_000),
     "largest folder": (42, 15),
     "longest file": (399, 350),
     "loop closure lines": (9_977, 7_000),
-    "train closure lines": (40_222, 20_000),
-    "lonely files": (8, 15),
+    "train closure lines": (40_236, 20_000),
+    "lonely files": (9, 15),
     "function median": (9, 12),
     "function p90": (25, 30),
     "function max": (110, 80),
