@@ -1,4 +1,4 @@
-"""What an object store is here: the `Bucket` protocol and the description of one object."""
+"""The `Bucket` protocol, the description of an object, and its checksum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a failed request to Google Cloud Storage means: try again, or say how to mend it."""
+"""What a failed request to Google Cloud Storage means, and whether and when to retry it."""
 
 from __future__ import annotations
 

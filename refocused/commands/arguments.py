@@ -1,4 +1,4 @@
-"""How every command reads its arguments: `_` and `-` alike, one line for a mistake, exit code 2."""
+"""Arguments that commands share: options, places, credentials, and exit code 2 for a mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`checkpoints download` and `upload`: steps between the bucket and the disk."""
+"""`checkpoints download`, `upload`, `export`: copy a checkpoint, or make a model folder of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`launch/generate.py`: what a model writes after a prompt."""
+"""`launch/generate.py`: generate text from a checkpoint, a run or a model folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`launch/monitor.py`: runs on a screen, printed or summed up; a machine sampled."""
+"""`launch/monitor.py`: show runs live, print or summarize them; sample a machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes, times and counts as a person reads them, and as a person types them."""
+"""Sizes, times, counts and progress as commands print them."""
 
 from __future__ import annotations
 

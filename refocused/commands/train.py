@@ -1,4 +1,4 @@
-"""`launch/train.py`: train a run, on one rank or as one of many started by `deepspeed`."""
+"""`launch/train.py`: train a run on one rank, or as one of the ranks that `deepspeed` starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which settings there are, and which one an unknown name may have meant."""
+"""Settings by name, and what a mistyped one may have meant."""
 
 from __future__ import annotations
 

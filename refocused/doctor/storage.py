@@ -1,4 +1,4 @@
-"""What may be done in the run's buckets, tried out with an object that is removed again."""
+"""Check the data and the rights in a run's buckets, with an object that is removed again."""
 
 from __future__ import annotations
 

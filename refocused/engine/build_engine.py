@@ -1,4 +1,4 @@
-"""Building the engine: a plain model becomes a partitioned one."""
+"""Build the engine: a plain model becomes a partitioned one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoint files, written as plain values and read by the safe reader."""
+"""DeepSpeed's checkpoint files: written as plain values, in the background from a copy."""
 
 from __future__ import annotations
 

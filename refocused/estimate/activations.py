@@ -1,4 +1,4 @@
-"""The memory of one forward and backward pass, by arithmetic alone."""
+"""Activation memory of a forward and backward pass, by family."""
 
 from __future__ import annotations
 

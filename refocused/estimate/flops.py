@@ -1,4 +1,4 @@
-"""The work of a model, by arithmetic alone: parameters, FLOPs, and their share of a GPU's peak."""
+"""Parameters and FLOPs of a model, in total and by block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a training step on one GPU, by arithmetic alone: what a run needs to fit."""
+"""Memory of a training step on one GPU: states, gathered weights, activations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hours and dollars of a whole run before it begins, by arithmetic alone."""
+"""Hours, dollars and storage of a whole run before it begins."""
 
 from __future__ import annotations
 

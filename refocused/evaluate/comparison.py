@@ -1,4 +1,4 @@
-"""What a model costs to run: latency, tokens a second and memory over lengths and batches."""
+"""Cost of running a model: latency, tokens a second and memory over lengths and batches."""
 
 from __future__ import annotations
 

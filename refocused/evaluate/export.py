@@ -1,4 +1,4 @@
-"""From a step directory to a transformers folder: written a piece at a time, checked, renamed."""
+"""Export a checkpoint to a transformers folder: written piece by piece, checked, renamed."""
 
 from __future__ import annotations
 

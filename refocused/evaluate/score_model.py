@@ -1,4 +1,4 @@
-"""One model, all its tasks."""
+"""Score one model on all its tasks."""
 
 from __future__ import annotations
 

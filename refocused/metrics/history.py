@@ -1,4 +1,4 @@
-"""The metrics of a run's present branch, from its metrics file."""
+"""The metrics of a run's present branch, and the end of them that each checkpoint keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run's own files: JSON lines that survive a crash, and a state file that is always whole."""
+"""JSON lines files that survive a crash: writing, following, reading."""
 
 from __future__ import annotations
 

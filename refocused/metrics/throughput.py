@@ -1,4 +1,4 @@
-"""How fast a session is and when its run will end, from the time that has passed."""
+"""Speed of a session, the phases of a step, and where the time went."""
 
 from __future__ import annotations
 

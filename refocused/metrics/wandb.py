@@ -1,4 +1,4 @@
-"""What a run measures, at Weights & Biases, or in its files where it cannot be reached."""
+"""Weights & Biases: what is logged, and under which run id after a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The language-model head that returns the mean cross-entropy without ever holding all logits."""
+"""The language-model head: mean cross-entropy, or scores of labels, without holding all logits."""
 
 from __future__ import annotations
 

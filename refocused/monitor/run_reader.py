@@ -1,4 +1,4 @@
-"""What the run's own files say of it, read again and again without reading it all again."""
+"""Read a run's files incrementally, for the screen and for alarms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What there is to see of a run at one moment."""
+"""The status of a run at one moment, and how long it has been silent."""
 
 from __future__ import annotations
 

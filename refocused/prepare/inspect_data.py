@@ -1,4 +1,4 @@
-"""What a data set really holds, by its headers and a sample of its tokens read by ranges."""
+"""Inspect a data set: headers and a sample of its tokens, read by ranges, with a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal of packing: what is finished, line by line, so that a kill loses no shard."""
+"""What packing has finished: its recipe, its journal, and the shards that are whole."""
 
 from __future__ import annotations
 

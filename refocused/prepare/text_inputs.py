@@ -1,4 +1,4 @@
-"""The text files to tokenise, and the spans of them that make one task each."""
+"""The text files to tokenize, in spans that make one task each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lock on a file: of the processes of one machine, or one shared disk, one has it."""
+"""File locks: one holder among the processes of a machine or of a shared disk."""
 
 from __future__ import annotations
 

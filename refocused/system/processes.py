@@ -1,4 +1,4 @@
-"""Starting a process that outlives its starter.
+"""Start a process that outlives its starter, and recognize a process after its id was reused.
 
 DeepSpeed's launcher ends a rank together with every descendant it has, in whatever session; only
 a process whose parent has gone (parent 1) is none. So what is started here forks once, says the

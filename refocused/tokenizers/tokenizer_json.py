@@ -1,4 +1,4 @@
-"""One form for every tokenizer: the `tokenizers` file that travels with the models it made."""
+"""Every tokenizer as a `tokenizers` file, and as transformers' own class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small token files and buckets for the tests of `refocused.shards`."""
+"""Small token files and buckets for the tests of `refocused.data`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which step the mirror copies next, and which it puts back: a pure function."""
+"""Which checkpoint the mirror copies next, of those on the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copying one step to the bucket so that its marker is there only when all of it is."""
+"""Copy one checkpoint to the bucket, verified, its marker last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer's handle on the mirror: starts the background process, asks it, waits for it."""
+"""The trainer's handle on the mirror, on one rank and as all ranks use it."""
 
 from __future__ import annotations
 

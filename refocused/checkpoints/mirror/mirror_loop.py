@@ -1,4 +1,4 @@
-"""The background process at work: watches the run's folder and copies what is new, for as long."""
+"""The mirror's process at work: watch the run's folder, copy, wait after failures."""
 
 from __future__ import annotations
 

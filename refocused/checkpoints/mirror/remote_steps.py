@@ -1,4 +1,4 @@
-"""The steps of one run in a bucket: a step exists there when its COMMITTED object does."""
+"""A run's checkpoints in a bucket: listed by their COMMITTED objects, and thinned out there."""
 
 from __future__ import annotations
 

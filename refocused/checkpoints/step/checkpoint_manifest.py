@@ -1,4 +1,4 @@
-"""What a saved step says about itself: its place in the run, and size and checksum of each file."""
+"""The manifest of a checkpoint: its place in the run, why it was saved, every file's checksum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps may go, here or in a bucket: a pure function of what is known about each of them."""
+"""Retention: which checkpoints may go, and their removal from the disk."""
 
 from __future__ import annotations
 

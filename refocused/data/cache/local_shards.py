@@ -1,4 +1,4 @@
-"""The shards on this machine's disk: where each lies, and the row that says it is whole."""
+"""The shards on this machine's disk: where each lies, that it is whole, reading windows of it."""
 
 from __future__ import annotations
 

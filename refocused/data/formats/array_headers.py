@@ -1,4 +1,4 @@
-"""The header of numpy's `.npy` form, read without trusting the lengths it claims."""
+"""Headers of `.npy` and `.pt` arrays, read without trusting the lengths they claim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file-like view of one object of a bucket that fetches only the ranges that are read."""
+"""A file-like view of a bucket's object, or of a zip member in it; fetches only what is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which form a token file has, and where its ids lie; only headers are read."""
+"""Which form a token file has, its element type, and where its ids lie."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one thread makes ahead of its use, handed out in order; waiting for it can be given up."""
+"""Make the next batches ahead of their use, and copy them to the device."""
 
 from __future__ import annotations
 

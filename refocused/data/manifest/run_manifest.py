@@ -1,4 +1,4 @@
-"""Folders of `chunk_NNNNNN.pt` as few long shards: which chunks are local as one."""
+"""The manifest of a run: `chunk_NNNNNN.pt` files packed into few shards, sources mixed into one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which objects of a source are its token files: by form, patterns and `data.max_files`."""
+"""Which objects of a source are its token files, and which of them validate."""
 
 from __future__ import annotations
 

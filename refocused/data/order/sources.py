@@ -1,4 +1,4 @@
-"""The sources of a run: each one's windows, order and share, for one source as for a mixture."""
+"""The sources of a run: windows, order and share of each, and which shards a step may reach."""
 
 from __future__ import annotations
 

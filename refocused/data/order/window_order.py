@@ -1,4 +1,4 @@
-"""The order of training: which window is number k of an epoch, as a pure function."""
+"""The order of training: which window is number k of an epoch or of the stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules for GPUs: what of a sample is an alarm."""
+"""The alarm rules for GPUs and for the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPUs of a machine, sampled through NVIDIA's library."""
+"""Read the GPUs of a machine through NVML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine itself as samples: processors, memory, the run's disk, the network."""
+"""Read processors, memory, disk and network of this machine."""
 
 from __future__ import annotations
 

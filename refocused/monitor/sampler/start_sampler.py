@@ -1,4 +1,4 @@
-"""What the sampler's process is told, and which files of the run are its own."""
+"""Start the sampler's process with its settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of a run: loss, learning rate, speed, GPUs and cost."""
+"""Pictures of a run: loss, learning rate, speed, GPUs and cost."""
 
 from __future__ import annotations
 

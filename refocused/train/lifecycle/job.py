@@ -1,4 +1,4 @@
-"""One run on one rank: what the command line asks for, and where it happens."""
+"""One run on one rank: the request, and what the plan decides that the run file leaves open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a supervisor and the ranks that it started meet: a folder of that launch alone."""
+"""What connects a rank with its launch: signals, the supervisor's folder, presence."""
 
 from __future__ import annotations
 

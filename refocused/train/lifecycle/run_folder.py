@@ -1,4 +1,4 @@
-"""The run's folder: one that all machines share, or one on each machine's own disk."""
+"""The run's folder: shared or one per machine, and claimed by one training at a time."""
 
 from __future__ import annotations
 

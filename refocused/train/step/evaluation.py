@@ -1,4 +1,4 @@
-"""What is measured between steps: the validation loss, tasks, a sample, each when it is due."""
+"""Evaluation between steps: validation loss, tasks and text samples, each when it is due."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory between steps: cycles collected when the loop says so, and freed memory kept."""
+"""Memory between steps: collect cycles when the loop says so, and keep freed memory mapped."""
 
 from __future__ import annotations
 

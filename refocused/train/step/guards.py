@@ -1,4 +1,4 @@
-"""Batches for all ranks or for none: one that has to wait is waited for until somebody stops."""
+"""What a step is guarded against: no batch, a gradient that is not finite, no memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank 0 says of a step, from the state, the clock and the engine."""
+"""What rank 0 reports of a step, and how often it logs, evaluates and saves."""
 
 from __future__ import annotations
 

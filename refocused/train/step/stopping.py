@@ -1,4 +1,4 @@
-"""Why training should end early, agreed by all ranks so that they save together."""
+"""Why training should stop early: signals, limits of time and money, agreed by all ranks."""
 
 from __future__ import annotations
 
