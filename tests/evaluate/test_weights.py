@@ -18,7 +18,7 @@ from refocused.checkpoints.step.retention import thin_out
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
 from refocused.commands.main import main
 from refocused.evaluate import export, load_model, zero_files
-from refocused.evaluate import zero_files as weights_module
+from refocused.evaluate import weights as weights_module
 from refocused.evaluate.weights import open_weights
 from refocused.evaluate.zero_files import ZeroFiles
 from refocused.system.errors import CheckpointError
@@ -128,7 +128,7 @@ import sys
 sys.modules["deepspeed"] = None  # importing it fails
 from pathlib import Path
 from refocused.checkpoints.step.step_directory import read_step
-from refocused.evaluate.zero_files import open_weights
+from refocused.evaluate.weights import open_weights
 weights = open_weights(read_step(Path(sys.argv[1])))
 print(weights.tensor("transformer.ln_f.bias").norm().item())
 """
