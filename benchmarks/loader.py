@@ -42,15 +42,7 @@ from measuring import (
 EPOCHS, LONGEST_S = 7, 12.0
 LITDATA_NEEDS = ("boto3", "tifffile", "obstore")
 RIVALS = ("torchdata", "litdata", "lightning-utilities")
-MOSAIC = (
-    "mosaicml-streaming",
-    "Brotli",
-    "cramjam",
-    "python-snappy",
-    "zstd",
-    "xxhash",
-    "catalogue",
-)
+MOSAIC = ("mosaicml-streaming", "Brotli", "cramjam", "python-snappy", "zstd", "xxhash", "catalogue")
 COLUMNS = (
     Column("tokens_per_second", "M tokens/s"),
     Column("tokens_per_cpu_second", "per CPU-s"),

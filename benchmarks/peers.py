@@ -29,17 +29,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from clocks import CpuClock, timed_ms
-from measuring import (
-    Case,
-    Column,
-    Record,
-    environment,
-    measure,
-    medians,
-    say,
-    table,
-    write_report,
-)
+from measuring import Case, Column, Record, environment, measure, medians, say, table, write_report
 from step import WARM_STEPS, alone
 from step_contenders import Setup, Step, bare_torch, ours, trainer, transformers_own
 from torch import nn

@@ -101,11 +101,7 @@ def learn(shape: dict[str, Any], *, steps: int, rate: float) -> Record:
     """Train a fresh model with a short warm-up and a cosine; return what it has become."""
     torch.manual_seed(0)
     model = build_model(
-        shape,
-        vocabulary=VOCABULARY,
-        dropout=0.0,
-        activation_checkpointing=False,
-        chunk_tokens=2048,
+        shape, vocabulary=VOCABULARY, dropout=0.0, activation_checkpointing=False, chunk_tokens=2048
     )
     adam = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     draw = torch.Generator().manual_seed(1)

@@ -17,17 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from measuring import (
-    Case,
-    Column,
-    Record,
-    environment,
-    measure,
-    medians,
-    say,
-    table,
-    write_report,
-)
+from measuring import Case, Column, Record, environment, measure, medians, say, table, write_report
 
 HARNESS = "lm-eval[hf]==0.4.13"
 COLUMNS = (

@@ -19,17 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from measuring import (
-    ROOT,
-    Case,
-    Column,
-    Record,
-    environment,
-    measure,
-    medians,
-    table,
-    write_report,
-)
+from measuring import ROOT, Case, Column, Record, environment, measure, medians, table, write_report
 from shaped_store import Shape, asked_for, shaped_store
 from sync_cases import CASES, RANKS, STEP_SECONDS, STEP_WINDOWS, WORK
 from token_samples import SEQUENCE_LENGTH, npy_folder

@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from refocused.bucket.bucket import BLOCK_BYTES, BlobInfo, checked_name, crc32c_of, extended_crc32c
-from refocused.bucket.partial_files import (
-    PART_SUFFIX,
-    PartFile,
-    disk_errors,
-    require_space,
-)
+from refocused.bucket.partial_files import PART_SUFFIX, PartFile, disk_errors, require_space
 from refocused.system.atomic_files import synchronize
 from refocused.system.errors import BucketError
 

@@ -278,11 +278,7 @@ def _fault_of_credentials(error: Exception) -> Fault:
     passing = isinstance(error, (RefreshError, TransportError)) and "invalid_grant" not in str(
         error
     )
-    return Fault(
-        reason=_innermost(error),
-        transient=passing,
-        status=None if passing else 401,
-    )
+    return Fault(reason=_innermost(error), transient=passing, status=None if passing else 401)
 
 
 def _message(response: Any) -> str:

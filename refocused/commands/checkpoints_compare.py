@@ -9,11 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from refocused.commands.arguments import Parser
-from refocused.commands.run_selection import (
-    add_local_option,
-    add_run_options,
-    find_steps,
-)
+from refocused.commands.run_selection import add_local_option, add_run_options, find_steps
 
 if TYPE_CHECKING:
     from refocused.checkpoints.resume.comparison import Comparison, Difference, LossChange

@@ -171,10 +171,7 @@ def _print(catalog: Catalog, checks: Sequence[StepCheck], *, deep: bool) -> None
         return
     for check in checks:
         print(f"{check.name}   local {check.local}   bucket {check.bucket}")
-        for place, problems in (
-            ("local", check.local_problems),
-            ("bucket", check.bucket_problems),
-        ):
+        for place, problems in (("local", check.local_problems), ("bucket", check.bucket_problems)):
             for problem in problems[:_NAMED]:
                 print(f"  {place:<6} {problem}")
             if len(problems) > _NAMED:

@@ -33,12 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def add_estimate_cost_arguments(parser: Parser) -> None:
     """Describe the command line."""
     add = parser.add_argument
-    add(
-        "--config",
-        action=Once,
-        metavar="FILE",
-        help="run file, or the name of one in config/runs",
-    )
+    add("--config", action=Once, metavar="FILE", help="run file, or the name of one in config/runs")
     add(
         "--measured", metavar="RUN", help="instead: a run's folder or name; what it takes, measured"
     )

@@ -58,10 +58,7 @@ def tasks_work(config: RunConfig) -> TasksWork:
     requests = config.evaluation.tasks
     missing = [one for one in requests if not Path(one.rpartition("=")[2]).expanduser().is_file()]
     here = find_tasks([one for one in requests if one not in missing], data=None)
-    return TasksWork(
-        tuple(_counted(task, config) for task in here),
-        tuple(missing),
-    )
+    return TasksWork(tuple(_counted(task, config) for task in here), tuple(missing))
 
 
 def sample_work(config: RunConfig, *, layers: int, stage: int) -> SampleWork | None:

@@ -211,10 +211,7 @@ def _shapes(preset: str | None, vocabulary: int | None) -> dict[str, ModelShape]
 
 
 def _checked_text(
-    found: Recommendation,
-    data: DataConfig,
-    vocabulary: int | str,
-    arguments: argparse.Namespace,
+    found: Recommendation, data: DataConfig, vocabulary: int | str, arguments: argparse.Namespace
 ) -> str:
     """Return a run file that loads.
 
@@ -237,10 +234,7 @@ def _checked_text(
 
 
 def _sections(
-    found: Recommendation,
-    data: DataConfig,
-    vocabulary: int | str,
-    arguments: argparse.Namespace,
+    found: Recommendation, data: DataConfig, vocabulary: int | str, arguments: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
     """Return the sections of the run file; what is left out has its default."""
     sections: dict[str, dict[str, Any]] = {

@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser, add_credentials, place, work_folder
-from refocused.commands.output import (
-    ProgressLine,
-    count,
-    count_text,
-    duration_text,
-    ratio,
-)
+from refocused.commands.output import ProgressLine, count, count_text, duration_text, ratio
 from refocused.commands.prepare_convert import check_name
 from refocused.system.errors import ExitCode
 

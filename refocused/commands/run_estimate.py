@@ -149,10 +149,7 @@ class Estimate:
             "bucket_month_usd": self.bucket_month_usd,
             "data_out_usd": self.data_out_usd,
             "budget_usd": self.budget_usd,
-            "prices": {
-                "to_be_checked": True,
-                "bucket": self.prices.bucket.model_dump(mode="json"),
-            },
+            "prices": {"to_be_checked": True, "bucket": self.prices.bucket.model_dump(mode="json")},
             "sweep": [_record_of(one) for one in self.sweep],
             "offers": [
                 {

@@ -63,13 +63,7 @@ class Verdict:
     crashed: bool = False
 
 
-def judge(
-    notes: Sequence[RankNote],
-    *,
-    launcher_code: int,
-    signals: int,
-    killed: bool,
-) -> Verdict:
+def judge(notes: Sequence[RankNote], *, launcher_code: int, signals: int, killed: bool) -> Verdict:
     """Say what the end of a launch means.
 
     Args:

@@ -85,10 +85,7 @@ class Supervisor:
     def run(self) -> Verdict:
         """Start the launch and see it through to its end."""
         with subprocess.Popen(
-            self._command,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
+            self._command, env=self._environment, stdin=subprocess.DEVNULL, start_new_session=True
         ) as runner:
             while not self._over(runner):
                 notes = self._launch.notes()

@@ -196,9 +196,7 @@ class Examination:
 
     def _source_rights(self, setting: str, url: str) -> Iterator[Finding]:
         for finding in _rights(
-            lambda: storage.probe_source(self._who.open(url), setting),
-            setting,
-            wanted=SOURCE_NEEDS,
+            lambda: storage.probe_source(self._who.open(url), setting), setting, wanted=SOURCE_NEEDS
         ):
             if finding.level == "fail":
                 self._unreadable.add(setting)

@@ -70,10 +70,7 @@ def probe_gpus(host: str, *, wanted: int | None, environment: Mapping[str, str])
         )
     except NoGpusError as error:
         return Gpus(
-            note=str(error),
-            is_fault=error.is_fault,
-            torch_cuda=torch_cuda,
-            torch_count=torch_count,
+            note=str(error), is_fault=error.is_fault, torch_cuda=torch_cuda, torch_count=torch_count
         )
     try:
         driver, driver_cuda = driver_versions()

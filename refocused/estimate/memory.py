@@ -31,11 +31,7 @@ class StateMemory:
 
 
 def state_memory(
-    parameters: int,
-    *,
-    zero: ZeroConfig,
-    dtype: Literal["bf16", "fp16", "fp32"],
-    ranks: int,
+    parameters: int, *, zero: ZeroConfig, dtype: Literal["bf16", "fp16", "fp32"], ranks: int
 ) -> StateMemory:
     """Return the memory of parameters, gradients and optimizer states on one rank.
 

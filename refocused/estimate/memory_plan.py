@@ -127,13 +127,7 @@ def needless_offload(
         update={"offload_optimizer": "none", "offload_parameters": "none"}
     )
     memory = plan_memory(
-        shape,
-        model=model,
-        micro=choice.micro,
-        zero=bare,
-        dtype=dtype,
-        ranks=ranks,
-        masked=masked,
+        shape, model=model, micro=choice.micro, zero=bare, dtype=dtype, ranks=ranks, masked=masked
     )
     return memory if memory.fits(memory_bytes) else None
 

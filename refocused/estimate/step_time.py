@@ -129,11 +129,7 @@ def expected_step(
     moved = GRADIENT_BYTES * summed / (MEMORY_SHARE * gpu.memory_bytes_per_second)
     gathers = gathers_a_step(shape, model=model, zero=zero, fragment=fragment, passes=passes)
     sent = collective_bytes(
-        parameters,
-        stage=zero.stage,
-        size=size,
-        accumulation=passes,
-        gathers=gathers,
+        parameters, stage=zero.stage, size=size, accumulation=passes, gathers=gathers
     )
     hidden = HIDDEN_SHARE if zero.stage == 3 else 0.0
     communication = (1 - hidden) * _ring_seconds(sent, ranks=plan.world_size, gpu=gpu)

@@ -155,9 +155,5 @@ def prepare_final_model(
             )
         return None
     return FinalModel(
-        run,
-        world=world,
-        mirror=settings.mirror,
-        credentials_file=credentials_file,
-        project=project,
+        run, world=world, mirror=settings.mirror, credentials_file=credentials_file, project=project
     )

@@ -64,12 +64,7 @@ def read_text(file: Path) -> str:
 
 
 def prepare(
-    task: str,
-    text: str,
-    encoder: Encoder,
-    *,
-    stride: int | None = None,
-    limit: int | None = None,
+    task: str, text: str, encoder: Encoder, *, stride: int | None = None, limit: int | None = None
 ) -> Passage:
     """Cut a text into windows.
 

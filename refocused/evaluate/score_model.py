@@ -172,9 +172,7 @@ class Evaluation:
             settings.context_tokens, model, longest=self._scorer.context_tokens
         )
         self._encoder = Encoder(
-            model.tokenizer,
-            context_tokens=self.context_tokens,
-            vocabulary=self._scorer.vocabulary,
+            model.tokenizer, context_tokens=self.context_tokens, vocabulary=self._scorer.vocabulary
         )
 
     def run(

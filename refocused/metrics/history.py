@@ -151,8 +151,7 @@ class MetricsTimeline:
     def losses(self) -> LossHistory:
         """The losses, ascending by step."""
         return LossHistory(
-            [LossPoint(point.step, point.loss) for point in self._steps.values()],
-            self.validations,
+            [LossPoint(point.step, point.loss) for point in self._steps.values()], self.validations
         )
 
     @property

@@ -17,13 +17,7 @@ class TensorBoardTracker:
 
     name = "tensorboard"
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        step: int,
-        settings: Mapping[str, object],
-    ) -> None:
+    def __init__(self, folder: Path, *, step: int, settings: Mapping[str, object]) -> None:
         """Prepare; `open` begins to write.
 
         Args:

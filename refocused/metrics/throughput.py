@@ -124,12 +124,7 @@ class Forecast:
 
 
 def forecast(
-    plan: BatchPlan,
-    *,
-    validation_windows: int,
-    task_tokens: int,
-    sample_tokens: int,
-    exports: bool,
+    plan: BatchPlan, *, validation_windows: int, task_tokens: int, sample_tokens: int, exports: bool
 ) -> Forecast:
     """Forecast from the work alone: a forward pass is a third of a training pass.
 

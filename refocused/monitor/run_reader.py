@@ -10,14 +10,7 @@ from typing import Any, TypeVar
 
 from refocused.config.strict_yaml import parse_yaml_mapping
 from refocused.metrics.history import METRICS_FILE, MetricsTimeline, unix_time
-from refocused.metrics.jsonl import (
-    JsonLinesTail,
-    Record,
-    ReplacedFile,
-    read_json,
-    read_small,
-    text,
-)
+from refocused.metrics.jsonl import JsonLinesTail, Record, ReplacedFile, read_json, read_small, text
 from refocused.monitor.readings import GpuSample, SystemSample
 from refocused.monitor.run_findings import Findings, view_of
 from refocused.monitor.run_status import Alarm, Event, Liveness, RunView

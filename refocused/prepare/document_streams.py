@@ -25,12 +25,7 @@ Lengths = npt.NDArray[np.int64]
 
 
 def document_blocks(
-    file: BinaryIO,
-    *,
-    dtype: np.dtype[Any],
-    lengths: Lengths,
-    separator_id: int | None,
-    name: str,
+    file: BinaryIO, *, dtype: np.dtype[Any], lengths: Lengths, separator_id: int | None, name: str
 ) -> Iterator[Ids]:
     """Yield all documents' ids in order.
 

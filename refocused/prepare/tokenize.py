@@ -18,10 +18,7 @@ import numpy as np
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.partial_files import disk_errors
 from refocused.data.formats.token_layout import element_type
-from refocused.data.manifest.shard_manifest import (
-    Manifest,
-    write_manifest,
-)
+from refocused.data.manifest.shard_manifest import Manifest, write_manifest
 from refocused.prepare.packing_state import (
     Journal,
     check_recipe,

@@ -173,11 +173,7 @@ def test_only_a_setting_that_takes_effect_is_told(step: StepDirectory) -> None:
     ],
 )
 def test_what_changes_the_model_or_the_data_is_refused_with_the_way_out(
-    step: StepDirectory,
-    change: dict[str, Any],
-    settings: dict[str, Any],
-    found: str,
-    way_out: str,
+    step: StepDirectory, change: dict[str, Any], settings: dict[str, Any], found: str, way_out: str
 ) -> None:
     with pytest.raises(CheckpointError) as told:
         compared(step, settings, **change)

@@ -38,10 +38,7 @@ def mirror(run: Path, bucket: Path, step: int) -> None:
     copier = StepCopier(remote, stopping=lambda: False, report=lambda _done, _total: None)
     copier.copy(make_step(run / "checkpoints", step, size=3_000_000, validation_loss=2.0))
     status = MirrorStatus(
-        bucket=str(bucket),
-        prefix=f"{run.name}/checkpoints",
-        process=this_process(),
-        heartbeat=0.0,
+        bucket=str(bucket), prefix=f"{run.name}/checkpoints", process=this_process(), heartbeat=0.0
     )
     MirrorFiles(run).status.write_text(status.model_dump_json())
 

@@ -123,9 +123,7 @@ def test_a_copy_that_lost_an_object_after_its_marker_is_repaired(sample_run: Sam
     assert sample_run.there(10, "run.yaml").read_bytes() == step.run.read_bytes()
 
 
-def test_a_step_damaged_here_fails_and_does_not_keep_the_others_back(
-    sample_run: SampleRun,
-) -> None:
+def test_a_step_damaged_here_fails_and_does_not_keep_the_others_back(sample_run: SampleRun) -> None:
     sample_run.tell_of_mirror()
     sample_run.save(10)
     flip_byte(sample_run.save(20).trainer)

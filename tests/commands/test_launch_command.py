@@ -189,10 +189,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize("case", MISTAKES)
 def test_a_mistake_that_is_known_at_once_starts_no_ranks(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    case: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://localhost:1")

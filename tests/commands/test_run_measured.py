@@ -173,12 +173,7 @@ def test_a_finished_run_tells_what_it_cost(here: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_what_a_budget_was_good_for(
-    here: Path,
-    capsys: pytest.CaptureFixture[str],
-    status: str,
-    step: int,
-    budget: str,
-    answer: str,
+    here: Path, capsys: pytest.CaptureFixture[str], status: str, step: int, budget: str, answer: str
 ) -> None:
     write_run(here, status, step=step, cost_usd=50.0)
     assert main(["--measured", "one", "--per-hour", "36", "--budget", budget]) == 0

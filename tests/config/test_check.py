@@ -30,10 +30,7 @@ def changed(**sections: dict[str, Any]) -> RunConfig:
             "schedule.cycle_steps",
         ),
         ({"batch": {"micro": 4, "windows": 18}}, "batch.windows"),
-        (
-            {"optimizer": {"kind": "muon"}, "zero": {"offload_optimizer": "cpu"}},
-            "optimizer.kind",
-        ),
+        ({"optimizer": {"kind": "muon"}, "zero": {"offload_optimizer": "cpu"}}, "optimizer.kind"),
         ({"data": {"tokenizer": "unknown"}}, "evaluation.sample_prompt"),
         ({"data": {"tokenizer": "gpt2"}}, "evaluation.sample_prompt"),
         (

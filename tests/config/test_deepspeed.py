@@ -82,11 +82,7 @@ def test_offloads_name_their_device_and_their_folder() -> None:
     zero = generated(
         zero=ZeroConfig(offload_optimizer="nvme", offload_parameters="cpu", nvme_path="/nvme")
     )["zero_optimization"]
-    assert zero["offload_optimizer"] == {
-        "device": "nvme",
-        "pin_memory": True,
-        "nvme_path": "/nvme",
-    }
+    assert zero["offload_optimizer"] == {"device": "nvme", "pin_memory": True, "nvme_path": "/nvme"}
     assert zero["offload_param"] == {"device": "cpu", "pin_memory": True}
 
 

@@ -28,10 +28,7 @@ OFFLOADED = ZeroConfig(offload_optimizer="cpu", offload_parameters="cpu")
         ({"activation_checkpointing": {}}, "model.activation_checkpointing"),
         ({"zero_optimization": {"stage": 3}}, "zero.stage"),
         ({"zero_optimization": {"cpu_offload": True}}, "zero.offload_optimizer"),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            "zero.offload_optimizer",
-        ),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero.offload_optimizer"),
         ({"zero_optimization": {"offload_param": {"nvme_path": "/x"}}}, "zero.nvme_path"),
     ],
 )

@@ -119,10 +119,7 @@ def test_what_is_wrong_inside_a_mixture_is_said_with_its_line(
             "data.mixture.web.wieght=1",
             "data.mixture.web.wieght is not a setting. Did you mean data.mixture.web.weight?",
         ),
-        (
-            "data.mixture.wbe.weight=1",
-            "data.mixture.wbe.source is missing. Did you mean web?",
-        ),
+        ("data.mixture.wbe.weight=1", "data.mixture.wbe.source is missing. Did you mean web?"),
         ("data.mixture=3", "data.mixture = 3: a group of settings is wanted"),
         ("data.mixture.web=3", "data.mixture.web = 3: a group of settings is wanted"),
         ("data.mixtur.web.weight=3", "data.mixtur is not a setting. Did you mean data.mixture?"),

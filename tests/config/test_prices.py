@@ -5,12 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from refocused.config.prices import (
-    MachinePrice,
-    cost_usd,
-    read_prices,
-    usd_per_million_tokens,
-)
+from refocused.config.prices import MachinePrice, cost_usd, read_prices, usd_per_million_tokens
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import gpu_facts
 

@@ -56,12 +56,7 @@ def build(bucket: WatchedBucket, **changes: object) -> Manifest:
 def cached(bucket: WatchedBucket, folder: Path, **changes: object) -> ShardCache:
     data = settings(**changes)
     return ShardCache(
-        bucket,
-        build(bucket, **changes),
-        folder,
-        data=data,
-        vocabulary=VOCABULARY,
-        fetches=True,
+        bucket, build(bucket, **changes), folder, data=data, vocabulary=VOCABULARY, fetches=True
     )
 
 

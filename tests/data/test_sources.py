@@ -54,10 +54,7 @@ def split(manifest: Manifest, data: DataConfig, windows: int = 8) -> list[Source
 
 
 def order_of(
-    data: DataConfig,
-    manifest: Manifest = MIXED,
-    room: int | None = None,
-    step_windows: int = 1,
+    data: DataConfig, manifest: Manifest = MIXED, room: int | None = None, step_windows: int = 1
 ) -> Any:
     sizes = [2 * shard.tokens for shard in manifest.shards]
     sources = split(manifest, data)

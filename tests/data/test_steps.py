@@ -87,11 +87,7 @@ def test_every_window_comes_once_an_epoch_though_steps_straddle_the_ends(
 
 
 @settings(deadline=None, max_examples=40)
-@given(
-    done=st.integers(0, 40),
-    micro=st.integers(1, 5),
-    world_size=st.sampled_from([1, 2, 3]),
-)
+@given(done=st.integers(0, 40), micro=st.integers(1, 5), world_size=st.sampled_from([1, 2, 3]))
 def test_resuming_anywhere_continues_the_stream(done, micro, world_size):
     order = order_of(7, 12, 1, 5)
     plan = BatchPlan(micro, 2, world_size, sequence_length=4)

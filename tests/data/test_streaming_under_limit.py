@@ -29,10 +29,7 @@ def test_two_ranks_stream_twice_what_the_disk_limit_holds(tmp_path):
     # The cache refuses a plan above the limit: two blocks of 2 fit with one shard ahead, of 10.
     limit = 5 * (source / "part_0.npy").stat().st_size + 100
     data = DataConfig(
-        source=str(source),
-        disk_limit_gb=limit / 1e9,
-        fetch_timeout_s=20.0,
-        fetch_ahead_shards=3,
+        source=str(source), disk_limit_gb=limit / 1e9, fetch_timeout_s=20.0, fetch_ahead_shards=3
     )
     manifest = build_manifest(bucket, data, cache_file=None)
     split = split_windows(manifest, sequence_length=SEQUENCE_LENGTH)

@@ -31,10 +31,7 @@ def opened(tmp_path: Path, *, windows: int):
     bucket = DirectoryBucket(source)
     limit = 2 * (source / "part_01.npy").stat().st_size
     data = DataConfig(
-        source=str(source),
-        disk_limit_gb=(limit + 1) / 1e9,
-        block_shards=1,
-        fetch_timeout_s=20.0,
+        source=str(source), disk_limit_gb=(limit + 1) / 1e9, block_shards=1, fetch_timeout_s=20.0
     )
     manifest = build_manifest(bucket, data, cache_file=None)
     split = split_windows(manifest, sequence_length=SEQUENCE_LENGTH)

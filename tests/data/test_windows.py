@@ -5,13 +5,7 @@ from fake_cache import FakeManifest, FakeShard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refocused.data.order.windows import (
-    Split,
-    WindowRange,
-    split_windows,
-    window_count,
-    windows_of,
-)
+from refocused.data.order.windows import Split, WindowRange, split_windows, window_count, windows_of
 from refocused.system.errors import ShardError
 
 

@@ -42,11 +42,7 @@ NOW = EARLIEST_SECONDS + 1e6
     ],
 )
 def test_machine(
-    change: dict[str, object],
-    device: Literal["cuda", "cpu"],
-    check: str,
-    level: str,
-    words: str,
+    change: dict[str, object], device: Literal["cuda", "cpu"], check: str, level: str, words: str
 ) -> None:
     found = dataclasses.replace(GOOD, **change)  # type: ignore[arg-type]
     findings = {one.check: one for one in judge_machine(found, ranks=8, device=device)}

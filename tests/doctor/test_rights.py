@@ -94,10 +94,7 @@ def test_credentials(tmp_path: Path) -> None:
 
     def level(identity: str | None, *, anonymous: bool, writes: bool, exposed: bool) -> str:
         return judge_credentials(
-            identity=identity,
-            anonymous=anonymous,
-            writes=writes,
-            exposed=key if exposed else None,
+            identity=identity, anonymous=anonymous, writes=writes, exposed=key if exposed else None
         ).level
 
     assert level(None, anonymous=False, writes=False, exposed=False) == "ok"

@@ -83,9 +83,7 @@ def test_a_mixture_is_trained_in_its_shares_and_told_by_source(mixed: Path) -> N
         assert record["validation_loss"] == pytest.approx((2 * both[0] + 6 * both[1]) / 8)
 
 
-def test_a_mixture_resumes_exactly_on_any_accumulation_and_in_no_other_shares(
-    mixed: Path,
-) -> None:
+def test_a_mixture_resumes_exactly_on_any_accumulation_and_in_no_other_shares(mixed: Path) -> None:
     whole = start(mixed, "run.directory=whole", "run.steps=16")
     assert whole.codes == [0, 0], whole.everything
     first = start(mixed, "run.steps=16", "checkpoint.interval=7", "--max-steps", "7")

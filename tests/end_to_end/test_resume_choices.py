@@ -264,11 +264,7 @@ def test_going_back_saves_anew_and_keeps_the_later_steps_beside(
     checkpoints = copied / "runs" / "tiny" / "checkpoints"
     first = ["checkpoint_step_10", "checkpoint_step_20"]
     second = ["branch-2/checkpoint_step_10"] if request_ == "none" else []
-    assert list(checkpoint_paths(checkpoints)) == [
-        *first,
-        *second,
-        "branch-2/checkpoint_step_20",
-    ]
+    assert list(checkpoint_paths(checkpoints)) == [*first, *second, "branch-2/checkpoint_step_20"]
     again = train(copied, *UNMIRRORED, "run.steps=20", ranks=2)  # the same branch goes on
     assert "resume   step 20 (runs/tiny/checkpoints/branch-2/" in again.out[0]
 

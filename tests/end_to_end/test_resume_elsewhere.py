@@ -132,9 +132,7 @@ def test_weights_that_are_not_those_that_were_saved_are_not_trained_on(copied: P
     assert history.read_bytes() == b""
 
 
-def test_a_run_that_cannot_be_resumed_goes_on_under_another_name_when_told_to(
-    copied: Path,
-) -> None:
+def test_a_run_that_cannot_be_resumed_goes_on_under_another_name_when_told_to(copied: Path) -> None:
     checkpoints = copied / "runs" / "tiny" / "checkpoints"
     (checkpoints / "checkpoint_step_10" / "trainer.json").unlink()
     before = sorted(path.name for path in checkpoints.rglob("*"))

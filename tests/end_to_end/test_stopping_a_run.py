@@ -214,9 +214,7 @@ def test_a_budget_ends_all_sessions_and_a_time_limit_this_one(tmp_path: Path) ->
     assert "goodput " in first.out[0]
 
 
-def test_a_stop_at_the_last_step_leaves_its_validation_to_the_next_session(
-    tmp_path: Path,
-) -> None:
+def test_a_stop_at_the_last_step_leaves_its_validation_to_the_next_session(tmp_path: Path) -> None:
     folder = prepared(tmp_path)
     settings = [*SETTINGS, "run.steps=8", "evaluation.interval=0"]
     ranks = ForkedRanks(2, settings, folder=folder)

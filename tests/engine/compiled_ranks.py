@@ -70,9 +70,7 @@ def train(case: Case, world: World, *, compiled: bool) -> dict[str, Any]:
     torch.nn.functional.linear = LINEAR  # stage 3 of an earlier case has replaced it
     set_product_precision(PrecisionConfig())
     engine = start_engine(
-        case,
-        world,
-        prepare=compiling(world, case) if compiled else lambda model: None,
+        case, world, prepare=compiling(world, case) if compiled else lambda model: None
     )
     torch.manual_seed(world.rank)
     losses, graphs = [], []

@@ -13,12 +13,7 @@ import torch
 
 from refocused.bucket.bucket import crc32c_of
 from refocused.engine import checksum_writer
-from refocused.engine.checksum_writer import (
-    HashingWriter,
-    WrittenFile,
-    copy_hashed,
-    save_hashed,
-)
+from refocused.engine.checksum_writer import HashingWriter, WrittenFile, copy_hashed, save_hashed
 
 CONTENT: dict[str, Any] = {"weights": torch.arange(100_000), "names": ["a", "b"]}
 

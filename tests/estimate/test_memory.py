@@ -30,12 +30,7 @@ def planned(case: Case, *, ranks: int) -> MemoryPlan:
         head_chunk_tokens=CHUNK,
     )
     return plan_memory(
-        shape_of(case),
-        model=model,
-        micro=case.micro,
-        zero=case.zero,
-        dtype=case.dtype,
-        ranks=ranks,
+        shape_of(case), model=model, micro=case.micro, zero=case.zero, dtype=case.dtype, ranks=ranks
     )
 
 

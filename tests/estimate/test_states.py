@@ -9,8 +9,7 @@ from refocused.estimate.memory import state_memory
 
 
 @pytest.mark.parametrize(
-    ("stage", "gpu_bytes_a_parameter"),
-    [(0, 20.0), (1, 6 + 16 / 8), (2, 2 + 20 / 8), (3, 22 / 8)],
+    ("stage", "gpu_bytes_a_parameter"), [(0, 20.0), (1, 6 + 16 / 8), (2, 2 + 20 / 8), (3, 22 / 8)]
 )
 def test_each_stage_spreads_more_of_the_state(stage: Any, gpu_bytes_a_parameter: float) -> None:
     memory = state_memory(8000, zero=ZeroConfig(stage=stage), dtype="bf16", ranks=8)

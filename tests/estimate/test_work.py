@@ -6,11 +6,7 @@ import pytest
 
 from refocused.config.files import find_config
 from refocused.config.model_shape import ModelShape, load_shape
-from refocused.estimate.flops import (
-    count_parameters,
-    flops_per_token,
-    mfu_fraction,
-)
+from refocused.estimate.flops import count_parameters, flops_per_token, mfu_fraction
 
 PRESETS = (
     "demo_gpt2",

@@ -45,10 +45,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "output_type": "loglikelihood",
         "doc_to_text": "{{text.split(' ')[:-1]|join(' ')}}",
         "doc_to_target": "{{' '+text.split(' ')[-1]}}",
-        "metric_list": [
-            {"metric": "perplexity", "aggregation": "perplexity"},
-            {"metric": "acc"},
-        ],
+        "metric_list": [{"metric": "perplexity", "aggregation": "perplexity"}, {"metric": "acc"}],
     },
     "multiple_choice": {
         "output_type": "multiple_choice",

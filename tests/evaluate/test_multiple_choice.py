@@ -7,13 +7,7 @@ import pytest
 from evaluate.small_models import ROWS, small_model
 
 from refocused.evaluate.continuations import Encoder, Scored
-from refocused.evaluate.multiple_choice import (
-    Measure,
-    TaskResult,
-    mean_of,
-    measures_of,
-    prepare,
-)
+from refocused.evaluate.multiple_choice import Measure, TaskResult, mean_of, measures_of, prepare
 from refocused.evaluate.score_model import NetworkScorer
 from refocused.evaluate.tasks import Question
 from refocused.system.world import World

@@ -152,9 +152,7 @@ def test_an_end_that_fails_is_said() -> None:
             {
                 "kind": "tasks",
                 "step": 7,
-                "tasks": {
-                    "piqa": {"items": 3, "acc": {"value": 0.5, "standard_error": None}},
-                },
+                "tasks": {"piqa": {"items": 3, "acc": {"value": 0.5, "standard_error": None}}},
             },
             {"tasks/piqa/items": 3.0, "tasks/piqa/acc/value": 0.5},
         ),

@@ -5,13 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from refocused.metrics.wandb import (
-    WandbNote,
-    continued,
-    missing_records,
-    read_note,
-    write_note,
-)
+from refocused.metrics.wandb import WandbNote, continued, missing_records, read_note, write_note
 
 NEW = "run-2-new0"
 HERE = WandbNote("run-2-abcd", 0, {"step": 17, "validation": 10})

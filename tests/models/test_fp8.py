@@ -177,11 +177,7 @@ def test_without_gradients_a_layer_computes_as_an_export_will(kind: Any) -> None
 def model(family: str) -> CausalLM:
     torch.manual_seed(0)
     return build_model(
-        SHAPES[family],
-        vocabulary=512,
-        dropout=0.0,
-        activation_checkpointing=False,
-        chunk_tokens=64,
+        SHAPES[family], vocabulary=512, dropout=0.0, activation_checkpointing=False, chunk_tokens=64
     ).to(torch.bfloat16)
 
 

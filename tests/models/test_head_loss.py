@@ -38,12 +38,7 @@ def sample(
 
 
 def ours(
-    hidden: Tensor,
-    weight: nn.Parameter,
-    labels: Tensor,
-    *,
-    chunk: int,
-    form: HeadForm = "chunked",
+    hidden: Tensor, weight: nn.Parameter, labels: Tensor, *, chunk: int, form: HeadForm = "chunked"
 ) -> Tensor:
     head = LossHead(weight, chunk_tokens=chunk)
     head.form = form

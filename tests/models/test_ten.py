@@ -205,9 +205,7 @@ def test_bf16_parameters_follow_float32_within_two_percent() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
 
 
-def test_the_recurrence_runs_in_float32_on_bf16_parameters(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_recurrence_runs_in_float32_on_bf16_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def noting(beta: Tensor, *modes: Tensor, **others: Any) -> Tensor:

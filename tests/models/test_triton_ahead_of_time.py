@@ -98,7 +98,5 @@ def compiled(case: str, capability: int) -> Any:
         attrs={(place,): [["tt.divisibility", 16]] for place in pointers},
     )
     return triton.compile(
-        source,
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": module.WARPS},
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": module.WARPS}
     )

@@ -106,9 +106,7 @@ def test_a_gpu_that_is_lost_is_still_known(eight_gpus: Machine, reader: GpuReade
     assert (back.lost, back.pcie_width) == (False, 8)  # what rarely changes is asked anew
 
 
-def test_a_gpu_that_was_lost_before_does_not_hide_whose_the_others_are(
-    eight_gpus: Machine,
-) -> None:
+def test_a_gpu_that_was_lost_before_does_not_hide_whose_the_others_are(eight_gpus: Machine) -> None:
     eight_gpus.gpu(0, gone=1)
     first, second, *_ = GpuReader(host="node1", ranks=8).samples()
     assert first.lost

@@ -27,10 +27,7 @@ def test_samples_are_gathered_by_the_minute() -> None:
             lost,
             {"kind": "gpu"},
         ]
-    ) == [
-        GpuMinute(MINUTE, 0.7, 80, 640.0, 48.4),
-        GpuMinute(MINUTE + 60, None, None, None, None),
-    ]
+    ) == [GpuMinute(MINUTE, 0.7, 80, 640.0, 48.4), GpuMinute(MINUTE + 60, None, None, None, None)]
 
 
 def test_gpus_of_others_on_the_machine_are_left_out() -> None:

@@ -63,8 +63,7 @@ def test_a_run_that_hangs() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"status": "finished"}, {"status": "stopped"}, {"step": 100_000}, {"status": None}],
+    "changes", [{"status": "finished"}, {"status": "stopped"}, {"step": 100_000}, {"status": None}]
 )
 def test_a_run_that_need_not_step(changes: dict[str, Any]) -> None:
     assert readings(run(logged(30), **changes), after=1e5)["no_step"].level == "good"

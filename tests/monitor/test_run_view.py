@@ -76,9 +76,7 @@ def test_a_crashed_run_goes_on_from_what_only_the_mirror_has_or_anew(tmp_path: P
     assert (view.resumes_from, view.seconds_left) == (800, pytest.approx(1200 * STEP_SECONDS))
 
 
-def test_a_crash_before_a_sessions_first_line_leaves_what_the_last_one_left(
-    tmp_path: Path,
-) -> None:
+def test_a_crash_before_a_sessions_first_line_leaves_what_the_last_one_left(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     run.begin(just_begun=True)
     view = run.follower(alive=False).view(now=NOW)
@@ -304,11 +302,7 @@ def test_after_a_rewind_the_curve_is_that_of_the_way_taken(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("tokens", "words"),
-    [
-        (40_960, "40,960 tokens"),
-        (41_000_000, "41 M tokens"),
-        (43_232_788_480, "43.23 B tokens"),
-    ],
+    [(40_960, "40,960 tokens"), (41_000_000, "41 M tokens"), (43_232_788_480, "43.23 B tokens")],
 )
 def test_tokens_are_spelled_in_their_unit(tokens: int, words: str) -> None:
     assert tokens_text(tokens) == words

@@ -15,11 +15,7 @@ CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def write_pair(
-    folder: Path,
-    documents: Sequence[Sequence[Sequence[int]]],
-    *,
-    code: int = 8,
-    name: str = "m",
+    folder: Path, documents: Sequence[Sequence[Sequence[int]]], *, code: int = 8, name: str = "m"
 ) -> tuple[Path, Path]:
     """Write documents, each of sequences of ids, as Megatron does; return `.idx` and `.bin`."""
     folder.mkdir(parents=True, exist_ok=True)

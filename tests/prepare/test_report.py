@@ -5,14 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data.shard_samples import (
-    WatchedBucket,
-    llm_c_bytes,
-    npy_bytes,
-    npz_bytes,
-    pt_bytes,
-    settings,
-)
+from data.shard_samples import WatchedBucket, llm_c_bytes, npy_bytes, npz_bytes, pt_bytes, settings
 from fakes import Emulator
 
 from refocused.bucket.gcs import GcsBucket

@@ -9,12 +9,7 @@ from power_cut import Disk
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.prepare.packing_state import Journal
-from refocused.prepare.shard_packer import (
-    Cursor,
-    ShardPacker,
-    ShardRow,
-    is_open_shard_whole,
-)
+from refocused.prepare.shard_packer import Cursor, ShardPacker, ShardRow, is_open_shard_whole
 
 DTYPE = np.dtype("<u2")
 SOURCES = [np.arange(n * 100, n * 100 + 35) for n in range(6)]

@@ -69,8 +69,7 @@ def test_an_empty_line_can_separate(tmp_path: Path) -> None:
 
 
 @given(
-    text=st.text(alphabet=st.sampled_from("aé 漢1!'s\n\t  "), max_size=200),
-    size=st.integers(2, 30),
+    text=st.text(alphabet=st.sampled_from("aé 漢1!'s\n\t  "), max_size=200), size=st.integers(2, 30)
 )
 @settings(max_examples=300, deadline=None)
 def test_cut_text_has_the_tokens_of_whole_text(

@@ -133,11 +133,7 @@ def test_the_launchers_words_are_read() -> None:
         world.node,
         deepspeeds.node,
         ranks_from_environment(environment | {"RANK": "3"}).node,
-    ) == (
-        1,
-        1,
-        0,
-    )
+    ) == (1, 1, 0)
     for name in ("CROSS_RANK", "GROUP_RANK"):  # DeepSpeed's, torchrun's: machines may be uneven
         assert ranks_from_environment(environment | {name: "2"}).node == 2
 

@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 
 from refocused.system.processes import ProcessIdentity, this_process
-from refocused.train.lifecycle.launch_session import (
-    Launch,
-    Presence,
-    launch_of,
-    marked_processes,
-)
+from refocused.train.lifecycle.launch_session import Launch, Presence, launch_of, marked_processes
 
 
 @pytest.fixture

@@ -285,7 +285,7 @@ def test_a_stop_where_a_validation_was_due_leaves_it_to_the_next_session() -> No
     log.clear()
     outcome = run(parts, log, state=outcome.state)
     assert happened(log, "validate", "update", "save") == [
-        *("validate", rate(2, 3), "validate", "save 3"),
+        *("validate", rate(2, 3), "validate", "save 3")
     ]
     assert outcome.state.validation_step == 3
 

@@ -39,8 +39,5 @@ def test_other_errors_pass() -> None:
         explaining_lack_of_memory(PLAN, world=world),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory.")
-    with (
-        pytest.raises(ZeroDivisionError),
-        explaining_lack_of_memory(PLAN, step=7, world=world),
-    ):
+    with pytest.raises(ZeroDivisionError), explaining_lack_of_memory(PLAN, step=7, world=world):
         raise ZeroDivisionError

@@ -184,11 +184,7 @@ class Mirroring:
     """
 
     def __init__(
-        self,
-        mirror: CheckpointMirror | None,
-        *,
-        report: Callable[[str, str], None],
-        world: World,
+        self, mirror: CheckpointMirror | None, *, report: Callable[[str, str], None], world: World
     ) -> None:
         self._mirror = mirror
         self._report = report

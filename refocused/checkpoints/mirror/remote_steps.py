@@ -148,9 +148,7 @@ class RemoteSteps:
         if marker.crc32c is None or listed.crc32c is None:
             return False
         expected = Marker(
-            files=len(manifest.files),
-            bytes=manifest.total_bytes,
-            manifest_crc32c=listed.crc32c,
+            files=len(manifest.files), bytes=manifest.total_bytes, manifest_crc32c=listed.crc32c
         )
         if marker.crc32c == extended_crc32c(0, expected.to_json()):
             return False

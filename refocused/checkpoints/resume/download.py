@@ -12,19 +12,10 @@ from refocused.bucket.bucket import BlobInfo, crc32c_of
 from refocused.bucket.transfer import Progress, download_many
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, Marker
-from refocused.checkpoints.step.staging import (
-    FETCH_LOCK,
-    FETCH_SUFFIX,
-    STAGING_PREFIX,
-    remove_step,
-)
+from refocused.checkpoints.step.staging import FETCH_LOCK, FETCH_SUFFIX, STAGING_PREFIX, remove_step
 from refocused.checkpoints.step.step_directory import PART, Part, StepDirectory, read_step
 from refocused.checkpoints.step.verify import describe, verify
-from refocused.system.atomic_files import (
-    fsync_directories,
-    fsync_path,
-    write_bytes_atomic,
-)
+from refocused.system.atomic_files import fsync_directories, fsync_path, write_bytes_atomic
 from refocused.system.errors import (
     CheckpointError,
     CheckpointUnavailableError,

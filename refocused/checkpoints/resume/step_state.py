@@ -67,10 +67,7 @@ def _kind(error: CheckpointError) -> str:
 
 
 def judge_objects(
-    remote: RemoteSteps,
-    name: str,
-    objects: Mapping[str, BlobInfo],
-    known: Found,
+    remote: RemoteSteps, name: str, objects: Mapping[str, BlobInfo], known: Found
 ) -> Found:
     """Compare the objects of one step with the manifest among them.
 

@@ -206,11 +206,7 @@ def _remove(checkpoints: Path, names: Sequence[str]) -> None:
 
 
 def local_steps(
-    checkpoints: Path,
-    branch: Branch = FIRST_BRANCH,
-    *,
-    mirrored: bool,
-    status: Mirrored | None,
+    checkpoints: Path, branch: Branch = FIRST_BRANCH, *, mirrored: bool, status: Mirrored | None
 ) -> list[KeptStep]:
     """Look at every checkpoint of a branch here; arguments as of `thin_out`."""
     paths = step_paths(checkpoints, branch)

@@ -174,14 +174,7 @@ _LENGTH_BYTES = {1: 2, 2: 4, 3: 4}
 _PARSER = threading.Lock()
 # What numpy raises of a header that is no dictionary of the three entries: TypeError of keys that
 # are not all text, for it sorts them.
-_MALFORMED = (
-    ValueError,
-    TypeError,
-    SyntaxError,
-    tokenize.TokenError,
-    RecursionError,
-    MemoryError,
-)
+_MALFORMED = (ValueError, TypeError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

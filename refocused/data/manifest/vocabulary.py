@@ -10,13 +10,7 @@ from refocused.config.load_run import LoadedRun
 from refocused.data.formats.object_names import MANIFEST_NAME, matches
 from refocused.data.manifest.shard_manifest import read_manifest
 from refocused.system.errors import ConfigError
-from refocused.tokenizers.encoders import (
-    GPT2,
-    HUB,
-    VOCABULARIES,
-    TokenizerChoice,
-    vocabulary_of,
-)
+from refocused.tokenizers.encoders import GPT2, HUB, VOCABULARIES, TokenizerChoice, vocabulary_of
 
 
 def decide_vocabulary(

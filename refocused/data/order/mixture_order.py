@@ -121,11 +121,7 @@ class MixedStream:
     """
 
     def __init__(
-        self,
-        orders: Mapping[str, Order],
-        *,
-        places: NDArray[np.int64],
-        position: Position,
+        self, orders: Mapping[str, Order], *, places: NDArray[np.int64], position: Position
     ) -> None:
         self._names = list(orders)
         self._orders = list(orders.values())

@@ -97,8 +97,7 @@ def shifted_spectrum(initial: Spectrum, *, rate_shift: Tensor, frequency_shift: 
     """Return where the learned differences `[K]` have moved the modes."""
     rate = -initial.log_decay
     return Spectrum(
-        -rate * torch.exp(rate_shift.double()),
-        initial.frequency + frequency_shift.double() * rate,
+        -rate * torch.exp(rate_shift.double()), initial.frequency + frequency_shift.double() * rate
     )
 
 
@@ -131,12 +130,7 @@ def sequential_scan(
 
 
 def chunked_scan(
-    beta: Tensor,
-    log_decay: Tensor,
-    frequency: Tensor,
-    *,
-    chunk: int,
-    state: Tensor | None = None,
+    beta: Tensor, log_decay: Tensor, frequency: Tensor, *, chunk: int, state: Tensor | None = None
 ) -> Tensor:
     """Compute Re(c) of the recurrence by matrix products, all chunks at once.
 

@@ -113,12 +113,7 @@ def start_sampling(
 
 
 def sampler_settings(
-    folder: Path,
-    world: World,
-    *,
-    log: LogConfig,
-    cost: CostConfig,
-    environment: Mapping[str, str],
+    folder: Path, world: World, *, log: LogConfig, cost: CostConfig, environment: Mapping[str, str]
 ) -> SamplerSettings:
     """Return what the sampler of this rank's machine is told."""
     return SamplerSettings(

@@ -123,10 +123,7 @@ def assemble_engine(job: Job) -> Built:
         from refocused.models.fp8 import compute_in_fp8
 
         compute_in_fp8(
-            model,
-            block_class=model.block_class,
-            scaling=config.precision.fp8,
-            world=job.world,
+            model, block_class=model.block_class, scaling=config.precision.fp8, world=job.world
         )
     compilation = compile_blocks(
         model,

@@ -18,12 +18,7 @@ import pydantic
 
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import ExitCode
-from refocused.system.processes import (
-    LAUNCH_VARIABLE,
-    ProcessIdentity,
-    identify,
-    this_process,
-)
+from refocused.system.processes import LAUNCH_VARIABLE, ProcessIdentity, identify, this_process
 
 REPEAT_SECONDS = 2.0  # the launcher repeats what the terminal sent: signals this close are one
 ENDING_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)

@@ -116,10 +116,7 @@ def build_data(
         lambda: _describe(bucket, data, cache_file=cache_folder / "counts.json")
     )
     sources = split_sources(
-        manifest,
-        data,
-        sequence_length=plan.sequence_length,
-        evaluation_windows=evaluation_windows,
+        manifest, data, sequence_length=plan.sequence_length, evaluation_windows=evaluation_windows
     )
     pinned = [shard for source in sources for shard in source.validation.shards_used()]
     sizes = [local_bytes(shard, vocabulary=vocabulary) for shard in manifest.shards]

@@ -13,11 +13,7 @@ from refocused.config.batch_plan import plan_batch
 from refocused.config.load_run import LoadedRun
 from refocused.system.errors import StoppedEarlyError
 from refocused.system.world import World
-from refocused.train.lifecycle.build_run import (
-    assemble_data,
-    assemble_engine,
-    assemble_parts,
-)
+from refocused.train.lifecycle.build_run import assemble_data, assemble_engine, assemble_parts
 from refocused.train.lifecycle.job import Job, Request, settle
 from refocused.train.lifecycle.session import Session
 from refocused.train.step.evaluation import check_first_loss

@@ -15,13 +15,7 @@ from refocused.engine.engine import Engine
 from refocused.engine.histograms import Histograms
 from refocused.evaluate.multiple_choice import TaskResult
 from refocused.metrics.jsonl import JsonLines, utc_now, write_state
-from refocused.metrics.run_time import (
-    FINISHED,
-    PERFORMANCE_FILE,
-    RunTime,
-    TimeSpent,
-    read_run_time,
-)
+from refocused.metrics.run_time import FINISHED, PERFORMANCE_FILE, RunTime, TimeSpent, read_run_time
 from refocused.metrics.step_metrics import duration, perplexity
 from refocused.metrics.throughput import Throughput, TimeBook
 from refocused.metrics.trackers import END, Record, Trackers
