@@ -53,7 +53,8 @@ def refuse_early(
         native = native_dtype(
             capability=BF16_CAPABILITY if device == "cuda" else None, cpu_flags=cpu_flags()
         )
-        # A resume keeps its checkpoint's precision; planned in the smallest, none is refused.
+        # By the flags alone, since torch is not imported here. A resume keeps its checkpoint's
+        # precision; planned in the smallest, none is refused.
         config = loaded.config
         may_resume = resume != "none" and (config.checkpoint.mirror or _has_checkpoints(config))
         loaded = with_dtype(loaded, "bf16" if may_resume else native.dtype)

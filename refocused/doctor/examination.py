@@ -28,7 +28,7 @@ from refocused.doctor.ranks import RanksOutcome, judge_allreduce, judge_step, ru
 from refocused.doctor.storage import store_time_s
 from refocused.estimate.host import Device
 from refocused.estimate.memory_plan import Choice, refuse_cpu
-from refocused.estimate.precision import BF16_CAPABILITY, native_dtype, with_dtype
+from refocused.estimate.precision import BF16_CAPABILITY, cpu_bf16_gain, native_dtype, with_dtype
 from refocused.system.errors import BucketError, ConfigError
 from refocused.system.hardware import cpu_flags, gpu_facts
 
@@ -111,6 +111,7 @@ class Examination:
         native = native_dtype(
             capability=(gpus.capability or BF16_CAPABILITY) if device == "cuda" else None,
             cpu_flags=cpu_flags(),
+            cpu_gain=cpu_bf16_gain,
         )
         yield run_fits.judge_precision(config.precision, native)
         choice: Choice | None = None

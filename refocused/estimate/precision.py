@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+import math
+import time
+from collections.abc import Callable, Collection
 
 from refocused.config.load_run import LoadedRun
 from refocused.config.optimization import Dtype
@@ -11,6 +13,7 @@ from refocused.system.errors import ConfigError
 
 BF16_CAPABILITY = (8, 0)  # Ampere; torch emulates bf16 on older GPUs, at a fraction of the speed
 BF16_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
+TIMED_ROUNDS, TIMED_SIZE = 5, (1024, 768)  # 0.1 s in all on one core of a Xeon
 # From the fastest to the one that runs everywhere: ranks that differ take the last one of theirs.
 FASTEST_FIRST: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 
@@ -24,24 +27,46 @@ class NativeDtype:
 
 
 def native_dtype(
-    *, capability: tuple[int, int] | None, cpu_flags: Collection[str] = ()
+    *,
+    capability: tuple[int, int] | None,
+    cpu_flags: Collection[str] = (),
+    cpu_gain: Callable[[], float] | None = None,
 ) -> NativeDtype:
     """Return the fastest precision of a GPU or a processor.
 
     Args:
         capability: Compute capability of the GPU; None: the run trains on the CPU.
         cpu_flags: Instruction sets of the processor, as in /proc/cpuinfo.
+        cpu_gain: Times a product where there are bf16 instructions, since virtual machines have
+            them without AMX, and there they take longer than float32; None: trust the flags.
     """
     if capability is not None:
         number = ".".join(str(part) for part in capability)
         if capability >= BF16_CAPABILITY:
             return NativeDtype("bf16", f"the GPU computes in it (compute capability {number})")
         return NativeDtype("fp16", f"the GPU has no bf16 (compute capability {number})")
-    found = [name for flag, name in BF16_FLAGS.items() if flag in cpu_flags]
-    if found:
-        return NativeDtype("bf16", f"the processor computes in it ({', '.join(found)})")
     names = " or ".join(BF16_FLAGS.values())
-    return NativeDtype("fp32", f"the processor has no bf16 instructions ({names})")
+    found = ", ".join(name for flag, name in BF16_FLAGS.items() if flag in cpu_flags)
+    if not found:
+        return NativeDtype("fp32", f"the processor has no bf16 instructions ({names})")
+    if cpu_gain is not None and (gain := cpu_gain()) < 1:
+        reason = f"a product in bf16 takes {1 / gain:.1f} times as long here, in spite of {found}"
+        return NativeDtype("fp32", reason)
+    return NativeDtype("bf16", f"the processor computes in it ({found})")
+
+
+def cpu_bf16_gain() -> float:
+    """Time one matrix product in float32 and in bf16, in turns; return how many times bf16 wins."""
+    import torch
+
+    seconds = {torch.float32: math.inf, torch.bfloat16: math.inf}
+    for _ in range(TIMED_ROUNDS):
+        for dtype in seconds:
+            rows, weight = (torch.ones(TIMED_SIZE, dtype=dtype) for _ in range(2))
+            began = time.perf_counter()
+            torch.nn.functional.linear(rows, weight)
+            seconds[dtype] = min(seconds[dtype], time.perf_counter() - began)
+    return seconds[torch.float32] / seconds[torch.bfloat16]
 
 
 def with_dtype(loaded: LoadedRun, dtype: Dtype) -> LoadedRun:

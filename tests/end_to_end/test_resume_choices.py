@@ -19,7 +19,7 @@ from tiny import tiny_run
 from refocused.checkpoints.step.branches import checkpoint_paths
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.config.load_run import load_run
-from refocused.estimate.precision import native_dtype
+from refocused.estimate.precision import cpu_bf16_gain, native_dtype
 from refocused.system.hardware import cpu_flags
 
 pytestmark = pytest.mark.slow
@@ -204,7 +204,7 @@ def test_a_good_checkpoint_goes_on_with_allowed_data_that_it_finds_hard(copied: 
 
 def test_auto_keeps_the_precision_of_the_checkpoint(copied: Path) -> None:
     """The checkpoint is of the precision that this machine would not choose."""
-    native = native_dtype(capability=None, cpu_flags=cpu_flags()).dtype
+    native = native_dtype(capability=None, cpu_flags=cpu_flags(), cpu_gain=cpu_bf16_gain).dtype
     other = "bf16" if native == "fp32" else "fp32"
     changed = (f"precision.dtype={other}", "--allow-change", "precision.dtype", "run.steps=21")
     assert train(copied, *UNMIRRORED, *changed, ranks=2).codes == [0, 0]

@@ -4,7 +4,7 @@ import pytest
 
 from refocused.config.load_run import load_run
 from refocused.config.optimization import Dtype
-from refocused.estimate.precision import native_dtype, with_dtype
+from refocused.estimate.precision import cpu_bf16_gain, native_dtype, with_dtype
 from refocused.system.errors import ConfigError
 
 
@@ -39,6 +39,24 @@ def test_a_processor_computes_in_bf16_where_it_has_the_instructions(
     found = native_dtype(capability=None, cpu_flags=flags)
     assert found.dtype == dtype
     assert found.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("gain", "dtype", "reason"),
+    [
+        (0.5, "fp32", "a product in bf16 takes 2.0 times as long here, in spite of AVX512-BF16"),
+        (1.7, "bf16", "the processor computes in it (AVX512-BF16)"),
+    ],
+)
+def test_a_processor_whose_instructions_are_slow_stays_in_float32(
+    gain: float, dtype: Dtype, reason: str
+) -> None:
+    found = native_dtype(capability=None, cpu_flags={"avx512_bf16"}, cpu_gain=lambda: gain)
+    assert (found.dtype, found.reason) == (dtype, reason)
+
+
+def test_what_a_product_gains_is_timed() -> None:
+    assert 0 < cpu_bf16_gain() < 100
 
 
 def test_the_flags_of_the_host_do_not_matter_beside_a_gpu() -> None:

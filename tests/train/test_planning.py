@@ -81,11 +81,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> Non
     )
 
 
-@pytest.mark.parametrize(("flags", "dtype"), [(MILAN, "fp32"), (GENOA, "bf16")])
+@pytest.mark.parametrize(
+    ("flags", "gain", "dtype"), [(MILAN, 2, "fp32"), (GENOA, 2, "bf16"), (GENOA, 0.5, "fp32")]
+)
 def test_auto_follows_the_processor(
-    monkeypatch: pytest.MonkeyPatch, flags: frozenset[str], dtype: str
+    monkeypatch: pytest.MonkeyPatch, flags: frozenset[str], gain: float, dtype: str
 ) -> None:
     monkeypatch.setattr(job, "cpu_flags", lambda: flags)
+    monkeypatch.setattr(job.precision, "cpu_bf16_gain", lambda: gain)
     loaded, plan = settle(load_run("demo"), World(), open_source=opened)
     assert loaded.config.precision.dtype == dtype
     assert plan.is_native_by_choice

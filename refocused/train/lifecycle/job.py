@@ -125,6 +125,7 @@ def _native_dtype(world: World) -> precision.NativeDtype:
     own = precision.native_dtype(
         capability=torch.cuda.get_device_capability(world.device) if on_gpu else None,
         cpu_flags=cpu_flags(),
+        cpu_gain=precision.cpu_bf16_gain,
     )
     return max(world.gather(own), key=lambda one: precision.FASTEST_FIRST.index(one.dtype))
 
