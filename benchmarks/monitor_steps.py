@@ -32,7 +32,7 @@ from refocused.config.optimization import ScheduleConfig
 from refocused.config.outputs import TrackingConfig
 from refocused.engine.build_engine import build_engine
 from refocused.engine.engine import Engine
-from refocused.metrics.throughput import Throughput, TimeBook, step_phases
+from refocused.metrics.throughput import Throughput
 from refocused.metrics.trackers import Record as TrackerRecord
 from refocused.metrics.trackers import Tracker, Trackers
 from refocused.metrics.tracking import trackers_of
@@ -100,7 +100,6 @@ class Training:
         engine = _engine(world)
         self._take = _steps(engine, world)
         self._throughput = Throughput(time.monotonic)
-        self._phases = step_phases("cpu")
         self._reporter = self._reporter_of(run, engine)
         self.trackers = [Told(one) for one in _all_trackers(run)]
         self._tracker_threads = set[int]()
@@ -163,12 +162,12 @@ class Training:
     def _watched_step(self) -> float:
         """Take a step as the loop does; return the CPU seconds of what watching added."""
         began = time.thread_time()
-        self._phases.begin()
+        self._throughput.begin_step()
         telling = time.thread_time() - began
         loss = self._take()
         began = time.thread_time()
-        self._phases.passes_made()
-        self._phases.end()
+        self._throughput.begin_update()
+        self._throughput.end_step()
         self._throughput.lap("step")
         if self._step % LOG_STEPS == 0:
             state = TrainState(step=self._step, tokens=self._step * SETUP.length)
@@ -192,12 +191,7 @@ class Training:
             per_hour_usd=24.0,
         )
         return Reporter(
-            run,
-            figures=figures,
-            engine=engine,
-            throughput=self._throughput,
-            time_book=TimeBook(self._throughput, self._phases),
-            world=self._world,
+            run, figures=figures, engine=engine, throughput=self._throughput, world=self._world
         )
 
 

@@ -1,84 +1,110 @@
 from __future__ import annotations
 
+import dataclasses
+import time
+
+import pytest
+import torch
+
 from refocused.config.batch_plan import BatchPlan
-from refocused.metrics.throughput import RECENT, Activity, Forecast, Throughput, forecast
+from refocused.metrics.run_time import TimeSpent
+from refocused.metrics.throughput import (
+    PENDING_STEPS,
+    RECENT,
+    Activity,
+    Forecast,
+    Throughput,
+    forecast,
+)
 
 AHEAD: dict[Activity, int] = {"step": 10, "validation": 3, "save": 2, "ending": 1}
 
 
 class Watch:
-    """A clock that a test moves, with a Throughput on it."""
+    """A clock that a test moves, with a Throughput on it whose session began 10 s before."""
 
     def __init__(self, expected: Forecast | None = None) -> None:
         self.now = 50.0
-        self.throughput = Throughput(lambda: self.now, forecast=expected)
+        self.throughput = Throughput(lambda: self.now, began_seconds=40.0, forecast=expected)
+        self.spend(0.0, "start_up")
 
     def spend(self, seconds: float, activity: Activity = "step") -> float:
         self.now += seconds
         return self.throughput.lap(activity)
+
+    def take_step(self, passes: float, update: float) -> None:
+        self.throughput.begin_step()
+        self.now += passes
+        self.throughput.begin_update()
+        self.now += update
+        self.throughput.end_step()
+        self.throughput.lap("step")
+
+    def left(self, **ahead: int) -> float | None:
+        return self.throughput.seconds_left(ahead)  # type: ignore[arg-type]
 
 
 def test_a_lap_is_the_time_since_the_last_one() -> None:
     watch = Watch()
     assert watch.spend(3.0) == 3.0
     assert watch.spend(5.0, "save") == 5.0
-    assert watch.throughput.session_seconds == 8.0
+    assert watch.throughput.session_seconds == 18.0
 
 
 def test_nothing_is_known_before_the_first_step() -> None:
     watch = Watch()
     watch.spend(5.0, "validation")
-    assert watch.throughput.seconds_left({"step": 3}) is None
+    assert watch.left(step=3) is None
 
 
-def test_a_step_is_the_mean_of_steps_alone_the_slow_ones_too() -> None:
+def test_a_step_is_the_mean_of_steps_alone_including_the_slow_ones() -> None:
     watch = Watch()
     for seconds in (2.0, 3.0, 40.0):
         watch.spend(seconds)
         watch.spend(100.0, "validation")
         watch.spend(200.0, "save")
-    assert watch.throughput.seconds_left({"step": 2}) == 30.0
+    assert watch.left(step=2) == 30.0
 
 
 def test_the_first_ten_steps_count_only_until_there_are_others() -> None:
     watch = Watch()
     for _ in range(10):
         watch.spend(9.0)
-    assert watch.throughput.seconds_left({"step": 1}) == 9.0
+    assert watch.left(step=1) == 9.0
     watch.spend(1.0)
-    assert watch.throughput.seconds_left({"step": 1}) == 1.0
+    assert watch.left(step=1) == 1.0
     assert watch.throughput.steps == 11
 
 
-def test_a_change_of_pace_takes_the_place_of_the_old_one() -> None:
+def test_a_new_pace_replaces_the_old_one() -> None:
     watch = Watch()
     for seconds in (8.0, 2.0):
         for _ in range(RECENT):
             watch.spend(seconds)
-    assert watch.throughput.seconds_left({"step": 1}) == 2.0
+    assert watch.left(step=1) == 2.0
 
 
-def test_what_a_step_still_takes_belongs_to_it() -> None:
+def test_a_continued_lap_belongs_to_the_step_before() -> None:
     watch = Watch()
     for _ in range(12):
         watch.spend(1.0)
         watch.now += 4.0
         assert watch.throughput.lap("step", continued=True) == 4.0
-    assert watch.throughput.seconds_left({"step": 1}) == 5.0
+    assert watch.left(step=1) == 5.0
     assert (watch.throughput.laps["step"], watch.throughput.steps) == (60.0, 12)
 
 
 def test_the_time_left_holds_validations_and_saves_at_their_own_speed() -> None:
-    watch, ahead = Watch(), AHEAD
+    watch = Watch()
     watch.spend(2.0)
-    assert watch.throughput.seconds_left(ahead) == 20.0  # nothing else is known or forecast
+    assert watch.left(**AHEAD) == 20.0  # nothing else is known or forecast
     watch.spend(5.0, "validation")
     watch.spend(9.0, "validation")
     watch.spend(30.0, "save")
-    assert watch.throughput.seconds_left(ahead) == 10 * 2.0 + 3 * 7.0 + 2 * 30.0
+    assert watch.left(**AHEAD) == 10 * 2.0 + 3 * 7.0 + 2 * 30.0
 
 
-def test_what_was_not_measured_yet_is_forecast_the_ending_too() -> None:
+def test_what_has_not_been_measured_is_forecast_including_the_ending() -> None:
     plan = BatchPlan(micro=4, accumulation=2, world_size=2, sequence_length=8)  # 16 windows
     expected = forecast(
         plan, validation_windows=24, task_tokens=192, sample_tokens=60, exports=True
@@ -86,9 +112,133 @@ def test_what_was_not_measured_yet_is_forecast_the_ending_too() -> None:
     # A forward pass is a third of a step's work; a sample is 60 half ones of half a step.
     assert expected == Forecast(validation=0.5, tasks=0.5, sample=5.0, exports=True)
     watch = Watch(expected)
-    watch.spend(40.0, "start_up")
+    watch.spend(30.0, "start_up")
     watch.spend(2.0)
     ahead = {**AHEAD, "tasks": 1, "sample": 1}
-    assert watch.throughput.seconds_left(ahead) == 20.0 + 3 * 1.0 + 1.0 + 10.0 + 40.0
+    assert watch.left(**ahead) == 20.0 + 3 * 1.0 + 1.0 + 10.0 + 40.0
     watch.spend(8.0, "validation")
-    assert watch.throughput.seconds_left(ahead) == 20.0 + 3 * 8.0 + 1.0 + 10.0 + 40.0
+    assert watch.left(**ahead) == 20.0 + 3 * 8.0 + 1.0 + 10.0 + 40.0
+
+
+def test_every_second_gets_one_use() -> None:
+    watch = Watch()
+    watch.spend(5.0, "start_up")
+    watch.now += 2.0  # for a batch
+    watch.take_step(6.0, 1.0)
+    watch.spend(3.0, "validation")
+    watch.spend(4.0, "save")
+    watch.now += 0.25
+    spent = watch.throughput.time_spent(waited_seconds=2.0)
+    assert spent == TimeSpent(
+        start_up_seconds=15.0,
+        forward_backward_seconds=6.0,
+        update_seconds=1.0,
+        data_wait_seconds=2.0,
+        save_stall_seconds=4.0,
+        validation_seconds=3.0,
+        other_seconds=0.25,
+    )
+    assert spent.total_seconds == watch.throughput.session_seconds == 31.25
+
+
+def test_a_second_record_holds_only_what_is_new() -> None:
+    watch = Watch()
+    watch.take_step(6.0, 1.0)
+    watch.throughput.time_spent(waited_seconds=1.5)
+    watch.take_step(2.0, 1.0)
+    again = watch.throughput.time_spent(waited_seconds=1.5)
+    assert again == TimeSpent(forward_backward_seconds=2.0, update_seconds=1.0)
+    assert watch.throughput.time_spent() == TimeSpent()
+
+
+def test_waiting_while_the_device_computes_costs_nothing() -> None:
+    watch = Watch()
+    watch.take_step(8.0, 2.0)
+    # The host had waited 7 s for its batch, all but one of them while the GPU was busy.
+    watch.now += 1.0
+    assert watch.throughput.time_spent(waited_seconds=7.0) == TimeSpent(
+        start_up_seconds=10.0,
+        forward_backward_seconds=8.0,
+        update_seconds=2.0,
+        data_wait_seconds=1.0,
+    )
+
+
+def test_time_after_a_failure_is_booked_without_a_use() -> None:
+    watch = Watch()
+    watch.take_step(6.0, 1.0)
+    watch.throughput.time_spent()
+    watch.now += 1800.0
+    assert watch.throughput.time_without_use() == TimeSpent(other_seconds=1800.0)
+
+
+def test_many_steps_between_two_records_are_all_counted() -> None:
+    watch = Watch()
+    for _ in range(3 * PENDING_STEPS):
+        watch.take_step(1.0, 0.5)
+    spent = watch.throughput.time_spent()
+    assert spent.forward_backward_seconds == 3.0 * PENDING_STEPS
+    assert spent.update_seconds == 1.5 * PENDING_STEPS
+    assert watch.throughput.time_spent() == TimeSpent()
+
+
+@pytest.mark.gpu
+def test_a_gpu_times_its_own_work_without_stalling_the_host() -> None:
+    throughput = Throughput(device_kind="cuda")
+    matrix = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    throughput.begin_step()
+    for _ in range(200):
+        matrix @ matrix
+    throughput.begin_update()
+    matrix @ matrix
+    throughput.end_step()
+    queued = time.perf_counter() - began
+    spent = throughput.time_spent()
+    taken = time.perf_counter() - began
+    assert 0 < spent.update_seconds < spent.forward_backward_seconds <= taken
+    assert queued < taken / 2
+
+
+def test_marks_on_a_gpu_wait_only_for_the_later_one_and_give_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    class Event:
+        made = 0
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+            Event.made += 1
+            self.number = Event.made
+
+        def record(self) -> None:
+            asked.append(f"record {self.number}")
+
+        def synchronize(self) -> None:
+            asked.append(f"wait {self.number}")
+
+        def elapsed_time(self, later: Event) -> float:
+            return 1500.0 * (later.number - self.number)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    throughput = Throughput(lambda: 100.0, device_kind="cuda", began_seconds=0.0)
+    throughput.begin_step()
+    throughput.begin_update()
+    throughput.end_step()
+    assert "wait" not in "".join(asked)
+    spent = throughput.time_spent()
+    assert (spent.forward_backward_seconds, spent.update_seconds) == (1.5, 1.5)
+    assert asked[-2:] == ["wait 3", "wait 4"]
+
+
+def test_the_uses_are_all_that_a_record_holds() -> None:
+    names = [field.name for field in dataclasses.fields(TimeSpent)]
+    spent = TimeSpent(*(float(number) for number in range(1, len(names) + 1)))
+    assert spent.total_seconds == len(names) * (len(names) + 1) / 2
+    assert TimeSpent.from_record(spent.as_record()) == spent
+    assert (spent + spent).as_record() == {
+        name: 2 * value for name, value in spent.as_record().items()
+    }

@@ -11,7 +11,7 @@ from run_fakes import OPTIMIZER, SCHEDULE, Clock, FakeEngine
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.engine.engine import Engine
-from refocused.metrics.throughput import Throughput, TimeBook, step_phases
+from refocused.metrics.throughput import Throughput
 from refocused.system.world import World
 from refocused.train.step.reporter import Reporter
 from refocused.train.step.state import TrainState
@@ -37,7 +37,6 @@ class Session:
         self.clock = Clock()
         self.engine = FakeEngine([])
         self.throughput = Throughput(self.clock)
-        self.phases = step_phases("cpu", self.clock)
         self.reporter = Reporter(
             folder,
             figures=RunFigures(
@@ -53,7 +52,6 @@ class Session:
             ),
             engine=cast("Engine", self.engine),
             throughput=self.throughput,
-            time_book=TimeBook(self.throughput, self.phases),
             world=world or World(),
         )
 

@@ -21,7 +21,7 @@ from refocused.engine.finite_updates import Verdict
 from refocused.engine.histograms import Histograms
 from refocused.evaluate.multiple_choice import TaskResult
 from refocused.metrics.run_time import RunTime
-from refocused.metrics.throughput import Throughput, step_phases
+from refocused.metrics.throughput import Throughput
 from refocused.system.errors import RefocusedError
 from refocused.system.world import World
 from refocused.train.step.parts import Parts
@@ -256,7 +256,6 @@ def parts_of(
         "schedule": SCHEDULE,
         "cadence": cadence or Cadence(log=0, validation=0, checkpoint=0),
         "throughput": Throughput(Clock()),
-        "phases": step_phases("cpu", Clock()),
         "reporter": FakeReporter(log),
         "saver": FakeSaver(log),
         "vocabulary": 500,

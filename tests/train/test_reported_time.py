@@ -60,11 +60,11 @@ def test_every_second_of_a_session_is_recorded_once(tmp_path: Path) -> None:
     session.reporter.start(TrainState(step=4))
     for _ in range(2):
         session.clock.now += 1.0  # waiting for a batch
-        session.phases.begin()
+        session.throughput.begin_step()
         session.clock.now += 5.0
-        session.phases.passes_made()
+        session.throughput.begin_update()
         session.clock.now += 2.0
-        session.phases.end()
+        session.throughput.end_step()
         session.throughput.lap("step")
     session.clock.now += 0.5
     session.reporter.step(TrainState(step=6), [torch.tensor([3.0])] * 2, 2.0)

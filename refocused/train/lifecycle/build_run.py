@@ -8,7 +8,6 @@ import functools
 import importlib.metadata
 import json
 import os
-import time
 from pathlib import Path
 
 import torch
@@ -36,7 +35,7 @@ from refocused.estimate.flops import (
 from refocused.estimate.host import plan_host
 from refocused.estimate.run_cost import least_save_bytes
 from refocused.metrics.history import METRICS_FILE
-from refocused.metrics.throughput import Throughput, TimeBook, forecast, step_phases
+from refocused.metrics.throughput import Throughput, forecast
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, counted_parameters, untrained_loss
 from refocused.models.families import build_model, register_families
 from refocused.models.mixing import choose_mixing
@@ -194,7 +193,7 @@ def assemble_parts(
     )
     figures = _figures(job, data, branch)
     throughput = Throughput(
-        time.monotonic,
+        device_kind=world.device_kind,
         began_seconds=began_seconds,
         forecast=forecast(
             job.plan,
@@ -204,13 +203,11 @@ def assemble_parts(
             exports=config.checkpoint.export_final,
         ),
     )
-    phases = step_phases(world.device_kind)
     reporter = Reporter(
         job.folder,
         figures=figures,
         engine=engine,
         throughput=throughput,
-        time_book=TimeBook(throughput, phases),
         world=world,
         dry_run=job.request.dry_run,
     )
@@ -258,7 +255,6 @@ def assemble_parts(
         schedule=config.schedule,
         cadence=figures.cadence,
         throughput=throughput,
-        phases=phases,
         reporter=reporter,
         saver=saver,
         vocabulary=job.loaded.shape.vocabulary,

@@ -97,12 +97,12 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
 def take_step(parts: Parts, micro_batches: list[Batch], state: TrainState) -> StepTaken:
     """Make one optimizer step, without waiting for the device."""
     weights = label_weights(parts.world, [batch.counted_labels for batch in micro_batches])
-    parts.phases.begin()
+    parts.throughput.begin_step()
     losses = [
         parts.engine.accumulate(batch.input_ids, batch.labels, weight=weight)
         for batch, weight in zip(micro_batches, weights, strict=True)
     ]
-    parts.phases.passes_made()
+    parts.throughput.begin_update()
     if parts.cadence.histograms_due(state.step + 1):
         parts.reporter.histograms(state.step + 1, parts.engine.histograms())
     verdict = parts.engine.update(
@@ -113,7 +113,7 @@ def take_step(parts: Parts, micro_batches: list[Batch], state: TrainState) -> St
             schedule=parts.schedule,
         )
     )
-    parts.phases.end()
+    parts.throughput.end_step()
     return StepTaken(state.step + 1, torch.stack(losses), verdict, micro_batches)
 
 

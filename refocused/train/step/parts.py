@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # the loop only calls its parts
     from refocused.data.loader.loader import Loader
     from refocused.engine.engine import Engine
     from refocused.evaluate.multiple_choice import Examination
-    from refocused.metrics.throughput import StepPhases, Throughput
+    from refocused.metrics.throughput import Throughput
     from refocused.system.world import World
     from refocused.train.step.evaluation import Sampler
     from refocused.train.step.profile import StepProfiler
@@ -47,7 +47,6 @@ class Parts:
     schedule: ScheduleConfig
     cadence: Cadence
     throughput: Throughput
-    phases: StepPhases
     reporter: Reporter
     saver: Saver
     vocabulary: int

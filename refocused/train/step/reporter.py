@@ -17,7 +17,7 @@ from refocused.evaluate.multiple_choice import TaskResult
 from refocused.metrics.jsonl import JsonLines, utc_now, write_state
 from refocused.metrics.run_time import FINISHED, PERFORMANCE_FILE, RunTime, TimeSpent, read_run_time
 from refocused.metrics.step_metrics import duration, perplexity
-from refocused.metrics.throughput import Throughput, TimeBook
+from refocused.metrics.throughput import Throughput
 from refocused.metrics.trackers import END, Record, Trackers
 from refocused.system.processes import this_process
 from refocused.system.world import World
@@ -39,7 +39,6 @@ class Reporter:
         figures: RunFigures,
         engine: Engine,
         throughput: Throughput,
-        time_book: TimeBook,
         world: World,
         dry_run: bool = False,
     ) -> None:
@@ -47,7 +46,6 @@ class Reporter:
         self._figures = figures
         self._throughput = throughput
         self._steps = StepFigures(figures, engine=engine, throughput=throughput)
-        self._time_book = time_book
         self._world = world
         self._folder = folder
         self._told_step = 0
@@ -98,7 +96,7 @@ class Reporter:
         That is the run's cost: trackers get it too, in place of the last step's.
         """
         self._throughput.lap("ending")
-        state, spent = self.booked(state), self._time_book.since_last()
+        state, spent = self.booked(state), self._throughput.time_spent()
         is_finished = state.step >= self._figures.total_steps
         self._record_time("time", state, spent, **({FINISHED: True} if is_finished else {}))
         self._track_end(state)
@@ -256,7 +254,7 @@ class Reporter:
             exit_code: What the command will end with.
         """
         state = self.booked(self._latest or state)
-        self._record_time("time", state, self._time_book.rest_as_other())
+        self._record_time("time", state, self._throughput.time_without_use())
         self._track_end(state)
         self.event("failed", "", error=str(error), step=state.step, exit_code=exit_code)
         self.write_state(state, "failed", exit_code=exit_code)
@@ -290,7 +288,7 @@ class Reporter:
 
     def _tell_time(self, kind: str, state: TrainState, waited_seconds: float | None) -> None:
         """Record what the time since the last such record was spent on."""
-        spent = self._time_book.since_last(waited_seconds=waited_seconds)
+        spent = self._throughput.time_spent(waited_seconds=waited_seconds)
         self._record_time(kind, self.booked(state), spent)
 
     def _record_time(self, kind: str, state: TrainState, spent: TimeSpent, **more: object) -> None:
