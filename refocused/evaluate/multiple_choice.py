@@ -1,8 +1,9 @@
-"""Tasks with endings to choose from, and last words: scores and their standard errors."""
+"""Score multiple choice and last words, with standard errors."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,15 +12,12 @@ from refocused.evaluate.continuations import Continuation, Encoder, Scored, Scor
 from refocused.evaluate.tasks import Question
 from refocused.system.world import World
 
+LARGEST_EXPONENT = 700.0
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measure:
-    """A mean over items.
-
-    Attributes:
-        value: The mean, or what follows from it.
-        standard_error: How far another choice of as many items would move it; None: unknown.
-    """
+    """A mean over items, or a function of one, with its standard error; None: unknown."""
 
     value: float
     standard_error: float | None
@@ -27,42 +25,28 @@ class Measure:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TaskResult:
-    """How a model did at a task.
-
-    Attributes:
-        task: Its name.
-        items: Questions, or windows of a text.
-        cut: Endings whose context was too long for the model and lost its beginning.
-        measures: By the names that lm-evaluation-harness gives them; none without items.
-        skipped: Questions left out: an ending is longer than the model's context.
-    """
+    """A model's scores on a task, under the names of lm-evaluation-harness; none without items."""
 
     task: str
-    items: int
-    cut: int
+    items: int  # questions, or windows of a text
+    cut: int  # endings whose context was too long for the model and lost its beginning
     measures: Mapping[str, Measure]
-    skipped: int = 0
+    skipped: int = 0  # questions with an ending longer than the model's context
 
     def as_record(self) -> dict[str, object]:
-        """Return it as JSON knows it."""
+        """Return it as JSON values."""
         measures = {name: dataclasses.asdict(one) for name, one in self.measures.items()}
         return {"items": self.items, "cut": self.cut, "skipped": self.skipped, **measures}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Examination:
-    """A task's questions, encoded for one model.
-
-    Attributes:
-        task: Its name.
-        questions: All of the same form.
-        continuations: Those of all endings, question by question.
-        skipped: Questions left out.
-    """
+    """A task, encoded for one model."""
 
     task: str
-    questions: Sequence[Question]
+    items: int
     continuations: Sequence[Continuation]
+    measure: Callable[[Sequence[Scored]], Mapping[str, Measure]]
     skipped: int = 0
 
     def take(
@@ -75,7 +59,7 @@ class Examination:
         stopping: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> TaskResult | None:
-        """Let a model take it, as `score_all` does; None when stopped."""
+        """Put it to a model, with the arguments of `score_all`; None when stopped."""
         scored = score_all(
             self.continuations,
             scorer,
@@ -88,8 +72,7 @@ class Examination:
         if scored is None:
             return None
         cut = sum(one.is_cut for one in self.continuations)
-        measures = measures_of(self.questions, scored)
-        return TaskResult(self.task, len(self.questions), cut, measures, self.skipped)
+        return TaskResult(self.task, self.items, cut, self.measure(scored), self.skipped)
 
 
 def prepare(task: str, questions: Sequence[Question], encoder: Encoder) -> Examination:
@@ -103,12 +86,11 @@ def prepare(task: str, questions: Sequence[Question], encoder: Encoder) -> Exami
     owners = [number for number, one in enumerate(questions) for _ in one.endings]
     places = [questions[number].place for number in owners]
     given = encoder.continuations(pairs, places=places, groups=owners)
-    fits = [True] * len(questions)
-    for owner, one in zip(owners, given, strict=True):
-        fits[owner] = fits[owner] and one is not None
-    kept = list(itertools.compress(questions, fits))
-    continuations = [one for one in given if one is not None and fits[one.group]]
-    return Examination(task, kept, continuations, skipped=len(questions) - len(kept))
+    skipped = {owner for owner, one in zip(owners, given, strict=True) if one is None}
+    kept = [question for number, question in enumerate(questions) if number not in skipped]
+    continuations = [one for one in given if one is not None and one.group not in skipped]
+    measure = functools.partial(measures_of, kept)
+    return Examination(task, len(kept), continuations, measure, skipped=len(skipped))
 
 
 def measures_of(questions: Sequence[Question], scored: Sequence[Scored]) -> dict[str, Measure]:
@@ -116,20 +98,23 @@ def measures_of(questions: Sequence[Question], scored: Sequence[Scored]) -> dict
 
     With several endings, the likeliest is the answer: `acc` by the sum of the log-probabilities,
     `acc_norm` by the sum over the ending's number of characters; the first of several alike. A
-    single ending is right, `acc`, when the model would write it by itself; its `perplexity` is that
+    single ending is right, `acc`, when it is the model's greedy choice; its `perplexity` is that
     of the whole ending.
     """
     if not questions:
         return {}
-    remaining = iter(scored)
-    own = [list(itertools.islice(remaining, len(question.endings))) for question in questions]
     if all(len(question.endings) == 1 for question in questions):
-        return _of_last_words([one for (one,) in own])
-    judged = [_choices(question, given) for question, given in zip(questions, own, strict=True)]
-    return {
-        "acc": mean_of([float(plain) for plain, _ in judged]),
-        "acc_norm": mean_of([float(normal) for _, normal in judged]),
-    }
+        return _of_last_words(scored)
+    remaining = iter(scored)
+    plain: list[float] = []
+    normal: list[float] = []
+    for question in questions:
+        own = itertools.islice(remaining, len(question.endings))
+        sums = [one.log_probability for one in own]
+        each = [total / len(text) for total, text in zip(sums, question.endings, strict=True)]
+        plain.append(float(sums.index(max(sums)) == question.answer))
+        normal.append(float(each.index(max(each)) == question.answer))
+    return {"acc": mean_of(plain), "acc_norm": mean_of(normal)}
 
 
 def mean_of(values: Sequence[float]) -> Measure:
@@ -141,22 +126,15 @@ def mean_of(values: Sequence[float]) -> Measure:
     return Measure(mean, math.sqrt(variance) / math.sqrt(len(values)))
 
 
-def _choices(question: Question, scored: Sequence[Scored]) -> tuple[bool, bool]:
-    sums = [one.log_probability for one in scored]
-    each = [total / len(text) for total, text in zip(sums, question.endings, strict=True)]
-    return _first_largest(sums) == question.answer, _first_largest(each) == question.answer
-
-
-def _first_largest(values: Sequence[float]) -> int:
-    return max(range(len(values)), key=values.__getitem__)
+def exponential(loss: float, error: float | None) -> Measure:
+    """Return exp(loss); its error follows by the delta method, d exp(x) = exp(x) dx."""
+    value = math.exp(min(loss, LARGEST_EXPONENT))
+    return Measure(value, None if error is None else error * value)
 
 
 def _of_last_words(scored: Sequence[Scored]) -> dict[str, Measure]:
     loss = mean_of([-one.log_probability for one in scored])
-    perplexity = math.exp(min(loss.value, 700.0))
-    # By the delta method: d exp(x) = exp(x) dx.
-    error = None if loss.standard_error is None else perplexity * loss.standard_error
     return {
         "acc": mean_of([float(one.is_greedy) for one in scored]),
-        "perplexity": Measure(perplexity, error),
+        "perplexity": exponential(loss.value, loss.standard_error),
     }

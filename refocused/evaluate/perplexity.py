@@ -2,53 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from refocused.evaluate.continuations import Continuation, Encoder, Scored, Scorer, score_all
-from refocused.evaluate.multiple_choice import Measure, TaskResult
+from refocused.evaluate.continuations import Continuation, Encoder, Scored
+from refocused.evaluate.multiple_choice import Examination, Measure, exponential
 from refocused.system.errors import EvaluationError
-from refocused.system.world import World
-
-LARGEST_EXPONENT = 700.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Passage:
-    """A text, cut into windows for one model.
-
-    Attributes:
-        task: Its name.
-        windows: Each scores the tokens that the ones before have not.
-        text_bytes: Of what is scored, in UTF-8.
-    """
-
-    task: str
-    windows: Sequence[Continuation]
-    text_bytes: int
-
-    def take(
-        self,
-        scorer: Scorer,
-        *,
-        rows: int,
-        world: World,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> TaskResult:
-        """Let a model read it; every rank must call."""
-        scored = score_all(self.windows, scorer, rows=rows, world=world, progress=progress)
-        assert scored is not None  # nothing stops it
-        measures = measures_of(self.windows, scored, text_bytes=self.text_bytes)
-        return TaskResult(self.task, len(self.windows), 0, measures)
 
 
 def read_text(file: Path) -> str:
     """Read a text.
 
     Raises:
-        EvaluationError: It cannot be read, is no UTF-8, or is empty.
+        EvaluationError: It cannot be read, is not UTF-8, or is empty.
     """
     try:
         text = file.read_bytes().decode()
@@ -65,18 +33,18 @@ def read_text(file: Path) -> str:
 
 def prepare(
     task: str, text: str, encoder: Encoder, *, stride: int | None = None, limit: int | None = None
-) -> Passage:
+) -> Examination:
     """Cut a text into windows.
 
     Args:
         task: Its name.
         text: Not empty.
         encoder: Of the model.
-        stride: New tokens of each window after the first; None: as many as the context has.
+        stride: New tokens of each window after the first; None: the whole context.
         limit: Windows to score; None: all.
 
     Raises:
-        EvaluationError: The text is too short to score, or the stride is not one of the context.
+        EvaluationError: The text is too short to score, or the stride exceeds the context.
     """
     context = encoder.context_tokens
     stride = context if stride is None else stride
@@ -92,7 +60,8 @@ def prepare(
     last = begin + sum(window.scored for window in windows) - 1
     end = ends[last] if len(windows) < len(every) else len(text)
     text_bytes = len(text[ends[begin - 1] if begin else 0 : end].encode())
-    return Passage(task, windows, text_bytes)
+    measure = functools.partial(measures_of, windows, text_bytes=text_bytes)
+    return Examination(task, len(windows), windows, measure)
 
 
 def rolling_windows(
@@ -100,12 +69,12 @@ def rolling_windows(
 ) -> list[Continuation]:
     """Return windows that score every token once, each with as much before it as the model sees.
 
-    Those of lm-evaluation-harness at a stride of the whole context (its
-    `get_rolling_token_windows`), and of transformers' guide to perplexity otherwise.
+    As lm-evaluation-harness does at a stride of the whole context (its
+    `get_rolling_token_windows`), and transformers' guide to perplexity otherwise.
 
     Args:
         ids: The text.
-        first: What precedes it; None: its own first token, which is not scored then.
+        first: What precedes it; None: nothing, and its own first token is not scored.
         context: Tokens that the model sees at once.
         stride: Tokens that each window after the first scores.
     """
@@ -131,25 +100,19 @@ def measures_of(
     """
     counts = [window.scored for window in windows]
     losses = [-one.log_probability for one in scored]
-    tokens, total = sum(counts), sum(losses)
-    loss = total / tokens
+    tokens = sum(counts)
+    loss = sum(losses) / tokens
     error = None
     if len(windows) > 1:
         spread = sum((own - loss * n) ** 2 for own, n in zip(losses, counts, strict=True))
         error = math.sqrt(spread * len(windows) / (len(windows) - 1)) / tokens
+
+    def scaled(factor: float) -> tuple[float, float | None]:
+        return loss * factor, None if error is None else error * factor
+
     by_byte = tokens / text_bytes
-    bits = by_byte / math.log(2)
     return {
-        "perplexity": _exponential(loss, error),
-        "byte_perplexity": _exponential(loss * by_byte, _times(error, by_byte)),
-        "bits_per_byte": Measure(loss * bits, _times(error, bits)),
+        "perplexity": exponential(loss, error),
+        "byte_perplexity": exponential(*scaled(by_byte)),
+        "bits_per_byte": Measure(*scaled(by_byte / math.log(2))),
     }
-
-
-def _exponential(loss: float, error: float | None) -> Measure:
-    value = math.exp(min(loss, LARGEST_EXPONENT))
-    return Measure(value, _times(error, value))
-
-
-def _times(error: float | None, factor: float) -> float | None:
-    return None if error is None else error * factor

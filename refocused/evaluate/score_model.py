@@ -15,7 +15,6 @@ from refocused.evaluate import multiple_choice, perplexity
 from refocused.evaluate.continuations import Continuation, Encoder, tensors_of
 from refocused.evaluate.load_model import LoadedModel
 from refocused.evaluate.multiple_choice import Examination, TaskResult
-from refocused.evaluate.perplexity import Passage
 from refocused.evaluate.tasks import PERPLEXITY, TaskFile, read_questions
 from refocused.models.families import FAMILIES
 from refocused.models.head_loss import label_scores
@@ -28,18 +27,12 @@ SHARING = ("gpt2", "gpt_neox")
 
 
 class NetworkScorer:
-    """Rates tokens by transformers' model, without ever holding the logits of all positions.
-
-    Attributes:
-        vocabulary: Ids that the model knows.
-        context_tokens: Longest context that it takes; None: its configuration does not say.
-    """
+    """Scores tokens by a transformers model, without holding the logits of all positions."""
 
     def __init__(self, network: Any) -> None:
-        """Rate by a model in evaluation mode, where it is."""
+        """Score by a model in evaluation mode, on its own device."""
         self._network = network
-        self.vocabulary: int = network.config.vocab_size
-        self.context_tokens: int | None = getattr(network.config, "max_position_embeddings", None)
+        self._vocabulary: int = network.config.vocab_size
         # The logits of our families are the head's product; others may scale or cap them after.
         self._is_known = network.config.model_type in FAMILIES
         self._shares = network.config.model_type in SHARING
@@ -47,7 +40,7 @@ class NetworkScorer:
     def __call__(self, batch: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
         """Return sums of log-probabilities `[B]` and counts of misses `[B]`."""
         siblings = [list(rows) for _, rows in itertools.groupby(batch, key=lambda one: one.group)]
-        shared = [shared_tokens(rows) for rows in siblings] if self._shares else []
+        shared = [_shared_tokens(rows) for rows in siblings] if self._shares else []
         with torch.inference_mode():
             if len(siblings) < len(batch) and min(shared, default=0) > 0:
                 hidden, labels = self._after_shared(siblings, shared)
@@ -57,14 +50,13 @@ class NetworkScorer:
                 self._network.get_output_embeddings() if self._is_known else torch.nn.Identity(),
                 hidden,
                 labels,
-                vocabulary=self.vocabulary,
-                rows_at_once=max(1, LOGITS_AT_ONCE // self.vocabulary),
+                vocabulary=self._vocabulary,
+                rows_at_once=max(1, LOGITS_AT_ONCE // self._vocabulary),
             )
 
     def _read(self, batch: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
-        """Return what the head gets, `[B, T, D]`, or gives in families unknown here; and labels."""
-        device = self._network.device
-        input_ids, labels = (tensor.to(device) for tensor in tensors_of(batch))
+        """Return the head's inputs `[B, T, D]` (of unknown families its logits) and the labels."""
+        input_ids, labels = (tensor.to(self._network.device) for tensor in tensors_of(batch))
         if not self._is_known:
             return self._network(input_ids=input_ids, use_cache=False).logits, labels
         body = self._network.base_model(input_ids=input_ids, use_cache=False)
@@ -73,44 +65,39 @@ class NetworkScorer:
     def _after_shared(
         self, siblings: Sequence[Sequence[Continuation]], shared: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Read each beginning once, then every ending with the cache of its own beginning.
+        """Read each shared beginning once, then every ending with the cache of its beginning.
 
-        Beginnings are padded on the right, where they look back at themselves alone, and their
-        padding is masked when the endings look back.
+        Beginnings are padded on the right, which causal attention ignores; the padding is masked
+        when the endings attend to it.
         """
         device, body = self._network.device, self._network.base_model
-        beginnings = [
-            Continuation(rows[0].ids[: count + 1], 0)
-            for rows, count in zip(siblings, shared, strict=True)
-        ]
+        beginnings, rest, owners = [], [], []
+        for number, (rows, count) in enumerate(zip(siblings, shared, strict=True)):
+            beginnings.append(Continuation(rows[0].ids[: count + 1], 0))
+            rest += [Continuation(one.ids[count:], one.scored) for one in rows]
+            owners += [number] * len(rows)
         read = body(input_ids=tensors_of(beginnings)[0].to(device), use_cache=True)
         cache = read.past_key_values
-        owners = [number for number, rows in enumerate(siblings) for _ in rows]
         cache.batch_select_indices(torch.tensor(owners, device=device))
-        rest = [
-            Continuation(one.ids[count:], one.scored)
-            for rows, count in zip(siblings, shared, strict=True)
-            for one in rows
-        ]
         input_ids, labels = (tensor.to(device) for tensor in tensors_of(rest))
         before = torch.tensor(shared, device=device)[owners].unsqueeze(1)
-        places = torch.arange(input_ids.shape[1], device=device)
-        longest = torch.arange(max(shared), device=device)
-        positions = before + places
-        mask = torch.cat([longest < before, torch.ones_like(input_ids, dtype=torch.bool)], dim=1)
-        limit = self.context_tokens or int(positions.max()) + 1
+        positions = before + torch.arange(input_ids.shape[1], device=device)
+        is_read = torch.arange(max(shared), device=device) < before
+        mask = torch.cat([is_read, torch.ones_like(input_ids, dtype=torch.bool)], dim=1)
+        # The positions of padding may be beyond the last one that the model knows.
+        longest = getattr(self._network.config, "max_position_embeddings", None)
         found = body(
             input_ids=input_ids,
             past_key_values=cache,
             attention_mask=mask.long(),
-            position_ids=positions.clamp(max=limit - 1),  # that of padding may be beyond the last
+            position_ids=positions.clamp(max=(longest or int(positions.max()) + 1) - 1),
             use_cache=True,
         )
         return found.last_hidden_state, labels
 
 
-def shared_tokens(rows: Sequence[Continuation]) -> int:
-    """Count the tokens that all begin with and that precede every prediction that is scored."""
+def _shared_tokens(rows: Sequence[Continuation]) -> int:
+    """Count the tokens that all begin with and that precede every scored prediction."""
     most = min(len(one.ids) - 1 - one.scored for one in rows)
     first = rows[0].ids
     for count in range(most):
@@ -121,19 +108,12 @@ def shared_tokens(rows: Sequence[Continuation]) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """How tasks are put to a model.
+    """How tasks are put to a model."""
 
-    Attributes:
-        limit: Items of each task, and windows of each text; None: all.
-        batch: Endings, or windows, that the model reads at once.
-        context_tokens: Tokens that it sees at once; None: as `context_of` says.
-        stride: New tokens of each window of a text; None: the whole context.
-    """
-
-    limit: int | None = None
-    batch: int = 16
-    context_tokens: int | None = None
-    stride: int | None = None
+    limit: int | None = None  # items of each task, and windows of each text; None: all
+    batch: int = 16  # endings, or windows, read at once
+    context_tokens: int | None = None  # read at once; None: as many as in training
+    stride: int | None = None  # new tokens of each window of a text; None: the whole context
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,26 +133,22 @@ Progress = Callable[[str, int, int], None]
 
 
 class Evaluation:
-    """A model and what it needs to take tasks.
-
-    Attributes:
-        context_tokens: Tokens that the model sees at once.
-    """
+    """A model with a tokenizer, ready for tasks; it sees `context_tokens` at once."""
 
     def __init__(self, model: LoadedModel, settings: Settings) -> None:
-        """Prepare a model that has a tokenizer.
+        """Choose the context, and check the tokenizer.
 
         Raises:
-            EvaluationError: The context is none that the model takes, or its tokenizer has ids
-                that it does not know.
+            EvaluationError: The model cannot take the context, or its tokenizer has ids that it
+                does not know.
         """
         self._settings = settings
         self._scorer = NetworkScorer(model.network)
-        self.context_tokens = context_of(
-            settings.context_tokens, model, longest=self._scorer.context_tokens
-        )
+        self.context_tokens = _context_of(model, settings.context_tokens)
         self._encoder = Encoder(
-            model.tokenizer, context_tokens=self.context_tokens, vocabulary=self._scorer.vocabulary
+            model.tokenizer,
+            context_tokens=self.context_tokens,
+            vocabulary=model.network.config.vocab_size,
         )
 
     def run(
@@ -184,25 +160,23 @@ class Evaluation:
     ) -> list[TimedResult]:
         """Take all tasks; every rank must call, and gets all results.
 
-        The time of a task is from its first batch on.
+        The time of a task starts with its first batch.
 
         Raises:
-            EvaluationError: On every rank: a file is broken. No task has begun then.
+            EvaluationError: On every rank, before any task begins: a file is invalid.
         """
         prepared = world.on_all_ranks(lambda: [self._prepare(task) for task in tasks])
         return [self._take(one, world, progress) for one in prepared]
 
-    def _prepare(self, task: TaskFile) -> Examination | Passage:
-        settings = self._settings
+    def _prepare(self, task: TaskFile) -> Examination:
+        limit = self._settings.limit
         if task.form == PERPLEXITY:
-            text = perplexity.read_text(task.file)
-            return perplexity.prepare(
-                task.name, text, self._encoder, stride=settings.stride, limit=settings.limit
-            )
-        questions = read_questions(task, limit=settings.limit)
+            text, stride = perplexity.read_text(task.file), self._settings.stride
+            return perplexity.prepare(task.name, text, self._encoder, stride=stride, limit=limit)
+        questions = read_questions(task, limit=limit)
         return multiple_choice.prepare(task.name, questions, self._encoder)
 
-    def _take(self, one: Examination | Passage, world: World, progress: Progress) -> TimedResult:
+    def _take(self, one: Examination, world: World, progress: Progress) -> TimedResult:
         began = time.monotonic()
         result = one.take(
             self._scorer,
@@ -214,20 +188,11 @@ class Evaluation:
         return TimedResult(result, time.monotonic() - began)
 
 
-def context_of(wanted: int | None, model: LoadedModel, *, longest: int | None) -> int:
-    """Return how many tokens a model sees at once.
+def _context_of(model: LoadedModel, wanted: int | None) -> int:
+    """Return how many tokens a model sees at once: as wanted, as trained on, or the longest.
 
-    Without a wish it is what the model was trained on, beyond which its embeddings of positions
-    have learned nothing; of one that does not say, the longest that its configuration names. More
-    than that can be wanted of a model that has no limit.
-
-    Args:
-        wanted: By the command line.
-        model: A step, an export of one, or any other.
-        longest: By the model's configuration.
-
-    Raises:
-        EvaluationError: More is wanted than the model takes, or it does not say how much that is.
+    Position embeddings beyond the trained length have learned nothing. A model without a limit
+    takes any wanted length.
     """
     limit = model.longest_sequence
     if wanted is not None and limit is not None and wanted > limit:
@@ -235,7 +200,8 @@ def context_of(wanted: int | None, model: LoadedModel, *, longest: int | None) -
             f"--context {wanted}: {model.source} reads at most {limit} tokens at once (its number "
             f"of positions). Take --context {limit} or less."
         )
-    found = wanted or model.trained_length or longest
+    longest = getattr(model.network.config, "max_position_embeddings", None)
+    found: int | None = wanted or model.trained_length or longest
     if found is None:
         raise EvaluationError(
             f"{model.source} does not say how long a context the model takes (config.json has no "

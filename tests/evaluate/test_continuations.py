@@ -20,7 +20,7 @@ from refocused.evaluate.continuations import (
     score_all,
     tensors_of,
 )
-from refocused.evaluate.score_model import NetworkScorer, shared_tokens
+from refocused.evaluate.score_model import NetworkScorer
 from refocused.models.head_loss import IGNORED_LABEL, label_scores
 from refocused.system.errors import EvaluationError
 from refocused.system.world import World
@@ -142,12 +142,6 @@ def test_endings_after_a_shared_beginning_score_as_alone(model: str) -> None:
     wanted = [one.log_probability for one in alone]
     assert [one.log_probability for one in together] == pytest.approx(wanted, rel=1e-5)
     assert [one.log_probability for one in split] == pytest.approx(wanted, rel=1e-5)
-
-
-def test_what_is_shared_precedes_every_scored_prediction() -> None:
-    assert shared_tokens([Continuation((1, 2, 3, 4), 1), Continuation((1, 2, 3, 5), 1)]) == 2
-    assert shared_tokens([Continuation((1, 2, 3, 4), 2), Continuation((1, 9, 3, 5), 1)]) == 1
-    assert shared_tokens([Continuation((1, 2), 1), Continuation((1, 2, 3), 1)]) == 0
 
 
 def test_what_the_model_would_write_is_greedy() -> None:

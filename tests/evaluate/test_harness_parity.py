@@ -42,7 +42,7 @@ def log_probabilities(task: TaskFile, model: LoadedModel, *, rows: int) -> list[
     )
     if task.form == "perplexity":
         passage = perplexity.prepare("text", perplexity.read_text(task.file), encoder)
-        given = passage.windows
+        given = passage.continuations
     else:
         given = multiple_choice.prepare("task", read_questions(task), encoder).continuations
     scored = score_all(given, NetworkScorer(model.network), rows=rows, world=World())

@@ -37,15 +37,23 @@ def test_windows_score_every_token_once_with_as_much_before_it_as_fits() -> None
     assert rolling_windows(ids[:1], first=None, context=4, stride=4) == []
 
 
-def test_a_limit_counts_the_bytes_of_what_it_leaves() -> None:
-    text = "h\u00e9llo w\u00f6rld"  # 11 characters, 13 bytes
-    encoder = bytes_encoder(context=4)
-    assert prepare("t", text, encoder).text_bytes == 13
-    limited = prepare("t", text, encoder, limit=2)
-    assert (len(limited.windows), limited.text_bytes) == (2, 8)
-    no_begin = bytes_encoder(context=4, end_of_text=False)
-    assert prepare("t", "abcdefghi", no_begin).text_bytes == 8
-    assert prepare("t", "abcdefghi", no_begin, limit=1).text_bytes == 4
+@pytest.mark.parametrize(
+    ("text", "end_of_text", "limit", "windows", "text_bytes"),
+    [
+        ("h\u00e9llo w\u00f6rld", True, None, 4, 13),  # 11 characters
+        ("h\u00e9llo w\u00f6rld", True, 2, 2, 8),
+        ("abcdefghi", False, None, 2, 8),
+        ("abcdefghi", False, 1, 1, 4),
+    ],
+)
+def test_a_limit_counts_the_bytes_of_what_it_leaves(
+    text: str, end_of_text: bool, limit: int | None, windows: int, text_bytes: int
+) -> None:
+    found = prepare("t", text, bytes_encoder(context=4, end_of_text=end_of_text), limit=limit)
+    assert found.items == windows
+    measures = found.measure([Scored(-1.0, False)] * windows)
+    by_byte = math.log(measures["byte_perplexity"].value)
+    assert windows / by_byte == pytest.approx(text_bytes)  # the whole loss is one nat a window
 
 
 @pytest.mark.parametrize("stride", [0, 13])
@@ -90,6 +98,7 @@ def test_within_one_context_it_is_transformers_own_loss() -> None:
     ids = torch.tensor([[256, *text.encode()]])
     with torch.no_grad():
         loss = float(network(ids, labels=ids).loss)
+    assert taken is not None
     assert taken.measures["perplexity"].value == pytest.approx(math.exp(loss), rel=1e-5)
 
 
@@ -107,6 +116,7 @@ def test_overlap_gives_later_tokens_their_context_back() -> None:
             exact = network(seen).logits[0, -1].double().log_softmax(-1)
         total -= float(exact[ids[place]])
     wanted = math.exp(total / (len(ids) - 1))
+    assert taken is not None
     assert taken.measures["perplexity"].value == pytest.approx(wanted, rel=1e-5)
 
 

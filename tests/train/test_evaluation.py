@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +14,7 @@ from thread_ranks import on_two_ranks, results
 from refocused.config.data import DataConfig
 from refocused.config.outputs import EvaluationConfig
 from refocused.evaluate.continuations import Continuation
-from refocused.evaluate.multiple_choice import Examination
+from refocused.evaluate.multiple_choice import Examination, measures_of
 from refocused.evaluate.tasks import Question
 from refocused.system.errors import ConfigError, RefocusedError
 from refocused.system.world import World
@@ -40,7 +41,7 @@ def questions(answers: list[int]) -> Examination:
         for number in range(len(asked))
         for first in (1, 2)
     ]
-    return Examination("quiz", asked, given)
+    return Examination("quiz", len(asked), given, functools.partial(measures_of, asked))
 
 
 class FakeSampler:
@@ -153,7 +154,7 @@ def test_tasks_are_read_before_training_and_only_their_first_items(tmp_path: Pat
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     texts = built(tmp_path, tasks=[str(file)], task_items=3)
     (examination,) = texts.tasks
-    assert (examination.task, len(examination.questions)) == ("quiz", 3)
+    assert (examination.task, examination.items) == ("quiz", 3)
     assert examination.continuations[0].ids == (*b"0 yes",)
     assert texts.sampler is None
     assert texts.tokenizer_json is not None
