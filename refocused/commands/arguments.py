@@ -1,24 +1,26 @@
-"""Arguments that commands share: options, places, credentials, and exit code 2 for a mistake."""
+"""How commands read their command lines: verbs, shared options, and exit code 2 for a mistake."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import logging
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from refocused.commands.output import count
-from refocused.system.errors import ConfigError, ExitCode
+from refocused.system.errors import ConfigError, ExitCode, RefocusedError
 
 if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket
     from refocused.config.data import DataConfig
-
+    from refocused.tokenizers.encoders import TokenizerChoice
 
 SILENT_RANK_SECONDS = 3.0  # the launcher kills everybody once one rank ends: rank 0 speaks first
 
@@ -32,7 +34,7 @@ class Parser(argparse.ArgumentParser):
         return self.parse_intermixed_args([dashed(one) for one in given])
 
     def error(self, message: str) -> NoReturn:
-        """End with one line that says what is wrong."""
+        """Exit with one line that says what is wrong."""
         if is_another_rank():
             time.sleep(SILENT_RANK_SECONDS)
             sys.exit(ExitCode.WRONG_USE)
@@ -40,7 +42,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Once(argparse.Action):
-    """Stores a value and refuses a second one, where argparse would take the last in silence."""
+    """Stores a value and refuses a second one, where argparse would silently take the last."""
 
     def __call__(
         self,
@@ -58,8 +60,59 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+def run_verb(command: str, verbs: Mapping[str, tuple[str, str]], given: Sequence[str]) -> int:
+    """Run the verb that the first argument names; return the exit code.
+
+    A verb V is the functions `add_V_arguments(parser)` and `run_V(arguments)` of its module, which
+    is imported only when it is run. The verb "" has the command's own name.
+
+    Args:
+        command: Name of the command.
+        verbs: For each verb the module below `refocused.commands`, and one line about it.
+        given: The command line without the command.
+    """
+    verb = given[0] if given and given[0] in verbs else ""
+    if verb in verbs:
+        code = _run_one(command, verb, *verbs[verb], given=given[1:] if verb else given)
+    elif not given or given[0] in ("-h", "--help"):
+        with quiet_on_a_closed_pipe():
+            print(f"usage: {command} VERB ...\n")
+            for name, (_, what) in verbs.items():
+                print(f"  {name:<10} {what}")
+            print(f"\n{command} VERB --help says more.")
+        code = ExitCode.OK if given else ExitCode.WRONG_USE
+    else:
+        known = ", ".join(verbs)
+        print(f"{command}: {given[0]!r} is no verb. There are: {known}.", file=sys.stderr)
+        code = ExitCode.WRONG_USE
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # gloo's threads sometimes abort a normal exit; see commands/train.py
+    return code
+
+
+def _run_one(command: str, verb: str, module: str, what: str, *, given: Sequence[str]) -> int:
+    functions, name = importlib.import_module(f"refocused.commands.{module}"), verb or command
+    parser = Parser(prog=f"{command} {verb}".rstrip(), description=what)
+    getattr(functions, f"add_{name}_arguments")(parser)
+    arguments = parser.read(given)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    try:
+        with quiet_on_a_closed_pipe():
+            code: int = getattr(functions, f"run_{name}")(arguments)
+    except RefocusedError as error:
+        if not (error.on_every_rank and is_another_rank()):
+            print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("Interrupted. The same command goes on from here.", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+    return code
+
+
 def is_another_rank() -> bool:
-    """Tell whether a launcher started this process as another than rank 0, which speaks."""
+    """Return whether a launcher started this process as a rank other than 0, which prints."""
     return os.environ.get("RANK", "0") != "0"
 
 
@@ -67,14 +120,14 @@ def is_another_rank() -> bool:
 def quiet_on_a_closed_pipe() -> Iterator[None]:
     """Let `| head` end a command that prints; never for training, which must outlive its screen.
 
-    SIGPIPE stays ignored: its own way would end the process without a word when the connection to
-    a bucket, or the pipe to a process of a pool, breaks.
+    SIGPIPE stays ignored: its default action would kill the process without a message when the
+    connection to a bucket, or the pipe to a process of a pool, breaks.
     """
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is left in the buffer is written once more when Python ends.
+        # What is left in the buffer is written once more when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(ExitCode.FAILED)
 
@@ -82,22 +135,16 @@ def quiet_on_a_closed_pipe() -> Iterator[None]:
 def dashed(argument: str) -> str:
     """Spell a long option with dashes: `--max_steps=3` becomes `--max-steps=3`."""
     match = re.match(r"--[A-Za-z_-]+", argument)
-    if match is None:
-        return argument
-    return match[0].replace("_", "-") + argument[match.end() :]
+    return argument if match is None else match[0].replace("_", "-") + argument[match.end() :]
 
 
 def is_override(argument: str) -> bool:
-    """Tell whether an argument has the form `section.key=value`."""
+    """Return whether an argument has the form `section.key=value`."""
     return re.match(r"[A-Za-z_-]+(\.[A-Za-z0-9_-]+)+=", argument) is not None
 
 
 def split_overrides(arguments: Sequence[str]) -> list[str]:
-    """Return the `section.key=value` arguments.
-
-    Raises:
-        ConfigError: Something else stands among them.
-    """
+    """Return the `section.key=value` arguments; raise ConfigError for anything else."""
     for argument in arguments:
         if not is_override(argument):
             raise ConfigError(
@@ -114,11 +161,7 @@ def add_credentials(parser: Parser) -> None:
 
 
 def place(url: str, arguments: argparse.Namespace) -> Bucket:
-    """Return the bucket of an address, reached as the command line says.
-
-    Raises:
-        BucketError: The address names none.
-    """
+    """Open the bucket of an address with the command line's credentials."""
     from refocused.bucket.open_bucket import open_bucket
 
     return open_bucket(
@@ -143,8 +186,24 @@ def work_folder(out: str, named: Path | None) -> Path:
     return named or Path("data/prepare") / re.sub(r"[^a-z0-9._-]+", "_", out[5:].lower())
 
 
+def add_tokenizer_options(parser: Parser) -> None:
+    """Add the options of `tokenizer_choice`."""
+    add, names = parser.add_argument, "bytes, gpt2, hub:MODEL or a tokenizer.json"
+    add("--tokenizer", metavar="NAME", help=f"{names} (default: the model's own)")
+    add("--bpe-folder", type=Path, metavar="DIR", help="vocab.bpe and encoder.json, for gpt2")
+
+
+def tokenizer_choice(arguments: argparse.Namespace) -> TokenizerChoice | None:
+    """Return the tokenizer that the command line names; None: the model's own."""
+    from refocused.tokenizers.encoders import TokenizerChoice
+
+    if arguments.tokenizer is None:
+        return None
+    return TokenizerChoice(arguments.tokenizer, bpe_folder=arguments.bpe_folder)
+
+
 def add_reading_options(parser: Parser) -> None:
-    """Add the options."""
+    """Add the options of `data_settings`, and those that reach the data."""
     add = parser.add_argument
     add("--dtype", choices=("uint16", "uint32", "int32", "int64"), help="of headerless .bin")
     add("--pad-id", type=int, metavar="ID", help="id that fills rows without a mask")
@@ -157,15 +216,10 @@ def add_reading_options(parser: Parser) -> None:
 
 
 def data_settings(arguments: argparse.Namespace, source: str) -> DataConfig:
-    """Return the data section that the options make.
-
-    Raises:
-        ConfigError: A value cannot be.
-    """
+    """Return the data section that the reading options make; raise ConfigError if it cannot be."""
     import pydantic
 
     from refocused.config.data import DataConfig
-    from refocused.system.errors import ConfigError
 
     try:
         return DataConfig(

@@ -9,9 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from refocused.commands.arguments import Once, Parser, quiet_on_a_closed_pipe, split_overrides
+from refocused.commands.arguments import Once, Parser, run_verb, split_overrides
 from refocused.commands.output import count, positive
-from refocused.commands.verbs import run_one
 from refocused.system.errors import ConfigError, ExitCode, ShardError
 
 if TYPE_CHECKING:
@@ -25,9 +24,8 @@ GPUS, GPU = 8, "H100 SXM"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    with quiet_on_a_closed_pipe():
-        return run_one("estimate_cost", "estimate_cost", "estimate_cost", WHAT, given=given)
+    given = sys.argv[1:] if argv is None else argv
+    return run_verb("estimate_cost", {"": ("estimate_cost", WHAT)}, given)
 
 
 def add_estimate_cost_arguments(parser: Parser) -> None:

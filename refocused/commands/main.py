@@ -9,6 +9,7 @@ import importlib
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,6 +30,40 @@ COMMANDS = {
     "monitor": "watch runs on a live screen, or print what is to be seen",
     "stop": "ask a run to save and stop",
 }
+# The module that holds each verb, and one line about it. "" is the command itself, without a verb.
+# A command that is not listed here is a module of its own, with `main(argv)`.
+VERBS = {
+    "checkpoints": {
+        "list": ("checkpoints_inspect", "show every step, newest first"),
+        "info": ("checkpoints_info", "show all that is known about one step"),
+        "verify": ("checkpoints_verify", "compare steps with their manifests"),
+        "prune": ("checkpoints_prune", "remove old steps from the disk, or from the bucket"),
+        "compare": ("checkpoints_compare", "show how two steps differ"),
+        "export": ("checkpoints_move", "write a step as a folder that transformers load"),
+        "plot": ("checkpoints_plot", "draw the losses of a run"),
+        "download": ("checkpoints_move", "fetch a step from the bucket, verified"),
+        "upload": ("checkpoints_move", "complete in the bucket what a mirror did not"),
+    },
+    "prepare_data": {
+        "tokenize": ("prepare_tokenize", "make shards of .txt, .jsonl(.gz) and .parquet files"),
+        "convert": ("prepare_convert", "make shards of other people's token files"),
+        "split": ("prepare_convert", "choose files for validation; copies nothing"),
+        "inspect": ("prepare_inspect", "say what token files really hold"),
+        "verify": ("prepare_verify", "compare files with their manifest, or read them"),
+        "manifest": ("prepare_verify", "list the files with their tokens"),
+        "recommend": ("prepare_recommend", "propose a model and a run for a data set"),
+        "sync": ("prepare_transfer", "fetch a bucket's files to a folder, and go on after a kill"),
+        "upload": ("prepare_transfer", "store a folder's files in a bucket, the manifest last"),
+    },
+    "evaluate": {
+        "": ("evaluate_model", "measure a model by tasks and texts"),
+        "compare": ("evaluate_compare", "compare models by tasks, or by their speed"),
+        "spectrum": (
+            "evaluate_spectrum",
+            "show and draw what a model without attention remembers, how long",
+        ),
+    },
+}
 
 
 def main() -> int:
@@ -45,16 +80,23 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    module = importlib.import_module(f"refocused.commands.{arguments[0]}")
-    code: int = module.main(arguments[1:])
+    return run_command(arguments[0], arguments[1:])
+
+
+def run_command(name: str, given: Sequence[str]) -> int:
+    """Run a command with its arguments; return its exit code."""
+    if name in VERBS:
+        verbs = importlib.import_module("refocused.commands.arguments")
+        code: int = verbs.run_verb(name, VERBS[name], given)
+    else:
+        code = importlib.import_module(f"refocused.commands.{name}").main(given)
     return code
 
 
 def run_script(name: str) -> NoReturn:
     """Run a command for its script in `launch/`, under a Python that has the packages."""
     _use_environment()
-    command = importlib.import_module(f"refocused.commands.{name}")
-    sys.exit(command.main(sys.argv[1:]))
+    sys.exit(run_command(name, sys.argv[1:]))
 
 
 def missing_package() -> str | None:

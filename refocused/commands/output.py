@@ -1,15 +1,105 @@
-"""Sizes, times, counts and progress as commands print them."""
+"""What commands print and read: results, tables, progress, sizes, times and numbers."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import math
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TextIO
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+TERMINAL_SECONDS = 0.2
+LOG_SECONDS = 10.0
+
+
+def print_result(record: object, lines: Iterable[str], *, as_json: bool) -> None:
+    """Print what a command found: for a program as JSON, for a person as lines."""
+    print(json.dumps(record, indent=1, default=str) if as_json else "\n".join(lines))
+
+
+def print_table(
+    rows: Iterable[Sequence[str]], *headings: str, indent: int = 0, file: TextIO | None = None
+) -> None:
+    """Print columns: fitted to a terminal's width, as wide as they are elsewhere."""
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 3, 0, 0), show_header=bool(headings))
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(file=file, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 10_000
+    with console.capture() as captured:
+        console.print(Padding(table, (0, 0, 0, indent), expand=False))
+    for line in captured.get().splitlines():
+        print(line.rstrip(), file=file)
+
+
+@contextlib.contextmanager
+def progress_line(
+    what: str, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[..., None]]:
+    """Yield `show(done_bytes, total_bytes, note="")`, which shows the progress of a transfer.
+
+    On a terminal one line moves; elsewhere a line is printed now and then. What was done by the
+    first call does not count for the rate.
+    """
+    from rich.console import Console
+    from rich.progress import (
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    console = Console(file=stream or sys.stderr)
+    if not console.is_terminal:
+        console.width = 10_000
+    progress = Progress(
+        TextColumn("{task.description} {task.percentage:5.1f} %", markup=False),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+        console=console,
+        auto_refresh=False,  # a thread that refreshes must not exist when workers are forked
+        get_time=clock,
+        speed_estimate_period=math.inf,
+        redirect_stdout=False,
+    )
+    task = progress.add_task(what, total=None, note="")
+    pause = TERMINAL_SECONDS if console.is_terminal else LOG_SECONDS
+    shown = clock() - (TERMINAL_SECONDS if console.is_terminal else 0)
+
+    def show(done_bytes: int, total_bytes: int, note: str = "") -> None:
+        nonlocal shown
+        progress.update(task, completed=done_bytes, total=total_bytes, note=note)
+        if clock() - shown < pause:
+            return
+        shown = clock()
+        if not console.is_terminal:
+            console.print(progress.get_renderable())
+        elif progress.live.is_started:
+            progress.refresh()
+        else:
+            progress.start()
+
+    try:
+        yield show
+    finally:
+        if progress.live.is_started:
+            progress.stop()
 
 
 def size_text(count: float) -> str:
@@ -42,16 +132,11 @@ def duration_text(seconds: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """Say how long ago something was, in its two largest units; the future counts as now."""
-    minutes = max(0, int(seconds // 60))
-    hours, days = minutes // 60, minutes // 1440
+    """Spell how long ago something was, to the minute; the future counts as now."""
+    minutes = int(max(0, seconds) // 60)
     if minutes < 1:
         return "just now"
-    if hours < 1:
-        return f"{minutes} min ago"
-    if days < 1:
-        return f"{hours} h {minutes % 60} min ago"
-    return f"{days} d {hours % 24} h ago"
+    return f"{minutes} min ago" if minutes < 60 else f"{duration_text(60 * minutes)} ago"
 
 
 def count(text: str) -> int:
@@ -59,7 +144,7 @@ def count(text: str) -> int:
     match = re.fullmatch(r"([0-9][0-9_,]*\.?[0-9]*(?:e[0-9]+)?)([kmbgt]?)", text.lower())
     number = 0.0
     if match is not None:
-        number = float(re.sub("[_,]", "", match[1])) * _UNITS[match[2]]
+        number = float(re.sub("[_,]", "", match[1])) * _FACTORS[match[2]]
     if number < 1 or number != int(number):
         raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 is wanted, as 1e8")
     return int(number)
@@ -67,10 +152,7 @@ def count(text: str) -> int:
 
 def ratio(text: str) -> float:
     """Read a share: 0 to 1."""
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
+    share = _float(text)
     if not 0 <= share <= 1:
         raise argparse.ArgumentTypeError(f"{text!r}: a share from 0 to 1 is wanted, as 0.01")
     return share
@@ -78,17 +160,17 @@ def ratio(text: str) -> float:
 
 def positive(text: str) -> float:
     """Read a number above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
+    number = _float(text)
+    if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}: a number above 0 is wanted")
     return number
 
 
-TERMINAL_SECONDS = 0.2
-LOG_SECONDS = 10.0
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 class ProgressLine:

@@ -16,7 +16,7 @@ from refocused.checkpoints.mirror.mirror_status import MirrorFiles, MirrorStatus
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.step.staging import remove_step
 from refocused.checkpoints.step.step_directory import StepDirectory
-from refocused.commands.checkpoints import main
+from refocused.commands.main import run_command
 from refocused.system.processes import this_process
 
 
@@ -72,7 +72,7 @@ class SampleRun:
 
     def command(self, *arguments: object) -> tuple[int, str, str]:
         """Run a verb; return its exit code, standard output and standard error."""
-        code = main([str(argument) for argument in arguments])
+        code = run_command("checkpoints", [str(argument) for argument in arguments])
         out, err = self.capture.readouterr()
         return code, out, err
 

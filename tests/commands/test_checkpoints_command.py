@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -14,8 +15,10 @@ from refocused.checkpoints.mirror.copy_step import StepCopier
 from refocused.checkpoints.mirror.mirror_status import MirrorFiles, MirrorStatus
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.step.staging import remove_step
-from refocused.commands.checkpoints import VERBS, main
+from refocused.commands.main import VERBS, run_command
 from refocused.system.processes import this_process
+
+main = functools.partial(run_command, "checkpoints")
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -45,7 +48,8 @@ def mirror(run: Path, bucket: Path, step: int) -> None:
 
 def test_an_export_refuses_a_folder_that_exists_before_it_imports_torch(tmp_path: Path) -> None:
     program = (
-        "import sys; from refocused.commands.checkpoints import main; code = main(sys.argv[1:]);"
+        "import sys; from refocused.commands.main import run_command;"
+        "code = run_command('checkpoints', sys.argv[1:]);"
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     done = subprocess.run(
@@ -119,7 +123,12 @@ def test_a_run_that_is_only_in_a_bucket_is_listed(
 ) -> None:
     mirror(run, tmp_path / "bucket", 10)
     run.rename(tmp_path / "elsewhere")
-    assert main(["list", "--run", "new", "--bucket", str(tmp_path / "bucket"), "--json"]) == 0
+    assert (
+        run_command(
+            "checkpoints", ["list", "--run", "new", "--bucket", str(tmp_path / "bucket"), "--json"]
+        )
+        == 0
+    )
     assert [step["step"] for step in json.loads(capsys.readouterr().out)["steps"]] == [10]
 
 
@@ -177,7 +186,7 @@ def test_the_script_runs_from_any_folder_and_loads_no_torch(run: Path) -> None:
     assert not imported & {"torch", "google.cloud.storage", "checkpoints"}
 
 
-@pytest.mark.parametrize("verb", [[], *([verb] for verb in VERBS)])
+@pytest.mark.parametrize("verb", [[], *([verb] for verb in VERBS["checkpoints"])])
 def test_help_imports_nothing_but_the_command(run: Path, verb: list[str]) -> None:
     script = str(REPOSITORY / "launch" / "checkpoints.py")
     done = subprocess.run(

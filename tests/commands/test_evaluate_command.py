@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import subprocess
@@ -14,8 +15,10 @@ from evaluate.harness import CONTEXT, SCORES, bytes_model
 from ranks import ROOT
 from safetensors.torch import load_file, save_file
 
-from refocused.commands.evaluate import main
 from refocused.commands.evaluation_options import usual_dtype
+from refocused.commands.main import run_command
+
+main = functools.partial(run_command, "evaluate")
 
 ON_FILE: dict[str, Any] = json.loads(SCORES.read_text())
 
@@ -218,9 +221,9 @@ def test_two_ranks_say_a_mistake_once(model: Path, tmp_path: Path) -> None:
 
 
 def test_the_script_helps_without_torch() -> None:
-    script = "import sys; sys.argv = ['evaluate', '--help']\n"
-    script += "from refocused.commands.evaluate import main\n"
-    script += "try: main()\nfinally: assert 'torch' not in sys.modules"
+    script = "import sys; from refocused.commands.main import run_command\n"
+    script += "try: run_command('evaluate', ['--help'])\n"
+    script += "finally: assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "usage: evaluate" in done.stdout

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ from end_to_end.forked import ForkedRanks
 from evaluate.harness import MODELS
 from ranks import Ended
 
-from refocused.commands.evaluate import main
 from refocused.commands.evaluate_compare import steps_of_one_run
 from refocused.commands.evaluate_model import Evaluated
+from refocused.commands.main import run_command
 from refocused.evaluate.comparison import SpeedRow, draw_scores, draw_speed, measure_speed
 from refocused.evaluate.multiple_choice import Measure
+
+main = functools.partial(run_command, "evaluate")
 
 PNG = b"\x89PNG"
 ITEM = {"ctx": "the cat", "endings": ["sat on", "ran"], "label": 0}

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from refocused.commands.evaluate import main
+from refocused.commands.main import run_command
 from refocused.models.families import register_families
 from refocused.models.ten.ten import TenConfig, TenForCausalLM
+
+main = functools.partial(run_command, "evaluate")
 
 TABLE = """\
 PART                              MODES            HORIZON IN TOKENS              RADIANS A TOKEN

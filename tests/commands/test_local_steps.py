@@ -13,8 +13,8 @@ from fakes import Emulator
 
 from refocused.bucket.gcs import GcsBucket
 from refocused.checkpoints.step.staging import remove_step
-from refocused.commands import evaluate, generate
 from refocused.commands.local_steps import local_step
+from refocused.commands.main import run_command
 from refocused.evaluate.export_copy import upload_folder
 from refocused.system.errors import CheckpointError
 
@@ -70,11 +70,11 @@ def test_a_half_uploaded_step_is_neither_measured_nor_asked(
     Path("story.txt").write_text("once upon a time")
     address = f"{bucket}/one/checkpoints/checkpoint_step_10"
     for request in ([address], ["10", "--run", "one", "--bucket", bucket]):
-        for main, arguments in (
-            (evaluate.main, ["--tasks", "story.txt", "--device", "cpu"]),
-            (generate.main, ["once", "--device", "cpu"]),
+        for command, arguments in (
+            ("evaluate", ["--tasks", "story.txt", "--device", "cpu"]),
+            ("generate", ["once", "--device", "cpu"]),
         ):
-            assert main([*request, *arguments]) == 1
+            assert run_command(command, [*request, *arguments]) == 1
             out, err = capsys.readouterr()
             assert out == ""
             assert said in err
@@ -95,21 +95,22 @@ def test_an_export_in_a_bucket_is_measured_and_asked(
     upload_folder(Path("model"), GcsBucket(f"{emulator.url}/mirror"), "one/final_model")
     address = f"{emulator.url}/mirror/one/final_model"
     Path("story.txt").write_text("once upon a time")
+    options = ["--tasks", "story.txt", "--device", "cpu", "--json"]
     told = []
     for source in (address, "model"):
-        assert evaluate.main([source, "--tasks", "story.txt", "--device", "cpu", "--json"]) == 0
+        assert run_command("evaluate", [source, *options]) == 0
         told.append(json.loads(capsys.readouterr().out))
     here = Path("data/models") / emulator.bucket / "mirror/one/final_model"
     assert told[0]["model"] == str(here)
     perplexities = [one["tasks"]["story"]["perplexity"] for one in told]
     assert perplexities[0] == perplexities[1]
     done = len(emulator.proxy.requests)
-    assert generate.main([address, "once", "--tokens", "3", "--json", "--device", "cpu"]) == 0
+    assert run_command("generate", [address, "once", "--tokens", "3", *options[2:]]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == 3
     again = [one.path for one in emulator.proxy.requests[done:] if one.is_download]
     assert [path.rpartition("/")[2] for path in again] == ["COMMITTED"]  # the copy was taken
     GcsBucket(address).delete("COMMITTED")
-    assert evaluate.main([address, "--tasks", "story.txt", "--device", "cpu"]) == 1
+    assert run_command("evaluate", [address, "--tasks", "story.txt", "--device", "cpu"]) == 1
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1
     assert f"{address} has no COMMITTED object" in err

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from data.text_samples import assert_prepared, random_texts, stream, tiny_bpe, write_jsonl
 
-from refocused.commands.prepare_data import VERBS, main
+from refocused.commands.main import VERBS as COMMANDS_VERBS
+from refocused.commands.main import run_command
 
 REPOSITORY = Path(__file__).parents[2]
+VERBS = COMMANDS_VERBS["prepare_data"]
 
 
 @pytest.fixture
@@ -21,7 +23,7 @@ def texts(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
+    return run_command("prepare_data", [str(argument) for argument in arguments])
 
 
 def test_tokenize_makes_a_set_and_says_how_to_train_on_it(
@@ -105,8 +107,8 @@ def test_help_names_every_verb_and_loads_nothing_slow() -> None:
     heavy = ("torch", "numpy", "pydantic", "pyarrow", "matplotlib", "google.cloud", "tiktoken")
     for arguments in (["--help"], *([verb, "--help"] for verb in VERBS)):
         code = (
-            "import sys; from refocused.commands.prepare_data import main\n"
-            f"try: main({arguments!r})\nexcept SystemExit: pass\n"
+            "import sys; from refocused.commands.main import run_command\n"
+            f"try: run_command('prepare_data', {arguments!r})\nexcept SystemExit: pass\n"
             f"print([m for m in {heavy!r} if m in sys.modules])"
         )
         done = subprocess.run(

@@ -12,7 +12,8 @@ import pytest
 from data.text_samples import random_texts, tiny_bpe, word_file, write_jsonl
 
 from refocused.bucket.folder import DirectoryBucket
-from refocused.commands import prepare_data, train
+from refocused.commands import train
+from refocused.commands.main import run_command
 from refocused.commands.prepare_recommend import validation_files
 from refocused.config.batch_plan import plan_batch
 from refocused.config.load_run import LoadedRun
@@ -24,7 +25,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def recommend(*arguments: object) -> int:
-    return prepare_data.main(["recommend", *map(str, arguments)])
+    return run_command("prepare_data", ["recommend", *map(str, arguments)])
 
 
 def tokens_of(folder: Path, count: int, *, largest: int, validation: bool = True) -> Path:
@@ -106,7 +107,9 @@ def test_prepared_data_name_their_tokenizer(tmp_path: Path, tokenizer: str) -> N
     options = ["--tokenizer", named[tokenizer], "--val-ratio", "0.1", "--workers", "1"]
     if tokenizer == "gpt2":
         options += ["--bpe-folder", str(tiny_bpe(tmp_path / "bpe"))]
-    assert prepare_data.main(["tokenize", str(texts), "--out", str(source), *options]) == 0
+    assert (
+        run_command("prepare_data", ["tokenize", str(texts), "--out", str(source), *options]) == 0
+    )
     assert recommend(source, "--gpus", 1, "--out", out, "--per-hour", 20) == 0
     loaded = settled(out, tmp_path / "cache")
     assert loaded.shape.vocabulary == {"bytes": 257, "gpt2": 263, "words": 4}[tokenizer]

@@ -11,7 +11,7 @@ import pytest
 from forked import ForkedRanks, train
 from tiny import tiny_run
 
-from refocused.commands.evaluate import main
+from refocused.commands.main import run_command
 
 pytestmark = pytest.mark.slow
 SETTINGS = (
@@ -71,7 +71,7 @@ def test_tasks_and_samples_of_a_run_under_zero_3(
     monkeypatch.chdir(tmp_path)
     tasks = "multiple_choice=quiz.jsonl,lambada=words.jsonl"
     arguments = ["tiny", "--tasks", tasks, "--limit", "7", "--device", "cpu", "--json"]
-    assert main(arguments) == 0
+    assert run_command("evaluate", arguments) == 0
     after = json.loads(capsys.readouterr().out)
     assert (after["step"], after["context_tokens"]) == (6, 32)
     for task, found in after["tasks"].items():
@@ -79,20 +79,20 @@ def test_tasks_and_samples_of_a_run_under_zero_3(
             if isinstance(measure, dict):
                 assert found[name] == pytest.approx(measure, rel=1e-5), (task, name)
 
-    assert main(["compare", "--run", "tiny", *arguments[1:]]) == 0
+    assert run_command("evaluate", ["compare", "--run", "tiny", *arguments[1:]]) == 0
     compared = json.loads(capsys.readouterr().out)
     (alone,) = compared["models"]
     assert (alone["model"], alone["step"]) == ("6", 6)
     quiz = after["tasks"]["multiple_choice"]["acc"]
     assert alone["tasks"]["multiple_choice"]["acc"] == pytest.approx(quiz)
 
-    assert main(["tiny", "--device", "cpu", "--json"]) == 0
+    assert run_command("evaluate", ["tiny", "--device", "cpu", "--json"]) == 0
     (name,) = (validation := json.loads(capsys.readouterr().out)["tasks"])
     assert (name, validation[name]["items"]) == ("validation", 8)
     last = validations[-1]
     assert validation[name]["loss"]["value"] == pytest.approx(last["validation_loss"], rel=1e-5)
     assert validation[name]["perplexity"]["value"] == pytest.approx(last["perplexity"], rel=1e-5)
-    assert main(["tiny", "--device", "cpu", "--context", "16"]) == 2
+    assert run_command("evaluate", ["tiny", "--device", "cpu", "--context", "16"]) == 2
     assert "--context goes with --tasks" in capsys.readouterr().err
 
 

@@ -14,10 +14,8 @@ import transformers
 from forked import train
 from tiny import tiny_run
 
-from refocused.commands import evaluate as evaluate_command
-from refocused.commands import generate as generate_command
-from refocused.commands.checkpoints import main
 from refocused.commands.local_steps import model_source
+from refocused.commands.main import run_command
 from refocused.evaluate.generation import generate
 from refocused.evaluate.load_model import load_model
 from refocused.evaluate.sampling import Sampling
@@ -38,7 +36,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(capture: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    assert main(arguments) == code
+    assert run_command("checkpoints", arguments) == code
     out, err = capture.readouterr()
     return out if code == 0 else err
 
@@ -119,12 +117,12 @@ def test_a_family_of_our_own_is_trained_exported_measured_and_asked(
 
     options = ("--device", "cpu", "--dtype", "fp32", "--json")
     asked = ["tiny", "def", "--temperature", "0", "--tokens", "8", *options]
-    assert generate_command.main(asked) == 0
+    assert run_command("generate", asked) == 0
     (answer,) = json.loads(capsys.readouterr().out)["answers"]
     tokens = written[0, ids.shape[1] :][: answer["tokens"]]
     assert answer["text"] == loaded.tokenizer.decode(tokens, skip_special_tokens=True)
     (tmp_path / "story.txt").write_text("def f(x)")
-    assert evaluate_command.main(["tiny", "--tasks", "story.txt", *options]) == 0
+    assert run_command("evaluate", ["tiny", "--tasks", "story.txt", *options]) == 0
     found = json.loads(capsys.readouterr().out)["tasks"]["story"]["perplexity"]["value"]
     text = torch.tensor([[256, *b"def f(x)"]])  # as a document begins
     with torch.no_grad():
@@ -175,8 +173,8 @@ def test_a_model_is_found_by_its_run_its_step_or_its_folder(
 def test_a_step_writes_where_deepspeed_is_not_installed(trained: Path) -> None:
     script = (
         "import sys; sys.modules['deepspeed'] = None\n"
-        "from refocused.commands.generate import main\n"
-        "sys.exit(main(sys.argv[1:]))"
+        "from refocused.commands.main import run_command\n"
+        "sys.exit(run_command('generate', sys.argv[1:]))"
     )
     asked = ["tiny", "def ", "--tokens", "12", "--seed", "3", "--dtype", "bf16", "--json"]
     ended = subprocess.run(

@@ -57,6 +57,8 @@ def checkout(tmp_path: Path) -> Path:
     for script in SCRIPTS:
         speak = f"def main(argv): print({script!r}, argv, input()); return 3\n"
         (commands / f"{script}.py").write_text(speak)
+    speak = "def run_verb(name, _, argv): print(name, argv, input()); return 3\n"
+    (commands / "arguments.py").write_text(speak)
     venv.create(tmp_path / "bare", symlinks=True)  # an interpreter without any package
     return folder
 

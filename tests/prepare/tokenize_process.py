@@ -27,6 +27,6 @@ def slow_run(worker: Worker, number: int, spans: Iterable[Span]) -> TaskResult:
 tokenize_worker.Worker.run = slow_run  # type: ignore[method-assign]
 
 if __name__ == "__main__":
-    from refocused.commands.prepare_data import main
+    from refocused.commands.main import run_command
 
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command("prepare_data", sys.argv[1:]))
