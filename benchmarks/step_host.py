@@ -100,7 +100,7 @@ def train(name: str, freed: str, *, steps: int) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     from step_contenders import Setup, ours
 
-    from refocused.estimate.host import HostPlan
+    from refocused.estimate.memory_plan import HostPlan
     from refocused.system.world import join_world
     from refocused.train.step.garbage_collection import keep_freed_memory
 

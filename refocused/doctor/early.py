@@ -16,7 +16,7 @@ from refocused.config.load_run import LoadedRun
 from refocused.config.run_config import RunConfig
 from refocused.doctor.run_fits import host_shortage
 from refocused.doctor.storage import missing_store_name, sources_of
-from refocused.estimate.host import Device, process_bytes
+from refocused.estimate.memory_plan import Device, process_bytes
 from refocused.estimate.precision import BF16_CAPABILITY, native_dtype, with_dtype
 from refocused.monitor.sampler.machine_readings import memory_now
 from refocused.system.errors import BucketError, ConfigError, RefocusedError

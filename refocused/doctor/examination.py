@@ -26,8 +26,7 @@ from refocused.doctor.finding import Finding
 from refocused.doctor.rank_process import RankTask
 from refocused.doctor.ranks import RanksOutcome, judge_allreduce, judge_step, run_ranks
 from refocused.doctor.storage import store_time_s
-from refocused.estimate.host import Device
-from refocused.estimate.memory_plan import Choice, refuse_cpu
+from refocused.estimate.memory_plan import Choice, Device, refuse_cpu
 from refocused.estimate.precision import BF16_CAPABILITY, cpu_bf16_gain, native_dtype, with_dtype
 from refocused.system.errors import BucketError, ConfigError
 from refocused.system.hardware import cpu_flags, gpu_facts

@@ -10,10 +10,16 @@ from refocused.config.optimization import PrecisionConfig
 from refocused.data.formats.token_layout import element_type
 from refocused.doctor.finding import Finding, Level, size
 from refocused.doctor.machine import DiskNeed, folder_bytes
-from refocused.estimate.fitting import settings_that_fit
 from refocused.estimate.flops import count_parameters
-from refocused.estimate.host import Device, HostPlan, plan_host
-from refocused.estimate.memory_plan import Choice, choose, needless_offload
+from refocused.estimate.memory_plan import (
+    Choice,
+    Device,
+    HostPlan,
+    choose,
+    needless_offload,
+    plan_host,
+    settings_that_fit,
+)
 from refocused.estimate.precision import NativeDtype
 from refocused.estimate.run_cost import BEING_WRITTEN, KEPT_BESIDE, checkpoint_bytes
 from refocused.estimate.step_time import step_of_run

@@ -8,70 +8,6 @@ import math
 from refocused.config.model_shape import Attention, Eigenstates, ModelShape
 
 CELLS = 2  # of a block of the ten family at each scale
-
-
-def block_parameters(shape: ModelShape) -> int:
-    """Count the parameters of one block.
-
-    With D the width: two norms (4 D), the feed-forward part's two matrices and biases, and
-
-    * attention: four D x D matrices and their biases;
-    * resonance: gate and output (D x D, with biases), magnitude and phase of F resonators for each
-      channel (2 F D), interference (F x F), damping and frequency (2 F);
-    * ten, for each scale two cells of K modes: complex input and real output (3 K D), coupling
-      (K x K), decay and frequency (2 K).
-    """
-    width, inner, mixer = shape.width, shape.ffn_width, shape.mixer
-    feed_forward = 2 * width * inner + inner + width
-    if isinstance(mixer, Attention):
-        mixing = 4 * width**2 + (4 * width if mixer.bias else 0)
-    elif isinstance(mixer, Eigenstates):
-        cell = 3 * mixer.count * width + mixer.count**2 + 2 * mixer.count
-        mixing = len(mixer.scales) * CELLS * cell
-    else:
-        resonators = 2 * mixer.count * width + mixer.count**2 + 2 * mixer.count
-        mixing = 2 * width**2 + 2 * width + resonators
-    return mixing + feed_forward + 4 * width
-
-
-def block_elements(shape: ModelShape) -> float:
-    """Count the elements of the matrices of one block that every token is multiplied by.
-
-    A matrix that takes averages of s tokens counts for 1/s of its elements.
-    """
-    if isinstance(shape.mixer, Eigenstates):
-        mixing = 3 * modes_a_token(shape.mixer) * shape.width
-        return mixing + 2 * shape.width * shape.ffn_width
-    matrices = 4 if isinstance(shape.mixer, Attention) else 2
-    return matrices * shape.width**2 + 2 * shape.width * shape.ffn_width
-
-
-def mixing_flops(shape: ModelShape, *, sequence_length: int) -> float:
-    """Return the FLOPs of a block for one token, forward and backward, in which positions meet.
-
-    Attention is counted in full, not its causal half: 12 D T. A convolution by FFT transforms input
-    and output of each channel, each 2 T real numbers (2.5 n log2 n FLOPs for n of them), and
-    multiplies T complex ones (6 FLOPs); the backward pass does that twice. Building the kernel is
-    not counted: it is shared by all sequences of a micro-batch. A mode takes a complex product and
-    sum (8 FLOPs), thrice: what the recurrence is, not what its chunked form computes.
-
-    Args:
-        shape: The model.
-        sequence_length: Tokens of a window, T.
-    """
-    if isinstance(shape.mixer, Attention):
-        return 12.0 * shape.width * sequence_length
-    if isinstance(shape.mixer, Eigenstates):
-        return 3.0 * 8.0 * modes_a_token(shape.mixer)
-    transforms = 2 * 2.5 * 2 * math.log2(2 * sequence_length)
-    return 3.0 * shape.width * (transforms + 6)
-
-
-def modes_a_token(mixer: Eigenstates, *, averaged: bool = True) -> float:
-    """Count the modes of a block, those on averages of s tokens as 1/s if `averaged`."""
-    return CELLS * mixer.count * sum(1 / scale if averaged else 1 for scale in mixer.scales)
-
-
 # Above this share of a GPU's peak no training of a whole language model has been measured.
 CREDIBLE_MFU = 0.60
 # With products of 8 bits, twice as fast, in three quarters of the work (GPT-2 "1B" at T 2048); the
@@ -81,27 +17,18 @@ CREDIBLE_MFU_IN_FP8 = CREDIBLE_MFU / (1 / 4 + 3 / 4 / 2)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterCount:
-    """The elements of a model, by their place.
-
-    Attributes:
-        tokens: Token embedding, the shape's own rows.
-        positions: Learned positions; 0 where there are none.
-        blocks: All blocks.
-        final_norm: The norm before the head.
-        head: Output matrix; 0 when it is the token embedding.
-        padding: Rows beyond the vocabulary, in the embedding and in an untied head.
-    """
+    """The elements of a model, by their place; `padding` are the rows beyond the vocabulary."""
 
     tokens: int
     positions: int
     blocks: int
     final_norm: int
-    head: int
+    head: int  # 0 when it is the token embedding
     padding: int
 
     @property
     def total(self) -> int:
-        """All that mean something: without the padding."""
+        """All without the padding."""
         return self.without_embeddings + self.tokens + self.positions + self.head
 
     @property
@@ -116,49 +43,92 @@ class ParameterCount:
 
 
 def count_parameters(shape: ModelShape, *, vocabulary_multiple: int = 1) -> ParameterCount:
-    """Count a model's parameters exactly.
-
-    Args:
-        shape: The model.
-        vocabulary_multiple: The embedding's rows are padded up to a multiple of this.
-    """
+    """Count a model's parameters; the embedding's rows are padded to a multiple."""
     width = shape.width
     rows = shape.padded_vocabulary(vocabulary_multiple) - shape.vocabulary
     return ParameterCount(
         tokens=shape.vocabulary * width,
         positions=shape.max_length * width if shape.learned_positions else 0,
-        blocks=shape.layers * block_parameters(shape),
+        blocks=shape.layers * _block_parameters(shape),
         final_norm=2 * width,
         head=0 if shape.tied else shape.vocabulary * width,
         padding=rows * width * (1 if shape.tied else 2),
     )
 
 
+def _block_parameters(shape: ModelShape) -> int:
+    """Count the parameters of one block.
+
+    With D the width: two norms (4 D), the feed-forward part's two matrices and biases, and
+
+    * attention: four D x D matrices and their biases;
+    * resonance: gate and output (D x D, with biases), magnitude and phase of F resonators for each
+      channel (2 F D), interference (F x F), damping and frequency (2 F);
+    * ten, for each scale two cells of K modes: complex input and real output (3 K D), coupling
+      (K x K), decay and frequency (2 K).
+    """
+    width, inner, mixer = shape.width, shape.ffn_width, shape.mixer
+    if isinstance(mixer, Attention):
+        mixing = 4 * width**2 + (4 * width if mixer.bias else 0)
+    elif isinstance(mixer, Eigenstates):
+        cell = 3 * mixer.count * width + mixer.count**2 + 2 * mixer.count
+        mixing = len(mixer.scales) * CELLS * cell
+    else:
+        resonators = 2 * mixer.count * width + mixer.count**2 + 2 * mixer.count
+        mixing = 2 * width**2 + 2 * width + resonators
+    return mixing + 2 * width * inner + inner + width + 4 * width
+
+
+def block_elements(shape: ModelShape) -> float:
+    """Count the elements of one block's matrices that every token is multiplied by.
+
+    A matrix that takes averages of s tokens counts for 1/s of its elements.
+    """
+    if isinstance(shape.mixer, Eigenstates):
+        mixing = 3 * modes_a_token(shape.mixer) * shape.width
+    else:
+        mixing = (4 if isinstance(shape.mixer, Attention) else 2) * shape.width**2
+    return mixing + 2 * shape.width * shape.ffn_width
+
+
+def modes_a_token(mixer: Eigenstates, *, averaged: bool = True) -> float:
+    """Count the modes of a block, those on averages of s tokens as 1/s if `averaged`."""
+    return CELLS * mixer.count * sum(1 / scale if averaged else 1 for scale in mixer.scales)
+
+
 def flops_per_token(shape: ModelShape, *, sequence_length: int) -> float:
-    """Return the FLOPs of one token's forward and backward pass.
+    """Return the FLOPs of one token's forward and backward pass in windows of T tokens.
 
     6 N and what positions take to meet (Chowdhery et al. 2022, PaLM, appendix B): N counts the
     elements of matrix products, the head once and no look-up; recomputation is not counted.
 
-    Args:
-        shape: The model.
-        sequence_length: Tokens of a window, T.
+    Attention is counted in full, not its causal half: 12 D T. A convolution by FFT transforms input
+    and output of each channel, each 2 T real numbers (2.5 n log2 n FLOPs for n of them), and
+    multiplies T complex ones (6 FLOPs); the backward pass does that twice. Building the kernel is
+    not counted: all sequences of a micro-batch share it. A mode takes a complex product and sum (8
+    FLOPs), thrice: what the recurrence is, not what its chunked form computes.
     """
     in_products = shape.layers * block_elements(shape) + shape.vocabulary * shape.width
-    mixing = shape.layers * mixing_flops(shape, sequence_length=sequence_length)
-    return 6.0 * in_products + mixing
+    if isinstance(shape.mixer, Attention):
+        mixing = 12.0 * shape.width * sequence_length
+    elif isinstance(shape.mixer, Eigenstates):
+        mixing = 3.0 * 8.0 * modes_a_token(shape.mixer)
+    else:
+        transforms = 2 * 2.5 * 2 * math.log2(2 * sequence_length)
+        mixing = 3.0 * shape.width * (transforms + 6)
+    return 6.0 * in_products + shape.layers * mixing
 
 
 def mfu_fraction(
     tokens_per_second: float, *, flops_per_token: float, gpus: int, peak_flops: float | None
 ) -> float | None:
-    """Return the share of the GPUs' peak that does the model's own work.
+    """Return the share of the GPUs' dense bf16 peak that does the model's own work.
 
     Args:
         tokens_per_second: Of all GPUs together.
         flops_per_token: From the function of that name.
         gpus: GPUs of the run.
-        peak_flops: Dense bf16 peak of one GPU in FLOP/s; None: unknown, and so is the result.
+        peak_flops: Peak of one GPU in FLOP/s; None: unknown, and so is the result.
     """
     if peak_flops is None:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 from refocused.config.deepspeed import reduce_bucket_elements
 from refocused.config.model_shape import ModelShape
@@ -15,24 +14,15 @@ from refocused.estimate.flops import count_parameters
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateMemory:
-    """What the training state takes on one rank, in bytes, without activations.
+    """What the training state takes for one rank, in bytes, without activations."""
 
-    Attributes:
-        gpu: On the device, during the optimizer's step.
-        gathered: On the device besides, while ZeRO-3 has the whole model's parameters in place.
-        host: In the host's memory, for this rank.
-        nvme: On the NVMe drive, for this rank.
-    """
-
-    gpu: int
-    gathered: int
+    gpu: int  # during the optimizer's step
+    gathered: int  # on the device besides, while ZeRO-3 has all parameters in place
     host: int
     nvme: int
 
 
-def state_memory(
-    parameters: int, *, zero: ZeroConfig, dtype: Literal["bf16", "fp16", "fp32"], ranks: int
-) -> StateMemory:
+def state_memory(parameters: int, *, zero: ZeroConfig, dtype: Dtype, ranks: int) -> StateMemory:
     """Return the memory of parameters, gradients and optimizer states on one rank.
 
     Bytes an element: 2 (16 bit) or 4 for parameters; 4 for the gradients' sum (2 in a 16-bit run
@@ -72,19 +62,11 @@ LOST_SHARE = 0.05
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What a step takes on one rank, in bytes.
+    """What a step takes for one rank, in bytes; `host` and `nvme` hold offloaded states."""
 
-    Attributes:
-        states: Parameters, gradients and optimizer states on the device, during a pass.
-        gathered: Parameters of the whole model, which ZeRO-3 gathers for a pass.
-        peak: Most of everything at once on the device.
-        host: States in the host's memory.
-        nvme: States on the NVMe drive.
-    """
-
-    states: int
-    gathered: int
-    peak: int
+    states: int  # parameters, gradients and optimizer states on the device, during a pass
+    gathered: int  # parameters of the whole model, which ZeRO-3 gathers for a pass
+    peak: int  # most of everything at once on the device
     host: int
     nvme: int
 
@@ -121,9 +103,9 @@ def plan_memory(
         micro: Windows of a pass.
         zero: How the states are spread.
         dtype: What the passes compute in.
-        ranks: GPUs.
+        ranks: Of the run.
         masked: Whether attention stays within documents.
-        activation_factor: What was measured of a pass over what is computed for it.
+        activation_factor: Measured memory of a pass over the computed one.
     """
     parameters = count_parameters(shape, vocabulary_multiple=model.vocabulary_multiple).allocated
     bucket = reduce_bucket_elements(parameters)

@@ -1,17 +1,24 @@
-"""What a run leaves to the plan: the ZeRO stage, the offload and the micro-batch that fit."""
+"""Choose ZeRO stage, offload and micro-batch by memory, plan the host's, and suggest what fits."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
+from refocused.config.consistency import check_run
+from refocused.config.fragment import idle_offloads
 from refocused.config.load_run import LoadedRun
 from refocused.config.model_shape import ModelShape
 from refocused.config.optimization import BatchConfig, Dtype, ZeroConfig, ZeroSettings
-from refocused.config.run_config import ModelConfig
+from refocused.config.run_config import ModelConfig, RunConfig
 from refocused.estimate.flops import count_parameters
 from refocused.estimate.memory import MemoryPlan, plan_memory
+from refocused.estimate.run_cost import checkpoint_bytes
 from refocused.system.errors import ConfigError
+
+Device = Literal["cuda", "cpu"]
 
 # From this many tokens a pass a GPU computes more than it waits for the host, at these sizes;
 # assumed. A stage that leaves room for fewer gives way to one that leaves more.
@@ -20,16 +27,22 @@ BUSY_TOKENS = 8192
 MODEST_TOKENS = 4096
 TRIAL_PARAMETERS = 50_000_000  # a larger model on several CPU ranks is an accident, not a trial
 
+# Private memory of a rank without its tensors: Python, torch, DeepSpeed; with CUDA its context
+# besides. The first is measured (docs/decisions.md), the second assumed.
+RANK_BYTES = {"cpu": 0.4e9, "cuda": 1.5e9}
+# What runs beside the ranks: DeepSpeed's launchers, the supervisor, the sampler, the mirror.
+BESIDE_BYTES = 0.4e9
+BUILT_BYTES = 4  # a parameter of the whole model, which each rank builds before it is spread
+# What a step's temporaries may come to when freed memory is kept: glibc cuts holes into which the
+# next request of the same size does not fit. Measured: 2.0 to 2.9 times (docs/decisions.md).
+KEPT_TIMES = 3
+
+RANKS = "RANKS"  # the variable by which `launch/train.sh` starts fewer ranks
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen.
-
-    Attributes:
-        zero: Stage and offloads.
-        micro: Windows of a pass.
-        memory: What a step with them takes.
-    """
+    """ZeRO stage and offloads, windows of a pass, and the memory of a step with them."""
 
     zero: ZeroConfig
     micro: int
@@ -49,7 +62,7 @@ def choose(
     activation_factor: float = 1.0,
     most_micro: int | None = None,
 ) -> Choice:
-    """Choose the fastest that fits for everything that is `auto`; what is given stays.
+    """Choose the fastest settings that fit for everything that is `auto`; the rest stays.
 
     Stage 0 is never chosen: in 16 bits it sums gradients in 16 bits, and its checkpoints cannot be
     read by the other stages. Of those, each exchanges more than the one before it: gradients once
@@ -61,10 +74,10 @@ def choose(
         batch: The global batch, and the micro-batch or `auto`.
         zero: Stage and offloads, or `auto`.
         dtype: What the passes compute in.
-        ranks: GPUs.
+        ranks: Of the run.
         memory_bytes: Of the smallest GPU; None: there are none.
         masked: Whether attention stays within documents.
-        activation_factor: What was measured of a pass over what is computed for it.
+        activation_factor: Measured memory of a pass over the computed one.
         most_micro: Windows of the largest pass that may be chosen; None: as many as fit.
 
     Raises:
@@ -74,7 +87,7 @@ def choose(
     if most_micro is not None:
         micros = [micro for micro in micros if micro <= most_micro] or micros[-1:]
     best: Choice | None = None
-    for candidate in _candidates(zero):
+    for candidate in _zero_candidates(zero):
         offloads = candidate.offload_optimizer != "none" and zero.offload_optimizer == "auto"
         if best is not None and offloads:
             break  # something fits without
@@ -120,14 +133,12 @@ def needless_offload(
     masked: bool = False,
 ) -> MemoryPlan | None:
     """Return the memory without any offload, where there is one and it would fit without."""
-    given = (choice.zero.offload_optimizer, choice.zero.offload_parameters)
-    if memory_bytes is None or given == ("none", "none"):
+    bare = {"offload_optimizer": "none", "offload_parameters": "none"}
+    zero = choice.zero.model_copy(update=bare)
+    if memory_bytes is None or zero == choice.zero:
         return None
-    bare = choice.zero.model_copy(
-        update={"offload_optimizer": "none", "offload_parameters": "none"}
-    )
     memory = plan_memory(
-        shape, model=model, micro=choice.micro, zero=bare, dtype=dtype, ranks=ranks, masked=masked
+        shape, model=model, micro=choice.micro, zero=zero, dtype=dtype, ranks=ranks, masked=masked
     )
     return memory if memory.fits(memory_bytes) else None
 
@@ -138,9 +149,8 @@ def refuse_cpu(loaded: LoadedRun, *, ranks: int) -> None:
     Raises:
         ConfigError: `run.device: auto` found no GPU.
     """
-    count = count_parameters(
-        loaded.shape, vocabulary_multiple=loaded.config.model.vocabulary_multiple
-    )
+    model = loaded.config.model
+    count = count_parameters(loaded.shape, vocabulary_multiple=model.vocabulary_multiple)
     if loaded.config.run.device == "auto" and ranks > 1 and count.total > TRIAL_PARAMETERS:
         raise ConfigError(
             f"run.device=auto found no GPU on this machine, and {ranks} ranks would train "
@@ -149,36 +159,23 @@ def refuse_cpu(loaded: LoadedRun, *, ranks: int) -> None:
         )
 
 
-def _candidates(zero: ZeroSettings) -> Iterator[ZeroConfig]:
+def _zero_candidates(zero: ZeroSettings) -> Iterator[ZeroConfig]:
     """Yield every stage with every offload that the settings allow, the fastest first."""
+    both = ("none", "cpu")
+    parameters = both if zero.offload_parameters == "auto" else (zero.offload_parameters,)
+    optimizer = both if zero.offload_optimizer == "auto" else (zero.offload_optimizer,)
     stages = (1, 2, 3) if zero.stage == "auto" else (zero.stage,)
-    optimizer = ("none", "cpu") if zero.offload_optimizer == "auto" else (zero.offload_optimizer,)
-    parameters = (
-        ("none", "cpu") if zero.offload_parameters == "auto" else (zero.offload_parameters,)
-    )
-    for of_parameters in parameters:
-        for of_optimizer in optimizer:
-            for stage in stages:
-                # An offload of parameters alone, or of a stage that replicates them, is no gain.
-                needs_3 = of_parameters != "none" or of_optimizer == "nvme"
-                if (needs_3 and stage != 3) or (stage == 0 and of_optimizer != "none"):
-                    continue
-                yield ZeroConfig.model_validate(
-                    zero.model_dump()
-                    | {
-                        "stage": stage,
-                        "offload_optimizer": of_optimizer,
-                        "offload_parameters": of_parameters,
-                    }
-                )
+    for of_parameters, of_optimizer, stage in itertools.product(parameters, optimizer, stages):
+        # An offload of parameters alone, or of a stage that replicates them, is no gain.
+        needs_3 = of_parameters != "none" or of_optimizer == "nvme"
+        if (needs_3 and stage != 3) or (stage == 0 and of_optimizer != "none"):
+            continue
+        offloads = {"offload_optimizer": of_optimizer, "offload_parameters": of_parameters}
+        yield ZeroConfig.model_validate(zero.model_dump() | {"stage": stage} | offloads)
 
 
 def _micros(batch: BatchConfig, *, ranks: int, length: int, on_gpus: bool) -> list[int]:
-    """Return the micro-batches to try, the largest first.
-
-    Raises:
-        ConfigError: The global batch cannot be divided among the ranks.
-    """
+    """Return the micro-batches to try, the largest first."""
     if batch.micro != "auto":
         return [batch.micro]
     assert batch.windows is not None  # BatchConfig wants it for auto
@@ -190,3 +187,150 @@ def _micros(batch: BatchConfig, *, ranks: int, length: int, on_gpus: bool) -> li
     divisors = [micro for micro in range(each, 0, -1) if each % micro == 0]
     modest = [micro for micro in divisors if micro * length <= MODEST_TOKENS]
     return divisors if on_gpus else modest[:1] or divisors[-1:]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostPlan:
+    """What a run takes of one machine's memory, in bytes."""
+
+    building: int  # the whole model, which each rank builds on the host before it is spread
+    tensors: int  # of all ranks afterwards: offloaded states and gradients; on CPUs everything
+    copies: int  # that saves in the background write from
+    processes: int  # all that is no tensor
+    temporaries: int  # of all ranks, what a step takes of the host beside the states that stay
+
+    @property
+    def for_keeping(self) -> int:
+        """What must be left when the states are built, so that freed memory can be kept."""
+        return self.copies + KEPT_TIMES * self.temporaries
+
+    @property
+    def total(self) -> int:
+        """Most of it at once: what is built is gone when training begins."""
+        return max(self.building, self.tensors + self.copies) + self.processes
+
+
+def plan_host(
+    choice: Choice,
+    *,
+    parameters: int,
+    dtype: Dtype,
+    ranks: int,
+    ranks_here: int,
+    device: Device,
+    in_background: bool,
+) -> HostPlan:
+    """Plan what the ranks of one machine take of its memory.
+
+    Token files are not counted: they are read through the page cache, which gives way.
+
+    Args:
+        choice: How the states are spread, and what a step takes of a rank.
+        parameters: With the padding.
+        dtype: What the passes compute in.
+        ranks: Of the run.
+        ranks_here: On this machine.
+        device: What computes; a CPU's memory is the host's.
+        in_background: Whether saves are written from copies.
+    """
+    memory = choice.memory
+    rank = memory.host + (memory.peak if device == "cpu" else 0)
+    step = checkpoint_bytes(parameters, stage=choice.zero.stage, dtype=dtype)
+    return HostPlan(
+        building=ranks_here * BUILT_BYTES * parameters,
+        tensors=ranks_here * rank,
+        # Without ZeRO rank 0 saves for all.
+        copies=step * (ranks_here if choice.zero.stage else ranks) // ranks if in_background else 0,
+        processes=process_bytes(device, ranks_here=ranks_here),
+        # Those of an offloaded step are not counted: they are taken to be as large as its states.
+        temporaries=ranks_here * (memory.peak - memory.states if device == "cpu" else memory.host),
+    )
+
+
+def process_bytes(device: Device, *, ranks_here: int) -> int:
+    """Return what the processes of a run take on one machine beside tensors."""
+    return int(ranks_here * RANK_BYTES[device] + BESIDE_BYTES)
+
+
+def settings_that_fit(
+    loaded: LoadedRun,
+    *,
+    micro: int,
+    ranks: int,
+    fits: Callable[[LoadedRun, int], bool],
+    fewer_ranks: bool = False,
+) -> str | None:
+    """Return settings, as they are typed, with which a run fits; None: none of those tried does.
+
+    Tokens a step, model and learning rate stay. What costs least is tried first, then more of it
+    together; what turns out not to be needed is left out.
+
+    Args:
+        loaded: The run that does not fit.
+        micro: Windows of a pass, as given or chosen.
+        ranks: Of the run.
+        fits: Whether a run fits on so many ranks.
+        fewer_ranks: One rank is a way out too.
+    """
+    taken: list[Mapping[str, Any]] = []
+
+    def succeeds(changes: list[Mapping[str, Any]]) -> bool:
+        try:
+            return fits(*_changed(loaded, changes, micro=micro, ranks=ranks)[:2])
+        except (ConfigError, ValueError):  # these settings do not go together
+            return False
+
+    for candidate in _changes(loaded.config, micro=micro, fewer_ranks=fewer_ranks):
+        taken.append(candidate)
+        if succeeds(taken):
+            break
+    else:
+        return None
+    for one in list(taken):
+        rest = [other for other in taken if other is not one]
+        if succeeds(rest):
+            taken = rest
+    return " ".join(_changed(loaded, taken, micro=micro, ranks=ranks)[2])
+
+
+def _changes(config: RunConfig, *, micro: int, fewer_ranks: bool) -> Iterator[Mapping[str, Any]]:
+    """Yield changes that may save memory, the one that costs least first."""
+    if config.checkpoint.in_background:
+        yield {"checkpoint.async": False}
+    while micro > 1:
+        micro = micro // 2 if micro % 2 == 0 else 1
+        yield {"batch.micro": micro}
+    if config.zero.stage != 3:
+        yield {"zero.stage": 3}
+    if not config.model.activation_checkpointing:
+        yield {"model.activation_checkpointing": True}
+    if (config.zero.offload_optimizer, config.zero.offload_parameters) != ("none", "none"):
+        yield {"zero.offload_optimizer": "none", "zero.offload_parameters": "none"}
+    else:
+        yield {"zero.offload_optimizer": "cpu"}
+        yield {"zero.offload_optimizer": "cpu", "zero.offload_parameters": "cpu"}
+    if fewer_ranks:
+        yield {RANKS: 1}
+
+
+def _changed(
+    loaded: LoadedRun, changes: list[Mapping[str, Any]], *, micro: int, ranks: int
+) -> tuple[LoadedRun, int, list[str]]:
+    """Return a run with changes, its ranks, and what is typed for both."""
+    typed = {key: value for change in changes for key, value in change.items()}
+    new_ranks = typed.get(RANKS, ranks)
+    accumulation = loaded.config.batch.accumulation
+    if accumulation is not None:  # a step keeps its windows
+        kept = micro * accumulation * ranks // (typed.get("batch.micro", micro) * new_ranks)
+        if kept != accumulation:
+            typed["batch.accumulation"] = kept
+    values = loaded.config.model_dump(by_alias=True)
+    for key, value in typed.items():
+        if key != RANKS:
+            section, name = key.split(".")
+            values[section][name] = value
+    config = RunConfig.model_validate(values)
+    if check_run(config) or any(idle_offloads(loaded.fragment, zero=config.zero)):
+        raise ConfigError("These settings do not go together.")
+    words = [f"{key}={str(value).lower()}" for key, value in typed.items()]
+    return dataclasses.replace(loaded, config=config), new_ranks, words

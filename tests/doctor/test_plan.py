@@ -21,7 +21,7 @@ from refocused.doctor.run_fits import (
     step_bytes,
 )
 from refocused.doctor.storage import NAMED_PROBLEMS, judge_data, probe_data, sources_of
-from refocused.estimate.host import Device, HostPlan
+from refocused.estimate.memory_plan import Device, HostPlan
 from refocused.estimate.precision import NativeDtype
 from refocused.monitor.sampler.machine_readings import Memory
 from refocused.prepare.inspect_data import DataReport

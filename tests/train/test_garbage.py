@@ -11,14 +11,14 @@ import weakref
 import pytest
 from ranks import ROOT
 
-from refocused.estimate.host import HostPlan
+from refocused.estimate.memory_plan import HostPlan
 from refocused.train.step.garbage_collection import WARM_STEPS, Garbage, keep_freed_memory
 
 PLAN = HostPlan(building=0, tensors=0, copies=10**9, processes=0, temporaries=2 * 10**9)
 # Fills and frees 200 MB ten times, and prints what was said and how many pages were mapped for it.
 FREEING = """
 import os, resource
-from refocused.estimate.host import HostPlan
+from refocused.estimate.memory_plan import HostPlan
 from refocused.train.step.garbage_collection import keep_freed_memory
 plan = HostPlan(0, 0, 0, 0, temporaries=1)
 print(keep_freed_memory(plan, available=2**33, ranks_here=2, environment=os.environ))

@@ -32,7 +32,7 @@ from refocused.estimate.flops import (
     flops_per_token,
     mfu_fraction,
 )
-from refocused.estimate.host import plan_host
+from refocused.estimate.memory_plan import plan_host
 from refocused.estimate.run_cost import least_save_bytes
 from refocused.metrics.history import METRICS_FILE
 from refocused.metrics.throughput import Throughput, forecast

@@ -7,7 +7,7 @@ import ctypes
 import gc
 from collections.abc import Iterator, Mapping
 
-from refocused.estimate.host import HostPlan
+from refocused.estimate.memory_plan import HostPlan
 
 
 @contextlib.contextmanager
