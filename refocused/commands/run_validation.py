@@ -20,7 +20,7 @@ from refocused.models.causal_lm import CausalLM
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
 from refocused.train.lifecycle.open_data import DataParts, build_data
-from refocused.train.step.loss_sums import LossSums
+from refocused.train.step.evaluation import LossSums
 
 RUN_FILE = "run.yaml"
 NAME_TASKS = "Name at least one task: --tasks hellaswag=FILE.jsonl or --tasks FILE.txt."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Self
 
 
 class ExitCode(enum.IntEnum):
@@ -22,6 +23,11 @@ class RefocusedError(Exception):
 
     exit_code: ExitCode = ExitCode.FAILED
     on_every_rank: bool = False  # raised on all ranks alike, so that rank 0 alone may print it
+
+    def agreed(self) -> Self:
+        """Mark the error as raised on every rank alike; return it."""
+        self.on_every_rank = True
+        return self
 
 
 class ConfigError(RefocusedError):

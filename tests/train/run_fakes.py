@@ -215,12 +215,12 @@ class FakeSaver:
         return contextlib.nullcontext()
 
     def save(
-        self, state: TrainState, tiers: Sequence[SaveReason], *, wait: bool = True
+        self, state: TrainState, reasons: Sequence[SaveReason], *, wait: bool = True
     ) -> TrainState:
         self.log.append(f"save {state.step}")
         self.saved.append(state)
         self.waited.append(wait)
-        self.tiers.append([tier.value for tier in tiers])
+        self.tiers.append([tier.value for tier in reasons])
         return state
 
 

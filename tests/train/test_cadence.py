@@ -9,17 +9,15 @@ from refocused.train.step.step_figures import Cadence
 def test_things_are_due_at_their_multiples() -> None:
     cadence = Cadence(log=2, validation=3, checkpoint=5)
     steps = range(1, 11)
-    assert [step for step in steps if cadence.log_due(step)] == [2, 4, 6, 8, 10]
-    assert [step for step in steps if cadence.validation_due(step)] == [3, 6, 9]
-    assert [step for step in steps if cadence.checkpoint_due(step)] == [5, 10]
+    assert [step for step in steps if cadence.due("log", step)] == [2, 4, 6, 8, 10]
+    assert [step for step in steps if cadence.due("validation", step)] == [3, 6, 9]
+    assert [step for step in steps if cadence.due("checkpoint", step)] == [5, 10]
 
 
 def test_zero_is_never() -> None:
     cadence = Cadence(log=0, validation=0, checkpoint=0)
     assert not any(
-        due(step)
-        for step in range(20)
-        for due in (cadence.log_due, cadence.validation_due, cadence.checkpoint_due)
+        cadence.due(what, step) for step in range(20) for what in ("log", "validation", "sample")
     )
     assert cadence.ahead(3, 10)["save"] == 1  # the last step
 
@@ -37,8 +35,8 @@ def test_what_is_ahead_is_what_the_loop_will_do(
     total = step + more
     cadence = Cadence(log=1, validation=interval, checkpoint=saves, save_best=save_best)
     to_come = range(step, total + 1)  # a step's validation and save come after its log line
-    validations = [one for one in to_come if one == total or cadence.validation_due(one)]
-    saved = {one for one in to_come if one == total or cadence.checkpoint_due(one)}
+    validations = [one for one in to_come if one == total or cadence.due("validation", one)]
+    saved = {one for one in to_come if one == total or cadence.due("checkpoint", one)}
     ahead = cadence.ahead(step, total)
     assert ahead["step"] == more
     assert ahead["validation"] == len(validations)

@@ -19,13 +19,7 @@ from refocused.evaluate.tasks import Question
 from refocused.system.errors import ConfigError, RefocusedError
 from refocused.system.world import World
 from refocused.train.lifecycle.tokenizer_and_tasks import build_texts
-from refocused.train.step.evaluation import (
-    EngineScorer,
-    Sampler,
-    evaluate,
-    make_up_evaluation,
-    take_tasks,
-)
+from refocused.train.step.evaluation import TextSampler, evaluate, make_up_evaluation, take_tasks
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import Cadence
 from refocused.train.step.stopping import StopRequest
@@ -56,7 +50,7 @@ def at_step(step: int, stop_when: str | None = None, **cadence: int) -> tuple[Lo
         log,
         cadence=Cadence(log=0, checkpoint=0, **{"validation": 0} | cadence),
         tasks=[questions([0, 0, 1])],
-        sampler=cast("Sampler", FakeSampler()),
+        sampler=cast("TextSampler", FakeSampler()),
     )
     state = dataclasses.replace(TrainState(), step=step)
     return log, evaluate(parts, state, cast("StopRequest", FakeStop(log, stop_when)))
@@ -133,8 +127,9 @@ def test_a_real_model_is_rated_without_its_padding() -> None:
             hidden = network.base_model(input_ids).last_hidden_state
             return label_scores(network.lm_head, hidden, labels, vocabulary=vocabulary)
 
-    sums, _ = EngineScorer(cast("Any", Rating([])), 257)([Continuation((1, 2, 3, 4), 2)])
-    assert float(sums[0].detach()) < 0
+    parts = parts_of([], engine=Rating([]), vocabulary=257, tasks=[questions([0])])
+    (result,) = take_tasks(parts, cast("StopRequest", FakeStop([]))) or []
+    assert result.items == 1
 
 
 def built(tmp_path: Path, **settings: Any) -> Any:

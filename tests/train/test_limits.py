@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from refocused.train.step.stopping import Budget, StopReason, time_limit
+from refocused.train.step.stopping import StopReason, budget_limit, time_limit
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ def test_a_session_may_take_its_hours(now: float, reason: StopReason) -> None:
 
 def test_the_budget_warns_twice_and_then_stops() -> None:
     spent, said = [0.0], list[str]()
-    budget = Budget(200.0, spent_usd=lambda: spent[0], warn=said.append)
+    budget = budget_limit(200.0, spent_usd=lambda: spent[0], warn=said.append)
     for dollars in (0.0, 159.0, 160.0, 170.0, 189.9):
         spent[0] = dollars
         assert budget() is StopReason.NONE
@@ -32,6 +32,6 @@ def test_the_budget_warns_twice_and_then_stops() -> None:
 
 def test_a_run_that_resumes_near_its_end_is_warned_once() -> None:
     said = list[str]()
-    budget = Budget(100.0, spent_usd=lambda: 96.0, warn=said.append)
+    budget = budget_limit(100.0, spent_usd=lambda: 96.0, warn=said.append)
     assert [budget(), budget()] == [StopReason.NONE] * 2
     assert len(said) == 1

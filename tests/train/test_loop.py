@@ -188,11 +188,11 @@ def test_neither_a_save_nor_a_validation_is_charged_with_the_step_before_it() ->
 
     class SlowSaver(FakeSaver):
         def save(
-            self, state: TrainState, tiers: Sequence[SaveReason], *, wait: bool = True
+            self, state: TrainState, reasons: Sequence[SaveReason], *, wait: bool = True
         ) -> TrainState:
             clock.now += 1.0
             parts.throughput.lap("save")
-            return super().save(state, tiers, wait=wait)
+            return super().save(state, reasons, wait=wait)
 
     parts = parts_of(
         [],

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch._C._autograd import DeviceType
 
-from refocused.train.step import profile
-from refocused.train.step.profile import Operation, Profile, StepProfiler, busy_seconds
+from refocused.train.step.profile import StepProfiler, idle_share, operation_table
 
 
 class Clock:
@@ -28,7 +27,7 @@ def traced(folder: Path, *, steps: int, made: int) -> list[str]:
     told: list[str] = []
     clock = Clock()
     profiler = StepProfiler(
-        folder, steps=steps, on_gpu=False, tell=told.append, clock=clock, warm_up_steps=2
+        folder, steps=steps, on_gpu=False, report=told.append, clock=clock, warm_up_steps=2
     )
     for step in range(made):
         name = "warming" if step < 2 else "counted" if step < 2 + steps else "after"
@@ -66,49 +65,46 @@ def test_too_few_steps_write_nothing_and_say_so(tmp_path: Path, made: int) -> No
     assert not (tmp_path / "profile").exists()
 
 
+def event(name: str, begin: float, end: float, *, named: bool = False) -> types.SimpleNamespace:
+    return types.SimpleNamespace(
+        name=name,
+        key=name,
+        count=4,
+        device_type=DeviceType.CUDA,
+        is_user_annotation=named,
+        self_device_time_total=end - begin,
+        time_range=types.SimpleNamespace(start=begin, end=end),
+    )
+
+
+def profiler_of(*events: types.SimpleNamespace) -> Any:
+    return types.SimpleNamespace(key_averages=lambda: events, events=lambda: events)
+
+
 def test_the_largest_ten_are_shown_with_their_shares() -> None:
-    operations = [Operation(f"kernel {n}", calls=4, seconds=(12 - n) / 78) for n in range(12)]
-    profile = Profile(2, 1.0, operations, idle_fraction=0.013, wait_fraction=0.002)
-    lines = profile.lines()
-    assert lines[0] == "2 steps, 0.5 s each while traced | idle 1.3% | data wait 0.2%"
-    assert len(lines) == 12
-    assert lines[2].split() == ["15.4%", "76.923", "2.0", "kernel", "0"]
+    profiler = profiler_of(*(event(f"kernel {n}", 0, (12 - n) / 78 * 1e6) for n in range(12)))
+    lines = operation_table(profiler, steps=2, on_gpu=True)
+    assert len(lines) == 11
+    assert lines[1].split() == ["15.4%", "76.923", "2.0", "kernel", "0"]
     assert "kernel 10" not in "\n".join(lines)
 
 
-def test_overlapping_kernels_count_once() -> None:
-    assert busy_seconds([]) == 0
-    assert busy_seconds([(3, 4), (0, 2), (1, 2.5), (1.2, 1.4)]) == pytest.approx(3.5)
+def test_overlapping_kernels_count_once_and_named_ranges_are_no_kernels() -> None:
+    profiler = profiler_of(
+        event("ProfilerStep*", 0, 5e6, named=True),
+        event("Optimizer.step#AdamW.step", 0, 5e6, named=True),
+        *(event("gemm", 1e6 * b, 1e6 * e) for b, e in [(3, 4), (0, 2), (1, 2.5), (1.2, 1.4)]),
+    )
+    assert idle_share(profiler, 5.0) == pytest.approx(0.3)
+    assert all("gemm" in line for line in operation_table(profiler, steps=1, on_gpu=True)[1:])
 
 
 @pytest.mark.gpu
 def test_kernels_of_a_gpu_leave_some_time_idle(tmp_path: Path) -> None:
     told: list[str] = []
-    profiler = StepProfiler(tmp_path, steps=2, on_gpu=True, tell=told.append, warm_up_steps=2)
+    profiler = StepProfiler(tmp_path, steps=2, on_gpu=True, report=told.append, warm_up_steps=2)
     matrix = torch.ones(1024, 1024, device="cuda")
     for _ in range(4):
         matrix @ matrix
         profiler.after_step(0.0)
     assert "idle" in told[0] and "gemm" in told[0]
-
-
-def test_named_ranges_are_no_kernels() -> None:
-    def event(name: str, begin: float, end: float, *, named: bool) -> types.SimpleNamespace:
-        return types.SimpleNamespace(
-            name=name,
-            key=name,
-            count=1,
-            device_type=DeviceType.CUDA,
-            is_user_annotation=named,
-            self_device_time_total=end - begin,
-            time_range=types.SimpleNamespace(start=begin, end=end),
-        )
-
-    events = [
-        event("ProfilerStep*", 0, 1e6, named=True),
-        event("Optimizer.step#AdamW.step", 0, 1e6, named=True),
-        event("gemm", 0, 4e5, named=False),
-    ]
-    profiler: Any = types.SimpleNamespace(key_averages=lambda: events, events=lambda: events)
-    assert [one.name for one in profile._operations(profiler, on_gpu=True)] == ["gemm"]
-    assert profile.idle_share(profiler, 1.0) == pytest.approx(0.6)

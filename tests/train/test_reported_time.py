@@ -166,13 +166,13 @@ def test_the_time_left_is_right_where_steps_are_uneven(tmp_path: Path) -> None:
     for step in range(1, total + 1):
         session.clock.now += draw.choice((1.0, 1.0, 1.0, 6.0))
         session.throughput.lap("step")
-        if cadence.log_due(step):
+        if cadence.due("log", step):
             session.reporter.step(TrainState(step=step), [torch.tensor([3.0])], 0.0)
             told[step] = session.clock.now
-        if cadence.validation_due(step):
+        if cadence.due("validation", step):
             session.clock.now += draw.uniform(10.0, 40.0)
             session.throughput.lap("validation")
-        if cadence.checkpoint_due(step):
+        if cadence.due("checkpoint", step):
             session.clock.now += draw.uniform(10.0, 90.0)
             session.throughput.lap("save")
     ended = session.clock.now

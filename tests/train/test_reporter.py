@@ -141,7 +141,7 @@ def test_the_state_file_tells_other_programs_where_the_run_is(tmp_path: Path) ->
 def test_the_state_file_holds_what_else_is_told(tmp_path: Path) -> None:
     session = Session(tmp_path)
     local = iter([3, 4])
-    session.reporter.tell_also(lambda: {"shards_local": next(local)})
+    session.reporter.add_to_state(lambda: {"shards_local": next(local)})
     session.step(TrainState(step=1), seconds=1.0)
     assert session.state_file()["shards_local"] == 3
     session.step(TrainState(step=2), seconds=1.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from refocused.engine.engine import Engine
 from refocused.tokenizers.encoders import TokenizerChoice
 from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
-from refocused.train.step.evaluation import TOP_K, Sampler
+from refocused.train.step.evaluation import TOP_K, TextSampler
 
 END = 256
 
@@ -45,7 +45,7 @@ def bytes_tokenizer() -> Any:
 
 
 def sample(engine: object, prompt: str, *, tokens: int, length: int = 8, seed: int = 0) -> str:
-    sampler = Sampler(bytes_tokenizer(), prompt, tokens, context_tokens=length, seed=seed)
+    sampler = TextSampler(bytes_tokenizer(), prompt, tokens, context_tokens=length, seed=seed)
     text = sampler.write(cast("Engine", engine))
     assert text is not None
     return text
@@ -79,7 +79,7 @@ def test_bytes_that_are_no_text_are_replaced() -> None:
 
 
 def test_a_stop_ends_it() -> None:
-    sampler = Sampler(bytes_tokenizer(), "a", 50, context_tokens=8, seed=0)
+    sampler = TextSampler(bytes_tokenizer(), "a", 50, context_tokens=8, seed=0)
     engine = ScriptedEngine()
 
     def stopping() -> bool:
@@ -114,5 +114,5 @@ def test_any_tokenizer_writes(tmp_path: Path) -> None:
 
     content = word_file(tmp_path / "words.json").read_bytes()
     tokenizer = as_transformers(content, end_of_text_id=None, max_length=9)
-    sampler = Sampler(tokenizer, "the", 3, context_tokens=9, seed=0)
+    sampler = TextSampler(tokenizer, "the", 3, context_tokens=9, seed=0)
     assert sampler.write(cast("Engine", Cats())) == "the cat cat cat"

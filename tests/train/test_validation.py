@@ -14,9 +14,14 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.models.families import build_model
 from refocused.system.errors import CheckpointError, TrainingError
 from refocused.system.world import World
-from refocused.train.step.evaluation import check_first_loss, check_resumed_loss, validation_loss
-from refocused.train.step.loss_check import SavedLoss, measure_saved_loss, read_saved_loss
-from refocused.train.step.loss_sums import ValidationLoss
+from refocused.train.step.evaluation import ValidationLoss, validation_loss
+from refocused.train.step.loss_check import (
+    SavedLoss,
+    check_first_loss,
+    check_resumed_loss,
+    measure_saved_loss,
+    read_saved_loss,
+)
 from refocused.train.step.stopping import StopRequest
 
 SHAPES: dict[str, dict[str, Any]] = {

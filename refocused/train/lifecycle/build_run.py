@@ -296,7 +296,7 @@ def _profiler(job: Job, reporter: Reporter) -> StepProfiler | None:
         job.folder / "profile",
         steps=job.request.profile_steps,
         on_gpu=job.world.device_kind == "cuda",
-        tell=lambda text: reporter.event("profile", f"profile {text}"),
+        report=lambda text: reporter.event("profile", f"profile {text}"),
     )
 
 

@@ -38,7 +38,7 @@ from refocused.system.errors import (
 )
 from refocused.train.lifecycle.build_run import assemble_catalog
 from refocused.train.lifecycle.job import Job
-from refocused.train.step.evaluation import check_first_loss, check_resumed_loss
+from refocused.train.step.loss_check import check_first_loss, check_resumed_loss
 from refocused.train.step.parts import Parts
 from refocused.train.step.state import TrainState
 

@@ -50,7 +50,7 @@ from refocused.train.step.guards import explaining_lack_of_memory, fetch_togethe
 from refocused.train.step.loop import Outcome, train
 from refocused.train.step.parts import Parts
 from refocused.train.step.state import TrainState
-from refocused.train.step.stopping import Budget, StopRequest, time_limit
+from refocused.train.step.stopping import StopRequest, budget_limit, time_limit
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) 
         own(job, parts, chosen)
         _keep_to_limits(job.loaded.config, parts, stop, session)
         session.presence.tell(training=True)
-        parts.reporter.tell_also(data.cache.progress)
+        parts.reporter.add_to_state(data.cache.progress)
         session.signals.notices = session.training_notices
         return _train_and_finish(job, parts, state, stop, session)
 
@@ -184,7 +184,7 @@ def _keep_to_limits(config: RunConfig, parts: Parts, stop: StopRequest, session:
         stop.obey(time_limit(hours, began_seconds=session.began_seconds, clock=time.monotonic))
     if budget is not None:
         stop.obey(
-            Budget(
+            budget_limit(
                 budget,
                 spent_usd=parts.reporter.spent_usd,
                 warn=lambda text: parts.reporter.event("budget_warning", text),

@@ -8,12 +8,14 @@ from typing import Any
 
 from refocused.config.data import DataConfig
 from refocused.config.outputs import EvaluationConfig
-from refocused.evaluate.multiple_choice import Examination
-from refocused.system.errors import ConfigError
+from refocused.evaluate.continuations import Encoder
+from refocused.evaluate.multiple_choice import Examination, prepare
+from refocused.evaluate.tasks import find_tasks, read_questions
+from refocused.system.errors import ConfigError, EvaluationError
 from refocused.system.world import World
 from refocused.tokenizers.encoders import TokenizerChoice, tokenizer_faults
 from refocused.tokenizers.tokenizer_json import TOKENIZER_FILE, as_transformers, tokenizer_file
-from refocused.train.step.evaluation import Sampler, prepare_tasks
+from refocused.train.step.evaluation import TextSampler
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,14 +23,14 @@ class TextParts:
     """The same on every rank.
 
     Attributes:
-        tokenizer_json: What travels in the checkpoints; None where the run names no files of it.
-        tasks: Questions that are put to the model.
-        sampler: Lets the model write; None: it is not asked to.
+        tokenizer_json: Stored in the checkpoints; None if the run names no tokenizer files.
+        tasks: Tasks to evaluate.
+        sampler: Writes text samples; None if the run has no prompt.
     """
 
     tokenizer_json: bytes | None
-    tasks: Sequence[Examination]
-    sampler: Sampler | None
+    tasks: Sequence[Examination] = ()
+    sampler: TextSampler | None = None
 
 
 def build_texts(
@@ -53,48 +55,47 @@ def build_texts(
     Raises:
         RefocusedError: On every rank: the tokenizer or a task does not fit the model.
     """
-    content = world.on_rank_0(lambda: _read_tokenizer(data, vocabulary))
+
+    def read_tokenizer() -> bytes | None:
+        if not data.tokenizer_is_readable:
+            return None
+        return tokenizer_file(TokenizerChoice.of_data(data), vocabulary=vocabulary)
+
+    content = world.on_rank_0(read_tokenizer)
     if content is None or not (evaluation.tasks or evaluation.sample_prompt):
-        return TextParts(content, (), None)
+        return TextParts(content)
     ends = (data.document_id, data.separator_id)
     tokenizer = as_transformers(
         content,
         end_of_text_id=next((number for number in ends if number is not None), None),
         max_length=context_tokens,
     )
-    tasks = prepare_tasks(
-        evaluation,
-        tokenizer=tokenizer,
-        context_tokens=context_tokens,
-        vocabulary=vocabulary,
-        world=world,
-    )
+
+    def read_tasks() -> list[Examination]:
+        try:
+            encoder = Encoder(tokenizer, context_tokens=context_tokens, vocabulary=vocabulary)
+            return [
+                prepare(task.name, read_questions(task, limit=evaluation.task_items), encoder)
+                for task in find_tasks(evaluation.tasks, data=None)
+            ]
+        except (ConfigError, EvaluationError) as error:
+            raise ConfigError(f"evaluation.tasks: {error}") from None
+
+    tasks = world.on_rank_0(read_tasks) if evaluation.tasks else ()
     return TextParts(content, tasks, _sampler(evaluation, tokenizer, context_tokens, seed))
-
-
-def _read_tokenizer(data: DataConfig, vocabulary: int) -> bytes | None:
-    """Read the tokenizer that travels in the checkpoints; None where the run names no files."""
-    if not data.tokenizer_is_readable:
-        return None
-    return tokenizer_file(TokenizerChoice.of_data(data), vocabulary=vocabulary)
 
 
 def _sampler(
     evaluation: EvaluationConfig, tokenizer: Any, context_tokens: int, seed: int
-) -> Sampler | None:
-    if evaluation.sample_prompt is None:
+) -> TextSampler | None:
+    prompt = evaluation.sample_prompt
+    if prompt is None:
         return None
     with tokenizer_faults(TOKENIZER_FILE):
-        ids = tokenizer(evaluation.sample_prompt)["input_ids"]
+        ids = tokenizer(prompt)["input_ids"]
     if not ids:
         raise ConfigError(
-            f"evaluation.sample_prompt {evaluation.sample_prompt!r} has no token of "
-            "data.tokenizer. Write a prompt of its words."
+            f"evaluation.sample_prompt {prompt!r} has no token of data.tokenizer. Write a prompt "
+            "of its words."
         )
-    return Sampler(
-        tokenizer,
-        prompt=evaluation.sample_prompt,
-        tokens=evaluation.sample_tokens,
-        context_tokens=context_tokens,
-        seed=seed,
-    )
+    return TextSampler(tokenizer, prompt, evaluation.sample_tokens, context_tokens, seed)

@@ -16,9 +16,9 @@ from refocused.system.world import World
 from refocused.train.lifecycle.build_run import assemble_data, assemble_engine, assemble_parts
 from refocused.train.lifecycle.job import Job, Request, settle
 from refocused.train.lifecycle.session import Session
-from refocused.train.step.evaluation import check_first_loss
 from refocused.train.step.guards import FiniteSteps, explaining_lack_of_memory, fetch_together
 from refocused.train.step.loop import take_step
+from refocused.train.step.loss_check import check_first_loss
 from refocused.train.step.parts import Parts
 from refocused.train.step.state import TrainState
 from refocused.train.step.stopping import StopRequest

@@ -1,4 +1,4 @@
-"""Memory between steps: collect cycles when the loop says so, and keep freed memory mapped."""
+"""Memory between steps: collect garbage when the loop says so, and keep freed memory mapped."""
 
 from __future__ import annotations
 
@@ -6,18 +6,32 @@ import contextlib
 import ctypes
 import gc
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from refocused.estimate.memory_plan import HostPlan
+if TYPE_CHECKING:
+    from refocused.estimate.memory_plan import HostPlan
+
+WARM_STEPS = 3  # objects that are alive after them are taken to stay
+TRIM_THRESHOLD, MMAP_MAX = -1, -4  # parameters of mallopt, from glibc's malloc.h
+MOST_TRIMMED = 2**31 - 1  # mallopt takes an int
+# Environment variables by which a user configures malloc, and what their values then contain.
+CHOICES = {
+    "MALLOC_TRIM_THRESHOLD_": "",
+    "MALLOC_MMAP_THRESHOLD_": "",
+    "MALLOC_MMAP_MAX_": "",
+    "MALLOC_TOP_PAD_": "",
+    "GLIBC_TUNABLES": "glibc.malloc",
+    "LD_PRELOAD": "alloc",
+}
 
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """Inside the `with`, import; the cycle collector rests, and walks what is then there no more.
+    """Import without garbage collection, and exclude everything imported from later collections.
 
-    torch, transformers and DeepSpeed make a million objects that stay to the end. Collections in
-    the midst of that took 2 s of the 9 s of CPU that a rank's start needs, and every later one
-    walks them again. What else is alive at the end of the `with` is kept too, if it is a cycle:
-    nothing large may be among it.
+    torch, transformers and DeepSpeed create a million objects that stay. Collecting them while they
+    are imported took 2 s of the 9 s of CPU time of a rank's start. Cycles that are alive at the end
+    are never freed, so nothing large may be among them.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -29,22 +43,12 @@ def quick_imports() -> Iterator[None]:
             gc.enable()
 
 
-WARM_STEPS = 3  # what is alive after them is taken to stay
-TRIM_THRESHOLD, MMAP_MAX = -1, -4  # numbers of mallopt's settings, in glibc's malloc.h
-MOST_TRIMMED = 2**31 - 1  # mallopt takes an int
-# What a user chooses malloc by: name of the variable, and what in its value does.
-CHOICES = {
-    **dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"), ""),
-    **{"MALLOC_TOP_PAD_": "", "GLIBC_TUNABLES": "glibc.malloc", "LD_PRELOAD": "alloc"},
-}
-
-
 class Garbage:
-    """Keeps the collector from stopping one rank, and with it all, at a time of its own.
+    """Collects garbage only when the loop says so, once the warm-up steps are over.
 
-    A collection walks every object: with torch, DeepSpeed and transformers loaded that takes some
-    tenths of a second. Inside the `with`, what is alive after the warm-up is walked no more, and
-    the rest only in `collect`.
+    A collection walks every object, some tenths of a second with torch, DeepSpeed and transformers
+    loaded. At a moment of its own it would stop one rank, and with it all. What is alive after the
+    warm-up is not walked again.
     """
 
     def __init__(self) -> None:
@@ -77,26 +81,26 @@ class Garbage:
 def keep_freed_memory(
     plan: HostPlan, *, available: int, ranks_here: int, environment: Mapping[str, str]
 ) -> str:
-    """Keep what a step frees on the host mapped, so that the next step need not clear it again.
+    """Keep memory that a step frees on the host mapped, for the next step to use.
 
-    Temporaries of hundreds of MB otherwise come from the kernel each time, and page faults take
-    half of a large step. Call this when the states are built: what building freed is given back.
+    Otherwise the kernel maps and clears temporaries of hundreds of MB anew at each step, and page
+    faults take half of a large one. Call this once the model and optimizer states are built.
 
     Args:
         plan: Of this machine's memory.
-        available: What is left of it, in bytes.
+        available: Free memory, in bytes.
         ranks_here: Ranks that share it.
-        environment: Settings of malloc in it are left as they are.
+        environment: Its settings of malloc, if any, are left as they are.
 
     Returns:
-        What was done, and why, for the log; empty where a step frees nothing large.
+        What was done and why, for the log; empty if a step frees nothing large.
     """
     if not plan.temporaries:
         return ""
     chosen = [n for n, word in CHOICES.items() if n in environment and word in environment[n]]
-    spare = (available - plan.for_keeping) // ranks_here
     if chosen:
         return f"freed memory: as {chosen[0]} says"
+    spare = (available - plan.for_keeping) // ranks_here
     if spare <= 0:
         return f"freed memory: returned (keeping it takes {plan.for_keeping / 1e9:.1f} GB)"
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

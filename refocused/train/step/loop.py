@@ -1,18 +1,17 @@
-"""The loop: take steps until all are made or someone asks to stop."""
+"""The loop: take steps until all are made or a stop is requested."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
-from refocused.data.loader.batch import Batch
 from refocused.engine.schedule import learning_rate
-from refocused.system.world import World
 from refocused.train.step.evaluation import evaluate, make_up_evaluation
 from refocused.train.step.garbage_collection import Garbage
 from refocused.train.step.guards import (
@@ -21,9 +20,13 @@ from refocused.train.step.guards import (
     explaining_lack_of_memory,
     fetch_together,
 )
-from refocused.train.step.parts import Parts
-from refocused.train.step.state import TrainState
-from refocused.train.step.stopping import StopReason, StopRequest
+
+if TYPE_CHECKING:
+    from refocused.data.loader.batch import Batch
+    from refocused.system.world import World
+    from refocused.train.step.parts import Parts
+    from refocused.train.step.state import TrainState
+    from refocused.train.step.stopping import StopReason, StopRequest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
             if micro_batches is None:
                 finite.settle()
                 if taken is not None:
-                    state = save_where_it_waited(parts, state, losses, batches.wait_seconds)
+                    state = _save_while_waiting(parts, state, losses, batches.wait_seconds)
                 return Outcome(state, stop.agreed())
             with explaining_lack_of_memory(parts.plan, step=state.step + 1, world=parts.world):
                 taken = take_step(parts, micro_batches, state)
@@ -71,26 +74,26 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
             stopping = stop.agreed()
             parts.saver.commit()
             last = state.step == parts.total_steps
-            if last or parts.cadence.log_due(state.step) or stopping:
+            if last or parts.cadence.due("log", state.step) or stopping:
                 finite.settle()
                 state = parts.reporter.step(state, losses, batches.wait_seconds)
                 losses.clear()
                 garbage.collect()
                 parts.saver.mirror.watch()
             if not stopping and (last or parts.cadence.evaluation_due(state.step)):
-                settle_step(parts, finite)
+                _settle_step(parts, finite)
                 state = evaluate(parts, state, stop)
                 stopping = stop.agreed()
-            tiers = parts.cadence.reasons_to_save(
+            reasons = parts.cadence.reasons_to_save(
                 state.step,
                 last=last,
                 epoch_ended=state.position.epoch > epoch,
                 is_best=state.best_step == state.step,
                 stopping=bool(stopping),
             )
-            if tiers:
-                settle_step(parts, finite)
-                state = parts.saver.save(state, tiers, wait=last or bool(stopping))
+            if reasons:
+                _settle_step(parts, finite)
+                state = parts.saver.save(state, reasons, wait=last or bool(stopping))
     return Outcome(state, stopping)
 
 
@@ -103,37 +106,24 @@ def take_step(parts: Parts, micro_batches: list[Batch], state: TrainState) -> St
         for batch, weight in zip(micro_batches, weights, strict=True)
     ]
     parts.throughput.begin_update()
-    if parts.cadence.histograms_due(state.step + 1):
+    if parts.cadence.due("histograms", state.step + 1):
         parts.reporter.histograms(state.step + 1, parts.engine.histograms())
-    verdict = parts.engine.update(
-        learning_rate(
-            state.step,
-            peak=parts.optimizer.lr,
-            total_steps=parts.total_steps,
-            schedule=parts.schedule,
-        )
+    rate = learning_rate(
+        state.step, peak=parts.optimizer.lr, total_steps=parts.total_steps, schedule=parts.schedule
     )
+    verdict = parts.engine.update(rate)
     parts.throughput.end_step()
     return StepTaken(state.step + 1, torch.stack(losses), verdict, micro_batches)
 
 
-def settle_step(parts: Parts, finite: FiniteSteps) -> None:
-    """Wait for the last step on its own account: the device is up to a step behind the host.
-
-    A validation or a save would otherwise seem to take as much longer.
-    """
-    finite.settle()
-    parts.throughput.lap("step", continued=True)
-
-
 def label_weights(world: World, counted: Sequence[int | None]) -> list[float]:
-    """Return the factors of the micro-batches' mean losses that let every label count the same.
+    """Return factors of the micro-batches' mean losses that let every label count the same.
 
     The step's loss is the mean of the mean losses of all micro-batches of all ranks, in which a
     label among few would count more than one among many.
 
     Args:
-        world: The ranks; where labels are ignored, every rank must call.
+        world: The ranks; if labels are ignored, every rank must call.
         counted: Labels of each micro-batch of this rank; None: no label is ignored anywhere.
     """
     known = [labels for labels in counted if labels is not None]
@@ -143,17 +133,16 @@ def label_weights(world: World, counted: Sequence[int | None]) -> list[float]:
     return [labels / mean if mean else 1.0 for labels in known]
 
 
-def save_where_it_waited(
+def _settle_step(parts: Parts, finite: FiniteSteps) -> None:
+    """Wait for the last step, and book its time before a validation or a save begins."""
+    finite.settle()
+    parts.throughput.lap("step", continued=True)
+
+
+def _save_while_waiting(
     parts: Parts, state: TrainState, losses: Sequence[Tensor], waited_seconds: float
 ) -> TrainState:
-    """Report and save the last finished step, when training stops before the next one's data.
-
-    Args:
-        parts: The run's parts.
-        state: After that step.
-        losses: Of the steps since the last log line; none: that step has been reported.
-        waited_seconds: Time that batches were waited for, in all.
-    """
+    """Report and save the last step when training stops before the next one's data is there."""
     if losses:
         state = parts.reporter.step(state, losses, waited_seconds)
     return parts.saver.save(state, (SaveReason.EMERGENCY,))

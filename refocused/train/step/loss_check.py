@@ -1,33 +1,37 @@
-"""Record a model's loss at a save, by which a resume sees that it loaded the same model."""
+"""Losses that show whether the right weights were initialised, saved and loaded."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pydantic
 import torch
 
 from refocused.data.loader.batch import IGNORED_LABEL
-from refocused.engine.engine import Engine
-from refocused.system.errors import CheckpointError
-from refocused.system.world import World
+from refocused.system.errors import CheckpointError, TrainingError
 
+if TYPE_CHECKING:
+    from refocused.engine.engine import Engine
+    from refocused.system.world import World
+    from refocused.train.step.parts import Parts
+
+FIRST_LOSS_TOLERANCE = 0.3  # nats; a right initialisation lands within 0.1 of the formula
 MOST_WINDOWS = 4
-MOST_TOKENS = 1024  # of all windows, which travel in trainer.json
+MOST_TOKENS = 1024  # of all windows, which are stored in trainer.json
 LEAST_TOLERANCE = 0.05  # nats; another precision or device moves the mean by less than 0.01
 
 
 class SavedLoss(pydantic.BaseModel):
-    """The loss of a checkpoint on some windows that it was trained on, kept in `trainer.json`.
+    """A checkpoint's loss on some windows that it was trained on, kept in `trainer.json`.
 
-    The windows travel with it, so that the comparison depends neither on the data nor on the
+    The windows are stored with it, so that the comparison depends neither on the data nor on the
     number of ranks, and needs no shard.
 
     Attributes:
-        windows: Token ids; each but the first of a window is predicted.
+        windows: Token ids of equally long windows; each id but the first of a window is predicted.
         losses: Mean of each window, in nats a token.
     """
 
@@ -38,12 +42,12 @@ class SavedLoss(pydantic.BaseModel):
 
     @property
     def mean(self) -> float:
-        """Of all windows, which are equally long."""
+        """Mean over the windows."""
         return statistics.fmean(self.losses)
 
     @property
     def tolerance(self) -> float:
-        """The standard error of the mean over the windows."""
+        """Standard error of the mean over the windows."""
         if len(self.losses) == 1:
             return LEAST_TOLERANCE
         return max(LEAST_TOLERANCE, statistics.stdev(self.losses) / math.sqrt(len(self.losses)))
@@ -59,22 +63,16 @@ def measure_saved_loss(engine: Engine, world: World) -> SavedLoss | None:
         return None
     rows = engine.last_batch[:MOST_WINDOWS]
     windows = world.broadcast(rows[:, : MOST_TOKENS // len(rows)].tolist())
-    losses = measure_windows(engine, windows, shape=tuple(engine.last_batch.shape))
+    losses = _measure_windows(engine, windows, shape=tuple(engine.last_batch.shape))
     if not losses or not math.isfinite(sum(losses)):
         return None
     return SavedLoss(windows=tuple(map(tuple, windows)), losses=tuple(losses))
 
 
-def measure_windows(
+def _measure_windows(
     engine: Engine, windows: Sequence[Sequence[int]], *, shape: tuple[int, ...]
 ) -> list[float]:
-    """Return the mean loss of each window; every rank must call with the same windows.
-
-    Args:
-        engine: The model.
-        windows: Token ids, of equal lengths.
-        shape: Micro-batch and length of a validation, whose compiled graph is used again.
-    """
+    """Return each window's mean loss; `shape` is a validation's, whose compiled graph is reused."""
     losses = []
     for window in windows:
         length = len(window) - 1
@@ -86,7 +84,7 @@ def measure_windows(
 
 
 def read_saved_loss(record: dict[str, Any]) -> SavedLoss | None:
-    """Take what a save recorded out of `trainer.json`; earlier versions recorded nothing.
+    """Take what a save recorded out of `trainer.json`; older versions recorded nothing.
 
     Raises:
         CheckpointError: It is no such record.
@@ -99,3 +97,62 @@ def read_saved_loss(record: dict[str, Any]) -> SavedLoss | None:
             f"The checkpoint's trainer.json has a malformed saved_loss: {error}. Resume from "
             "another checkpoint."
         ) from error
+
+
+def check_first_loss(parts: Parts) -> float:
+    """Return the untrained model's loss on random tokens.
+
+    Random, because in real text the next token is often the same again, which a tied head finds
+    likely before it has learned anything.
+
+    Raises:
+        TrainingError: It is far from `untrained_loss`: the weights are initialised wrongly.
+    """
+    generator = torch.Generator().manual_seed(parts.world.rank)
+    tokens = torch.randint(
+        parts.vocabulary_rows, (1, parts.plan.sequence_length + 1), generator=generator
+    )
+    mine = parts.engine.validation_loss(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    loss = parts.world.total([float(mine)])[0] / parts.world.world_size
+    if not abs(loss - parts.untrained_loss) <= FIRST_LOSS_TOLERANCE:
+        raise TrainingError(
+            f"The untrained model's loss on random tokens is {loss:.3f}; with ln(V) = "
+            f"{math.log(parts.vocabulary_rows):.3f} it should be {parts.untrained_loss:.3f} within "
+            f"{FIRST_LOSS_TOLERANCE}. The weights are not initialised as they should be; nothing "
+            "was trained. Check initializer_range in the model's JSON."
+        )
+    return loss
+
+
+def check_resumed_loss(parts: Parts, saved: SavedLoss | None, *, allowed: bool) -> None:
+    """Compare the loaded model's loss with the saved one; every rank must call.
+
+    Args:
+        parts: The run's parts.
+        saved: The checkpoint's record, if it has one.
+        allowed: Whether the user allowed a change of the model, the data or the precision.
+
+    Raises:
+        TrainingError: On every rank: a trained model was saved, and an untrained one was loaded.
+    """
+    if saved is None:
+        return
+    shape = parts.plan.micro, parts.plan.sequence_length
+    measured = statistics.fmean(_measure_windows(parts.engine, saved.windows, shape=shape))
+    loss = parts.world.broadcast(measured)
+    facts = {"loss": loss, "saved_loss": saved.mean, "tolerance": saved.tolerance}
+    if abs(loss - saved.mean) <= saved.tolerance:
+        text = f"  loss     {loss:.4f} on windows of the saved step, {saved.mean:.4f} at the save"
+        parts.reporter.event("resumed_loss", text, **facts)
+        return
+    text = (
+        f"The loaded model has a loss of {loss:.3f} on windows of the saved step; at the save it "
+        f"was {saved.mean:.3f}, and +-{saved.tolerance:.3f} is usual."
+    )
+    least = parts.untrained_loss - FIRST_LOSS_TOLERANCE
+    if not allowed and saved.mean < least and not loss < least:
+        raise TrainingError(
+            f"{text} An untrained model has about {parts.untrained_loss:.3f}: the trained weights "
+            "were not loaded. Nothing was changed. Resume from another checkpoint (--resume STEP)."
+        ).agreed()
+    parts.reporter.event("resumed_loss_warning", text, **facts)

@@ -1,4 +1,4 @@
-"""The parts of a run as the loop uses them."""
+"""The parts of a run that the loop uses; their types alone, so that the loop imports none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the loop only calls its parts
+if TYPE_CHECKING:
     from refocused.config.batch_plan import BatchPlan
     from refocused.config.optimization import OptimizerConfig, ScheduleConfig
     from refocused.data.loader.batch import Batch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # the loop only calls its parts
     from refocused.evaluate.multiple_choice import Examination
     from refocused.metrics.throughput import Throughput
     from refocused.system.world import World
-    from refocused.train.step.evaluation import Sampler
+    from refocused.train.step.evaluation import TextSampler
     from refocused.train.step.profile import StepProfiler
     from refocused.train.step.reporter import Reporter
     from refocused.train.step.saver import Saver
@@ -24,17 +24,17 @@ if TYPE_CHECKING:  # the loop only calls its parts
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
-    """Everything the loop needs, built once by `refocused.train.lifecycle.run`.
+    """Everything the loop needs, built once by `refocused.train.lifecycle.build_run`.
 
     Attributes:
         validation_batches: Yields this rank's validation batches, the same ones at every call;
             none without validation data.
         vocabulary: Ids that can be predicted.
         vocabulary_rows: Rows of the embedding, padding included.
-        untrained_loss: What a right initialisation gives on random tokens, in nats.
-        tasks: Questions that are put to the model, the same on every rank.
-        sampler: Lets the model write; None: it is not asked to.
-        profiler: Traces some of this session's steps; None: on other ranks, and when not asked to.
+        untrained_loss: Expected loss of a right initialisation on random tokens, in nats.
+        tasks: Tasks to evaluate, the same on every rank.
+        sampler: Writes text samples; None if the run has no prompt.
+        profiler: Traces some steps; None on other ranks and without `--profile`.
     """
 
     world: World
@@ -53,5 +53,5 @@ class Parts:
     vocabulary_rows: int
     untrained_loss: float
     tasks: Sequence[Examination] = ()
-    sampler: Sampler | None = None
+    sampler: TextSampler | None = None
     profiler: StepProfiler | None = None

@@ -1,10 +1,9 @@
-"""A trace of a few steps, and the table that says where their time went."""
+"""A trace of a few steps, and a table of the operations that took most of their time."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,56 +17,6 @@ ROWS = 10
 _NAME_WIDTH = 60
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Operation:
-    """What one kernel (on a GPU) or operator (on a CPU) took in all steps, without what it called.
-
-    Attributes:
-        name: As the profiler calls it.
-        calls: How often it ran.
-        seconds: In all.
-    """
-
-    name: str
-    calls: int
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Profile:
-    """Where the time of some steps went, on rank 0.
-
-    Attributes:
-        steps: Steps that were traced.
-        seconds: From the first to the end of the last, with a validation or save between them;
-            tracing makes them longer.
-        operations: All operations, the longest first.
-        idle_fraction: Share of the time in which no kernel ran; None without a GPU.
-        wait_fraction: Share of the time that batches were waited for.
-    """
-
-    steps: int
-    seconds: float
-    operations: Sequence[Operation]
-    idle_fraction: float | None
-    wait_fraction: float
-
-    def lines(self) -> list[str]:
-        """Return the table that a person reads."""
-        total = sum(operation.seconds for operation in self.operations) or 1.0
-        idle = "" if self.idle_fraction is None else f"idle {self.idle_fraction:.1%} | "
-        head = (
-            f"{self.steps} steps, {self.seconds / self.steps:.3g} s each while traced | {idle}"
-            f"data wait {self.wait_fraction:.1%}"
-        )
-        rows = [
-            f"{operation.seconds / total:6.1%} {1000 * operation.seconds / self.steps:10.3f} "
-            f"{operation.calls / self.steps:8.1f}  {operation.name[:_NAME_WIDTH]}"
-            for operation in self.operations[:ROWS]
-        ]
-        return [head, " share    ms/step    calls  operation", *rows]
-
-
 class StepProfiler:
     """Traces a number of steps of this rank, after those that warm everything up."""
 
@@ -77,27 +26,26 @@ class StepProfiler:
         *,
         steps: int,
         on_gpu: bool,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         warm_up_steps: int = WARM_UP_STEPS,
     ) -> None:
         """Prepare; nothing is traced before the warm-up is over.
 
         Args:
-            folder: Where the trace goes.
+            folder: For the trace and the table.
             steps: Steps to trace, at least 1.
             on_gpu: Whether kernels run on a GPU.
-            tell: Takes the table, as one text.
+            report: Takes the table, as one text.
             clock: Monotonic seconds.
             warm_up_steps: Steps before the trace, at least 2: the tracer needs one itself.
         """
         self._folder, self._steps, self._on_gpu = folder, steps, on_gpu
-        self._tell, self._clock, self._warm_up = tell, clock, warm_up_steps
+        self._report, self._clock, self._warm_up = report, clock, warm_up_steps
         self._done = 0
         self._began = self._ended = self._waited_before = self._waited = 0.0
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         self._profiler: torch.profiler.profile | None = torch.profiler.profile(
-            activities=activities,
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
             schedule=torch.profiler.schedule(
                 wait=warm_up_steps - 1, warmup=1, active=steps, repeat=1
             ),
@@ -107,11 +55,7 @@ class StepProfiler:
         self._profiler.start()
 
     def after_step(self, waited_seconds: float) -> None:
-        """Note that a step is over.
-
-        Args:
-            waited_seconds: Time that batches were waited for since the session began.
-        """
+        """Count a step; `waited_seconds` for batches are counted since the session began."""
         if self._profiler is None:
             return
         self._done += 1
@@ -128,12 +72,12 @@ class StepProfiler:
             profiler.stop()
 
     def close(self) -> None:
-        """Stop; a trace that is not complete is not written, which is said."""
+        """Stop; an incomplete trace is not written, and a message says so."""
         if self._profiler is not None:
             profiler, self._profiler = self._profiler, None
             wanted, self._steps = self._steps, 0  # what it hands over now is not written
             profiler.stop()
-            self._tell(
+            self._report(
                 f"not written: it takes {self._warm_up} steps to warm up and {wanted} to trace; "
                 f"this session made {self._done}"
             )
@@ -141,46 +85,39 @@ class StepProfiler:
     def _write(self, profiler: torch.profiler.profile) -> None:
         if not self._steps:
             return
-        seconds = self._ended - self._began
+        seconds, waited = self._ended - self._began, self._waited - self._waited_before
         self._folder.mkdir(parents=True, exist_ok=True)
         name = f"steps_{self._warm_up + 1}-{self._warm_up + self._steps}"
         trace = self._folder / f"{name}.trace.json"
         profiler.export_chrome_trace(str(trace))
-        found = Profile(
-            steps=self._steps,
-            seconds=seconds,
-            operations=_operations(profiler, on_gpu=self._on_gpu),
-            idle_fraction=idle_share(profiler, seconds) if self._on_gpu else None,
-            wait_fraction=min(1.0, (self._waited - self._waited_before) / seconds),
+        idle = f"idle {idle_share(profiler, seconds):.1%} | " if self._on_gpu else ""
+        head = (
+            f"{self._steps} steps, {seconds / self._steps:.3g} s each while traced | {idle}"
+            f"data wait {min(1.0, waited / seconds):.1%}"
         )
-        lines = found.lines()
-        (self._folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
-        self._tell("\n".join([f"{lines[0]} | {trace}", *lines[1:]]))
+        table = operation_table(profiler, steps=self._steps, on_gpu=self._on_gpu)
+        (self._folder / f"{name}.txt").write_text("\n".join([head, *table]) + "\n")
+        self._report("\n".join([f"{head} | {trace}", *table]))
 
 
-def busy_seconds(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the time that at least one of some intervals (begin, end) covers."""
-    busy, reached = 0.0, float("-inf")
-    for begin, end in sorted(intervals):
-        if end > reached:
-            busy += end - max(begin, reached)
-            reached = end
-    return busy
-
-
-def _operations(profiler: torch.profiler.profile, *, on_gpu: bool) -> list[Operation]:
-    """Return what was traced, by name: kernels on a GPU, operators on a CPU."""
-    found = []
-    for event in profiler.key_averages():
-        if on_gpu and _is_kernel(event):
-            microseconds = event.self_device_time_total
-        elif not on_gpu:
-            microseconds = event.self_cpu_time_total
-        else:
-            continue
-        if not event.key.startswith("ProfilerStep"):
-            found.append(Operation(event.key, event.count, microseconds / 1e6))
-    return sorted(found, key=lambda operation: -operation.seconds)
+def operation_table(profiler: torch.profiler.profile, *, steps: int, on_gpu: bool) -> list[str]:
+    """Return the kernels (on a GPU) or operators (on a CPU) with the most time of their own."""
+    found = sorted(
+        (
+            (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000,
+            event.count,
+            event.key,
+        )
+        for event in profiler.key_averages()
+        if (_is_kernel(event) if on_gpu else not event.key.startswith("ProfilerStep"))
+    )
+    total = sum(milliseconds for milliseconds, _, _ in found) or 1.0
+    rows = [
+        f"{milliseconds / total:6.1%} {milliseconds / steps:10.3f} {calls / steps:8.1f}  "
+        f"{name[:_NAME_WIDTH]}"
+        for milliseconds, calls, name in reversed(found[-ROWS:])
+    ]
+    return [" share    ms/step    calls  operation", *rows]
 
 
 def idle_share(profiler: torch.profiler.profile, seconds: float) -> float:
@@ -190,9 +127,14 @@ def idle_share(profiler: torch.profiler.profile, seconds: float) -> float:
         for event in profiler.events() or ()  # type: ignore[no-untyped-call]
         if _is_kernel(event)
     ]
-    return max(0.0, 1 - busy_seconds(kernels) / seconds)
+    busy, reached = 0.0, float("-inf")
+    for begin, end in sorted(kernels):
+        if end > reached:
+            busy += end - max(begin, reached)
+            reached = end
+    return max(0.0, 1 - busy / seconds)
 
 
 def _is_kernel(event: Any) -> bool:
-    """Tell kernels and copies of a GPU from ranges that somebody named, which cover the gaps."""
+    """Tell kernels and copies of a GPU from user-named ranges, which cover the gaps."""
     return event.device_type == DeviceType.CUDA and not event.is_user_annotation

@@ -1,4 +1,4 @@
-"""What the run tells: log lines, metrics, events, and the state file that others read."""
+"""What a run reports: log lines, metrics, events, and the state file that others read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from refocused.engine.histograms import Histograms
 from refocused.evaluate.multiple_choice import TaskResult
 from refocused.metrics.jsonl import JsonLines, utc_now, write_state
 from refocused.metrics.run_time import FINISHED, PERFORMANCE_FILE, RunTime, TimeSpent, read_run_time
-from refocused.metrics.step_metrics import duration, perplexity
+from refocused.metrics.step_metrics import StepMetrics, duration, perplexity
 from refocused.metrics.throughput import Throughput
 from refocused.metrics.trackers import END, Record, Trackers
 from refocused.system.processes import this_process
@@ -26,11 +26,11 @@ from refocused.train.step.step_figures import RunFigures, StepFigures
 
 logger = logging.getLogger(__name__)
 
-TRACKERS_END_S = 5.0  # in which they end where the run failed
+TRACKERS_END_S = 5.0  # limit for closing the trackers of a run that failed
 
 
 class Reporter:
-    """Writes what rank 0 has to tell; every rank calls it, since figures are gathered."""
+    """Writes on rank 0; every rank calls it, because figures are gathered."""
 
     def __init__(
         self,
@@ -42,17 +42,16 @@ class Reporter:
         world: World,
         dry_run: bool = False,
     ) -> None:
-        """Open the run's files on rank 0; a dry run has none, and only speaks."""
+        """Open the run's files on rank 0; a dry run writes none, and only logs."""
         self._figures = figures
         self._throughput = throughput
         self._steps = StepFigures(figures, engine=engine, throughput=throughput)
         self._world = world
         self._folder = folder
-        self._told_step = 0
+        self._reported_step = 0
         self._seconds_before = 0.0
         self._cost_before: float | None = None
         self._has_doubted_mfu = False
-        self._state_file = folder / "state.json"
         self._latest: TrainState | None = None
         self._process = this_process()
         self._session_began = utc_now()
@@ -64,15 +63,15 @@ class Reporter:
             self._performance = JsonLines(folder / PERFORMANCE_FILE)
             self._events = JsonLines(folder / "logs" / "events.jsonl")
 
-    def tell_also(self, facts: Callable[[], Mapping[str, object]]) -> None:
-        """Let `state.json` hold further facts, asked for whenever it is written."""
+    def add_to_state(self, facts: Callable[[], Mapping[str, object]]) -> None:
+        """Add these facts to `state.json` whenever it is written."""
         self._more_of_state = facts
 
     def begin(self, state: TrainState) -> None:
-        """Count this session's time and money on top of what the run has taken before it.
+        """Count this session's time and money on top of what the run took before it.
 
-        A state knows what had been taken when it was saved; the run's own file knows of what came
-        after, which a rewind throws away and which is paid for all the same.
+        A state knows the time until it was saved. The run's own file also knows of the time after
+        that, which a rewind discards and which is paid for all the same.
         """
         before = self.run_time()
         self._seconds_before = max(state.seconds, before.seconds_trained or 0.0)
@@ -80,20 +79,20 @@ class Reporter:
         self._cost_before = max(known, default=None)
 
     def track(self, trackers: Trackers) -> None:
-        """Tell these of everything that is measured from now on; rank 0 alone calls this."""
+        """Send all further records to these trackers too; rank 0 alone calls this."""
         self._trackers = trackers
 
     def start(self, state: TrainState) -> None:
         """Note that training begins now; what came before was start-up."""
         self._throughput.lap("start_up")
-        self._told_step = state.step
+        self._reported_step = state.step
         self._steps.start()
-        self._tell_time("session", state, None)
+        self._record_time("session", self.booked(state), self._throughput.time_spent())
 
     def end(self, state: TrainState) -> TrainState:
         """Note that the run's last wait is over; return the state with all of its time booked.
 
-        That is the run's cost: trackers get it too, in place of the last step's.
+        Trackers get this cost in place of the last step's.
         """
         self._throughput.lap("ending")
         state, spent = self.booked(state), self._throughput.time_spent()
@@ -103,20 +102,19 @@ class Reporter:
         return state
 
     def run_time(self) -> RunTime:
-        """Return where the time of all sessions went, as the run's file tells it."""
+        """Return how the time of all sessions was spent, from the run's file."""
         return read_run_time(self._folder) if self._world.is_rank_0 else RunTime()
 
     def booked(self, state: TrainState) -> TrainState:
         """Return a state with this session's time and money added."""
         session = self._throughput.session_seconds
-        cost = self._cost_before
-        more = cost_usd(session, self._figures.per_hour_usd)
+        cost, more = self._cost_before, cost_usd(session, self._figures.per_hour_usd)
         if more is not None:
             cost = (cost or 0.0) + more
         return dataclasses.replace(state, seconds=self._seconds_before + session, cost_usd=cost)
 
     def spent_usd(self) -> float:
-        """Return the run's money so far, over all sessions."""
+        """Return the cost of all sessions so far."""
         return self.booked(TrainState()).cost_usd or 0.0
 
     def step(
@@ -126,7 +124,7 @@ class Reporter:
 
         Args:
             state: After the step.
-            losses: Of each step since the last line, for each micro-batch, on the device.
+            losses: Of each step since the last log line `[accumulation]`, on the device.
             waited_seconds: For batches, since the session began.
         """
         read = torch.stack([losses[-1].mean(), torch.cat(list(losses)).mean()]).tolist()
@@ -135,16 +133,16 @@ class Reporter:
         # The device was up to a step behind the host. It has caught up now.
         self._throughput.lap("step", continued=True)
         state = self.booked(dataclasses.replace(state, loss=loss))
-        metrics, impossible_mfu = self._steps.of(
+        metrics = self._steps.of(
             state,
             loss=loss,
             loss_mean=loss_mean,
             waited_seconds=waited_seconds,
             memory=memory or None,
         )
-        if impossible_mfu is not None:
-            self._doubt_mfu(impossible_mfu)
-        self._tell_time("time", state, waited_seconds)
+        self._doubt_mfu(metrics)
+        spent = self._throughput.time_spent(waited_seconds=waited_seconds)
+        self._record_time("time", self.booked(state), spent)
         if self._metrics is not None:
             self._measured({"kind": "step", **metrics.as_record(), **self._source_progress(state)})
             logger.info("%s", metrics.as_line())
@@ -159,65 +157,48 @@ class Reporter:
     def validation(self, state: TrainState, seconds: float, by_source: Mapping[str, float]) -> None:
         """Report a validation; `by_source` holds the loss of each source of a mixture."""
         loss = state.validation_loss
-        assert loss is not None  # it was just measured
-        if self._metrics is None:
-            return
+        assert loss is not None
         best = " (best)" if state.best_step == state.step else ""
-        logger.info(
-            "eval %7s val %.4f ppl %.2f%s%s | %s",
-            f"{state.step:,}",
-            loss,
-            perplexity(loss),
-            best,
-            "".join(f" | {name} {own:.4f}" for name, own in by_source.items()),
-            duration(seconds),
-        )
-        self._measured(
-            {
-                "kind": "validation",
-                "step": state.step,
-                "tokens": state.tokens,
-                "validation_loss": loss,
-                "perplexity": perplexity(loss),
-                "seconds": seconds,
-                **_by_source({name: {"validation_loss": own} for name, own in by_source.items()}),
-            }
+        sources = "".join(f" | {name} {own:.4f}" for name, own in by_source.items())
+        self._evaluated(
+            state,
+            seconds,
+            f"eval {state.step:>7,} val {loss:.4f} ppl {perplexity(loss):.2f}{best}{sources}",
+            kind="validation",
+            validation_loss=loss,
+            perplexity=perplexity(loss),
+            **_by_source({name: {"validation_loss": own} for name, own in by_source.items()}),
         )
 
     def tasks(self, state: TrainState, results: Sequence[TaskResult], seconds: float) -> None:
-        """Report how the model did at the tasks of the run."""
-        if self._metrics is None:
-            return
-        scores = [_scores(one) for one in results]
-        logger.info("tasks%7s %s | %s", f"{state.step:,}", " | ".join(scores), duration(seconds))
-        self._measured(
-            {
-                "kind": "tasks",
-                "step": state.step,
-                "tokens": state.tokens,
-                "seconds": seconds,
-                "tasks": {one.task: one.as_record() for one in results},
-            }
+        """Report the scores on the run's tasks."""
+        scores = " | ".join(_scores(one) for one in results)
+        self._evaluated(
+            state,
+            seconds,
+            f"tasks{state.step:>7,} {scores}",
+            kind="tasks",
+            tasks={one.task: one.as_record() for one in results},
         )
 
     def sample(self, state: TrainState, text: str, seconds: float) -> None:
-        """Report what the model writes."""
+        """Report a text sample."""
         line = f"sample{state.step:>6,} {text!r} | {duration(seconds)}"
         self.event("sample", line, step=state.step, sample=text, seconds=seconds)
         self._track({"kind": "sample", "step": state.step, "sample": text})
 
     def histograms(self, step: int, histograms: Histograms) -> None:
-        """Tell the trackers how weights and gradient of a step are distributed."""
+        """Send the histograms of a step's weights and gradient to the trackers."""
         if self._trackers is not None:
             self._track({"kind": "histograms", "step": step, **dataclasses.asdict(histograms)})
 
     def performance(self, kind: str, step: int, **figures: object) -> None:
-        """Record what something cost; its kind opens the names of its figures."""
+        """Record what something cost; the names of its figures begin with its kind."""
         if self._performance is not None:
             self._performance.write({"kind": kind, "step": step, **figures})
 
     def event(self, kind: str, text: str, **facts: object) -> None:
-        """Record something that happened; the screen gets its text, unless that is empty."""
+        """Record an event, and log its text unless that is empty."""
         if self._events is not None:
             self._events.write({"kind": kind, "text": text, **facts})
         if self._world.is_rank_0 and text:
@@ -225,33 +206,31 @@ class Reporter:
             logger.log(level, "%s", text)
 
     def write_state(self, state: TrainState, status: str, **facts: object) -> None:
-        """Replace `state.json`, which tells other programs where the run is."""
+        """Replace `state.json`, from which other programs read the run's progress."""
         self._latest = state
         if self._world.is_rank_0:
-            write_state(
-                self._state_file,
-                {
-                    "run": self._figures.name,
-                    **self._figures.branch.as_record(),
-                    "status": status,
-                    "pid": self._process.pid,
-                    "pid_started": self._process.started,
-                    "host": socket.gethostname(),
-                    "session_began": self._session_began,
-                    "total_steps": self._figures.total_steps,
-                    **state.as_record(),
-                    **self._more_of_state(),
-                    **facts,
-                },
-            )
+            record = {
+                "run": self._figures.name,
+                **self._figures.branch.as_record(),
+                "status": status,
+                "pid": self._process.pid,
+                "pid_started": self._process.started,
+                "host": socket.gethostname(),
+                "session_began": self._session_began,
+                "total_steps": self._figures.total_steps,
+                **state.as_record(),
+                **self._more_of_state(),
+                **facts,
+            }
+            write_state(self._folder / "state.json", record)
 
     def write_failure(self, state: TrainState, error: BaseException, exit_code: int) -> None:
-        """Say in `state.json` and in the events that the run failed, and where.
+        """Record in `state.json` and in the events that the run failed.
 
         Args:
-            state: Where the session began; what was reported since counts more.
-            error: Why.
-            exit_code: What the command will end with.
+            state: At the session's start, in case nothing was reported since.
+            error: Why it failed.
+            exit_code: Of the command.
         """
         state = self.booked(self._latest or state)
         self._record_time("time", state, self._throughput.time_without_use())
@@ -261,7 +240,7 @@ class Reporter:
         self.end_tracking(exit_code, limit_seconds=TRACKERS_END_S)
 
     def end_tracking(self, exit_code: int, *, limit_seconds: float) -> None:
-        """Let the trackers end, which takes some seconds where a network is slow."""
+        """Close the trackers, which takes some seconds if the network is slow."""
         trackers, self._trackers = self._trackers, None
         if trackers is not None:
             trackers.close(exit_code, limit_seconds=limit_seconds)
@@ -272,8 +251,15 @@ class Reporter:
             if file is not None:
                 file.close()
 
+    def _evaluated(
+        self, state: TrainState, seconds: float, line: str, *, kind: str, **figures: object
+    ) -> None:
+        if self._metrics is not None:
+            logger.info("%s | %s", line, duration(seconds))
+            place = {"step": state.step, "tokens": state.tokens}
+            self._measured({"kind": kind, **place, "seconds": seconds, **figures})
+
     def _measured(self, record: Record) -> None:
-        """Write a record of the metrics and tell the trackers."""
         if self._metrics is not None:
             self._metrics.write(record)
         self._track(record)
@@ -286,13 +272,8 @@ class Reporter:
         cost = {"seconds_trained": state.seconds, "cost_usd": state.cost_usd}
         self._track({"kind": END, "step": state.step, **cost})
 
-    def _tell_time(self, kind: str, state: TrainState, waited_seconds: float | None) -> None:
-        """Record what the time since the last such record was spent on."""
-        spent = self._throughput.time_spent(waited_seconds=waited_seconds)
-        self._record_time(kind, self.booked(state), spent)
-
     def _record_time(self, kind: str, state: TrainState, spent: TimeSpent, **more: object) -> None:
-        first, self._told_step = self._told_step, state.step
+        first, self._reported_step = self._reported_step, state.step
         self.performance(
             kind,
             state.step,
@@ -304,30 +285,31 @@ class Reporter:
         )
 
     def _source_progress(self, state: TrainState) -> dict[str, object]:
-        """Return the tokens of each source that were trained on, and its epochs in fractions."""
+        """Return the tokens and epochs that were trained on of each source of a mixture."""
         length, consumed = self._figures.plan.sequence_length, state.position.sources or {}
         return _by_source(
             {
-                name: {"tokens": windows * length, "epoch": windows / epoch}
+                name: {"tokens": consumed[name] * length, "epoch": consumed[name] / epoch}
                 for name, epoch in self._figures.epoch_windows.items()
-                if (windows := consumed.get(name)) is not None
+                if name in consumed
             }
         )
 
-    def _doubt_mfu(self, mfu: float) -> None:
-        """Say once that an MFU cannot be."""
-        if not self._has_doubted_mfu:
-            self._has_doubted_mfu = True
-            self.event(
-                "mfu_warning",
-                f"MFU {mfu:.0%} is more than any training of a whole model reaches "
-                f"({self._figures.credible_mfu:.0%}): the GPU is not the one that its name says, "
-                "or steps were not waited for. It is shown as ?",
-            )
+    def _doubt_mfu(self, metrics: StepMetrics) -> None:
+        """Warn once about an MFU that is impossible."""
+        if not metrics.mfu_refused or metrics.step_seconds is None or self._has_doubted_mfu:
+            return
+        self._has_doubted_mfu = True
+        mfu = self._figures.mfu(self._figures.plan.tokens / metrics.step_seconds)
+        self.event(
+            "mfu_warning",
+            f"MFU {mfu:.0%} is more than any training of a whole model reaches "
+            f"({self._figures.credible_mfu:.0%}): the GPU is not the one that its name says, "
+            "or steps were not waited for. It is shown as ?",
+        )
 
 
 def _scores(result: TaskResult) -> str:
-    """Write a task's measures with their standard errors."""
     text = result.task
     for name, measure in result.measures.items():
         error = measure.standard_error
@@ -337,12 +319,10 @@ def _scores(result: TaskResult) -> str:
 
 
 def _by_source(values: Mapping[str, object]) -> dict[str, object]:
-    """Return a record's entry for the sources of a mixture; none without one."""
     return {"sources": dict(values)} if values else {}
 
 
 def _gpu_memory_fraction(world: World) -> float:
-    """Return this rank's peak share of GPU memory; 0 without a GPU."""
     if world.device_kind != "cuda":
         return 0.0
     total = torch.cuda.get_device_properties(world.device).total_memory

@@ -1,4 +1,4 @@
-"""Saving inside the loop: a failed save does not stop training, several in a row do."""
+"""Save inside the loop: one failed save does not stop training, several in a row do."""
 
 from __future__ import annotations
 
@@ -32,12 +32,21 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves the state, keeps the mirror going and removes old steps; all ranks call together.
+    """Saves the state, keeps the mirror running and removes old steps; all ranks call together.
+
+    Args:
+        checkpointer: Writes step directories.
+        compare: Compares a step with this run; raises if it cannot be resumed.
+        folder: Of the step directories.
+        branch: The branch that training continues.
+        engine: What is saved.
+        mirror: The background copy.
+        settings: How many steps to keep, how many failures to tolerate.
+        files_done: Token files of the epoch that are consumed at a state.
 
     Attributes:
-        mirror: The background copy.
-        saved_step: The newest step that this run saved or began from; None: there is none.
-        loaded_loss: What the checkpoint that was loaded records; None: nothing.
+        saved_step: The newest step that this run saved or resumed from; None: there is none.
+        loaded_loss: Record of the loaded checkpoint, if it has one.
         loaded_changed: Whether the user allowed a change from the settings of that checkpoint.
     """
 
@@ -56,21 +65,6 @@ class Saver:
         world: World,
         files_done: Callable[[TrainState], int],
     ) -> None:
-        """Bring the owners together.
-
-        Args:
-            checkpointer: Writes step directories.
-            compare: Compares a step with this run; raises where it cannot be resumed.
-            folder: Where they are.
-            branch: The branch that training goes on with.
-            engine: What is saved.
-            mirror: The background copy.
-            settings: How many to keep, how many failures to bear.
-            reporter: Tells.
-            throughput: Books the time.
-            world: The ranks.
-            files_done: Token files of the epoch that are consumed at a state.
-        """
         self._checkpointer = checkpointer
         self._compare = compare
         self._folder = folder
@@ -88,19 +82,25 @@ class Saver:
         self.loaded_loss: SavedLoss | None = None
         self.loaded_changed = False
 
+    def begin(self) -> None:
+        """Check that the state can be saved, and start the background copy.
+
+        Raises:
+            ConfigError: On every rank: a disk cannot be written, or has no room for a first save.
+        """
+        self._checkpointer.prepare()
+        self.mirror.start()
+
     def save(
         self,
         state: TrainState,
-        tiers: Sequence[SaveReason] = (SaveReason.ROLLING,),
+        reasons: Sequence[SaveReason] = (SaveReason.ROLLING,),
         *,
         wait: bool = True,
     ) -> TrainState:
-        """Save a state; return it with its time and money booked.
+        """Save a state besides the engine's own; return it with its time and money booked.
 
-        Args:
-            state: What is saved, beside the engine's own.
-            tiers: Why.
-            wait: Return when it is on the disk, also with `checkpoint.async`.
+        With `wait`, return only once it is on the disk, also with `checkpoint.async`.
 
         Raises:
             CheckpointError: On every rank, after `checkpoint.max_failed_saves` failures in a row.
@@ -108,34 +108,33 @@ class Saver:
         self._finish_the_one_before(state.step)
         if self.saved_step == state.step:
             return state
-        self._make_room()
+        if any(self._world.on_storage_ranks(self._clean_a_low_disk)):
+            self._thin_out(keep=FEWEST, disk_low=True)
         state = self._world.broadcast(self._reporter.booked(state))
         loss = measure_saved_loss(self._engine, self._world)
         record, files_done = state.as_record(), self._files_done(state)
         record["saved_loss"] = None if loss is None else loss.model_dump(mode="json")
+        saved = None
         try:
             if self._settings.in_background and not wait:
-                self._checkpointer.begin(self._engine, record, files_done=files_done, tiers=tiers)
-                self._stall_seconds = self._throughput.lap("save")
-                return state
-            saved = self._checkpointer.save(
-                self._engine, record, files_done=files_done, tiers=tiers
-            )
+                self._checkpointer.begin(self._engine, record, files_done=files_done, tiers=reasons)
+            else:
+                saved = self._checkpointer.save(
+                    self._engine, record, files_done=files_done, tiers=reasons
+                )
         except CheckpointError as error:
             self._throughput.lap("save")
             self._bear(error)
             return state
         self._stall_seconds = self._throughput.lap("save")
-        self._tell(saved)
+        if saved is not None:
+            self._complete(saved)
         return state
 
     def commit(self, *, wait: bool = False) -> None:
-        """Commit the save that is being written in the background, once all ranks have written.
+        """Commit the background save once all ranks have written it; `wait` for their files.
 
         Without such a save nothing is done, and nothing exchanged.
-
-        Args:
-            wait: Wait for the files.
 
         Raises:
             CheckpointError: On every rank, after `checkpoint.max_failed_saves` failures in a row.
@@ -149,7 +148,7 @@ class Saver:
             self._bear(error)
             return
         if saved is not None:
-            self._tell(saved)
+            self._complete(saved)
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[None]:
@@ -164,7 +163,7 @@ class Saver:
         self.commit(wait=True)
 
     def load(self, step: StepDirectory) -> TrainState:
-        """Bring the engine back to a verified step; return the state that belongs to it.
+        """Restore the engine from a verified step; return the state that belongs to it.
 
         Raises:
             CheckpointError: On every rank: it cannot be resumed under this run's settings.
@@ -186,7 +185,7 @@ class Saver:
         return state
 
     def bring_back_history(self, step: StepDirectory) -> None:
-        """Take over the losses before a step that training goes on from, where there are none."""
+        """Restore the losses before a resumed step, if the run's folder has none."""
         self._checkpointer.bring_back_history(step)
 
     @property
@@ -195,29 +194,21 @@ class Saver:
         return self._failures > 0
 
     def set_aside(self, corrupt: Collection[Path]) -> None:
-        """Rename corrupt checkpoints: their names are needed for what will be saved."""
-        self._world.on_storage_ranks(lambda: self._set_aside(corrupt))
+        """Rename corrupt checkpoints, because new ones will need their names."""
 
-    def begin(self) -> None:
-        """See that the state can be saved, and start the background copy.
+        def rename() -> None:
+            for path in corrupt:
+                if path.exists():  # on this disk
+                    self._reporter.event(
+                        "set_aside",
+                        f"  aside    {path.name} is corrupt and is now {set_aside(path).name}; "
+                        "remove it when you do not need it",
+                    )
 
-        Raises:
-            ConfigError: On every rank: a disk cannot be written, or has no room for a first save.
-        """
-        self._checkpointer.prepare()
-        self.mirror.start()
-
-    def _set_aside(self, corrupt: Collection[Path]) -> None:
-        for path in corrupt:
-            if path.exists():  # on this disk
-                self._reporter.event(
-                    "set_aside",
-                    f"  aside    {path.name} is corrupt and is now {set_aside(path).name}; remove "
-                    "it when you do not need it",
-                )
+        self._world.on_storage_ranks(rename)
 
     def _finish_the_one_before(self, step: int) -> None:
-        """Wait for a save that is still being written: the copy's memory is needed."""
+        """Wait for the background save: its memory is needed."""
         self.commit()
         unfinished = self._checkpointer.begun_step
         if unfinished is not None and unfinished != step:
@@ -229,14 +220,9 @@ class Saver:
             )
         self.commit(wait=True)
 
-    def _make_room(self) -> None:
-        """Remove what is needed least when a disk lacks room for another save."""
-        if any(self._world.on_storage_ranks(self._clean_a_low_disk)):
-            self._thin_out(keep=FEWEST, disk_low=True)
-
     def _clean_a_low_disk(self) -> bool:
         """Return whether this disk lacks room for another save; leftovers are removed then."""
-        with contextlib.suppress(OSError):  # the save that follows says what is wrong
+        with contextlib.suppress(OSError):  # the save that follows reports what is wrong
             if disk_is_low(self._folder, self._branch, saves=FREE_SPACE_FACTOR):
                 clean_leftovers(self._folder)
                 return True
@@ -250,20 +236,28 @@ class Saver:
         text = "" if given_up else f"{error} Training goes on."
         self._reporter.event("save_failed", text, error=str(error))
         if given_up:
-            stopping = CheckpointError(
+            raise CheckpointError(
                 f"The run stops, since its checkpoints cannot be loaded. {error}"
                 if is_unreadable
                 else f"{self._failures} saves in a row have failed; the run stops rather than "
                 f"train on unsaved. The last one: {error}"
-            )
-            stopping.on_every_rank = True
-            raise stopping from error
+            ).agreed() from error
 
-    def _tell(self, saved: SavedStep) -> None:
-        """Remove what is old, and say what was saved and what that cost."""
+    def _complete(self, saved: SavedStep) -> None:
+        """Keep the mirrors running, remove old steps, and report what the save cost."""
         step, size = saved.step.step, saved.step.manifest.total_bytes
         self._failures, self.saved_step = 0, step
-        upload = self._make_way()
+        seen = self._world.on_storage_ranks(
+            lambda: (
+                self.mirror.look_after(self._folder, self._branch),
+                disk_is_low(self._folder, self._branch),
+            )
+        )
+        self._thin_out(keep=self._settings.keep, disk_low=any(low for _, low in seen))
+        upload, *others = (text for text, _ in seen)
+        for node, text in enumerate(others, 1):
+            if "last error" in text:
+                upload += f" | node {node}: {text.removeprefix(' | ')}"
         stall = self._stall_seconds + self._throughput.lap("save", continued=True)
         local = duration(stall)
         if self._settings.in_background:
@@ -284,23 +278,6 @@ class Saver:
             save_bytes=size,
             save_bytes_per_second=size / saved.write_seconds if saved.write_seconds else None,
         )
-
-    def _make_way(self) -> str:
-        """Keep the mirrors going and remove old steps; return what the mirrors say."""
-        seen = self._world.on_storage_ranks(
-            lambda: (
-                self.mirror.look_after(self._folder, self._branch),
-                disk_is_low(self._folder, self._branch),
-            )
-        )
-        self._thin_out(keep=self._settings.keep, disk_low=any(low for _, low in seen))
-        first, *others = (said for said, _ in seen)
-        troubles = [
-            f" | node {node}: {said.removeprefix(' | ')}"
-            for node, said in enumerate(others, 1)
-            if "last error" in said
-        ]
-        return first + "".join(troubles)
 
     def _thin_out(self, *, keep: int, disk_low: bool) -> None:
         thin_out(

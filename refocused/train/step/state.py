@@ -1,20 +1,21 @@
-"""Where training stands: everything a resume restores besides the engine's own shards."""
+"""Training progress: everything a resume restores besides the engine's own shards."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pydantic
 
-from refocused.config.batch_plan import BatchPlan
 from refocused.data.order.position import Position
 from refocused.system.errors import CheckpointError
 
-# Which checkpoints of earlier versions do not have.
-NEWER_FIELDS = {"validation_step", "tasks_step", "wandb_id"}
+if TYPE_CHECKING:
+    from refocused.config.batch_plan import BatchPlan
+
+NEWER_FIELDS = {"validation_step", "tasks_step", "wandb_id"}  # missing in older checkpoints
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,18 +24,14 @@ class TrainState:
 
     Attributes:
         step: Optimizer steps made.
-        tokens: Tokens trained on.
         position: Where the next batch begins in the data.
-        loss: Training loss of the last step that was read.
-        validation_loss: The last one; None before the first.
-        validation_step: Step of the last validation that was completed.
-        tasks_step: Step after which all tasks were last put to the model.
+        loss: Training loss of the last step whose loss was read from the device.
+        validation_step: Step of the last completed validation.
+        tasks_step: Step of the last completed evaluation on tasks.
         best_loss: Lowest validation loss so far.
-        best_step: Step of the lowest validation loss.
-        seconds: Time of all sessions since the first start: start-up, and what a rewind threw
-            away, included.
+        seconds: Time of all sessions, including start-up and steps that a rewind discarded.
         cost_usd: Price of that time; None while no price is known.
-        wandb_id: Under which id Weights & Biases knows the run; None: it was never told of it.
+        wandb_id: The run's id at Weights & Biases; None before it was first tracked there.
     """
 
     step: int = 0
@@ -57,37 +54,35 @@ class TrainState:
         )
 
     def after_validation(self, loss: float) -> TrainState:
-        """Return the state with a validation's result; only a finite one can be the best."""
-        better = math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
-        return dataclasses.replace(
-            self,
-            validation_loss=loss,
-            validation_step=self.step,
-            best_loss=loss if better else self.best_loss,
-            best_step=self.step if better else self.best_step,
-        )
+        """Return the state with a validation loss; only a finite one can be the best."""
+        state = dataclasses.replace(self, validation_loss=loss, validation_step=self.step)
+        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
+            return dataclasses.replace(state, best_loss=loss, best_step=self.step)
+        return state
 
     def as_record(self) -> dict[str, Any]:
-        """Return the state for JSON, which has no NaN and no infinity: those become None."""
-        record = {
-            field.name: _known(getattr(self, field.name)) for field in dataclasses.fields(self)
+        """Return the state for JSON, in which non-finite numbers become None."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        known = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
         }
-        return record | {"position": self.position.to_dict()}
+        return known | {"position": self.position.to_dict()}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> TrainState:
         """Read what `as_record` wrote.
 
         Raises:
-            CheckpointError: A field is missing or unknown.
+            CheckpointError: A field is missing, unknown or of another type.
         """
         names = {field.name for field in dataclasses.fields(cls)}
-        odd_names = (names - NEWER_FIELDS - set(record)) | (set(record) - names)
-        if odd_names:
-            odd = ", ".join(sorted(odd_names))
+        odd = (names - NEWER_FIELDS - set(record)) | (set(record) - names)
+        if odd:
             raise CheckpointError(
-                f"The checkpoint's trainer.json differs from this version's form in: {odd}. "
-                "Resume with the version of refocused that wrote it, or from another checkpoint."
+                f"The checkpoint's trainer.json differs from this version's form in: "
+                f"{', '.join(sorted(odd))}. Resume with the version of refocused that wrote it, or "
+                "from another checkpoint."
             )
         try:
             position = Position.from_dict(record["position"])
@@ -100,8 +95,3 @@ class TrainState:
 
 
 _FORM = pydantic.TypeAdapter(TrainState)
-
-
-def _known(value: Any) -> Any:
-    """Return None for a number that JSON does not know."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,13 +1,18 @@
-"""Why training should stop early: signals, limits of time and money, agreed by all ranks."""
+"""Why training should stop early: signals and limits of time and money, agreed by all ranks."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from refocused.system.errors import ExitCode, StoppedEarlyError
-from refocused.system.world import World
+
+if TYPE_CHECKING:
+    from refocused.system.world import World
+
+WARNING_FRACTIONS = (0.8, 0.95)  # of the budget
 
 
 class StopReason(enum.IntEnum):
@@ -22,22 +27,25 @@ class StopReason(enum.IntEnum):
 
     @property
     def text(self) -> str:
-        """What a person is told."""
-        return {
-            StopReason.NONE: "",
-            StopReason.TIME_LIMIT: "run.time_limit_hours",
-            StopReason.BUDGET: "cost.budget_usd",
-            StopReason.STOP_FILE: "the STOP file",
-            StopReason.PARENT_GONE: "the launcher is gone",
-            StopReason.SIGNAL: "a signal",
-        }[self]
+        """The reason as a person reads it."""
+        return _TEXTS[self]
 
     @property
     def exit_code(self) -> ExitCode:
-        """What the command's exit status says of it."""
+        """The command's exit code."""
         if self in (StopReason.TIME_LIMIT, StopReason.BUDGET):
             return ExitCode.LIMIT_REACHED
         return ExitCode.INTERRUPTED if self else ExitCode.OK
+
+
+_TEXTS = {
+    StopReason.NONE: "",
+    StopReason.TIME_LIMIT: "run.time_limit_hours",
+    StopReason.BUDGET: "cost.budget_usd",
+    StopReason.STOP_FILE: "the STOP file",
+    StopReason.PARENT_GONE: "the launcher is gone",
+    StopReason.SIGNAL: "a signal",
+}
 
 
 class StopRequest:
@@ -51,14 +59,7 @@ class StopRequest:
         signalled: Callable[[], bool],
         orphaned: Callable[[], bool],
     ) -> None:
-        """Watch for a file, signals and the launcher's end.
-
-        Args:
-            world: The ranks.
-            stop_file: Its existence asks to stop, on any storage rank's disk. None: there is none.
-            signalled: Whether a signal asked this process to stop.
-            orphaned: Whether the processes that started this one are gone.
-        """
+        """Watch for a file on any storage rank's disk, for signals, and for the launcher's end."""
         self._world = world
         self._stop_file = stop_file
         self._signalled = signalled
@@ -67,7 +68,7 @@ class StopRequest:
         self._reason = StopReason.NONE
 
     def obey(self, limit: Callable[[], StopReason]) -> None:
-        """Also stop when this, asked on rank 0, gives a reason."""
+        """Also stop when this function, called on rank 0, returns a reason."""
         self._limits.append(limit)
 
     def agreed(self) -> StopReason:
@@ -79,7 +80,7 @@ class StopRequest:
         return StopReason(int(self._world.largest([self._reason])[0]))
 
     def leave_if_asked(self) -> None:
-        """End a run that has not begun to train, at a place that every rank passes.
+        """End a run that has not begun to train.
 
         Raises:
             StoppedEarlyError: On every rank: one of them was asked to stop.
@@ -102,57 +103,37 @@ class StopRequest:
         return max((limit() for limit in self._limits), default=StopReason.NONE)
 
 
-WARNING_FRACTIONS = (0.8, 0.95)
-
-
 def time_limit(
     hours: float, *, began_seconds: float, clock: Callable[[], float]
 ) -> Callable[[], StopReason]:
-    """Return what says whether a session has taken its time.
+    """Return a limit on a session's hours since `began_seconds` on the monotonic `clock`."""
 
-    Args:
-        hours: Since the command began.
-        began_seconds: When that was, by the clock.
-        clock: Monotonic seconds.
-    """
-
-    def look() -> StopReason:
+    def check() -> StopReason:
         passed = clock() - began_seconds >= hours * 3600
         return StopReason.TIME_LIMIT if passed else StopReason.NONE
 
-    return look
+    return check
 
 
-class Budget:
-    """Says when a run has cost what it may, and warns before."""
+def budget_limit(
+    budget_usd: float, *, spent_usd: Callable[[], float], warn: Callable[[str], None]
+) -> Callable[[], StopReason]:
+    """Return a limit on the cost of all sessions; it warns at each of `WARNING_FRACTIONS`."""
+    warned = 0.0
 
-    def __init__(
-        self, budget_usd: float, *, spent_usd: Callable[[], float], warn: Callable[[str], None]
-    ) -> None:
-        """Watch the money.
-
-        Args:
-            budget_usd: Of the whole run, over all its sessions.
-            spent_usd: What it has cost so far.
-            warn: Told once, at the highest of `WARNING_FRACTIONS` that is passed, and at each
-                further one.
-        """
-        self._budget_usd = budget_usd
-        self._spent_usd = spent_usd
-        self._warn = warn
-        self._warned = 0.0
-
-    def __call__(self) -> StopReason:
-        """Return BUDGET when it is spent."""
-        spent = self._spent_usd()
-        share = spent / self._budget_usd
+    def check() -> StopReason:
+        nonlocal warned
+        spent = spent_usd()
+        share = spent / budget_usd
         if share >= 1.0:
             return StopReason.BUDGET
         passed = max((mark for mark in WARNING_FRACTIONS if share >= mark), default=0.0)
-        if passed > self._warned:
-            self._warned = passed
-            self._warn(
+        if passed > warned:
+            warned = passed
+            warn(
                 f"The run has cost ${spent:,.2f}, {share:.0%} of cost.budget_usd="
-                f"{self._budget_usd:,.2f}. At 100 % it is saved and stops."
+                f"{budget_usd:,.2f}. At 100 % it is saved and stops."
             )
         return StopReason.NONE
+
+    return check
