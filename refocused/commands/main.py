@@ -18,6 +18,7 @@ ENVIRONMENT = ROOT / ".venv"
 SET_UP = ROOT / "launch" / "setup_environment.sh"
 # Names the process that has already restarted; its id stays the same.
 RESTARTED = "REFOCUSED_RESTARTED_PROCESS"
+INTERRUPTED = 130  # as `ExitCode.INTERRUPTED`
 
 COMMANDS = {
     "train": "train a run (started by deepspeed on several ranks)",
@@ -96,7 +97,12 @@ def run_command(name: str, given: Sequence[str]) -> int:
 def run_script(name: str) -> NoReturn:
     """Run a command for its script in `launch/`, under a Python that has the packages."""
     _use_environment()
-    sys.exit(run_command(name, sys.argv[1:]))
+    code = run_command(name, sys.argv[1:])
+    if code == INTERRUPTED:  # threads left behind inside C++ abort an ordinary exit now and then
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def missing_package() -> str | None:

@@ -46,3 +46,21 @@ def test_broken_connections_stay_errors_and_do_not_end_the_process(
     run_command("prepare_data", ["--help"])
     run_command("checkpoints", ["list"])
     assert signal.getsignal(signal.SIGPIPE) == signal.SIG_IGN
+
+
+def test_an_interrupted_command_leaves_its_threads_behind() -> None:
+    """What threads do to an ordinary exit, a callback does here: it aborts the process."""
+    script = (
+        "import atexit, importlib, os\n"
+        "from refocused.commands.main import VERBS, run_script\n"
+        "def run(arguments):\n"
+        "    raise KeyboardInterrupt\n"
+        "module, _ = VERBS['checkpoints']['list']\n"
+        "importlib.import_module(f'refocused.commands.{module}').run_list = run\n"
+        "atexit.register(os.abort)\n"
+        "run_script('checkpoints')\n"
+    )
+    command = [sys.executable, "-c", script, "list", "--run", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr == "Interrupted. The same command goes on from here.\n"
