@@ -34,9 +34,7 @@ from refocused.engine.build_engine import build_engine
 from refocused.engine.engine import Engine
 from refocused.metrics.throughput import Throughput
 from refocused.metrics.trackers import Record as TrackerRecord
-from refocused.metrics.trackers import Tracker, Trackers
-from refocused.metrics.tracking import trackers_of
-from refocused.metrics.wandb import WandbNote
+from refocused.metrics.trackers import TrackedRun, Tracker, Trackers, trackers_of
 from refocused.models.causal_lm import counted_parameters
 from refocused.system import logs
 from refocused.system.world import World
@@ -110,7 +108,7 @@ class Training:
     def tracked(self) -> Iterator[None]:
         """Open the trackers, and end them."""
         before = _threads()
-        self._reporter.track(Trackers(self.trackers, tell=self._reporter.event))
+        self._reporter.track(Trackers(self.trackers, report=self._reporter.event))
         for tracker in self.trackers:
             if not tracker.tried.wait(OPEN_SECONDS) or not tracker.is_open:
                 raise SystemExit(f"{tracker.name} did not open: not everything would be on")
@@ -277,9 +275,8 @@ def _all_trackers(run: Path) -> list[Tracker]:
         tensorboard=True,
         openmetrics=str(run / "refocused.prom"),
     )
-    note = WandbNote("watched-0000", 0) if has_wandb else None
     settings = {"model": SETUP.shape(), "optimizer": OPTIMIZER.model_dump()}
-    return trackers_of(run, tracking=tracking, run="watched", settings=settings, step=0, note=note)
+    return trackers_of(TrackedRun(run, "watched", step=0, settings=settings, tracking=tracking))
 
 
 def _threads() -> set[int]:

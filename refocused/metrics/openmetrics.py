@@ -1,18 +1,16 @@
-"""The newest figures of a run as an OpenMetrics text file, which Prometheus' node exporter reads.
+"""Keep a run's newest figures in an OpenMetrics text file for Prometheus' node exporter.
 
-The exporter's textfile collector takes the files `*.prom` of a folder. All metrics are gauges and
-have no time stamps: so the text is also of Prometheus' own, older form, which is the one that the
-collector parses.
+The exporter's textfile collector reads the files `*.prom` of a folder in Prometheus' older text
+form. All metrics are gauges without time stamps, whose text is the same in both forms.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
-from refocused.metrics.trackers import END, Record, scalars
+from refocused.metrics.trackers import END, Record, TrackedRun, scalars, step_of
 from refocused.system.atomic_files import replace_file
 
 _HELP = {
@@ -35,7 +33,14 @@ _HELP = {
     "train_cost_left_usd": "Of the time left.",
     "validation_loss": "Mean loss on the validation windows, in nats a token.",
     "validation_step": "Step of that validation.",
+    "training": "1 while the run trains, 0 when it has ended.",
+    "updated_timestamp_seconds": "When this file was written.",
 }
+
+
+def tracker_of(run: TrackedRun) -> OpenMetricsTracker:
+    """Return the tracker of a run."""
+    return OpenMetricsTracker(Path(str(run.tracking.openmetrics)).expanduser(), run=run.name)
 
 
 class OpenMetricsTracker:
@@ -55,59 +60,34 @@ class OpenMetricsTracker:
         self._values: dict[str, float] = {}
 
     def open(self) -> str:
-        """Refuse a folder that is not there: nobody would read a new one."""
+        """Refuse a folder that does not exist: the exporter would not read a new one."""
         if not self._file.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {self._file.parent}")
         return f"the newest figures are in {self._file}"
 
     def write(self, record: Record) -> None:
-        """Replace the file by one with a record's numbers, besides those of other kinds."""
+        """Replace the file: this record's numbers, beside those of other kinds."""
         if record["kind"] not in ("step", "validation", END):
             return
         group = "validation" if record["kind"] == "validation" else "train"
-        numbers = {**scalars(record), f"{group}/step": float(str(record["step"]))}
-        known = {name.replace("/", "_"): value for name, value in numbers.items()}
-        self._values |= {name: value for name, value in known.items() if name in _HELP}
+        numbers = {**scalars(record), f"{group}/step": step_of(record)}
+        self._values |= {name.replace("/", "_"): value for name, value in numbers.items()}
         self._replace(training=True)
 
     def close(self, exit_code: int) -> str:
-        """Say in the file that nothing trains any more."""
+        """Write into the file that training has ended."""
         if self._values:
             self._replace(training=False)
         return ""
 
     def _replace(self, *, training: bool) -> None:
-        text = openmetrics_text(self._values, run=self._run, training=training, now=self._clock())
-        replace_file(self._file, text.encode())
+        from prometheus_client import CollectorRegistry, Gauge
+        from prometheus_client.openmetrics.exposition import generate_latest
 
-
-def openmetrics_text(values: Mapping[str, float], *, run: str, training: bool, now: float) -> str:
-    """Write figures down, each as a gauge of this run.
-
-    Args:
-        values: By name, among those that have a description here.
-        run: The run's name; it holds no character that would have to be escaped.
-        training: Whether training goes on.
-        now: Unix seconds.
-    """
-    described = [(name, _HELP[name], values[name]) for name in _HELP if name in values]
-    described += [
-        ("training", "1 while the run trains, 0 when it has ended.", float(training)),
-        ("updated_timestamp_seconds", "When this file was written.", now),
-    ]
-    lines = []
-    for name, text, value in described:
-        lines += [
-            f"# TYPE refocused_{name} gauge",
-            f"# HELP refocused_{name} {text}",
-            f'refocused_{name}{{run="{run}"}} {_number(value)}',
-        ]
-    return "\n".join([*lines, "# EOF\n"])
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return repr(value)
+        registry = CollectorRegistry()
+        self._values |= {"training": training, "updated_timestamp_seconds": self._clock()}
+        for name, text in _HELP.items():
+            if name in self._values:
+                gauge = Gauge(f"refocused_{name}", text, ["run"], registry=registry)
+                gauge.labels(self._run).set(self._values[name])
+        replace_file(self._file, generate_latest(registry))  # type: ignore[no-untyped-call]

@@ -1,41 +1,47 @@
-"""Trackers: others that are told what a run measures, none of which can stop or delay it.
-
-Each has a thread and a bounded queue: a step only puts its record there. A record that finds no
-room is left out and counted, and what a tracker has to say waits until the run's own thread asks
-for it, so that only one thread writes the run's files.
-"""
+"""Send what a run measures to trackers; none of them can stop or delay training."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from refocused.config.outputs import TrackingConfig
+
+if TYPE_CHECKING:
+    from refocused.system.world import World
 
 Record = Mapping[str, object]
-NoteKind = Literal["tracker", "tracker_warning"]
+Report = Callable[[Literal["tracker", "tracker_warning"], str], None]
 
-ROOM = 1000  # records of less than 2 KB each, but the rare ones of histograms
+# Setting of `tracking`: module with a function `tracker_of(run)`, imported if the setting is on.
+MODULES = {
+    "wandb": "refocused.metrics.wandb",
+    "tensorboard": "refocused.metrics.tensorboard",
+    "openmetrics": "refocused.metrics.openmetrics",
+}
+ROOM = 1000  # waiting records, each of less than 2 KB but for the rare histograms
 END = "end"  # kind of a session's last record: the time and the cost of the whole run
-_GROUPS = {
-    "step": "train",
-    END: "train",
-}  # what the metrics of a kind of record begin with, if not the kind
+_GROUPS = {"step": "train", END: "train"}  # prefix of a kind's metrics, if not the kind itself
 
 
 class Tracker(Protocol):
-    """Whom a run is told to; all calls come from one thread, and any may raise anything.
+    """A destination of records; all calls come from one thread, and any may raise anything.
 
     Attributes:
-        name: What a person calls it.
+        name: For messages.
     """
 
     name: str
 
     def open(self) -> str:
-        """Begin; return what a person should know of where the records go."""
+        """Begin; return where the records go, for a person."""
 
     def write(self, record: Record) -> None:
         """Take a record: its `kind`, its `step`, and what was measured."""
@@ -45,38 +51,116 @@ class Tracker(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Note:
-    """What a tracker has to say: an event's kind and its text."""
+class TrackedRun:
+    """What trackers may know of a run.
 
-    kind: NoteKind
-    text: str
+    Attributes:
+        folder: The run's folder.
+        name: The run's name.
+        step: Where training starts.
+        settings: All settings of the run, nested.
+        tracking: Which trackers are on.
+        wandb_id: Run id at Weights & Biases, from the checkpoint; None: it has none yet.
+        is_automatic: Training starts from the newest step there is, not from one that a person
+            chose.
+    """
+
+    folder: Path
+    name: str
+    step: int
+    settings: Mapping[str, object]
+    tracking: TrackingConfig
+    wandb_id: str | None = None
+    is_automatic: bool = True
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _End:
-    exit_code: int
+def start_tracking(
+    run: TrackedRun, world: World, *, track: Callable[[Trackers], None], report: Report
+) -> str | None:
+    """Open the trackers on rank 0; return the run id at Weights & Biases, if any.
+
+    Every rank must call. Opening happens in the trackers' threads and cannot fail the run.
+
+    Args:
+        run: The run.
+        world: The ranks.
+        track: Takes the trackers, on rank 0.
+        report: Takes the kind of an event and its text.
+    """
+
+    def start() -> str | None:
+        trackers = trackers_of(run)
+        if trackers:
+            track(Trackers(trackers, report=report))
+        ids = [str(one.run_id) for one in trackers if hasattr(one, "run_id")]
+        return ids[0] if ids else run.wandb_id
+
+    return world.on_rank_0(start)
 
 
-class TrackerThread:
-    """A tracker in a thread of its own, which ends with the process at the latest."""
+def trackers_of(run: TrackedRun) -> list[Tracker]:
+    """Return the trackers that a run asks for, none of them open."""
+    return [
+        importlib.import_module(module).tracker_of(run)
+        for setting, module in MODULES.items()
+        if getattr(run.tracking, setting)
+    ]
 
-    def __init__(self, tracker: Tracker, *, room: int = ROOM) -> None:
-        """Begin to open it.
+
+class Trackers:
+    """All trackers of a run."""
+
+    def __init__(self, trackers: Sequence[Tracker], *, report: Report, room: int = ROOM) -> None:
+        """Open them, each in its thread.
 
         Args:
-            tracker: Whom to tell.
-            room: Records that may wait.
+            trackers: The destinations.
+            report: Takes an event's kind and text, in the thread that calls the methods here, so
+                that one thread alone writes the run's files.
+            room: Records that may wait for each of them.
         """
+        self._threads = [_TrackerThread(tracker, room) for tracker in trackers]
+        self._report = report
+
+    def record(self, record: Record) -> None:
+        """Hand a record to all of them; never waits."""
+        for thread in self._threads:
+            thread.record(record)
+        self._pass_on()
+
+    def close(self, exit_code: int, *, limit_seconds: float) -> None:
+        """End all of them, within a time.
+
+        Args:
+            exit_code: Of the command.
+            limit_seconds: For all together; those that need longer end with the process.
+        """
+        deadline = time.monotonic() + limit_seconds
+        for thread in self._threads:
+            thread.begin_end(exit_code, deadline)
+        for thread in self._threads:
+            thread.finish_end(deadline)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        for thread in self._threads:
+            while not thread.notes.empty():
+                self._report(*thread.notes.get())
+
+
+class _TrackerThread:
+    """A tracker in a daemon thread, behind a bounded queue that ends with the exit code."""
+
+    def __init__(self, tracker: Tracker, room: int) -> None:
         self._tracker = tracker
-        self._queue: queue.Queue[Record | _End] = queue.Queue(room)
-        self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
+        self._queue: queue.Queue[Record | int] = queue.Queue(room)
+        self.notes: queue.SimpleQueue[tuple[Any, str]] = queue.SimpleQueue()
         self._dropped = self._refused = 0
         self._is_off = False
         self._thread = threading.Thread(target=self._work, name=tracker.name, daemon=True)
         self._thread.start()
 
     def record(self, record: Record) -> None:
-        """Hand over a record, or leave it out where too many wait; never waits."""
         if self._is_off:
             return
         try:
@@ -86,22 +170,12 @@ class TrackerThread:
                 self._warn("is too slow: records are left out until it has caught up")
             self._dropped += 1
 
-    def notes(self) -> Iterator[Note]:
-        """Take what it has to say."""
-        while not self._notes.empty():
-            yield self._notes.get()
+    def begin_end(self, exit_code: int, deadline: float) -> None:
+        with contextlib.suppress(queue.Full):  # `finish_end` finds that it has not ended
+            self._queue.put(exit_code, timeout=max(0.0, deadline - time.monotonic()))
 
-    def begin_end(self, exit_code: int, *, deadline_seconds: float) -> None:
-        """Let it end after what waits, which may take until then by the monotonic clock."""
-        try:
-            left = max(0.0, deadline_seconds - time.monotonic())
-            self._queue.put(_End(exit_code), timeout=left)
-        except queue.Full:
-            pass  # `finish_end` finds that it has not ended
-
-    def finish_end(self, *, deadline_seconds: float) -> None:
-        """Wait until it has ended or the time is over, and say what is missing."""
-        self._thread.join(max(0.0, deadline_seconds - time.monotonic()))
+    def finish_end(self, deadline: float) -> None:
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             waiting = self._queue.qsize()
             self._warn(f"did not end in time: about {waiting:,} records are not there")
@@ -112,77 +186,40 @@ class TrackerThread:
             )
 
     def _work(self) -> None:
+        # The edge of a background owner: whatever a tracker raises, training goes on without it.
         try:
-            self._say("tracker", f"  tracker  {self._tracker.name}: {self._tracker.open()}")
-        except Exception as error:  # this edge: whatever it is, training goes on without it
+            self._note(self._tracker.open())
+        except Exception as error:
             self._is_off = True
-            self._warn(f"is not told of this session: {_reason(error)}")
+            self._warn(f"records nothing of this session: {_reason(error)}")
             return
         is_refusing = False
-        while not isinstance(record := self._queue.get(), _End):
+        while not isinstance(record := self._queue.get(), int):
             try:
                 self._tracker.write(record)
                 is_refusing = False
-            except Exception as error:  # the same edge
+            except Exception as error:
                 self._refused += 1
                 if not is_refusing:
                     self._warn(f"refused a record: {_reason(error)}")
                 is_refusing = True
         try:
-            said = self._tracker.close(record.exit_code)
-        except Exception as error:  # the same edge
+            if text := self._tracker.close(record):
+                self._note(text)
+        except Exception as error:
             self._warn(f"did not end well: {_reason(error)}")
-            return
-        if said:
-            self._say("tracker", f"  tracker  {self._tracker.name}: {said}")
+
+    def _note(self, text: str) -> None:
+        self.notes.put(("tracker", f"  tracker  {self._tracker.name}: {text}"))
 
     def _warn(self, text: str) -> None:
-        self._say(
-            "tracker_warning",
-            f"WARN  {self._tracker.name} {text}. The run's own files are complete.",
-        )
-
-    def _say(self, kind: NoteKind, text: str) -> None:
-        self._notes.put(Note(kind, text))
+        warning = f"WARN  {self._tracker.name} {text}. The run's own files are complete."
+        self.notes.put(("tracker_warning", warning))
 
 
-class Trackers:
-    """All trackers of a run."""
-
-    def __init__(self, trackers: Sequence[Tracker], *, tell: Callable[[NoteKind, str], None]):
-        """Open them, each in its thread.
-
-        Args:
-            trackers: Whom to tell.
-            tell: Takes what they have to say, in the thread that calls the methods here.
-        """
-        self._threads = [TrackerThread(tracker) for tracker in trackers]
-        self._tell = tell
-
-    def record(self, record: Record) -> None:
-        """Tell all of them; never waits."""
-        for thread in self._threads:
-            thread.record(record)
-        self._pass_on()
-
-    def close(self, exit_code: int, *, limit_seconds: float) -> None:
-        """End all of them, within a time.
-
-        Args:
-            exit_code: What the command will end with.
-            limit_seconds: For all together; those that need longer end with the process.
-        """
-        deadline = time.monotonic() + limit_seconds
-        for thread in self._threads:
-            thread.begin_end(exit_code, deadline_seconds=deadline)
-        for thread in self._threads:
-            thread.finish_end(deadline_seconds=deadline)
-        self._pass_on()
-
-    def _pass_on(self) -> None:
-        for thread in self._threads:
-            for note in thread.notes():
-                self._tell(note.kind, note.text)
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -191,7 +228,7 @@ class Histogram:
 
     Attributes:
         name: `weights/NAME` or `gradients/NAME`.
-        edges: Of the bins, one more than these.
+        edges: Of the bins, one more than `counts`.
         counts: Elements in each bin.
         total: Sum of the elements.
         squares: Sum of their squares.
@@ -222,29 +259,24 @@ def step_of(record: Record) -> int:
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """Return a record's numbers by the names that trackers call them.
+    """Return a record's known numbers by the names that trackers show.
 
     `train/loss` is of a step, `validation/loss` of a validation, `tasks/hellaswag/acc/value` of a
-    task, `train/sources/web/tokens` of a source. What is unknown is left out.
+    task, `train/sources/web/tokens` of a source.
     """
     kind = str(record["kind"])
-    found = dict(_numbers(record, _GROUPS.get(kind, kind)))
-    found.pop(f"{_GROUPS.get(kind, kind)}/step")
+    group = _GROUPS.get(kind, kind)
+    found = dict(_numbers(record, group))
+    del found[f"{group}/step"]
     return found
 
 
 def _numbers(values: Record, group: str) -> Iterator[tuple[str, float]]:
     for name, value in values.items():
         name = name.removeprefix("validation_")
-        # A record of tasks holds them under `tasks`, which its kind has said already.
+        # A record of tasks holds them under `tasks`, the group of its kind.
         inner = group if name == group else f"{group}/{name}"
         if isinstance(value, Mapping):
             yield from _numbers(value, inner)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield inner, float(value)
-
-
-def _reason(error: Exception) -> str:
-    """Return an error in one line."""
-    text = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""Weights & Biases: what is logged, and under which run id after a resume."""
+"""Log a run to Weights & Biases, under the same run id after a resume."""
 
 from __future__ import annotations
 
@@ -8,30 +8,27 @@ import html
 import json
 import netrc
 import os
+import secrets
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from refocused.metrics.jsonl import as_record, whole_number
-from refocused.metrics.trackers import END, Record, histograms, scalars, step_of
+from refocused.metrics.jsonl import read_json
+from refocused.metrics.trackers import END, Record, TrackedRun, histograms, scalars, step_of
 from refocused.system.atomic_files import replace_file
-from refocused.system.strict_json import parse_json_object
 
-# Under which id Weights & Biases knows a run, and what it was told of it.
-#
-# A run there is a list of records that only grows. So a session that repeats steps after a crash
-# tells only what is new, and one that goes back on purpose, to take another way from an earlier
-# step, begins another run of the same group. What a run there lacks of the way to where a session
-# begins (a crash lost it, the network was away, nobody had asked) is told from the run's own file.
-
-
-_KINDS = ("step", "validation", "tasks", "sample", "histograms")
+NOTE_FILE = Path("wandb") / "refocused.json"  # in the run's folder
+REACH_SECONDS = 5.0
+_INIT_SECONDS = 60.0
+_FINISH_SECONDS = 20.0  # less than training waits for trackers at its end
+_FLUSH_SECONDS = 1.0  # the default is 15 s, which a killed run would lose
+_SAFE_SECONDS = 2 * _FLUSH_SECONDS  # what was logged before is in the file, also after a kill
 _LONGEST_NAME = 50  # of a run, in its id
+_STEP = "train/step"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,22 +36,14 @@ class WandbNote:
     """What a session leaves to the next one on this disk.
 
     Attributes:
-        id: Of the run at Weights & Biases.
-        began: Step at which it was begun, or first met on this disk.
-        told: The last step it was told of, by the kind of record.
+        id: Run id at Weights & Biases.
+        began: Step at which that run was begun, or first continued on this disk.
+        last: The last step whose record is surely there.
     """
 
     id: str
     began: int
-    told: Mapping[str, int] = dataclasses.field(default_factory=dict)
-
-    def is_told(self, kind: str, step: int) -> bool:
-        """Whether a record of this kind and step is there already."""
-        return step <= self.told.get(kind, -1)
-
-    def with_told(self, kind: str, step: int) -> WandbNote:
-        """Return the note after one more record."""
-        return dataclasses.replace(self, told={**self.told, kind: step})
+    last: int = -1
 
 
 def continued(
@@ -66,132 +55,87 @@ def continued(
     is_automatic: bool,
     token: str,
 ) -> WandbNote:
-    """Decide under which id a session tells, and what of it is there already.
+    """Decide under which id a session logs.
+
+    A run at Weights & Biases only grows. A resume after a crash continues it; going back to an
+    earlier step on purpose begins another run of the same group.
 
     Args:
-        note: Of the session before on this disk; None: there was none.
-        known: The id in the checkpoint that training starts from.
+        note: Left by the session before on this disk; None: there was none.
+        known: Id in the checkpoint that training starts from.
         run: The run's name, with which its ids begin.
         step: Where training starts.
-        is_automatic: It starts from the newest step there is, and so repeats what came after; not
-            from one that a person chose.
-        token: Ends a new id; nobody else's.
+        is_automatic: From the newest step there is, not from one that a person chose.
+        token: Ends a new id; unique.
     """
     if note is not None and is_automatic and note.began == step:
-        return note  # it began here, and nothing was saved since
+        return note  # it began here, and nothing has been saved since
     name = run[:_LONGEST_NAME]
     if known is not None and known.rpartition("-")[0] == name:
-        if note is None or note.id != known:
-            # Another disk told it of all that comes before.
-            note = WandbNote(known, step, dict.fromkeys(_KINDS, step)) if is_automatic else None
-        if note is not None and (is_automatic or max(note.told.values(), default=0) <= step):
+        if note is None or note.id != known:  # another disk logged all that comes before
+            note = WandbNote(known, step, last=step) if is_automatic else None
+        if note is not None and (is_automatic or note.last <= step):
             return note
     return WandbNote(f"{name}-{token}", step)
 
 
-def missing_records(lines: Iterable[bytes], note: WandbNote, *, step: int) -> list[dict[str, Any]]:
-    """Return what a run there lacks of the way to a step, in the order of the steps.
-
-    Args:
-        lines: Of the run's metrics file. A record of an earlier step than the one before it begins
-            another way, which takes the place of what lies beyond.
-        note: What it was told.
-        step: Where the way ends for now.
-    """
-    way: dict[tuple[int, str], dict[str, Any]] = {}
-    newest = 0
-    for record in map(as_record, lines):
-        at = whole_number(record, "step") if record is not None else None
-        if record is None or at is None or record.get("kind") not in _KINDS:
-            continue
-        if at < newest:
-            way = {place: one for place, one in way.items() if place[0] <= at}
-        newest = at
-        way[at, record["kind"]] = record
-    return [way[at, kind] for at, kind in sorted(way) if at <= step and not note.is_told(kind, at)]
-
-
 def read_note(file: Path) -> WandbNote | None:
-    """Read what `write_note` wrote; None: nothing, or nothing that can be read."""
+    """Read a note; None: there is none that can be read, so the session gets another id."""
+    note = read_json(file) or {}
     try:
-        return WandbNote(**parse_json_object(file.read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return None  # then records are told twice, or under another id
+        if "told" in note:  # version 0.1: the last step by kind of record
+            return WandbNote(note["id"], note["began"], max(note["told"].values(), default=-1))
+        return WandbNote(**note)
+    except (AttributeError, KeyError, TypeError):
+        return None
 
 
 def write_note(file: Path, note: WandbNote) -> None:
-    """Replace the note.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Replace the note."""
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, json.dumps(dataclasses.asdict(note)).encode())
 
 
-REACH_SECONDS = 5.0
-_INIT_SECONDS = 60.0
-_FINISH_SECONDS = 20.0  # below the time that training waits for at its end
-_FLUSH_SECONDS = 1.0  # the default, 15 s, is what a killed run would lack
-# What was told longer ago than this outlives the death of this process and of W&B's own, which ends
-# with it: offline it is in the file by then, online it is sent.
-_SAFE_SECONDS = {"offline": 2 * _FLUSH_SECONDS, "online": 60.0}
-_STEP = "train/step"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class WandbRun:
-    """The run as Weights & Biases is told of it.
-
-    Attributes:
-        project: `PROJECT` or `ENTITY/PROJECT`.
-        run: The run's name, the group of all that belongs to it.
-        folder: The run's, in which `wandb/` is made.
-        settings: Of the run, and what follows from them, nested.
-        step: Where the session begins.
-        note: Its id, and what is there already.
-        note_file: Where the note is kept.
-        metrics_file: The run's own records.
-    """
-
-    project: str
-    run: str
-    folder: Path
-    settings: Mapping[str, object]
-    step: int
-    note: WandbNote
-    note_file: Path
-    metrics_file: Path
+def tracker_of(run: TrackedRun) -> WandbTracker:
+    """Return the tracker of a run, under the id that the session continues or begins."""
+    note = continued(
+        read_note(run.folder / NOTE_FILE),
+        known=run.wandb_id,
+        run=run.name,
+        step=run.step,
+        is_automatic=run.is_automatic,
+        token=secrets.token_hex(4),
+    )
+    return WandbTracker(run, note)
 
 
 class WandbTracker:
-    """Tells Weights & Biases, online if that can be, else into files for `wandb sync`.
+    """Logs online if possible, else into files for `wandb sync`.
 
-    `wandb.init` would wait 100 s for a host that is not there, and stop without a key; so what it
-    shall do is decided before.
+    Which of the two is decided before `wandb.init`, which would wait 100 s for an unreachable host
+    and stop without a key.
     """
 
     name = "wandb"
 
-    def __init__(self, run: WandbRun, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Prepare; `open` connects.
-
-        Args:
-            run: What to tell, and where.
-            clock: Monotonic seconds.
-        """
-        self._about, self._note, self._clock = run, run.note, clock
-        self._unsafe: deque[tuple[float, WandbNote]] = deque()
-        self._safe_seconds = 0.0
+    def __init__(
+        self, run: TrackedRun, note: WandbNote, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Prepare; `open` connects. The clock gives monotonic seconds."""
+        self.run_id = note.id
+        self._about, self._note, self._clock = run, note, clock
+        self._logged = self._last = note.last  # in earlier sessions, and in this one too
+        self._note_file = run.folder / NOTE_FILE
+        self._noted_at = clock()  # the note is as of then, and written _SAFE_SECONDS later
         self._run: Any = None
 
     def open(self) -> str:
-        """Connect, or begin files, and tell what they lack of the way until here.
+        """Connect, or begin files.
 
         Raises:
             ValueError: The environment switches Weights & Biases off.
         """
-        write_note(self._about.note_file, self._note)
+        write_note(self._note_file, self._note)
         import wandb  # two seconds, in the tracker's thread
 
         settings = wandb.setup(wandb.Settings(silent=True)).settings
@@ -201,28 +145,31 @@ class WandbTracker:
         if why is None:
             try:
                 self._init("online")
+                # wandb's resume loads the run's summary, which knows better than our note.
+                self._logged = int(self._run.summary.get(_STEP, self._logged))
             except Exception as error:  # this edge: a refusal, a proxy, a time-out
                 why = f"offline, {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                wandb.teardown()  # else its process has the id in use
+                wandb.teardown()  # its process still uses the id
         if why is not None:
             self._init("offline")
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)  # not the count of records
-        self._safe_seconds = _SAFE_SECONDS["online" if why is None else "offline"]
-        self._catch_up()
         return f"{self._run.url}" if why is None else f"{why}: {self._sync_later()}"
 
     def write(self, record: Record) -> None:
-        """Tell of a record that is not there yet."""
-        kind, step = str(record["kind"]), step_of(record)
-        if self._note.is_told(kind, step):
+        """Log a record, unless this session repeats a step that was logged before."""
+        kind, step = record["kind"], step_of(record)
+        is_repeated = step < self._logged or (step == self._logged and kind == "step")
+        if is_repeated and kind != END:
             return
         self._run.log({**_values(record), _STEP: step})
-        if kind == END:  # of every session, also where it repeats steps
-            return
-        self._note = self._note.with_told(kind, step)
-        self._unsafe.append((self._clock(), self._note))
-        self._note_what_is_safe()
+        now = self._clock()
+        if now - self._noted_at >= _SAFE_SECONDS:
+            write_note(self._note_file, self._note)
+            self._note = dataclasses.replace(self._note, last=self._last)
+            self._noted_at = now
+        if kind == "step":
+            self._last = max(self._last, step)
 
     def close(self, exit_code: int) -> str:
         """Send what waits, for some seconds."""
@@ -230,27 +177,25 @@ class WandbTracker:
 
         is_offline = self._run.offline
         self._run.finish(exit_code=exit_code)
-        write_note(self._about.note_file, self._note)
+        write_note(self._note_file, dataclasses.replace(self._note, last=self._last))
         wandb.teardown()  # its process ends too
         return self._sync_later() if is_offline else ""
 
     def _init(self, mode: Literal["online", "offline"]) -> None:
         import wandb
 
-        about = self._about
-        entity, _, project = about.project.rpartition("/")
-        folder = about.folder.absolute()
-        folder.mkdir(parents=True, exist_ok=True)
+        run = self._about
+        entity, _, project = str(run.tracking.wandb).rpartition("/")
         self._run = wandb.init(
             project=project,
             entity=entity or None,
             id=self._note.id,
-            name=about.run,
-            group=about.run,
+            name=run.name,
+            group=run.name,
             resume="allow",
             mode=mode,
-            dir=str(folder),
-            config=dict(about.settings),
+            dir=str(run.folder.absolute()),
+            config=dict(run.settings),
             settings=wandb.Settings(
                 console="off",  # the screen and its log are ours
                 silent=True,
@@ -260,24 +205,12 @@ class WandbTracker:
             ),
         )
 
-    def _catch_up(self) -> None:
-        with contextlib.suppress(FileNotFoundError), self._about.metrics_file.open("rb") as lines:
-            for record in missing_records(lines, self._note, step=self._about.step):
-                self.write(record)
-
-    def _note_what_is_safe(self) -> None:
-        safe, now = None, self._clock()
-        while self._unsafe and self._unsafe[0][0] <= now - self._safe_seconds:
-            _, safe = self._unsafe.popleft()
-        if safe is not None:
-            write_note(self._about.note_file, safe)
-
     def _sync_later(self) -> str:
         return f"wandb sync {self._about.folder / 'wandb'}/offline-run-* sends it"
 
 
 def what_keeps_offline() -> str | None:
-    """Return why a run of this machine would not be online; None: nothing keeps it from that."""
+    """Return why a run on this machine would not be online; None: it would be."""
     import wandb
 
     try:
@@ -287,7 +220,6 @@ def what_keeps_offline() -> str | None:
 
 
 def _values(record: Record) -> dict[str, object]:
-    """Return what a record is drawn from: numbers, a text, histograms."""
     import wandb
 
     if record["kind"] == "sample":
@@ -302,7 +234,6 @@ def _values(record: Record) -> dict[str, object]:
 
 
 def _why_offline(settings: Any) -> str | None:
-    """Return what keeps from being online; None: nothing does."""
     if settings.mode != "online":
         return f"WANDB_MODE={settings.mode}"
     if not has_key(settings.base_url, settings.api_key or settings.identity_token_file):
@@ -323,7 +254,7 @@ def has_key(url: str, key: str | None) -> bool:
 
 
 def is_reachable(url: str, *, limit_seconds: float = REACH_SECONDS) -> bool:
-    """Whether a host answers, whatever it says; through the proxy, if the environment names one."""
+    """Whether a host answers at all; through the proxy, if the environment names one."""
     try:
         with urllib.request.urlopen(url, timeout=limit_seconds):
             return True

@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+import dataclasses
+import subprocess
+import sys
 import threading
-import time
+from pathlib import Path
 
 import pytest
+from metrics.session_records import step, tracked_run
+from thread_ranks import on_two_ranks, results
 
-from refocused.metrics.trackers import Record, Trackers, TrackerThread, scalars
+from refocused.metrics.trackers import Record, Trackers, scalars, start_tracking, trackers_of
+from refocused.metrics.wandb import WandbTracker
+from refocused.system.world import World
 
 
 class Listener:
-    """A tracker that notes what it is told, and fails or waits as a test wants."""
+    """A tracker that notes its records, and fails or waits as a test wants."""
 
     name = "listener"
 
@@ -23,7 +30,7 @@ class Listener:
 
     def open(self) -> str:
         self._fail("open")
-        return "is told"
+        return "is open"
 
     def write(self, record: Record) -> None:
         self.has_record.set()
@@ -42,122 +49,170 @@ class Listener:
             raise ConnectionResetError(f"no\n{when}")
 
 
-def step(number: int) -> Record:
-    return {"kind": "step", "step": number, "loss": 3.0}
+class Session:
+    """Trackers and what they report."""
+
+    def __init__(self, *listeners: Listener, room: int = 1000) -> None:
+        self.reports: list[tuple[str, str]] = []
+        self.trackers = Trackers(
+            listeners, report=lambda kind, text: self.reports.append((kind, text)), room=room
+        )
+
+    def record(self, *steps: int) -> None:
+        for number in steps:
+            self.trackers.record(step(number))
+
+    def close(self, limit_seconds: float = 60.0) -> list[str]:
+        """End the trackers; return the warnings."""
+        self.trackers.close(4, limit_seconds=limit_seconds)
+        return [text for kind, text in self.reports if kind == "tracker_warning"]
 
 
-def end(thread: TrackerThread, *, limit_seconds: float = 60.0) -> list[str]:
-    deadline = time.monotonic() + limit_seconds
-    thread.begin_end(4, deadline_seconds=deadline)
-    thread.finish_end(deadline_seconds=deadline)
-    return [note.text for note in thread.notes()]
-
-
-def test_a_tracker_is_told_in_order_and_how_it_ended() -> None:
-    listener, told = Listener(), list[tuple[str, str]]()
-    trackers = Trackers([listener], tell=lambda kind, text: told.append((kind, text)))
-    for number in range(1, 6):
-        trackers.record(step(number))
-    trackers.close(4, limit_seconds=60)
+def test_a_tracker_gets_records_in_order_and_the_exit_code() -> None:
+    listener = Listener()
+    session = Session(listener)
+    session.record(*range(1, 6))
+    assert session.close() == []
     assert (listener.steps, listener.exit_codes) == ([1, 2, 3, 4, 5], [4])
-    assert told == [
-        ("tracker", "  tracker  listener: is told"),
+    assert session.reports == [
+        ("tracker", "  tracker  listener: is open"),
         ("tracker", "  tracker  listener: has ended"),
     ]
 
 
-def test_a_slow_tracker_holds_nothing_up_and_what_it_lacks_is_counted() -> None:
+def test_a_slow_tracker_delays_nothing_and_what_it_lacks_is_counted() -> None:
     listener = Listener(waits=True)
-    thread = TrackerThread(listener, room=3)
-    thread.record(step(1))
+    session = Session(listener, room=3)
+    session.record(1)
     assert listener.has_record.wait(60)  # it has taken that one, and takes no other
-    for number in range(2, 11):
-        thread.record(step(number))  # would wait for ever if it waited
+    session.record(*range(2, 11))  # would wait for ever if it waited
     listener.may_go_on.set()
-    notes = end(thread)
+    too_slow, lacks = session.close()
     assert listener.steps == [1, 2, 3, 4]
-    assert len([text for text in notes if "is too slow" in text]) == 1
-    assert "lacks 6 records (6 for which it was too slow, 0 that it refused)" in notes[-1]
+    assert "is too slow" in too_slow
+    assert "lacks 6 records (6 for which it was too slow, 0 that it refused)" in lacks
 
 
-def test_a_tracker_that_cannot_be_opened_is_said_once_and_left_alone() -> None:
-    listener, told = Listener(fails_at="open"), list[tuple[str, str]]()
-    other = Listener()
-    trackers = Trackers([listener, other], tell=lambda kind, text: told.append((kind, text)))
-    for number in range(1, 4):
-        trackers.record(step(number))
-    trackers.close(0, limit_seconds=60)
-    warnings = [text for kind, text in told if kind == "tracker_warning"]
-    assert len(warnings) == 1
-    assert "is not told of this session: ConnectionResetError: no open" in warnings[0]
+def test_a_tracker_that_cannot_be_opened_is_reported_once_and_left_alone() -> None:
+    listener, other = Listener(fails_at="open"), Listener()
+    session = Session(listener, other)
+    session.record(1, 2, 3)
+    [warning] = session.close()
+    assert "records nothing of this session: ConnectionResetError: no open" in warning
     assert (listener.steps, other.steps) == ([], [1, 2, 3])
 
 
-def test_a_record_that_is_refused_is_said_and_the_next_ones_are_told() -> None:
+def test_a_refused_record_is_reported_and_later_ones_are_written() -> None:
     listener = Listener(fails_at="write")
-    thread = TrackerThread(listener)
-    for number in range(1, 5):
-        thread.record(step(number))
-    notes = end(thread)
+    session = Session(listener)
+    session.record(1, 2, 3, 4)
+    refused, lacks = session.close()
     assert listener.steps == [1, 3, 4]
-    assert any("refused a record: ConnectionResetError: no write" in text for text in notes)
-    assert "lacks 1 records (0 for which it was too slow, 1 that it refused)" in notes[-1]
+    assert "refused a record: ConnectionResetError: no write" in refused
+    assert "lacks 1 records (0 for which it was too slow, 1 that it refused)" in lacks
 
 
 @pytest.mark.parametrize("room", [1, 10])
 def test_a_tracker_that_hangs_does_not_keep_a_run_from_ending(room: int) -> None:
     listener = Listener(waits=True)
-    thread = TrackerThread(listener, room=room)
-    thread.record(step(1))
+    session = Session(listener, room=room)
+    session.record(1)
     assert listener.has_record.wait(60)
-    thread.record(step(2))
-    assert any("did not end in time" in text for text in end(thread, limit_seconds=0.05))
+    session.record(2)
+    assert any("did not end in time" in text for text in session.close(limit_seconds=0.05))
     assert listener.exit_codes == []
     listener.may_go_on.set()
 
 
-def test_an_end_that_fails_is_said() -> None:
-    assert (
-        "did not end well: ConnectionResetError: no close"
-        in end(TrackerThread(Listener(fails_at="close")))[-1]
-    )
+def test_an_end_that_fails_is_reported() -> None:
+    [warning] = Session(Listener(fails_at="close")).close()
+    assert "did not end well: ConnectionResetError: no close" in warning
 
 
 @pytest.mark.parametrize(
-    ("record", "numbers"),
+    ("kind", "fields", "numbers"),
     [
         (
-            {"kind": "step", "step": 7, "loss": 2.5, "tokens": 9, "mfu_fraction": None},
+            "step",
+            {"loss": 2.5, "tokens": 9, "mfu_fraction": None},
             {"train/loss": 2.5, "train/tokens": 9.0},
         ),
         (
-            {"kind": "step", "step": 7, "mfu_refused": True, "sources": {"web": {"tokens": 3}}},
+            "step",
+            {"mfu_refused": True, "sources": {"web": {"tokens": 3}}},
             {"train/sources/web/tokens": 3.0},
         ),
         (
-            {
-                "kind": "validation",
-                "step": 7,
-                "validation_loss": 2.0,
-                "perplexity": 7.4,
-                "sources": {"web": {"validation_loss": 1.5}},
-            },
-            {
-                "validation/loss": 2.0,
-                "validation/perplexity": 7.4,
-                "validation/sources/web/loss": 1.5,
-            },
+            "validation",
+            {"validation_loss": 2.0, "ppl": 7.4, "sources": {"web": {"validation_loss": 1.5}}},
+            {"validation/loss": 2.0, "validation/ppl": 7.4, "validation/sources/web/loss": 1.5},
         ),
         (
-            {
-                "kind": "tasks",
-                "step": 7,
-                "tasks": {"piqa": {"items": 3, "acc": {"value": 0.5, "standard_error": None}}},
-            },
+            "tasks",
+            {"tasks": {"piqa": {"items": 3, "acc": {"value": 0.5, "standard_error": None}}}},
             {"tasks/piqa/items": 3.0, "tasks/piqa/acc/value": 0.5},
         ),
-        ({"kind": "sample", "step": 7, "sample": "text"}, {}),
+        ("sample", {"sample": "text"}, {}),
     ],
 )
-def test_numbers_have_constant_names(record: Record, numbers: dict[str, float]) -> None:
-    assert scalars(record) == numbers
+def test_numbers_have_constant_names(
+    kind: str, fields: dict[str, object], numbers: dict[str, float]
+) -> None:
+    assert scalars({"kind": kind, "step": 7, **fields}) == numbers
+
+
+@pytest.mark.parametrize(
+    ("tracking", "names"),
+    [
+        ({}, []),
+        ({"tensorboard": True}, ["tensorboard"]),
+        (
+            {"wandb": "demo", "tensorboard": True, "openmetrics": "run.prom"},
+            ["wandb", "tensorboard", "openmetrics"],
+        ),
+    ],
+)
+def test_a_run_has_the_trackers_that_it_asks_for(
+    tmp_path: Path, tracking: dict[str, object], names: list[str]
+) -> None:
+    assert [one.name for one in trackers_of(tracked_run(tmp_path, **tracking))] == names
+
+
+def test_a_tracker_that_is_off_is_not_imported() -> None:
+    program = (
+        "import sys, pathlib, refocused.metrics.trackers as trackers\n"
+        "from refocused.config.outputs import TrackingConfig\n"
+        "run = trackers.TrackedRun(pathlib.Path(), 'x', 0, {}, TrackingConfig())\n"
+        "assert trackers.trackers_of(run) == []\n"
+        "assert not {'wandb', 'tensorboard', 'prometheus_client', *trackers.MODULES.values()} "
+        "& set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(("project", "wandb_id"), [("demo", None), (None, "tiny-1")])
+def test_rank_0_alone_tracks_and_every_rank_knows_the_wandb_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: str | None, wandb_id: str | None
+) -> None:
+    monkeypatch.setattr(WandbTracker, "open", lambda self: "")
+    monkeypatch.setattr(WandbTracker, "close", lambda self, exit_code: "")
+    run = dataclasses.replace(tracked_run(tmp_path, at=10, wandb=project), wandb_id=wandb_id)
+    tracked: dict[int, Trackers] = {}
+
+    def action(world: World) -> str | None:
+        return start_tracking(
+            run,
+            world,
+            track=lambda trackers: tracked.update({world.rank: trackers}),
+            report=lambda kind, text: None,
+        )
+
+    first, second = results(on_two_ranks(action))
+    assert first is not None
+    assert first.startswith("tiny-")
+    assert second == first
+    if project is None:
+        assert (first, tracked) == ("tiny-1", {})  # the id of the checkpoint stays
+    else:
+        assert list(tracked) == [0]
+        tracked[0].close(0, limit_seconds=60)

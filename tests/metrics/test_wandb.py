@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import http.server
 import json
 import os
@@ -12,16 +11,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from metrics.session_records import HISTOGRAMS, SAMPLE, VALIDATION, step, tracked_run
 from wandb_files import offline_sessions
 
 from refocused.metrics.trackers import Record
 from refocused.metrics.wandb import (
+    NOTE_FILE,
     WandbNote,
-    WandbRun,
     WandbTracker,
+    continued,
     has_key,
     is_reachable,
     read_note,
+    write_note,
 )
 
 
@@ -38,115 +40,70 @@ def nobody_is_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.delenv(name, raising=False)
 
 
-HISTOGRAMS: Record = {
-    "kind": "histograms",
-    "step": 3,
-    "weights": {
-        "head.weight": {
-            "low": -1.0,
-            "high": 1.0,
-            "counts": (1, 0, 2, 1),
-            "total": 0.5,
-            "squares": 2.0,
-        }
-    },
-    "gradients": {},
-}
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Session:
-    """One session of a run, told to W&B."""
+    """One session of a run that is logged to W&B, with a clock that a test moves."""
 
-    def __init__(self, folder: Path, note: WandbNote, *, step: int = 0) -> None:
-        self.file, self.metrics = folder / "wandb" / "note.json", folder / "metrics.jsonl"
-        self.clock = Clock()
-        about = WandbRun(
-            project="me/demo",
-            run="tiny",
-            folder=folder,
-            settings={"optimizer": {"lr": 3e-4}, "run": {"name": "tiny"}},
-            step=step,
-            note=note,
-            note_file=self.file,
-            metrics_file=self.metrics,
-        )
-        self.tracker = WandbTracker(about, clock=self.clock)
+    def __init__(self, folder: Path, note: WandbNote | None = None) -> None:
+        self.now = 1000.0
+        run = tracked_run(folder, wandb="me/demo")
+        self.tracker = WandbTracker(run, note or WandbNote("tiny-1", 0), clock=lambda: self.now)
 
-    def tell(self, *records: Record) -> tuple[str, str]:
+    def log(self, *records: Record) -> tuple[str, str]:
         opened = self.tracker.open()
         for record in records:
             self.tracker.write(record)
         return opened, self.tracker.close(0)
 
 
-def step(number: int) -> Record:
-    return {"kind": "step", "step": number, "loss": 3.5 - number, "mfu_fraction": None}
-
-
 def test_without_a_key_all_goes_to_files_that_sync_later(tmp_path: Path) -> None:
     random_before = random.getstate(), np.random.get_state()[1].tolist()
-    opened, closed = Session(tmp_path, WandbNote("tiny-1", 0)).tell(
-        step(1),
-        {"kind": "validation", "step": 1, "validation_loss": 3.0},
-        step(2),
-        {"kind": "sample", "step": 2, "sample": "a < b"},
-    )
+    opened, closed = Session(tmp_path).log(step(1), VALIDATION, step(2), SAMPLE)
     assert opened.startswith("offline, no key (WANDB_API_KEY, or wandb login): wandb sync ")
     assert closed == f"wandb sync {tmp_path}/wandb/offline-run-* sends it"
-    (told,) = offline_sessions(tmp_path)
-    assert (told.id, told.project, told.step_metric) == ("tiny-1", "demo", "train/step")
-    assert told.config["optimizer"] == {"lr": 3e-4}
+    (found,) = offline_sessions(tmp_path)
+    assert (found.id, found.project, found.step_metric) == ("tiny-1", "demo", "train/step")
+    assert found.config["optimizer"] == {"lr": 3e-4, "betas": [0.9, 0.95]}
     shown = [
         {name: one for name, one in record.items() if not name.startswith("_")}
-        for record in told.history
+        for record in found.history
     ]
     assert shown[:3] == [
         {"train/step": 1, "train/loss": 2.5},
-        {"train/step": 1, "validation/loss": 3.0},
+        {"train/step": 1, "validation/loss": 3.0, "validation/perplexity": 20.0},
         {"train/step": 2, "train/loss": 1.5},
     ]
     assert shown[3]["train/step"] == 2
     (page,) = tmp_path.glob("wandb/offline-run-*/files/media/html/*.html")
-    assert page.read_text() == "<pre>a &lt; b</pre>"
-    # The saved random states of a rank would otherwise depend on who is told of the run.
+    assert page.read_text() == "<pre>def f():\n    return a &lt; b</pre>"
+    # The saved random states of a rank would otherwise depend on its trackers.
     assert (random.getstate(), np.random.get_state()[1].tolist()) == random_before
 
 
-def test_a_session_that_repeats_steps_tells_none_of_them_twice(tmp_path: Path) -> None:
-    first = Session(tmp_path, WandbNote("tiny-1", 0))
-    first.tell(*(step(number) for number in range(1, 8)))
-    note = read_note(first.file)
-    assert note == WandbNote("tiny-1", 0, {"step": 7})
-    validation: Record = {"kind": "validation", "step": 5, "validation_loss": 3.0}
-    Session(tmp_path, note).tell(*(step(number) for number in range(5, 10)), validation)
-    told = offline_sessions(tmp_path)
-    assert [one.id for one in told] == ["tiny-1", "tiny-1"]
-    assert [one.steps for one in told] == [[1, 2, 3, 4, 5, 6, 7], [8, 9]]
-    assert [one["validation/loss"] for one in told[1].history if "validation/loss" in one] == [3.0]
+def test_a_session_that_repeats_steps_logs_none_of_them_twice(tmp_path: Path) -> None:
+    Session(tmp_path).log(*(step(number) for number in range(1, 8)))
+    note = read_note(tmp_path / NOTE_FILE)
+    assert note == WandbNote("tiny-1", 0, last=7)
+    validation: Record = {**VALIDATION, "step": 7}  # the first session ended before it
+    repeated = [step(number) for number in range(5, 8)]
+    Session(tmp_path, note).log(*repeated, validation, step(8), step(9))
+    found = offline_sessions(tmp_path)
+    assert [one.id for one in found] == ["tiny-1", "tiny-1"]
+    assert [one.steps for one in found] == [[1, 2, 3, 4, 5, 6, 7], [8, 9]]
+    assert [one["validation/loss"] for one in found[1].history if "validation/loss" in one] == [3.0]
 
 
 def test_the_cost_at_the_end_takes_the_place_of_the_last_steps(tmp_path: Path) -> None:
-    paid: Record = {**step(3), "cost_usd": 4.15}
     end: Record = {"kind": "end", "step": 3, "cost_usd": 4.48}
-    Session(tmp_path, WandbNote("tiny-1", 0)).tell(paid, end)
-    (told,) = offline_sessions(tmp_path)
-    costs = [record["train/cost_usd"] for record in told.history if "train/cost_usd" in record]
+    Session(tmp_path).log(step(3, cost_usd=4.15), end)
+    (found,) = offline_sessions(tmp_path)
+    costs = [record["train/cost_usd"] for record in found.history if "train/cost_usd" in record]
     assert costs == [4.15, 4.48]
-    assert read_note(tmp_path / "wandb" / "note.json") == WandbNote("tiny-1", 0, {"step": 3})
+    assert read_note(tmp_path / NOTE_FILE) == WandbNote("tiny-1", 0, last=3)
 
 
-def test_histograms_are_told(tmp_path: Path) -> None:
-    Session(tmp_path, WandbNote("tiny-1", 0)).tell(HISTOGRAMS)
-    ((record,),) = [told.history for told in offline_sessions(tmp_path)]
+def test_histograms_are_logged(tmp_path: Path) -> None:
+    Session(tmp_path).log(HISTOGRAMS)
+    ((record,),) = [found.history for found in offline_sessions(tmp_path)]
     drawn = {
         name.removeprefix("weights/head.weight/"): value
         for name, value in record.items()
@@ -157,87 +114,21 @@ def test_histograms_are_told(tmp_path: Path) -> None:
     assert drawn["bins"] == [-1.0, -0.5, 0.0, 0.5, 1.0]
 
 
-def test_what_a_kill_may_have_lost_is_told_again(tmp_path: Path) -> None:
-    session = Session(tmp_path, WandbNote("tiny-1", 0))
+def test_what_a_kill_may_have_lost_is_not_noted(tmp_path: Path) -> None:
+    session = Session(tmp_path)
     session.tracker.open()
-    for number in range(1, 5):
-        session.clock.now += 1.0
+    noted = []
+    for number in range(1, 7):
+        session.now += 1.0
         session.tracker.write(step(number))
+        noted.append(getattr(read_note(tmp_path / NOTE_FILE), "last", None))
     # W&B writes its file every second; what is two seconds old is there.
-    assert read_note(session.file) == WandbNote("tiny-1", 0, {"step": 2})
+    assert noted == [-1, -1, -1, 1, 1, 3]
     session.tracker.close(0)
-    assert read_note(session.file) == WandbNote("tiny-1", 0, {"step": 4})
+    assert read_note(tmp_path / NOTE_FILE) == WandbNote("tiny-1", 0, last=6)
 
 
-def test_what_it_lacks_is_told_from_the_runs_own_file(tmp_path: Path) -> None:
-    session = Session(tmp_path, WandbNote("tiny-1", 0, {"step": 2}), step=4)
-    session.metrics.write_text("".join(f"{json.dumps(step(number))}\n" for number in range(1, 8)))
-    session.tell(step(5), step(6))
-    (told,) = offline_sessions(tmp_path)
-    assert told.steps == [3, 4, 5, 6]
-
-
-def test_a_host_that_refuses_is_left_for_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with refusing_host() as url:
-        monkeypatch.setenv("WANDB_BASE_URL", url)
-        monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-        opened, _ = Session(tmp_path, WandbNote("tiny-1", 0)).tell(step(1))
-    assert opened.startswith("offline, CommError: ")
-    assert [one.steps for one in offline_sessions(tmp_path)] == [[1]]
-
-
-def test_a_host_that_is_not_there_is_not_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed_port()}")
-    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    opened, _ = Session(tmp_path, WandbNote("tiny-1", 0)).tell(step(1))
-    assert "did not answer within 5 s" in opened
-    assert [one.steps for one in offline_sessions(tmp_path)] == [[1]]
-
-
-def test_a_person_may_choose_to_be_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    opened, _ = Session(tmp_path, WandbNote("tiny-1", 0)).tell(step(1))
-    assert opened.startswith("WANDB_MODE=offline: ")
-
-
-def test_an_environment_that_switches_it_off_is_obeyed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    with pytest.raises(ValueError, match="WANDB_MODE=disabled is set"):
-        Session(tmp_path, WandbNote("tiny-1", 0)).tell(step(1))
-    assert offline_sessions(tmp_path) == []
-
-
-def test_whether_a_host_answers() -> None:
-    with refusing_host() as url:
-        assert is_reachable(url)
-    assert not is_reachable(f"http://127.0.0.1:{closed_port()}")
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        assert not is_reachable(address, limit_seconds=0.05)
-    assert not is_reachable("no address")
-
-
-def test_a_key_is_found_where_wandb_finds_it(tmp_path: Path) -> None:
-    url = "https://api.example.org/x"
-    assert has_key(url, "key")
-    assert not has_key(url, None)
-    netrc = tmp_path / "netrc"  # which NETRC names
-    netrc.write_text("machine other.example.org login user password key\n")
-    assert not has_key(url, None)
-    netrc.write_text("machine api.example.org login user password key\n")
-    assert has_key(url, None)
-    netrc.write_text("machine\n")
-    assert not has_key(url, None)
-
-
-class Refusal(http.server.BaseHTTPRequestHandler):
+class Answer(http.server.BaseHTTPRequestHandler):
     """Answers 404 to everything."""
 
     def do_GET(self) -> None:
@@ -251,19 +142,131 @@ class Refusal(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@contextlib.contextmanager
+@pytest.fixture
 def refusing_host() -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusal) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
 
 
-def closed_port() -> int:
+@pytest.fixture
+def missing_host() -> str:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
+        return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"WANDB_BASE_URL": "refusing_host"}, "offline, CommError: "),
+        ({"WANDB_BASE_URL": "missing_host"}, "did not answer within 5 s"),
+        ({"WANDB_MODE": "offline"}, "WANDB_MODE=offline: "),
+    ],
+)
+def test_a_run_that_cannot_be_online_is_written_to_files(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    environment: dict[str, str],
+    reason: str,
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    for name, value in environment.items():
+        value = request.getfixturevalue(value) if value.endswith("_host") else value
+        monkeypatch.setenv(name, value)
+    opened, _ = Session(tmp_path).log(step(1))
+    assert reason in opened
+    assert [one.steps for one in offline_sessions(tmp_path)] == [[1]]
+
+
+def test_an_environment_that_switches_it_off_is_obeyed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    with pytest.raises(ValueError, match="WANDB_MODE=disabled is set"):
+        Session(tmp_path).log(step(1))
+    assert offline_sessions(tmp_path) == []
+
+
+def test_whether_a_host_answers(refusing_host: str, missing_host: str) -> None:
+    assert is_reachable(refusing_host)
+    assert not is_reachable(missing_host)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert not is_reachable(address, limit_seconds=0.05)
+    assert not is_reachable("no address")
+
+
+def test_a_key_is_found_where_wandb_finds_it(tmp_path: Path) -> None:
+    url = "https://api.example.org/x"
+    assert has_key(url, "key")
+    assert not has_key(url, None)
+    netrc = tmp_path / "netrc"  # which NETRC names
+    for content, has in (
+        ("machine other.example.org login user password key\n", False),
+        ("machine api.example.org login user password key\n", True),
+        ("machine\n", False),
+    ):
+        netrc.write_text(content)
+        assert has_key(url, None) == has
+
+
+HERE = WandbNote("run-2-abcd", 0, last=17)
+LATER = WandbNote("run-2-efgh", 10, last=12)
+
+
+@pytest.mark.parametrize(
+    ("note", "known", "step", "is_automatic", "expected"),
+    [
+        # A first session begins a run there; a resume continues it, also on another disk.
+        (None, None, 0, True, WandbNote("run-2-new0", 0)),
+        (HERE, "run-2-abcd", 10, True, HERE),
+        (HERE, "run-2-abcd", 20, True, HERE),
+        (None, "run-2-abcd", 10, True, WandbNote("run-2-abcd", 10, last=10)),
+        (LATER, "run-2-abcd", 12, True, WandbNote("run-2-abcd", 12, last=12)),
+        # A crash before the first save continues it too, also that of another branch.
+        (HERE, None, 0, True, HERE),
+        (LATER, None, 10, True, LATER),
+        (LATER, "run-2-abcd", 10, True, LATER),
+        # A start from an earlier step on purpose begins another run there.
+        (HERE, "run-2-abcd", 10, False, WandbNote("run-2-new0", 10)),
+        (HERE, None, 10, False, WandbNote("run-2-new0", 10)),
+        (None, "run-2-abcd", 10, False, WandbNote("run-2-new0", 10)),
+        (None, None, 10, False, WandbNote("run-2-new0", 10)),
+        (HERE, None, 0, False, WandbNote("run-2-new0", 0)),
+        (HERE, "run-2-abcd", 16, False, WandbNote("run-2-new0", 16)),
+        (HERE, "run-2-abcd", 17, False, HERE),  # nothing comes after the step that was named
+        # A checkpoint of another run does not bring its id.
+        (None, "run-abcd", 10, True, WandbNote("run-2-new0", 10)),
+        (None, "run-2-3-abcd", 10, True, WandbNote("run-2-new0", 10)),
+    ],
+)
+def test_which_run_there_a_session_continues(
+    note: WandbNote | None, known: str | None, step: int, is_automatic: bool, expected: WandbNote
+) -> None:
+    found = continued(
+        note, known=known, run="run-2", step=step, is_automatic=is_automatic, token="new0"
+    )
+    assert found == expected
+
+
+def test_the_id_of_a_run_with_a_long_name_is_known_again() -> None:
+    name = "n" * 100
+    first = continued(None, known=None, run=name, step=0, is_automatic=True, token="aaaa")
+    again = continued(None, known=first.id, run=name, step=5, is_automatic=True, token="bbbb")
+    assert (len(first.id), again.id) == (55, first.id)
+
+
+def test_a_note_survives_and_a_torn_one_is_none(tmp_path: Path) -> None:
+    file = tmp_path / NOTE_FILE
+    assert read_note(file) is None
+    write_note(file, HERE)
+    assert read_note(file) == HERE
+    file.write_text(json.dumps({"id": "x", "began": 1, "told": {"step": 7, "validation": 5}}))
+    assert read_note(file) == WandbNote("x", 1, last=7)  # of version 0.1
+    for torn in (b"", b"[]", b'{"id": "x"}', b'{"id": "x", "began": 1, "more": 2}', b"\xff"):
+        file.write_bytes(torn)
+        assert read_note(file) is None

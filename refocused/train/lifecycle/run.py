@@ -16,7 +16,7 @@ from refocused.config.load_run import LoadedRun, render_run
 from refocused.config.run_config import RunConfig
 from refocused.estimate.precision import with_dtype
 from refocused.evaluate.final_model import prepare_final_model
-from refocused.metrics.tracking import start_tracking
+from refocused.metrics.trackers import TrackedRun, start_tracking
 from refocused.monitor.sampler.start_sampler import start_sampling
 from refocused.system import logs
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError
@@ -269,22 +269,22 @@ def _train_and_finish(
     start_sampling(
         job.folder, job.world, report=parts.reporter.event, log=config.log, cost=config.cost
     )
-    wandb_id = start_tracking(
+    tracked = TrackedRun(
         job.folder,
-        job.world,
-        track=parts.reporter.track,
-        report=parts.reporter.event,
+        name=config.run.name,
         step=state.step,
-        wandb_id=state.wandb_id,
-        tracking=config.tracking,
-        run=config.run.name,
         settings={
             **config.model_dump(mode="json"),
             "shape": dict(job.loaded.shape.settings),
             "ranks": job.world.world_size,
             "device": job.world.device_name,
         },
+        tracking=config.tracking,
+        wandb_id=state.wandb_id,
         is_automatic=job.request.resume in ("auto", "latest"),
+    )
+    wandb_id = start_tracking(
+        tracked, job.world, track=parts.reporter.track, report=parts.reporter.event
     )
     state = dataclasses.replace(state, wandb_id=wandb_id)
     parts.reporter.start(state)
