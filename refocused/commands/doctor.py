@@ -11,7 +11,7 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import (
@@ -26,7 +26,7 @@ from refocused.commands.output import count, duration_text
 from refocused.system.errors import BucketError, ExitCode, RefocusedError, ShardError
 
 if TYPE_CHECKING:
-    from refocused.doctor.examination import Examinee
+    from refocused.doctor.examination import Examination
     from refocused.doctor.finding import Finding
 
 WIDEST = 100
@@ -43,20 +43,11 @@ def build_parser() -> Parser:
         "machine alone: of several, ask each.",
     )
     add = parser.add_argument
-    add(
-        "--config",
-        action=Once,
-        default="demo",
-        metavar="FILE",
-        help="run file, or the name of one in config/runs (default: demo)",
-    )
+    run_file = "run file, or the name of one in config/runs (default: demo)"
+    add("--config", action=Once, default="demo", metavar="FILE", help=run_file)
     add("--run", metavar="NAME", help="the run's name")
-    add(
-        "--gpus",
-        type=count,
-        metavar="N",
-        help="ranks on this machine (default: its GPUs, or two without any)",
-    )
+    ranks = "ranks on this machine (default: its GPUs, or two without any)"
+    add("--gpus", type=count, metavar="N", help=ranks)
     add("--quick", action="store_true", help="start no ranks, and read fewer tokens")
     add("--json", action="store_true", help="print JSON")
     add_credentials(parser)
@@ -68,22 +59,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     arguments = build_parser().read(argv)
     began = time.monotonic()
-    # What is tried again is a matter of the finding; without a handler it would be printed amid.
+    # Findings report what was retried; without a handler it would also be printed among them.
     logging.getLogger("refocused").addHandler(logging.NullHandler())
     try:
         from refocused.config.load_run import load_run
+        from refocused.data.manifest.vocabulary import decide_vocabulary
+        from refocused.doctor.examination import Examination
 
         overrides = split_overrides(arguments.overrides)
         loaded = load_run(arguments.config, overrides, name=arguments.run)
-        from refocused.data.manifest.vocabulary import decide_vocabulary
-        from refocused.doctor.examination import Examinee
-
-        with contextlib.suppress(BucketError, ShardError):  # a finding says it later
+        with contextlib.suppress(BucketError, ShardError):  # a finding reports it later
             loaded = decide_vocabulary(loaded, lambda url: place(url, arguments))
-
-        who = Examinee(
+        examination = Examination(
             loaded=loaded,
             config=arguments.config,
+            say=lambda text: print(f"      {text} ...", file=sys.stderr, flush=True),
             overrides=tuple(overrides),
             name=arguments.run,
             gpus=arguments.gpus,
@@ -91,8 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             credentials_file=arguments.gcs_credentials,
             project=arguments.gcp_project,
         )
-        with quiet_on_a_closed_pipe(), _terminated_as_interrupted():
-            return _examine(who, as_json=arguments.json, began=began)
+        terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as ^C does
+        try:
+            with quiet_on_a_closed_pipe():
+                return _examine(examination, as_json=arguments.json, began=began)
+        finally:
+            signal.signal(signal.SIGTERM, terminate)
     except RefocusedError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -100,31 +94,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.INTERRUPTED
 
 
-@contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM clean up as Ctrl+C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _examine(who: Examinee, *, as_json: bool, began: float) -> int:
+def _examine(examination: Examination, *, as_json: bool, began: float) -> int:
     import refocused
-    from refocused.doctor.examination import Examination
-    from refocused.doctor.finding import any_fails
 
-    run = who.loaded.config.run.name
+    run, file = examination.loaded.config.run.name, examination.loaded.file.name
     if not as_json:
-        print(f"refocused {refocused.__version__}   doctor   run {run} ({who.loaded.file.name})")
+        print(f"refocused {refocused.__version__}   doctor   run {run} ({file})")
     findings: list[Finding] = []
-    for finding in Examination(who, say=_say).findings():
+    for finding in examination.findings():
         findings.append(finding)
         if not as_json:
-            print("\n".join(lines_of(finding, width=_width())), flush=True)
+            width = min(WIDEST, shutil.get_terminal_size().columns)
+            print("\n".join(lines_of(finding, width=width)), flush=True)
     seconds = time.monotonic() - began
-    fails = any_fails(findings)
+    levels = [finding.level for finding in findings]
+    fails, warnings = levels.count("fail"), levels.count("warn")
     if as_json:
         record = {
             "run": run,
@@ -134,42 +118,26 @@ def _examine(who: Examinee, *, as_json: bool, began: float) -> int:
         }
         print(json.dumps(record, indent=1))
     else:
-        print(_verdict(findings, seconds=seconds))
+        first = f"{fails} fail" if fails else "nothing fails"
+        print(f"done  {first}, {warnings} warn, of {len(levels)}; {duration_text(seconds)}")
     return ExitCode.CHECK_FAILED if fails else ExitCode.OK
 
 
 def lines_of(finding: Finding, *, width: int) -> list[str]:
-    """Return what a person reads of a finding, in lines of at most so many columns."""
-    text = textwrap.TextWrapper(
-        width=width,
-        initial_indent=f"{finding.level:<5} {finding.check:<12} ",
-        subsequent_indent=INDENT,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    fix = textwrap.TextWrapper(
-        width=width,
-        initial_indent=f"{INDENT}-> ",
-        subsequent_indent=f"{INDENT}   ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return text.wrap(finding.text) + ([] if finding.fix is None else fix.wrap(finding.fix))
+    """Return a finding as text in lines of at most `width` columns; long words stay whole."""
 
+    def wrap(text: str, first: str, indent: str) -> list[str]:
+        return textwrap.wrap(
+            text,
+            width,
+            initial_indent=first,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
 
-def _verdict(findings: Sequence[Finding], *, seconds: float) -> str:
-    fails = sum(finding.level == "fail" for finding in findings)
-    warnings = sum(finding.level == "warn" for finding in findings)
-    first = f"{fails} fail" if fails else "nothing fails"
-    return f"done  {first}, {warnings} warn, of {len(findings)}; {duration_text(seconds)}"
-
-
-def _say(text: str) -> None:
-    print(f"      {text} ...", file=sys.stderr, flush=True)
-
-
-def _width() -> int:
-    return min(WIDEST, shutil.get_terminal_size().columns)
+    lines = wrap(finding.text, f"{finding.level:<5} {finding.check:<12} ", INDENT)
+    return lines + (wrap(finding.fix, f"{INDENT}-> ", f"{INDENT}   ") if finding.fix else [])
 
 
 if __name__ == "__main__":

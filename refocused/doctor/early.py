@@ -35,45 +35,34 @@ def refuse_early(
     credentials_file: Path | None,
     started: bool = False,
 ) -> None:
-    """Refuse a run that cannot start, in about a second.
+    """Refuse a run that cannot start, in about a second, with a line for each reason.
 
-    Args:
-        loaded: The run.
-        ranks: Of it.
-        ranks_here: On this machine.
-        device: What they compute on.
-        resume: What is to be resumed.
-        credentials_file: Key file for `gs://`.
-        started: Whether the ranks run, and hold already what is planned for processes.
+    `started`: the ranks run already, and hold what the plan counts for their processes.
 
     Raises:
-        ConfigError: Everything that was found, one line each.
+        ConfigError: It cannot start.
     """
-    if loaded.config.precision.dtype == "auto":
+    config, memory = loaded.config, memory_now()
+    places = place_problems(loaded, resume=resume, credentials_file=credentials_file)
+    if config.precision.dtype == "auto":
         native = native_dtype(
             capability=BF16_CAPABILITY if device == "cuda" else None, cpu_flags=cpu_flags()
         )
         # By the flags alone, since torch is not imported here. A resume keeps its checkpoint's
         # precision; planned in the smallest, none is refused.
-        config = loaded.config
         may_resume = resume != "none" and (config.checkpoint.mirror or _has_checkpoints(config))
         loaded = with_dtype(loaded, "bf16" if may_resume else native.dtype)
-    memory = memory_now()
-    held = process_bytes(device, ranks_here=ranks_here) if started else 0
-    places = place_problems(loaded, resume=resume, credentials_file=credentials_file)
-    found = list(dict.fromkeys(places.values()))
+    if started:
+        held = process_bytes(device, ranks_here=ranks_here)
+        memory = dataclasses.replace(memory, available=memory.available + held)
     shortage = host_shortage(
-        loaded,
-        ranks=ranks,
-        ranks_here=ranks_here,
-        device=device,
-        gpu_bytes=None,
-        memory=dataclasses.replace(memory, available=memory.available + held),
+        loaded, ranks=ranks, ranks_here=ranks_here, device=device, gpu_bytes=None, memory=memory
     )
+    problems = list(dict.fromkeys(places.values()))
     if shortage is not None:
-        found.append(f"{loaded.config.run.name}: {shortage.text}. {shortage.fix}")
-    if found:
-        raise ConfigError("\n".join(found))
+        problems.append(f"{config.run.name}: {shortage.text}. {shortage.fix}")
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def place_problems(
@@ -81,13 +70,8 @@ def place_problems(
 ) -> Mapping[str, str]:
     """Return what is wrong with the places that a run names, by the setting that names it.
 
-    The files of a folder are looked at as far as that is quick. Those in a bucket are not: that
+    The files of a folder are checked as far as that is quick. Those in a bucket are not: that
     takes requests, which the run makes itself.
-
-    Args:
-        loaded: The run.
-        resume: What is to be resumed.
-        credentials_file: Key file for `gs://`.
     """
     config = loaded.config
     sources = sources_of(config.data)
@@ -95,37 +79,30 @@ def place_problems(
     if config.checkpoint.mirror is not None:
         places["checkpoint.mirror"] = config.checkpoint.mirror
     problems: dict[str, str] = {}
-    buckets: dict[str, Bucket] = {}
+    remote = []
     for setting, url in places.items():
+        data, problem = sources.get(setting), None
         try:
-            buckets[setting] = open_bucket(url)
+            bucket = open_bucket(url)
         except BucketError as error:
-            problems[setting] = f"{setting}: {error}"
-    for setting, data in sources.items():
-        if setting in buckets and not places[setting].startswith("gs://") and data.prepare is None:
-            known = None if config.model.vocabulary == "auto" else loaded.shape.vocabulary
-            problem = _problem_of_files(buckets[setting], data, vocabulary=known)
-            if problem is not None:
-                problems[setting] = f"{setting}: {problem}"
-    remote = [
-        setting
-        for setting in buckets
-        if places[setting].startswith("gs://")
-        and (setting != "checkpoint.mirror" or _reads_mirror(config, resume))
-    ]
+            problem = str(error)
+        else:
+            if url.startswith("gs://"):
+                # A run with checkpoints of its own begins without its mirror.
+                if data is not None or (resume != "none" and not _has_checkpoints(config)):
+                    remote.append(setting)
+            elif data is not None and data.prepare is None:
+                known = None if config.model.vocabulary == "auto" else loaded.shape.vocabulary
+                problem = _problem_of_files(bucket, data, vocabulary=known)
+        if problem is not None:
+            problems[setting] = f"{setting}: {problem}"
     if remote and (problem := _problem_of_store(credentials_file)):
         problems |= dict.fromkeys(remote, f"{', '.join(remote)}: {problem}")
     return problems
 
 
-def _reads_mirror(config: RunConfig, resume: str) -> bool:
-    """Whether a run needs its mirror to begin: one with checkpoints of its own goes on without."""
-    return resume != "none" and not _has_checkpoints(config)
-
-
 def _has_checkpoints(config: RunConfig) -> bool:
-    folder = Path(config.run.directory) / config.run.name
-    return bool(saved_steps(folder / "checkpoints"))
+    return bool(saved_steps(Path(config.run.directory) / config.run.name / "checkpoints"))
 
 
 def _problem_of_store(credentials_file: Path | None) -> str | None:
@@ -144,7 +121,7 @@ def _problem_of_store(credentials_file: Path | None) -> str | None:
 
 
 def _problem_of_files(bucket: Bucket, data: DataConfig, *, vocabulary: int | None) -> str | None:
-    """Return why a folder's token files cannot be trained on, as far as a look tells."""
+    """Return why a folder's token files cannot be trained on, as far as a quick look shows."""
     from refocused.data.formats.object_names import MANIFEST_NAME, matches
     from refocused.data.manifest.select_files import chosen_names
     from refocused.data.manifest.shard_manifest import Shard, read_manifest
@@ -160,10 +137,10 @@ def _problem_of_files(bucket: Bucket, data: DataConfig, *, vocabulary: int | Non
     if vocabulary is None:
         return None
     names = [name for name in names if not matches(name, data.skip)]
-    known = {name: row.max_id for name in names if (row := rows.get(name)) is not None}
+    largest_ids = {name: rows[name].max_id for name in names if name in rows}
     if names and not rows:
-        known = {names[0]: _largest_sampled(bucket, listing[names[0]], data)}
-    for name, largest in known.items():
+        largest_ids = {names[0]: _largest_sampled(bucket, listing[names[0]], data)}
+    for name, largest in largest_ids.items():
         if largest is not None and largest >= vocabulary:
             return (
                 f"{bucket.url}: {name} holds the id {largest:,}, and the model's vocabulary ends "
@@ -175,10 +152,7 @@ def _problem_of_files(bucket: Bucket, data: DataConfig, *, vocabulary: int | Non
 
 
 def _largest_sampled(bucket: Bucket, blob: BlobInfo, data: DataConfig) -> int | None:
-    """Return the largest id at the start of a file; None: it cannot be read, as the run will say.
-
-    The run reads all files, and names those that are damaged.
-    """
+    """Return the largest id at the start of a file; None: unreadable, which the run reports."""
     from refocused.data.formats.object_reader import ObjectReader
     from refocused.data.formats.token_blocks import token_blocks
     from refocused.data.formats.token_layout import read_layout

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from refocused.doctor.finding import Finding
@@ -16,17 +17,11 @@ BUSY_GIB = 2.0  # more than a driver and a screen hold
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gpus:
-    """What NVIDIA's library and torch say.
+    """What NVIDIA's library and torch report; None: unknown.
 
-    Attributes:
-        samples: One of each GPU that the run would have, of all where that is not known.
-        note: Why there are none; None where there are.
-        is_fault: There is a driver, and it does not answer.
-        driver: Its version; None: unknown.
-        driver_cuda: Newest CUDA that the driver runs; None: unknown.
-        torch_cuda: CUDA that torch was built for; None: it was built without.
-        torch_count: GPUs that torch sees (`CUDA_VISIBLE_DEVICES` counts).
-        capability: Compute capability of the least able one; None: unknown, or there are none.
+    `samples` holds the GPUs that the run would have, or all where that is unknown. Without any,
+    `note` says why, and `is_fault` that there is a driver which does not answer. `driver_cuda` is
+    the newest CUDA that the driver runs, `capability` that of the least able GPU.
     """
 
     samples: tuple[GpuSample, ...] = ()
@@ -40,13 +35,7 @@ class Gpus:
 
 
 def probe_gpus(host: str, *, wanted: int | None, environment: Mapping[str, str]) -> Gpus:
-    """Ask NVIDIA's library and torch.
-
-    Args:
-        host: Name of this machine.
-        wanted: GPUs that the run is to have; None: all that torch sees.
-        environment: Of this process, which chooses among them.
-    """
+    """Query NVIDIA's library and torch; `wanted` GPUs, None: all that torch sees."""
     import torch
 
     from refocused.monitor.sampler.gpu_reader import (
@@ -60,170 +49,127 @@ def probe_gpus(host: str, *, wanted: int | None, environment: Mapping[str, str])
         known = dict(enumerate(gpu_capabilities()))  # torch would hang where the driver does
     except RefocusedError as error:
         return Gpus(note=str(error), is_fault=True)
-    torch_cuda, torch_count = torch.version.cuda, torch.cuda.device_count()
+    found = Gpus(torch_cuda=torch.version.cuda, torch_count=torch.cuda.device_count())
     try:
         reader = GpuReader(
             host=host,
             visible=environment.get("CUDA_VISIBLE_DEVICES"),
             cuda_order=environment.get("CUDA_DEVICE_ORDER"),
-            ranks=wanted or torch_count,
+            ranks=wanted or found.torch_count,
         )
     except NoGpusError as error:
-        return Gpus(
-            note=str(error), is_fault=error.is_fault, torch_cuda=torch_cuda, torch_count=torch_count
-        )
-    try:
+        return dataclasses.replace(found, note=str(error), is_fault=error.is_fault)
+    with contextlib.closing(reader):
         driver, driver_cuda = driver_versions()
         samples = tuple(chosen(reader.samples()))
-    finally:
-        reader.close()
-    return Gpus(
+    return dataclasses.replace(
+        found,
         samples=samples,
         note=None if samples else "The driver lists no GPU.",
         is_fault=not samples,
         driver=driver,
         driver_cuda=driver_cuda,
-        torch_cuda=torch_cuda,
-        torch_count=torch_count,
         capability=min((one for gpu in samples if (one := known.get(gpu.index))), default=None),
     )
 
 
 def chosen(samples: Sequence[GpuSample]) -> Sequence[GpuSample]:
-    """Return the GPUs that ranks would have; all, where nobody knows which those are."""
+    """Return the GPUs that ranks would have; all, where that is unknown."""
     return [gpu for gpu in samples if gpu.local_rank is not None] or samples
 
 
 def judge_gpus(
     found: Gpus, *, wanted: int | None, device: Literal["auto", "cuda", "cpu"]
 ) -> Iterator[Finding]:
-    """Say what of the GPUs is in the way of a run, or slows it down.
-
-    Args:
-        found: What there is.
-        wanted: GPUs that the run is to have; None: all.
-        device: `run.device`.
-    """
+    """Report what about the GPUs stops a run or slows it down; `device` is `run.device`."""
     if device == "cpu":
         yield Finding("gpus", "ok", "not used (run.device=cpu)")
-        return
-    if not found.samples:
-        yield _none(found, needed=device == "cuda" or wanted is not None)
-        return
-    yield from _count(found, wanted)
-    yield from _torch(found, wanted)
-    yield from _health(found.samples)
-    yield from _free(found.samples)
-    if len(found.samples) > 1:
-        yield _links(found.samples)
+    elif found.samples:
+        yield _count(found, wanted)
+        yield _torch(found, wanted)
+        yield from _health(found.samples)
+        yield from _free(found.samples)
+        if len(found.samples) > 1:
+            yield _links(found.samples)
+    elif found.is_fault:
+        yield Finding("gpus", "fail", str(found.note))
+    elif device == "cuda" or wanted is not None:
+        text = "this machine has no NVIDIA driver, and the run is to have GPUs"
+        fix = "Rent a machine with GPUs, or set run.device=cpu for a trial."
+        yield Finding("gpus", "fail", text, fix)
+    else:
+        text = "none: the run would train on the CPU, which is for trials only"
+        yield Finding("gpus", "warn", text)
 
 
-def _none(found: Gpus, *, needed: bool) -> Finding:
-    if found.is_fault:
-        return Finding("gpus", "fail", str(found.note))
-    if needed:
-        return Finding(
-            "gpus",
-            "fail",
-            "this machine has no NVIDIA driver, and the run is to have GPUs",
-            "Rent a machine with GPUs, or set run.device=cpu for a trial.",
-        )
-    return Finding("gpus", "warn", "none: the run would train on the CPU, which is for trials only")
-
-
-def _count(found: Gpus, wanted: int | None) -> Iterator[Finding]:
+def _count(found: Gpus, wanted: int | None) -> Finding:
     samples = found.samples
     kinds = sorted({gpu.name for gpu in samples if gpu.name is not None})
     first = max(samples, key=lambda gpu: not gpu.lost)
     memory = f", {first.memory_total_gib:.1f} GiB" if first.memory_total_gib else ""
-    cuda = f" (CUDA {found.driver_cuda[0]}.{found.driver_cuda[1]})" if found.driver_cuda else ""
+    cuda = f" (CUDA {_dotted(found.driver_cuda)})" if found.driver_cuda else ""
     text = f"{len(samples)} x {first.name or 'unknown'}{memory}, driver {found.driver}{cuda}"
     if wanted is not None and wanted > len(samples):
         fix = f"Start with {len(samples)}, or ask for a machine with {wanted}."
-        yield Finding("gpus", "fail", f"{wanted} are wanted, and there are {text}", fix)
-    elif len(kinds) > 1:
-        yield Finding(
-            "gpus",
-            "warn",
-            f"{len(samples)} of several kinds ({', '.join(kinds)}): the slowest sets the pace",
-            "Choose those of one kind by CUDA_VISIBLE_DEVICES.",
-        )
-    else:
-        yield Finding("gpus", "ok", text)
+        return Finding("gpus", "fail", f"{wanted} are wanted, and there are {text}", fix)
+    if len(kinds) > 1:
+        text = f"{len(samples)} of several kinds ({', '.join(kinds)}): the slowest sets the pace"
+        return Finding("gpus", "warn", text, "Choose those of one kind by CUDA_VISIBLE_DEVICES.")
+    return Finding("gpus", "ok", text)
 
 
-def _torch(found: Gpus, wanted: int | None) -> Iterator[Finding]:
-    """Compare torch with the driver below it."""
-    if found.torch_cuda is None:
-        yield Finding(
-            "torch",
-            "fail",
-            "torch is built without CUDA, and cannot use the GPUs",
-            "Install the build for CUDA: ./launch/setup_environment.sh chooses it.",
-        )
-        return
-    built = int(found.torch_cuda.partition(".")[0])
-    if found.driver_cuda is not None and found.driver_cuda[0] < built:
-        newest = ".".join(str(part) for part in found.driver_cuda)
-        yield Finding(
-            "torch",
-            "fail",
-            f"torch is built for CUDA {found.torch_cuda}, and the driver runs up to {newest}",
-            "Install a newer driver, or torch for the driver's CUDA.",
-        )
-    elif found.torch_count < (wanted or 1):
-        yield Finding(
-            "torch",
-            "fail",
-            f"torch sees {found.torch_count} of the {len(found.samples)} GPUs",
-            "See CUDA_VISIBLE_DEVICES, and what torch.cuda.init() says.",
-        )
-    else:
-        yield Finding(
-            "torch", "ok", f"built for CUDA {found.torch_cuda}, sees {found.torch_count} GPUs"
-        )
+def _torch(found: Gpus, wanted: int | None) -> Finding:
+    built = found.torch_cuda
+    if built is None:
+        text = "torch is built without CUDA, and cannot use the GPUs"
+        fix = "Install the build for CUDA: ./launch/setup_environment.sh chooses it."
+        return Finding("torch", "fail", text, fix)
+    if found.driver_cuda is not None and found.driver_cuda[0] < int(built.partition(".")[0]):
+        newest = _dotted(found.driver_cuda)
+        text = f"torch is built for CUDA {built}, and the driver runs up to {newest}"
+        fix = "Install a newer driver, or torch for the driver's CUDA."
+        return Finding("torch", "fail", text, fix)
+    if found.torch_count < (wanted or 1):
+        text = f"torch sees {found.torch_count} of the {len(found.samples)} GPUs"
+        fix = "See CUDA_VISIBLE_DEVICES, and what torch.cuda.init() says."
+        return Finding("torch", "fail", text, fix)
+    return Finding("torch", "ok", f"built for CUDA {built}, sees {found.torch_count} GPUs")
 
 
 def _health(samples: Sequence[GpuSample]) -> Iterator[Finding]:
-    """Put the alarms' own rules to the GPUs."""
+    """Apply the alarms' own rules to the GPUs."""
     bad = [one for one in gpu_readings(samples, is_training=False) if one.level == "bad"]
     for reading in bad:
         level: Literal["warn", "fail"] = "fail" if reading.severity == "critical" else "warn"
         yield Finding("health", level, reading.text)
     for gpu in samples:
         if gpu.mig:
-            yield Finding(
-                "health",
-                "warn",
-                f"GPU {gpu.index} is cut into slices (MIG): a rank gets one slice of it",
-                "Turn MIG off (nvidia-smi -mig 0) where the whole GPU is paid for.",
-            )
+            text = f"GPU {gpu.index} is cut into slices (MIG): a rank gets one slice of it"
+            fix = "Turn MIG off (nvidia-smi -mig 0) where the whole GPU is paid for."
+            yield Finding("health", "warn", text, fix)
     if not bad:
-        told = [gpu.ecc_uncorrected for gpu in samples if gpu.ecc_uncorrected is not None]
-        ecc = "no memory errors" if told else "ECC is off or does not tell"
+        has_ecc = any(gpu.ecc_uncorrected is not None for gpu in samples)
+        ecc = "no memory errors" if has_ecc else "ECC is off or does not tell"
         degrees = [gpu.temperature_celsius for gpu in samples if gpu.temperature_celsius]
         heat = f", at most {max(degrees)} C" if degrees else ""
         yield Finding("health", "ok", f"{ecc}, no row to replace, none throttled{heat}")
 
 
 def _free(samples: Sequence[GpuSample]) -> Iterator[Finding]:
-    """Find memory that somebody else holds."""
-    busy = [gpu for gpu in samples if (gpu.memory_used_gib or 0.0) > BUSY_GIB]
+    """Find memory that other processes hold."""
+    busy = {gpu.index: gpu for gpu in samples if (gpu.memory_used_gib or 0.0) > BUSY_GIB}
     if not busy:
         return
-    most = max(gpu.memory_used_gib or 0.0 for gpu in busy)
-    pids = sorted({pid for gpu in busy for pid in gpu.processes or ()})
+    most = max(gpu.memory_used_gib or 0.0 for gpu in busy.values())
+    pids = sorted({pid for gpu in busy.values() for pid in gpu.processes or ()})
     whose = f"process {_listed(pids)}" if pids else "processes that are not seen from here"
-    yield Finding(
-        "memory",
-        "warn",
-        f"of GPU {_listed([gpu.index for gpu in busy])} up to {most:.1f} GiB are in use by {whose}",
-        "End what is left there (nvidia-smi), or choose other GPUs by CUDA_VISIBLE_DEVICES.",
-    )
+    text = f"of GPU {_listed(busy)} up to {most:.1f} GiB are in use by {whose}"
+    fix = "End what is left there (nvidia-smi), or choose other GPUs by CUDA_VISIBLE_DEVICES."
+    yield Finding("memory", "warn", text, fix)
 
 
 def _links(samples: Sequence[GpuSample]) -> Finding:
-    """Say how the GPUs are linked; one that lacks some of its links is unhealthy."""
+    """Report how the GPUs are linked; one that lacks some of its links is unhealthy."""
     without = [gpu.index for gpu in samples if not gpu.nvlinks_active and not gpu.lost]
     if not without:
         return Finding("nvlink", "ok", f"{fewest_links(samples)} links up on every GPU")
@@ -236,14 +182,18 @@ def _links(samples: Sequence[GpuSample]) -> Finding:
     )
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(str(number) for number in numbers)
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 def smallest_memory_bytes(samples: Sequence[GpuSample]) -> float | None:
-    """Return the memory of the smallest GPU; None: none tells."""
-    told = [gpu.memory_total_gib for gpu in samples if gpu.memory_total_gib is not None]
-    return min(told) * 2**30 if told else None
+    """Return the memory of the smallest GPU; None: unknown."""
+    known = [gpu.memory_total_gib for gpu in samples if gpu.memory_total_gib is not None]
+    return min(known) * 2**30 if known else None
 
 
 def fewest_links(samples: Sequence[GpuSample]) -> int | None:

@@ -1,19 +1,38 @@
-"""The machine around the GPUs: memory, shared memory, limits, the clock, room on its disks."""
+"""The machine around the GPUs: packages, compilers, memory, limits, the clock, its disks."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.metadata
+import importlib.util
 import os
+import re
 import resource
+import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from packaging.requirements import Requirement
+
 from refocused.bucket.partial_files import free_bytes
 from refocused.doctor.finding import Finding, size
 from refocused.monitor.sampler.machine_readings import Memory, memory_now
 
+OLDEST_PYTHON = (3, 11)
+SHOWN = ("torch", "deepspeed", "transformers")
+PINS = Path(__file__).resolve().parents[2] / "requirements_training.txt"
+INSTALL = "./launch/setup_environment.sh installs what was run together."
+NAMED_PACKAGES = 4
+COMPILERS = {  # the commands to look for, in this order
+    "C": ("cc", "gcc", "clang"),
+    "C++": ("c++", "g++", "clang++"),
+    "CUDA": ("nvcc",),
+    "ninja": ("ninja", str(Path(sys.executable).with_name("ninja"))),
+}
 FEWEST_FILES = 1024
 # NCCL passes data between the processes of a machine through /dev/shm, and fails where that is
 # Docker's 64 MB.
@@ -25,108 +44,159 @@ EARLIEST_SECONDS = 1_735_689_600.0  # 2025: a clock before it was never set
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Machine:
-    """What there is.
+class Packages:
+    """Installed versions (None: missing), this package's requirements, and the pinned versions."""
 
-    Attributes:
-        cores: Processors that this process may use.
-        memory: All of it, and what is left.
-        shm_bytes: Room in /dev/shm; None: there is none.
-        open_files: How many files a process may open, now and at most.
-    """
+    python: tuple[int, int, int]
+    installed: Mapping[str, str | None]
+    required: tuple[str, ...]
+    pinned: Mapping[str, str]
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of those that are not installed at all."""
+        return [name for name, version in self.installed.items() if version is None]
+
+
+def probe_packages() -> Packages:
+    """Look up the versions of everything that this package needs."""
+    required: list[str] = []
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # not installed itself
+        required = importlib.metadata.requires("refocused") or []
+    required = [text for text in required if Requirement(text).marker is None]
+    pins = PINS.read_text() if PINS.is_file() else ""
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", pins, re.MULTILINE))
+    installed: dict[str, str | None] = {}
+    for name in sorted({"refocused", *(Requirement(text).name for text in required), *pinned}):
+        try:
+            installed[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            installed[name] = None
+    return Packages(sys.version_info[:3], installed, tuple(required), pinned)
+
+
+def judge_packages(found: Packages) -> Iterator[Finding]:
+    """Compare what is installed with what is required, and with what was run together."""
+    python = ".".join(map(str, found.python))
+    if found.python < OLDEST_PYTHON:
+        oldest = ".".join(map(str, OLDEST_PYTHON))
+        yield Finding("python", "fail", python, f"Python {oldest} or newer is needed.")
+    there = {name: version for name, version in found.installed.items() if version is not None}
+    unfit = [
+        f"{one.name} {there[one.name]} ({one.specifier} is needed)"
+        for one in map(Requirement, found.required)
+        if one.name in there and not one.specifier.contains(there[one.name], prereleases=True)
+    ]
+    other = [
+        f"{name} {there[name]} ({pin})"
+        for name, pin in found.pinned.items()
+        if name in there and there[name].partition("+")[0] != pin
+    ]
+    if found.missing:
+        yield Finding("packages", "fail", f"missing: {', '.join(found.missing)}", INSTALL)
+    if unfit:
+        text = f"of a version that does not fit: {_first_of(unfit)}"
+        yield Finding("packages", "fail", text, INSTALL)
+    elif other:
+        text = f"other versions than those that were run together: {_first_of(other)}"
+        yield Finding("packages", "warn", text, INSTALL)
+    elif not found.missing:
+        shown = ", ".join(f"{name} {there[name]}" for name in SHOWN)
+        yield Finding("packages", "ok", f"Python {python}, {shown}")
+
+
+def _first_of(texts: list[str]) -> str:
+    rest = len(texts) - NAMED_PACKAGES
+    return ", ".join(texts[:NAMED_PACKAGES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def probe_compilers() -> list[str]:
+    """Return the names of the compilers that are installed, `Triton` last."""
+    there = [name for name, commands in COMPILERS.items() if any(map(shutil.which, commands))]
+    return there + ["Triton"] * (importlib.util.find_spec("triton") is not None)
+
+
+def judge_compilers(
+    there: Sequence[str], *, device: Literal["cuda", "cpu"], compiles: Literal["auto", "on", "off"]
+) -> Finding:
+    """Report whether the compilers suffice for `compiles`, which is `model.compile`."""
+    shown = ", ".join(name for name in there if name != "Triton") or "none"
+    if compiles == "off" or (compiles == "auto" and device == "cpu"):
+        return Finding("compilers", "ok", f"{shown}; this run compiles nothing")
+    needs = {"C": "a C compiler"} | (
+        {"C++": "a C++ compiler"} if device == "cpu" else {"Triton": "Triton"}
+    )
+    lacks = " and ".join(what for name, what in needs.items() if name not in there)
+    if not lacks:
+        return Finding("compilers", "ok", f"{shown}; the blocks can be compiled")
+    fix = "Install them (apt-get install build-essential; Triton comes with torch for CUDA)"
+    if compiles == "on":
+        text = f"model.compile=on needs {lacks}, which this machine lacks"
+        return Finding("compilers", "fail", text, f"{fix}, or set model.compile=off.")
+    text = f"the blocks cannot be compiled without {lacks}: steps take longer"
+    return Finding("compilers", "warn", text, f"{fix}.")
+
+
+def judge_operators(*, uses_nvme: bool, missing: str | None) -> Finding:
+    """Report whether DeepSpeed's operators can be built; `missing` says why async_io cannot."""
+    if not uses_nvme:
+        return Finding("ops", "ok", "none has to be built (AdamW and Muon are torch's)")
+    if missing is None:
+        return Finding("ops", "ok", "DeepSpeed's async_io, for the offload to NVMe, can be built")
+    text = f"the offload to NVMe needs DeepSpeed's async_io: {missing}"
+    return Finding("ops", "fail", text, "Install libaio-dev, g++ and ninja, or offload to cpu.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """Its usable cores, memory, room in /dev/shm, and limits (soft, hard) of open files."""
 
     cores: int
     memory: Memory
-    shm_bytes: int | None
+    shm_bytes: int
     open_files: tuple[int, int]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DiskNeed:
-    """What something takes on a disk.
-
-    Attributes:
-        what: It, in words.
-        folder: Where it will be.
-        wanted_bytes: What all of it takes, beyond what is there already.
-        least_bytes: Below this the run fails.
-    """
-
-    what: str
-    folder: Path
-    wanted_bytes: int
-    least_bytes: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Disk:
-    """The room for one or several needs.
-
-    Attributes:
-        free_bytes: What is left for us.
-        needs: All that go to this disk.
-    """
-
-    free_bytes: int
-    needs: tuple[DiskNeed, ...]
 
 
 def probe_machine() -> Machine:
     """Look at this machine, or at the container that this runs in."""
     shm = Path("/dev/shm")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Machine(
         cores=len(os.sched_getaffinity(0)),
         memory=memory_now(),
-        shm_bytes=free_bytes(shm) if shm.is_dir() else None,
-        open_files=(soft, hard),
+        shm_bytes=free_bytes(shm) if shm.is_dir() else 0,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
     )
 
 
 def judge_machine(
     found: Machine, *, ranks: int, device: Literal["cuda", "cpu"]
 ) -> Iterator[Finding]:
-    """Say what of the machine is too small for a run.
-
-    Args:
-        found: What there is.
-        ranks: Processes of the run here.
-        device: What it computes on.
-    """
-    memory = f"{found.cores} cores, {size(found.memory.available)} of memory left"
+    """Report what is too small for the run's ranks on this machine."""
+    text = f"{found.cores} cores, {size(found.memory.available)} of memory left"
     if found.cores < ranks:
-        text = f"{memory}: {ranks} ranks share the cores, and GPUs wait for their hosts"
+        text = f"{text}: {ranks} ranks share the cores, and GPUs wait for their hosts"
         yield Finding("machine", "warn", text, "Take a machine with more cores.")
     else:
-        yield Finding("machine", "ok", memory)
-    if device == "cuda" and ranks > 1 and (found.shm_bytes or 0) < LEAST_SHM_BYTES:
-        yield Finding(
-            "shm",
-            "fail" if not found.shm_bytes else "warn",
-            f"/dev/shm has {(found.shm_bytes or 0) / 1e6:.0f} MB left, which NCCL uses between "
-            "GPUs",
-            "Start the container with --ipc=host or --shm-size=8g.",
-        )
-    yield _limits(*found.open_files)
-
-
-def _limits(soft: int, hard: int) -> Finding:
-    unlimited = resource.RLIM_INFINITY
-    shown = "any number of" if soft == unlimited else f"{soft:,}"
-    if soft != unlimited and soft < FEWEST_FILES:
-        rise = "ulimit -n 65536" if hard == unlimited or hard >= 65536 else f"ulimit -n {hard}"
-        text = f"a process may open {shown} files, and a rank uses up to {FEWEST_FILES:,}"
-        return Finding("limits", "warn", text, f"{rise}, in the shell that starts training.")
-    return Finding("limits", "ok", f"{shown} open files a process")
+        yield Finding("machine", "ok", text)
+    if device == "cuda" and ranks > 1 and found.shm_bytes < LEAST_SHM_BYTES:
+        text = f"/dev/shm has {found.shm_bytes / 1e6:.0f} MB left, which NCCL uses between GPUs"
+        fix = "Start the container with --ipc=host or --shm-size=8g."
+        yield Finding("shm", "warn" if found.shm_bytes else "fail", text, fix)
+    soft, hard = found.open_files
+    if soft != resource.RLIM_INFINITY and soft < FEWEST_FILES:
+        most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+        text = f"a process may open {soft:,} files, and a rank uses up to {FEWEST_FILES:,}"
+        fix = f"ulimit -n {most}, in the shell that starts training."
+        yield Finding("limits", "warn", text, fix)
+    else:
+        shown = "any number of" if soft == resource.RLIM_INFINITY else f"{soft:,}"
+        yield Finding("limits", "ok", f"{shown} open files a process")
 
 
 def judge_clock(*, now_s: float, store_s: float | None, signs: bool) -> Finding:
-    """Compare this machine's clock with the store's.
+    """Compare this machine's clock with the store's, in seconds since 1970.
 
-    Args:
-        now_s: Here, in seconds since 1970.
-        store_s: There; None: it was not asked, or did not answer.
-        signs: Whether the run talks to a store that looks at the time.
+    `signs`: the run uses a store that checks the time. `store_s` is None without an answer.
     """
     fix = "Set it: timedatectl set-ntp true (or chronyc makestep)."
     here = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s))
@@ -146,42 +216,37 @@ def judge_clock(*, now_s: float, store_s: float | None, signs: bool) -> Finding:
     return Finding("clock", "ok", f"{here}, as at the store")
 
 
-def probe_disks(needs: Sequence[DiskNeed]) -> list[Disk]:
-    """Find out which needs share a disk, and what is left there."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class DiskNeed:
+    """What something takes in a folder beyond what is there; below `least_bytes` the run fails."""
+
+    what: str
+    folder: Path
+    wanted_bytes: int
+    least_bytes: int
+
+
+def needs_by_disk(needs: Sequence[DiskNeed]) -> list[list[DiskNeed]]:
+    """Group needs that share a disk."""
     by_device: dict[int, list[DiskNeed]] = {}
     for need in needs:
-        by_device.setdefault(_existing(need.folder).stat().st_dev, []).append(need)
-    return [Disk(free_bytes(shared[0].folder), tuple(shared)) for shared in by_device.values()]
+        folder = need.folder.absolute()
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        by_device.setdefault(existing.stat().st_dev, []).append(need)
+    return list(by_device.values())
 
 
-def judge_disk(disk: Disk) -> Finding:
-    """Say whether what a run puts on a disk has room there."""
-    places = ", ".join(dict.fromkeys(str(need.folder) for need in disk.needs))
-    parts = ", ".join(f"{size(need.wanted_bytes)} {need.what}" for need in disk.needs)
-    text = f"{size(disk.free_bytes)} free for {places}: {parts}"
-    fix = (
+def judge_disk(needs: Sequence[DiskNeed], *, free: int) -> Finding:
+    """Report whether a disk has room for what a run puts on it; `free` is in bytes."""
+    places = ", ".join(dict.fromkeys(str(need.folder) for need in needs))
+    parts = ", ".join(f"{size(need.wanted_bytes)} {need.what}" for need in needs)
+    text = f"{size(free)} free for {places}: {parts}"
+    if free >= sum(need.wanted_bytes for need in needs):
+        return Finding("disk", "ok", text)
+    return Finding(
+        "disk",
+        "fail" if free < sum(need.least_bytes for need in needs) else "warn",
+        text,
         "Free some space, set data.disk_limit_gb or a lower checkpoint.keep, or put run.directory "
-        "and data.cache on a larger disk."
+        "and data.cache on a larger disk.",
     )
-    if disk.free_bytes < sum(need.least_bytes for need in disk.needs):
-        return Finding("disk", "fail", text, fix)
-    if disk.free_bytes < sum(need.wanted_bytes for need in disk.needs):
-        return Finding("disk", "warn", text, fix)
-    return Finding("disk", "ok", text)
-
-
-def folder_bytes(folder: Path) -> int:
-    """Return what the files below a folder take; 0 where there is none."""
-    found_sizes: Mapping[tuple[int, int], int] = {
-        (found.st_dev, found.st_ino): found.st_size
-        for path in folder.rglob("*")
-        if path.is_file() and (found := path.stat())
-    }
-    return sum(found_sizes.values())
-
-
-def _existing(folder: Path) -> Path:
-    path = folder.absolute()
-    while not path.exists():
-        path = path.parent
-    return path

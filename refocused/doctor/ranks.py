@@ -1,23 +1,33 @@
-"""Real ranks: started here, as a launcher does, and what became of them."""
+"""Real ranks on this machine: an all-reduce and the run's first step, and what became of them.
+
+Each rank runs this module as a process of its own: `python -m refocused.doctor.ranks TASK`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import pydantic
+
 from refocused.doctor.finding import Finding, size
-from refocused.doctor.rank_process import RankTask
+from refocused.system.errors import RefocusedError
 from refocused.system.strict_json import parse_json_object
+from refocused.system.world import World, join_world, lost_connection
 
 LONGEST_SECONDS = 900.0
 POLL_SECONDS = 0.1
@@ -28,17 +38,33 @@ SHOWN_CHARACTERS = 600
 LINK_BYTES_PER_SECOND = 25e9
 REACHED_SHARE = 0.4
 LEAST_PCIE_BYTES_PER_SECOND = 2e9
+REPEATS = 10
+
+
+class RankTask(pydantic.BaseModel):
+    """What the ranks do: sum `payload_bytes` (0: nothing), make a step of `config` (None: none).
+
+    `overrides` and `name` are those of the command line; `folder` stands in for the run's.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True)
+
+    device: str
+    payload_bytes: int
+    config: str | None
+    overrides: tuple[str, ...]
+    name: str | None
+    folder: Path
+    credentials_file: Path | None
+    project: str | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RanksOutcome:
-    """What the ranks said.
+    """What the ranks reported.
 
-    Attributes:
-        ranks: How many there were.
-        results: What rank 0 told, by its name: `joined`, `allreduce`, `step`.
-        doing: What they were at when one failed; None: none did.
-        failure: Why; None: none did.
+    `results` holds rank 0's facts by name (`joined`, `allreduce`, `step`). `doing` and `failure`
+    say what the ranks were at when one failed, and why.
     """
 
     ranks: int
@@ -47,69 +73,40 @@ class RanksOutcome:
     failure: str | None = None
 
 
-def run_ranks(
-    task: RankTask, *, ranks: int, longest_seconds: float = LONGEST_SECONDS
-) -> RanksOutcome:
-    """Start so many ranks on this machine and wait for them; none is left behind."""
-    with tempfile.TemporaryDirectory(prefix="refocused-doctor-") as name:
-        logs = Path(name)
-        with _started(task, ranks=ranks, logs=logs) as processes:
-            ended = _wait(processes, until=time.monotonic() + longest_seconds)
-        doing_first = "allreduce" if task.payload_bytes else "step"
-        codes = [process.returncode for process in processes]
-        return _outcome(logs, codes=codes, ended=ended, doing_first=doing_first)
-
-
 def judge_allreduce(
     outcome: RanksOutcome, *, device: Literal["cuda", "cpu"], nvlinks: int | None
 ) -> Finding:
-    """Say whether the ranks find each other, and how fast they are.
+    """Report whether the ranks find each other, and how fast they are.
 
-    Args:
-        outcome: What they said.
-        device: What the run computes on.
-        nvlinks: Links of the GPU that has the fewest; None or 0: there are none.
+    `nvlinks` counts the links of the GPU that has the fewest.
     """
     library = "NCCL" if device == "cuda" else "gloo"
     if outcome.doing in ("join", "allreduce"):
-        fix = (
-            "NCCL_DEBUG=INFO says more; see /dev/shm, a firewall, NCCL_SOCKET_IFNAME."
-            if device == "cuda"
-            else None
-        )
+        fix = "NCCL_DEBUG=INFO says more; see /dev/shm, a firewall, NCCL_SOCKET_IFNAME."
         text = f"{outcome.ranks} ranks cannot talk over {library}: {outcome.failure}"
-        return Finding("allreduce", "fail", text, fix)
+        return Finding("allreduce", "fail", text, fix if device == "cuda" else None)
     found = outcome.results.get("allreduce")
     if found is None:
         return Finding("allreduce", "ok", "one rank has nobody to talk to")
     if not found["is_right"]:
-        return Finding(
-            "allreduce",
-            "fail",
-            f"{library} sums wrongly over {outcome.ranks} ranks",
-            "Try NCCL_P2P_DISABLE=1; where that helps, ask for another machine.",
-        )
+        text = f"{library} sums wrongly over {outcome.ranks} ranks"
+        fix = "Try NCCL_P2P_DISABLE=1; where that helps, ask for another machine."
+        return Finding("allreduce", "fail", text, fix)
     speed = float(found["bus_bytes_per_second"])
     text = (
         f"{library}, {outcome.ranks} ranks: {speed / 1e9:.2f} GB/s bus bandwidth "
         f"({found['payload_bytes'] / 2**20:.0f} MiB in {found['seconds'] * 1e3:.1f} ms)"
     )
-    least = 0.0
-    if device == "cuda":
-        links = (nvlinks or 0) * LINK_BYTES_PER_SECOND
-        least = REACHED_SHARE * links if links else LEAST_PCIE_BYTES_PER_SECOND
-    if speed < least:
-        return Finding(
-            "allreduce",
-            "warn",
-            f"{text}, where {least / 1e9:.0f} are usual: every step waits for it",
-            "See nvidia-smi topo -m, and NCCL_DEBUG=INFO for the way that NCCL takes.",
-        )
+    least = REACHED_SHARE * (nvlinks or 0) * LINK_BYTES_PER_SECOND or LEAST_PCIE_BYTES_PER_SECOND
+    if device == "cuda" and speed < least:
+        text = f"{text}, where {least / 1e9:.0f} are usual: every step waits for it"
+        fix = "See nvidia-smi topo -m, and NCCL_DEBUG=INFO for the way that NCCL takes."
+        return Finding("allreduce", "warn", text, fix)
     return Finding("allreduce", "ok", text)
 
 
 def judge_step(outcome: RanksOutcome) -> Finding:
-    """Say what became of the step."""
+    """Report what became of the step."""
     if outcome.failure is not None:
         return Finding("step", "fail", f"no step: {outcome.failure}")
     found = outcome.results["step"]
@@ -129,45 +126,49 @@ def judge_step(outcome: RanksOutcome) -> Finding:
     )
 
 
+def run_ranks(
+    task: RankTask, *, ranks: int, longest_seconds: float = LONGEST_SECONDS
+) -> RanksOutcome:
+    """Start so many ranks on this machine and wait for them; none is left behind."""
+    with tempfile.TemporaryDirectory(prefix="refocused-doctor-") as name:
+        logs = Path(name)
+        with _started(task, ranks=ranks, logs=logs) as processes:
+            ended = _wait(processes, until=time.monotonic() + longest_seconds)
+        codes = [process.returncode for process in processes]
+        return _outcome(logs, codes=codes, ended=ended, sums=task.payload_bytes > 0)
+
+
 @contextlib.contextmanager
 def _started(
     task: RankTask, *, ranks: int, logs: Path
 ) -> Iterator[Sequence[subprocess.Popen[bytes]]]:
-    """Start the ranks; whatever happens, they have ended afterwards."""
+    """Start the ranks as a launcher does; whatever happens, they have ended afterwards."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    command = [sys.executable, "-P", "-m", "refocused.doctor.ranks", task.model_dump_json()]
+    environment = {
+        **os.environ,
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(ranks):
-            environment = {
-                **os.environ,
-                "PYTHONWARNINGS": "ignore",
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
+        for rank in map(str, range(ranks)):
             with (logs / f"{rank}.out").open("wb") as out, (logs / f"{rank}.err").open("wb") as err:
-                processes.append(
-                    subprocess.Popen(
-                        [
-                            sys.executable,
-                            "-P",
-                            "-m",
-                            "refocused.doctor.rank_process",
-                            task.model_dump_json(),
-                        ],
-                        env=environment,
-                        stdin=subprocess.PIPE,
-                        stdout=out,
-                        stderr=err,
-                        start_new_session=True,
-                    )
+                process = subprocess.Popen(
+                    command,
+                    env={**environment, "RANK": rank, "LOCAL_RANK": rank},
+                    stdin=subprocess.PIPE,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
                 )
+            processes.append(process)
         yield processes
     finally:
         for process in processes:
@@ -181,26 +182,22 @@ def _started(
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], *, until: float) -> bool:
     """Wait until all ranks have ended, or one with a failure; False: the time is over."""
+    has_failed = False
     while time.monotonic() < until:
         codes = [process.poll() for process in processes]
-        if all(code is not None for code in codes):
+        if None not in codes:
             return True
-        if any(code for code in codes):
-            until = min(until, time.monotonic() + LAST_WORDS_SECONDS)
-            while time.monotonic() < until and any(p.poll() is None for p in processes):
-                time.sleep(POLL_SECONDS)
-            return True
+        if any(codes) and not has_failed:
+            has_failed, until = True, min(until, time.monotonic() + LAST_WORDS_SECONDS)
         time.sleep(POLL_SECONDS)
-    return False
+    return has_failed
 
 
-def _outcome(logs: Path, *, codes: Sequence[int], ended: bool, doing_first: str) -> RanksOutcome:
-    """Read what the ranks have said; a failure that another caused comes last."""
+def _outcome(logs: Path, *, codes: Sequence[int], ended: bool, sums: bool) -> RanksOutcome:
+    """Read what the ranks have reported; a failure that another caused comes last."""
     ranks = len(codes)
     told = [_records(logs / f"{rank}.out") for rank in range(ranks)]
     results = {one["what"]: one for one in told[0] if one["what"] != "failed"}
-    doing = doing_first if "joined" in results else "join"
-    doing = "step" if "allreduce" in results else doing
     failures = [
         (bool(one["is_echo"]), rank, one)
         for rank, records in enumerate(told)
@@ -211,36 +208,120 @@ def _outcome(logs: Path, *, codes: Sequence[int], ended: bool, doing_first: str)
         _, rank, first = min(failures, key=lambda one: one[:2])
         where = "" if rank == 0 or f"rank {rank}" in first["text"] else f"rank {rank}: "
         return RanksOutcome(ranks, results, first["doing"], where + first["text"])
-    if not ended:
-        text = f"nothing came of it in time. Last words: {_last_words(logs, 0)}"
-        return RanksOutcome(ranks, results, doing, text)
     dead = next((rank for rank in range(ranks) if codes[rank]), None)
-    if dead is not None:
-        text = f"rank {dead} {_end(codes[dead])}. Last words: {_last_words(logs, dead)}"
-        return RanksOutcome(ranks, results, doing, text)
-    return RanksOutcome(ranks, results)
+    if ended and dead is None:
+        return RanksOutcome(ranks, results)
+    text = "nothing came of it in time" if not ended else f"rank {dead} {_end(codes[dead or 0])}"
+    lines = (logs / f"{dead if ended else 0}.err").read_text(errors="replace").split("\n")
+    last = " / ".join([line.strip() for line in lines if line.strip()][-3:])[-SHOWN_CHARACTERS:]
+    doing = "allreduce" if sums and "allreduce" not in results else "step"
+    if "joined" not in results:
+        doing = "join"
+    return RanksOutcome(ranks, results, doing, f"{text}. Last words: {last or 'none'}")
 
 
-def _end(code: int) -> str:
-    """Say how a process ended that said nothing."""
-    if code == -signal.SIGKILL:
-        return "was killed, most often for want of memory (see dmesg)"
-    if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"ended with code {code}"
-
-
-def _records(file: Path) -> list[dict[str, Any]]:
-    records = []
+def _records(file: Path) -> Iterator[dict[str, Any]]:
     for line in file.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             found = parse_json_object(line)
             if "what" in found:
-                records.append(found)
-    return records
+                yield found
 
 
-def _last_words(logs: Path, rank: int) -> str:
-    text = (logs / f"{rank}.err").read_text(errors="replace").strip()
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " / ".join(lines[-3:])[-SHOWN_CHARACTERS:] or "none"
+def _end(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "was killed, most often for want of memory (see dmesg)"
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+def _run_rank(task: RankTask) -> int:
+    """Do the task as one rank; each result is a line of JSON on stdout."""
+    threading.Thread(target=_end_with_the_doctor, daemon=True).start()
+    doing, is_echo = "join", False
+    try:
+        world = join_world(task.device)
+        os.environ["DS_ACCELERATOR"] = world.device_kind  # or DeepSpeed searches, with warnings
+        _report(world, "joined", device=world.device_name)
+        doing = "allreduce"
+        if task.payload_bytes:
+            _report(world, doing, **_measure_allreduce(world, task.payload_bytes))
+        doing = "step"
+        if task.config is not None:
+            _report(world, doing, **_step(task, task.config, world))
+        world.leave()
+        return 0
+    except RefocusedError as error:
+        text = str(error)
+    except Exception as error:
+        lost = lost_connection(error)
+        traceback.print_exc()
+        text = str(lost) if lost is not None else f"{type(error).__name__}: {error}"
+        is_echo = lost is not None
+    print(json.dumps({"what": "failed", "doing": doing, "text": text, "is_echo": is_echo}))
+    return 1
+
+
+def _report(world: World, what: str, **facts: Any) -> None:
+    if world.is_rank_0:
+        print(json.dumps({"what": what, **facts}), flush=True)
+
+
+def _measure_allreduce(world: World, payload_bytes: int) -> dict[str, Any]:
+    """Sum a vector over the ranks, and measure how fast and whether rightly; every rank must call.
+
+    The bus bandwidth is that of the slowest link if the ranks form a ring: 2 (n - 1) / n of the
+    payload pass each (NCCL tests, doc/PERFORMANCE.md).
+    """
+    import torch
+    import torch.distributed as dist
+
+    vector = torch.ones(payload_bytes // 4, device=world.device)
+    dist.all_reduce(vector)
+    is_right = bool((vector == world.world_size).all())
+    vector.zero_()
+    seconds = []
+    for _ in range(REPEATS):
+        world.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(vector)
+        vector[0].item()  # waits for the device
+        seconds.append(time.perf_counter() - began)
+    slowest, wrong = world.largest([statistics.median(seconds), not is_right])
+    share = 2 * (world.world_size - 1) / world.world_size
+    return {
+        "is_right": not wrong,
+        "payload_bytes": payload_bytes,
+        "seconds": slowest,
+        "bus_bytes_per_second": share * payload_bytes / slowest,
+    }
+
+
+def _step(task: RankTask, config: str, world: World) -> dict[str, Any]:
+    from refocused.config.load_run import load_run
+    from refocused.train.lifecycle.job import Request
+    from refocused.train.lifecycle.session import begin_session
+    from refocused.train.lifecycle.trial import take_trial_step
+
+    request = Request(
+        resume="none",
+        dry_run=True,
+        credentials_file=task.credentials_file,
+        project=task.project,
+        command="doctor",
+    )
+    loaded, session = load_run(config, task.overrides, name=task.name), begin_session(world.rank)
+    step = take_trial_step(loaded, request, world, session, folder=task.folder)
+    return dataclasses.asdict(step)
+
+
+def _end_with_the_doctor() -> None:
+    """End when the doctor, which holds the other end of stdin, has ended in whatever way."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    code = _run_rank(RankTask.model_validate_json(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # gloo's threads abort an ordinary end now and then

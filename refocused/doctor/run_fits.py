@@ -8,8 +8,8 @@ from pathlib import Path
 from refocused.config.load_run import LoadedRun
 from refocused.config.optimization import PrecisionConfig
 from refocused.data.formats.token_layout import element_type
-from refocused.doctor.finding import Finding, Level, size
-from refocused.doctor.machine import DiskNeed, folder_bytes
+from refocused.doctor.finding import Finding, size
+from refocused.doctor.machine import DiskNeed
 from refocused.estimate.flops import count_parameters
 from refocused.estimate.memory_plan import (
     Choice,
@@ -50,17 +50,13 @@ def plan_choice(loaded: LoadedRun, *, ranks: int, memory_bytes: float | None) ->
 
 
 def judge_precision(precision: PrecisionConfig, native: NativeDtype) -> Finding:
-    """Say what the run computes in, and why `auto` chooses that."""
+    """Report what the run computes in, and why `auto` chooses that."""
     if precision.dtype == "auto":
         text = f"{native.dtype} (precision.dtype=auto): {native.reason}"
         return Finding("precision", "ok", f"{text}; a resumed run keeps its checkpoint's")
     if precision.dtype == "bf16" != native.dtype:
-        return Finding(
-            "precision",
-            "warn",
-            f"bf16 is slow here: {native.reason}",
-            f"Set precision.dtype={native.dtype}.",
-        )
+        text = f"bf16 is slow here: {native.reason}"
+        return Finding("precision", "warn", text, f"Set precision.dtype={native.dtype}.")
     return Finding("precision", "ok", f"{precision.dtype}, as the run file says")
 
 
@@ -72,15 +68,7 @@ def judge_plan(
     memory_bytes: float | None,
     gpu: GpuFacts | None = None,
 ) -> Finding:
-    """Say whether a step fits the smallest GPU.
-
-    Args:
-        loaded: The run.
-        choice: How it is spread.
-        ranks: GPUs.
-        memory_bytes: Of the smallest one; None: there is none to compare with.
-        gpu: What they are; None: unknown.
-    """
+    """Report whether a step fits the smallest GPU, and how long it should take on a known one."""
     zero, memory = choice.zero, choice.memory
     whole = f" of {size(memory_bytes)}" if memory_bytes else ""
     text = (
@@ -88,9 +76,8 @@ def judge_plan(
         f"states): ZeRO-{zero.stage}, micro-batch {choice.micro}, {ranks} ranks"
     )
     if memory_bytes is not None and not memory.fits(memory_bytes):
-        level: Level = "fail" if memory.peak > memory_bytes else "warn"
         fix = fitting_on_gpus(loaded, choice, ranks=ranks, memory_bytes=memory_bytes)
-        return Finding("plan", level, text, fix)
+        return Finding("plan", "fail" if memory.peak > memory_bytes else "warn", text, fix)
     bare = needless_offload(
         choice,
         loaded.shape,
@@ -112,13 +99,13 @@ def judge_plan(
         try:
             batch, step = step_of_run(loaded, choice, ranks=ranks, gpu=gpu)
         except ConfigError as error:
-            return plan_failure(error)
+            return Finding("plan", "fail", str(error))
         text = f"{text}; expected: {step.as_text(batch.tokens)}"
     return Finding("plan", "ok", text)
 
 
 def fitting_on_gpus(loaded: LoadedRun, choice: Choice, *, ranks: int, memory_bytes: float) -> str:
-    """Say with which settings a step fits the GPUs' memory."""
+    """Return with which settings a step fits the GPUs' memory, as advice."""
 
     def fits(run: LoadedRun, number: int) -> bool:
         planned = plan_choice(run, ranks=number, memory_bytes=memory_bytes)
@@ -128,11 +115,6 @@ def fitting_on_gpus(loaded: LoadedRun, choice: Choice, *, ranks: int, memory_byt
     if settings is not None:
         return f"It fits with: {settings}"
     return "Lower model.sequence_length, or take a smaller model.preset or more or larger GPUs."
-
-
-def plan_failure(error: ConfigError) -> Finding:
-    """Return the finding of a plan that cannot be made."""
-    return Finding("plan", "fail", str(error))
 
 
 def host_plan(
@@ -161,13 +143,7 @@ def host_shortage(
 ) -> Finding | None:
     """Return why a run does not fit into this machine's memory; None: it fits.
 
-    Args:
-        loaded: The run.
-        ranks: Of the run.
-        ranks_here: On this machine.
-        device: What computes.
-        gpu_bytes: Of the smallest GPU; None: there is none, or it is not known yet.
-        memory: Of this machine.
+    `gpu_bytes` is that of the smallest GPU; None: there is none, or it is not known yet.
     """
 
     def plan(run: LoadedRun, number: int) -> tuple[Choice, HostPlan]:
@@ -195,48 +171,32 @@ def host_shortage(
         fits=fits,
         fewer_ranks=device == "cpu" and 1 < ranks == ranks_here,
     )
-    unit = "CPU" if device == "cpu" else "GPU"
+    total, unit = size(planned.total), "CPU" if device == "cpu" else "GPU"
     copies = f"{size(planned.copies)} copies for saves, " if planned.copies else ""
     parts = f"{size(planned.tensors)} tensors, {copies}"
     if planned.building > planned.tensors + planned.copies:
         parts = f"{size(planned.building)} for the model, which each builds whole, "
-    return Finding(
-        "memory",
-        "fail",
-        f"the run takes {size(planned.total)} of this machine's memory ({ranks_here} {unit} ranks: "
-        f"{parts}{size(planned.processes)} processes), and "
-        f"{size(memory.available)} of {size(memory.total)} are left",
-        f"It fits with: {settings}"
-        if settings
-        else f"Take a machine with {size(planned.total)} of free memory, or a smaller "
-        "model.preset.",
+    text = (
+        f"the run takes {total} of this machine's memory ({ranks_here} {unit} ranks: {parts}"
+        f"{size(planned.processes)} processes), and {size(memory.available)} of "
+        f"{size(memory.total)} are left"
     )
-
-
-def step_bytes(loaded: LoadedRun, choice: Choice) -> int:
-    """Return what one saved step takes."""
-    return checkpoint_bytes(
-        _parameters(loaded), stage=choice.zero.stage, dtype=loaded.config.precision.resolved
-    )
+    fix = f"Take a machine with {total} of free memory, or a smaller model.preset."
+    return Finding("memory", "fail", text, f"It fits with: {settings}" if settings else fix)
 
 
 def disk_needs(
     loaded: LoadedRun, choice: Choice, *, ranks: int, tokens: int | None
 ) -> Iterator[DiskNeed]:
-    """Say what a run puts on this machine's disks.
-
-    Args:
-        loaded: The run.
-        choice: How its states are spread.
-        ranks: Of the run.
-        tokens: Of its data; None: unknown.
-    """
-    config = loaded.config
+    """Yield what a run puts on this machine's disks; `tokens` of its data, None: unknown."""
+    config, parameters = loaded.config, _parameters(loaded)
     folder = Path(config.run.directory) / config.run.name
-    step = step_bytes(loaded, choice)
-    most = min(config.checkpoint.keep, 1 + _saves(loaded)) + KEPT_BESIDE + BEING_WRITTEN
-    final = EXPORTED_BYTES * _parameters(loaded) if config.checkpoint.export_final else 0
-    there = folder_bytes(folder / "checkpoints")
+    step = checkpoint_bytes(parameters, stage=choice.zero.stage, dtype=config.precision.resolved)
+    interval = config.checkpoint.interval
+    saves = 1 + (config.run.steps // interval if interval else 0)
+    most = min(config.checkpoint.keep, saves) + KEPT_BESIDE + BEING_WRITTEN
+    final = EXPORTED_BYTES * parameters if config.checkpoint.export_final else 0
+    there = _folder_bytes(folder / "checkpoints")
     yield DiskNeed(
         f"of checkpoints ({most} x {size(step)})",
         folder,
@@ -244,29 +204,22 @@ def disk_needs(
         least_bytes=max(0, 2 * step - there),
     )
     if tokens is not None:
-        cache = Path(config.data.cache)
-        each = element_type(loaded.shape.vocabulary).itemsize
-        limit = config.data.disk_limit_gb
-        data = tokens * each if limit is None else min(tokens * each, int(limit * 1e9))
-        wanted = max(0, data - folder_bytes(cache))
+        cache, limit = Path(config.data.cache), config.data.disk_limit_gb
+        data = tokens * element_type(loaded.shape.vocabulary).itemsize
+        data = data if limit is None else min(data, int(limit * 1e9))
+        wanted = max(0, data - _folder_bytes(cache))
         yield DiskNeed("of shards", cache, wanted_bytes=wanted, least_bytes=0)
     if choice.memory.nvme and config.zero.nvme_path is not None:
-        states = ranks * choice.memory.nvme
-        yield DiskNeed(
-            "of offloaded states",
-            Path(config.zero.nvme_path),
-            wanted_bytes=states,
-            least_bytes=states,
-        )
+        states, drive = ranks * choice.memory.nvme, Path(config.zero.nvme_path)
+        yield DiskNeed("of offloaded states", drive, wanted_bytes=states, least_bytes=states)
 
 
-def _saves(loaded: LoadedRun) -> int:
-    """Return how many rolling saves the whole run makes."""
-    interval = loaded.config.checkpoint.interval
-    return loaded.config.run.steps // interval if interval else 0
+def _folder_bytes(folder: Path) -> int:
+    """Return what the files below a folder take, a linked one once; 0 where there is none."""
+    stats = [path.stat() for path in folder.rglob("*") if path.is_file()]
+    return sum({(found.st_dev, found.st_ino): found.st_size for found in stats}.values())
 
 
 def _parameters(loaded: LoadedRun) -> int:
-    return count_parameters(
-        loaded.shape, vocabulary_multiple=loaded.config.model.vocabulary_multiple
-    ).allocated
+    multiple = loaded.config.model.vocabulary_multiple
+    return count_parameters(loaded.shape, vocabulary_multiple=multiple).allocated

@@ -12,7 +12,7 @@ import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,22 +20,25 @@ from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_errors import RefusedRequestError
 from refocused.config.data import DataConfig
 from refocused.doctor.finding import Finding
-from refocused.system.errors import BucketError, RefocusedError
+from refocused.system.errors import BucketError
 
 if TYPE_CHECKING:
     from refocused.prepare.inspect_data import DataReport
 
-
-_STORE = "https://storage.googleapis.com"
-_TIMEOUT_S = 10.0
+T = TypeVar("T")
+STORE = "https://storage.googleapis.com"
+TIMEOUT_SECONDS = 10.0
 LOOKUP_SECONDS = 1.5
+NAMED_PROBLEMS = 3
+SMALL_SHARE = 0.5
+CANARY = b"refocused doctor: may be removed\n"
 
 
 def store_time_s() -> float | None:
-    """Return the store's clock in seconds since 1970, whole ones; None: it cannot be reached."""
-    address = os.environ.get("STORAGE_EMULATOR_HOST") or _STORE
+    """Return the store's clock in whole seconds since 1970; None: it cannot be reached."""
+    address = os.environ.get("STORAGE_EMULATOR_HOST") or STORE
     try:
-        with urllib.request.urlopen(address, timeout=_TIMEOUT_S) as answer:
+        with urllib.request.urlopen(address, timeout=TIMEOUT_SECONDS) as answer:
             date = answer.headers["Date"]
     except urllib.error.HTTPError as error:  # any answer tells the time
         date = error.headers["Date"]
@@ -49,7 +52,7 @@ def missing_store_name() -> str | None:
 
     A slow or failing DNS proves nothing, and behind a proxy names are looked up elsewhere.
     """
-    address = urllib.parse.urlsplit(os.environ.get("STORAGE_EMULATOR_HOST") or _STORE)
+    address = urllib.parse.urlsplit(os.environ.get("STORAGE_EMULATOR_HOST") or STORE)
     host, answers = address.hostname, []
     if host is None or address.scheme in urllib.request.getproxies():
         return None
@@ -66,12 +69,6 @@ def missing_store_name() -> str | None:
     return host if answers and answers[0] in (socket.EAI_NONAME, socket.EAI_NODATA) else None
 
 
-NAMED_PROBLEMS = 3
-SMALL_SHARE = 0.5
-SAMPLED_TOKENS = 4_000_000
-SAMPLED_TOKENS_QUICK = 400_000
-
-
 def sources_of(data: DataConfig) -> Mapping[str, DataConfig]:
     """Return the settings of each source, by the setting that names it."""
     if data.source is not None:
@@ -79,36 +76,13 @@ def sources_of(data: DataConfig) -> Mapping[str, DataConfig]:
     return {f"data.mixture.{name}": data.of_source(name) for name in data.mixture}
 
 
-def probe_data(
-    bucket: Bucket, data: DataConfig, *, vocabulary: int, is_quick: bool
-) -> DataReport | Finding:
-    """Look at a source's files; the finding says why they cannot be looked at."""
-    from refocused.prepare.inspect_data import inspect_data
-
-    tokens = SAMPLED_TOKENS_QUICK if is_quick else SAMPLED_TOKENS
-    try:
-        return inspect_data(bucket, data, sample_tokens=tokens, vocabulary=vocabulary)
-    except RefocusedError as error:
-        return Finding("data", "fail", str(error))
-
-
-def judge_data(
-    report: DataReport, data: DataConfig, *, vocabulary: int, setting: str
-) -> Iterator[Finding]:
-    """Say whether a source's files can be used by the model.
-
-    Args:
-        report: What was found in them.
-        data: How they are read.
-        vocabulary: Ids that the model knows.
-        setting: Which setting names the source.
-    """
+def judge_data(report: DataReport, *, vocabulary: int, setting: str) -> Iterator[Finding]:
+    """Report whether the files of the source that a setting names suit the model's vocabulary."""
     for problem in report.problems[:NAMED_PROBLEMS]:
         yield Finding("data", "fail", f"{report.url}: {problem}")
     if len(report.problems) > NAMED_PROBLEMS:
-        more = len(report.problems) - NAMED_PROBLEMS
-        text = f"{report.url}: and {more} more problems"
-        yield Finding("data", "fail", text, f"python launch/prepare_data.py inspect {data.source}")
+        text = f"{report.url}: and {len(report.problems) - NAMED_PROBLEMS} more problems"
+        yield Finding("data", "fail", text, f"python launch/prepare_data.py inspect {report.url}")
     if report.problems:
         return
     if report.unlisted:
@@ -128,164 +102,29 @@ def judge_data(
         f"{vocabulary:,} ({sample.tokens:,} read)"
     )
     if sample.max_id is not None and sample.max_id < SMALL_SHARE * vocabulary:
-        yield Finding(
-            "data",
-            "warn",
-            f"{text}: the upper half of the vocabulary is not met",
-            "Set model.vocabulary to the size of the tokenizer that made the tokens.",
-        )
+        text = f"{text}: the upper half of the vocabulary is not met"
+        fix = "Set model.vocabulary to the size of the tokenizer that made the tokens."
+        yield Finding("data", "warn", text, fix)
     else:
         yield Finding("data", "ok", text)
 
 
-T = TypeVar("T")
-
-CANARY = b"refocused doctor: may be removed\n"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Rights:
-    """What was tried in a bucket.
+    """What worked in the bucket that a setting names, and the errors of what did not.
 
-    Attributes:
-        setting: Which setting names the bucket.
-        url: Its address.
-        allowed: What worked: `list`, `read`, `write`, `delete`.
-        refused: What did not, and the error's text.
-        left: The object that could not be removed again; None: nothing is left.
+    `left` is the object that could not be removed again.
     """
 
     setting: str
     url: str
-    allowed: tuple[str, ...]
-    refused: dict[str, str]
+    allowed: list[str] = dataclasses.field(default_factory=list)
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
     left: str | None = None
+    is_answered: bool = True  # a store that does not answer at all is not asked for more
 
-
-def probe_source(bucket: Bucket, setting: str) -> Rights:
-    """List a source, and read a byte of its first object."""
-    trial = _Trial()
-    first = trial("list", lambda: next(iter(bucket.list()), None))
-    if first is not None:
-        trial("read", lambda: bucket.read(first.name, length=1))
-    return Rights(setting, bucket.url, tuple(trial.allowed), trial.refused)
-
-
-def probe_mirror(bucket: Bucket, setting: str, *, canary: str) -> Rights:
-    """Write an object, find it in a listing, read it and remove it.
-
-    Args:
-        bucket: The mirror.
-        setting: Which setting names it.
-        canary: Name of the object; nobody else's.
-    """
-    missing = [] if "://" in bucket.url else _missing_folders(Path(bucket.url))
-    trial = _Trial()
-    written = trial("write", lambda: bucket.write(canary, CANARY))
-    if trial.is_answered:
-        trial("list", lambda: _found(bucket, canary, expected=written is not None))
-    if written is not None:
-        trial("read", lambda: _same(bucket, canary))
-        trial("delete", lambda: bucket.delete(canary))
-    for folder in missing:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-    left = canary if written is not None and "delete" in trial.refused else None
-    return Rights(setting, bucket.url, tuple(trial.allowed), trial.refused, left)
-
-
-def judge_rights(rights: Rights, *, wanted: frozenset[str]) -> Iterator[Finding]:
-    """Say which rights are missing.
-
-    Args:
-        rights: What was tried.
-        wanted: What the run cannot do without; the rest is a warning.
-    """
-    for verb, text in rights.refused.items():
-        left = ""
-        if verb == "delete":
-            left = (
-                f" The object {rights.left} stays there. Copies can be made without this right; a "
-                "step that is saved again after a rewind, and latest/pointer.json, cannot."
-            )
-        yield Finding(
-            "bucket",
-            "fail" if verb in wanted else "warn",
-            f"{rights.setting}: {verb} does not work. {text}{left}",
-        )
-    if not rights.refused:
-        verbs = ", ".join(rights.allowed)
-        yield Finding("bucket", "ok", f"{rights.setting} {rights.url}: {verbs}")
-
-
-def judge_credentials(
-    *, identity: str | None, anonymous: bool, writes: bool, exposed: Path | None
-) -> Finding:
-    """Say who asks.
-
-    Args:
-        identity: In words; None: the run asks no `gs://`.
-        anonymous: Nobody.
-        writes: Whether the run writes to `gs://`.
-        exposed: A key file that others on this machine may read; None: there is none.
-    """
-    if identity is None:
-        return Finding("credentials", "ok", "none are needed: source and mirror are folders")
-    if anonymous and writes:
-        return Finding(
-            "credentials",
-            "fail",
-            f"{identity}, and the mirror has to be written",
-            "gcloud auth application-default login, or --gcs-credentials KEY.json.",
-        )
-    if exposed is not None:
-        text = f"{identity}; everybody on this machine may read the key"
-        return Finding("credentials", "warn", text, f"chmod 600 {exposed}")
-    return Finding("credentials", "ok", identity)
-
-
-def judge_wandb(offline: str | None) -> Finding:
-    """Say whether Weights & Biases can be told of the run.
-
-    Args:
-        offline: What is in the way; None: nothing.
-    """
-    if offline is None:
-        return Finding("wandb", "ok", "a key is there, and its host answers")
-    return Finding(
-        "wandb",
-        "warn",
-        f"{offline}: all goes to RUN/wandb",
-        "Log in (wandb login, or WANDB_API_KEY) before the start, or send it later (wandb sync).",
-    )
-
-
-def exposed_key(file: Path | None) -> Path | None:
-    """Return a key file that others may read."""
-    if file is None or not file.is_file():
-        return None
-    return file if file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH) else None
-
-
-def canary_name(prefix: str) -> str:
-    """Return a name that no other object has."""
-    return f"{prefix}/doctor-{os.urandom(8).hex()}.txt"
-
-
-def _missing_folders(folder: Path) -> list[Path]:
-    """Return what writing to a folder would make: itself at first, then what it lies in."""
-    return [path for path in (folder, *folder.parents) if not path.exists()]
-
-
-class _Trial:
-    """Tries one thing after another, and remembers what worked."""
-
-    def __init__(self) -> None:
-        self.allowed: list[str] = []
-        self.refused: dict[str, str] = {}
-        self.is_answered = True  # what does not answer at all is not asked for more
-
-    def __call__(self, verb: str, action: Callable[[], T]) -> T | None:
+    def attempt(self, verb: str, action: Callable[[], T]) -> T | None:
+        """Do something in the bucket and note whether it worked; return its result."""
         try:
             result = action()
         except BucketError as error:
@@ -296,7 +135,36 @@ class _Trial:
         return result
 
 
-def _found(bucket: Bucket, name: str, *, expected: bool) -> None:
+def probe_source(bucket: Bucket, setting: str) -> Rights:
+    """List a source, and read a byte of its first object."""
+    rights = Rights(setting, bucket.url)
+    first = rights.attempt("list", lambda: next(iter(bucket.list()), None))
+    if first is not None:
+        rights.attempt("read", lambda: bucket.read(first.name, length=1))
+    return rights
+
+
+def probe_mirror(bucket: Bucket, setting: str, *, prefix: str) -> Rights:
+    """Write an object below a prefix, find it in a listing, read it and remove it."""
+    canary = f"{prefix}/doctor-{os.urandom(8).hex()}.txt"  # a name that no other object has
+    folder = Path(bucket.url)
+    made = [] if "://" in bucket.url else [p for p in (folder, *folder.parents) if not p.exists()]
+    rights = Rights(setting, bucket.url)
+    rights.attempt("write", lambda: bucket.write(canary, CANARY))
+    written = "write" in rights.allowed
+    if rights.is_answered:
+        rights.attempt("list", lambda: _require_listed(bucket, canary, expected=written))
+    if written:
+        rights.attempt("read", lambda: _require_same(bucket, canary))
+        rights.attempt("delete", lambda: bucket.delete(canary))
+        rights.left = None if "delete" in rights.allowed else canary
+    for path in made:
+        with contextlib.suppress(OSError):
+            path.rmdir()
+    return rights
+
+
+def _require_listed(bucket: Bucket, name: str, *, expected: bool) -> None:
     names = [blob.name for blob in bucket.list(name)]
     if expected and name not in names:
         raise BucketError(
@@ -305,6 +173,46 @@ def _found(bucket: Bucket, name: str, *, expected: bool) -> None:
         )
 
 
-def _same(bucket: Bucket, name: str) -> None:
+def _require_same(bucket: Bucket, name: str) -> None:
     if bucket.read(name) != CANARY:
         raise BucketError(f"{bucket.url}: {name} is not read as it was written.")
+
+
+def judge_rights(rights: Rights, *, wanted: Collection[str]) -> Iterator[Finding]:
+    """Report which rights are missing; the run needs those that are `wanted`."""
+    for verb, text in rights.refused.items():
+        left = ""
+        if verb == "delete":
+            left = (
+                f" The object {rights.left} stays there. Copies can be made without this right; a "
+                "step that is saved again after a rewind, and latest/pointer.json, cannot."
+            )
+        text = f"{rights.setting}: {verb} does not work. {text}{left}"
+        yield Finding("bucket", "fail" if verb in wanted else "warn", text)
+    if not rights.refused:
+        text = f"{rights.setting} {rights.url}: {', '.join(rights.allowed)}"
+        yield Finding("bucket", "ok", text)
+
+
+def judge_credentials(
+    *, identity: str | None, anonymous: bool, writes: bool, key: Path | None
+) -> Finding:
+    """Report who reads, and perhaps writes, `gs://`; `identity` is None where nobody has to."""
+    if identity is None:
+        return Finding("credentials", "ok", "none are needed: source and mirror are folders")
+    if anonymous and writes:
+        text = f"{identity}, and the mirror has to be written"
+        fix = "gcloud auth application-default login, or --gcs-credentials KEY.json."
+        return Finding("credentials", "fail", text, fix)
+    if key is not None and key.is_file() and key.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        text = f"{identity}; everybody on this machine may read the key"
+        return Finding("credentials", "warn", text, f"chmod 600 {key}")
+    return Finding("credentials", "ok", identity)
+
+
+def judge_wandb(offline: str | None) -> Finding:
+    """Report whether Weights & Biases can be reached; `offline` says what prevents it."""
+    if offline is None:
+        return Finding("wandb", "ok", "a key is there, and its host answers")
+    fix = "Log in (wandb login, or WANDB_API_KEY) before the start, or send it later (wandb sync)."
+    return Finding("wandb", "warn", f"{offline}: all goes to RUN/wandb", fix)

@@ -16,7 +16,7 @@ from ranks import ROOT
 
 from refocused.bucket.gcs import GcsBucket
 from refocused.commands.doctor import lines_of, main
-from refocused.doctor import software
+from refocused.doctor import machine
 from refocused.doctor.finding import Finding
 
 
@@ -45,9 +45,8 @@ def test_a_run_that_could_begin(tiny: Path, capsys: pytest.CaptureFixture[str]) 
     assert report["ok"] and report["run"] == "tiny"
     ours = [found for found in report["findings"] if found["check"] != "packages"]  # any that fit
     assert {found["level"] for found in ours} == {"ok"}
-    assert [text for _, text in of(report, "data")] == [
-        "data.source tokens: 3 files, 12,000 tokens, ids 0 to 511 of 512 (12,000 read)"
-    ]
+    tokens = "3 files, 12,000 tokens, ids 0 to 511 of 512 (12,000 read)"
+    assert of(report, "data") == [("ok", f"data.source tokens: {tokens}")]
     assert sorted(tiny.rglob("*")) == before
 
 
@@ -61,23 +60,18 @@ def test_it_is_read_at_eighty_columns(
     assert re.fullmatch(r"done  1 fail, \d warn, of \d+; \d+ s", lines[-1])
     starts = [line for line in lines[1:-1] if not line.startswith(" ")]
     assert all(re.match(r"(ok|warn|fail) +[a-z]+ +\S", line) for line in starts)
-
-
-def test_a_large_model_without_a_gpu_is_planned_to_the_end(
-    tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    large = ["run.device=auto", "precision.dtype=auto", "model.preset=gpt2_124m"]
-    report = asked(capsys, "--quick", *large, code=3)
-    [(level, text)] = of(report, "plan")
-    assert level == "fail" and "124 M parameters on the CPU" in text
-    assert of(report, "data")  # what comes after the plan
+    finding = Finding("bucket", "fail", "what was found " * 8, "what is to be done " * 5)
+    lines = lines_of(finding, width=60)
+    assert lines[0].startswith("fail  bucket       what was found")
+    assert all(line.startswith(" " * 19) and len(line) <= 60 for line in lines[1:])
+    assert sum("-> what" in line for line in lines) == 1
 
 
 def test_a_missing_package_is_said_before_anything_imports_it(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tiny / "pins.txt").write_text("no-such-package==1.0\n")
-    monkeypatch.setattr(software, "PINS", tiny / "pins.txt")
+    monkeypatch.setattr(machine, "PINS", tiny / "pins.txt")
     report = asked(capsys, "run.device=cpu", code=3)
     assert [found["check"] for found in report["findings"]] == ["packages", "machine"]
     assert of(report, "packages") == [("fail", "missing: no-such-package")]
@@ -89,7 +83,7 @@ def test_a_wrong_run_file_is_wrong_use(tiny: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("setting", "check", "words"),
+    ("settings", "check", "words"),
     [
         ("data.source=nowhere", "data", "data.source: nowhere: the folder does not exist"),
         ("batch.micro=auto batch.accumulation=null batch.windows=3", "plan", "not a multiple of 2"),
@@ -98,15 +92,20 @@ def test_a_wrong_run_file_is_wrong_use(tiny: Path, capsys: pytest.CaptureFixture
             "memory",
             "of this machine's memory (2 CPU ranks: ",
         ),
+        (
+            "run.device=auto precision.dtype=auto model.preset=gpt2_124m",
+            "plan",
+            "124 M parameters on the CPU",
+        ),
         ("checkpoint.mirror=tiny.yaml", "bucket", "checkpoint.mirror: write does not work."),
         ("data.source=gs://X", "data", "data.source: 'gs://X' is not the address"),
     ],
 )
-def test_what_fails_is_named(
-    tiny: Path, capsys: pytest.CaptureFixture[str], setting: str, check: str, words: str
+def test_what_fails_is_named_and_the_rest_is_looked_at(
+    tiny: Path, capsys: pytest.CaptureFixture[str], settings: str, check: str, words: str
 ) -> None:
-    report = asked(capsys, "--quick", "run.device=cpu", *setting.split(), code=3)
-    assert not report["ok"]
+    report = asked(capsys, "--quick", "run.device=cpu", *settings.split(), code=3)
+    assert not report["ok"] and of(report, "data") and of(report, "bucket")
     assert any(level == "fail" and words in text for level, text in of(report, check)), report
 
 
@@ -117,19 +116,14 @@ def test_a_store_that_cannot_be_found_is_one_finding(
     places = ("data.source=gs://b42/x", "checkpoint.mirror=gs://b42/y")
     report = asked(capsys, "--quick", "run.device=cpu", *places, code=3)
     assert not of(report, "credentials") and not of(report, "bucket")
-    assert of(report, "data") == [
-        (
-            "fail",
-            "data.source, checkpoint.mirror: DNS knows no host store.example. Check this machine's "
-            "network and DNS (getent hosts store.example), or name a folder.",
-        )
-    ]
+    ((level, text),) = of(report, "data")
+    assert level == "fail"
+    assert text.startswith("data.source, checkpoint.mirror: DNS knows no host store.example. Check")
 
 
 def test_ids_beyond_the_model_and_no_mirror(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tiny / "tokens" / "shard_001.npy", np.full(4000, 600, np.uint16))
-    settings = ("run.device=cpu", "checkpoint.mirror=null")
-    report = asked(capsys, *settings, code=3)
+    report = asked(capsys, "run.device=cpu", "checkpoint.mirror=null", code=3)
     assert "the id 600 is in the data, and a vocabulary of 512" in of(report, "data")[0][1]
     assert [level for level, _ in of(report, "bucket")] == ["ok", "warn"]
     # Ranks would only fail at the same once more.
@@ -151,14 +145,6 @@ def test_a_mirror_that_may_not_be_cleaned(
     for kept, code in (("all", 0), ("5", 3)):  # only who removes needs the right to
         report = asked(capsys, *mirror, f"checkpoint.keep_remote={kept}", code=code)
         assert [level for level, _ in of(report, "bucket")] == ["ok", "fail" if code else "warn"]
-
-
-def test_a_finding_is_wrapped_under_its_own_column() -> None:
-    finding = Finding("bucket", "fail", "what was found " * 8, "what is to be done " * 5)
-    lines = lines_of(finding, width=60)
-    assert lines[0].startswith("fail  bucket       what was found")
-    assert all(line.startswith(" " * 19) and len(line) <= 60 for line in lines[1:])
-    assert sum("-> what" in line for line in lines) == 1
 
 
 @pytest.mark.slow

@@ -4,13 +4,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from ranks import free_port
 
-from refocused.doctor.rank_process import RankTask
-from refocused.doctor.ranks import RanksOutcome, judge_allreduce, judge_step, run_ranks
+from refocused.doctor.ranks import RanksOutcome, RankTask, judge_allreduce, judge_step, run_ranks
 
 SUM = {"is_right": True, "payload_bytes": 2**28, "seconds": 1e-3}
 STEP = {
@@ -48,11 +47,7 @@ def summed(bus_gb_per_second: float, **facts: object) -> RanksOutcome:
     ],
 )
 def test_allreduce(
-    outcome: RanksOutcome,
-    device: Literal["cuda", "cpu"],
-    nvlinks: int | None,
-    level: str,
-    words: str,
+    outcome: RanksOutcome, device: Any, nvlinks: int | None, level: str, words: str
 ) -> None:
     finding = judge_allreduce(outcome, device=device, nvlinks=nvlinks)
     assert finding.level == level
@@ -100,7 +95,7 @@ def test_a_rank_ends_with_the_doctor_that_started_it(tmp_path: Path) -> None:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     waiting = subprocess.Popen(
-        [sys.executable, "-m", "refocused.doctor.rank_process", task(tmp_path).model_dump_json()],
+        [sys.executable, "-m", "refocused.doctor.ranks", task(tmp_path).model_dump_json()],
         stdin=subprocess.PIPE,
         env={**os.environ, **alone, **address},
     )

@@ -1,33 +1,91 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import pytest
 
 from refocused.doctor.machine import (
     EARLIEST_SECONDS,
-    Disk,
     DiskNeed,
     Machine,
-    folder_bytes,
+    Packages,
     judge_clock,
+    judge_compilers,
     judge_disk,
     judge_machine,
-    probe_disks,
+    judge_operators,
+    judge_packages,
+    needs_by_disk,
+    probe_compilers,
     probe_machine,
+    probe_packages,
 )
 from refocused.monitor.sampler.machine_readings import Memory
 
-GOOD = Machine(
-    cores=16,
-    memory=Memory(total=10**12, available=10**11, swap_used=0),
-    shm_bytes=10**10,
-    open_files=(20_000, 20_000),
+PACKAGES = Packages(
+    python=(3, 12, 1),
+    installed={"torch": "2.13.0+cu130", "deepspeed": "0.19.8", "transformers": "5.23.0"},
+    required=("torch>=2.11", "deepspeed>=0.19.8,<0.20"),
+    pinned={"torch": "2.13.0", "transformers": "5.23.0"},
 )
+MACHINE = Machine(16, Memory(10**12, 10**11, swap_used=0), 10**10, (20_000, 20_000))
 NOW = EARLIEST_SECONDS + 1e6
+
+
+def test_probes_of_this_machine(tmp_path: Path) -> None:
+    packages, machine = probe_packages(), probe_machine()
+    assert all(packages.installed[name] for name in ("torch", "deepspeed", "pydantic", "packaging"))
+    assert not any("extra" in text for text in packages.required)
+    assert set(probe_compilers()) <= {"C", "C++", "CUDA", "ninja", "Triton"}
+    assert machine.cores >= 1 and machine.memory.available > 0
+    needs = [DiskNeed(name, tmp_path / name / "deep", 1, 1) for name in ("a", "b")]
+    assert needs_by_disk(needs) == [needs]
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "words"),
+    [
+        ({}, "ok", "Python 3.12.1, torch 2.13.0+cu130, deepspeed 0.19.8, transformers 5.23.0"),
+        ({"pinned": {}}, "ok", "torch 2.13.0+cu130"),
+        ({"python": (3, 10, 9)}, "fail", "3.10.9"),
+        ({"torch": None}, "fail", "missing: torch"),
+        ({"deepspeed": "0.20.1"}, "fail", "deepspeed 0.20.1 (<0.20,>=0.19.8 is needed)"),
+        ({"transformers": "5.24.0"}, "warn", "transformers 5.24.0 (5.23.0)"),
+    ],
+)
+def test_packages(change: dict[str, Any], level: str, words: str) -> None:
+    versions = {name: found for name, found in change.items() if name in PACKAGES.installed}
+    facts = {"installed": {**PACKAGES.installed, **versions}} if versions else change
+    first, *_ = judge_packages(dataclasses.replace(PACKAGES, **facts))
+    assert (first.level, first.fix is None) == (level, level == "ok")
+    assert words in first.text
+
+
+@pytest.mark.parametrize(
+    ("there", "device", "compiles", "level", "words"),
+    [
+        ("C C++ Triton", "cuda", "auto", "ok", "C, C++; the blocks can be compiled"),
+        ("", "cpu", "auto", "ok", "none; this run compiles nothing"),
+        ("C++ Triton", "cuda", "off", "ok", "this run compiles nothing"),
+        ("C++ Triton", "cuda", "auto", "warn", "without a C compiler: steps take longer"),
+        ("C++", "cuda", "on", "fail", "a C compiler and Triton"),
+        ("C Triton", "cuda", "on", "ok", "can be compiled"),
+        ("C", "cpu", "on", "fail", "needs a C++ compiler, which"),
+    ],
+)
+def test_compilers(there: str, device: Any, compiles: Any, level: str, words: str) -> None:
+    finding = judge_compilers(there.split(), device=device, compiles=compiles)
+    assert (finding.level, finding.fix is None) == (level, level == "ok")
+    assert words in finding.text
+
+
+def test_only_an_offload_to_nvme_needs_an_operator() -> None:
+    assert judge_operators(uses_nvme=False, missing=None).level == "ok"
+    assert "async_io" in judge_operators(uses_nvme=True, missing=None).text
+    finding = judge_operators(uses_nvme=True, missing="no libaio")
+    assert (finding.level, "no libaio" in finding.text) == ("fail", True)
 
 
 @pytest.mark.parametrize(
@@ -36,69 +94,50 @@ NOW = EARLIEST_SECONDS + 1e6
         ({}, "cuda", "machine", "ok", "16 cores, 100.0 GB"),
         ({"cores": 4}, "cuda", "machine", "warn", "8 ranks share the cores"),
         ({"shm_bytes": 64 * 10**6}, "cuda", "shm", "warn", "64 MB"),
-        ({"shm_bytes": None}, "cuda", "shm", "fail", "NCCL"),
-        ({"open_files": (256, 4096)}, "cpu", "limits", "warn", "256 files"),
+        ({"shm_bytes": 0}, "cuda", "shm", "fail", "NCCL"),
+        ({"shm_bytes": 0}, "cpu", "shm", None, ""),
+        ({"open_files": (256, 9999)}, "cpu", "limits", "warn", "256 files"),
+        ({"open_files": (256, 4096)}, "cpu", "limits", "warn", "ulimit -n 4096,"),
         ({"open_files": (-1, -1)}, "cpu", "limits", "ok", "any number"),
     ],
 )
 def test_machine(
-    change: dict[str, object], device: Literal["cuda", "cpu"], check: str, level: str, words: str
+    change: dict[str, Any], device: Any, check: str, level: str | None, words: str
 ) -> None:
-    found = dataclasses.replace(GOOD, **change)  # type: ignore[arg-type]
+    found = dataclasses.replace(MACHINE, **change)
     findings = {one.check: one for one in judge_machine(found, ranks=8, device=device)}
-    assert findings[check].level == level
-    assert words in findings[check].text
-    assert (findings[check].fix is None) == (level == "ok")
-
-
-def test_small_shared_memory_is_no_matter_without_gpus() -> None:
-    found = dataclasses.replace(GOOD, shm_bytes=0)
-    assert "shm" not in [one.check for one in judge_machine(found, ranks=8, device="cpu")]
-
-
-def test_a_limit_is_raised_no_higher_than_it_may() -> None:
-    found = dataclasses.replace(GOOD, open_files=(256, 4096))
-    *_, limits = judge_machine(found, ranks=1, device="cpu")
-    assert limits.fix is not None and limits.fix.startswith("ulimit -n 4096,")
+    if level is None:
+        assert check not in findings
+        return
+    finding = findings[check]
+    assert (finding.level, finding.fix is None) == (level, level == "ok")
+    assert words in f"{finding.text} {finding.fix}"
 
 
 @pytest.mark.parametrize(
-    ("ahead_s", "signs", "level"),
-    [(1.0, True, "ok"), (-30.0, True, "warn"), (600.0, True, "fail"), (None, True, "warn")],
+    ("now", "ahead", "signs", "level"),
+    [
+        (NOW, 1.0, True, "ok"),
+        (NOW, -30.0, True, "warn"),
+        (NOW, 600.0, True, "fail"),
+        (NOW, None, True, "warn"),
+        (NOW, None, False, "ok"),
+        (1000.0, None, False, "fail"),  # never set
+    ],
 )
-def test_clock(ahead_s: float | None, signs: bool, level: str) -> None:
-    store = None if ahead_s is None else NOW - ahead_s
-    assert judge_clock(now_s=NOW, store_s=store, signs=signs).level == level
-
-
-def test_a_clock_that_was_never_set() -> None:
-    assert judge_clock(now_s=1000.0, store_s=None, signs=False).level == "fail"
-    assert judge_clock(now_s=NOW, store_s=None, signs=False).level == "ok"
+def test_clock(now: float, ahead: float | None, signs: bool, level: str) -> None:
+    store = None if ahead is None else now - ahead
+    assert judge_clock(now_s=now, store_s=store, signs=signs).level == level
 
 
 @pytest.mark.parametrize(
-    ("free_bytes", "level"), [(9 * 10**9, "fail"), (20 * 10**9, "warn"), (31 * 10**9, "ok")]
+    ("free", "level"), [(9 * 10**9, "fail"), (20 * 10**9, "warn"), (31 * 10**9, "ok")]
 )
-def test_needs_of_one_disk_count_together(free_bytes: int, level: str) -> None:
+def test_needs_of_one_disk_count_together(free: int, level: str) -> None:
     needs = (
         DiskNeed("of checkpoints", Path("runs/a"), wanted_bytes=20 * 10**9, least_bytes=10**10),
         DiskNeed("of shards", Path("cache"), wanted_bytes=10 * 10**9, least_bytes=0),
     )
-    finding = judge_disk(Disk(free_bytes, needs))
+    finding = judge_disk(needs, free=free)
     assert finding.level == level
     assert "for runs/a, cache: 20.0 GB of checkpoints, 10.0 GB of shards" in finding.text
-
-
-def test_probes_of_this_machine(tmp_path: Path) -> None:
-    found = probe_machine()
-    assert found.cores >= 1 and found.memory.available > 0
-    needs = [DiskNeed(name, tmp_path / name / "deep", 1, 1) for name in ("a", "b")]
-    (disk,) = probe_disks(needs)
-    assert disk.needs == tuple(needs) and disk.free_bytes > 0
-
-
-def test_a_linked_file_counts_once(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"12345")
-    os.link(tmp_path / "a", tmp_path / "b")
-    assert folder_bytes(tmp_path) == 5
-    assert folder_bytes(tmp_path / "none") == 0

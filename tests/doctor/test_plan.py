@@ -18,13 +18,14 @@ from refocused.doctor.run_fits import (
     judge_plan,
     judge_precision,
     plan_choice,
-    step_bytes,
 )
-from refocused.doctor.storage import NAMED_PROBLEMS, judge_data, probe_data, sources_of
+from refocused.doctor.storage import NAMED_PROBLEMS, judge_data, sources_of
+from refocused.estimate.flops import count_parameters
 from refocused.estimate.memory_plan import Device, HostPlan
 from refocused.estimate.precision import NativeDtype
+from refocused.estimate.run_cost import checkpoint_bytes
 from refocused.monitor.sampler.machine_readings import Memory
-from refocused.prepare.inspect_data import DataReport
+from refocused.prepare.inspect_data import DataReport, inspect_data
 from refocused.system.hardware import named_gpu
 
 NO_BF16 = NativeDtype("fp32", "the processor has no bf16 instructions")
@@ -186,9 +187,10 @@ def test_what_lies_there_already_needs_no_room(tmp_path: Path) -> None:
     settings = (f"run.directory={tmp_path / 'runs'}", f"data.cache={tmp_path / 'cache'}")
     loaded = load_run(tiny_run(tmp_path), settings)
     choice = plan_choice(loaded, ranks=2, memory_bytes=None)
-    step = step_bytes(loaded, choice)
+    parameters = count_parameters(loaded.shape, vocabulary_multiple=128).allocated
+    step = checkpoint_bytes(parameters, stage=choice.zero.stage, dtype="fp32")
 
-    def wanted() -> list[int]:
+    def wanted(loaded: LoadedRun = loaded) -> list[int]:
         return [n.wanted_bytes for n in disk_needs(loaded, choice, ranks=2, tokens=10_000)]
 
     # Two saves in 20 steps and one at the end; the best, an interruption, the one being written.
@@ -197,68 +199,52 @@ def test_what_lies_there_already_needs_no_room(tmp_path: Path) -> None:
         file = tmp_path / name
         file.parent.mkdir(parents=True)
         file.write_bytes(bytes(1000))
+    (tmp_path / "cache/set/linked").hardlink_to(file)  # takes no room of its own
     assert wanted() == [6 * step - 1000, 19_000]
     limited = load_run(loaded.file, (*settings, "data.disk_limit_gb=1e-5"))
-    assert [n.wanted_bytes for n in disk_needs(limited, choice, ranks=2, tokens=10_000)] == [
-        6 * step - 1000,
-        9_000,
-    ]
+    assert wanted(limited) == [6 * step - 1000, 9_000]
 
 
-@pytest.fixture
-def report(tmp_path: Path) -> DataReport:
-    data = load_run(tiny_run(tmp_path)).config.data
-    found = probe_data(DirectoryBucket(tmp_path / "tokens"), data, vocabulary=512, is_quick=True)
-    assert isinstance(found, DataReport)
-    return found
+def looked_at(folder: Path, *, vocabulary: int = 512) -> tuple[list[Finding], DataReport]:
+    data = load_run(folder / "tiny.yaml").config.data
+    report = inspect_data(
+        DirectoryBucket(folder / "tokens"), data, sample_tokens=10_000, vocabulary=vocabulary
+    )
+    return list(judge_data(report, vocabulary=vocabulary, setting="data.source")), report
 
 
 @pytest.mark.parametrize(("vocabulary", "level"), [(512, "ok"), (50_257, "warn")])
-def test_ids_against_the_vocabulary(
-    report: DataReport, tmp_path: Path, vocabulary: int, level: str
-) -> None:
-    data = load_run(tmp_path / "tiny.yaml").config.data
-    (finding,) = judge_data(report, data, vocabulary=vocabulary, setting="data.source")
+def test_ids_against_the_vocabulary(tmp_path: Path, vocabulary: int, level: str) -> None:
+    tiny_run(tmp_path)
+    (finding,), _ = looked_at(tmp_path, vocabulary=vocabulary)
     assert finding.level == level
 
 
-def test_files_that_the_manifest_does_not_list_are_a_warning(
-    report: DataReport, tmp_path: Path
-) -> None:
-    data = load_run(tmp_path / "tiny.yaml").config.data
+def test_files_that_the_manifest_does_not_list_are_a_warning(tmp_path: Path) -> None:
+    data = load_run(tiny_run(tmp_path)).config.data
     bucket = DirectoryBucket(tmp_path / "tokens")
     write_manifest(bucket, build_manifest(bucket, data, cache_file=None))
+    file = next((tmp_path / "tokens").glob("*.npy"))
     for number in range(3):
-        path = next((tmp_path / "tokens").glob("*.npy"))
-        (tmp_path / "tokens" / f"new_{number}.npy").write_bytes(path.read_bytes())
-    found = probe_data(bucket, data, vocabulary=512, is_quick=True)
-    assert isinstance(found, DataReport)
-    (finding,) = judge_data(found, data, vocabulary=512, setting="data.source")
+        (tmp_path / "tokens" / f"new_{number}.npy").write_bytes(file.read_bytes())
+    (finding,), report = looked_at(tmp_path)
     assert finding.level == "warn"
-    assert f"3 of {report.files + 3} token files are not used" in finding.text
-    assert finding.fix is not None and f"manifest {bucket.url} --update" in finding.fix
+    assert f"3 of {report.files} token files are not used" in finding.text
+    assert f"manifest {bucket.url} --update" in str(finding.fix)
 
 
-def test_many_problems_are_few_lines(report: DataReport, tmp_path: Path) -> None:
-    data = load_run(tmp_path / "tiny.yaml").config.data
+def test_many_problems_are_few_lines(tmp_path: Path) -> None:
+    tiny_run(tmp_path)
+    _, report = looked_at(tmp_path)
     bad = dataclasses.replace(report, problems=tuple(f"file {n} is torn" for n in range(9)))
-    findings = list(judge_data(bad, data, vocabulary=512, setting="data.source"))
-    assert {one.level for one in findings} == {"fail"}
-    assert len(findings) == NAMED_PROBLEMS + 1
+    findings = list(judge_data(bad, vocabulary=512, setting="data.source"))
+    assert [one.level for one in findings] == ["fail"] * (NAMED_PROBLEMS + 1)
     assert "and 6 more problems" in findings[-1].text
-
-
-def test_an_empty_folder_is_a_finding(tmp_path: Path) -> None:
-    data = load_run(tiny_run(tmp_path)).config.data
-    (tmp_path / "empty").mkdir()
-    found = probe_data(DirectoryBucket(tmp_path / "empty"), data, vocabulary=9, is_quick=True)
-    assert isinstance(found, Finding) and found.level == "fail"
 
 
 def test_sources_of_a_mixture(tmp_path: Path) -> None:
     file = tiny_run(tmp_path)
-    text = file.read_text().replace("source: tokens,", "mixture: {a: {source: x, weight: 1}},")
-    file.write_text(text)
-    assert {key: one.source for key, one in sources_of(load_run(file).config.data).items()} == {
-        "data.mixture.a": "x"
-    }
+    mixture = "mixture: {a: {source: x, weight: 1}},"
+    file.write_text(file.read_text().replace("source: tokens,", mixture))
+    sources = sources_of(load_run(file).config.data)
+    assert {key: one.source for key, one in sources.items()} == {"data.mixture.a": "x"}

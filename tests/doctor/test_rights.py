@@ -8,10 +8,9 @@ from fakes import Emulator, Fault, Request
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.gcs_client import ANONYMOUS
 from refocused.doctor.storage import (
     Rights,
-    canary_name,
-    exposed_key,
     judge_credentials,
     judge_rights,
     judge_wandb,
@@ -29,17 +28,17 @@ WHEN: dict[str, Callable[[Request], bool]] = {
 
 
 def levels(rights: Rights, *wanted: str) -> dict[str, str]:
-    findings = judge_rights(rights, wanted=frozenset(wanted))
+    findings = judge_rights(rights, wanted=wanted)
     return {one.text.partition(" does not")[0].rpartition(" ")[2]: one.level for one in findings}
 
 
 @pytest.mark.bucket
 def test_all_rights(emulator: Emulator) -> None:
     bucket = GcsBucket(f"{emulator.url}/runs")
-    rights = probe_mirror(bucket, MIRROR, canary=canary_name("tiny/checkpoints"))
+    rights = probe_mirror(bucket, MIRROR, prefix="tiny/checkpoints")
     assert set(rights.allowed) == {"list", "read", "write", "delete"}
     assert (rights.refused, rights.left, list(bucket.list())) == ({}, None, [])
-    (finding,) = judge_rights(rights, wanted=frozenset({"write"}))
+    (finding,) = judge_rights(rights, wanted={"write"})
     assert finding.level == "ok"
 
 
@@ -48,14 +47,14 @@ def test_all_rights(emulator: Emulator) -> None:
 def test_one_right_is_missing(emulator: Emulator, verb: str) -> None:
     emulator.proxy.script(WHEN[verb], Fault(status=403, message="no"), times=10)
     bucket = GcsBucket(f"{emulator.url}/runs")
-    rights = probe_mirror(bucket, MIRROR, canary="doctor-1.txt")
+    rights = probe_mirror(bucket, MIRROR, prefix="tiny")
     assert list(rights.refused) == [verb]
     assert "Grant the role" in rights.refused[verb]
-    assert rights.left == ("doctor-1.txt" if verb == "delete" else None)
+    assert (rights.left is not None) == (verb == "delete")
     assert levels(rights, "list", "read", "write") == {verb: "warn" if verb == "delete" else "fail"}
     assert levels(rights, verb) == {verb: "fail"}
-    (finding,) = judge_rights(rights, wanted=frozenset())
-    assert ("doctor-1.txt stays there" in finding.text) == (verb == "delete")
+    (finding,) = judge_rights(rights, wanted=())
+    assert (f"{rights.left} stays there" in finding.text) == (verb == "delete")
 
 
 @pytest.mark.bucket
@@ -63,44 +62,46 @@ def test_one_right_is_missing(emulator: Emulator, verb: str) -> None:
 def test_a_source_that_may_not_be_read(emulator: Emulator, verb: str) -> None:
     emulator.put("tokens/a.npy", b"1")
     bucket = GcsBucket(f"{emulator.url}/tokens")
-    assert probe_source(bucket, "data.source").allowed == ("list", "read")
+    assert probe_source(bucket, "data.source").allowed == ["list", "read"]
     emulator.proxy.script(WHEN[verb], Fault(status=403), times=10)
     assert list(probe_source(bucket, "data.source").refused) == [verb]
 
 
 def test_a_folder_is_left_as_it_was(tmp_path: Path) -> None:
     mirror = tmp_path / "deep" / "mirror"
-    rights = probe_mirror(DirectoryBucket(mirror), MIRROR, canary="run/checkpoints/doctor-1.txt")
+    rights = probe_mirror(DirectoryBucket(mirror), MIRROR, prefix="run/checkpoints")
     assert rights.refused == {}
     assert list(tmp_path.iterdir()) == []
     mirror.mkdir(parents=True)
-    probe_mirror(DirectoryBucket(mirror), MIRROR, canary="run/checkpoints/doctor-1.txt")
+    probe_mirror(DirectoryBucket(mirror), MIRROR, prefix="run/checkpoints")
     assert list(tmp_path.rglob("*")) == [mirror.parent, mirror]
 
 
 def test_a_folder_in_whose_place_a_file_is(tmp_path: Path) -> None:
     (tmp_path / "mirror").write_bytes(b"")
-    rights = probe_mirror(DirectoryBucket(tmp_path / "mirror"), MIRROR, canary="doctor-1.txt")
+    rights = probe_mirror(DirectoryBucket(tmp_path / "mirror"), MIRROR, prefix="tiny")
     assert list(rights.refused) == ["write"]  # a listing would only say the same
 
 
-def test_credentials(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("identity", "writes", "mode", "level"),
+    [
+        (None, False, 0o600, "ok"),
+        (ANONYMOUS, True, 0o600, "fail"),
+        (ANONYMOUS, False, 0o600, "ok"),
+        ("trainer@x", True, 0o600, "ok"),
+        ("trainer@x", True, 0o644, "warn"),
+    ],
+)
+def test_credentials(
+    tmp_path: Path, identity: str | None, writes: bool, mode: int, level: str
+) -> None:
     key = tmp_path / "key.json"
-    key.write_text("{}")
-    key.chmod(0o644)
-    assert exposed_key(key) == key
-    key.chmod(0o600)
-    assert exposed_key(key) is exposed_key(None) is None
-
-    def level(identity: str | None, *, anonymous: bool, writes: bool, exposed: bool) -> str:
-        return judge_credentials(
-            identity=identity, anonymous=anonymous, writes=writes, exposed=key if exposed else None
-        ).level
-
-    assert level(None, anonymous=False, writes=False, exposed=False) == "ok"
-    assert level("nobody", anonymous=True, writes=True, exposed=False) == "fail"
-    assert level("nobody", anonymous=True, writes=False, exposed=False) == "ok"
-    assert level("trainer@x", anonymous=False, writes=True, exposed=True) == "warn"
+    key.touch(mode)
+    finding = judge_credentials(
+        identity=identity, anonymous=identity == ANONYMOUS, writes=writes, key=key
+    )
+    assert finding.level == level
 
 
 def test_wandb() -> None:
