@@ -186,13 +186,13 @@ def _assembly_s() -> float:
             """The part of a cache that a reader uses."""
 
             vocabulary = 50_257
+            names = tuple(str(number) for number in range(16))
 
             def open(self, index: int) -> TokenFile:
                 """Return an open shard."""
                 return files[index]
 
-        names = [str(number) for number in range(16)]
-        reader = BatchReader(Opened(), sequence_length=2048, names=names, pin=False)  # type: ignore[arg-type]
+        reader = BatchReader(Opened(), sequence_length=2048)  # type: ignore[arg-type]
         shards = np.arange(16)[None]
 
         def read() -> None:

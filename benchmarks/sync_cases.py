@@ -115,6 +115,7 @@ def gcsfs(folder: Path) -> Record:
 def loop(folder: Path) -> Record:
     """Train on nothing: take a step's batches, then sleep as long as a step computes."""
     from refocused.config.batch_plan import BatchPlan
+    from refocused.data.cache.fetch_plan import FetchAhead
     from refocused.data.loader.loader import Loader
     from refocused.data.order.position import Position
     from refocused.data.order.window_order import Order
@@ -127,10 +128,7 @@ def loop(folder: Path) -> Record:
             cache,
             plan=BatchPlan(STEP_WINDOWS, 1, 1, SEQUENCE_LENGTH),
             rank=0,
-            names=[shard.name for shard in manifest.shards],
-            pin=False,
-            ahead=4,
-            room_bytes=None,
+            ahead=FetchAhead(4),
         )
         stream = loader.batches_from(Position())
         stream.next_step()

@@ -4,9 +4,11 @@ import dataclasses
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
+from refocused.data.cache.fetch_plan import FetchAhead, ShardPlanner
 from refocused.data.cache.local_shards import TokenFile
 from refocused.system.errors import ShardError
 
@@ -32,16 +34,13 @@ class FakeManifest:
     def of(cls, *tokens: int) -> FakeManifest:
         return cls(tuple(FakeShard(f"part_{i}.npy", n) for i, n in enumerate(tokens)))
 
-    @property
-    def names(self) -> list[str]:
-        return [shard.name for shard in self.shards]
-
 
 class FolderCache:
     """Holds what was planned last, refuses the rest; may fail on, or wait for, one shard."""
 
     def __init__(self, folder: Path, manifest: FakeManifest, *, vocabulary: int = 1 << 32) -> None:
         self.vocabulary = vocabulary
+        self.names = [shard.name for shard in manifest.shards]
         self.plans: list[list[int]] = []
         self.opened: set[int] = set()
         self.broken: int | None = None
@@ -62,13 +61,43 @@ class FolderCache:
         return 2 * self._manifest.shards[index].tokens
 
     def open(self, index: int) -> TokenFile:
+        name = self.names[index]
         if index == self.broken:
-            raise ShardError(f"{self._manifest.shards[index].name} is broken. Fetch it again.")
+            raise ShardError(f"{name} is broken. Fetch it again.")
         if index == self.late:
             self.waiting.set()
             self.arrived.wait()
         if self.plans and index not in self.plans[-1]:
             raise ShardError(f"shard {index} was opened, but the plan is {self.plans[-1]}")
         self.opened.add(index)
-        name = self._manifest.shards[index].name
         return TokenFile(self._folder / name, name=name)
+
+
+class PlannedCache:
+    """Writes down its plans; every shard has 10 bytes."""
+
+    def __init__(self) -> None:
+        self.plans: list[list[int]] = []
+
+    def plan(self, needed: Sequence[int]) -> None:
+        self.plans.append(list(needed))
+
+    def local_bytes(self, index: int) -> int:
+        return 10
+
+
+def planner_of(
+    stream: Any, ahead: FetchAhead, *, step_windows: int = 4, clock: Any = lambda: 0.0
+) -> tuple[ShardPlanner, list[list[int]]]:
+    cache = PlannedCache()
+    planner = ShardPlanner(
+        stream, cast("Any", cache), ahead=ahead, step_windows=step_windows, clock=clock
+    )
+    return planner, cache.plans
+
+
+def wanted(stream: Any, *, oldest: int, newest: int, ahead: int, **limits: Any) -> list[int]:
+    """The plan while training is in block `oldest` and reading in `newest`."""
+    planner, plans = planner_of(stream, FetchAhead(ahead, **limits))
+    planner.reading(oldest, newest)
+    return plans[-1]

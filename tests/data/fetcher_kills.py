@@ -35,7 +35,7 @@ TOKENS = 40_000
 FIRST_PACK, CHUNKS = 50, 8  # the last shards are packed from chunks
 run_manifest.PACKED_TOKENS = TOKENS
 shard_download.SMALLEST_RANGE_BYTES = 1 << 14  # a shard of 80 KB comes in four ranges
-fetcher.HURRIED_SHARDS = 20  # that many of a plan do
+fetcher.SPLIT_FIRST_SHARDS = 20  # that many of a plan do
 VOCABULARY = 50_000
 LONGEST_LIFE_S = 0.06  # about a third of what fetching all takes
 

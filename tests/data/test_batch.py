@@ -20,17 +20,13 @@ def cache(tmp_path, manifest) -> FolderCache:
     return FolderCache(tmp_path, manifest)
 
 
-def reader_of(cache, manifest, *, sequence_length: int) -> BatchReader:
-    return BatchReader(cache, sequence_length=sequence_length, names=manifest.names, pin=False)
-
-
 def read_one(reader: BatchReader, shards: list[int], windows: list[int], *, micro: int) -> Batch:
     (batch,) = reader.read(np.array([shards]), np.array([windows]), micro=micro).batches()
     return batch
 
 
 def test_labels_are_the_next_tokens_of_the_shard(cache, manifest):
-    reader = reader_of(cache, manifest, sequence_length=8)
+    reader = BatchReader(cache, sequence_length=8)
     batch = read_one(reader, [1, 0, 1], [4, 2, 0], micro=3)
     begins = torch.tensor([SHARD_STRIDE + 4 * 8, 2 * 8, SHARD_STRIDE])
     assert torch.equal(batch.input_ids, begins[:, None] + torch.arange(8))
@@ -40,7 +36,7 @@ def test_labels_are_the_next_tokens_of_the_shard(cache, manifest):
 
 
 def test_inputs_and_labels_of_all_passes_are_views_of_the_same_contiguous_rows(cache, manifest):
-    reader = reader_of(cache, manifest, sequence_length=8)
+    reader = BatchReader(cache, sequence_length=8)
     passes = reader.read(np.array([[1, 0], [2, 2]]), np.array([[4, 2], [5, 1]]), micro=2)
     assert (passes.tokens.shape, passes.tokens.is_contiguous()) == ((2, 2, 9), True)
     assert passes.masked_labels is None
@@ -55,7 +51,7 @@ def test_inputs_and_labels_of_all_passes_are_views_of_the_same_contiguous_rows(c
 
 def test_passes_read_together_are_those_read_one_by_one(tmp_path, manifest, monkeypatch):
     manifest.shards[1].dtype = "uint32"
-    reader = reader_of(FolderCache(tmp_path, manifest), manifest, sequence_length=4)
+    reader = BatchReader(FolderCache(tmp_path, manifest), sequence_length=4)
     draw = np.random.default_rng(3)
     shards, windows = draw.integers(0, 3, (5, 3)), draw.integers(0, 9, (5, 3))
     monkeypatch.setattr(batch_module, "STAGED_TOKENS", 4 * 4)  # four rows at a time: over passes
@@ -71,7 +67,7 @@ def test_ids_above_16_bits_are_read_whole(tmp_path, manifest):
     manifest.shards[2].dtype = "uint32"
     cache = FolderCache(tmp_path, manifest)
     np.save(tmp_path / "part_2.npy", np.array([2**31, 2**31 + 1, 70_000], dtype=np.uint32))
-    batch = read_one(reader_of(cache, manifest, sequence_length=2), [2], [0], micro=1)
+    batch = read_one(BatchReader(cache, sequence_length=2), [2], [0], micro=1)
     assert batch.input_ids.tolist() == [[2**31, 2**31 + 1]]
     assert batch.labels.tolist() == [[2**31 + 1, 70_000]]
 
@@ -80,7 +76,7 @@ def test_ids_above_16_bits_are_read_whole(tmp_path, manifest):
 def test_an_id_beyond_the_vocabulary_is_named_with_its_shard(tmp_path, manifest, dtype):
     manifest.shards[1].dtype = dtype
     cache = FolderCache(tmp_path, manifest, vocabulary=2050)
-    reader = reader_of(cache, manifest, sequence_length=8)
+    reader = BatchReader(cache, sequence_length=8)
     assert read_one(reader, [1, 0], [1, 2], micro=2).input_ids.max() < 2050
     content = np.load(tmp_path / "part_1.npy")
     content[12] = 2050  # meanwhile, in the second window
@@ -91,7 +87,7 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_shard(tmp_path, manifest,
 
 def test_shards_of_both_types_share_a_batch_and_batches_share_no_memory(tmp_path, manifest):
     manifest.shards[1].dtype = "uint32"
-    reader = reader_of(FolderCache(tmp_path, manifest), manifest, sequence_length=4)
+    reader = BatchReader(FolderCache(tmp_path, manifest), sequence_length=4)
     first = read_one(reader, [0, 1, 2, 1], [1, 2, 3, 4], micro=5)
     kept = first.input_ids.clone()
     read_one(reader, [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], micro=5)
@@ -102,7 +98,7 @@ def test_shards_of_both_types_share_a_batch_and_batches_share_no_memory(tmp_path
 
 
 def test_missing_rows_are_ignored_by_the_loss(cache, manifest):
-    batch = read_one(reader_of(cache, manifest, sequence_length=8), [0], [1], micro=3)
+    batch = read_one(BatchReader(cache, sequence_length=8), [0], [1], micro=3)
     assert batch.input_ids[1:].eq(0).all()
     assert batch.labels[1:].eq(IGNORED_LABEL).all()
     assert batch.labels[0].eq(batch.input_ids[0] + 1).all()
@@ -113,7 +109,7 @@ def test_missing_rows_are_ignored_by_the_loss(cache, manifest):
 
 
 def test_a_batch_is_not_overwritten_by_later_ones(cache, manifest):
-    reader = reader_of(cache, manifest, sequence_length=8)
+    reader = BatchReader(cache, sequence_length=8)
     first = read_one(reader, [0], [0], micro=1)
     for window in range(1, 4):
         read_one(reader, [0], [window], micro=1)
@@ -122,7 +118,7 @@ def test_a_batch_is_not_overwritten_by_later_ones(cache, manifest):
 
 def test_describe_names_files_and_draws_runs_together(cache, manifest):
     batch = read_one(
-        reader_of(cache, manifest, sequence_length=2), [1, 0, 1, 1, 1], [12, 3, 10, 4, 11], micro=6
+        BatchReader(cache, sequence_length=2), [1, 0, 1, 1, 1], [12, 3, 10, 4, 11], micro=6
     )
     assert batch.describe() == "part_0.npy window 3; part_1.npy windows 4, 10-12"
 
@@ -130,13 +126,13 @@ def test_describe_names_files_and_draws_runs_together(cache, manifest):
 def test_a_shard_that_cannot_be_had_stops_the_read(cache, manifest):
     cache.broken = 1
     with pytest.raises(ShardError, match=r"part_1\.npy is broken"):
-        read_one(reader_of(cache, manifest, sequence_length=8), [1], [0], micro=1)
+        read_one(BatchReader(cache, sequence_length=8), [1], [0], micro=1)
 
 
 def test_where_a_masked_document_ends_there_is_no_label(tmp_path, manifest):
     cache = FolderCache(tmp_path, manifest)
     np.save(tmp_path / "part_0.npy", np.array([9, 1, 2, 9, 9, 3, 4, 5, 9], dtype=np.uint16))
-    reader = BatchReader(cache, sequence_length=8, names=manifest.names, pin=False, document_id=9)
+    reader = BatchReader(cache, sequence_length=8, document_id=9)
     batch = read_one(reader, [0], [0], micro=2)
     none = IGNORED_LABEL
     assert batch.input_ids[0].tolist() == [9, 1, 2, 9, 9, 3, 4, 5]

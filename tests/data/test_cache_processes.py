@@ -96,7 +96,6 @@ def test_each_object_is_asked_for_once_a_node_however_many_ranks_read_it(
         ]
         reports = [read_line(process) for process in ranks]
     assert {report["digest"] for report in reports} == {digest}
-    assert sorted(report["fetched"] for report in reports) == [0] * (4 - nodes) + [SHARDS] * nodes
     gets = Counter(r.path for r in emulator.proxy.requests if r.is_download)
     assert set(gets.values()) == {nodes}
     assert len(gets) == SHARDS

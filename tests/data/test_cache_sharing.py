@@ -63,7 +63,7 @@ def test_the_fetchers_failure_reaches_the_ranks_that_wait(site: Site) -> None:
     reader = site.cache(fetches=False)
     site.bucket.corrupt.add("a/t_2.npy")
     site.cache()
-    with pytest.raises(ShardError, match=r"a/t_2\.npy: it cannot be read.*told by the fetcher"):
+    with pytest.raises(ShardError, match=r"a/t_2\.npy: it cannot be read.*reported by the fetcher"):
         reader.open(2)
 
 
@@ -85,7 +85,7 @@ def test_a_defect_in_a_thread_reaches_the_owner(
     def defect(*arguments: object, **named: object) -> None:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr("refocused.data.cache.shard_download.Arrival.finish", defect)
+    monkeypatch.setattr("refocused.data.cache.shard_download.ShardDownload.finish", defect)
     with pytest.raises(ShardError, match="ZeroDivisionError"):
         site.cache().open(0)
 

@@ -7,6 +7,7 @@ import pytest
 from fake_cache import FakeManifest, FolderCache
 
 from refocused.config.batch_plan import BatchPlan
+from refocused.data.cache.fetch_plan import FetchAhead
 from refocused.data.loader.loader import Loader
 from refocused.data.order.position import Position
 from refocused.data.order.window_order import Order
@@ -34,16 +35,7 @@ def rows_of(cache, manifest, position: Position, *, ranks: int, steps: int):
     plan = BatchPlan(GLOBAL_BATCH // ranks, 1, ranks, SEQUENCE_LENGTH)
     found: list[list[list[int]]] = [[] for _ in range(steps)]
     for rank in range(ranks):
-        loader = Loader(
-            order,
-            cache,
-            plan=plan,
-            rank=rank,
-            names=manifest.names,
-            pin=False,
-            ahead=6,
-            room_bytes=None,
-        )
+        loader = Loader(order, cache, plan=plan, rank=rank, ahead=FetchAhead(6))
         with contextlib.closing(loader.batches_from(position)) as stream:
             for rows in found:
                 rows += [row for batch in stream.next_step() for row in batch.input_ids.tolist()]

@@ -10,6 +10,7 @@ import torch
 from fake_cache import FakeManifest, FolderCache
 
 from refocused.config.batch_plan import BatchPlan
+from refocused.data.cache.fetch_plan import FetchAhead
 from refocused.data.loader.batch import Batch, Passes
 from refocused.data.loader.loader import STEPS_READY, Loader
 from refocused.data.loader.prefetch import Copies, DeviceCopier
@@ -129,10 +130,8 @@ def loader_of(folder: Any, copier: Any, *, pin: bool = False) -> Loader:
         FolderCache(folder, manifest),
         plan=BatchPlan(2, 2, 1, 4),
         rank=0,
-        names=manifest.names,
+        ahead=FetchAhead(1),
         pin=pin,
-        ahead=1,
-        room_bytes=None,
         copier=copier,
     )
 

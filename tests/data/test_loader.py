@@ -11,9 +11,9 @@ import torch
 from fake_cache import SHARD_STRIDE, FakeManifest, FolderCache
 
 from refocused.config.batch_plan import BatchPlan
-from refocused.data.cache.steps import steps_from
+from refocused.data.cache.fetch_plan import FetchAhead
 from refocused.data.loader.batch import BatchReader
-from refocused.data.loader.loader import STEPS_READY, BatchStream, Loader
+from refocused.data.loader.loader import STEPS_READY, BatchStream, Loader, steps_from
 from refocused.data.order.position import Position
 from refocused.data.order.window_order import Order
 from refocused.data.order.windows import split_windows
@@ -40,17 +40,7 @@ def order_of(manifest: FakeManifest) -> Order:
 
 def loader_of(cache, manifest, *, rank=0, micro=2, accumulation=2, world_size=1, **settings):
     plan = BatchPlan(micro, accumulation, world_size, SEQUENCE_LENGTH)
-    return Loader(
-        order_of(manifest),
-        cache,
-        plan=plan,
-        rank=rank,
-        names=manifest.names,
-        pin=False,
-        ahead=1,
-        room_bytes=None,
-        **settings,
-    )
+    return Loader(order_of(manifest), cache, plan=plan, rank=rank, ahead=FetchAhead(1), **settings)
 
 
 def tokens_of(loader: Loader, position: Position, *, steps: int) -> list[list[list[int]]]:
@@ -152,9 +142,7 @@ def test_a_slower_rank_finds_its_shards_though_the_planning_rank_reads_ahead(tmp
     cache = FolderCache(tmp_path, manifest)
     plan = BatchPlan(2, 1, 2, SEQUENCE_LENGTH)
     slow_steps = steps_from(order_of(manifest), Position(), plan=plan, rank=1)
-    slow_reader = BatchReader(
-        cache, sequence_length=SEQUENCE_LENGTH, names=manifest.names, pin=False
-    )
+    slow_reader = BatchReader(cache, sequence_length=SEQUENCE_LENGTH)
     planning = loader_of(cache, manifest, accumulation=1, world_size=2)
     with contextlib.closing(planning.batches_from(Position())) as stream:
         for step in itertools.islice(slow_steps, 40 * max(tokens) // 80):
@@ -169,7 +157,7 @@ def test_reading_ahead_is_bounded(cache, manifest):
         wait_until_read_ahead(stream)
         time.sleep(0.05)  # in which a thread without bounds reads on
         assert stream._ahead._ready.qsize() == STEPS_READY
-        assert next(stream._ahead._items).step.after == Position(0, 4 * (STEPS_READY + 1))
+        assert next(stream._ahead._items)[0].after == Position(0, 4 * (STEPS_READY + 1))
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from fake_cache import SHARD_STRIDE, FakeManifest, FolderCache
+from fake_cache import SHARD_STRIDE, FakeManifest, FolderCache, wanted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refocused.config.batch_plan import BatchPlan
-from refocused.data.cache.steps import shards_wanted, steps_from
-from refocused.data.loader.loader import Loader
+from refocused.data.cache.fetch_plan import FetchAhead
+from refocused.data.loader.loader import Loader, steps_from
 from refocused.data.order.mixture_order import PERIOD, Mixture, interleaved, shares_of, source_seed
 from refocused.data.order.position import Position
 from refocused.data.order.window_order import Order
@@ -203,17 +203,6 @@ def test_ranks_and_accumulation_do_not_change_what_a_step_holds(micro, accumulat
     assert global_steps(start, BatchPlan(micro, accumulation, world_size, 4), 30) == alone
 
 
-def wanted(stream, *, oldest: int, newest: int, ahead: int) -> list[int]:
-    return shards_wanted(
-        stream,
-        oldest=oldest,
-        newest=newest,
-        ahead=ahead,
-        bytes_of=lambda shard: 10,
-        room_bytes=None,
-    )
-
-
 def test_what_is_local_holds_every_window_in_use_and_the_next_shards_ahead():
     stream = mixture_of(block_shards=1).stream_from(Position())
     for oldest in range(0, 900, 7):
@@ -240,16 +229,7 @@ MANIFEST = FakeManifest.of(
 
 
 def tokens_of(cache: FolderCache, position: Position, *, steps: int, rank=0, plan: BatchPlan):
-    loader = Loader(
-        mixture_of(block_shards=1),
-        cache,
-        plan=plan,
-        rank=rank,
-        names=MANIFEST.names,
-        pin=False,
-        ahead=1,
-        room_bytes=None,
-    )
+    loader = Loader(mixture_of(block_shards=1), cache, plan=plan, rank=rank, ahead=FetchAhead(1))
     with contextlib.closing(loader.batches_from(position)) as stream:
         read = [
             [row for batch in stream.next_step() for row in batch.input_ids.tolist()]

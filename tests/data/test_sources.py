@@ -7,7 +7,7 @@ import pytest
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
-from refocused.data.cache.steps import steps_from
+from refocused.data.loader.loader import steps_from
 from refocused.data.manifest.shard_manifest import Manifest, Shard
 from refocused.data.order.mixture_order import Mixture
 from refocused.data.order.position import Position

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
-import threading
 
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refocused.config.batch_plan import BatchPlan
-from refocused.data.cache.steps import Pace, ShardPlanner, shards_wanted, steps_from
+from refocused.data.loader.loader import steps_from
 from refocused.data.order.position import Position
 from refocused.data.order.window_order import Order
 from refocused.data.order.windows import WindowRange
@@ -167,15 +165,6 @@ def test_a_resume_with_other_shards_skipped_goes_on_at_the_window_after_the_last
     assert unskipped.windows[0].tolist() == located.windows.tolist()
 
 
-def test_skipped_shards_are_not_wanted_locally():
-    order = order_of(4, 4, 4, 4, 4, 4, block_shards=2, skipped=(0, 1, 5))
-    wanted = shards_wanted(
-        order, oldest=0, newest=1, ahead=9, bytes_of=lambda shard: 1, room_bytes=None
-    )
-    assert sorted(wanted) == [2, 3, 4]
-    assert order.shard_count == 3
-
-
 def test_the_blocks_of_a_step_are_those_of_all_its_ranks():
     order = order_of(4, 4, 4, 4, block_shards=1)
     for rank in (0, 1):
@@ -183,169 +172,3 @@ def test_the_blocks_of_a_step_are_those_of_all_its_ranks():
         steps = itertools.islice(steps_from(order, Position(), plan=plan, rank=rank), 4)
         blocks = [(step.first_block, step.last_block) for step in steps]
         assert blocks == [(0, 1), (1, 2), (3, 4), (4, 5)]
-
-
-def wanted(order: Order, *, oldest: int, newest: int, ahead: int, room_bytes: int | None = None):
-    return shards_wanted(
-        order,
-        oldest=oldest,
-        newest=newest,
-        ahead=ahead,
-        bytes_of=lambda shard: 10,
-        room_bytes=room_bytes,
-    )
-
-
-def test_wanted_shards_are_in_order_of_use_with_some_ahead():
-    order = order_of(*[5] * 9, block_shards=2)
-    use = list(itertools.chain(*itertools.islice(order.blocks_from(0), 5)))
-    assert wanted(order, oldest=0, newest=0, ahead=3) == use[:5]
-    assert wanted(order, oldest=1, newest=2, ahead=1) == use[2:7]
-
-
-def test_wanted_shards_end_when_all_are_wanted():
-    order = order_of(5, 5, 5, block_shards=2)
-    assert sorted(wanted(order, oldest=0, newest=7, ahead=100)) == [0, 1, 2]
-
-
-@pytest.mark.parametrize(("room", "count"), [(90, 9), (59, 5), (50, 5), (49, 4), (40, 4), (5, 4)])
-def test_shards_ahead_are_wanted_only_as_far_as_there_is_room(room, count):
-    order = order_of(*[5] * 9, block_shards=2)
-    use = list(itertools.chain(*itertools.islice(order.blocks_from(0), 5)))
-    assert wanted(order, oldest=0, newest=1, ahead=100, room_bytes=room) == use[:count]
-
-
-def test_a_plan_that_stays_the_same_is_not_made_again():
-    order = order_of(4, 4, 4, block_shards=1)
-    cache = RecordingCache()
-    planner = ShardPlanner(order, cache, ahead=5, room_bytes=None)
-    plan = BatchPlan(4, 1, 1, 4)
-    for step in itertools.islice(steps_from(order, Position(), plan=plan, rank=0), 2):
-        planner.reading(step)
-    assert len(cache.plans) == 1  # all shards, in order of use from the first block on
-
-
-class RecordingCache:
-    def __init__(self):
-        self.plans = []
-
-    def plan(self, needed):
-        self.plans.append(list(needed))
-
-    def local_bytes(self, index):
-        return 10
-
-
-def test_a_block_stays_planned_until_training_has_left_it():
-    order = order_of(*[4] * 8, block_shards=2)  # blocks of 8 windows: two steps
-    cache = RecordingCache()
-    planner = ShardPlanner(order, cache, ahead=1, room_bytes=None)
-    steps = list(
-        itertools.islice(steps_from(order, Position(), plan=BatchPlan(4, 1, 1, 4), rank=0), 6)
-    )
-    use = list(itertools.chain(*itertools.islice(order.blocks_from(0), 4)))
-    for step in steps[:3]:
-        planner.reading(step)
-    assert cache.plans == [use[:3], use[:5]]  # reading is in block 1, training not begun
-    planner.training_on(steps[0])
-    planner.training_on(steps[1])
-    planner.reading(steps[3])
-    assert len(cache.plans) == 2
-    planner.training_on(steps[2])
-    planner.reading(steps[4])
-    assert cache.plans[2:] == [use[2:7]]
-
-
-def reader_without_room(
-    *, blocks: int
-) -> tuple[ShardPlanner, RecordingCache, list, threading.Thread]:
-    """Read steps of one block each, as many as there is room for; the next one is started."""
-    order = order_of(*[4] * 6, block_shards=1)
-    cache = RecordingCache()
-    planner = ShardPlanner(order, cache, ahead=0, room_bytes=10 * blocks)
-    plan = BatchPlan(4, 1, 1, 4)
-    steps = list(itertools.islice(steps_from(order, Position(), plan=plan, rank=0), blocks + 1))
-    for step in steps[:-1]:
-        assert planner.has_room(step)
-        planner.reading(step)
-    assert not planner.has_room(steps[-1])
-
-    def read() -> None:
-        with contextlib.suppress(RuntimeError):
-            planner.reading(steps[-1])
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    return planner, cache, steps, reader
-
-
-def test_reading_waits_for_room_until_training_has_left_a_block():
-    planner, cache, steps, reader = reader_without_room(blocks=2)
-    planner.training_on(steps[0])
-    planner.trained()  # with the second step, whose batches are there
-    reader.join(0.05)
-    assert reader.is_alive()
-    planner.training_on(steps[1])
-    reader.join(10)
-    assert [len(plan) for plan in cache.plans] == [1, 2, 2]
-
-
-def test_reading_has_the_room_to_itself_when_training_is_through_with_all_that_was_read():
-    planner, cache, steps, reader = reader_without_room(blocks=1)
-    planner.training_on(steps[0])
-    reader.join(0.05)
-    assert reader.is_alive()
-    planner.trained()
-    reader.join(10)
-    assert [len(plan) for plan in cache.plans] == [1, 1]
-
-
-def test_a_reader_that_waits_for_training_ends_when_the_stream_is_closed():
-    planner, cache, _, reader = reader_without_room(blocks=2)
-    planner.close()
-    reader.join(10)
-    assert not reader.is_alive()
-    assert len(cache.plans) == 2
-
-
-@pytest.mark.parametrize(("limit", "count"), [(None, 8), (25, 4), (9, 2)])
-def test_a_limit_in_bytes_holds_for_the_shards_ahead_alone(limit, count):
-    order = order_of(*[10] * 8, block_shards=2)
-    found = shards_wanted(
-        order,
-        oldest=0,
-        newest=0,
-        ahead=6,
-        bytes_of=lambda shard: 10,
-        room_bytes=None,
-        ahead_bytes=limit,
-    )
-    assert len(found) == count
-
-
-def test_the_pace_tells_how_many_shards_a_time_takes():
-    now = [10.0]
-    pace = Pace(shards_per_step=0.25, clock=lambda: now[0])
-    assert pace.shards_in(60) == 0
-    for _ in range(9):  # the first one starts the clock
-        pace.step()
-    now[0] = 14.0
-    assert pace.shards_in(60) == 30  # 8 steps in 4 s, each a quarter of a shard
-
-
-def test_a_fast_training_has_more_fetched_ahead_and_never_fewer_again():
-    order = order_of(*[10] * 40, block_shards=1)
-    cache = RecordingCache()
-    now = [0.0]
-    pace = Pace(shards_per_step=1.0, clock=lambda: now[0])
-    planner = ShardPlanner(order, cache, ahead=2, room_bytes=None, ahead_seconds=5.0, pace=pace)
-    lengths = []
-    steps = steps_from(order, Position(), plan=BatchPlan(10, 1, 1, 4), rank=0)
-    for number, step in enumerate(itertools.islice(steps, 12)):
-        planner.training_on(step)
-        planner.reading(step)
-        lengths.append(len(cache.plans[-1]))
-        now[0] += 0.5 if number < 6 else 50.0
-    assert lengths[0] == 3  # the block and two ahead, while the pace is unknown
-    assert max(lengths) == 11  # two shards a second for five seconds, and the block
-    assert lengths[-1] == 11

@@ -5,9 +5,18 @@ from fake_cache import SHARD_STRIDE, FakeManifest, FolderCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from refocused.config.batch_plan import BatchPlan
+from refocused.data.cache.fetch_plan import FetchAhead
 from refocused.data.loader.batch import IGNORED_LABEL
-from refocused.data.loader.loader import validation_batches
+from refocused.data.loader.loader import Loader
+from refocused.data.order.window_order import Order
 from refocused.data.order.windows import ValidationWindows, WindowRange
+
+
+def loader_of(cache, *, micro=2, rank=0, world_size=1, **settings) -> Loader:
+    plan = BatchPlan(micro, 1, world_size, sequence_length=4)
+    order = Order([WindowRange(0, 0, 1)], seed=1, block_shards=1)
+    return Loader(order, cache, plan=plan, rank=rank, ahead=FetchAhead(1), **settings)
 
 
 def pairs(chosen: ValidationWindows) -> list[tuple[int, int]]:
@@ -39,17 +48,8 @@ def test_ranks_share_the_same_windows_in_equally_many_batches(tmp_path, world_si
     chosen = ValidationWindows([WindowRange(0, 0, 10), WindowRange(1, 1, 6)], windows=7)
 
     def read(rank: int):
-        return list(
-            validation_batches(
-                chosen,
-                cache,
-                micro=micro,
-                rank=rank,
-                world_size=world_size,
-                sequence_length=4,
-                names=manifest.names,
-            )
-        )
+        loader = loader_of(cache, micro=micro, rank=rank, world_size=world_size)
+        return list(loader.validation_batches(chosen))
 
     ranks = [read(rank) for rank in range(world_size)]
     assert {len(batches) for batches in ranks} == {-(-7 // (micro * world_size))}
@@ -71,30 +71,14 @@ def test_without_validation_windows_there_are_no_batches(tmp_path):
     manifest = FakeManifest.of(9)
     chosen = ValidationWindows([], windows=10)
     assert chosen.shards_used() == []
-    batches = validation_batches(
-        chosen,
-        FolderCache(tmp_path, manifest),
-        micro=2,
-        rank=0,
-        world_size=1,
-        sequence_length=4,
-        names=manifest.names,
-    )
-    assert list(batches) == []
+    loader = loader_of(FolderCache(tmp_path, manifest))
+    assert list(loader.validation_batches(chosen)) == []
 
 
 def test_batches_name_their_source_and_mask_documents(tmp_path):
     manifest = FakeManifest.of(9)
-    [batch] = validation_batches(
-        ValidationWindows([WindowRange(0, 1, 1)], windows=1),
-        FolderCache(tmp_path, manifest),
-        micro=1,
-        rank=0,
-        world_size=1,
-        sequence_length=4,
-        names=manifest.names,
-        document_id=6,
-        source="web",
-    )
+    loader = loader_of(FolderCache(tmp_path, manifest), micro=1, document_id=6)
+    chosen = ValidationWindows([WindowRange(0, 1, 1)], windows=1)
+    [batch] = loader.validation_batches(chosen, source="web")
     assert batch.source == "web"
     assert batch.labels.tolist() == [[5, IGNORED_LABEL, 7, 8]]

@@ -1,4 +1,4 @@
-"""What the fetcher of a folder tells the ranks that wait, and what they ask of it: small files."""
+"""Small files by which the processes of a machine share one cache folder."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import dataclasses
 import fcntl
 import json
 import os
+import time
 from pathlib import Path
 
 from refocused.system.atomic_files import replace_file
+from refocused.system.errors import ShardError
 from refocused.system.locks import FileLock
 from refocused.system.strict_json import parse_json_object
 
-ASK_LASTS_SECONDS = 10.0
+REQUEST_SECONDS = 10.0
+UNLED_SECONDS = 2.0  # longer than a second fetcher takes to follow the first
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FetcherState:
+class Heartbeat:
     """The fetcher's last sign of life.
 
     Attributes:
@@ -24,7 +27,7 @@ class FetcherState:
         time: When it was written, in seconds since 1970.
         progress: A number that changes whenever bytes or shards arrive.
         error: Why it has given up; None while it works.
-        trouble: The last failure that it is trying again.
+        trouble: The last failure that it is retrying.
     """
 
     pid: int
@@ -35,60 +38,56 @@ class FetcherState:
 
 
 class FetcherFiles:
-    """The files by which the processes of one machine speak about one folder."""
+    """The heartbeat, the lock and the requests of one cache folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._state = folder / "fetcher.json"
-        self._asked = folder / "asked"
+        self._heartbeat = folder / "fetcher.json"
+        self._requests = folder / "asked"
         self._lock_path = folder / "fetcher.lock"
-        self._lock = FileLock(self._lock_path)
+        self.lock = FileLock(self._lock_path)  # its holder is the folder's only fetcher
 
-    def write_state(self, state: FetcherState) -> None:
-        """Replace the sign of life, atomically."""
-        replace_file(self._state, json.dumps(dataclasses.asdict(state)).encode())
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """Replace the heartbeat, atomically."""
+        replace_file(self._heartbeat, json.dumps(dataclasses.asdict(heartbeat)).encode())
 
-    def read_state(self) -> FetcherState | None:
-        """Return the last sign of life, of whichever process left it."""
+    def heartbeat(self) -> Heartbeat | None:
+        """Return the last heartbeat, of whichever process wrote it."""
         try:
-            return FetcherState(**parse_json_object(self._state.read_bytes()))
+            return Heartbeat(**parse_json_object(self._heartbeat.read_bytes()))
         except (FileNotFoundError, ValueError, TypeError):
             return None
 
-    def ask_for(self, index: int) -> None:
-        """Ask whoever fetches to fetch a shard next; repeat it while the shard is wanted."""
-        self._asked.mkdir(parents=True, exist_ok=True)
-        (self._asked / str(index)).touch()
+    def request(self, index: int) -> None:
+        """Ask whichever process fetches for a shard; to be repeated while it is wanted."""
+        self._requests.mkdir(parents=True, exist_ok=True)
+        (self._requests / str(index)).touch()
 
-    def asked_for(self, *, now: float) -> list[int]:
-        """Return the shards that were asked for within the last 10 s; forget older ones."""
+    def requests(self, *, now: float) -> list[int]:
+        """Return the shards requested within the last 10 s; remove older requests."""
         found = []
-        for path in sorted(self._asked.glob("*")) if self._asked.exists() else []:
+        for path in sorted(self._requests.glob("*")):
             try:
-                asked = path.stat().st_mtime
+                age = now - path.stat().st_mtime
             except FileNotFoundError:  # withdrawn by its rank since it was listed
                 continue
-            if now - asked < ASK_LASTS_SECONDS:
+            if age < REQUEST_SECONDS:
                 found.append(int(path.name))
             else:
                 path.unlink(missing_ok=True)
         return found
 
     def withdraw(self, index: int) -> None:
-        """Forget a request: the shard is local now; another rank that waits asks again."""
-        (self._asked / str(index)).unlink(missing_ok=True)
-
-    def take_lock(self) -> bool:
-        """Become the folder's only fetcher, unless another living process is."""
-        return self._lock.acquire()
+        """Remove a request for a shard that is local now; a rank that still waits repeats it."""
+        (self._requests / str(index)).unlink(missing_ok=True)
 
     def is_led(self) -> bool:
-        """Say whether a living process holds the folder: the kernel frees a dead one's lock."""
+        """Whether a living process holds the lock, which the kernel takes from a dead one."""
         try:
             descriptor = os.open(self._lock_path, os.O_RDONLY)
         except FileNotFoundError:
             return False
         try:
-            # Shared and for an instant: a fetcher that meets it asks again.
+            # Shared and for an instant: a fetcher that meets it tries again.
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
@@ -96,6 +95,53 @@ class FetcherFiles:
             os.close(descriptor)
         return False
 
-    def release_lock(self) -> None:
-        """Let another process fetch; the kernel does it for a process that dies."""
-        self._lock.release()
+
+class FetcherWatch:
+    """Watches the fetcher of another process while a rank waits for one shard.
+
+    A process that died is noticed within two seconds, by its lock; one that hangs, or never
+    started, by its silence.
+
+    Args:
+        files: The fetcher's files.
+        name: The shard, for messages.
+        started: When this run began, in seconds since 1970.
+        silence_seconds: How long the fetcher may write no heartbeat.
+    """
+
+    def __init__(
+        self, files: FetcherFiles, *, name: str, started: float, silence_seconds: float
+    ) -> None:
+        self._files = files
+        self._name = name
+        self._started = started
+        self._silence_seconds = silence_seconds
+        self._led = time.monotonic()
+
+    def check(self, heartbeat: Heartbeat | None) -> None:
+        """Raise if the shard will not come.
+
+        Raises:
+            ShardError: The fetcher failed, its process ended, or it is silent.
+        """
+        now, who = time.monotonic(), "which never started"
+        seen, gone = self._started, False
+        if heartbeat is not None:
+            who, seen = f"process {heartbeat.pid}", max(heartbeat.time, self._started)
+        # What an earlier run left in the folder says nothing about this one.
+        if heartbeat is not None and heartbeat.time >= self._started:
+            if heartbeat.error is not None:
+                raise ShardError(f"{heartbeat.error} (reported by the fetcher, {who})")
+            gone = not self._files.is_led()
+        self._led = self._led if gone else now
+        silent = time.time() - seen
+        if now - self._led > UNLED_SECONDS:
+            state = "has ended"
+        elif silent > self._silence_seconds:
+            state = f"has given no sign for {silent:.0f} s"
+        else:
+            return
+        raise ShardError(
+            f"{self._name}: it is not local, and its fetcher ({who}) {state}, so it is gone. "
+            "See the log of local rank 0, and start again."
+        )

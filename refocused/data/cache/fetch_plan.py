@@ -1,45 +1,62 @@
-"""What to fetch next and what to evict: the decisions of a fetcher, without threads or disk."""
+"""Plan the local shards: which training needs next, which to fetch first, which to evict."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from refocused.data.order.window_order import Stream
+
+if TYPE_CHECKING:
+    from refocused.data.cache.cache import ShardCache
 
 
 class FetchQueue:
-    """The shards that are wanted, in order, and when each was last wanted.
+    """The state of each shard, and the order in which missing ones are fetched.
 
-    Not safe for threads by itself: the fetcher holds its lock around every call.
+    Shared by the cache and its fetch threads, which hold `changed` around every access.
 
     Args:
         bytes_of: Local bytes of a shard.
-        present: Shards that are local from the start.
+
+    Attributes:
+        changed: Notified when a shard's state changes.
+        present: Shards that are local.
+        busy: Shards being fetched.
+        planned: Shards in order of use.
+        pinned: Shards kept beside every plan.
+        asked_here: Shards that a thread of this process waits for.
+        asked_elsewhere: Shards that other processes wait for.
     """
 
-    def __init__(self, bytes_of: Callable[[int], int], *, present: Iterable[int] = ()) -> None:
+    def __init__(self, bytes_of: Callable[[int], int]) -> None:
         self._bytes_of = bytes_of
-        self.present = set(present)
+        self.changed = threading.Condition()
+        self.present: set[int] = set()
         self.busy: set[int] = set()
-        self._planned: list[int] = []
-        self._pinned: list[int] = []
-        self._asked: list[int] = []
+        self.planned: list[int] = []
+        self.pinned: set[int] = set()
+        self.asked_here: set[int] = set()
+        self.asked_elsewhere: set[int] = set()
         self._paused_until: dict[int, float] = {}
         self._last_wanted: dict[int, int] = {}
         self._plans = 0
 
     def plan(self, needed: Sequence[int]) -> None:
-        """Replace the plan: shards in order of use."""
+        """Replace the plan."""
         self._plans += 1
-        self._planned = list(needed)
+        self.planned = list(needed)
         self._last_wanted.update(dict.fromkeys(needed, self._plans))
 
-    def pin(self, indices: Iterable[int]) -> None:
-        """Add shards that are always kept."""
-        self._pinned = sorted({*self._pinned, *indices})
-
-    def ask(self, indices: Iterable[int]) -> None:
-        """Replace the shards that someone waits for: they come first."""
-        self._asked = list(dict.fromkeys(indices))
+    def ask(self, *, here: Iterable[int] = (), elsewhere: Collection[int] | None = None) -> None:
+        """Put shards that are waited for first: more of this process, all of the others."""
+        self.asked_here.update(here)
+        if elsewhere is not None:
+            self.asked_elsewhere = set(elsewhere)
         self._last_wanted.update(dict.fromkeys(self._asked, self._plans))
 
     def pause(self, index: int, *, until: float) -> None:
@@ -47,45 +64,40 @@ class FetchQueue:
         self._paused_until[index] = until
 
     def following(self, *, now: float, shared: Collection[int] = ()) -> int | None:
-        """Return the shard to work for now: asked, in use, pinned, then the rest of the plan.
+        """Return the shard to work on: asked for, in use, pinned, then the rest of the plan.
 
-        So the whole link is given to what is needed first.
+        So the whole bandwidth goes to what is needed first.
 
         Args:
-            now: Time, of the same clock as the pauses.
-            shared: Shards on their way that another thread can help with.
+            now: Time by the clock of the pauses.
+            shared: Shards being fetched that another thread can help with.
         """
-        for index in (*self._asked, *self._planned[:2], *self._pinned, *self._planned[2:]):
-            waiting = self._paused_until.get(index, now) > now
+        for index in (*self._asked, *self.planned[:2], *sorted(self.pinned), *self.planned[2:]):
             begun = index in self.present or index in self.busy
-            if index in shared or not (begun or waiting):
+            if index in shared or not (begun or self._paused_until.get(index, now) > now):
                 return index
         return None
 
     def is_among_first(self, count: int, index: int) -> bool:
-        """Whether someone waits for a shard, or it is one of the first so many of the plan."""
-        return index in self._asked or index in self._planned[:count]
-
-    def missing(self) -> int:
-        """Return how many wanted shards are not local."""
-        return len(self._wanted() - self.present)
+        """Whether a shard is asked for or among the first `count` of the plan."""
+        return index in self._asked or index in self.planned[:count]
 
     def ready(self) -> int:
-        """Return how many shards of the plan are local, from the first one on."""
-        return sum(1 for _ in itertools.takewhile(self.present.__contains__, self._planned))
+        """Return how many shards of the plan are local, up to the first that is not."""
+        return sum(1 for _ in itertools.takewhile(self.present.__contains__, self.planned))
 
     def not_begun(self) -> int:
-        """Return how many of them nobody is bringing either."""
-        return len(self._wanted() - self.present - self.busy)
+        """Return how many wanted shards are neither local nor being fetched."""
+        return len(self._wanted - self.present - self.busy)
 
     def present_bytes(self) -> int:
-        """Return the bytes of the local shards and of those on their way."""
-        return sum(self._bytes_of(index) for index in self.present | self.busy)
+        """Return the bytes of the shards that are local or being fetched."""
+        return sum(map(self._bytes_of, self.present | self.busy))
 
     def evictable(self, *, bytes_wanted: int) -> list[int]:
-        """Return local shards, last wanted longest ago first, that free so many bytes or all."""
-        spare = self.present - self._wanted() - self.busy
+        """Return unwanted local shards, last wanted longest ago first, of about so many bytes."""
         chosen = []
+        spare = self.present - self._wanted - self.busy
         for index in sorted(spare, key=lambda i: (self._last_wanted.get(i, 0), i)):
             if bytes_wanted <= 0:
                 break
@@ -93,5 +105,158 @@ class FetchQueue:
             bytes_wanted -= self._bytes_of(index)
         return chosen
 
+    @property
+    def _asked(self) -> list[int]:
+        return [*sorted(self.asked_here), *sorted(self.asked_elsewhere - self.asked_here)]
+
+    @property
     def _wanted(self) -> set[int]:
-        return {*self._asked, *self._planned, *self._pinned}
+        return {*self.planned, *self.pinned, *self.asked_here, *self.asked_elsewhere}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FetchAhead:
+    """How far beyond the blocks in use shards are fetched, and the room for all of them.
+
+    Attributes:
+        shards: At least so many (`data.fetch_ahead_shards`), as far as there is room.
+        seconds: Or those of so much training (`data.fetch_ahead_seconds`), if that is more.
+        bytes: At most so many ahead (`data.fetch_ahead_gb`); None: no limit.
+        room_bytes: At most so many in all: `data.disk_limit_gb` less the pinned; None: no limit.
+    """
+
+    shards: int
+    seconds: float | None = None
+    bytes: int | None = None
+    room_bytes: int | None = None
+
+
+class ShardPlanner:
+    """Plans the cache for one stream, as reading and training move from block to block.
+
+    The ranks of a node share the cache, and the rank that fetches may read some steps ahead of the
+    others. No rank starts step s before all have the batches of step s - 1, so a block is kept
+    until training, not reading, has left it. Where small blocks follow one another and reading
+    would need more of them than there is room for, it waits for training.
+
+    Args:
+        stream: What is trained on.
+        cache: The local shards.
+        ahead: Limits.
+        step_windows: Windows of one step.
+        clock: Seconds from any origin; measures the pace of training.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        cache: ShardCache,
+        *,
+        ahead: FetchAhead,
+        step_windows: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._stream = stream
+        self._cache = cache
+        self._limits = ahead
+        self._ahead = ahead.shards
+        self._shards_per_step = step_windows * stream.shard_count / stream.windows_per_epoch
+        self._clock = clock
+        self._first_step: float | None = None  # it may have waited for its shards
+        self._oldest: int | None = None
+        self._steps_read = self._steps_taken = self._steps_trained = 0
+        self._moved_on = threading.Condition()
+        self._closed = False
+        self._fits: tuple[int, int] | None = None
+        self._planned_for: tuple[int, int, int] | None = None
+        self._planned: list[int] | None = None
+
+    def training_on(self, first_block: int) -> None:
+        """Note, in the training thread, the first block of the step to train on next."""
+        with self._moved_on:
+            self._oldest = first_block
+            self._steps_taken += 1
+            self._moved_on.notify_all()
+        if self._first_step is None:
+            self._first_step = self._clock()
+
+    def trained(self) -> None:
+        """Note, in the training thread, that the step is over and the next one is wanted."""
+        with self._moved_on:
+            self._steps_trained = self._steps_taken
+            self._moved_on.notify_all()
+
+    def close(self) -> None:
+        """End a reading thread that waits for training."""
+        with self._moved_on:
+            self._closed = True
+            self._moved_on.notify_all()
+
+    def reading(self, first_block: int, last_block: int) -> None:
+        """Plan, in the reading thread, for the step to read next; wait until there is room for it.
+
+        Raises:
+            ShardError: The blocks of this step alone exceed `data.disk_limit_gb`.
+            RuntimeError: The planner was closed.
+        """
+        if self._oldest is None:
+            self._oldest = first_block
+        with self._moved_on:
+            # A step with all the steps before it trained has the room to itself.
+            self._moved_on.wait_for(
+                lambda: (
+                    self._closed
+                    or self._has_room(first_block, last_block)
+                    or self._steps_trained == self._steps_read
+                )
+            )
+            if self._closed:
+                raise RuntimeError("a ShardPlanner was closed")
+            if not self._has_room(first_block, last_block):
+                self._oldest = first_block
+        self._steps_read += 1
+        oldest = self._oldest  # the training thread may change it at any time
+        self._ahead = max(self._ahead, self._shards_of_seconds())  # never fewer than before
+        planned_for = (oldest, last_block, self._ahead)
+        if planned_for != self._planned_for:
+            self._planned_for = planned_for
+            wanted = self._wanted(oldest, last_block)
+            if wanted != self._planned:
+                self._cache.plan(wanted)
+                self._planned = wanted
+
+    def _wanted(self, oldest: int, newest: int) -> list[int]:
+        """Return the shards of some blocks, even beyond the room, and those ahead that fit in."""
+        wanted = dict.fromkeys(self._stream.shards_between(oldest, newest))
+        most = min(len(wanted) + self._ahead, self._stream.shard_count)
+        in_use = sum(map(self._cache.local_bytes, wanted))
+        room, ahead = self._limits.room_bytes, self._limits.bytes
+        left = min(
+            math.inf if room is None else room - in_use, math.inf if ahead is None else ahead
+        )
+        later = self._stream.shards_after(newest)
+        while len(wanted) < most:
+            shard = next(shard for shard in later if shard not in wanted)
+            left -= self._cache.local_bytes(shard)
+            if left < 0:
+                break
+            wanted[shard] = None
+        return list(wanted)
+
+    def _has_room(self, first_block: int, last_block: int) -> bool:
+        oldest = first_block if self._oldest is None else self._oldest
+        if self._limits.room_bytes is None or (oldest, last_block) == self._fits:
+            return True
+        in_use = set(self._stream.shards_between(oldest, last_block))
+        if sum(map(self._cache.local_bytes, in_use)) > self._limits.room_bytes:
+            return False
+        self._fits = oldest, last_block
+        return True
+
+    def _shards_of_seconds(self) -> int:
+        """Return the shards that training uses in the seconds to fetch ahead; 0 when unknown."""
+        steps = self._steps_taken - 1
+        if self._limits.seconds is None or self._first_step is None or steps < 1:
+            return 0
+        pace = steps / max(self._clock() - self._first_step, 1e-9)
+        return math.ceil(pace * self._limits.seconds * self._shards_per_step)

@@ -1,4 +1,4 @@
-"""The threads that make shards local: one coordinator and several workers."""
+"""Fetch planned shards in the background: one coordinator thread and several workers."""
 
 from __future__ import annotations
 
@@ -10,48 +10,45 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
-from refocused.data.cache.fetch_heartbeat import FetcherFiles, FetcherState
+from refocused.data.cache.fetch_heartbeat import FetcherFiles, Heartbeat
 from refocused.data.cache.fetch_plan import FetchQueue
 from refocused.data.cache.local_shards import LocalShards
-from refocused.data.cache.shard_download import (
-    Arrival,
-    PassingError,
-    free_bytes,
-    progress_in,
-    require_space,
-)
-from refocused.data.cache.shared_jobs import SharedJobs
+from refocused.data.cache.shard_download import PassingError, ShardDownload
 from refocused.system.errors import RefocusedError, ShardError
 
 POLL_SECONDS = 0.2
-SIGN_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 ATTEMPTS = 2
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
-# The first so many shards of the plan come by ranges over all threads at once. The others come
-# whole, several beside each other, which costs fewer requests, until there is one for each thread
-# no longer: the last ones are divided, so that no thread is left without work before the end.
-HURRIED_SHARDS = 4
+# Split the first shards of the plan into ranges over all workers, so that training starts early.
+# Download the others whole, several at once (fewer requests), and split again when fewer shards
+# than workers are left.
+SPLIT_FIRST_SHARDS = 4
 
 _log = logging.getLogger(__name__)
 
 
 class Fetcher:
-    """Makes the planned shards local, in order, within the byte limit.
+    """Makes the shards of a queue local, in its order, within the byte limit.
 
-    It works only while it holds the folder's lock; a second one waits for the first to end. Its
-    failure is kept and told by `failure` here and by the state file to other processes.
+    It works only while it holds the folder's lock, and waits while another process does.
 
     Args:
         bucket: Where shards come from.
         local: Where they go.
-        files: How other processes are told and asked.
+        files: Shared with the processes that read.
+        queue: What is wanted; shared with the cache.
         limit_bytes: Most that the local shards may take; None: what is free but 5 % of the disk.
         threads: Downloads at once.
+
+    Attributes:
+        leads: Whether it holds the lock.
+        failure: Why it has given up; the heartbeat says it to other processes.
     """
 
     def __init__(
@@ -59,6 +56,7 @@ class Fetcher:
         bucket: Bucket,
         local: LocalShards,
         files: FetcherFiles,
+        queue: FetchQueue,
         *,
         limit_bytes: int | None,
         threads: int,
@@ -66,84 +64,30 @@ class Fetcher:
         self._bucket = bucket
         self._local = local
         self._files = files
+        self._queue = queue
+        self._changed = queue.changed
         self._limit_bytes = limit_bytes
+        self._workers = threads
         self._folder = local.folder / "incoming" / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._changed = threading.Condition()
-        self._signing = threading.Lock()
-        self._queue = FetchQueue(local.bytes)
-        self._shared: dict[int, SharedJobs] = {}
+        self._beating = threading.Lock()
+        self._shared: dict[int, ShardDownload] = {}
         self._beginning = False
-        self._ways = threads
         self._attempts: dict[int, int] = {}
-        self._asked_here: set[int] = set()
-        self._asked_elsewhere: set[int] = set()
-        self._leads = False
+        self._fetched = 0
+        self._trouble: str | None = None
         self._stopped = False
+        self.leads = False
         self.failure: RefocusedError | None = None
-        self.trouble: str | None = None
-        self.fetched = 0
         jobs = [("shard coordinator", self._coordinate), *[("shard fetch", self._work)] * threads]
         self._threads = [threading.Thread(target=job, name=name, daemon=True) for name, job in jobs]
-
-    def start(self) -> None:
-        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
-    @property
-    def leads(self) -> bool:
-        """Whether it holds the folder's lock."""
-        return self._leads
-
-    def plan(self, needed: Sequence[int]) -> None:
-        """Replace the shards to make and keep local, in order of use."""
-        with self._changed:
-            self._queue.plan(needed)
-            self._changed.notify_all()
-
-    def pin(self, indices: Iterable[int]) -> None:
-        """Add shards to make and keep local for good."""
-        with self._changed:
-            self._queue.pin(indices)
-            self._changed.notify_all()
-
-    def await_shard(self, index: int) -> None:
-        """Fetch a shard next: someone in this process waits for it."""
-        with self._changed:
-            if index not in self._asked_here:
-                self._asked_here.add(index)
-                self._renew_asked()
-
-    def received(self, index: int) -> None:
-        """Nobody in this process waits for a shard any longer."""
-        with self._changed:
-            self._asked_here.discard(index)
-            self._renew_asked()
-
-    def missing(self) -> int:
-        """Return how many wanted shards are not local yet."""
-        with self._changed:
-            return self._queue.missing()
-
-    def counts(self) -> tuple[int, int] | None:
-        """Return how many shards are local, and how many of the plan in a row from its first on.
-
-        None while another process fetches into the folder, or the folder was not yet read.
-        """
-        with self._changed:
-            return (len(self._queue.present), self._queue.ready()) if self._leads else None
-
-    def limit_bytes(self) -> int:
-        """Return the most that the local shards may take now."""
-        if self._limit_bytes is not None:
-            return self._limit_bytes
-        return self._local.total_bytes() + free_bytes(self._local.folder)
-
     def close(self) -> None:
-        """End the threads, give the lock back, and remove unfinished files.
+        """End the threads, release the lock, and remove unfinished files.
 
-        A download that does not end within 10 s is left to end by itself; it publishes nothing,
-        because its folder is gone.
+        A download that does not end within 10 s is left to itself; it publishes nothing, because
+        its folder is gone.
         """
         with self._changed:
             self._stopped = True
@@ -152,40 +96,36 @@ class Fetcher:
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._files.release_lock()
-        self._leads = False
+        self._files.lock.release()
+        self.leads = False
 
     def _coordinate(self) -> None:
-        """Take the lock, then sign and collect what was asked until the end."""
+        """Take the lock; then write heartbeats and collect requests until the end."""
         try:
             self._lead()
-            signed = 0.0
+            beaten = 0.0
             while not self._stopped:
-                self._collect()
-                if time.monotonic() - signed >= SIGN_SECONDS:
-                    self._sign()
-                    signed = time.monotonic()
+                self._collect_requests()
+                if time.monotonic() - beaten >= HEARTBEAT_SECONDS:
+                    self._beat()
+                    beaten = time.monotonic()
                 self._wait(POLL_SECONDS)
-        except Exception as error:  # a thread's edge: its owner is told
+        except Exception as error:  # a thread's edge: the cache raises it
             self._fail(error)
 
     def _lead(self) -> None:
         warned = False
-        while not self._stopped:
-            if self._files.take_lock():
-                self._begin()
-                return
+        while not self._stopped and not self._files.lock.acquire():
             if not warned:
                 _log.warning(
                     "%s: another process fetches into this folder; taking what it brings",
                     self._local.folder,
                 )
-                warned = True
+            warned = True
             self._wait(POLL_SECONDS)
-
-    def _begin(self) -> None:
-        incoming = self._folder.parent
-        shutil.rmtree(incoming, ignore_errors=True)  # what a killed fetcher left unfinished
+        if self._stopped:
+            return
+        shutil.rmtree(self._folder.parent, ignore_errors=True)  # left by a killed fetcher
         self._folder.mkdir(parents=True)
         indices = range(len(self._local.manifest.shards))
         present = {index for index in indices if self._local.row(index) is not None}
@@ -193,79 +133,57 @@ class Fetcher:
             self._local.remove(index)  # published in part, or read with other settings
         with self._changed:
             self._queue.present |= present
-            self._leads = True
+            self.leads = True
             self._changed.notify_all()
 
     def _wait(self, seconds: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._stopped, seconds)
 
-    def _collect(self) -> None:
-        asked = self._files.asked_for(now=time.time())
+    def _collect_requests(self) -> None:
+        requests = self._files.requests(now=time.time())
         with self._changed:
-            self._asked_elsewhere = set(asked)
-            for index in self._queue.present & (self._asked_here | self._asked_elsewhere):
-                if self._local.row(index) is None:  # it went behind the fetcher's back
-                    self._queue.present.discard(index)
+            queue = self._queue
+            queue.ask(elsewhere=requests)
+            for index in queue.present & (queue.asked_here | queue.asked_elsewhere):
+                if self._local.row(index) is None:  # removed by another process
+                    queue.present.discard(index)
                 else:
                     self._answer(index)
-            self._renew_asked()
+            self._changed.notify_all()
 
     def _answer(self, index: int) -> None:
-        """Take a request of another process for done; it asks again if it was too slow."""
-        if index in self._asked_elsewhere:
-            self._asked_elsewhere.discard(index)
+        """Take a request of another process for met; it asks again if it was too slow."""
+        if index in self._queue.asked_elsewhere:
+            self._queue.asked_elsewhere.discard(index)
             self._files.withdraw(index)
 
-    def _renew_asked(self) -> None:
-        self._queue.ask(sorted(self._asked_here) + sorted(self._asked_elsewhere - self._asked_here))
-        self._changed.notify_all()
-
-    def _sign(self) -> None:
-        state = FetcherState(
+    def _beat(self) -> None:
+        heartbeat = Heartbeat(
             pid=os.getpid(),
             time=time.time(),
-            progress=self.fetched + progress_in(self._folder),
+            progress=self._fetched + _bytes_below(self._folder),
             error=str(self.failure) if self.failure else None,
-            trouble=self.trouble,
+            trouble=self._trouble,
         )
-        # On a full disk nothing can be signed; those who wait see silence and give up by that.
-        with self._signing, contextlib.suppress(OSError):
-            self._files.write_state(state)
+        # On a full disk none can be written; those who wait notice the silence.
+        with self._beating, contextlib.suppress(OSError):
+            self._files.beat(heartbeat)
 
     def _work(self) -> None:
-        while (task := self._take()) is not None:
-            if isinstance(task, SharedJobs):
+        while (task := self._next_task()) is not None:
+            if isinstance(task, ShardDownload):
                 task.help()
             else:
-                self._bring(task)
+                self._fetch(task)
 
-    def _bring(self, index: int) -> None:
-        arrival = Arrival(self._bucket, self._local, index, self._folder)
-        try:
-            with self._others_waiting():
-                self._make_room(index)
-                jobs = self._share(arrival)
-            self._run(jobs, index)
-            arrival.finish()
-        except PassingError as error:
-            self._try_again(index, error)
-        except ShardError as error:
-            if self._attempts.get(index, 0) + 1 >= ATTEMPTS:
-                self._fail(error)
-            self._try_again(index, error)
-        except Exception as error:  # a thread's edge: its owner is told
-            self._fail(error)
-        else:
-            self._arrived(index)
-
-    def _take(self) -> SharedJobs | int | None:
-        """Wait for a shard to bring, or jobs of one to help with; None when it is time to end."""
+    def _next_task(self) -> ShardDownload | int | None:
+        """Wait for a shard to fetch, or a download to help with; None at the end."""
         with self._changed:
             while not self._stopped and self.failure is None:
-                shared = {index: jobs for index, jobs in self._shared.items() if jobs.open}
+                shared = {index: one for index, one in self._shared.items() if one.has_jobs}
                 index = None
-                if self._leads and not self._beginning:
+                if self.leads and not self._beginning:
                     index = self._queue.following(now=time.monotonic(), shared=shared)
                 if index in shared:
                     return shared[index]
@@ -273,77 +191,91 @@ class Fetcher:
                     self._queue.busy.add(index)
                     self._beginning = True  # the others wait for its jobs, or go on without them
                     return index
-                self._changed.wait(
-                    LONGEST_PAUSE_SECONDS
-                )  # the coordinator wakes it five times a second
+                self._changed.wait()  # the coordinator notifies five times a second
         return None
 
-    @contextlib.contextmanager
-    def _others_waiting(self) -> Iterator[None]:
-        """Begin a shard while no other is begun: its jobs come before those of later ones."""
+    def _fetch(self, index: int) -> None:
+        download = ShardDownload(
+            self._bucket, self._local, index, self._folder, changed=self._changed
+        )
         try:
-            yield
+            self._begin(download)
+            try:
+                download.run()
+            finally:
+                with self._changed:
+                    del self._shared[index]
+            download.finish()
+        except PassingError as error:
+            self._retry(index, error)
+        except ShardError as error:
+            if self._attempts.get(index, 0) + 1 >= ATTEMPTS:
+                self._fail(error)
+            self._retry(index, error)
+        except Exception as error:  # a thread's edge: the cache raises it
+            self._fail(error)
+        else:
+            with self._changed:
+                self._fetched += 1
+                self._trouble = None
+                self._attempts.pop(index, None)
+                self._queue.busy.discard(index)
+                self._queue.present.add(index)
+                self._answer(index)
+                self._changed.notify_all()
+
+    def _begin(self, download: ShardDownload) -> None:
+        """Make room, and share the download; meanwhile no other shard is begun."""
+        try:
+            self._make_room(download.index)
+            with self._changed:
+                hurried = self._queue.is_among_first(SPLIT_FIRST_SHARDS, download.index)
+                sharing = 1 if hurried else 1 + self._queue.not_begun()
+            download.begin(ranges=math.ceil(self._workers / sharing))
+            with self._changed:
+                self._shared[download.index] = download
         finally:
             with self._changed:
                 self._beginning = False
                 self._changed.notify_all()
 
-    def _share(self, arrival: Arrival) -> SharedJobs:
-        """Offer what brings the files of a shard to the threads that have nothing to do."""
-        with self._changed:
-            hurried = self._queue.is_among_first(HURRIED_SHARDS, arrival.index)
-            sharing = 1 if hurried else 1 + self._queue.not_begun()
-        work = arrival.jobs(ways=math.ceil(self._ways / sharing))
-        jobs = SharedJobs(work, changed=self._changed)
-        with self._changed:
-            self._shared[arrival.index] = jobs
-        return jobs
-
-    def _run(self, jobs: SharedJobs, index: int) -> None:
-        try:
-            jobs.run()
-        finally:
-            with self._changed:
-                del self._shared[index]
-
-    def _cancel(self, reason: RefocusedError) -> None:
-        for jobs in self._shared.values():
-            jobs.cancel(reason)
-        self._changed.notify_all()
-
     def _make_room(self, index: int) -> None:
-        """Evict what the limit and the disk ask for; the reservation is counted already."""
+        """Evict what the limit and the disk require; the shard itself is counted as busy.
+
+        Raises:
+            ShardError: The disk has no room for the download and the local form.
+        """
+        local, shard = self._local, self._local.manifest.shards[index]
+        needed = shard.size + local.bytes(index)
         with self._changed:
-            shard = self._local.manifest.shards[index]
-            over = self._queue.present_bytes() - self.limit_bytes()
-            short = shard.size + self._local.bytes(index) - free_bytes(self._local.folder)
+            limit = self._limit_bytes
+            if limit is None:
+                limit = local.total_bytes() + _free_bytes(local.folder)
+            over = self._queue.present_bytes() - limit
+            short = needed - _free_bytes(local.folder)
             for victim in self._queue.evictable(bytes_wanted=max(over, short)):
                 self._queue.present.discard(victim)
-                self._local.remove(victim)
-        require_space(self._local, index, free_bytes=free_bytes(self._local.folder))
+                local.remove(victim)
+        free = _free_bytes(local.folder)
+        if needed > free:
+            raise ShardError(
+                f"{shard.name}: {needed:,} bytes are needed below {local.folder} for the download "
+                f"and the local form, and {max(free, 0):,} are free. Free space there, set "
+                "data.cache to another disk, or lower data.disk_limit_gb."
+            )
 
-    def _arrived(self, index: int) -> None:
-        with self._changed:
-            self.fetched += 1
-            self.trouble = None
-            self._attempts.pop(index, None)
-            self._queue.busy.discard(index)
-            self._queue.present.add(index)
-            self._answer(index)
-            self._renew_asked()
-
-    def _try_again(self, index: int, error: RefocusedError) -> None:
+    def _retry(self, index: int, error: RefocusedError) -> None:
         with self._changed:
             count = self._attempts[index] = self._attempts.get(index, 0) + 1
             pause = min(FIRST_PAUSE_SECONDS * 2 ** (count - 1), LONGEST_PAUSE_SECONDS)
             self._queue.pause(index, until=time.monotonic() + pause)
             self._queue.busy.discard(index)
-            self.trouble = str(error)
+            self._trouble = str(error)
         if self.failure is None and not self._stopped:
-            _log.warning("%s Trying again in %.1f s.", error, pause)
+            _log.warning("%s Retrying in %.1f s.", error, pause)
 
     def _fail(self, error: Exception) -> None:
-        """Keep the first failure, and tell the other processes at once."""
+        """Keep the first failure, and report it to the other processes at once."""
         with self._changed:
             if self._stopped:
                 return
@@ -352,5 +284,26 @@ class Fetcher:
                 error = ShardError(f"The fetcher of {folder} failed: {error!r}. Start again.")
             self.failure = self.failure or error
             self._cancel(self.failure)
-        if self._leads:
-            self._sign()
+        if self.leads:
+            self._beat()
+
+    def _cancel(self, reason: RefocusedError) -> None:
+        for download in self._shared.values():
+            download.cancel(reason)
+        self._changed.notify_all()
+
+
+def _free_bytes(folder: Path) -> int:
+    """Return what may still be written on a folder's disk: what is free but 5 % of the disk."""
+    usage = shutil.disk_usage(folder)
+    return usage.free - usage.total // 20
+
+
+def _bytes_below(folder: Path) -> int:
+    """Return a number that changes when bytes arrive, also in the holes of a file."""
+    found = 0
+    for path in folder.glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # finished since it was listed
+            status = path.stat()
+            found += status.st_size + status.st_blocks
+    return found

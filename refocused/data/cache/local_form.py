@@ -1,8 +1,7 @@
-"""The one local form of tokens: a 1-D `.npy` of uint16 or uint32 that can be mapped."""
+"""The one local form of tokens: a 1-D `.npy` of uint16 or uint32, read by position."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -26,13 +25,12 @@ def local_dtype(shard: Shard, *, vocabulary: int) -> str:
 
 def local_bytes(shard: Shard, *, vocabulary: int) -> int:
     """Return the bytes that a shard takes on disk in its local form."""
-    return (
-        HEADER_BYTES + shard.tokens * np.dtype(local_dtype(shard, vocabulary=vocabulary)).itemsize
-    )
+    dtype = np.dtype(local_dtype(shard, vocabulary=vocabulary))
+    return HEADER_BYTES + shard.tokens * dtype.itemsize
 
 
 def check_vocabulary(shard: Shard, max_id: int, *, vocabulary: int) -> None:
-    """Refuse a shard whose ids the model has no embedding for.
+    """Refuse a shard whose largest id has no embedding in the model.
 
     Raises:
         ShardError: The largest id is not below `vocabulary`.
@@ -51,7 +49,7 @@ def write_local_form(
     """Turn downloaded files into the local form of one shard; return its largest id.
 
     A lone file that has the form already is moved, not copied; otherwise `sources` stay. `target`
-    may be left half written when this raises.
+    may be left half written on an error.
 
     Args:
         sources: The local copies of `shard.files`, in order.
@@ -61,36 +59,29 @@ def write_local_form(
         vocabulary: Ids that the model knows.
 
     Raises:
-        ShardError: A file is refused or corrupt, has another number of tokens than the manifest
-            says, is read in another way, or holds an id outside the vocabulary.
+        ShardError: A file is refused or corrupt, differs from the manifest in its number of tokens
+            or its reading, or holds an id outside the vocabulary.
     """
     dtype = np.dtype(local_dtype(shard, vocabulary=vocabulary)).newbyteorder("<")
     if len(sources) == 1:
         with sources[0].open("rb") as file:
             layout = _checked_layout(file, shard, data=data)
-            if _is_local_form(layout, dtype):
+            ids = layout.ids
+            if layout.kind == "npy" and len(ids.shape) == 1 and ids.dtype == dtype:
                 max_id = _copy(file, layout, None, shard=shard, vocabulary=vocabulary)
                 sources[0].replace(target)
                 return max_id
-    header = {"descr": dtype.str, "fortran_order": False, "shape": (shard.tokens,)}
-    max_id = 0
-    with target.open("wb") as local:
-        np.lib.format.write_array_header_1_0(local, header)
-        out = _Out(local, dtype)
+    max_ids = [0]
+    with target.open("wb") as out:
+        np.lib.format.write_array_header_1_0(
+            out, {"descr": dtype.str, "fortran_order": False, "shape": (shard.tokens,)}
+        )
         for source, part in zip(sources, shard.files, strict=True):
             with source.open("rb") as file:
                 layout = _checked_layout(file, part, data=data)
-                found = _copy(file, layout, out, shard=part, vocabulary=vocabulary)
-            max_id = max(max_id, found)
-    return max_id
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Out:
-    """Where ids go, and as what."""
-
-    file: BinaryIO
-    dtype: np.dtype[np.generic]
+                found = _copy(file, layout, out, shard=part, vocabulary=vocabulary, dtype=dtype)
+                max_ids.append(found)
+    return max(max_ids)
 
 
 def _checked_layout(file: BinaryIO, shard: Shard, *, data: DataConfig) -> TokenLayout:
@@ -106,14 +97,16 @@ def _checked_layout(file: BinaryIO, shard: Shard, *, data: DataConfig) -> TokenL
     return layout
 
 
-def _is_local_form(layout: TokenLayout, dtype: np.dtype[np.generic]) -> bool:
-    return layout.kind == "npy" and len(layout.ids.shape) == 1 and layout.ids.dtype == dtype
-
-
 def _copy(
-    file: BinaryIO, layout: TokenLayout, out: _Out | None, *, shard: Shard, vocabulary: int
+    file: BinaryIO,
+    layout: TokenLayout,
+    out: BinaryIO | None,
+    *,
+    shard: Shard,
+    vocabulary: int,
+    dtype: np.dtype[np.generic] | None = None,
 ) -> int:
-    """Write a file's ids, or only look at them; return the largest once all is checked."""
+    """Write a file's ids, if there is an `out`; return the largest once all are checked."""
     tokens, max_id = 0, 0
     for block in token_blocks(file, layout, name=shard.name):
         tokens += len(block)
@@ -123,7 +116,7 @@ def _copy(
             max_id = max(max_id, int(block.max()))
         if out is not None:
             # An id too large for the type wraps here; it is refused below.
-            out.file.write(block.astype(out.dtype, copy=False).data)
+            out.write(block.astype(dtype, copy=False).data)
     if tokens != shard.tokens:
         raise ShardError(
             f"{shard.name}: {tokens:,} tokens are in it, and the manifest says "

@@ -23,7 +23,10 @@ from refocused.system.atomic_files import replace_file, synchronize
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import parse_json_object
 
-Tokens = npt.NDArray[Any]
+FINGERPRINT_CHARACTERS = 16
+MOST_DAMAGES = 2  # of one shard, each repaired by fetching it again; more come from the machine
+
+_log = logging.getLogger(__name__)
 
 
 class TokenFile:
@@ -61,7 +64,7 @@ class TokenFile:
         if hasattr(self, "_descriptor"):
             os.close(self._descriptor)
 
-    def read_into(self, tokens: Tokens | memoryview, *, first: int) -> None:
+    def read_into(self, tokens: npt.NDArray[Any] | memoryview, *, first: int) -> None:
         """Fill `tokens`, of the file's type or the bytes of as many, from number `first` on.
 
         Raises:
@@ -84,18 +87,12 @@ class TokenFile:
             )
 
 
-FINGERPRINT_CHARACTERS = 16
-MOST_DAMAGES = 2  # of one shard, each mended by fetching it again; more come from the machine
-
-_log = logging.getLogger(__name__)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class LocalRow:
-    """What is known of one local file; written after it, so that it speaks of a whole file.
+    """What is known of one local file; written after it, so that the file is whole.
 
     Attributes:
-        source: What it came from, and the type that it has here.
+        source: Digest of what it came from, and of the type that it has here.
         size: Bytes of the local file.
         crc32c: Checksum of the local file.
         max_id: Largest id in it.
@@ -121,9 +118,9 @@ class LocalShards:
         self, cache: Path, *, manifest: Manifest, data: DataConfig, vocabulary: int
     ) -> None:
         self.manifest = manifest
+        self.vocabulary = vocabulary
         self._data = data
         self._data_of = {name: data.of_source(name) for name in data.mixture}
-        self.vocabulary = vocabulary
         # Two runs that read the same data differently must not take turns in one folder.
         wide = any(local_dtype(one, vocabulary=vocabulary) != "uint16" for one in manifest.shards)
         key = manifest.packing[:FINGERPRINT_CHARACTERS]
@@ -153,14 +150,13 @@ class LocalShards:
             size = self.path(index).stat().st_size
         except (FileNotFoundError, ValueError, TypeError):
             return None
-        is_same = row.source == self._source(index) and row.size == size
-        return row if is_same else None
+        return row if row.source == self._source(index) and row.size == size else None
 
     def publish(self, index: int, file: Path, *, max_id: int) -> None:
         """Move a finished file to its place for good, then write its row.
 
-        The row is the last thing done, for it lets others open the file. It is not flushed: where a
-        power cut empties it, the file counts as not local.
+        The row comes last, for it lets others open the file. It is not flushed: where a power cut
+        empties it, the file counts as not local.
         """
         synchronize(file)
         row = LocalRow(self._source(index), file.stat().st_size, crc32c_of(file), max_id)
@@ -177,13 +173,13 @@ class LocalShards:
         self.path(index).unlink(missing_ok=True)
 
     def open(self, index: int) -> TokenFile | None:
-        """Open a shard for reading, or return None when it is not local.
+        """Open a shard for reading; return None if it is not local.
 
-        This process's first opening of a file compares all of it with the checksum of its row. A
+        The first time in this process, the whole file is compared with the checksum of its row. A
         damaged file is removed, so that it is fetched again.
 
         Raises:
-            ShardError: It holds an id outside the vocabulary, or was damaged again and again.
+            ShardError: It holds an id outside the vocabulary, or was damaged repeatedly.
         """
         row = self.row(index)
         if row is None:
@@ -198,7 +194,6 @@ class LocalShards:
         return None
 
     def _is_intact(self, index: int, row: LocalRow) -> bool:
-        """Whether a local file has its checksum; where it has not, remove it."""
         path = self.path(index)
         version = _version(path)
         if self._verified.get(index) == version:
@@ -228,10 +223,8 @@ class LocalShards:
 
     def total_bytes(self) -> int:
         """Return the bytes of all local files, whole or not."""
-        found = 0
-        for folder, _, files in os.walk(self.folder / "shards"):
-            found += sum(Path(folder, f).stat().st_size for f in files if f.endswith(".npy"))
-        return found
+        files = (self.folder / "shards").rglob("*.npy")
+        return sum(file.stat().st_size for file in files)
 
     def _row_path(self, index: int) -> Path:
         path = self.path(index)

@@ -1,221 +1,228 @@
-"""One shard's way from the bucket to a finished local file; each failure says if it may pass."""
+"""Bring one shard from the bucket into its local form; each failure says whether it may pass."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-import shutil
+import threading
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from refocused.bucket.bucket import Bucket, crc32c_of
 from refocused.data.cache.local_form import write_local_form
 from refocused.data.cache.local_shards import LocalShards
-from refocused.data.cache.shared_jobs import Job
 from refocused.data.manifest.shard_manifest import Shard
 from refocused.system.atomic_files import begin_write_back
 from refocused.system.errors import BucketError, ShardError
 
-SMALLEST_RANGE_BYTES = 1 << 20  # below this, the latency of a request costs most of its time
+SMALLEST_RANGE_BYTES = 1 << 20  # below this, the latency of a request is most of its time
 LARGEST_RANGE_BYTES = 1 << 23
 
 
 class PassingError(BucketError):
-    """The bucket cannot be reached now; the same request may work later."""
+    """The bucket cannot be reached now; the same request may succeed later."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Arrival:
-    """A shard on its way.
+class ShardDownload:
+    """The download of one shard: its owner calls `begin`, `run`, `finish`; others may `help`.
 
-    Attributes:
+    Args:
         bucket: Where it comes from.
         local: Where it goes.
         index: Which one.
         folder: Existing folder for unfinished files, on the same disk.
+        changed: Guards the jobs, and is notified when one ends.
     """
 
-    bucket: Bucket
-    local: LocalShards
-    index: int
-    folder: Path
+    def __init__(
+        self,
+        bucket: Bucket,
+        local: LocalShards,
+        index: int,
+        folder: Path,
+        *,
+        changed: threading.Condition,
+    ) -> None:
+        self.index = index
+        self._bucket = bucket
+        self._local = local
+        self._shard = local.manifest.shards[index]
+        self._folder = folder
+        self._paths = [folder / f"{index}.{i}.object" for i in range(len(self._shard.files))]
+        self._ranged = folder / f"{index}.ranges"
+        self._changed = changed
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._running = 0
+        self._failure: Exception | None = None
 
     @property
-    def shard(self) -> Shard:
-        """What the manifest says of it."""
-        return self.local.manifest.shards[self.index]
+    def has_jobs(self) -> bool:
+        """Whether a job is left to help with."""
+        return bool(self._jobs)
 
-    def jobs(self, *, ways: int) -> list[Job]:
-        """Return what brings its files, in any order and at once.
+    def begin(self, *, ranges: int) -> None:
+        """Divide the work into jobs, for any thread and in any order.
 
-        A file that an earlier attempt brought is not brought again.
+        A file that an earlier attempt brought is not downloaded again.
 
         Args:
-            ways: Ranges that a large lone file is divided into, so that as many threads can
-                bring it; 1: it comes whole.
+            ranges: Into how many a large lone file is split; 1: it comes whole.
         """
-        files = self.shard.files
-        divisible = len(files) == 1 and self.shard.crc32c is not None
-        if divisible and ways > 1 and self.shard.size >= 2 * SMALLEST_RANGE_BYTES:
-            return self._ranges(ways)
-        return [
-            functools.partial(_download, self.bucket, file, path)
-            for file, path in zip(files, self._paths(), strict=True)
-            if not path.exists() and self._in_place(file) is None
-        ]
+        shard = self._shard
+        files, size = shard.files, shard.size
+        divisible = len(files) == 1 and shard.crc32c is not None
+        if divisible and ranges > 1 and size >= 2 * SMALLEST_RANGE_BYTES:
+            length = min(max(-(-size // ranges), SMALLEST_RANGE_BYTES), LARGEST_RANGE_BYTES)
+            with self._ranged.open("wb") as file:
+                file.truncate(size)
+            for start in range(0, size, length):
+                here = min(length, size - start)
+                self._jobs.append(functools.partial(self._download_range, start, here))
+            return
+        for one, path in zip(files, self._paths, strict=True):
+            if not path.exists() and self._in_place(one) is None:
+                self._jobs.append(functools.partial(self._download, one, path))
+
+    def help(self) -> bool:
+        """Do the next job, if there is one; the owner gets its failure."""
+        with self._changed:
+            if not self._jobs:
+                return False
+            job = self._jobs.popleft()
+            self._running += 1
+        failure = None
+        try:
+            job()
+        except Exception as error:  # a thread's edge: `run` raises it
+            failure = error
+        with self._changed:
+            self._running -= 1
+            if failure is not None:
+                self._jobs.clear()
+                self._failure = self._failure or failure
+            self._changed.notify_all()
+        return True
+
+    def run(self) -> None:
+        """Do jobs until none is left or running.
+
+        Raises:
+            Exception: The first failure of a job, or the reason of `cancel`.
+        """
+        while self.help():
+            pass
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running)
+        if self._failure is not None:
+            raise self._failure
+
+    def cancel(self, reason: Exception) -> None:
+        """Drop the jobs that are not begun, if there are any."""
+        if self._jobs:
+            self._jobs.clear()
+            self._failure = self._failure or reason
 
     def finish(self) -> None:
-        """Turn what was brought into the local form, and publish it.
+        """Write and publish the local form.
 
         Raises:
             PassingError: The bucket cannot be reached now.
             ShardError: The object is gone, has changed, is corrupt, or does not fit the run.
         """
-        shard, paths = self.shard, self._paths()
-        finished = self.folder / f"{self.index}.npy"
+        finished = self._folder / f"{self.index}.npy"
         if self._ranged.exists():
-            self._join(paths[0])
+            self._join_ranges()
         sources = self._sources()
         try:
             max_id = write_local_form(
                 sources,
                 finished,
-                shard=shard,
-                data=self.local.data(self.index),
-                vocabulary=self.local.vocabulary,
+                shard=self._shard,
+                data=self._local.data(self.index),
+                vocabulary=self._local.vocabulary,
             )
             if self._sources() != sources:
-                _explain(self.bucket, shard, BucketError("it changed while it was read."))
-            for path in paths:  # nothing that may wait for the disk comes after the publishing
+                self._explain(self._shard, BucketError("it changed while it was read."))
+            for path in self._paths:  # nothing that may wait for the disk follows the publishing
                 path.unlink(missing_ok=True)
-            self.local.publish(self.index, finished, max_id=max_id)
+            self._local.publish(self.index, finished, max_id=max_id)
         except OSError as error:
             raise ShardError(
-                f"{shard.name}: {error} while it was written below {self.local.folder}. Free "
-                "space there, or set data.cache to another disk."
+                f"{self._shard.name}: {error} while it was written below {self._local.folder}. "
+                "Free space there, or set data.cache to another disk."
             ) from None
         finally:
-            for path in (finished, *paths):
+            for path in (finished, *self._paths):
                 path.unlink(missing_ok=True)
 
-    def _paths(self) -> list[Path]:
-        count = len(self.shard.files)
-        return [self.folder / f"{self.index}.{part}.object" for part in range(count)]
-
     def _sources(self) -> list[Path]:
-        """Return the shard's files: what was brought, else what is read in place."""
+        """Return the shard's files: those downloaded, or those read in place."""
         return [
             path if path.exists() else self._in_place(file) or path
-            for file, path in zip(self.shard.files, self._paths(), strict=True)
+            for file, path in zip(self._shard.files, self._paths, strict=True)
         ]
 
     def _in_place(self, file: Shard) -> Path | None:
-        """Return a file of this machine that is converted from where it lies, if it is one.
+        """Return a file of this machine that is converted where it lies.
 
-        A `.npy` may have the local form already: its copy is then all that is made, and is moved.
+        A `.npy` may have the local form already: then its copy is moved, not converted.
         """
-        return None if file.name.endswith(".npy") else self.bucket.local_file(file.blob)
+        return None if file.name.endswith(".npy") else self._bucket.local_file(file.blob)
 
-    @property
-    def _ranged(self) -> Path:
-        return self.folder / f"{self.index}.ranges"
-
-    def _ranges(self, ways: int) -> list[Job]:
-        size = self.shard.size
-        length = min(max(-(-size // ways), SMALLEST_RANGE_BYTES), LARGEST_RANGE_BYTES)
-        with self._ranged.open("wb") as file:
-            file.truncate(size)
-        return [
-            functools.partial(self._read_range, start, min(length, size - start))
-            for start in range(0, size, length)
-        ]
-
-    def _read_range(self, start: int, length: int) -> None:
+    def _download_range(self, start: int, length: int) -> None:
         try:
-            content = self.bucket.read(self.shard.name, start=start, length=length)
+            content = self._bucket.read(self._shard.name, start=start, length=length)
         except BucketError as error:
-            _explain(self.bucket, self.shard, error)
+            self._explain(self._shard, error)
         with self._ranged.open("r+b") as file:
             file.seek(start)
             file.write(content)
             file.flush()
             begin_write_back(file.fileno(), start, len(content))
 
-    def _join(self, path: Path) -> None:
-        """Take the ranges for the object when they have its checksum; otherwise fetch it whole.
+    def _join_ranges(self) -> None:
+        """Take the ranges for the object if they have its checksum; otherwise download it whole.
 
-        No range is checked by itself, and each may be of another version of the object.
+        No range is verified by itself, and each may be of another version of the object.
         """
-        if crc32c_of(self._ranged) == self.shard.crc32c:
-            self._ranged.replace(path)
-            return
-        self._ranged.unlink()
-        _download(self.bucket, self.shard, path)
+        if crc32c_of(self._ranged) == self._shard.crc32c:
+            self._ranged.replace(self._paths[0])
+        else:
+            self._ranged.unlink()
+            self._download(self._shard, self._paths[0])
 
+    def _download(self, file: Shard, target: Path) -> None:
+        try:
+            self._bucket.download(file.blob, target)
+        except BucketError as error:
+            self._explain(file, error)
+        size = target.stat().st_size
+        if size != file.size:
+            raise ShardError(
+                f"{file.name}: {size:,} bytes arrived where the listing promised {file.size:,}. "
+                "Start again to list the bucket anew, or put its name in data.skip."
+            )
 
-def require_space(local: LocalShards, index: int, *, free_bytes: int) -> None:
-    """Refuse a fetch that the disk has no room for.
-
-    Raises:
-        ShardError: The download and the local form do not fit into `free_bytes`.
-    """
-    shard = local.manifest.shards[index]
-    needed = shard.size + local.bytes(index)
-    if needed > free_bytes:
+    def _explain(self, file: Shard, error: BucketError) -> NoReturn:
+        """Tell an object that is gone, changed or corrupt from a bucket that is out of reach."""
+        url = self._bucket.url
+        try:
+            now = self._bucket.info(file.name)
+        except BucketError:
+            raise PassingError(str(error)) from None
+        if now is None:
+            raise ShardError(
+                f"{file.name}: the object is gone from {url}. Upload it again, or put its name in "
+                "data.skip."
+            ) from None
+        known = now.crc32c is not None and file.crc32c is not None
+        if now.size != file.size or (known and now.crc32c != file.crc32c):
+            raise ShardError(
+                f"{file.name}: the object in {url} changed since it was listed: {now.size:,} "
+                f"bytes, not {file.size:,}, or other content. Start again to list the bucket anew."
+            ) from None
         raise ShardError(
-            f"{shard.name}: {needed:,} bytes are needed below {local.folder} for the download and "
-            f"the local form, and {max(free_bytes, 0):,} are free. Free space there, set "
-            "data.cache to another disk, or lower data.disk_limit_gb."
-        )
-
-
-def free_bytes(folder: Path) -> int:
-    """Return what may still be written on a folder's disk: what is free but 5 % of the disk."""
-    usage = shutil.disk_usage(folder)
-    return usage.free - usage.total // 20
-
-
-def progress_in(folder: Path) -> int:
-    """Return a number that changes when bytes arrive, into holes of a file too."""
-    found = 0
-    for path in folder.glob("*"):
-        with contextlib.suppress(FileNotFoundError):  # finished since it was listed
-            status = path.stat()
-            found += status.st_size + status.st_blocks
-    return found
-
-
-def _download(bucket: Bucket, shard: Shard, target: Path) -> None:
-    try:
-        bucket.download(shard.blob, target)
-    except BucketError as error:
-        _explain(bucket, shard, error)
-    size = target.stat().st_size
-    if size != shard.size:
-        raise ShardError(
-            f"{shard.name}: {size:,} bytes arrived where the listing promised {shard.size:,}. "
-            "Start again to list the bucket anew, or put its name in data.skip."
-        )
-
-
-def _explain(bucket: Bucket, shard: Shard, error: BucketError) -> None:
-    """Tell an object that is gone, changed or corrupt from a bucket that is out of reach."""
-    try:
-        now = bucket.info(shard.name)
-    except BucketError:
-        raise PassingError(str(error)) from None
-    if now is None:
-        raise ShardError(
-            f"{shard.name}: the object is gone from {bucket.url}. Upload it again, or put its name "
-            "in data.skip."
+            f"{file.name}: it cannot be read whole from {url}: {error} "
+            "If the object itself is corrupt, upload it again or put its name in data.skip."
         ) from None
-    known = now.crc32c is not None and shard.crc32c is not None
-    if now.size != shard.size or (known and now.crc32c != shard.crc32c):
-        raise ShardError(
-            f"{shard.name}: the object in {bucket.url} changed since it was listed: {now.size:,} "
-            f"bytes, not {shard.size:,}, or other content. Start again to list the bucket anew."
-        ) from None
-    raise ShardError(
-        f"{shard.name}: it cannot be read whole from {bucket.url}: {error} "
-        "If the object itself is corrupt, upload it again or put its name in data.skip."
-    ) from None

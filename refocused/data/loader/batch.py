@@ -54,18 +54,13 @@ class Batch:
         parts = []
         for shard in np.unique(self.shards).tolist():
             windows = sorted(self.windows[self.shards == shard].tolist())
+            runs = []
+            for _, group in itertools.groupby(enumerate(windows), lambda pair: pair[1] - pair[0]):
+                run = [window for _, window in group]
+                runs.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
             noun = "window" if len(windows) == 1 else "windows"
-            parts.append(f"{self.names[shard]} {noun} {_runs(windows)}")
+            parts.append(f"{self.names[shard]} {noun} {', '.join(runs)}")
         return "; ".join(parts)
-
-
-def _runs(numbers: Sequence[int]) -> str:
-    """Write sorted numbers with runs of neighbours drawn together: `17, 90-92`."""
-    runs = []
-    for _, group in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        run = [number for _, number in group]
-        runs.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
-    return ", ".join(runs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -94,15 +89,11 @@ class Passes:
         """Return each pass; views of all are made in one call, which is much of their cost."""
         labels = self.tokens[..., 1:] if self.masked_labels is None else self.masked_labels
         counted: Sequence[int | None] = self.counted_labels or [None] * len(self.shards)
+        inputs = self.tokens[..., :-1].unbind()
         return [
-            Batch(inputs, labels, shards, windows, self.names, counted_labels=count)
-            for inputs, labels, shards, windows, count in zip(
-                self.tokens[..., :-1].unbind(),
-                labels.unbind(),
-                self.shards,
-                self.windows,
-                counted,
-                strict=True,
+            Batch(one, its_labels, shards, windows, self.names, counted_labels=count)
+            for one, its_labels, shards, windows, count in zip(
+                inputs, labels.unbind(), self.shards, self.windows, counted, strict=True
             )
         ]
 
@@ -113,7 +104,6 @@ class BatchReader:
     Args:
         cache: Gives the local shards.
         sequence_length: Tokens a window trains on.
-        names: Names of all shards of the manifest.
         pin: Make page-locked tensors, from which a copy to a GPU runs beside the computation.
         document_id: Id that begins each document and is no label, so that nothing is learned
             across a border; None: every token is a label.
@@ -124,16 +114,16 @@ class BatchReader:
         cache: ShardCache,
         *,
         sequence_length: int,
-        names: Sequence[str],
-        pin: bool,
+        pin: bool = False,
         document_id: int | None = None,
     ) -> None:
         self._cache = cache
         self._sequence_length = sequence_length
-        self._names = names
         self._pin = pin
         self._document_id = document_id
-        self._stages: dict[np.dtype[Any], _Stage] = {}
+        # By type: memory for rows as they are stored, kept from one read to the next, and views of
+        # the rows, which would cost 1 us a batch if made anew.
+        self._stages: dict[np.dtype[Any], tuple[NDArray[Any], list[memoryview]]] = {}
 
     def read(self, shards: NDArray[np.int64], windows: NDArray[np.int64], *, micro: int) -> Passes:
         """Read passes; their rows beyond the given windows are zeros with ignored labels.
@@ -157,13 +147,16 @@ class BatchReader:
             into[:, rows:] = 0
             for own, of_shards, of_windows in zip(into, shards, windows, strict=True):
                 self._fill(own[:rows], of_shards, of_windows)
-        masked_labels = self._masked_labels(tokens, rows=rows)
-        counted_labels = None
-        if self._document_id is not None:
-            assert masked_labels is not None  # these documents mask it
-            counted = np.count_nonzero(masked_labels.numpy() != IGNORED_LABEL, axis=(1, 2))
-            counted_labels = counted.tolist()
-        return Passes(tokens, masked_labels, shards, windows, self._names, counted_labels)
+        masked = counted = None
+        if self._document_id is not None or rows < micro:
+            masked = self._empty(passes, micro, self._sequence_length)
+            labels = masked.numpy()
+            labels[:] = into[..., 1:]
+            labels[:, rows:] = IGNORED_LABEL
+            if self._document_id is not None:
+                labels[labels == self._document_id] = IGNORED_LABEL
+                counted = np.count_nonzero(labels != IGNORED_LABEL, axis=(1, 2)).tolist()
+        return Passes(tokens, masked, shards, windows, self._cache.names, counted)
 
     def _fill(
         self, into: NDArray[np.int64], shards: NDArray[np.int64], windows: NDArray[np.int64]
@@ -181,54 +174,29 @@ class BatchReader:
         firsts = (windows * self._sequence_length).tolist()
         for kind in {file.dtype for file in files}:
             rows = [row for row, file in enumerate(files) if file.dtype == kind]
-            stage = self._stage(kind, rows=len(rows))
-            for row, tokens in zip(rows, stage.rows, strict=False):
+            stage, views = self._stage(kind, rows=len(rows))
+            for row, tokens in zip(rows, views, strict=False):
                 files[row].read_into(tokens, first=firsts[row])
-            if stage.tokens[: len(rows)].max() >= self._cache.vocabulary:
-                at = int((stage.tokens[: len(rows)] >= self._cache.vocabulary).any(1).argmax())
-                raise self._unknown_id(stage.tokens[at], shards[rows[at]], int(windows[rows[at]]))
+            staged = stage[: len(rows)]
+            if staged.max() >= self._cache.vocabulary:
+                at = int((staged >= self._cache.vocabulary).any(1).argmax())
+                name, window = self._cache.names[shards[rows[at]]], int(windows[rows[at]])
+                raise ShardError(
+                    f"{name} window {window}: the id {int(staged[at].max()):,} was read from the "
+                    f"local copy, and the model's vocabulary ends at "
+                    f"{self._cache.vocabulary - 1:,}. The copy has changed since it was verified: "
+                    "check the disk of data.cache and the machine's memory, and start again, which "
+                    "verifies it and fetches it anew."
+                )
             # One type in all shards is the rule, and a slice is filled faster than a list of rows.
-            into[slice(None) if len(rows) == len(files) else rows] = stage.tokens[: len(rows)]
+            into[slice(None) if len(rows) == len(files) else rows] = staged
 
-    def _unknown_id(self, tokens: NDArray[Any], shard: int, window: int) -> ShardError:
-        return ShardError(
-            f"{self._names[shard]} window {window}: the id {int(tokens.max()):,} was read from the "
-            f"local copy, and the model's vocabulary ends at {self._cache.vocabulary - 1:,}. The "
-            "copy has changed since it was verified: check the disk of data.cache and the "
-            "machine's memory, and start again, which verifies it and fetches it anew."
-        )
-
-    def _masked_labels(self, tokens: torch.Tensor, *, rows: int) -> torch.Tensor | None:
-        """Return the labels in memory of their own where not every one of them counts."""
-        passes, micro, _ = tokens.shape
-        if self._document_id is None and rows == micro:
-            return None
-        masked = self._empty(passes, micro, self._sequence_length)
-        labels = masked.numpy()
-        labels[:] = tokens[..., 1:].numpy()
-        labels[:, rows:] = IGNORED_LABEL
-        if self._document_id is not None:
-            labels[labels == self._document_id] = IGNORED_LABEL
-        return masked
+    def _stage(self, kind: np.dtype[Any], *, rows: int) -> tuple[NDArray[Any], list[memoryview]]:
+        stage = self._stages.get(kind)
+        if stage is None or len(stage[0]) < rows:
+            tokens = np.empty((rows, self._sequence_length + 1), kind)
+            stage = self._stages[kind] = tokens, [memoryview(row) for row in tokens]
+        return stage
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int64, pin_memory=self._pin)
-
-    def _stage(self, kind: np.dtype[Any], *, rows: int) -> _Stage:
-        stage = self._stages.get(kind)
-        if stage is None or len(stage.rows) < rows:
-            stage = self._stages[kind] = _Stage(kind, rows=rows, length=self._sequence_length + 1)
-        return stage
-
-
-class _Stage:
-    """Memory for rows as they are stored, kept from one read to the next.
-
-    Attributes:
-        tokens: Shape [rows, sequence_length + 1].
-        rows: The bytes of each row.
-    """
-
-    def __init__(self, kind: np.dtype[Any], *, rows: int, length: int) -> None:
-        self.tokens = np.empty((rows, length), kind)
-        self.rows = [memoryview(row) for row in self.tokens]  # made anew they cost 1 us a batch

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from refocused.config.batch_plan import BatchPlan
-from refocused.data.cache.steps import Pace, ShardPlanner, StepWindows, steps_from
+from refocused.data.cache.fetch_plan import FetchAhead, ShardPlanner
 from refocused.data.loader.batch import Batch, BatchReader
 from refocused.data.loader.prefetch import Copies, DeviceCopier, ReadAhead
 from refocused.data.order.mixture_order import Mixture
@@ -20,90 +23,127 @@ if TYPE_CHECKING:
     from refocused.data.cache.cache import ShardCache
 
 STEPS_READY = 2  # one being copied to the device, one behind it; reading is far faster than a step
+# Of one rank, located together: numpy's cost per call is shared, and the first waits for 2 ms.
+WINDOWS_AT_ONCE = 4096
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class StepWindows:
+    """One optimizer step as one rank sees it.
+
+    Attributes:
+        shards: Shape [accumulation, micro]: index of the shard of each of the rank's windows.
+        windows: Same shape: index of each window in its shard.
+        first_block: Block of the stream that holds the first window of the step, of any rank.
+        last_block: Block that holds the last one.
+        after: Position when the step is done.
+    """
+
+    shards: NDArray[np.int64]
+    windows: NDArray[np.int64]
+    first_block: int
+    last_block: int
+    after: Position
+
+
+def steps_from(
+    stream: Stream, position: Position, *, plan: BatchPlan, rank: int
+) -> Iterator[StepWindows]:
+    """Yield one rank's share of the steps from a position on, without end.
+
+    A step takes the next `plan.windows` windows of the stream, without those of skipped shards, and
+    deals them out in the order accumulation, rank, row. So the windows of a step depend on their
+    number alone, not on how many ranks or passes share them.
+    """
+    share = np.arange(plan.windows).reshape(plan.accumulation, plan.world_size, plan.micro)[:, rank]
+    # About one epoch at most: tiny data would have to lay out hundreds of them for the first step.
+    most = min(WINDOWS_AT_ONCE // share.size, stream.windows_per_epoch // plan.windows)
+    start = stream.number_of(position)
+    for numbers in _numbers_from(stream, start, steps=max(1, most), windows=plan.windows):
+        located = stream.locate_in_stream(numbers[:, share])
+        blocks = stream.blocks_in_stream(numbers[:, [0, -1]]).tolist()
+        for number, (first_block, last_block) in enumerate(blocks):
+            yield StepWindows(
+                shards=located.shards[number],
+                windows=located.windows[number],
+                first_block=first_block,
+                last_block=last_block,
+                after=stream.position_at(int(numbers[number, -1]) + 1),
+            )
+
+
+def _numbers_from(
+    stream: Stream, start: int, *, steps: int, windows: int
+) -> Iterator[NDArray[np.int64]]:
+    """Yield the numbers of the windows of so many steps, shape [steps, windows], without end."""
+    skipped, kept = np.array(sorted(stream.skipped), dtype=np.int64), np.empty(0, dtype=np.int64)
+    while True:
+        numbers = start + np.arange(steps * windows)
+        start += steps * windows
+        if skipped.size:
+            numbers = numbers[~np.isin(stream.locate_in_stream(numbers).shards, skipped)]
+        kept = np.concatenate([kept, numbers])
+        if len(kept) >= steps * windows:
+            yield kept[: steps * windows].reshape(steps, windows)
+            kept = kept[steps * windows :]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Loader:
-    """Gives one rank its batches from any position of the stream on.
+    """Gives one rank its batches, from any position of the stream on.
 
-    Args:
+    Attributes:
         order: The order of training.
         cache: The node's shards.
         plan: The batch of one step.
         rank: This rank, below `plan.world_size`.
-        names: Names of all shards of the manifest, for messages.
+        ahead: How far ahead shards are fetched.
         pin: Make page-locked tensors; needs a GPU.
         document_id: Id that begins each document, where they are masked.
-        copier: Brings batches to the GPU ahead of their use; None: they stay where they are read.
-        ahead: Shards fetched beyond the block in use (`data.fetch_ahead_shards`).
-        room_bytes: Most that the shards of training may take on disk: `data.disk_limit_gb` less
-            the pinned shards; None: no limit.
-        ahead_seconds: Time of training whose shards are fetched ahead when that is more than
-            `ahead` (`data.fetch_ahead_seconds`); None: time is not looked at.
-        ahead_bytes: Most that the shards ahead may take (`data.fetch_ahead_gb`); None: no limit.
+        copier: Copies batches to the GPU ahead of their use; None: they stay where they are read.
         clock: Seconds from any origin; measures waiting.
     """
 
-    def __init__(
-        self,
-        order: Order | Mixture,
-        cache: ShardCache,
-        *,
-        plan: BatchPlan,
-        rank: int,
-        names: Sequence[str],
-        pin: bool,
-        ahead: int,
-        room_bytes: int | None,
-        ahead_seconds: float | None = None,
-        ahead_bytes: int | None = None,
-        document_id: int | None = None,
-        copier: DeviceCopier | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._order = order
-        self._cache = cache
-        self._plan = plan
-        self._rank = rank
-        self._names = names
-        self._pin = pin
-        self._ahead = ahead
-        self._room_bytes = room_bytes
-        self._ahead_seconds = ahead_seconds
-        self._ahead_bytes = ahead_bytes
-        self._document_id = document_id
-        self._copier = copier
-        self._clock = clock
+    order: Order | Mixture
+    cache: ShardCache
+    plan: BatchPlan
+    rank: int
+    ahead: FetchAhead
+    pin: bool = False
+    document_id: int | None = None
+    copier: DeviceCopier | None = None
+    clock: Callable[[], float] = time.perf_counter
 
     def batches_from(self, position: Position) -> BatchStream:
         """Start reading at a position; close the stream when it is no longer used."""
-        order = self._order.stream_from(position)
-        return BatchStream(
-            steps_from(order, position, plan=self._plan, rank=self._rank),
-            reader=BatchReader(
-                self._cache,
-                sequence_length=self._plan.sequence_length,
-                names=self._names,
-                pin=self._pin,
-                document_id=self._document_id,
-            ),
-            planner=self._planner(order),
-            # A resume over fewer windows may stand beyond the end of an epoch.
-            position=order.position_at(order.number_of(position)),
-            copier=self._copier,
-            clock=self._clock,
+        return BatchStream(self, position)
+
+    def reader(self) -> BatchReader:
+        """Return what reads this loader's batches out of the cache."""
+        return BatchReader(
+            self.cache,
+            sequence_length=self.plan.sequence_length,
+            pin=self.pin,
+            document_id=self.document_id,
         )
 
-    def _planner(self, order: Stream) -> ShardPlanner:
-        windows_per_shard = order.windows_per_epoch / order.shard_count
-        return ShardPlanner(
-            order,
-            self._cache,
-            ahead=self._ahead,
-            room_bytes=self._room_bytes,
-            ahead_seconds=self._ahead_seconds,
-            ahead_bytes=self._ahead_bytes,
-            pace=Pace(shards_per_step=self._plan.windows / windows_per_shard, clock=self._clock),
-        )
+    def validation_batches(
+        self, chosen: ValidationWindows, *, source: str | None = None
+    ) -> Iterator[Batch]:
+        """Yield this rank's share of the validation windows.
+
+        Every rank yields equally many batches, because under ZeRO-3 each pass gathers parameters
+        from all ranks. Rows that are missing at the end have input 0 and ignored labels; a whole
+        batch of them is possible, so losses must be summed and counted, not averaged by batch.
+
+        Raises:
+            ShardError: A shard does not become local.
+        """
+        reader, micro = self.reader(), self.plan.micro
+        for start in range(0, len(chosen.windows), micro * self.plan.world_size):
+            rows = slice(start + self.rank * micro, start + (self.rank + 1) * micro)
+            one = reader.read(chosen.shards[None, rows], chosen.windows[None, rows], micro=micro)
+            yield dataclasses.replace(one.batches()[0], source=source)
 
 
 class BatchStream:
@@ -114,25 +154,26 @@ class BatchStream:
         wait_seconds: Time that `next_step` has waited for batches, in all.
     """
 
-    def __init__(
-        self,
-        steps: Iterator[StepWindows],
-        *,
-        reader: BatchReader,
-        planner: ShardPlanner,
-        position: Position,
-        copier: DeviceCopier | None,
-        clock: Callable[[], float],
-    ) -> None:
-        self.position = position
+    def __init__(self, loader: Loader, position: Position) -> None:
+        stream = loader.order.stream_from(position)
+        # A resume over fewer windows may stand beyond the end of an epoch.
+        self.position = stream.position_at(stream.number_of(position))
         self.wait_seconds = 0.0
-        self._steps = steps
-        self._reader = reader
-        self._planner = planner
-        self._copier = copier
-        self._clock = clock
+        self._clock = loader.clock
+        self._copier = loader.copier
+        self._reader = loader.reader()
+        self._steps = steps_from(stream, position, plan=loader.plan, rank=loader.rank)
+        self._planner = planner = ShardPlanner(
+            stream,
+            loader.cache,
+            ahead=loader.ahead,
+            step_windows=loader.plan.windows,
+            clock=loader.clock,
+        )
         self._ahead = ReadAhead(
-            self._read_steps(), ready=STEPS_READY, taken=lambda read: planner.training_on(read.step)
+            self._read_steps(),
+            ready=STEPS_READY,
+            taken=lambda read: planner.training_on(read[0].first_block),
         )
 
     def next_step(self, patience_seconds: float | None = None) -> list[Batch] | None:
@@ -155,62 +196,20 @@ class BatchStream:
         self.wait_seconds += self._clock() - began
         if read is None:
             return None
-        self.position = read.step.after
-        return self._at_hand(read.batches)
+        step, batches = read
+        self.position = step.after
+        if isinstance(batches, Copies):
+            assert self._copier is not None  # it began them
+            return self._copier.hand_over(batches)
+        return batches
 
     def close(self) -> None:
         """End the reading thread; one that waits for a shard is not waited for."""
         self._planner.close()
         self._ahead.close()
 
-    def _read_steps(self) -> Iterator[_ReadStep]:
+    def _read_steps(self) -> Iterator[tuple[StepWindows, list[Batch] | Copies]]:
         for step in self._steps:
-            self._planner.reading(step)
+            self._planner.reading(step.first_block, step.last_block)
             passes = self._reader.read(step.shards, step.windows, micro=step.shards.shape[1])
-            yield _ReadStep(step, self._copier.begin(passes) if self._copier else passes.batches())
-
-    def _at_hand(self, batches: list[Batch] | Copies) -> list[Batch]:
-        if not isinstance(batches, Copies):
-            return batches
-        assert self._copier is not None  # it began them
-        return self._copier.hand_over(batches)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _ReadStep:
-    """A step's windows, and the batches that were read of them."""
-
-    step: StepWindows
-    batches: list[Batch] | Copies
-
-
-def validation_batches(
-    chosen: ValidationWindows,
-    cache: ShardCache,
-    *,
-    micro: int,
-    rank: int,
-    world_size: int,
-    sequence_length: int,
-    names: Sequence[str],
-    pin: bool = False,
-    document_id: int | None = None,
-    source: str | None = None,
-) -> Iterator[Batch]:
-    """Yield one rank's share of the validation windows.
-
-    Every rank yields the same number of batches, because under ZeRO-3 each pass gathers
-    parameters from all ranks. Rows that are missing at the end have input 0 and ignored labels; a
-    whole batch of them is possible, so losses must be summed and counted, not averaged by batch.
-
-    Raises:
-        ShardError: A shard does not become local.
-    """
-    reader = BatchReader(
-        cache, sequence_length=sequence_length, names=names, pin=pin, document_id=document_id
-    )
-    for start in range(0, len(chosen.windows), micro * world_size):
-        rows = slice(start + rank * micro, start + (rank + 1) * micro)
-        one_pass = reader.read(chosen.shards[None, rows], chosen.windows[None, rows], micro=micro)
-        (batch,) = one_pass.batches()
-        yield dataclasses.replace(batch, source=source)
+            yield step, self._copier.begin(passes) if self._copier else passes.batches()

@@ -12,6 +12,10 @@ import torch
 
 from refocused.data.loader.batch import Batch, Passes
 
+CLOSING_SECONDS = 1.0  # a thread that waits for a shard is left to end with the process
+
+T = TypeVar("T")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Copies:
@@ -45,7 +49,7 @@ class DeviceCopier:
         self._stream = cuda.Stream(device)
 
     def begin(self, passes: Passes) -> Copies:
-        """Enqueue the copies; the page-locked memory is reused only when torch sees them over."""
+        """Enqueue the copies; torch reuses the page-locked memory only when they are over."""
         with self._cuda.stream(self._stream):
             tokens = passes.tokens.to(self._device, non_blocking=True)
             memory, masked_labels = [tokens], None
@@ -68,15 +72,11 @@ class DeviceCopier:
         return copies.batches
 
 
-T = TypeVar("T")
-CLOSING_SECONDS = 1.0  # a thread that waits for a shard is left to end with the process
-
-
 class ReadAhead(Generic[T]):
-    """Items of an iterator, the next few of them made by a thread of their own.
+    """Items of an iterator, the next few of them made by a thread of its own.
 
     Args:
-        items: Has no end, or tells by an item of its own that it was the last.
+        items: Has no end, or marks its last item itself.
         ready: Items that are made before one of them is taken.
         taken: Called by `take` with each item, before another one may be made.
     """
@@ -96,10 +96,7 @@ class ReadAhead(Generic[T]):
         self._thread.start()
 
     def take(self, patience_seconds: float | None = None) -> T | None:
-        """Return the next item; None when it is not there in time.
-
-        Args:
-            patience_seconds: How long to wait; None: until it is there.
+        """Return the next item; None if it is not there within `patience_seconds`.
 
         Raises:
             Exception: Whatever the iterator raised, after the items before it.
@@ -110,7 +107,7 @@ class ReadAhead(Generic[T]):
         except queue.Empty:
             return None
         if self._closed:
-            self._ready.put(made)  # for whoever else waits
+            self._ready.put(made)  # for other threads that wait
             raise RuntimeError("take() of a ReadAhead that was closed")
         if isinstance(made, Exception):
             self._ready.put(made)  # nothing follows: the next call finds it again
@@ -128,12 +125,10 @@ class ReadAhead(Generic[T]):
 
     def _make(self) -> None:
         try:
-            while self._has_room():
+            while True:
+                self._room.get()
+                if self._closed:
+                    return
                 self._ready.put((next(self._items),))
         except Exception as error:  # raised again by take, in the thread that can act on it
             self._ready.put(error)
-
-    def _has_room(self) -> bool:
-        """Wait until another item may be made; False when it is closed."""
-        self._room.get()
-        return not self._closed

@@ -13,9 +13,10 @@ from refocused.bucket.open_bucket import open_bucket
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
 from refocused.data.cache.cache import ShardCache
+from refocused.data.cache.fetch_plan import FetchAhead
 from refocused.data.cache.local_form import local_bytes
 from refocused.data.loader.batch import Batch
-from refocused.data.loader.loader import Loader, validation_batches
+from refocused.data.loader.loader import Loader
 from refocused.data.loader.prefetch import DeviceCopier
 from refocused.data.manifest.run_manifest import (
     MixedBucket,
@@ -139,7 +140,6 @@ def build_data(
         fetches=world.is_local_rank_0,
     )
     cache.pin(pinned)
-    names = [shard.file_names for shard in manifest.shards]
     pin = world.device_kind == "cuda"
     document_id = data.document_id if data.mask_documents else None
     loader = Loader(
@@ -147,31 +147,16 @@ def build_data(
         cache,
         plan=plan,
         rank=world.rank,
-        names=names,
+        ahead=FetchAhead(
+            data.fetch_ahead_shards,
+            seconds=data.fetch_ahead_seconds,
+            bytes=None if data.fetch_ahead_gb is None else int(data.fetch_ahead_gb * 1e9),
+            room_bytes=room,
+        ),
         pin=pin,
         document_id=document_id,
         copier=DeviceCopier(world.device) if pin else None,
-        ahead=data.fetch_ahead_shards,
-        room_bytes=room,
-        ahead_seconds=data.fetch_ahead_seconds,
-        ahead_bytes=None if data.fetch_ahead_gb is None else int(data.fetch_ahead_gb * 1e9),
     )
-    validations = [
-        functools.partial(
-            validation_batches,
-            source.validation,
-            cache,
-            micro=plan.micro,
-            rank=world.rank,
-            world_size=world.world_size,
-            sequence_length=plan.sequence_length,
-            names=names,
-            pin=pin,
-            document_id=document_id,
-            source=source.name,
-        )
-        for source in sources
-    ]
     return DataParts(
         manifest=manifest,
         sources=sources,
@@ -185,7 +170,9 @@ def build_data(
         ),
         cache=cache,
         loader=loader,
-        validation_batches=lambda: itertools.chain.from_iterable(one() for one in validations),
+        validation_batches=lambda: itertools.chain.from_iterable(
+            loader.validation_batches(source.validation, source=source.name) for source in sources
+        ),
     )
 
 

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+
+import pytest
+from fake_cache import planner_of, wanted
+
+from refocused.data.cache.fetch_plan import FetchAhead, FetchQueue, ShardPlanner
+from refocused.data.order.window_order import Order
+from refocused.data.order.windows import WindowRange
+
+
+def queue_of(present: set[int], plan: list[int], **others: set[int]) -> FetchQueue:
+    queue = FetchQueue(lambda index: 10)
+    queue.present = present
+    queue.plan(plan)
+    for name, shards in others.items():
+        setattr(queue, name, shards)
+    return queue
+
+
+def test_what_is_asked_for_comes_first_then_the_current_then_the_pinned():
+    queue = queue_of({4}, [7, 4, 2], pinned={9, 8}, asked_here={5})
+    order = []
+    while (index := queue.following(now=0.0)) is not None:
+        queue.busy.add(index)
+        order.append(index)
+    assert order == [5, 7, 8, 9, 2]
+
+
+def test_a_shard_on_its_way_that_can_be_helped_with_comes_before_a_later_one():
+    queue = queue_of({3}, [3, 4, 5, 6], busy={4, 5})
+    for shared, expected in (({4, 5}, 4), ({5}, 5), (set(), 6)):
+        assert queue.following(now=0.0, shared=shared) == expected
+
+
+def test_the_first_of_the_plan_and_what_is_asked_for_are_in_a_hurry():
+    queue = queue_of(set(), [7, 3, 9, 1], asked_here={1}, asked_elsewhere={20})
+    assert [i for i in (7, 3, 9, 1, 20, 5) if queue.is_among_first(2, i)] == [7, 3, 1, 20]
+
+
+def test_not_begun_is_what_is_wanted_and_neither_local_nor_on_its_way():
+    queue = queue_of({3, 4}, [3, 5, 6], pinned={4, 8}, asked_here={9}, busy={6, 7})
+    assert queue.not_begun() == len({5, 8, 9})
+
+
+def test_a_paused_shard_lets_others_pass_until_its_time():
+    queue = queue_of(set(), [1, 2])
+    queue.pause(1, until=5.0)
+    assert (queue.following(now=4.0), queue.following(now=5.0)) == (2, 1)
+
+
+def test_the_plan_of_longest_ago_is_evicted_first_and_no_more_than_needed():
+    queue = queue_of({0, 1, 2, 3, 4, 5}, [3], pinned={0})
+    queue.plan([1, 2])
+    queue.plan([5])
+    assert queue.evictable(bytes_wanted=15) == [4, 3]
+    assert queue.evictable(bytes_wanted=1000) == [4, 3, 1, 2]
+    assert queue.evictable(bytes_wanted=0) == []
+
+
+def test_what_was_asked_for_counts_as_wanted_then():
+    queue = queue_of({1, 2}, [2])
+    queue.ask(here=[1])
+    queue.ask(elsewhere=[])
+    queue.asked_here.clear()
+    queue.plan([])
+    assert queue.evictable(bytes_wanted=100) == [1, 2]
+
+
+def test_what_is_asked_for_or_on_its_way_is_not_evicted():
+    queue = queue_of({1, 2, 3}, [], busy={2}, asked_here={1}, asked_elsewhere={3})
+    assert queue.evictable(bytes_wanted=100) == []
+    assert queue.present_bytes() == 30
+
+
+def test_what_comes_next_is_ready_up_to_the_first_that_is_not_local():
+    queue = queue_of({1, 2, 4}, [])
+    assert queue.ready() == 0
+    queue.plan([2, 1, 3, 4])
+    assert queue.ready() == 2
+    queue.present.add(3)
+    assert queue.ready() == 4
+
+
+def order_of(shards: int, *, block_shards: int = 2, skipped: tuple[int, ...] = ()) -> Order:
+    ranges = [WindowRange(i, 0, 4) for i in range(shards)]
+    return Order(ranges, seed=3, block_shards=block_shards, skipped=skipped)
+
+
+def use_of(order: Order, blocks: int) -> list[int]:
+    return list(itertools.chain(*itertools.islice(order.blocks_from(0), blocks)))
+
+
+@pytest.mark.parametrize(
+    ("limits", "place"),
+    [
+        ({"oldest": 0, "newest": 0, "ahead": 3}, slice(5)),
+        ({"oldest": 1, "newest": 2, "ahead": 1}, slice(2, 7)),
+        *[
+            ({"oldest": 0, "newest": 1, "ahead": 100, "room_bytes": room}, slice(count))
+            for room, count in [(90, 9), (59, 5), (50, 5), (49, 4), (40, 4), (5, 4)]
+        ],
+        *[
+            ({"oldest": 0, "newest": 0, "ahead": 6, "bytes": limit}, slice(count))
+            for limit, count in [(None, 8), (25, 4), (9, 2)]
+        ],
+    ],
+)
+def test_wanted_are_the_blocks_in_use_and_as_many_ahead_as_the_limits_allow(limits, place):
+    order = order_of(9)
+    assert wanted(order, **limits) == use_of(order, 5)[place]
+
+
+def test_wanted_shards_end_when_all_are_wanted_and_skipped_ones_are_not():
+    assert sorted(wanted(order_of(3), oldest=0, newest=7, ahead=100)) == [0, 1, 2]
+    order = order_of(6, skipped=(0, 1, 5))
+    assert sorted(wanted(order, oldest=0, newest=1, ahead=9)) == [2, 3, 4]
+    assert order.shard_count == 3
+
+
+def test_a_plan_that_stays_the_same_is_not_made_again():
+    planner, plans = planner_of(order_of(3, block_shards=1), FetchAhead(5))
+    for block in range(2):
+        planner.reading(block, block)
+    assert len(plans) == 1  # all shards, in order of use from the first block on
+
+
+def test_a_block_stays_planned_until_training_has_left_it():
+    order = order_of(8)  # two steps in each block
+    planner, plans = planner_of(order, FetchAhead(1))
+    use = use_of(order, 4)
+    for block in (0, 0, 1):
+        planner.reading(block, block)
+    assert plans == [use[:3], use[:5]]  # reading is in block 1, training not begun
+    planner.training_on(0)
+    planner.training_on(0)
+    planner.reading(1, 1)
+    assert len(plans) == 2
+    planner.training_on(1)
+    planner.reading(2, 2)
+    assert plans[2:] == [use[2:7]]
+
+
+def reader_without_room(blocks: int) -> tuple[ShardPlanner, list[list[int]], threading.Thread]:
+    """Read steps of one block each, as many as there is room for; begin to read the next one."""
+    planner, plans = planner_of(order_of(6, block_shards=1), FetchAhead(0, room_bytes=10 * blocks))
+    for block in range(blocks):
+        planner.reading(block, block)
+
+    def read() -> None:
+        with contextlib.suppress(RuntimeError):
+            planner.reading(blocks, blocks)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    return planner, plans, reader
+
+
+def test_reading_waits_for_room_until_training_has_left_a_block():
+    planner, plans, reader = reader_without_room(2)
+    planner.training_on(0)
+    planner.trained()  # with the second step, whose batches are there
+    reader.join(0.05)
+    assert reader.is_alive()
+    planner.training_on(1)
+    reader.join(10)
+    assert [len(plan) for plan in plans] == [1, 2, 2]
+
+
+def test_reading_has_the_room_to_itself_when_training_is_through_with_all_that_was_read():
+    planner, plans, reader = reader_without_room(1)
+    planner.training_on(0)
+    reader.join(0.05)
+    assert reader.is_alive()
+    planner.trained()
+    reader.join(10)
+    assert [len(plan) for plan in plans] == [1, 1]
+
+
+def test_a_reader_that_waits_for_training_ends_when_the_stream_is_closed():
+    planner, plans, reader = reader_without_room(2)
+    planner.close()
+    reader.join(10)
+    assert not reader.is_alive()
+    assert len(plans) == 2
+
+
+def test_a_fast_training_has_more_fetched_ahead_and_never_fewer_again():
+    now = [0.0]
+    planner, plans = planner_of(
+        order_of(40, block_shards=1), FetchAhead(2, seconds=5.0), clock=lambda: now[0]
+    )
+    lengths = []
+    for block in range(12):  # a step of 4 windows uses a shard
+        planner.training_on(block)
+        planner.reading(block, block)
+        lengths.append(len(plans[-1]))
+        now[0] += 0.5 if block < 6 else 50.0
+    assert lengths[0] == 3  # the block and two ahead, while the pace is unknown
+    assert max(lengths) == 11  # two shards a second for five seconds, and the block
+    assert lengths[-1] == 11

@@ -1,0 +1,146 @@
+"""Loader, cache and disk limit together: training streams more than the disk may hold."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from refocused.bucket.bucket import BlobInfo
+from refocused.bucket.folder import DirectoryBucket
+from refocused.config.batch_plan import BatchPlan
+from refocused.config.data import DataConfig
+from refocused.data.cache.cache import ShardCache
+from refocused.data.cache.fetch_plan import FetchAhead
+from refocused.data.loader.loader import BatchStream, Loader
+from refocused.data.manifest.shard_manifest import build_manifest
+from refocused.data.order.position import Position
+from refocused.data.order.window_order import Order, choose_common_block_shards
+from refocused.data.order.windows import split_windows
+
+LENGTH = 4
+
+
+def shard_bytes(windows: int) -> int:
+    return 128 + 2 * (LENGTH * windows + 1)
+
+
+def window_starts(windows: Sequence[int]) -> list[int]:
+    """The first token of each window: shards count on from one another."""
+    begins = np.cumsum([0, *(LENGTH * count + 1 for count in windows)])
+    return [int(b) + LENGTH * w for b, n in zip(begins, windows, strict=False) for w in range(n)]
+
+
+@contextlib.contextmanager
+def streams(
+    folder: Path,
+    windows: Sequence[int],
+    plan: BatchPlan,
+    *,
+    limit: int,
+    block_shards: int,
+    ahead: int = 1,
+    seen: Callable[[BlobInfo], None] = lambda blob: None,
+) -> Iterator[tuple[Order, list[BatchStream]]]:
+    """Yield one stream for each rank over shards of so many windows; the first rank fetches."""
+
+    class Watched(DirectoryBucket):
+        def download(self, blob: BlobInfo, target: Path) -> int:
+            found = super().download(blob, target)
+            seen(blob)
+            return found
+
+    source = folder / "source"
+    source.mkdir()
+    begins = np.cumsum([0, *(LENGTH * count + 1 for count in windows)])
+    for shard, (first, end) in enumerate(itertools.pairwise(begins)):
+        np.save(source / f"part_{shard:02d}.npy", np.arange(first, end, dtype=np.uint16))
+    data = DataConfig(
+        source=str(source), disk_limit_gb=(limit + 1) / 1e9, fetch_threads=2, fetch_timeout_s=20.0
+    )
+    bucket = Watched(source)
+    manifest = build_manifest(bucket, data, cache_file=None)
+    split = split_windows(manifest, sequence_length=LENGTH)
+    with contextlib.ExitStack() as stack:
+        caches = [
+            stack.enter_context(
+                ShardCache(
+                    bucket,
+                    manifest,
+                    folder / "cache",
+                    data=data,
+                    vocabulary=2**16,
+                    fetches=rank == 0,
+                )
+            )
+            for rank in range(plan.world_size)
+        ]
+        block_shards = choose_common_block_shards(
+            block_shards,
+            sources=[split.train],
+            shard_bytes=[caches[0].local_bytes(shard) for shard in range(len(windows))],
+            room_bytes=limit,
+        )
+        order = Order(split.train, seed=1, block_shards=block_shards)
+        found = []
+        for rank, cache in enumerate(caches):
+            loader = Loader(
+                order, cache, plan=plan, rank=rank, ahead=FetchAhead(ahead, room_bytes=limit)
+            )
+            found.append(stack.enter_context(contextlib.closing(loader.batches_from(Position()))))
+        yield order, found
+
+
+def read(found: Sequence[BatchStream], *, windows: int) -> list[int]:
+    """Take steps on all ranks until so many windows have come; return their first tokens."""
+    starts: list[int] = []
+    while len(starts) < windows:
+        steps: list[Any] = [stream.next_step() for stream in found]
+        for batch in itertools.chain(*steps):
+            assert (batch.labels == batch.input_ids + 1).all()
+            starts += batch.input_ids[:, 0].tolist()
+    return starts
+
+
+def test_room_for_three_shards_is_enough_for_a_hundred(tmp_path: Path) -> None:
+    windows, downloads, most = [100] * 100, [], 0
+
+    def look(blob: BlobInfo) -> None:
+        nonlocal most
+        downloads.append(blob.name)
+        most = max(most, sum(1 for _ in (tmp_path / "cache").rglob("shards/*.npy")))
+
+    plan, limit = BatchPlan(10, 1, 1, LENGTH), 3 * shard_bytes(100)
+    with streams(tmp_path, windows, plan, limit=limit, block_shards=1, seen=look) as (_, found):
+        seen = read(found, windows=10_000)
+    assert sorted(seen) == window_starts(windows)
+    # The next epoch may have begun to be fetched, with at most as many shards as fit.
+    assert len(set(downloads)) == 100
+    assert len(downloads) <= 103
+    assert 0 < most < 3  # while one more arrives, whose room was reserved
+
+
+def test_two_ranks_stream_twice_what_the_disk_limit_holds(tmp_path: Path) -> None:
+    windows = [40] * 10
+    # The cache refuses a plan above the limit: two blocks of 2 fit with one shard ahead, of 10.
+    limit, plan = 5 * shard_bytes(40) + 100, BatchPlan(2, 2, 2, LENGTH)
+    with streams(tmp_path, windows, plan, limit=limit, block_shards=0, ahead=3) as (order, found):
+        assert order.block_shards == 2
+        seen = read(found, windows=800)
+    assert sorted(seen[:400]) == sorted(seen[400:]) == window_starts(windows)
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_reading_waits_for_training_where_small_blocks_follow_one_another(
+    tmp_path: Path, micro: int
+) -> None:
+    windows = [2, 100] * 10  # with room for two long ones, where reading would reach into three
+    plan, limit = BatchPlan(micro, 1, 1, LENGTH), 2 * shard_bytes(100)
+    with streams(tmp_path, windows, plan, limit=limit, block_shards=1) as (_, found):
+        seen = read(found, windows=1020)
+    assert sorted(seen[:1020]) == window_starts(windows)
