@@ -22,7 +22,8 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
-from refocused.checkpoints.step.checkpointer import Checkpointer, RunFacts
+from refocused.checkpoints.step.checkpoint_manifest import RunFacts
+from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.checkpoints.step.verify import unreadable, verify
 from refocused.config.batch_plan import BatchPlan

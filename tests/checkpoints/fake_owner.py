@@ -13,7 +13,7 @@ from pathlib import Path
 from checkpoints.step_samples import state_file
 
 from refocused.bucket.bucket import crc32c_of
-from refocused.checkpoints.step.checkpointer import RunFacts
+from refocused.checkpoints.step.checkpoint_manifest import RunFacts
 from refocused.checkpoints.step.step_directory import rank_file
 from refocused.engine.checksum_writer import WrittenFile
 from refocused.engine.engine import ShardsWritten

@@ -20,6 +20,14 @@ PREFIX = "sample/checkpoints"
 PATIENCE_SECONDS = 30
 
 
+def drain(
+    mirror: CheckpointMirror,
+    timeout_s: float = PATIENCE_SECONDS,
+    progress: Callable[[MirrorStatus | None], None] | None = None,
+) -> bool:
+    return bool(mirror.await_drain(mirror.request_drain(timeout_s), timeout_s, progress))
+
+
 def until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
@@ -88,6 +96,6 @@ class Place:
     def end(self) -> None:
         """Leave no process behind."""
         for mirror in self.mirrors:
-            process = mirror._process
+            process = mirror.process
             if process is not None and process.alive:
                 os.kill(process.pid, signal.SIGKILL)

@@ -87,6 +87,11 @@ def fill(folder: Path, *, seed: int, size: int = 1000, step: int | None = None) 
         path.write_bytes(content)
 
 
+def commit(staging: Staging, manifest: CheckpointManifest) -> StepDirectory:
+    staging.seal(manifest)
+    return staging.publish(manifest)
+
+
 def make_step(
     checkpoints: Path,
     step: int,
@@ -101,7 +106,7 @@ def make_step(
     staging = Staging(checkpoints, name=name, token=token)
     staging.create()
     fill(staging.path, seed=step if seed is None else seed, size=size, step=step)
-    return staging.commit(manifest_for(staging.path, step, **changes))
+    return commit(staging, manifest_for(staging.path, step, **changes))
 
 
 def mirrored(bucket: Bucket, step: StepDirectory, *, run: str = "sample") -> StepDirectory:
@@ -135,7 +140,7 @@ def make_readable_step(
     (staging.path / "trainer.json").write_text(json.dumps(trainer))
     (staging.path / "run.yaml").write_text(json.dumps(settings or {"run": {"name": "sample"}}))
     losses = {name: trainer[name] for name in ("loss", "validation_loss")}
-    return staging.commit(manifest_for(staging.path, step, **losses))
+    return commit(staging, manifest_for(staging.path, step, **losses))
 
 
 def flip_byte(path: Path) -> None:

@@ -55,7 +55,7 @@ def test_a_step_is_there_when_the_slowest_rank_has_written(tmp_path: Path) -> No
         world.barrier()
         may_write.set()
         saved = checkpointer.finish(wait=True)
-        assert saved is not None and saved.path == tmp_path / "checkpoint_step_10"
+        assert saved is not None and saved.step.path == tmp_path / "checkpoint_step_10"
         assert saved.write_seconds > 0
         assert checkpointer.begun_step is None
 
@@ -70,7 +70,7 @@ def test_what_is_saved_is_the_state_at_the_time_of_the_copy(tmp_path: Path) -> N
     owner.content = b"step 11"
     saved = checkpointer.finish(wait=True)
     assert saved is not None
-    assert read_state(saved.path / "zero" / "rank_0.pt")["weights"] == "step 10"
+    assert read_state(saved.step.path / "zero" / "rank_0.pt")["weights"] == "step 10"
 
 
 def test_a_full_disk_on_one_rank_fails_the_save_on_both_and_leaves_nothing(tmp_path: Path) -> None:

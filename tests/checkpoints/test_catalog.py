@@ -182,7 +182,7 @@ def test_a_misspelt_word_is_corrected(local: Path) -> None:
 
 def test_a_broken_step_is_not_resolved_and_says_why(local: Path) -> None:
     make_step(local, 10)
-    make_step(local, 20).rank_state(1).unlink()
+    make_step(local, 20).path.joinpath("ranks/rank_00001.pt").unlink()
     with pytest.raises(CheckpointError, match=r"checkpoint_step_20 cannot be used.*rank_00001"):
         Catalog(local).resolve("20")
 

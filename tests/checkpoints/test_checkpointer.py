@@ -14,7 +14,8 @@ from checkpoints.step_samples import reseal
 from thread_ranks import on_two_ranks, results
 
 from refocused.checkpoints.resume.changes import changes_since
-from refocused.checkpoints.step.checkpointer import Checkpointer, RunFacts
+from refocused.checkpoints.step.checkpoint_manifest import RunFacts
+from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.checkpoints.step.verify import verify
 from refocused.data.order.position import Position
@@ -46,7 +47,7 @@ def save(
 ) -> Path:
     checkpointer = Checkpointer(folder, world=world or World(), facts=facts)
     state = dataclasses.replace(STATE, **changes)
-    return checkpointer.save(owner or FakeOwner(), state.as_record(), files_done=4).path
+    return checkpointer.save(owner or FakeOwner(), state.as_record(), files_done=4).step.path
 
 
 def load(folder: Path, *, owner: FakeOwner | None = None, facts: RunFacts = FACTS) -> Any:
@@ -175,7 +176,7 @@ def test_a_save_that_will_not_fit_is_not_begun(
     assert str(tmp_path) in str(told.value)
     assert left_in(tmp_path) == ["checkpoint_step_10"]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=130_000))
-    assert checkpointer.save(FakeOwner(), later, files_done=0).path.exists()
+    assert checkpointer.save(FakeOwner(), later, files_done=0).step.path.exists()
 
 
 def test_a_folder_that_cannot_be_made_fails_the_save_on_both_ranks(tmp_path: Path) -> None:

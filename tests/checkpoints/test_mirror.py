@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoints.mirrored_run import PATIENCE_SECONDS, PREFIX, Place, until
+from checkpoints.mirrored_run import PREFIX, Place, drain, until
 from checkpoints.step_samples import make_step
 
 from refocused.checkpoints.mirror.mirror import START_ATTEMPTS
@@ -30,7 +30,7 @@ def test_new_steps_are_copied_and_the_queue_is_finished_at_the_end(place: Place)
     until(place.says(lambda status: status.mirrored == (10,)))
     make_step(place.checkpoints, 20)
     make_step(place.checkpoints, 30)
-    assert mirror.drain(PATIENCE_SECONDS)
+    assert drain(mirror)
     assert place.committed() == [10, 20, 30]
     status = place.status()
     assert (status.mirrored, status.waiting, status.last_error) == ((10, 20, 30), (), None)
@@ -83,7 +83,7 @@ def test_what_an_earlier_mirror_said_about_another_bucket_does_not_count(place: 
     make_step(place.checkpoints, 10)
     mirror = place.mirror()
     mirror.start()
-    assert mirror.drain(PATIENCE_SECONDS)
+    assert drain(mirror)
     place.bucket = place.bucket.with_name("another")
     other = place.mirror()
     assert mirror.status() is not None
@@ -108,7 +108,7 @@ def test_kill_9_at_any_moment_marks_nothing_that_is_not_whole(place: Place) -> N
         partial += len(step_paths(place.bucket / PREFIX)) - len(place.committed())
         assert mirror.ensure_alive()
     assert partial > 0  # otherwise the kills hit nothing
-    assert mirror.drain(PATIENCE_SECONDS)
+    assert drain(mirror)
     assert place.committed() == list(range(1, 13))
 
 
@@ -127,7 +127,7 @@ def test_a_mirror_killed_while_it_starts_is_started_again(
     mirror = place.mirror()
     if kills < START_ATTEMPTS:
         mirror.start()
-        assert mirror.drain(PATIENCE_SECONDS)
+        assert drain(mirror)
         assert place.committed() == [10]
     else:
         with pytest.raises(CheckpointError, match=r"SIGKILL.*mirror\.log"):
@@ -175,7 +175,7 @@ def test_drain_gives_up_when_its_time_is_over(place: Place) -> None:
     mirror.start()
     until(place.says(lambda status: status.waiting))
     seen: list[MirrorStatus | None] = []
-    assert not mirror.drain(1.0, seen.append)
+    assert not drain(mirror, 1.0, seen.append)
     assert seen[-1] is not None and seen[-1].waiting == (10,)
 
 
@@ -185,7 +185,7 @@ def test_drain_starts_a_mirror_that_has_died(place: Place) -> None:
     until(place.says(lambda status: status.alive))
     place.kill()
     make_step(place.checkpoints, 10)
-    assert mirror.drain(PATIENCE_SECONDS)
+    assert drain(mirror)
     assert place.committed() == [10]
 
 
@@ -198,6 +198,6 @@ def test_a_readme_with_other_words_is_left_alone_and_nothing_fails(place: Place,
     make_step(place.checkpoints, 10)
     mirror = place.mirror()
     mirror.start()
-    assert mirror.drain(PATIENCE_SECONDS)
+    assert drain(mirror)
     assert place.committed() == [10]
     assert readme.read_text() == text

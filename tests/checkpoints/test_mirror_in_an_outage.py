@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from checkpoints.mirrored_run import drain
 from checkpoints.step_samples import make_step
 from fakes import Emulator, Fault, Request
 
@@ -62,7 +63,7 @@ class Outage:
 def outage(tmp_path: Path, emulator: Emulator) -> Iterator[Outage]:
     outage = Outage(tmp_path, emulator)
     yield outage
-    process = outage.mirror._process
+    process = outage.mirror.process
     if process is not None and process.alive:
         os.kill(process.pid, signal.SIGKILL)
 
@@ -78,7 +79,7 @@ def test_steps_that_wait_and_the_reason_are_told_while_a_request_is_tried_again(
     make_step(outage.checkpoints, 10)
     outage.says(lambda status: status.waiting == (10,))
     seen: list[MirrorStatus | None] = []
-    assert not outage.mirror.drain(0.5, seen.append)
+    assert not drain(outage.mirror, 0.5, seen.append)
     assert seen[-1] is not None and "HTTP 503 down" in str(seen[-1].last_error)
 
 
@@ -92,7 +93,7 @@ def test_a_fault_that_has_passed_is_told_no_more(outage: Outage) -> None:
 def test_a_mirror_with_nothing_to_send_waits_for_no_store_at_the_end(outage: Outage) -> None:
     outage.begins(DOWN)
     outage.says(lambda status: status.last_error)
-    assert outage.mirror.drain(PATIENCE_SECONDS)
+    assert drain(outage.mirror, PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("fault", [DOWN, Fault(delay_s=30.0)], ids=["tries again", "no answer"])

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpoints.mirrored_run import PATIENCE_SECONDS, PREFIX, Place, until
+from checkpoints.mirrored_run import PREFIX, Place, drain, until
 from checkpoints.step_samples import flip_byte, make_step
 
 from refocused.bucket.folder import DirectoryBucket
@@ -35,7 +35,7 @@ def test_a_mirror_far_behind_takes_the_newest_and_skips_what_it_replaces(place: 
     (place.run / "mirror.drain").write_text("x")  # at the end nobody waits for what is skipped
     until(place.says(lambda status: status.heartbeat > said))
     place.bucket.unlink()
-    assert mirror.drain(PATIENCE_SECONDS)
+    assert drain(mirror)
     assert place.committed() == [10, 9500, 10000]
     assert place.status().progress([10, 9500, 10000]) == "mirrored up to step 10,000"
 
@@ -56,7 +56,7 @@ def test_the_newest_few_stay_in_the_bucket_and_the_pointer_names_the_newest(plac
     until(place.says(lambda status: {10, 30, 40} <= set(status.mirrored)))
     make_step(place.checkpoints, 9500)
     until(place.says(lambda status: status.mirrored == (10, 40, 9500)))
-    assert mirror.drain(PATIENCE_SECONDS)
+    assert drain(mirror)
     assert place.committed() == [10, 40, 9500]
     assert {20, 30} <= {*place.status().unwanted, *place.status().skipped}
     pointer = json.loads((place.bucket / PREFIX / "latest" / "pointer.json").read_text())
@@ -65,7 +65,7 @@ def test_the_newest_few_stay_in_the_bucket_and_the_pointer_names_the_newest(plac
     assert names[-1] == "latest"  # what `ls | tail -1` shows
     again = place.mirror(keep_remote=2)  # a new start does not send again what was removed
     again.start()
-    assert again.drain(PATIENCE_SECONDS)
+    assert drain(again)
     assert place.committed() == [10, 40, 9500]
 
 
@@ -77,7 +77,7 @@ def test_a_step_saved_again_never_replaces_a_complete_copy(place: Place) -> None
     remove_step(old.path)
     make_step(place.checkpoints, 10, seed=99, created="2027-01-01T00:00:00Z")
     make_step(place.checkpoints, 20)
-    assert not mirror.drain(PATIENCE_SECONDS)
+    assert not drain(mirror)
     assert "is another checkpoint" in place.status().failed[10]
     remote = RemoteSteps(DirectoryBucket(place.bucket), PREFIX)
     assert remote.manifest("checkpoint_step_10") == old.manifest
@@ -91,7 +91,7 @@ def test_a_damaged_step_is_told_and_does_not_hold_up_the_others(place: Place) ->
     mirror.start()
     until(place.says(lambda status: status.mirrored == (20,) and status.failed))
     assert "trainer.json has CRC-32C" in place.status().failed[10]
-    assert not mirror.drain(PATIENCE_SECONDS)
+    assert not drain(mirror)
     assert place.committed() == [20]
 
 
@@ -112,7 +112,7 @@ def test_what_was_mirrored_can_be_fetched_on_another_machine(place: Place, tmp_p
     step = make_step(place.checkpoints, 10)
     mirror = place.mirror()
     mirror.start()
-    assert mirror.drain(PATIENCE_SECONDS)
+    assert drain(mirror)
     other = Catalog(tmp_path / "other", DirectoryBucket(place.bucket), PREFIX)
     assert other.resolve("latest").step == 10
     assert other.fetch("checkpoint_step_10").manifest == step.manifest

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checkpoints.step_samples import fill, make_step, manifest_for
+from checkpoints.step_samples import commit, fill, make_step, manifest_for
 
 from refocused.checkpoints.step.branches import step_paths
 from refocused.checkpoints.step.staging import Staging, clean_leftovers, leftovers, remove_step
@@ -18,7 +18,7 @@ def test_a_step_is_invisible_until_it_is_committed(tmp_path: Path) -> None:
     staging.create()
     fill(staging.path, seed=5)
     assert step_paths(tmp_path) == {}
-    step = staging.commit(manifest_for(staging.path, 5))
+    step = commit(staging, manifest_for(staging.path, 5))
     assert step == read_step(tmp_path / "checkpoint_step_5")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_step_5"]
 
@@ -37,7 +37,7 @@ def test_a_save_that_lacks_a_file_is_not_committed(tmp_path: Path) -> None:
     manifest = manifest_for(staging.path, 5)
     (staging.path / "ranks/rank_00001.pt").unlink()
     with pytest.raises(CheckpointError, match=r"Step 5 was not saved whole: ranks/rank_00001\.pt"):
-        staging.commit(manifest)
+        commit(staging, manifest)
     assert step_paths(tmp_path) == {}
 
 

@@ -6,7 +6,7 @@ import pytest
 from checkpoints.step_samples import make_step
 
 from refocused.checkpoints.step.branches import step_paths
-from refocused.checkpoints.step.step_directory import name_of, parse_name, read_step
+from refocused.checkpoints.step.step_directory import name_of, parse_name, rank_file, read_step
 from refocused.system.errors import CheckpointError
 
 
@@ -50,9 +50,14 @@ def test_a_step_is_read_with_the_paths_of_its_parts(tmp_path: Path) -> None:
     make_step(tmp_path, 20)
     step = read_step(tmp_path / "checkpoint_step_20")
     assert step.step == 20
-    parts = [step.trainer, step.run, step.model, step.rank_state(0), step.rank_state(1)]
+    parts = [
+        step.trainer,
+        step.run,
+        step.model,
+        *(step.path / rank_file(rank) for rank in range(2)),
+    ]
     assert all(part.is_file() for part in parts)
-    assert len(list(step.zero.iterdir())) == 2
+    assert len(list((step.path / "zero").iterdir())) == 2
 
 
 def test_a_copied_directory_of_another_name_is_read(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from checkpoints.mirrored_run import drain
 from checkpoints.two_machines import Machines
 from thread_ranks import results
 
@@ -61,7 +62,7 @@ def test_a_machine_whose_mirror_was_killed_is_waited_for(tmp_path: Path) -> None
         for mirror in mirrors:
             mirror.start()
         until(lambda: COMMITTED in objects(10))
-        killed = mirrors[1]._process
+        killed = mirrors[1].process
         assert killed is not None
         os.kill(killed.pid, signal.SIGKILL)
         until(lambda: not killed.alive)
@@ -74,14 +75,14 @@ def test_a_machine_whose_mirror_was_killed_is_waited_for(tmp_path: Path) -> None
 
         assert mirrors[1].ensure_alive()
         assert mirrors[0].await_drain(request, 60) is True
-        assert mirrors[1].drain(60)
+        assert drain(mirrors[1], 60)
         for step in (10, 20):
             assert COMMITTED in objects(step)
             assert verify_remote(remote, f"checkpoint_step_{step}", deep=True) == []
         assert [mirror.status().mirrored for mirror in mirrors if mirror.status()] == [(10, 20)] * 2
     finally:
         for mirror in mirrors:
-            process = mirror._process
+            process = mirror.process
             if process is not None and process.alive:
                 os.kill(process.pid, signal.SIGKILL)
 
@@ -103,11 +104,11 @@ def test_a_run_that_goes_on_on_fewer_machines_does_not_wait_for_the_others(tmp_p
     )
     try:
         mirror.start()
-        assert mirror.drain(60) is False
+        assert drain(mirror, 60) is False
         status = mirror.status()
         assert status is not None
         assert "is node 0 of 2: its part, and the run is on 1 now" in status.failed[10]
     finally:
-        process = mirror._process
+        process = mirror.process
         if process is not None and process.alive:
             os.kill(process.pid, signal.SIGKILL)

@@ -48,7 +48,7 @@ def test_the_commit_waits_for_a_slow_rank(tmp_path: Path) -> None:
     def action(world: World) -> Path:
         owner = UnevenOwner(world.rank, folder=tmp_path, first_is_done=done, visible=visible)
         checkpointer = Checkpointer(tmp_path, world=world, facts=FACTS)
-        return checkpointer.save(owner, STATE.as_record(), files_done=0).path
+        return checkpointer.save(owner, STATE.as_record(), files_done=0).step.path
 
     (path, _) = results(on_two_ranks(action))
     assert visible == []
@@ -61,7 +61,7 @@ def test_a_defect_on_one_rank_ends_both_and_shows_no_step(tmp_path: Path) -> Non
     def action(world: World) -> Path:
         owner = UnevenOwner(world.rank, folder=tmp_path, first_is_done=done, fails=True)
         checkpointer = Checkpointer(tmp_path, world=world, facts=FACTS)
-        return checkpointer.save(owner, STATE.as_record(), files_done=0).path
+        return checkpointer.save(owner, STATE.as_record(), files_done=0).step.path
 
     first, second = on_two_ranks(action)
     assert isinstance(second.error, ZeroDivisionError)

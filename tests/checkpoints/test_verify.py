@@ -38,13 +38,13 @@ def test_a_truncated_and_an_emptied_file_are_found_by_their_size(step: StepDirec
 
 
 def test_a_missing_file_is_found(step: StepDirectory) -> None:
-    step.rank_state(1).unlink()
+    step.path.joinpath("ranks/rank_00001.pt").unlink()
     assert verify(step, deep=False) == [FileProblem("ranks/rank_00001.pt", "is missing")]
 
 
 def test_a_file_that_nobody_vouches_for_is_found_but_not_a_hidden_one(step: StepDirectory) -> None:
-    (step.zero / "zero_pp_rank_2_mp_rank_00_model_states.pt").write_bytes(b"x")
-    (step.zero / ".nfs0001").write_bytes(b"x")
+    ((step.path / "zero") / "zero_pp_rank_2_mp_rank_00_model_states.pt").write_bytes(b"x")
+    ((step.path / "zero") / ".nfs0001").write_bytes(b"x")
     assert verify(step, deep=False) == [
         FileProblem(
             "zero/zero_pp_rank_2_mp_rank_00_model_states.pt", "is there but not in the manifest"
@@ -62,10 +62,10 @@ def test_a_rank_can_verify_its_own_files(step: StepDirectory) -> None:
 
 
 def test_a_file_in_place_of_a_folder_is_a_missing_file(step: StepDirectory) -> None:
-    for path in step.zero.iterdir():
+    for path in (step.path / "zero").iterdir():
         path.unlink()
-    step.zero.rmdir()
-    step.zero.write_bytes(b"")
+    (step.path / "zero").rmdir()
+    (step.path / "zero").write_bytes(b"")
     assert FileProblem(SHARD, "is missing") in verify(step, deep=False)
 
 

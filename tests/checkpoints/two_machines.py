@@ -73,7 +73,9 @@ class Machines:
                 disk_is_full=world.rank == full,
             )
             checkpointer = Checkpointer(folder, world=world, facts=FACTS)
-            return [checkpointer.save(owner, state(step), files_done=0) for step in steps][-1].path
+            return [checkpointer.save(owner, state(step), files_done=0) for step in steps][
+                -1
+            ].step.path
 
         return self.do(action)
 

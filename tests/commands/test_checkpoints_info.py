@@ -40,7 +40,7 @@ def test_a_step_is_found_by_its_path_in_another_run(sample_run: SampleRun) -> No
 
 
 def test_a_broken_step_is_shown_as_far_as_it_can_be(sample_run: SampleRun) -> None:
-    sample_run.save_readable(10).rank_state(1).unlink()
+    sample_run.save_readable(10).path.joinpath("ranks/rank_00001.pt").unlink()
     code, out, _ = sample_run.command("info", "10")
     assert code == 0
     assert "incomplete: local: ranks/rank_00001.pt is missing" in out

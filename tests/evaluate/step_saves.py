@@ -223,7 +223,7 @@ _TRAINER: dict[str, Any] = {
 
 
 def _facts(save: Save, parameters: int) -> Any:
-    from refocused.checkpoints.step.checkpointer import RunFacts
+    from refocused.checkpoints.step.checkpoint_manifest import RunFacts
 
     settings = {
         "run": {"name": "sample", "steps": 2},

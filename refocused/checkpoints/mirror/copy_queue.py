@@ -6,14 +6,15 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from refocused.checkpoints.mirror.remote_steps import kept_steps
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, step_paths
-from refocused.checkpoints.step.checkpoint_manifest import MANIFEST, CheckpointManifest, SaveReason
-from refocused.checkpoints.step.retention import KeptStep
+from refocused.checkpoints.step.checkpoint_manifest import MANIFEST, CheckpointManifest
+from refocused.checkpoints.step.retention import ALWAYS_KEPT, KeptStep, kept_steps
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.system.errors import CheckpointError
 
 MOST_BEHIND = 2
+MIRRORED = ""  # an outcome that is no failure
+Signature = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,35 +42,29 @@ def copy_order(
         copying: The step that is being copied, which is finished: otherwise a mirror that is slower
             than the saves would never finish one.
     """
-    newest_first = sorted(lacking, key=lambda step: -step.step)
-    newest = sorted({*there, *(step.step for step in lacking)}, reverse=True)[:MOST_BEHIND]
-    skipped = {
-        step.step
-        for step in newest_first
-        if step.step not in (*newest, copying)
-        and not (step.best or step.tiers & {SaveReason.EPOCH, SaveReason.FINAL})
-    }
-    first = [step.step for step in newest_first if step.step == copying]
-    return CopyOrder(
-        wanted=(*first, *(s.step for s in newest_first if s.step not in {*skipped, copying})),
-        skipped=tuple(step.step for step in newest_first if step.step in skipped),
-    )
+    by_step = {step.step: step for step in sorted(lacking, key=lambda step: -step.step)}
+    newest = sorted({*there, *by_step}, reverse=True)[:MOST_BEHIND]
+    skipped = [
+        step
+        for step, kept in by_step.items()
+        if step not in (*newest, copying) and not (kept.best or kept.tiers & ALWAYS_KEPT)
+    ]
+    wanted = sorted(set(by_step) - set(skipped), key=lambda step: (step != copying, -step))
+    return CopyOrder(tuple(wanted), tuple(skipped))
 
 
-Signature = tuple[int, int]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Settled:
-    """A step that needs nothing more, until its manifest is another file.
+@dataclasses.dataclass(slots=True)
+class _Known:
+    """A local step, until its manifest is another file.
 
     Attributes:
-        signature: Of the manifest that was looked at.
-        failure: Why it cannot be copied; None: it is in the bucket.
+        manifest: None: it cannot be used.
+        outcome: `MIRRORED`, or why the step cannot be copied; None: it is to be copied.
     """
 
     signature: Signature
-    failure: str | None
+    manifest: CheckpointManifest | None
+    outcome: str | None = None
 
 
 class LocalSteps:
@@ -83,61 +78,57 @@ class LocalSteps:
         """Look at the checkpoints of a branch in a folder."""
         self._folder = folder
         self._branch = branch
-        self._settled: dict[Path, Settled] = {}
-        self._manifests: dict[Path, tuple[Signature, CheckpointManifest | None]] = {}
+        self._known: dict[Path, _Known] = {}
         self.unwanted: frozenset[int] = frozenset()
 
     def order(self, *, copying: int | None) -> CopyOrder:
-        """Return the committed steps that are neither mirrored nor hopeless nor unwanted.
-
-        Args:
-            copying: The step that is being copied, which is finished first.
-        """
-        paths = step_paths(self._folder, self._branch)
-        steps = [step for step, path in paths.items() if signature_of(path) is not None]
-        known = kept_steps(
-            {step: self.manifest(step) for step in steps}, whole=set(steps), in_use=()
-        )
-        settled = self.settled()
+        """Return the steps that are neither mirrored nor hopeless nor unwanted."""
+        known = self._look()
+        steps = kept_steps({step: one.manifest for step, one in known.items()}, whole=known)
         return copy_order(
-            [s for s in known if s.step not in settled and s.step not in self.unwanted],
-            there=[step for step, was in settled.items() if was.failure is None],
+            [s for s in steps if known[s.step].outcome is None and s.step not in self.unwanted],
+            there=[step for step, one in known.items() if one.outcome == MIRRORED],
             copying=copying,
         )
 
     def manifest(self, step: int) -> CheckpointManifest | None:
-        """Return a step's manifest, read once; None: it cannot be used, or the step is gone."""
-        path = self._folder / self._branch.name_of(step)
-        signature, known = signature_of(path), self._manifests.get(path)
-        if signature is None:
-            return None
-        if known is None or known[0] != signature:
-            try:
-                known = signature, read_step(path).manifest
-            except CheckpointError:
-                known = signature, None
-            self._manifests[path] = known
-        return known[1]
+        """Return a step's manifest; None: it cannot be used, or the step is gone."""
+        known = self._look().get(step)
+        return known.manifest if known is not None else None
 
-    def settled(self) -> dict[int, Settled]:
-        """Return what is settled, by step; a step whose manifest is another file is not."""
-        return {
-            step: was
-            for step, path in step_paths(self._folder, self._branch).items()
-            if (was := self._settled.get(path)) and was.signature == signature_of(path)
-        }
+    def outcomes(self) -> dict[int, str]:
+        """Return `MIRRORED`, or the failure, of each step that needs nothing more."""
+        known = self._look()
+        return {step: one.outcome for step, one in known.items() if one.outcome is not None}
 
-    def settle(self, path: Path, settled: Settled) -> None:
-        """Note that a step needs nothing more."""
-        self._settled[path] = settled
+    def settle(self, path: Path, signature: Signature, outcome: str | None) -> None:
+        """Note the outcome of a step, unless its manifest is another file by now."""
+        known = self._known.get(path)
+        if known is not None and known.signature == signature:
+            known.outcome = outcome
 
     def forget(self, step: int) -> None:
         """Note that the bucket has a step no longer."""
-        self._settled.pop(self._folder / self._branch.name_of(step), None)
+        self._known.pop(self._folder / self._branch.name_of(step), None)
+
+    def _look(self) -> dict[int, _Known]:
+        found = {}
+        for step, path in step_paths(self._folder, self._branch).items():
+            signature, known = signature_of(path), self._known.get(path)
+            if signature is None:
+                continue
+            if known is None or known.signature != signature:
+                try:
+                    known = _Known(signature, read_step(path).manifest)
+                except CheckpointError:
+                    known = _Known(signature, None)
+                self._known[path] = known
+            found[step] = known
+        return found
 
 
 def signature_of(path: Path) -> Signature | None:
-    """Return what tells a manifest from a later one of the same name; None when there is none."""
+    """Return what differs between a manifest and a later one of the same name; None: no file."""
     try:
         found = (path / MANIFEST).stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from refocused.bucket.bucket import BlobInfo, Bucket, extended_crc32c
 from refocused.bucket.stored import stored_crc32c
-from refocused.checkpoints.mirror.remote_steps import RemoteSteps, is_copy
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps, missing_files
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,
     MANIFEST,
@@ -22,6 +22,8 @@ from refocused.checkpoints.step.checkpoint_manifest import (
 from refocused.checkpoints.step.step_directory import StepDirectory, in_use
 from refocused.checkpoints.step.verify import FileProblem, describe, verify
 from refocused.system.errors import BucketError, CheckpointError, CorruptCheckpointError
+
+REPORT_SECONDS = 1.0
 
 
 def verify_remote(remote: RemoteSteps, name: str, *, deep: bool) -> list[FileProblem]:
@@ -36,7 +38,7 @@ def verify_remote(remote: RemoteSteps, name: str, *, deep: bool) -> list[FilePro
         deep: Read the objects that the store keeps no checksum of (those of a folder).
 
     Returns:
-        Every problem found, by file name; empty when all is well.
+        Every problem found, by file name.
 
     Raises:
         BucketError: The bucket cannot be read.
@@ -58,8 +60,7 @@ def verify_remote(remote: RemoteSteps, name: str, *, deep: bool) -> list[FilePro
             problem = "is missing" if committed else None
         if problem is not None:
             problems.append(FileProblem(file, problem))
-    expected = {*manifest.files, MANIFEST, COMMITTED, SUPERSEDED}
-    foreign = [file for file in objects if file not in expected]
+    foreign = set(objects) - {*manifest.files, MANIFEST, COMMITTED, SUPERSEDED}
     problems += [FileProblem(file, "is there but not in the manifest") for file in foreign]
     return sorted(problems, key=lambda problem: problem.file)
 
@@ -71,19 +72,13 @@ def _marker_problems(
         marker = remote.marker(name)
     except CheckpointError as error:
         return [FileProblem(COMMITTED, f"cannot be used: {error}")]
-    if marker is None:
-        return []  # taken away since the listing: an upload is at work
+    if marker in (None, manifest.marker(content)):  # None: taken away since by an upload
+        return []
     found = extended_crc32c(0, content)
-    if found != marker.manifest_crc32c:
-        return [
-            FileProblem(
-                MANIFEST,
-                f"has CRC-32C {found:08x}, but {COMMITTED} says {marker.manifest_crc32c:08x}",
-            )
-        ]
-    if (len(manifest.files), manifest.total_bytes) != (marker.files, marker.bytes):
-        return [FileProblem(COMMITTED, f"counts other files than {MANIFEST} lists")]
-    return []
+    if marker is not None and found != marker.manifest_crc32c:
+        what = f"has CRC-32C {found:08x}, but {COMMITTED} says {marker.manifest_crc32c:08x}"
+        return [FileProblem(MANIFEST, what)]
+    return [FileProblem(COMMITTED, f"counts other files than {MANIFEST} lists")]
 
 
 def _compare(bucket: Bucket, blob: BlobInfo, record: FileRecord, *, deep: bool) -> str | None:
@@ -95,11 +90,8 @@ def _compare(bucket: Bucket, blob: BlobInfo, record: FileRecord, *, deep: bool) 
     return None
 
 
-REPORT_SECONDS = 1.0
-
-
 def marker_of(step: StepDirectory) -> Marker:
-    """The content of COMMITTED for a local step."""
+    """Return the content of COMMITTED for a local step."""
     return step.manifest.marker((step.path / MANIFEST).read_bytes())
 
 
@@ -109,8 +101,8 @@ class StepCopier:
 
     Attributes:
         remote: Where to.
-        stopping: Asked before each object; once it says yes, no further one is started.
-        report: Told the bytes that are there and those of the whole step, at least every
+        stopping: Called before each object; once it returns True, no further one is started.
+        report: Called with the bytes that are there and those of the whole step, at least every
             `REPORT_SECONDS` while objects are on their way.
         threads: Objects at once.
     """
@@ -131,8 +123,8 @@ class StepCopier:
         the first one marks the whole. No machine waits here for another.
 
         Returns:
-            Whether the bucket has the whole step; False when told to stop before the end, or when
-            parts of other machines are missing: then it is to be called again.
+            Whether the bucket has the whole step; otherwise call again, since the copier was
+            stopped, or parts of other machines are missing.
 
         Raises:
             CheckpointError: The step is damaged or removed here, or the bucket holds another step
@@ -140,24 +132,21 @@ class StepCopier:
             BucketError: The bucket cannot be read or written.
         """
         with _held(step):
-            name, marker = step.name, marker_of(step)
-            there = self.remote.marker(name)
-            if there == marker:
-                return True
-            if there is not None:
+            name, content = step.name, (step.path / MANIFEST).read_bytes()
+            objects = self.remote.objects(name)
+            marker = step.manifest.marker(content)
+            if COMMITTED in objects and (there := self.remote.marker(name)) is not None:
+                if there == marker:
+                    return True
                 raise self._another(step)
-            if step.part is not None and step.part.node > 0:
-                if self._is_started(step):
-                    self._send_missing(step)
+            is_first = step.part is None or step.part.node == 0
+            if not self._is_started(objects, content):
+                if not is_first:
+                    return False
+                objects = self._start(step, objects, content)
+            if not self._send_missing(step, objects) or not is_first:
                 return False
-            self._start(step)
-            if not self._send_missing(step) or self._lacks_other_parts(step):
-                return False
-            self._require_whole(name, step.manifest, marker)
-            if not step.path.exists():
-                raise _removed(step)
-            self.remote.commit(name, marker)
-            return True
+            return self._commit(step, marker)
 
     def repair(self, step: StepDirectory, damaged: Collection[str]) -> bool:
         """Copy again what was damaged of a copy, marked or not; otherwise as `copy`.
@@ -171,15 +160,13 @@ class StepCopier:
             CheckpointError: As `copy`.
             BucketError: The bucket cannot be read or written.
         """
-        name = step.name
+        name, remote = step.name, self.remote
         if self._is_ours(step):
-            self.remote.unmark(name)
+            remote.unmark(name)
             for file in set(damaged) & {*step.manifest.files, MANIFEST}:
-                self.remote.bucket.delete(self.remote.object_name(name, file))
+                remote.bucket.delete(remote.object_name(name, file))
             content = (step.path / MANIFEST).read_bytes()
-            self.remote.bucket.write(
-                self.remote.object_name(name, MANIFEST), content, overwrite=True
-            )
+            remote.bucket.write(remote.object_name(name, MANIFEST), content, overwrite=True)
         return self.copy(step)
 
     def _is_ours(self, step: StepDirectory) -> bool:
@@ -189,8 +176,8 @@ class StepCopier:
             if (there := self.remote.marker(name)) is not None:
                 return there == marker_of(step)
         with contextlib.suppress(CheckpointError):
-            objects = self.remote.objects(name)
-            return MANIFEST in objects and self.remote.manifest(name) == step.manifest
+            if self.remote.bucket.info(self.remote.object_name(name, MANIFEST)) is not None:
+                return self.remote.manifest(name) == step.manifest
         return False
 
     def _another(self, step: StepDirectory) -> CheckpointError:
@@ -202,47 +189,34 @@ class StepCopier:
             "run another run.name or checkpoint.mirror, or remove that one."
         )
 
-    def _start(self, step: StepDirectory) -> None:
+    def _is_started(self, objects: dict[str, BlobInfo], content: bytes) -> bool:
+        """Whether the manifest in the bucket is that of this very save."""
+        listed = objects.get(MANIFEST)
+        if listed is None or listed.crc32c not in (None, extended_crc32c(0, content)):
+            return False
+        return self.remote.bucket.read(listed.name) == content
+
+    def _start(
+        self, step: StepDirectory, objects: dict[str, BlobInfo], content: bytes
+    ) -> dict[str, BlobInfo]:
         """Clear what an interrupted copy of another save left, and put our manifest there."""
         name, run_id = step.name, step.manifest.run_id
-        objects = self.remote.objects(name)
-        if MANIFEST in objects and self._is_started(step):
-            return
         if objects:
             with contextlib.suppress(CorruptCheckpointError):
                 if MANIFEST in objects and self.remote.manifest(name).run_id not in ("", run_id):
                     raise self._another(step)
             self.remote.retract(name, also=step.manifest.files)
-        content = (step.path / MANIFEST).read_bytes()
         self.remote.bucket.write(self.remote.object_name(name, MANIFEST), content)
+        return {}
 
-    def _is_started(self, step: StepDirectory) -> bool:
-        """Whether the manifest in the bucket is that of this very save."""
-        address = self.remote.object_name(step.name, MANIFEST)
-        if self.remote.bucket.info(address) is None:
-            return False
-        return self.remote.bucket.read(address) == (step.path / MANIFEST).read_bytes()
-
-    def _lacks_other_parts(self, step: StepDirectory) -> bool:
-        """Whether other machines have not sent all of theirs."""
-        others = {
-            name: record
-            for name, record in step.manifest.files.items()
-            if step.part is not None and not step.part.owns(record)
-        }
-        if not others:
-            return False
-        objects = self.remote.objects(step.name)
-        return any(
-            name not in objects or not is_copy(objects[name], record)
-            for name, record in others.items()
-        )
-
-    def _send_missing(self, step: StepDirectory) -> bool:
-        """Send what the bucket lacks; return False when told to stop before the end."""
-        files = _own_files(step)
+    def _send_missing(self, step: StepDirectory, objects: dict[str, BlobInfo]) -> bool:
+        """Send this machine's files that the bucket lacks; return False when told to stop."""
+        files = step.own_files
+        missing = missing_files(files, objects)
+        for file in missing:
+            if file in objects:
+                self.remote.bucket.delete(objects[file].name)
         total = sum(record.size for record in files.values())
-        missing = self._missing(step)
         done = total - sum(files[file].size for file in missing)
         self.report(done, total)
         pool = concurrent.futures.ThreadPoolExecutor(self.threads)
@@ -252,26 +226,13 @@ class StepCopier:
             while sending:
                 ready, _ = concurrent.futures.wait(sending, timeout=REPORT_SECONDS)
                 for future in ready:
-                    size = files[sending.pop(future)].size
-                    sent = future.result()
+                    size, sent = files[sending.pop(future)].size, future.result()
                     done += size if sent else 0
                     complete = complete and sent
                 self.report(done, total)
         finally:
             pool.shutdown(cancel_futures=True)
         return complete
-
-    def _missing(self, step: StepDirectory) -> list[str]:
-        """The files the bucket does not have; objects that are not what they should be go."""
-        objects = self.remote.objects(step.name)
-        missing = []
-        for file, record in _own_files(step).items():
-            if file in objects and is_copy(objects[file], record):
-                continue
-            if file in objects:
-                self.remote.bucket.delete(objects[file].name)
-            missing.append(file)
-        return missing
 
     def _send(self, step: StepDirectory, file: str) -> bool:
         if self.stopping():
@@ -288,27 +249,25 @@ class StepCopier:
         self.remote.bucket.upload(step.path / file, name, crc32c=step.manifest.files[file].crc32c)
         return True
 
-    def _require_whole(self, name: str, manifest: CheckpointManifest, marker: Marker) -> None:
+    def _commit(self, step: StepDirectory, marker: Marker) -> bool:
+        """Mark a step that a fresh listing shows whole; return False while parts are missing."""
+        name, files = step.name, step.manifest.files
         objects = self.remote.objects(name)
-        wrong = sorted(
-            file
-            for file, record in manifest.files.items()
-            if file not in objects or not is_copy(objects[file], record)
-        )
+        wrong = missing_files(files, objects)
+        if set(wrong) - set(step.own_files):
+            return False
         listed = objects.get(MANIFEST)
         if wrong or listed is None or listed.crc32c not in (None, marker.manifest_crc32c):
-            what = wrong[0] if wrong else MANIFEST
+            what = sorted(wrong)[0] if wrong else MANIFEST
             raise BucketError(
                 f"{self.remote.url}/{name}/{what} is not what was sent, or is gone "
                 f"({max(len(wrong), 1)} such objects). Something else writes to this prefix; "
                 "it is sent again."
             )
-
-
-def _own_files(step: StepDirectory) -> dict[str, FileRecord]:
-    """The files that this machine answers for."""
-    part, files = step.part, step.manifest.files
-    return {name: file for name, file in files.items() if part is None or part.owns(file)}
+        if not step.path.exists():
+            raise _removed(step)
+        self.remote.commit(name, marker)
+        return True
 
 
 @contextlib.contextmanager

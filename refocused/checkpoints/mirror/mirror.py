@@ -20,27 +20,24 @@ from refocused.system.world import World
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
+DRAIN_SLICE_S = 1.0  # between two looks at whether to give up the wait
 START_ATTEMPTS = 3  # of a process that something kills before it works (the OOM killer, a person)
+Progress = Callable[[MirrorStatus | None], None]  # None: there is no status yet
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DrainRequest:
-    """A wish that the mirror finishes: the token of the answer, and when waiting ends.
-
-    Attributes:
-        token: What the mirror repeats when it has finished.
-        deadline: On the monotonic clock, in seconds.
-    """
+    """A request to finish: the token that the mirror repeats, and when waiting ends (monotonic)."""
 
     token: str
     deadline: float
 
 
 class CheckpointMirror:
-    """The background copy of a run's step directories.
+    """The background copy of a run's step directories, on a storage rank.
 
-    One process of the run (rank 0) has it. The copying is done by a detached process that finds
-    new steps by itself, outlives this one only to finish its queue, and never blocks training.
+    The copying is done by a detached process that finds new steps by itself, outlives this one only
+    to finish its queue, and never blocks training.
     """
 
     def __init__(self, settings: MirrorSettings) -> None:
@@ -49,18 +46,23 @@ class CheckpointMirror:
         self._files = settings.files
         self._process: ProcessIdentity | None = None
 
+    @property
+    def process(self) -> ProcessIdentity | None:
+        """The process that was started last."""
+        return self._process
+
     def start(self) -> None:
-        """Start the background process; one still finishing an earlier start is waited for by it.
+        """Start the background process, which waits for one that is still finishing.
 
         Raises:
             CheckpointError: The process could not be started.
         """
         self._files.drain.unlink(missing_ok=True)
-        self._files.status.unlink(missing_ok=True)  # nobody may act on what an old mirror said
+        self._files.status.unlink(missing_ok=True)  # retention may not act on an old mirror's word
         self._spawn()
 
     def status(self) -> MirrorStatus | None:
-        """What the mirror said last; None: nothing yet, or it was about another bucket."""
+        """Return the mirror's last status; None: there is none, or it is about another bucket."""
         status, wanted = self._files.read_status(), self._settings
         if status is None or (status.bucket, status.prefix) != (wanted.bucket, wanted.prefix):
             return None
@@ -77,24 +79,8 @@ class CheckpointMirror:
             logger.warning("%s", error)
         return True
 
-    def drain(
-        self, timeout_s: float, progress: Callable[[MirrorStatus | None], None] | None = None
-    ) -> bool:
-        """Ask the mirror to finish its queue and end, and wait for that.
-
-        Args:
-            timeout_s: Longest wait, in seconds; afterwards the mirror goes on by itself, for as
-                long as its own settings let it.
-            progress: Told the status every `POLL_SECONDS`; None while there is none.
-
-        Returns:
-            Whether every committed step is in the bucket.
-        """
-        request = self.request_drain(timeout_s)
-        return bool(self.await_drain(request, timeout_s, progress))
-
     def request_drain(self, timeout_s: float) -> DrainRequest | None:
-        """Ask the mirror to finish its queue and end; None when there is no room to ask.
+        """Ask the mirror to finish its queue and exit; None: the disk has no room for the request.
 
         It does the same unasked, when the processes that train are gone.
         """
@@ -111,20 +97,17 @@ class CheckpointMirror:
         return request
 
     def await_drain(
-        self,
-        request: DrainRequest | None,
-        slice_s: float,
-        progress: Callable[[MirrorStatus | None], None] | None = None,
+        self, request: DrainRequest | None, slice_s: float, progress: Progress | None = None
     ) -> bool | None:
         """Wait for a while for the mirror to finish.
 
         Args:
             request: What `request_drain` gave.
             slice_s: Longest wait of this call, in seconds.
-            progress: Told the status every `POLL_SECONDS`; None while there is none.
+            progress: Called with the status every `POLL_SECONDS`.
 
         Returns:
-            Whether every committed step is in the bucket; None when it is too early to say.
+            Whether every committed step is in the bucket; None: it is too early to say.
         """
         if request is None:
             return False
@@ -144,20 +127,19 @@ class CheckpointMirror:
             time.sleep(min(POLL_SECONDS, max(0.0, left)))
 
     def _restart_for_drain(self, token: str) -> None:
-        """A mirror that answered between two looks has ended rightly and is not started again."""
+        """Restart a dead mirror, unless it has answered between two looks and ended rightly."""
         dead = self._process is None or not self._process.alive
         status = self.status()
         if dead and (status is None or status.drained != token):
             self.ensure_alive()
 
     def _spawn(self) -> None:
+        settings = self._settings.model_dump_json()
+        module = "refocused.checkpoints.mirror.mirror_process"
         for attempt in range(1, START_ATTEMPTS + 1):
             try:
-                pid = start_detached(
-                    "refocused.checkpoints.mirror.mirror_process",
-                    self._settings.model_dump_json(),
-                    log=self._files.log,
-                )
+                self._process = identify(start_detached(module, settings, log=self._files.log))
+                return
             except (OSError, subprocess.SubprocessError) as error:
                 killed = isinstance(error, subprocess.CalledProcessError) and error.returncode < 0
                 if killed and attempt < START_ATTEMPTS:
@@ -167,15 +149,10 @@ class CheckpointMirror:
                     f"The mirror could not be started ({error}). Its output is in "
                     f"{self._files.log}; check also the machine's memory and disk."
                 ) from error
-            self._process = identify(pid)
-            return
-
-
-DRAIN_SLICE_S = 1.0  # between two looks at whether somebody wants to wait no longer
 
 
 class Mirroring:
-    """Starts the mirrors, tells of them and waits for them.
+    """Starts the mirrors, reports on them and waits for them.
 
     Args:
         mirror: This storage rank's; None on all other ranks, and where nothing is mirrored.
@@ -201,7 +178,7 @@ class Mirroring:
         self._world.on_storage_ranks(lambda: self._mirror.start() if self._mirror else None)
 
     def status(self) -> MirrorStatus | None:
-        """Return what this rank's mirror says; None: it has said nothing, or is not there."""
+        """Return this rank's mirror's last status; None: there is none."""
         return self._mirror.status() if self._mirror is not None else None
 
     @property
@@ -211,7 +188,7 @@ class Mirroring:
         return len(status.skipped) if status is not None else 0
 
     def watch(self) -> None:
-        """Tell once when the bucket refuses the mirror, and once when it takes it again."""
+        """Report once when the bucket refuses the mirror, and once when it takes it again."""
         status = self.status()
         if status is None or status.blocked == self._blocked:
             return
@@ -226,7 +203,7 @@ class Mirroring:
             self._report("mirror_recovered", "mirror goes on: the bucket takes it again")
 
     def look_after(self, folder: Path, branch: Branch) -> str:
-        """Start this rank's mirror again if it died; return what to say of it behind a save.
+        """Restart this rank's mirror if it died; return what the line about a save ends with.
 
         Args:
             folder: Of the steps.
@@ -239,32 +216,24 @@ class Mirroring:
         return f" | {status.progress(local) if status else 'upload queued'}"
 
     def drain(
-        self,
-        timeout_s: float,
-        progress: Callable[[MirrorStatus | None], None],
-        given_up: Callable[[], int] = lambda: 0,
+        self, timeout_s: float, progress: Progress, given_up: Callable[[], int] = lambda: 0
     ) -> bool:
-        """Wait until the bucket holds everything; return whether it does, everywhere.
+        """Wait until the bucket holds everything; return whether it does, from every machine.
 
         All ranks call together.
 
         Args:
             timeout_s: Longest wait, in seconds.
-            progress: Told on rank 0 how far it is; None while the mirror has said nothing.
-            given_up: Whether to wait no longer; the same on every rank, which all ask it about
+            progress: Called on rank 0 with the status.
+            given_up: Whether to stop waiting; the same on every rank, which all call it about
                 every second.
         """
-        requests = self._world.on_storage_ranks(
-            lambda: self._mirror.request_drain(timeout_s) if self._mirror else None
-        )
+        mirror, on_storage_ranks = self._mirror, self._world.on_storage_ranks
+        requests = on_storage_ranks(lambda: mirror.request_drain(timeout_s) if mirror else None)
         request = requests[self._world.storage_rank]
         while True:
-            finished = self._world.on_storage_ranks(
-                lambda: (
-                    self._mirror.await_drain(request, DRAIN_SLICE_S, progress)
-                    if self._mirror
-                    else True
-                )
+            finished = on_storage_ranks(
+                lambda: mirror.await_drain(request, DRAIN_SLICE_S, progress) if mirror else True
             )
             if False in finished:
                 return False

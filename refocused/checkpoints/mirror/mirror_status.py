@@ -1,8 +1,7 @@
-"""What the mirror is told, and what it tells: its settings, its files in the run, its status."""
+"""How trainer and mirror communicate: the mirror's settings, its files in the run, its status."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection
 from pathlib import Path
 
@@ -15,25 +14,25 @@ BLOCKED = "blocked: "
 
 
 class MirrorSettings(pydantic.BaseModel):
-    """Everything the background process needs to know.
+    """The settings of the background process.
 
     Attributes:
         run: The run's folder.
         bucket: `gs://bucket/prefix` or a folder.
         prefix: Where this run's steps are below it.
         branch: The branch of the run whose checkpoints are copied.
-        training: The process whose checkpoints are mirrored; when it is gone, the queue is
-            finished and the mirror ends.
+        training: The process whose checkpoints are mirrored; when it is gone, the mirror finishes
+            its queue and exits.
         credentials_file: Key file for `gs://`; None: what the environment offers.
         project: Google Cloud project; None: that of the credentials.
-        drain_seconds: Longest time to finish the queue when training is gone, in seconds.
-        scan_seconds: Time between two looks at the folder, in seconds.
+        drain_seconds: Longest time to finish the queue when training is gone.
+        scan_seconds: Time between two looks at the folder.
         longest_wait_seconds: Longest wait between two attempts when the bucket is down, and every
             wait when it refuses us.
         threads: Uploads at once.
         keep_remote: Newest rolling steps that stay in the bucket; None: all stay.
-        node: The machine, of those that each mirror their own part. The first one also removes old
-            steps from the bucket and points to the newest.
+        node: The machine, of `nodes` that each mirror their own part. The first one also removes
+            old steps from the bucket and points to the newest.
         nodes: Such machines; 1: the run's folder is whole.
     """
 
@@ -56,13 +55,13 @@ class MirrorSettings(pydantic.BaseModel):
 
     @pydantic.field_validator("run", "credentials_file")
     @classmethod
-    def _anywhere(cls, path: Path | None) -> Path | None:
+    def _absolute(cls, path: Path | None) -> Path | None:
         return path.expanduser().absolute() if path is not None else None
 
     @pydantic.field_validator("bucket")
     @classmethod
-    def _bucket_anywhere(cls, url: str) -> str:
-        """A folder's path is written to the status, which is read from other folders."""
+    def _absolute_folder(cls, url: str) -> str:
+        """The status holds the path, and is read from other folders."""
         return url if "://" in url else str(Path(url).expanduser().absolute())
 
     @property
@@ -71,39 +70,18 @@ class MirrorSettings(pydantic.BaseModel):
         return MirrorFiles(self.run)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class MirrorFiles:
-    """Where the mirror and those who ask it meet, in the run's folder."""
+    """The files in a run's folder by which the mirror and others communicate."""
 
-    run: Path
-
-    @property
-    def checkpoints(self) -> Path:
-        """The step directories."""
-        return self.run / "checkpoints"
-
-    @property
-    def status(self) -> Path:
-        """What the mirror is doing; replaced whole."""
-        return self.run / "mirror.json"
-
-    @property
-    def lock(self) -> Path:
-        """Held by the one mirror of the run."""
-        return self.run / "mirror.lock"
-
-    @property
-    def drain(self) -> Path:
-        """A request to finish the queue and end; holds a token that the answer repeats."""
-        return self.run / "mirror.drain"
-
-    @property
-    def log(self) -> Path:
-        """The mirror's own messages."""
-        return self.run / "logs" / "mirror.log"
+    def __init__(self, run: Path) -> None:
+        self.checkpoints = run / "checkpoints"
+        self.status = run / "mirror.json"  # what the mirror is doing; replaced whole
+        self.lock = run / "mirror.lock"  # held by the one mirror of the run
+        self.drain = run / "mirror.drain"  # asks to finish the queue; the answer repeats its token
+        self.log = run / "logs" / "mirror.log"
 
     def read_status(self) -> MirrorStatus | None:
-        """What the mirror said last; None: nothing, or nothing that this version can read."""
+        """Return the mirror's last status; None: there is none that this version can read."""
         try:
             return MirrorStatus.model_validate_json(self.status.read_bytes())
         except (FileNotFoundError, pydantic.ValidationError):
@@ -111,7 +89,7 @@ class MirrorFiles:
 
 
 class MirrorStatus(pydantic.BaseModel):
-    """What the mirror said last.
+    """The mirror's last report.
 
     Attributes:
         bucket: Address it copies to.
@@ -122,7 +100,7 @@ class MirrorStatus(pydantic.BaseModel):
         waiting: Committed local steps that it does not hold yet, in the order in which they are
             copied; the first is the one being copied.
         skipped: Older ones of those that it does not hold, rolling saves that wait until nothing
-            newer does; at the end nobody waits for them.
+            newer does; at the end they are not waited for.
         unwanted: Local steps that `keep_remote` would remove at once.
         failed: Steps that cannot be copied, with the reason: damaged here, or another step of
             that name there.
@@ -166,10 +144,12 @@ class MirrorStatus(pydantic.BaseModel):
             saved: The local steps; the newest may not be known to this status yet.
         """
         newest = max(self.mirrored, default=None)
-        known = {*self.mirrored, *self.unwanted, *self.failed}
-        behind = len(set(saved) - known)
-        text = "nothing mirrored yet" if newest is None else f"mirrored up to step {newest:,}"
-        parts = [text, f"{behind} behind"] if behind else [text]
+        behind = len(set(saved) - {*self.mirrored, *self.unwanted, *self.failed})
+        parts = ["nothing mirrored yet" if newest is None else f"mirrored up to step {newest:,}"]
+        if behind:
+            parts.append(f"{behind} behind")
         if self.failed:
             parts.append(f"{len(self.failed)} cannot be copied")
-        return ", ".join([*parts, f"last error: {self.last_error}"] if self.last_error else parts)
+        if self.last_error:
+            parts.append(f"last error: {self.last_error}")
+        return ", ".join(parts)

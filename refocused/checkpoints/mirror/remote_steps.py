@@ -16,14 +16,14 @@ from refocused.checkpoints.step.checkpoint_manifest import (
     CheckpointManifest,
     FileRecord,
     Marker,
-    SaveReason,
     parse_manifest,
     parse_marker,
 )
-from refocused.checkpoints.step.retention import KeptStep, best_of, to_remove
+from refocused.checkpoints.step.retention import KeptStep, kept_steps, to_remove
 from refocused.checkpoints.step.step_directory import parse_name, parse_place
 from refocused.system.errors import BucketError, CheckpointError, CorruptCheckpointError
 
+Objects = Mapping[str, BlobInfo]  # of one step, by their path below it
 POINTER = "latest/pointer.json"
 _REFUSALS = (RefusedRequestError, PermissionError, NotADirectoryError, FileExistsError)
 _ABOUT = b"""Checkpoints of one training run, copied here by refocused.
@@ -36,13 +36,8 @@ listing: --resume gs://.../latest/ looks for the newest whole checkpoint by itse
 
 
 def prefix_of(run: str) -> str:
-    """Where a run's steps are below the address in `checkpoint.mirror`: as in the runs folder."""
+    """Return where a run's steps are below `checkpoint.mirror`: as in the runs folder."""
     return f"{run}/checkpoints"
-
-
-def is_copy(blob: BlobInfo, record: FileRecord) -> bool:
-    """Whether an object is the file of a manifest, as far as a listing can tell."""
-    return blob.size == record.size and blob.crc32c in (None, record.crc32c)
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -51,6 +46,17 @@ def is_refusal(error: BaseException) -> bool:
     while cause is not None and not isinstance(cause, _REFUSALS):
         cause = cause.__cause__
     return cause is not None
+
+
+def missing_files(files: Mapping[str, FileRecord], objects: Objects) -> list[str]:
+    """Return the files that have no object of their size and, where it is listed, checksum."""
+    return [
+        file
+        for file, record in files.items()
+        if (blob := objects.get(file)) is None
+        or blob.size != record.size
+        or blob.crc32c not in (None, record.crc32c)
+    ]
 
 
 class RemoteSteps:
@@ -69,14 +75,11 @@ class RemoteSteps:
         self.url = f"{bucket.url.rstrip('/')}/{prefix}".rstrip("/")
 
     def object_name(self, name: str, file: str) -> str:
-        """The bucket's name of one file of the step directory `name`."""
+        """Return the bucket's name of one file of the step directory `name`."""
         return f"{self._below}{name}/{file}"
 
     def introduce(self) -> None:
-        """Describe the prefix beside the checkpoints; fails where nothing can be written.
-
-        A README.txt that is there already stays as it is.
-        """
+        """Write a README.txt, unless there is one; fails where nothing can be written."""
         address = f"{self._below}README.txt"
         try:
             self.bucket.write(address, _ABOUT)
@@ -85,10 +88,7 @@ class RemoteSteps:
                 raise
 
     def scan(self) -> dict[str, dict[str, BlobInfo]]:
-        """List all checkpoints: for each name its objects by their path below it.
-
-        By branch and step, ascending.
-        """
+        """List the objects of all checkpoints by name; by branch and step, ascending."""
         found: dict[tuple[int, int], tuple[str, dict[str, BlobInfo]]] = {}
         for prefix in ("checkpoint_step_", "branch-"):
             for blob in self.bucket.list(f"{self._below}{prefix}"):
@@ -101,7 +101,7 @@ class RemoteSteps:
         return dict(found[place] for place in sorted(found))
 
     def objects(self, name: str) -> dict[str, BlobInfo]:
-        """List one step: its objects by their path below it, the marker among them."""
+        """List the objects of one step, the marker among them, with their checksums."""
         folder = self.object_name(name, "")
         return {
             blob.name.removeprefix(folder): with_checksum(self.bucket, blob)
@@ -109,10 +109,10 @@ class RemoteSteps:
         }
 
     def marker(self, name: str) -> Marker | None:
-        """Read a step's marker; None when the step is not committed.
+        """Read a step's marker; None: the step is not committed.
 
         Raises:
-            CorruptCheckpointError: The object is there but is no marker.
+            CorruptCheckpointError: The object is no marker.
         """
         address = self.object_name(name, COMMITTED)
         if self.bucket.info(address) is None:
@@ -120,22 +120,16 @@ class RemoteSteps:
         return parse_marker(self.bucket.read(address), where=f"{self.url}/{name}/{COMMITTED}")
 
     def manifest(self, name: str) -> CheckpointManifest:
-        """Read a step's manifest out of the bucket.
+        """Read a step's manifest.
 
         Raises:
             CorruptCheckpointError: It is torn.
-            CheckpointError: It is of a schema of a later version.
+            CheckpointError: Its schema is of a later version.
         """
         content = self.bucket.read(self.object_name(name, MANIFEST))
         return parse_manifest(content, where=f"{self.url}/{name}/{MANIFEST}")
 
-    def commit(self, name: str, marker: Marker) -> None:
-        """Write the marker: from now on the step exists."""
-        self.bucket.write(self.object_name(name, COMMITTED), marker.to_json())
-
-    def marks_other_files(
-        self, name: str, objects: Mapping[str, BlobInfo], manifest: CheckpointManifest
-    ) -> bool:
+    def marks_other_files(self, name: str, objects: Objects, manifest: CheckpointManifest) -> bool:
         """Whether a listed step's marker is of another manifest than the one beside it.
 
         Two runs that meet under one name can leave that. A folder keeps no checksums to tell it by;
@@ -154,6 +148,14 @@ class RemoteSteps:
             return False
         return self.marker(name) != expected
 
+    def commit(self, name: str, marker: Marker) -> None:
+        """Write the marker: from now on the step exists."""
+        self.bucket.write(self.object_name(name, COMMITTED), marker.to_json())
+
+    def unmark(self, name: str) -> None:
+        """Remove the marker: nothing reads the step until it is committed again."""
+        self.bucket.delete(self.object_name(name, COMMITTED))
+
     def point_to(self, name: str) -> None:
         """Name a step as the newest, for those who look for it with a listing; only a hint.
 
@@ -163,24 +165,14 @@ class RemoteSteps:
         content = json.dumps({"name": name, "step": parse_name(name.rpartition("/")[2])}).encode()
         self.bucket.write(f"{self._below}{POINTER}", content, overwrite=True)
 
-    def unmark(self, name: str) -> None:
-        """Take the marker away: nothing reads the step until it is committed again."""
-        self.bucket.delete(self.object_name(name, COMMITTED))
-
     def retract(self, name: str, *, also: Collection[str] = ()) -> None:
-        """Remove a checkpoint: its marker first, so that no reader takes it for whole.
-
-        Objects that no manifest lists are not ours: they stay.
-
-        Args:
-            name: The checkpoint.
-            also: Files that another manifest of this checkpoint lists.
+        """Remove a checkpoint, its marker first, and the files `also`; unlisted objects stay.
 
         Raises:
             CheckpointError: Its manifest cannot be used, so what belongs to it is not known.
             BucketError: The bucket cannot be read or written.
         """
-        self.bucket.delete(self.object_name(name, COMMITTED))
+        self.unmark(name)
         objects = self.objects(name)
         listed = {*also, SUPERSEDED}
         try:
@@ -196,9 +188,8 @@ class RemoteSteps:
 class RemoteRetention:
     """The checkpoints of one branch in a bucket, of which the newest few stay.
 
-    Those of other branches, or with a mark of an earlier version, are neither counted nor removed:
-    the run left them on purpose. So is one whose manifest cannot be read: what belongs to it is not
-    known.
+    Those of other branches, or with a mark of version 0.1, are neither counted nor removed: the run
+    left them on purpose. So is one whose manifest cannot be read: what belongs to it is not known.
     """
 
     def __init__(self, remote: RemoteSteps, branch: Branch = FIRST_BRANCH, *, keep: int) -> None:
@@ -209,7 +200,7 @@ class RemoteRetention:
         self._manifests: dict[int, tuple[BlobInfo, CheckpointManifest | None]] = {}
 
     def steps(self, *, in_use: Collection[int] = ()) -> list[KeptStep]:
-        """List the steps; manifests that were read once are not read again.
+        """List the steps; each manifest is read once.
 
         Args:
             in_use: Steps that are being copied, or are about to be.
@@ -226,12 +217,12 @@ class RemoteRetention:
             if manifest is None:
                 continue
             manifests[step] = manifest
-            if COMMITTED in objects and _has_all(objects, manifest):
+            if COMMITTED in objects and not missing_files(manifest.files, objects):
                 whole.add(step)
         return kept_steps(manifests, whole=whole, in_use=in_use)
 
     def thin_out(self, *, in_use: Collection[int] = ()) -> list[int]:
-        """Remove what is not kept, each step's marker first; return the steps that went.
+        """Remove what is not kept, each step's marker first; return the removed steps.
 
         Raises:
             BucketError: The bucket cannot be read or written; what is half removed is unmarked.
@@ -242,20 +233,17 @@ class RemoteRetention:
         return doomed
 
     def unwanted(self, lacking: Mapping[int, CheckpointManifest]) -> set[int]:
-        """Return those of the local steps that would be removed as soon as they were copied.
-
-        Args:
-            lacking: The local steps that the bucket does not hold.
+        """Return the steps of `lacking`, which only the disk has, that would be removed at once.
 
         Raises:
             BucketError: The bucket cannot be read.
         """
         there = {step.step for step in self.steps() if step.verified}
         manifests = {step: self._manifests[step][1] for step in there} | dict(lacking)
-        together = kept_steps(manifests, whole=set(manifests), in_use=())
+        together = kept_steps(manifests, whole=set(manifests))
         return set(to_remove(together, keep=self._keep)) & set(lacking)
 
-    def _manifest(self, step: int, objects: Mapping[str, BlobInfo]) -> CheckpointManifest | None:
+    def _manifest(self, step: int, objects: Objects) -> CheckpointManifest | None:
         """Return a step's manifest; None: it has none, or one that cannot be used."""
         blob = objects.get(MANIFEST)
         if blob is None:
@@ -268,36 +256,3 @@ class RemoteRetention:
                 known = blob, None
             self._manifests[step] = known
         return known[1]
-
-
-def kept_steps(
-    manifests: Mapping[int, CheckpointManifest | None],
-    *,
-    whole: Collection[int],
-    in_use: Collection[int],
-) -> list[KeptStep]:
-    """Say of each step what retention has to know; the best is that of the whole ones."""
-    best = best_of(
-        {
-            step: found.validation_loss
-            for step, found in manifests.items()
-            if found and step in whole
-        }
-    )
-    return [
-        KeptStep(
-            step=step,
-            verified=step in whole,
-            tiers=frozenset(found.tiers if found else {SaveReason.ROLLING}),
-            best=step == best,
-            in_use=step in in_use,
-        )
-        for step, found in manifests.items()
-    ]
-
-
-def _has_all(objects: Mapping[str, BlobInfo], manifest: CheckpointManifest) -> bool:
-    return all(
-        file in objects and is_copy(objects[file], record)
-        for file, record in manifest.files.items()
-    )

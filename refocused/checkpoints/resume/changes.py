@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from refocused.checkpoints.resume.comparison import Difference, differences
 from refocused.checkpoints.resume.step_contents import dotted
-from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest
-from refocused.checkpoints.step.checkpointer import RunFacts
+from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest, RunFacts
 from refocused.checkpoints.step.step_directory import StepDirectory, parse_mapping, read_mapping
 from refocused.system.errors import CheckpointError, ConfigError
 

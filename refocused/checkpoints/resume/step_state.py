@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from refocused.bucket.bucket import BlobInfo, crc32c_of
-from refocused.checkpoints.mirror.remote_steps import RemoteSteps, is_copy
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps, missing_files
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,
     MANIFEST,
@@ -90,14 +90,12 @@ def judge_objects(
         is_foreign = COMMITTED in objects and remote.marks_other_files(name, objects, manifest)
     except CheckpointError as error:
         return Found(f"{_kind(error)}: {error}")
-    right = {
-        file: record.size
-        for file, record in manifest.files.items()
-        if file in objects and is_copy(objects[file], record)
-    }
-    lost = len(manifest.files) - len(right)
+    missing = missing_files(manifest.files, objects)
+    lost = len(missing)
     if COMMITTED not in objects:
-        percent = 100 * sum(right.values()) // max(manifest.total_bytes, 1)
+        lost_bytes = sum(manifest.files[file].size for file in missing)
+        right = manifest.total_bytes - lost_bytes
+        percent = 100 * right // max(manifest.total_bytes, 1)
         return Found(f"{min(percent, 99)} %", manifest)
     if lost:
         return Found(f"broken: {lost} of {len(manifest.files)} files are lost", manifest)

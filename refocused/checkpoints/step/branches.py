@@ -17,8 +17,7 @@ class Branch(pydantic.BaseModel):
     """The steps that led to the present one; going back to an earlier one starts a new branch.
 
     Attributes:
-        run_id: Identity of the run, random and made once; empty where checkpoints of the first
-            schema do not know it.
+        run_id: Identity of the run, random and made once; empty in the first schema.
         number: 1 for the first branch of a run.
         ancestry: For each ancestor, oldest first: its number, and the last step taken from it.
     """
@@ -73,12 +72,16 @@ def recorded_branch(run: Path) -> Branch | None:
 
 
 def present_branch(checkpoints: Path) -> Branch:
-    """Return the branch that the run whose checkpoints these are is on, as this disk knows it."""
+    """Return a run's present branch: the recorded one, else that of the last readable step."""
     recorded = recorded_branch(checkpoints.parent)
     if recorded is not None:
         return recorded
-    newest_first = reversed(checkpoint_paths(checkpoints).values())
-    return next((branch_of(found) for path in newest_first if (found := _manifest(path))), Branch())
+    for path in reversed(checkpoint_paths(checkpoints).values()):
+        try:
+            return branch_of(read_step(path).manifest)
+        except CheckpointError:
+            continue
+    return FIRST_BRANCH
 
 
 def checkpoint_paths(checkpoints: Path) -> dict[str, Path]:
@@ -96,7 +99,7 @@ def checkpoint_paths(checkpoints: Path) -> dict[str, Path]:
 
 
 def step_paths(checkpoints: Path, branch: Branch | None = None) -> dict[int, Path]:
-    """Return the directories of a branch by step, ascending; those of the present one for None."""
+    """Return the directories of a branch (None: the present one) by step, ascending."""
     branch = present_branch(checkpoints) if branch is None else branch
     found = checkpoint_paths(checkpoints)
     steps = {step: name for name in found if (step := branch.step_of(name)) is not None}
@@ -106,10 +109,3 @@ def step_paths(checkpoints: Path, branch: Branch | None = None) -> dict[int, Pat
 def saved_steps(checkpoints: Path, branch: Branch | None = None) -> list[int]:
     """Return the steps of `step_paths`."""
     return list(step_paths(checkpoints, branch))
-
-
-def _manifest(path: Path) -> CheckpointManifest | None:
-    try:
-        return read_step(path).manifest
-    except CheckpointError:
-        return None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import enum
 import json
+from collections.abc import Mapping
 from typing import Annotated
 
 import pydantic
@@ -16,22 +18,13 @@ from refocused.system.strict_json import MalformedError, parse_json
 
 
 class SaveReason(enum.StrEnum):
-    """A reason to save; a step may have several. The latest and the present best are computed."""
+    """A reason to save; a step may have several. `latest` and the current best are computed."""
 
-    ROLLING = "rolling"
-    """The interval was over: the newest few stay."""
-
-    EPOCH = "epoch"
-    """A pass over the data was complete: stays."""
-
-    BEST = "best"
-    """Its validation was the best so far: stays until another one is better."""
-
-    FINAL = "final"
-    """The run's last step: stays."""
-
-    EMERGENCY = "emergency"
-    """Training was stopped, and nothing else asked for this save: the newest one stays."""
+    ROLLING = "rolling"  # the save interval passed: the newest few stay
+    EPOCH = "epoch"  # a pass over the data was complete: stays
+    BEST = "best"  # the best validation so far: stays until another one is better
+    FINAL = "final"  # the run's last step: stays
+    EMERGENCY = "emergency"  # training was stopped: the newest one stays
 
 
 MOST_RANKS = 100_000
@@ -41,24 +34,45 @@ MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
 SUPERSEDED = "SUPERSEDED"  # of version 0.1: the checkpoint is on a branch that was left
 
-
 Whole = Annotated[int, pydantic.Field(ge=0, lt=2**63)]
+Crc32c = Annotated[int, pydantic.Field(ge=0, lt=2**32)]  # Castagnoli, unsigned
+_STRICT = pydantic.ConfigDict(frozen=True, extra="forbid")
 
 
 class FileRecord(pydantic.BaseModel):
-    """One file of a step.
+    """Size in bytes and checksum of one file, and the machine that wrote it to its own disk."""
 
-    Attributes:
-        size: Bytes.
-        crc32c: CRC-32C (Castagnoli) of the content as an unsigned integer.
-        node: The machine that wrote it, where each keeps its files on its own disk.
-    """
-
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+    model_config = _STRICT
 
     size: Whole
-    crc32c: Annotated[int, pydantic.Field(ge=0, lt=2**32)]
+    crc32c: Crc32c
     node: Annotated[int, pydantic.Field(ge=0, lt=MOST_RANKS, exclude_if=lambda node: node == 0)] = 0
+
+
+class Marker(pydantic.BaseModel):
+    """The content of COMMITTED, the last file of a checkpoint on the disk and in a bucket."""
+
+    model_config = _STRICT
+
+    files: Whole  # that the manifest lists
+    bytes: Whole  # of them together
+    manifest_crc32c: Crc32c
+
+    def to_json(self) -> builtins.bytes:
+        """Return the content of COMMITTED."""
+        return json.dumps(self.model_dump()).encode()
+
+
+def parse_marker(content: bytes, *, where: str) -> Marker:
+    """Parse COMMITTED; `where` (a path or an address) is for the CorruptCheckpointError."""
+    try:
+        return Marker.model_validate_json(content)
+    except pydantic.ValidationError:
+        raise CorruptCheckpointError(
+            f"{where} holds {content[:80]!r}, which is not the marker of a checkpoint. "
+            "Resume from another checkpoint, or upload this one again: "
+            "python launch/checkpoints.py upload"
+        ) from None
 
 
 def _inside(files: dict[str, FileRecord]) -> dict[str, FileRecord]:
@@ -70,75 +84,30 @@ def _inside(files: dict[str, FileRecord]) -> dict[str, FileRecord]:
     return files
 
 
-class Marker(pydantic.BaseModel):
-    """The content of COMMITTED, the last file of a checkpoint on the disk and in a bucket.
-
-    Attributes:
-        files: How many files the manifest lists.
-        bytes: Their bytes together.
-        manifest_crc32c: CRC-32C of `manifest.json`, which holds that of every other file.
-    """
-
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
-
-    files: Whole
-    bytes: Whole
-    manifest_crc32c: Annotated[int, pydantic.Field(ge=0, lt=2**32)]
-
-    def to_json(self) -> builtins.bytes:
-        """Return the content of COMMITTED."""
-        return json.dumps(self.model_dump()).encode()
-
-
-def parse_marker(content: bytes, *, where: str) -> Marker:
-    """Read the bytes of COMMITTED that `where` (a path or an address) holds.
-
-    Raises:
-        CorruptCheckpointError: It is not a marker.
-    """
-    try:
-        return Marker.model_validate_json(content)
-    except pydantic.ValidationError:
-        raise CorruptCheckpointError(
-            f"{where} holds {content[:80]!r}, which is not the marker of a checkpoint. "
-            "Resume from another checkpoint, or upload this one again: "
-            "python launch/checkpoints.py upload"
-        ) from None
-
-
 class CheckpointManifest(pydantic.BaseModel):
     """Describes a checkpoint; the marker beside it, written after it, holds its checksum.
 
     Attributes:
-        schema_version: Version of this form.
-        run: Name of the run that saved the step.
-        run_id: Identity of that run, random and made once; empty in the first schema.
-        branch: Branch of the run that the checkpoint is on.
-        ancestry: For each ancestor of that branch, oldest first: its number, and the last step
+        run_id: Identity of the run, random and made once; empty in the first schema.
+        ancestry: For each ancestor of the branch, oldest first: its number, and the last step
             that the branch has from it.
         name: Directory name, below the folder of the run's checkpoints.
         step: Optimizer updates done.
-        epoch: Passes over the data that are complete.
+        epoch: Complete passes over the data.
         files_done: Token files of this epoch that are consumed.
-        created: When it was saved.
-        tiers: Why it was saved; in a manifest of an earlier version, which names none, the
-            interval.
-        world_size: Ranks that saved it.
-        zero_stage: ZeRO stage it was saved under.
-        dtype: `bf16`, `fp16` or `fp32`; DeepSpeed's file names depend on it.
+        tiers: The save reasons.
+        dtype: DeepSpeed's file names depend on it.
         versions: Version of each package whose files these are.
-        data_fingerprint: Fingerprint of the data set trained on.
-        data_order: What else decides which window comes when: seed, blocks, sequence length.
+        data_order: What decides which window comes when: seed, blocks, sequence length.
         data_mixture: Shares of the sources of a mixture; empty for a single source.
-        parameters: Parameters of the model.
-        validation_loss: Mean loss on the validation windows, in nats a token; None: not measured
-            (a loss that is not finite is written as None too, so that it is never the best).
+        validation_loss: Mean loss on the validation windows, in nats a token; None: not measured.
+            A loss that is not finite is written as None, so that it is never the best.
         loss: Training loss of the step, in nats a token; None: not known.
         tokens: Tokens trained on since the run began.
-        files: Each file but this one, by its path below the directory.
+        files: Each file but the manifest and the marker, by its path below the directory.
     """
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+    model_config = _STRICT
 
     schema_version: int = SCHEMA_VERSION
     run: str
@@ -166,20 +135,20 @@ class CheckpointManifest(pydantic.BaseModel):
 
     @property
     def alias(self) -> str:
-        """The other name the step is found by: `checkpoint-epochE-stepN-filesF`."""
+        """The other name the checkpoint is found by: `checkpoint-epochE-stepN-filesF`."""
         return f"checkpoint-epoch{self.epoch}-step{self.step}-files{self.files_done}"
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files but the manifest."""
+        """Bytes of all listed files."""
         return sum(record.size for record in self.files.values())
 
     def to_json(self) -> bytes:
-        """The bytes of `manifest.json`."""
+        """Return the content of `manifest.json`."""
         return (self.model_dump_json(indent=1) + "\n").encode()
 
     def marker(self, content: bytes) -> Marker:
-        """Return the marker that belongs to this manifest, whose bytes are `content`."""
+        """Return the marker of this manifest, whose file holds `content`."""
         return Marker(
             files=len(self.files),
             bytes=self.total_bytes,
@@ -187,12 +156,44 @@ class CheckpointManifest(pydantic.BaseModel):
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What all checkpoints of a run have in common; see `CheckpointManifest`.
+
+    Attributes:
+        run_yaml: The resolved run file.
+        model_json: The model's shape in the transformers form.
+        tokenizer_json: The data's tokenizer as a `tokenizers` file; None: not saved.
+        data_fingerprint_by_size: The fingerprint that earlier versions gave the same data, from
+            names and sizes; None: they used the content too.
+    """
+
+    run: str
+    zero_stage: int
+    dtype: str
+    versions: Mapping[str, str]
+    data_fingerprint: str
+    data_order: str
+    parameters: int
+    run_yaml: str
+    model_json: str
+    data_mixture: str = ""
+    tokenizer_json: bytes | None = None
+    data_fingerprint_by_size: str | None = None
+
+    def files(self) -> dict[str, bytes]:
+        """Return the files that describe the run in every step, by name."""
+        files = {"run.yaml": self.run_yaml.encode(), "model.json": self.model_json.encode()}
+        tokenizer = self.tokenizer_json
+        return files if tokenizer is None else {**files, "tokenizer.json": tokenizer}
+
+
 def parse_manifest(content: bytes, *, where: str) -> CheckpointManifest:
-    """Read the bytes of a `manifest.json` that `where` (a path or an address) holds.
+    """Parse a `manifest.json` that `where` (a path or an address) holds.
 
     Raises:
         CorruptCheckpointError: The JSON is torn, or lacks or adds a field.
-        CheckpointError: It is of a schema that this version does not read.
+        CheckpointError: Its schema is unknown to this version.
     """
     try:
         fields = parse_json(content)

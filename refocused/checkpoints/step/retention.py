@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Protocol
 
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, checkpoint_paths, step_paths
-from refocused.checkpoints.step.checkpoint_manifest import SaveReason
+from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest, SaveReason
 from refocused.checkpoints.step.staging import remove_step
-from refocused.checkpoints.step.step_directory import StepDirectory, is_in_use, read_step, unused
+from refocused.checkpoints.step.step_directory import is_in_use, read_step, unused
 from refocused.checkpoints.step.verify import verify
 from refocused.system.errors import CheckpointError
 from refocused.system.world import World
 
+logger = logging.getLogger(__name__)
+
 FEWEST = 2
 EMERGENCIES = 1
-_ALWAYS = {SaveReason.EPOCH, SaveReason.FINAL}
+ALWAYS_KEPT = frozenset({SaveReason.EPOCH, SaveReason.FINAL})
+LOW_DISK_SAVES = 2.5  # two saves, and what else the disk is used for meanwhile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,10 +31,9 @@ class KeptStep:
     """What retention has to know about one step in one place.
 
     Attributes:
-        step: Optimizer updates done.
-        verified: Its manifest can be read and its files have their sizes; a step that is not
-            verified never counts among those kept.
-        tiers: Why it was saved.
+        verified: Its manifest can be read and its files have their sizes; others never count
+            among those kept.
+        tiers: The save reasons.
         mirrored: The bucket holds all of it, with its marker; None: no copy of it is wanted.
         skipped: The mirror puts newer steps first.
         best: It has the lowest validation loss.
@@ -57,7 +59,7 @@ def to_remove(steps: Sequence[KeptStep], *, keep: int, disk_low: bool = False) -
     first.
 
     Args:
-        steps: All steps of one run in one place, in any order.
+        steps: All steps of one branch in one place, in any order.
         keep: How many of the newest verified rolling ones stay.
         disk_low: There may be no room for the next saves.
     """
@@ -74,7 +76,7 @@ def to_remove(steps: Sequence[KeptStep], *, keep: int, disk_low: bool = False) -
         for step in steps
         if step.step not in kept
         and (step.verified or step.step < oldest)
-        and not (step.best or step.in_use or step.tiers & _ALWAYS)
+        and not (step.best or step.in_use or step.tiers & ALWAYS_KEPT)
         and (
             step.mirrored is not False
             or (disk_low and (step.skipped or step.step < newest_mirrored))
@@ -83,7 +85,7 @@ def to_remove(steps: Sequence[KeptStep], *, keep: int, disk_low: bool = False) -
 
 
 def best_of(losses: Mapping[int, float | None]) -> int | None:
-    """Return the step with the lowest validation loss; None: no step has one that is finite.
+    """Return the step with the lowest finite validation loss; None: no step has one.
 
     Of several with the same loss it is the first, which is nearest to where that was measured.
     """
@@ -93,25 +95,61 @@ def best_of(losses: Mapping[int, float | None]) -> int | None:
     return min(finite, key=lambda step: (finite[step], step)) if finite else None
 
 
-logger = logging.getLogger(__name__)
-
-LOW_DISK_SAVES = 2.5  # two saves, and what else the disk is used for meanwhile
+def kept_steps(
+    manifests: Mapping[int, CheckpointManifest | None],
+    *,
+    whole: Collection[int],
+    in_use: Collection[int] = (),
+) -> list[KeptStep]:
+    """Return what retention has to know of each step; the best is one of the whole ones."""
+    losses = {s: m.validation_loss for s, m in manifests.items() if m and s in whole}
+    best = best_of(losses)
+    return [
+        KeptStep(
+            step=step,
+            verified=step in whole,
+            tiers=frozenset(found.tiers if found else {SaveReason.ROLLING}),
+            best=step == best,
+            in_use=step in in_use,
+        )
+        for step, found in manifests.items()
+    ]
 
 
 class Mirrored(Protocol):
-    """What the mirror last reported: steps it has copied, left out, and will never copy."""
+    """The mirror's last report: steps it has copied, put back, and will never copy."""
 
     @property
-    def mirrored(self) -> Collection[int]:
-        """Steps that the bucket has."""
-
+    def mirrored(self) -> Collection[int]: ...  # noqa: D102
     @property
-    def skipped(self) -> Collection[int]:
-        """Steps that newer ones replace there."""
-
+    def skipped(self) -> Collection[int]: ...  # noqa: D102
     @property
-    def unwanted(self) -> Collection[int]:
-        """Steps that will never be copied."""
+    def unwanted(self) -> Collection[int]: ...  # noqa: D102
+
+
+def local_steps(
+    checkpoints: Path, branch: Branch = FIRST_BRANCH, *, mirrored: bool, status: Mirrored | None
+) -> list[KeptStep]:
+    """Look at every checkpoint of a branch on this disk; arguments as of `thin_out`."""
+    paths = step_paths(checkpoints, branch)
+    found = {step: _readable(path) for step, path in paths.items()}
+    steps = kept_steps(
+        {step: manifest for step, (manifest, _) in found.items()},
+        whole={step for step, (_, whole) in found.items() if whole},
+        in_use={step for step, path in paths.items() if is_in_use(path)},
+    )
+    if not mirrored:
+        return steps
+    if status is None:
+        return [dataclasses.replace(step, mirrored=False) for step in steps]
+    return [
+        dataclasses.replace(
+            step,
+            mirrored=None if step.step in status.unwanted else step.step in status.mirrored,
+            skipped=step.step in status.skipped,
+        )
+        for step in steps
+    ]
 
 
 def thin_out(
@@ -131,20 +169,27 @@ def thin_out(
 
     Args:
         checkpoints: Folder of the step directories.
+        world: The ranks, all of which must call; rank 0's `keep` and `disk_low` decide.
         branch: The branch that the run is on.
-        world: The ranks, all of which must call; rank 0's answers to the next decide.
         keep: Newest rolling steps that stay.
         mirrored: The run has a mirror; what that lacks stays.
-        status: What the mirror said last; None: nothing yet.
+        status: What the mirror reported last; None: nothing yet.
         disk_low: There may be no room for the next saves.
 
     Returns:
-        Names of the checkpoints that went.
+        Names of the checkpoints that were removed.
     """
-    seen = world.on_storage_ranks(
-        lambda: _seen(checkpoints, branch, mirrored=mirrored, status=status)
-    )
-    steps = in_all_places(seen)
+
+    def look() -> list[KeptStep]:
+        try:
+            return local_steps(checkpoints, branch, mirrored=mirrored, status=status)
+        except OSError as error:
+            logger.warning(
+                "%s cannot be read (%s): no step is removed.", checkpoints, error.strerror
+            )
+            return []
+
+    steps = _on_all_disks(world.on_storage_ranks(look))
     doomed = [branch.name_of(step) for step in to_remove(steps, keep=keep, disk_low=disk_low)]
     own = [step for step in steps if step.verified and branch.holder(step.step) == branch.number]
     if disk_low or len(own) >= keep:
@@ -154,44 +199,28 @@ def thin_out(
     return doomed
 
 
-def _left_behind(checkpoints: Path, branch: Branch) -> list[str]:
-    """Return the removable checkpoints here of branches that the run is not on."""
-    others = {
-        name: path
-        for name, path in checkpoint_paths(checkpoints).items()
-        if branch.step_of(name) is None and not is_in_use(path)
-    }
-    read = {name: _readable(path)[0] for name, path in others.items()}
-    kept = {SaveReason.EPOCH, SaveReason.FINAL}
-    return [name for name, step in read.items() if step and not kept & {*step.manifest.tiers}]
-
-
-def in_all_places(seen: Sequence[Sequence[KeptStep]]) -> list[KeptStep]:
-    """Say of each step what holds for all storage ranks together; the first one's word on the rest.
-
-    A step that one of them lacks, or has not whole, is whole nowhere.
-    """
-    places = [{step.step: step for step in steps} for steps in seen]
-    first = {number: step for place in reversed(places) for number, step in place.items()}
+def _on_all_disks(seen: Sequence[Sequence[KeptStep]]) -> list[KeptStep]:
+    """Combine what the storage ranks see of each step: it is whole only if it is on every disk."""
+    disks = [{step.step: step for step in steps} for steps in seen]
+    first = {number: step for disk in reversed(disks) for number, step in disk.items()}
     return [
         dataclasses.replace(
             step,
-            verified=all(number in place and place[number].verified for place in places),
-            in_use=any(number in place and place[number].in_use for place in places),
+            verified=all(number in disk and disk[number].verified for disk in disks),
+            in_use=any(number in disk and disk[number].in_use for disk in disks),
         )
         for number, step in sorted(first.items())
     ]
 
 
-def _seen(
-    checkpoints: Path, branch: Branch, *, mirrored: bool, status: Mirrored | None
-) -> list[KeptStep]:
-    """Look at the steps here; a disk that cannot be read has none, so that nothing is removed."""
-    try:
-        return local_steps(checkpoints, branch, mirrored=mirrored, status=status)
-    except OSError as error:
-        logger.warning("%s cannot be read (%s): no step is removed.", checkpoints, error.strerror)
-        return []
+def _left_behind(checkpoints: Path, branch: Branch) -> list[str]:
+    """Return the removable checkpoints on this disk of branches that the run is not on."""
+    found = {
+        name: _readable(path)[0]
+        for name, path in checkpoint_paths(checkpoints).items()
+        if branch.step_of(name) is None and not is_in_use(path)
+    }
+    return [name for name, step in found.items() if step and not ALWAYS_KEPT & {*step.tiers}]
 
 
 def _remove(checkpoints: Path, names: Sequence[str]) -> None:
@@ -205,54 +234,22 @@ def _remove(checkpoints: Path, names: Sequence[str]) -> None:
             logger.warning("%s could not be removed: %s", name, error)
 
 
-def local_steps(
-    checkpoints: Path, branch: Branch = FIRST_BRANCH, *, mirrored: bool, status: Mirrored | None
-) -> list[KeptStep]:
-    """Look at every checkpoint of a branch here; arguments as of `thin_out`."""
-    paths = step_paths(checkpoints, branch)
-    found = {step: _readable(path) for step, path in paths.items()}
-    best = best_of(
-        {
-            read.step: read.manifest.validation_loss
-            for read, whole in found.values()
-            if whole and read is not None
-        }
-    )
-    steps = []
-    for step, (read, whole) in found.items():
-        steps.append(
-            KeptStep(
-                step=step,
-                verified=whole,
-                tiers=frozenset(read.manifest.tiers if read else {SaveReason.ROLLING}),
-                mirrored=_is_mirrored(step, status) if mirrored else None,
-                skipped=status is not None and step in status.skipped,
-                best=step == best,
-                in_use=is_in_use(paths[step]),
-            )
-        )
-    return steps
-
-
 def disk_is_low(
     checkpoints: Path, branch: Branch = FIRST_BRANCH, *, saves: float = LOW_DISK_SAVES
 ) -> bool:
     """Whether the disk has less room than so many saves like the last one; unknown before one."""
-    paths = list(step_paths(checkpoints, branch).values())
-    sizes = [step.bytes for step, _ in map(_readable, paths[-1:]) if step]
-    return shutil.disk_usage(checkpoints).free < saves * max(sizes, default=0)
+    newest = list(step_paths(checkpoints, branch).values())[-1:]
+    try:
+        size = read_step(newest[0]).bytes if newest else 0
+    except CheckpointError:
+        size = 0
+    return shutil.disk_usage(checkpoints).free < saves * size
 
 
-def _is_mirrored(step: int, status: Mirrored | None) -> bool | None:
-    if status is None:
-        return False
-    return None if step in status.unwanted else step in status.mirrored
-
-
-def _readable(path: Path) -> tuple[StepDirectory | None, bool]:
-    """Return a step, if its manifest can be read, and whether its files have their sizes."""
+def _readable(path: Path) -> tuple[CheckpointManifest | None, bool]:
+    """Return a step's manifest, if it can be read, and whether the files have their sizes."""
     try:
         step = read_step(path)
     except CheckpointError:
         return None, False
-    return step, not verify(step, deep=False)
+    return step.manifest, not verify(step, deep=False)

@@ -1,4 +1,4 @@
-"""Bringing the parts of a step together, where each machine keeps its own ranks' files."""
+"""Bring the parts of a step together for a load, where each machine keeps its own ranks' files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from typing import IO
 from refocused.bucket.bucket import crc32c_of
 from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest
 from refocused.checkpoints.step.staging import STAGING_PREFIX
-from refocused.checkpoints.step.step_directory import DESCRIPTIONS, StepDirectory, rank_file
+from refocused.checkpoints.step.step_directory import (
+    CHOOSE_ANOTHER,
+    DESCRIPTIONS,
+    StepDirectory,
+    rank_file,
+)
 from refocused.checkpoints.step.verify import describe, unreadable
 from refocused.engine.zero_layout import is_of_all_ranks, is_read_by
 from refocused.system.atomic_files import link_or_copy
@@ -25,13 +30,7 @@ CHUNK_BYTES = 32 * 1024 * 1024
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Delivery:
-    """One file on its way.
-
-    Attributes:
-        name: Its path below the step directory.
-        source: The storage rank that sends it.
-        receivers: The storage ranks that lack it.
-    """
+    """A file, by its path below the step directory, that one storage rank sends to others."""
 
     name: str
     source: int
@@ -91,31 +90,29 @@ def require_readable(step: StepDirectory, folder: Path, *, rank: int, exact: boo
     names = [name for name in files if name in own or is_read_by(name, rank, exact=exact)]
     if problems := unreadable(dataclasses.replace(step, path=folder), names):
         raise CheckpointError(
-            f"{step.path} cannot be loaded: {describe(problems)}. Choose another checkpoint: "
-            "python launch/checkpoints.py list"
+            f"{step.path} cannot be loaded: {describe(problems)}. {CHOOSE_ANOTHER}"
         )
 
 
 def wanted_files(
     manifest: CheckpointManifest, nodes: Sequence[int], *, exact: bool
 ) -> dict[int, frozenset[str]]:
-    """Say which files of a step each machine's ranks read.
+    """Return the files of a step that each machine's ranks read.
 
     Args:
         manifest: Of the step.
         nodes: The machine of each rank.
         exact: Each rank reads its own files; otherwise each reads all.
     """
+    files = manifest.files
     same_places = len(nodes) == manifest.world_size and all(
-        manifest.files[rank_file(rank)].node == node for rank, node in enumerate(nodes)
+        files[rank_file(rank)].node == node for rank, node in enumerate(nodes)
     )
     if not (exact and same_places):
-        return dict.fromkeys(nodes, frozenset(manifest.files))
-    common = {name for name in manifest.files if name in DESCRIPTIONS or is_of_all_ranks(name)}
+        return dict.fromkeys(nodes, frozenset(files))
+    common = {name for name in files if name in DESCRIPTIONS or is_of_all_ranks(name)}
     return {
-        node: frozenset(
-            common | {name for name, file in manifest.files.items() if file.node == node}
-        )
+        node: frozenset(name for name, file in files.items() if file.node == node or name in common)
         for node in nodes
     }
 
@@ -123,28 +120,23 @@ def wanted_files(
 def plan_deliveries(
     held: Mapping[int, frozenset[str]], wanted: Mapping[int, frozenset[str]]
 ) -> list[Delivery]:
-    """Say who sends which file to whom.
-
-    Args:
-        held: The files that each storage rank has.
-        wanted: Those that it needs.
+    """Decide who sends which file to whom, given the files that each storage rank has and needs.
 
     Raises:
-        CheckpointError: Nobody has one of them.
+        CheckpointError: No machine has one of them.
     """
     deliveries = []
     for name in sorted(frozenset().union(*wanted.values())):
-        receivers = frozenset(
+        lacking = frozenset(
             node for node, names in wanted.items() if name in names and name not in held[node]
         )
-        if not receivers:
-            continue
         sources = [node for node in sorted(held) if name in held[node]]
-        if not sources:
+        if lacking and not sources:
             raise CheckpointError(
                 f"No machine has {name}. Resume from another step, or from the mirror."
             )
-        deliveries.append(Delivery(name, sources[0], receivers))
+        if lacking:
+            deliveries.append(Delivery(name, sources[0], lacking))
     return deliveries
 
 
@@ -155,23 +147,19 @@ def _link_all(source: Path, target: Path, names: Sequence[str]) -> None:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             link_or_copy(source / name, target / name)
     except OSError as error:
-        raise _no_room(target, error) from error
+        raise _disk_error(target, error) from error
 
 
 def _exchange(
     step: StepDirectory, folder: Path, deliveries: Sequence[Delivery], world: World
 ) -> None:
-    """Send every file from the one that has it to those who lack it."""
+    """Send every file from one that has it to those who lack it."""
     first_ranks = [rank for rank, keeps in enumerate(world.gather(world.is_storage_rank)) if keeps]
     received = []
     for one in deliveries:
         gets = world.is_storage_rank and world.storage_rank in one.receivers
-        _deliver(
-            step.path / one.name,
-            folder / one.name if gets else None,
-            source=first_ranks[one.source],
-            world=world,
-        )
+        target = folder / one.name if gets else None
+        _deliver(step.path / one.name, target, source=first_ranks[one.source], world=world)
         received += [one.name] if gets else []
 
     def check() -> None:
@@ -195,28 +183,25 @@ def _deliver(path: Path, target: Path | None, *, source: int, world: World) -> N
                 target.parent.mkdir(parents=True, exist_ok=True)
                 writes = stack.enter_context(target.open("xb"))
         except OSError as raised:
-            error = _no_room(target or path, raised)
+            error = _disk_error(target or path, raised)
         world.raise_together(error)
         while chunk := world.broadcast(_next_chunk(reads), source=source):
             if writes is not None and error is None:
                 try:
                     writes.write(chunk)
                 except OSError as raised:
-                    error = _no_room(target or path, raised)
+                    error = _disk_error(target or path, raised)
     world.raise_together(error)
 
 
 def _next_chunk(file: IO[bytes] | None) -> bytes:
-    """Read on; what a failing disk does not give is missed by the receiver's checksum."""
-    if file is None:
-        return b""
-    try:
-        return file.read(CHUNK_BYTES)
-    except OSError:
-        return b""
+    """Read on; the receiver's checksum finds what a failing disk does not give."""
+    with contextlib.suppress(OSError):
+        return file.read(CHUNK_BYTES) if file is not None else b""
+    return b""
 
 
-def _no_room(path: Path, error: OSError) -> CheckpointError:
+def _disk_error(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"{path} cannot be read or written ({error.strerror}). The files of other machines that a "
         "resume needs are put there for a moment: make room, or repair the disk."

@@ -1,4 +1,4 @@
-"""How a step comes into being and how it goes: under a hidden name, and in one rename."""
+"""How a step is created and removed: under a hidden name, and in one rename."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 STAGING_PREFIX = ".tmp-"
 REMOVAL_PREFIX = ".del-"
-SUPERSEDED_PREFIX = "superseded-"
+SUPERSEDED_PREFIX = "superseded-"  # of version 0.1
 BAD_PREFIX = ".bad-"
 FETCH_SUFFIX = "-fetch"
 FETCH_LOCK = ".fetch.lock"  # held by the download that writes into such a directory
@@ -35,25 +35,24 @@ FETCH_LOCK = ".fetch.lock"  # held by the download that writes into such a direc
 class Staging:
     """The hidden directory that a step is written to before it exists.
 
-    Every rank builds it from the same arguments; one of those on a disk creates and commits it.
+    Every rank builds it from the same arguments; one rank on each disk creates and commits it.
     """
 
     def __init__(
         self, checkpoints: Path, *, name: str, token: str, part: Part | None = None
     ) -> None:
-        """Name the staging directory.
+        """Choose the hidden name.
 
         Args:
             checkpoints: Folder of the step directories.
             name: The checkpoint's directory name below that folder.
-            token: Tells this attempt from others of the step.
-            part: Whose files it gets; None: all.
+            token: Unique to this attempt.
+            part: Whose files the directory gets; None: all.
         """
         self.part = part
-        self._published = False
         self.final = checkpoints / name
-        self.step = parse_name(self.final.name) or 0
         self.path = checkpoints / f"{STAGING_PREFIX}{self.final.name}-{token}"
+        self._published = False
 
     def create(self) -> None:
         """Make the directory and the folders in it."""
@@ -61,26 +60,19 @@ class Staging:
             (self.path / folder).mkdir(parents=True)
 
     def describe(self, contents: Mapping[str, bytes], *, node: int) -> dict[str, FileRecord]:
-        """Write the files that say what the step is.
-
-        Args:
-            contents: Of these files, by name.
-            node: The storage rank whose disk this is.
-
-        Returns:
-            All files that lie beside the folders of the ranks, as they are on the disk now.
+        """Write the step's descriptions by name; return all files beside the ranks' folders.
 
         Raises:
             OSError: The disk is full, read-only or failing.
         """
         for name, content in contents.items():
             (self.path / name).write_bytes(content)
-        return self._recorded(self.path.iterdir(), node)
+        return self._flushed(self.path.iterdir(), node)
 
     def unlisted(self, listed: Collection[str], *, node: int) -> dict[str, FileRecord]:
-        """Return the files that nobody has told of, pushed to the disk; raises as `describe`."""
+        """Flush and return the files that no rank has listed; raises as `describe`."""
         paths = self.path.rglob("*")
-        return self._recorded((path for path in paths if self._name(path) not in listed), node)
+        return self._flushed((path for path in paths if self._name(path) not in listed), node)
 
     def read_back(self, names: Iterable[str], *, rank: int) -> None:
         """Open files that a rank wrote as a resume will.
@@ -90,22 +82,15 @@ class Staging:
         """
         try:
             for name in names:
-                require_content(self.path / name, name, step=self.step)
+                require_content(self.path / name, name, step=parse_name(self.final.name) or 0)
         except CheckpointError as error:
             raise type(error)(
                 f"{self.final.name} was not saved, since what rank {rank} wrote cannot be read "
                 f"back: {error}"
             ) from error
 
-    def commit(self, manifest: CheckpointManifest) -> StepDirectory:
-        """Seal and publish; raises what they raise."""
-        self.seal(manifest)
-        return self.publish(manifest)
-
     def seal(self, manifest: CheckpointManifest) -> None:
-        """Write the manifest and its marker: the directory has all but its final name.
-
-        The files themselves must have been flushed by those who wrote them.
+        """Write the manifest and then its marker; the writers have flushed the files.
 
         Raises:
             CheckpointError: A step of that name exists already, or a file of the manifest is
@@ -123,10 +108,10 @@ class Staging:
                 "Look at the disk's space and at the errors of each rank above."
             )
         if self.part is not None:
-            _write_synced(self.path / PART, self.part.model_dump_json().encode())
+            _write_flushed(self.path / PART, self.part.model_dump_json().encode())
         content = manifest.to_json()
-        _write_synced(self.path / MANIFEST, content)
-        _write_synced(self.path / COMMITTED, manifest.marker(content).to_json())
+        _write_flushed(self.path / MANIFEST, content)
+        _write_flushed(self.path / COMMITTED, manifest.marker(content).to_json())
         fsync_directories(self.path)
 
     def publish(self, manifest: CheckpointManifest) -> StepDirectory:
@@ -142,7 +127,7 @@ class Staging:
     def discard(self) -> None:
         """Remove what was written: hidden, or published where another machine could not do it too.
 
-        What a failing disk does not let go stays a leftover, which `clean_leftovers` removes.
+        What a failing disk keeps stays a leftover, which `clean_leftovers` removes.
         """
         if self._published:
             with contextlib.suppress(OSError):
@@ -150,60 +135,70 @@ class Staging:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def failure(self, error: OSError) -> CheckpointError:
-        """Return what a save reports that the disk refused; the room on it without this one."""
+        """Return the error of a save that the disk refused, with the room left on it."""
         return CheckpointError(
             f"{self.final.name} was not saved: {error.strerror or error} "
-            f"({error.filename or self.path}; {room_left(self.path.parent, besides=self.path)}). "
+            f"({error.filename or self.path}; {_room_left(self.path.parent, besides=self.path)}). "
             "What was written of it is removed. Make room on that disk, or lower checkpoint.keep."
         )
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.path).as_posix()
 
-    def _recorded(self, paths: Iterable[Path], node: int) -> dict[str, FileRecord]:
+    def _flushed(self, paths: Iterable[Path], node: int) -> dict[str, FileRecord]:
         records = {}
         for path in sorted(path for path in paths if path.is_file()):
-            fsync_path(path)  # the first one does for all what the file system's journal needs
+            fsync_path(path)
             size, crc32c = path.stat().st_size, crc32c_of(path)
             records[self._name(path)] = FileRecord(size=size, crc32c=crc32c, node=node)
         return records
 
 
-def _write_synced(path: Path, content: bytes) -> None:
-    """Write a file to the disk; not in one stroke, since nobody reads it under a hidden name."""
+def _write_flushed(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     fsync_path(path)
 
 
+def _renamed(path: Path, prefix: str) -> Path:
+    """Give a step directory a name that nothing reads."""
+    hidden = path.with_name(f"{prefix}{path.name}-{secrets.token_hex(4)}")
+    path.rename(hidden)
+    fsync_path(path.parent)
+    return hidden
+
+
 def remove_step(path: Path) -> None:
     """Remove a step directory: first its name, in one rename, then its bytes."""
-    doomed = path.with_name(f"{REMOVAL_PREFIX}{path.name}-{secrets.token_hex(4)}")
-    path.rename(doomed)
-    fsync_path(path.parent)
-    with contextlib.suppress(FileNotFoundError):  # a start cleans up at the same time
+    doomed = _renamed(path, REMOVAL_PREFIX)
+    with contextlib.suppress(FileNotFoundError):  # a start may clean up at the same time
         shutil.rmtree(doomed)
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a corrupt checkpoint to a name that nothing reads; return that."""
-    aside = path.with_name(f"{BAD_PREFIX}{path.name}-{secrets.token_hex(4)}")
-    path.rename(aside)
-    fsync_path(path.parent)
-    return aside
+    """Rename a corrupt checkpoint so that nothing reads it; return its new path."""
+    return _renamed(path, BAD_PREFIX)
 
 
 def leftovers(checkpoints: Path) -> list[Path]:
-    """Every directory that a killed save, download or removal left behind, or one is using."""
+    """Return every directory of a save, download or removal, killed or under way."""
     return _named(checkpoints, (STAGING_PREFIX, REMOVAL_PREFIX))
 
 
 def steps_set_aside(checkpoints: Path) -> list[Path]:
-    """Every step directory that was taken out of the run's history; nothing reads them."""
+    """Return every step directory that was set aside; nothing reads them."""
     return _named(checkpoints, (SUPERSEDED_PREFIX, BAD_PREFIX))
 
 
+def _named(checkpoints: Path, prefixes: tuple[str, ...]) -> list[Path]:
+    if not checkpoints.is_dir():
+        return []
+    folders = [checkpoints, *checkpoints.glob("branch-*")]
+    paths = (path for folder in folders for path in folder.iterdir())
+    return sorted(path for path in paths if path.name.startswith(prefixes))
+
+
 def bytes_below(folder: Path) -> int:
-    """Bytes of the files in a folder; other processes may remove some meanwhile."""
+    """Return the bytes of the files in a folder; other processes may remove some meanwhile."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -216,9 +211,6 @@ def clean_leftovers(checkpoints: Path) -> list[Path]:
 
     The caller holds the run's lock and saves nothing at the moment, so that no save or removal of
     the run is going on. A download has a lock of its own.
-
-    Args:
-        checkpoints: Folder of the step directories.
     """
     found = leftovers(checkpoints)
     fetched = [path for path in found if path.name.endswith(FETCH_SUFFIX)]
@@ -233,13 +225,8 @@ def clean_leftovers(checkpoints: Path) -> list[Path]:
     return [path for path in found if not path.exists()]
 
 
-def room_left(checkpoints: Path, *, besides: Path | None = None) -> str:
-    """Say how much room the folder's disk has, and which leftovers take some of it.
-
-    Args:
-        checkpoints: Folder of the step directories.
-        besides: A leftover that is about to be removed.
-    """
+def _room_left(checkpoints: Path, *, besides: Path | None = None) -> str:
+    """Say how much room the disk has, and which leftovers (`besides` one) take some of it."""
     try:
         text = f"{shutil.disk_usage(checkpoints).free / 1e9:.2f} GB free"
     except OSError:
@@ -247,10 +234,10 @@ def room_left(checkpoints: Path, *, besides: Path | None = None) -> str:
     left = [path for path in leftovers(checkpoints) if path != besides]
     if not left:
         return text
-    size = sum(map(bytes_below, left)) / 1e9
     return (
-        f"{text}; leftovers of killed saves and removals take {size:.2f} GB there and could not be "
-        f"removed: {', '.join(path.name for path in left)}"
+        f"{text}; leftovers of killed saves and removals take "
+        f"{sum(map(bytes_below, left)) / 1e9:.2f} GB there and could not be removed: "
+        f"{', '.join(path.name for path in left)}"
     )
 
 
@@ -259,17 +246,15 @@ def lack_of_room(checkpoints: Path, *, needed: int) -> str | None:
     if shutil.disk_usage(checkpoints).free >= needed:
         return None
     return (
-        f"{checkpoints} has {room_left(checkpoints)}, and a save needs about {needed / 1e9:.2f} "
+        f"{checkpoints} has {_room_left(checkpoints)}, and a save needs about {needed / 1e9:.2f} "
         "GB. Make room, lower checkpoint.keep, or set run.directory to a folder on another disk."
     )
 
 
 def prepare_folder(checkpoints: Path, *, least_bytes: int) -> None:
-    """Clean a folder before a run saves to it; make sure that the first save can succeed.
+    """Clean a folder, and make sure that a first save of at least `least_bytes` can succeed.
 
-    Args:
-        checkpoints: Folder of the step directories; the caller holds the run's lock.
-        least_bytes: What a save takes at least, by an estimate.
+    The caller holds the run's lock.
 
     Raises:
         ConfigError: Nothing that is trained could be saved.
@@ -278,7 +263,7 @@ def prepare_folder(checkpoints: Path, *, least_bytes: int) -> None:
         checkpoints.mkdir(parents=True, exist_ok=True)
         removed = clean_leftovers(checkpoints)
         probe = checkpoints / ".probe"
-        _write_synced(probe, b"x" * 4096)
+        _write_flushed(probe, b"x" * 4096)
         probe.unlink()
     except OSError as error:
         raise ConfigError(
@@ -289,19 +274,7 @@ def prepare_folder(checkpoints: Path, *, least_bytes: int) -> None:
     if removed:
         names = ", ".join(path.name for path in removed)
         logger.info("  removed  %s: left by killed saves, downloads or removals", names)
-    lack = lack_of_room(checkpoints, needed=least_bytes)
-    if lack is None:
-        return
-    if any(checkpoints.glob("**/checkpoint_step_*")):
+    if lack := lack_of_room(checkpoints, needed=least_bytes):
+        if not any(checkpoints.glob("**/checkpoint_step_*")):
+            raise ConfigError(f"No checkpoint could be saved: {lack} Nothing was trained.")
         logger.warning("%s Until then older steps are removed as far as retention allows.", lack)
-    else:
-        raise ConfigError(f"No checkpoint could be saved: {lack} Nothing was trained.")
-
-
-def _named(checkpoints: Path, prefixes: tuple[str, ...]) -> list[Path]:
-    if not checkpoints.is_dir():
-        return []
-    folders = [checkpoints, *checkpoints.glob("branch-*")]
-    return sorted(
-        path for folder in folders for path in folder.iterdir() if path.name.startswith(prefixes)
-    )

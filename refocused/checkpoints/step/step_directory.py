@@ -1,4 +1,4 @@
-"""One saved step on disk: its names, its layout, and how it is read."""
+"""One saved step on disk: its names, its layout, how it is read, and the lock of its readers."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ from refocused.system.errors import (
 from refocused.system.strict_json import MalformedError, parse_json_object
 
 PART = "part.json"
-# What says what a step is; it lies in every part of one.
+# These files describe a step and lie in every part of it.
 DESCRIPTIONS = frozenset({"trainer.json", "run.yaml", "model.json", "tokenizer.json"})
+CHOOSE_ANOTHER = "Choose another checkpoint: python launch/checkpoints.py list"
 # The directory's own name, and the names that other trainers give to the same thing.
 _NAMES = re.compile(
     r"checkpoint_step_(\d+)|checkpoint-epoch\d+-step(\d+)-files\d+"
@@ -58,22 +59,21 @@ def parse_place(name: str) -> tuple[int, int] | None:
 
 
 def parse_name(name: str) -> int | None:
-    """The step that a directory name or an alias speaks of, or None when it is neither."""
+    """Return the step in a directory name or an alias; None: it is neither."""
     match = _NAMES.fullmatch(name)
     return int(next(filter(None, match.groups()))) if match else None
 
 
 def rank_file(rank: int) -> str:
-    """Path of a rank's own state below a step directory."""
+    """Return the path of a rank's own state below a step directory."""
     return f"ranks/rank_{rank:05d}.pt"
 
 
 class Part(pydantic.BaseModel):
-    """Whose files of a step a directory holds, where machines keep them each on its own disk.
+    """The machine whose files a directory holds, where each machine keeps its own ranks' files.
 
     Attributes:
-        node: The machine.
-        nodes: Machines of the run; what others than these wrote is shared out among them.
+        nodes: Machines of the run; files of further machines are divided among them.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
@@ -86,7 +86,7 @@ class Part(pydantic.BaseModel):
         return name in DESCRIPTIONS or self.owns(record)
 
     def owns(self, record: FileRecord) -> bool:
-        """Whether this machine alone answers for a file: the first one does for those of all."""
+        """Whether this machine copies a file to the bucket: the first one does for shared files."""
         return record.node % self.nodes == self.node
 
     def __str__(self) -> str:
@@ -95,12 +95,12 @@ class Part(pydantic.BaseModel):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepDirectory:
-    """One committed step; nothing in it is ever written again.
+    """One committed step, which never changes.
 
     Attributes:
         path: The directory.
-        manifest: What its `manifest.json` says, of all machines.
-        part: Whose files are in it; None: all.
+        manifest: Lists the files of all machines.
+        part: Whose files are in the directory; None: all.
     """
 
     path: Path
@@ -114,6 +114,12 @@ class StepDirectory:
         if part is None:
             return files
         return {name: record for name, record in files.items() if part.holds(name, record)}
+
+    @property
+    def own_files(self) -> dict[str, FileRecord]:
+        """The files that this machine copies to the bucket."""
+        part, files = self.part, self.manifest.files
+        return {name: file for name, file in files.items() if part is None or part.owns(file)}
 
     @property
     def name(self) -> str:
@@ -131,11 +137,6 @@ class StepDirectory:
         return self.manifest.step
 
     @property
-    def zero(self) -> Path:
-        """The folder of DeepSpeed's own files; its name is DeepSpeed's tag."""
-        return self.path / "zero"
-
-    @property
     def trainer(self) -> Path:
         """The training state (step, position, best loss, money) as JSON."""
         return self.path / "trainer.json"
@@ -147,26 +148,22 @@ class StepDirectory:
 
     @property
     def run(self) -> Path:
-        """The resolved run file the step was trained under."""
+        """The resolved run file."""
         return self.path / "run.yaml"
 
     @property
     def tokenizer(self) -> Path:
-        """The tokenizer of the data, as a `tokenizers` file; absent where the run had none."""
+        """The data's tokenizer, as a `tokenizers` file; absent where the run had none."""
         return self.path / "tokenizer.json"
-
-    def rank_state(self, rank: int) -> Path:
-        """The random generators' states of one rank."""
-        return self.path / rank_file(rank)
 
 
 def read_step(path: Path) -> StepDirectory:
-    """Read a committed step directory; its files are not looked at (see `verify`).
+    """Read the manifest of a committed step; `verify` looks at its files.
 
     Raises:
         CorruptCheckpointError: There is no such directory, or its manifest is missing, differs
             from what its marker says, or is of another step than the directory's name.
-        CheckpointError: The manifest cannot be read, or is of a schema of a later version.
+        CheckpointError: The manifest cannot be read, or its schema is of a later version.
     """
     manifest_path = path / MANIFEST
     try:
@@ -174,7 +171,7 @@ def read_step(path: Path) -> StepDirectory:
     except (FileNotFoundError, NotADirectoryError):
         what = f"{manifest_path} is missing" if path.is_dir() else f"{path} is not a directory"
         raise CorruptCheckpointError(
-            f"{what}, so this is no complete checkpoint. "
+            f"{what}, so this is not a complete checkpoint. "
             "Choose another: python launch/checkpoints.py list"
         ) from None
     except OSError as error:
@@ -188,58 +185,8 @@ def read_step(path: Path) -> StepDirectory:
     return StepDirectory(path, manifest, _read_part(path / PART))
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
-    """Read one of a checkpoint's descriptions: a JSON object, or a YAML mapping.
-
-    Raises:
-        CheckpointError: It cannot be read, or holds something else.
-    """
-    try:
-        return parse_mapping(path.read_bytes(), where=str(path))
-    except OSError as error:
-        raise read_error(path, error) from error
-
-
-def run_settings(step: StepDirectory) -> dict[str, dict[str, Any]]:
-    """Return the run file of a step by section; one that it does not have is empty.
-
-    Raises:
-        CheckpointError: It cannot be read, or is of another form.
-    """
-    settings: collections.defaultdict[str, dict[str, Any]] = collections.defaultdict(dict)
-    for name, section in read_mapping(step.run).items():
-        if not isinstance(section, dict):
-            raise CheckpointError(
-                f"{step.run}: {name} is no section of settings. "
-                "Choose another checkpoint: python launch/checkpoints.py list"
-            )
-        settings[name] = section
-    return settings
-
-
-def parse_mapping(content: bytes | str, *, where: str) -> dict[str, Any]:
-    """Parse what `read_mapping` reads; `where`, a path or an address, says in which form it is."""
-    is_yaml = where.endswith(".yaml")
-    try:
-        return (parse_yaml_mapping if is_yaml else parse_json_object)(content)
-    except MalformedError as error:
-        raise CheckpointError(
-            f"{where} is no {'YAML' if is_yaml else 'JSON'} ({error}). "
-            "Choose another checkpoint: python launch/checkpoints.py list"
-        ) from None
-
-
-def read_error(path: Path, error: OSError) -> CheckpointError:
-    """Return the error for a file of a checkpoint: only a failing disk proves damage."""
-    kind = CorruptCheckpointError if error.errno == errno.EIO else CheckpointUnavailableError
-    return kind(
-        f"{path} cannot be read ({error.strerror}). Repair the disk or its permissions, or resume "
-        "from another checkpoint."
-    )
-
-
 def _marked_manifest(path: Path, content: bytes) -> CheckpointManifest:
-    """Parse a manifest that is what its marker says; the first schema has no marker on a disk."""
+    """Parse a manifest and compare it with its marker; the first schema has none on a disk."""
     where, marker_path = str(path / MANIFEST), path / COMMITTED
     marker = None
     if marker_path.exists():
@@ -277,11 +224,54 @@ def _read_part(path: Path) -> Part | None:
         ) from None
 
 
+def read_error(path: Path, error: OSError) -> CheckpointError:
+    """Return the error for an unreadable file: only a failing disk proves damage."""
+    kind = CorruptCheckpointError if error.errno == errno.EIO else CheckpointUnavailableError
+    return kind(
+        f"{path} cannot be read ({error.strerror}). Repair the disk or its permissions, or resume "
+        "from another checkpoint."
+    )
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Read one of a checkpoint's descriptions: a JSON object, or a YAML mapping.
+
+    Raises:
+        CheckpointError: It cannot be read, or holds something else.
+    """
+    try:
+        return parse_mapping(path.read_bytes(), where=str(path))
+    except OSError as error:
+        raise read_error(path, error) from error
+
+
+def parse_mapping(content: bytes | str, *, where: str) -> dict[str, Any]:
+    """Parse what `read_mapping` reads; the suffix of `where`, a path or an address, is the form."""
+    is_yaml = where.endswith(".yaml")
+    try:
+        return (parse_yaml_mapping if is_yaml else parse_json_object)(content)
+    except MalformedError as error:
+        form = "YAML" if is_yaml else "JSON"
+        raise CheckpointError(f"{where} is no {form} ({error}). {CHOOSE_ANOTHER}") from None
+
+
+def run_settings(step: StepDirectory) -> dict[str, dict[str, Any]]:
+    """Return the run file of a step by section; sections that it lacks are empty.
+
+    Raises:
+        CheckpointError: It cannot be read, or is of another form.
+    """
+    settings: collections.defaultdict[str, dict[str, Any]] = collections.defaultdict(dict)
+    for name, section in read_mapping(step.run).items():
+        if not isinstance(section, dict):
+            raise CheckpointError(f"{step.run}: {name} is no section of settings. {CHOOSE_ANOTHER}")
+        settings[name] = section
+    return settings
+
+
 @contextlib.contextmanager
 def in_use(path: Path) -> Iterator[None]:
-    """Keep a step from being removed, by this process or another, while it is read.
-
-    The lock is gone with the process that holds it, however that ends.
+    """Keep every process from removing a step while it is read; a lock ends with its process.
 
     Raises:
         OSError: The step has no manifest (any more).

@@ -1,4 +1,4 @@
-"""Whether a step directory is what its manifest says, and whether a resume can load it."""
+"""Verify that a step directory is what its manifest says and that a resume can load it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from refocused.bucket.bucket import crc32c_of
-from refocused.checkpoints.step.checkpoint_manifest import (
-    COMMITTED,
-    MANIFEST,
-    SUPERSEDED,
-    CheckpointManifest,
-    FileRecord,
-)
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, SUPERSEDED
 from refocused.checkpoints.step.step_directory import (
+    CHOOSE_ANOTHER,
     PART,
     StepDirectory,
     rank_file,
@@ -28,19 +23,11 @@ from refocused.engine.zero_layout import OPTIMIZER, model_file_rank, optimizer_f
 from refocused.system.errors import CheckpointError, CheckpointUnavailableError
 
 READERS = 4  # files read at once: one stream does not keep a fast disk busy
-_CHOOSE_ANOTHER = "Choose another checkpoint: python launch/checkpoints.py list"
-# Beside the files of the manifest: itself, and what a copy taken from a bucket brings along.
-_BESIDE = frozenset({MANIFEST, COMMITTED, SUPERSEDED, PART})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileProblem:
-    """One file that is not as it should be.
-
-    Attributes:
-        file: Path below the step directory.
-        problem: What is wrong with it.
-    """
+    """What is wrong with one file, named by its path below the step directory."""
 
     file: str
     problem: str
@@ -50,7 +37,7 @@ class FileProblem:
 
 
 def describe(problems: Sequence[FileProblem]) -> str:
-    """The first problem, and how many more there are."""
+    """Return the first problem, and how many more there are."""
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{problems[0]}{more}"
 
@@ -63,20 +50,19 @@ def verify(
     Args:
         step: The directory and its manifest.
         deep: Read every byte and compare CRC-32C, and open the files as a resume does; otherwise
-            only sizes are compared, which does not find a flipped bit.
-        files: Look at the bytes of these files of the manifest only, so that the ranks can share
-            the work; None: at all that belong into the directory, at the structure, and at files
-            that should not be there.
+            compare sizes only, which does not find a flipped bit.
+        files: Compare only the bytes of these files; None: of all that belong into the directory,
+            and also look for required files that the manifest lacks and for files it does not list.
 
     Returns:
-        Every problem found, by file name; empty when all is well.
+        Every problem found, by file name.
 
     Raises:
         CheckpointUnavailableError: A file cannot be read for a reason that proves no damage.
     """
     if files is not None:
         return _check_files(step, sorted(files), deep=deep)
-    problems = _missing_from_manifest(step.manifest) + _not_in_manifest(step)
+    problems = _missing_from_manifest(step) + _not_in_manifest(step)
     problems += _check_files(step, list(step.files), deep=deep)
     if deep:
         problems += unreadable(step, set(step.files) - {problem.file for problem in problems})
@@ -84,13 +70,9 @@ def verify(
 
 
 def unreadable(step: StepDirectory, files: Iterable[str] | None = None) -> list[FileProblem]:
-    """Open files as a resume does, leaving tensors on the disk; return what it could not use.
+    """Open files (None: all of the directory) as a resume does, leaving tensors on the disk.
 
     Checksums do not find this: a file may be what was written and still be of no use.
-
-    Args:
-        step: The directory and its manifest.
-        files: Of the manifest; None: all that belong into the directory.
     """
     problems = []
     for name in sorted(step.files if files is None else files):
@@ -106,18 +88,14 @@ def unreadable(step: StepDirectory, files: Iterable[str] | None = None) -> list[
 
 
 def require_content(path: Path, name: str, *, step: int) -> None:
-    """Open one file as a resume does: its structure, not its tensors.
-
-    Args:
-        path: The file.
-        name: Its path below the step directory; says what it has to hold.
-        step: The step that it has to be of.
+    """Open one file, `name` below the directory of a step, as a resume does: not its tensors.
 
     Raises:
         CheckpointError: It cannot be loaded, or is of another step.
     """
+    found: object = step
     if name == "trainer.json":
-        _require_step(path, read_mapping(path).get("step"), step)
+        found = read_mapping(path).get("step")
     elif name.endswith(".pt"):
         from refocused.engine.state_files import UnreadableFileError, read_state  # loads torch
 
@@ -125,14 +103,11 @@ def require_content(path: Path, name: str, *, step: int) -> None:
         wanted = [OPTIMIZER] if optimizer_file_rank(name) is not None else []
         if not isinstance(content, dict) or not all(content.get(key) for key in wanted):
             what = " ".join(["no mapping", *(f"with {key}" for key in wanted)])
-            raise UnreadableFileError(f"{path} holds {what}. {_CHOOSE_ANOTHER}")
+            raise UnreadableFileError(f"{path} holds {what}. {CHOOSE_ANOTHER}")
         if model_file_rank(name) is not None:
-            _require_step(path, content.get("global_steps"), step)
-
-
-def _require_step(path: Path, found: object, step: int) -> None:
+            found = content.get("global_steps")
     if found != step:
-        raise CheckpointError(f"{path} is of step {found}, not of step {step}. {_CHOOSE_ANOTHER}")
+        raise CheckpointError(f"{path} is of step {found}, not of step {step}. {CHOOSE_ANOTHER}")
 
 
 def _check_files(step: StepDirectory, names: Sequence[str], *, deep: bool) -> list[FileProblem]:
@@ -144,50 +119,43 @@ def _check_files(step: StepDirectory, names: Sequence[str], *, deep: bool) -> li
 
 
 def _check_file(step: StepDirectory, name: str, *, deep: bool) -> FileProblem | None:
-    record = step.manifest.files.get(name)
+    record, path = step.manifest.files.get(name), step.path / name
     if record is None:
         return FileProblem(name, "is not in the manifest")
     try:
-        problem = _compare(step.path / name, record, deep=deep)
+        size = path.stat().st_size
+        if size != record.size:
+            return FileProblem(name, f"has {size:,} bytes, not {record.size:,}")
+        if deep and (found := crc32c_of(path)) != record.crc32c:
+            return FileProblem(name, f"has CRC-32C {found:08x}, not {record.crc32c:08x}")
     except (FileNotFoundError, NotADirectoryError):
-        problem = "is missing"
+        return FileProblem(name, "is missing")
     except OSError as error:
         if error.errno != errno.EIO:
-            raise read_error(step.path / name, error) from error
-        problem = f"cannot be read ({error.strerror})"
-    return FileProblem(name, problem) if problem else None
-
-
-def _compare(path: Path, record: FileRecord, *, deep: bool) -> str | None:
-    size = path.stat().st_size
-    if size != record.size:
-        return f"has {size:,} bytes, not {record.size:,}"
-    if deep and (found := crc32c_of(path)) != record.crc32c:
-        return f"has CRC-32C {found:08x}, not {record.crc32c:08x}"
+            raise read_error(path, error) from error
+        return FileProblem(name, f"cannot be read ({error.strerror})")
     return None
 
 
-def _missing_from_manifest(manifest: CheckpointManifest) -> list[FileProblem]:
-    """What every step has to have: DeepSpeed's files, each rank's state, the three descriptions."""
-    ranks = [rank_file(rank) for rank in range(manifest.world_size)]
-    required = ["trainer.json", "run.yaml", "model.json", *ranks]
-    absent = [name for name in required if name not in manifest.files]
-    if not any(name.startswith("zero/") for name in manifest.files):
+def _missing_from_manifest(step: StepDirectory) -> list[FileProblem]:
+    """Every step has DeepSpeed's files, each rank's state and three descriptions."""
+    files, ranks = step.manifest.files, range(step.manifest.world_size)
+    required = ["trainer.json", "run.yaml", "model.json", *map(rank_file, ranks)]
+    absent = [name for name in required if name not in files]
+    if not any(name.startswith("zero/") for name in files):
         absent.append("zero/")
     return [FileProblem(name, "is not in the manifest") for name in absent]
 
 
 def _not_in_manifest(step: StepDirectory) -> list[FileProblem]:
-    """Files nobody vouches for; DeepSpeed counts a stray one in zero/ as another rank's."""
-    found = (path for path in step.path.rglob("*") if path.is_file())
-    names = (path.relative_to(step.path).as_posix() for path in found)
+    """Find unlisted files: DeepSpeed counts a stray one in zero/ as another rank's.
+
+    Hidden ones, which file browsers and network disks leave (.DS_Store, .nfs...), do no harm.
+    """
+    known = {*step.manifest.files, MANIFEST, COMMITTED, SUPERSEDED, PART}
+    paths = (path.relative_to(step.path) for path in step.path.rglob("*") if path.is_file())
     return [
-        FileProblem(name, "is there but not in the manifest")
-        for name in names
-        if name not in step.manifest.files and name not in _BESIDE and not _is_hidden(name)
+        FileProblem(path.as_posix(), "is there but not in the manifest")
+        for path in paths
+        if path.as_posix() not in known and not any(part.startswith(".") for part in path.parts)
     ]
-
-
-def _is_hidden(name: str) -> bool:
-    """File browsers and network disks leave such names (.DS_Store, .nfs...); nothing reads them."""
-    return any(part.startswith(".") for part in name.split("/"))

@@ -18,7 +18,8 @@ from refocused.checkpoints.mirror.remote_steps import prefix_of
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.changes import changes_since
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
-from refocused.checkpoints.step.checkpointer import Checkpointer, RunFacts
+from refocused.checkpoints.step.checkpoint_manifest import RunFacts
+from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.config.deepspeed import deepspeed_config
 from refocused.config.load_run import render_run
 from refocused.config.optimization import PrecisionConfig
