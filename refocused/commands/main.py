@@ -64,6 +64,7 @@ VERBS = {
             "show and draw what a model without attention remembers, how long",
         ),
     },
+    "stop": {"": ("monitor", "ask a run to save and stop, without a time limit")},
 }
 
 

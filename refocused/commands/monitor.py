@@ -1,7 +1,8 @@
-"""`launch/monitor.py`: show runs live, print or summarize them; sample a machine."""
+"""`launch/monitor.py` and `launch/stop.py`: show runs, sample a machine, ask a run to stop."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import json
@@ -9,6 +10,7 @@ import locale
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -24,12 +26,14 @@ from refocused.system.errors import ConfigError, ExitCode, RefocusedError
 
 if TYPE_CHECKING:
     from refocused.monitor.run_reader import RunFollower
-    from refocused.monitor.run_status import Liveness, RunView
-
+    from refocused.monitor.run_status import Liveness
 
 INTERVAL_SECONDS = 2.5
 EVENTS_PRINTED = 5
 SAMPLES = Path("samples")
+SCREEN_SECONDS = 10.0  # that `screen` may take to answer
+NAME_LENGTH = 40  # of a run's, in its session's: the path of a socket has 107 characters at most
+STOP_POLL_SECONDS = 0.5
 
 
 def build_parser() -> Parser:
@@ -41,25 +45,19 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument
     add("run", nargs="*", help="folders, or names in runs/ (default: all there, the newest first)")
-    add(
-        "--interval",
-        type=positive,
-        default=INTERVAL_SECONDS,
-        metavar="SECONDS",
-        help=f"time between two looks ({INTERVAL_SECONDS:g})",
-    )
-    add("--once", action="store_true", help="print what is to be seen now, and end")
-    add("--list", action="store_true", help="print a line for each run, and end")
-    add("--wait", action="store_true", help="the run named may not have begun yet")
-    add("--json", action="store_true", help="print it as JSON, and end")
-    add("--summary", action="store_true", help="write SUMMARY.md, summary.png and summary.html")
-    add(
-        "--collect",
-        action="store_true",
-        help=f"write samples of this machine and its GPUs until Ctrl+C, to a folder of runs/ or "
-        f"another (default: {SAMPLES}/HOST)",
-    )
-    add("--ascii", action="store_true", help="only ASCII characters (as without a UTF-8 locale)")
+    between = f"time between two looks ({INTERVAL_SECONDS:g})"
+    add("--interval", type=positive, default=INTERVAL_SECONDS, metavar="SECONDS", help=between)
+    for option, help in {
+        "--once": "print what is to be seen now, and end",
+        "--list": "print a line for each run, and end",
+        "--wait": "the run named may not have begun yet",
+        "--json": "print it as JSON, and end",
+        "--summary": "write SUMMARY.md, summary.png and summary.html",
+        "--collect": "write samples of this machine and its GPUs until Ctrl+C, to a folder of "
+        f"runs/ or another (default: {SAMPLES}/HOST)",
+        "--ascii": "only ASCII characters (as without a UTF-8 locale)",
+    }.items():
+        add(option, action="store_true", help=help)
     return parser
 
 
@@ -69,59 +67,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.collect:
         return _collect(arguments.run, interval_seconds=arguments.interval)
     try:
-        folders = [
-            _awaited(name) if arguments.wait else find_run(name, option=None)
-            for name in arguments.run
-        ] or runs_by_age()
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    named = bool(arguments.run)
-    ascii_only = arguments.ascii or not speaks_utf8(locale.getencoding(), os.environ)
-    try:
+        folders = [_folder(name, must_exist=not arguments.wait) for name in arguments.run]
+        is_named, folders = bool(folders), folders or _runs_by_age()
         with quiet_on_a_closed_pipe():
             if arguments.summary:
-                return _summarize(folders if named else folders[:1])
+                return _summarize(folders if is_named else folders[:1])
             if arguments.list or arguments.json or arguments.once or not sys.stdout.isatty():
-                shown = folders if named or arguments.list else folders[:1]
-                return _print(
-                    [_follower(folder) for folder in shown],
-                    form="json" if arguments.json else "list" if arguments.list else "text",
-                    ascii_only=ascii_only,
-                )
-        return _watch(folders, interval_seconds=arguments.interval, ascii_only=ascii_only)
+                return _print(folders if is_named or arguments.list else folders[:1], arguments)
+        from refocused.monitor.screen.live_screen import Dashboard
+
+        Dashboard(
+            [_follower(folder) for folder in folders],
+            interval_seconds=arguments.interval,
+            ascii_only=_is_ascii_only(arguments),
+        ).run()
     except RefocusedError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        return ExitCode.OK
-
-
-def runs_by_age() -> list[Path]:
-    """Return the runs below runs/, the one that wrote its state last at first.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    newest = find_run(None, option=None)  # refuses when there is none
-    states = [path / "state.json" for path in RUNS.iterdir() if (path / "state.json").is_file()]
-    found = [path.parent for path in sorted(states, key=_changed, reverse=True)]
-    return found or [newest]
-
-
-def _watch(folders: Sequence[Path], *, interval_seconds: float, ascii_only: bool) -> int:
-    from refocused.monitor.screen.live_screen import Dashboard
-
-    Dashboard(
-        [_follower(folder) for folder in folders],
-        interval_seconds=interval_seconds,
-        ascii_only=ascii_only,
-    ).run()
+        pass
     return ExitCode.OK
 
 
+def _folder(name: str, *, must_exist: bool) -> Path:
+    path = Path(name)
+    if must_exist:
+        return find_run(name, option=None)
+    return path if path.is_dir() or len(path.parts) > 1 else RUNS / name
+
+
+def _runs_by_age() -> list[Path]:
+    """Return the runs below runs/ that have a state, the one that wrote it last at first.
+
+    Raises:
+        ConfigError: There is no run.
+    """
+    newest = find_run(None, option=None)
+    states = sorted(RUNS.glob("*/state.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return [path.parent for path in states] or [newest]
+
+
 def _collect(named: Sequence[str], *, interval_seconds: float) -> int:
-    """Sample this machine beside whatever runs on it."""
+    """Sample this machine, whatever runs on it, until Ctrl+C."""
     from refocused.monitor.sampler.sampler import Sampler, take_turn
     from refocused.monitor.sampler.start_sampler import SamplerSettings
 
@@ -132,17 +119,15 @@ def _collect(named: Sequence[str], *, interval_seconds: float) -> int:
     settings = SamplerSettings(
         run=folder, training=None, interval_seconds=interval_seconds, ranks=0
     )
+    trouble = f"{folder}: another process samples this machine into it. Name another folder."
     try:
         settings.samples.parent.mkdir(parents=True, exist_ok=True)
-        if not take_turn(settings):
-            print(
-                f"{folder}: another process samples this machine into it. Name another folder.",
-                file=sys.stderr,
-            )
-            return ExitCode.FAILED
-        sampler = Sampler(settings)
+        sampler = Sampler(settings) if take_turn(settings) else None
     except OSError as error:
-        print(f"{folder} cannot be written: {error.strerror}. Name another.", file=sys.stderr)
+        sampler = None
+        trouble = f"{folder} cannot be written: {error.strerror}. Name another."
+    if sampler is None:
+        print(trouble, file=sys.stderr)
         return ExitCode.FAILED
     print(
         f"{settings.samples}: a sample every {interval_seconds:g} s until Ctrl+C. "
@@ -165,32 +150,28 @@ def _summarize(folders: Sequence[Path]) -> int:
             raise RefocusedError(
                 f"{folder}: its summary cannot be written ({error.strerror}). Make room there."
             ) from error
-        print(", ".join(str(file) for file in files))
+        print(", ".join(map(str, files)))
     return ExitCode.OK
 
 
-def _print(followers: Sequence[RunFollower], *, form: str, ascii_only: bool) -> int:
+def _print(folders: Sequence[Path], arguments: argparse.Namespace) -> int:
     now = time.time()
-    views = [follower.view(now=now) for follower in followers]
-    if form == "json":
+    views = [_follower(folder).view(now=now) for folder in folders]
+    if arguments.json:
         records = [view.as_record() for view in views]
         print(json.dumps(records[0] if len(records) == 1 else records, indent=1))
         return ExitCode.OK
-    _print_lines(views, now=now, form=form, ascii_only=ascii_only)
-    return ExitCode.OK
-
-
-def _print_lines(views: Sequence[RunView], *, now: float, form: str, ascii_only: bool) -> None:
     from rich.console import Console
 
     from refocused.monitor.screen.run_lines import all_lines, run_rows, shown
 
-    console = Console(highlight=False, soft_wrap=True)
-    lines = run_rows(views) if form == "list" else []
-    if form == "text":
+    lines = run_rows(views) if arguments.list else []
+    if not arguments.list:
         lines = [line for view in views for line in all_lines(view, now=now, events=EVENTS_PRINTED)]
-    for line in shown(lines, ascii_only=ascii_only):
+    console = Console(highlight=False, soft_wrap=True)
+    for line in shown(lines, ascii_only=_is_ascii_only(arguments)):
         console.print(line)
+    return ExitCode.OK
 
 
 def _follower(folder: Path) -> RunFollower:
@@ -200,7 +181,7 @@ def _follower(folder: Path) -> RunFollower:
 
 
 def liveness(state: Mapping[str, Any]) -> Liveness | None:
-    """Say whether the process that wrote a state is there; None: it does not say who it is."""
+    """Return whether the process that wrote a state still runs; None: the state names none."""
     from refocused.system.processes import ProcessIdentity
 
     if state.get("host", socket.gethostname()) != socket.gethostname():
@@ -211,46 +192,29 @@ def liveness(state: Mapping[str, Any]) -> Liveness | None:
     return "alive" if ProcessIdentity(pid=pid, started=started).alive else "gone"
 
 
-def _awaited(name: str) -> Path:
-    """Return the folder that a run has or will have."""
-    path = Path(name)
-    return path if path.is_dir() or len(path.parts) > 1 else RUNS / name
+def _is_ascii_only(arguments: argparse.Namespace) -> bool:
+    return arguments.ascii or not has_utf8_terminal(locale.getencoding(), os.environ)
 
 
-def speaks_utf8(encoding: str, environment: Mapping[str, str]) -> bool:
-    """Whether the terminal is to be taken for one of UTF-8.
+def has_utf8_terminal(encoding: str, environment: Mapping[str, str]) -> bool:
+    """Return whether the terminal probably shows UTF-8, by the locale's encoding in Python.
 
-    In the C locale Python sets LC_CTYPE to UTF-8 for itself (PEP 538), which says nothing of the
-    terminal: tmux shows an underscore for each sign of a curve there.
-
-    Args:
-        encoding: Of the locale, as Python has it.
-        environment: Of this process.
+    In the C locale Python sets LC_CTYPE to UTF-8 for itself (PEP 538), which says nothing about
+    the terminal: tmux then shows an underscore for each character of a curve.
     """
     if encoding.lower().replace("-", "") != "utf8":
         return False
-    if environment.get("LC_ALL"):
-        return True
     is_pythons_own = environment.get("LC_CTYPE") in ("C.UTF-8", "C.utf8", "UTF-8")
-    return not (is_pythons_own and environment.get("LANG", "") in ("", "C", "POSIX"))
-
-
-def _changed(file: Path) -> float:
-    return file.stat().st_mtime
-
-
-LONGEST_SECONDS = 10.0  # that `screen` may take to answer
-NAME_LENGTH = 40  # of a run's, in its session's: the path of a socket has 107 characters at most
+    has_language = environment.get("LANG", "") not in ("", "C", "POSIX")
+    return bool(environment.get("LC_ALL")) or has_language or not is_pythons_own
 
 
 def open_in_screen(run: Path) -> str:
-    """Open the monitor of a run in a session of its own; return what a person is to be told.
+    """Open the monitor of a run in a `screen` session; return what to print about it.
 
-    The session is not of the launch: it outlives training, until somebody quits it, so that the
-    end can be seen. A run that is started again finds its session.
-
-    Args:
-        run: The run's folder, which may not exist yet.
+    The session is not part of the launch: it outlives training until somebody quits it, so that
+    the end can be seen. A run that is started again finds its session. The run's folder need not
+    exist yet.
     """
     screen, name = shutil.which("screen"), session_name(run)
     if screen is None:
@@ -258,17 +222,27 @@ def open_in_screen(run: Path) -> str:
             "--monitor: screen is not installed (on Debian or Ubuntu: apt-get install screen), so "
             f"training goes on without it. In another terminal: python launch/monitor.py {run}"
         )
+
+    def call(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [screen, *arguments],
+            env={**os.environ, **changes},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SCREEN_SECONDS,
+            check=False,
+        )
+
     attach = f"screen -U -r {name} shows {run} (Ctrl+A D leaves, q ends it)"
     watch = [sys.executable, "-P", "-m", "refocused.commands.monitor"]
-    # Without -U and a terminal of 256 colours the curves and the colours break.
-    opening = [screen, "-U", "-T", "screen-256color", "-dmS", name, *watch]
+    # Without -U and a terminal of 256 colours the curves and the colours break, and the locale of
+    # what starts the session may be another.
+    opening = ["-U", "-T", "screen-256color", "-dmS", name, *watch, "--wait", str(run.absolute())]
     try:
-        listed = _ask([screen, "-ls", name])
-        if re.search(rf"\.{re.escape(name)}\s", listed.stdout):
+        if re.search(rf"\.{re.escape(name)}\s", call("-ls", name).stdout):
             return f"monitor  is there already: {attach}"
-        # The session is one of UTF-8 (-U) whatever the locale of what starts it.
-        environment = {**os.environ, "LC_ALL": "C.UTF-8"}
-        opened = _ask([*opening, "--wait", str(run.absolute())], environment=environment)
+        opened = call(*opening, LC_ALL="C.UTF-8")
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"--monitor: screen does not answer ({error}); training goes on without it."
     if opened.returncode:
@@ -280,25 +254,67 @@ def open_in_screen(run: Path) -> str:
 def session_name(run: Path) -> str:
     """Return the name of a run's session; `screen -r monitor` finds it where it is the only one.
 
-    Runs of one name in several folders differ in its end, made of the whole path.
+    It ends in a hash of the path, by which runs of one name in several folders differ.
     """
     path = run.resolve()
     name = re.sub(r"[^A-Za-z0-9_-]", "_", path.name)[:NAME_LENGTH]
     return f"monitor-{name}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:6]}"
 
 
-def _ask(
-    command: list[str], *, environment: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_SECONDS,
-        check=False,
-    )
+def add_stop_arguments(parser: Parser) -> None:
+    """Add the options of `stop`."""
+    add = parser.add_argument
+    add("run", nargs="?", help="the run's folder, or its name in runs/ (default: the newest there)")
+    add("--wait", action="store_true", help="return when the run has stopped")
+    lost = "kill it without saving: what came after the last checkpoint is lost"
+    add("--now", action="store_true", help=lost)
+
+
+def run_stop(arguments: argparse.Namespace) -> int:
+    """Ask a run to save and stop after the step it is in, or end it now."""
+    from refocused.metrics.jsonl import read_json, read_small
+
+    if arguments.run:
+        folder = find_run(arguments.run, option=None)
+    else:
+        states = sorted(RUNS.glob("*/state.json"), key=lambda path: path.stat().st_mtime)
+        folder = states[-1].parent if states else RUNS
+    found = read_small(folder / "state.json")
+    state = found.content
+    if state is None:
+        raise ConfigError(
+            f"{folder}: no run with a state.json is there."
+            if found.trouble is None
+            else f"{folder}/state.json cannot be read ({found.trouble}). If the run trains all the "
+            f"same, `touch {folder}/STOP` lets it save and stop."
+        )
+    if liveness(state) == "elsewhere":
+        host = state["host"]
+        if arguments.now or arguments.wait:
+            raise ConfigError(f"{folder}: it trains on {host}; --now and --wait work there.")
+        (folder / "STOP").touch()
+        print(
+            f"{folder}: if it still trains on {host}, it saves after the step it is in and stops."
+        )
+        return ExitCode.OK
+    if not _trains(state):
+        print(f"{folder}: the run is not running (status: {state.get('status')}).", file=sys.stderr)
+        return ExitCode.FAILED
+    (folder / "STOP").touch()  # also keeps a supervisor from starting it again
+    if arguments.now:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(state["pid"], signal.SIGKILL)  # rank 0, without which the others cannot go on
+        print(f"{folder}: killed, unsaved. Its launcher ends the other ranks within a minute.")
+    else:
+        print(f"{folder}: asked to stop; it saves after the step it is in.")
+    while arguments.wait and _trains(read_json(folder / "state.json") or {}):
+        time.sleep(STOP_POLL_SECONDS)
+    return ExitCode.OK
+
+
+def _trains(state: Mapping[str, Any]) -> bool:
+    """Whether the run's rank 0 lives and has not said that it ended."""
+    return state.get("status") == "training" and liveness(state) == "alive"
 
 
 if __name__ == "__main__":

@@ -171,4 +171,4 @@ def test_collect_writes_to_one_folder(capsys: pytest.CaptureFixture[str]) -> Non
 def test_what_python_sets_for_itself_says_nothing_of_the_terminal(
     encoding: str, environment: dict[str, str], expected: bool
 ) -> None:
-    assert monitor.speaks_utf8(encoding, environment) is expected
+    assert monitor.has_utf8_terminal(encoding, environment) is expected
