@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import re
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Once, Parser, run_verb, split_overrides
-from refocused.commands.output import count, positive
+from refocused.commands.output import count, count_text, positive, print_result, size_text, table
 from refocused.system.errors import ConfigError, ExitCode, ShardError
 
 if TYPE_CHECKING:
-    from refocused.commands.run_estimate import Estimate
-
+    from refocused.config.load_run import LoadedRun
+    from refocused.config.run_config import RunConfig
+    from refocused.estimate.scenarios import Estimate, OnGpus, TasksWork
 
 WHAT = "Estimate a run before it begins, or read off one that trains or has trained."
 SWEPT = "gpus="
 GPUS, GPU = 8, "H100 SXM"
+# Assumed of any tokenizer but `bytes`; GPT-2's takes 4.5 of HellaSwag's into a token.
+BYTES_A_TOKEN = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    given = sys.argv[1:] if argv is None else argv
+    given = list(sys.argv[1:] if argv is None else argv)
     return run_verb("estimate_cost", {"": ("estimate_cost", WHAT)}, given)
 
 
@@ -37,18 +42,10 @@ def add_estimate_cost_arguments(parser: Parser) -> None:
     )
     add("--gpus", type=count, metavar="N", help=f"({GPUS})")
     add("--gpu", metavar="NAME", help=f"({GPU})")
-    add(
-        "--per-hour",
-        type=positive,
-        metavar="USD",
-        help="price of the whole machine (default: cost.per_hour_usd of the run)",
-    )
-    add(
-        "--budget",
-        type=positive,
-        metavar="USD",
-        help="say how far it reaches (default: cost.budget_usd of the run)",
-    )
+    price = "price of the whole machine (default: cost.per_hour_usd of the run)"
+    add("--per-hour", type=positive, metavar="USD", help=price)
+    reach = "say how far it reaches (default: cost.budget_usd of the run)"
+    add("--budget", type=positive, metavar="USD", help=reach)
     add("--sweep", metavar="gpus=1,2,4,8", help="the same run on these numbers of GPUs")
     add("--json", action="store_true", help="print JSON")
     add("overrides", nargs="*", metavar="section.key=value")
@@ -60,11 +57,10 @@ def run_estimate_cost(arguments: argparse.Namespace) -> int:
         raise ConfigError("Name either --config FILE or --measured RUN, one of the two.")
     if arguments.measured is not None:
         return _measure(arguments)
-    from refocused.commands.estimate_text import estimate_lines
-    from refocused.commands.run_estimate import estimate
     from refocused.config.load_run import load_run
     from refocused.config.prices import read_prices
     from refocused.data.manifest.vocabulary import decide_vocabulary
+    from refocused.estimate.scenarios import estimate
 
     loaded = load_run(arguments.config, split_overrides(arguments.overrides))
     try:
@@ -72,39 +68,26 @@ def run_estimate_cost(arguments: argparse.Namespace) -> int:
     except ShardError as error:
         known = f"{loaded.shape.vocabulary:,} token ids of {loaded.config.model.preset}"
         print(f"{error} The estimate takes the {known}.", file=sys.stderr)
+    config = loaded.config
     found = estimate(
         loaded,
         gpus=arguments.gpus or GPUS,
         gpu=arguments.gpu or GPU,
-        per_hour_usd=arguments.per_hour or loaded.config.cost.per_hour_usd,
-        budget_usd=arguments.budget or loaded.config.cost.budget_usd,
+        per_hour_usd=arguments.per_hour or config.cost.per_hour_usd,
+        budget_usd=arguments.budget or config.cost.budget_usd,
         sweep=_sweep(arguments.sweep),
         prices=read_prices(),
+        tasks=_tasks_work(config),
+        prompt_tokens=_tokens(config.evaluation.sample_prompt or "", config),
     )
-    fix = _remedy(found)
-    lines = [*estimate_lines(found), *([] if fix is None else ["", fix])]
-    _print({**found.as_record(), "fix": fix}, lines, as_json=arguments.json)
+    fix = _remedy(loaded, found)
+    lines = [*_lines(found), *([] if fix is None else ["", fix])]
+    print_result({**found.as_record(), "fix": fix}, lines, as_json=arguments.json)
     return ExitCode.OK if fix is None else ExitCode.CHECK_FAILED
 
 
-def _remedy(found: Estimate) -> str | None:
-    """Return what makes a run fit its GPUs' memory; None: it fits as it is."""
-    from refocused.doctor.run_fits import fitting_on_gpus
-
-    main = found.main
-    if main.fits or main.choice is None:
-        return None
-    fix = fitting_on_gpus(
-        found.loaded, main.choice, ranks=main.gpus, memory_bytes=found.gpu.memory_gib * 2**30
-    )
-    return f"A step does not fit into a GPU's memory. {fix}"
-
-
 def _measure(arguments: argparse.Namespace) -> int:
-    import time
-
-    from refocused.commands.estimate_text import measured_lines
-    from refocused.commands.run_measured import measure
+    from refocused.commands.run_measured import measure, measured_lines
     from refocused.commands.run_selection import find_run
 
     if arguments.overrides or arguments.sweep or arguments.gpus or arguments.gpu:
@@ -117,16 +100,11 @@ def _measure(arguments: argparse.Namespace) -> int:
         budget_usd=arguments.budget,
         now=time.time(),
     )
-    _print(found.as_record(), measured_lines(found), as_json=arguments.json)
+    print_result(found.as_record(), measured_lines(found), as_json=arguments.json)
     return ExitCode.OK
 
 
 def _sweep(text: str | None) -> list[int]:
-    """Read `gpus=1,2,4,8`.
-
-    Raises:
-        ConfigError: It is something else.
-    """
     if text is None:
         return []
     if not re.fullmatch(rf"{SWEPT}[1-9][0-9]*(,[1-9][0-9]*)*", text):
@@ -134,5 +112,205 @@ def _sweep(text: str | None) -> list[int]:
     return [int(number) for number in text.removeprefix(SWEPT).split(",")]
 
 
-def _print(record: dict[str, object], lines: Sequence[str], *, as_json: bool) -> None:
-    print(json.dumps(record, indent=1, default=str) if as_json else "\n".join(lines))
+def _tasks_work(config: RunConfig) -> TasksWork:
+    """Count the tasks of a run without a tokenizer; too long contexts lose their beginning."""
+    from refocused.estimate.scenarios import TasksWork
+    from refocused.evaluate.tasks import find_tasks, read_questions
+
+    requests = config.evaluation.tasks
+    missing = [one for one in requests if not Path(one.rpartition("=")[2]).expanduser().is_file()]
+    counted = []
+    for task in find_tasks([one for one in requests if one not in missing], data=None):
+        questions = read_questions(task, limit=config.evaluation.task_items)
+        texts = [f"{one.context} {ending}" for one in questions for ending in one.endings]
+        tokens = sum(min(config.model.sequence_length, _tokens(text, config)) for text in texts)
+        counted.append((task.name, len(questions), tokens))
+    return TasksWork(tuple(counted), tuple(missing))
+
+
+def _tokens(text: str, config: RunConfig) -> int:
+    """Return about how many tokens a text is."""
+    each = 1 if config.data.tokenizer == "bytes" else BYTES_A_TOKEN
+    return math.ceil(len(text.encode()) / each)
+
+
+def _remedy(loaded: LoadedRun, found: Estimate) -> str | None:
+    """Return what makes a run fit its GPUs' memory; None: it fits as it is."""
+    from refocused.doctor.run_fits import fitting_on_gpus
+
+    main = found.main
+    if main.fits or main.choice is None:
+        return None
+    memory_bytes = found.gpu.memory_gib * 2**30
+    fix = fitting_on_gpus(found.loaded, main.choice, ranks=main.gpus, memory_bytes=memory_bytes)
+    return f"A step does not fit into a GPU's memory. {fix}"
+
+
+def _lines(found: Estimate) -> Iterable[str]:
+    for name, value in _facts(found):
+        yield f"{name:<10} {value}"
+    yield from ("", *_step_table(found.main), "", *_scenario_table(found.main))
+    if found.budget_usd is not None:
+        yield from ("", *_budget_lines(found, found.budget_usd))
+    if found.sweep:
+        yield from ("", *_sweep_table(found.sweep))
+    if found.offers:
+        yield from ("", *_offer_table(found))
+
+
+def _facts(found: Estimate) -> Iterable[tuple[str, str]]:
+    work, shape, count, gpu = found.work, found.loaded.shape, found.parameters, found.gpu
+    plan, choice, storage = found.main.plan, found.main.choice, found.storage
+    assert plan is not None and choice is not None
+    steps = f"{work.steps:,} steps of {work.step_tokens:,} tokens = {count_text(work.tokens)}"
+    a_parameter = f"{work.tokens / count.total:,.1f} a parameter"
+    yield "run", f"{found.loaded.config.run.name}: {steps} tokens, {a_parameter}"
+    blocks = f"{count.without_embeddings / 1e6:,.1f} M without embeddings"
+    size = f"{shape.layers} x {shape.width}, {count.total:,} parameters ({blocks})"
+    yield "model", f"{shape.family} {size}"
+    flops = f"{work.flops_per_token / 1e9:.2f} GFLOP a token"
+    yield "compute", f"{flops}, {work.flops_per_token * work.tokens:.2e} FLOP in all"
+    peak = f"{gpu.bf16_flops / 1e12:.1f} TFLOP/s each (dense bf16)"
+    batch = f"{plan.micro} x {plan.sequence_length} x {plan.accumulation} accumulation"
+    yield "machine", f"{found.main.gpus} x {gpu.name}, {peak}; {batch}"
+    memory = choice.memory
+    taken = memory.states + memory.gathered if memory.peak is None else memory.peak
+    yield (
+        "memory",
+        f"{taken / 1e9:.1f} GB of {gpu.memory_gib * 2**30 / 1e9:.1f} GB a GPU at the peak, "
+        f"ZeRO-{choice.zero.stage}: {'fits' if found.main.fits else 'does NOT fit'}",
+    )
+    mirror = "; no mirror"
+    if storage.mirror:
+        mirror = f", {size_text(storage.mirror)} in the mirror (${found.bucket_month_usd:,.2f} a "
+        mirror += f"month), {size_text(storage.upload_per_second)}/s to keep up"
+    disk = f"{size_text(storage.checkpoint)}: {size_text(storage.disk)} of disk"
+    yield "saves", f"{work.saves:,} of {disk}{mirror}"
+    yield "evaluation", _evaluation_text(found)
+    yield (
+        "data",
+        f"up to {size_text(storage.data)} of tokens, {size_text(storage.data_per_second)}/s; out "
+        f"of the bucket to another provider up to ${found.data_out_usd:,.2f}",
+    )
+    bucket, days = found.prices.bucket, sorted(offer.price.looked_up for offer in found.offers)
+    machines = f"no machine with {gpu.name}"
+    if days:
+        when = f"{days[0]}" if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
+        machines = f"machines below looked up {when}"
+    looked_up = f"{bucket.provider} looked up {bucket.looked_up}, {machines}"
+    yield "prices", f"TO BE CHECKED, from config/prices.yaml: {looked_up}"
+
+
+def _evaluation_text(found: Estimate) -> str:
+    work = found.work
+    parts = [f"{work.validations:,} x {count_text(work.validation_tokens)} tokens of validation"]
+    if found.tasks.counted:
+        tasks = ", ".join(f"{name} {items:,} items" for name, items, _ in found.tasks.counted)
+        tokens = count_text(int(float(f"{work.task_tokens:.3g}")))
+        parts.append(f"{work.task_rounds:,} x tasks ({tasks}; about {tokens} tokens)")
+    if work.sample is not None:
+        parts.append(f"{work.samples:,} x a sample of {work.sample.tokens:,} tokens")
+    if found.tasks.missing:
+        parts.append(f"LEFT OUT, as the file is not here: {', '.join(found.tasks.missing)}")
+    return "; ".join(parts)
+
+
+def _step_table(on: OnGpus) -> list[str]:
+    """Return what a step is made of, by the roofline that the rest of the estimate rests on."""
+    assert on.step is not None
+    parts = {**on.step.parts, "a step": on.step.seconds}
+    rows = [
+        ["ms", *(f"{1000 * seconds:,.1f}" for seconds in parts.values())],
+        ["share", *(f"{seconds / on.step.seconds:.1%}" for seconds in parts.values())],
+    ]
+    note = "expected from data sheets and assumed shares of their peaks, NOT measured: MFU "
+    return [*table(rows, "step", *parts, numbers=True), f"{note}{on.step.mfu_fraction:.1%}"]
+
+
+def _scenario_table(on: OnGpus) -> list[str]:
+    from refocused.metrics.step_metrics import duration
+
+    def price(usd: float | None, per_million_usd: float | None) -> str:
+        known = usd is not None and per_million_usd is not None
+        return f"${usd:,.2f} (${per_million_usd:.4f}/M tokens)" if known else "-"
+
+    head = ("MFU", "tokens/s", "step", "steps/h", "training", "eval", "saves", "total", "cost")
+    rows = [
+        [
+            f"{one.mfu_fraction:.1%}",
+            f"{one.cost.tokens_per_second:,.0f}",
+            f"{one.cost.step_seconds:.3g} s",
+            f"{3600 / one.cost.step_seconds:,.0f}",
+            duration(one.cost.training_seconds),
+            duration(one.cost.evaluation_seconds),
+            duration(one.cost.save_seconds),
+            duration(one.cost.hours * 3600),
+            price(one.cost.cost_usd, one.cost.usd_per_million_tokens),
+        ]
+        for one in on.scenarios
+    ]
+    paid = "no price: give --per-hour, or see the offers below"
+    if on.per_hour_usd is not None:
+        paid = f"at ${on.per_hour_usd:,.2f} an hour"
+    assumed = "saves at 2 GB/s of disk, start-up of 3 min: assumed"
+    paces = "0.75, 1 and 1.25 times the expected speed"
+    return [*table(rows, *head, numbers=True), f"{paid}; {paces}; {assumed}"]
+
+
+def _budget_lines(found: Estimate, budget_usd: float) -> list[str]:
+    lines, steps = [], found.work.steps
+    for one in found.main.scenarios:
+        reach, cost = one.affordable_steps, one.cost.cost_usd
+        if reach is None or cost is None:
+            return [f"budget ${budget_usd:,.2f}: give --per-hour to see how far it reaches"]
+        answer = f"all steps, ${budget_usd - cost:,.2f} are left"
+        if reach < steps:
+            tokens = count_text(reach * found.work.step_tokens)
+            answer = f"step {reach:,} of {steps:,} ({reach / steps:.1%}), {tokens} tokens"
+        lines.append(f"budget ${budget_usd:,.2f} at {one.mfu_fraction:.1%} MFU: {answer}")
+    if any(one.affordable_steps != steps for one in found.main.scenarios):
+        lines.append("A run that is to end there wants run.steps set to it: the schedule follows.")
+    return lines
+
+
+def _sweep_table(sweep: Sequence[OnGpus]) -> list[str]:
+    from refocused.metrics.step_metrics import duration
+
+    rows = []
+    for on in sweep:
+        if on.likely is None or on.plan is None:
+            rows.append([str(on.gpus), *"-----", (on.refused or "").split(". ")[0]])
+            continue
+        cost = on.likely.cost
+        rows.append(
+            [
+                str(on.gpus),
+                f"{on.plan.tokens:,}",
+                f"{cost.step_seconds:.3g} s",
+                duration(cost.hours * 3600),
+                "-" if on.per_hour_usd is None else f"${on.per_hour_usd:,.2f}",
+                "-" if cost.cost_usd is None else f"${cost.cost_usd:,.2f}",
+                "" if on.fits else "does NOT fit into the GPUs' memory",
+            ]
+        )
+    head = ("GPUs", "tokens/step", "step", "total", "an hour", "cost", "")
+    note = "at the expected speed of each, and one price a GPU"
+    return [*table(rows, *head, numbers=True), note]
+
+
+def _offer_table(found: Estimate) -> list[str]:
+    rows = [
+        [
+            f"{offer.price.provider} {offer.price.machine}",
+            f"${offer.per_hour_usd:,.2f}",
+            f"${offer.cost_usd:,.2f}",
+            str(offer.price.looked_up),
+            offer.price.source,
+        ]
+        for offer in found.offers
+    ]
+    return [
+        *table(rows, "provider", "an hour", "the run", "looked up", "source"),
+        "TO BE CHECKED on the pages named: on demand, without disks and taxes; not every one is "
+        "for so many GPUs in one machine.",
+    ]

@@ -26,22 +26,34 @@ def print_table(
     rows: Iterable[Sequence[str]], *headings: str, indent: int = 0, file: TextIO | None = None
 ) -> None:
     """Print columns: fitted to a terminal's width, as wide as they are elsewhere."""
+    for line in table(rows, *headings, indent=indent, file=file):
+        print(line, file=file)
+
+
+def table(
+    rows: Iterable[Sequence[str]],
+    *headings: str,
+    numbers: bool = False,
+    indent: int = 0,
+    file: TextIO | None = None,
+) -> list[str]:
+    """Return the lines that `print_table` prints; columns of numbers keep to the right."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 3, 0, 0), show_header=bool(headings))
+    columns = Table(box=None, padding=(0, 3, 0, 0), show_header=bool(headings))
     for heading in headings:
-        table.add_column(heading, overflow="fold")
+        right = numbers and heading
+        columns.add_column(heading, overflow="fold", justify="right" if right else "left")
     for row in rows:
-        table.add_row(*row)
+        columns.add_row(*row)
     console = Console(file=file, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 10_000
     with console.capture() as captured:
-        console.print(Padding(table, (0, 0, 0, indent), expand=False))
-    for line in captured.get().splitlines():
-        print(line.rstrip(), file=file)
+        console.print(Padding(columns, (0, 0, 0, indent), expand=False))
+    return [line.rstrip() for line in captured.get().splitlines()]
 
 
 @contextlib.contextmanager

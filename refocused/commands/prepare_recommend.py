@@ -25,10 +25,10 @@ from refocused.system.errors import ConfigError, ExitCode
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from refocused.commands.recommendation import Recommendation
     from refocused.config.data import DataConfig
     from refocused.config.model_shape import ModelShape
     from refocused.data.manifest.shard_manifest import Manifest
+    from refocused.estimate.recommendation import Recommendation
     from refocused.system.hardware import GpuFacts
 
 PLACEHOLDER = "gs://YOUR-BUCKET/tokens"
@@ -97,8 +97,8 @@ def _recommended(
     arguments: argparse.Namespace, gpu: GpuFacts
 ) -> tuple[Recommendation, DataConfig, int | str]:
     """Return the run, its data section, and its `model.vocabulary`."""
-    from refocused.commands.recommendation import LONGEST_SEQUENCE, choose_model, recommend
     from refocused.data.manifest.shard_manifest import build_manifest
+    from refocused.estimate.recommendation import LONGEST_SEQUENCE, choose_model, recommend
 
     data = data_settings(arguments, _from_anywhere(arguments.source or PLACEHOLDER))
     manifest: Manifest | None = None

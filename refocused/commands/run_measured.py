@@ -6,16 +6,18 @@ import dataclasses
 import datetime
 import socket
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from refocused.commands.output import count_text
 from refocused.commands.run_selection import whole_steps
 from refocused.config.load_run import read_run
 from refocused.config.prices import cost_usd, usd_per_million_tokens
 from refocused.metrics.history import METRICS_FILE, MetricsTimeline, StepPoint
 from refocused.metrics.jsonl import JsonLinesTail, Record, number, read_json, read_small
 from refocused.metrics.run_time import PERFORMANCE_FILE, RunTime, run_time
+from refocused.metrics.step_metrics import duration
 from refocused.monitor.run_findings import (
     RECENT_STEPS,
     mean_step_seconds,
@@ -31,58 +33,30 @@ _NEEDED = {"run", "step", "total_steps", "tokens", "seconds", "cost_usd", "updat
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """A run that trains or has trained; None is unknown.
-
-    Attributes:
-        name: Of the run.
-        status: `training`, `stopped`, `finished`, `failed`, or `crashed`: it says that it trains,
-            and its process is gone.
-        step: Steps made.
-        total_steps: Of the whole run.
-        tokens: Trained on.
-        sessions: How often it was started.
-        seconds_trained: Of all sessions, from their begin, rewinds included.
-        cost_usd: Of that time.
-        usd_per_million_tokens: Of the tokens that the run has kept.
-        goodput_fraction: Productive share of the time since the first start.
-        time_line: Where the time went, for a person; empty where nothing tells.
-        step_seconds: Mean over the last lines.
-        tokens_per_second: Over the same lines, validations and saves included.
-        validation_seconds: Mean.
-        save_seconds: Mean of the time that training stood still for.
-        resumes_from: Of a run that ended early: the step of the checkpoint that it would go on
-            from, 0: anew. What is left is counted from there.
-        seconds_left: Until the run ends, as training expected at its last line.
-        cost_left_usd: Of that time.
-        total_usd: So far and left together.
-        ends: When it is done if it goes on without a pause, in Unix seconds.
-        budget_usd: What the run may cost.
-        budget_step: The step that this pays for, at most the last one; None also where more than
-            this is spent.
-    """
+    """A run that trains or has trained; None is unknown."""
 
     name: str
-    status: str
+    status: str  # `crashed`: it says that it trains, and its process is gone
     step: int
     total_steps: int
     tokens: int
-    sessions: int
-    seconds_trained: float
-    cost_usd: float | None
-    usd_per_million_tokens: float | None
-    goodput_fraction: float | None
-    time_line: str
-    step_seconds: float | None
-    tokens_per_second: float | None
-    validation_seconds: float | None
-    save_seconds: float | None
-    resumes_from: int | None
-    seconds_left: float | None
+    sessions: int  # how often it was started
+    seconds_trained: float  # of all sessions, from their begin, rewinds included
+    cost_usd: float | None  # of that time
+    usd_per_million_tokens: float | None  # of the tokens that the run has kept
+    goodput_fraction: float | None  # productive share of the time since the first start
+    time_line: str  # where the time went; empty where nothing tells
+    step_seconds: float | None  # mean over the last lines
+    tokens_per_second: float | None  # over the same lines, validations and saves included
+    validation_seconds: float | None  # mean
+    save_seconds: float | None  # mean of the time that training stood still for
+    resumes_from: int | None  # step of the checkpoint that a run which ended early goes on from
+    seconds_left: float | None  # from there, as training expected at its last line
     cost_left_usd: float | None
     total_usd: float | None
-    ends: float | None
+    ends: float | None  # Unix seconds, if it goes on without a pause
     budget_usd: float | None
-    budget_step: int | None
+    budget_step: int | None  # that the budget pays for; None also where more is spent
 
     def as_record(self) -> dict[str, Any]:
         """Return it for JSON."""
@@ -92,13 +66,7 @@ class Measured:
 def measure(
     run: Path, *, per_hour_usd: float | None, budget_usd: float | None, now: float
 ) -> Measured:
-    """Read a run's files.
-
-    Args:
-        run: Its folder.
-        per_hour_usd: Price of the machine; None: the run's own.
-        budget_usd: What it may cost; None: the run's own.
-        now: Unix seconds.
+    """Read a run's files; a price or a budget of None is the run's own, `now` is Unix time.
 
     Raises:
         RefocusedError: The folder holds no run that has trained.
@@ -118,17 +86,17 @@ def measure(
     config = read_run(run / "run.yaml")
     records = JsonLinesTail(run / PERFORMANCE_FILE).records()
     metrics = JsonLinesTail(run / METRICS_FILE).records()
-    way = MetricsTimeline()
+    timeline = MetricsTimeline()
     for record in metrics:
-        way.add(record)
-    return figures(
+        timeline.add(record)
+    return _figures(
         state,
         status=_status(state),
         checkpoint_step=resume_step(
             whole_steps(run / "checkpoints"), read_json(run / "mirror.json")
         ),
         used=run_time(records),
-        steps=way.steps,
+        steps=timeline.steps,
         validation_seconds=_mean(metrics, "validation", "seconds"),
         save_seconds=_mean(records, "save", "save_stall_seconds"),
         per_hour_usd=per_hour_usd or config.cost.per_hour_usd,
@@ -137,7 +105,7 @@ def measure(
     )
 
 
-def figures(
+def _figures(
     state: dict[str, Any],
     *,
     status: str,
@@ -150,20 +118,6 @@ def figures(
     budget_usd: float | None,
     now: float,
 ) -> Measured:
-    """Compute what a run has taken and has left.
-
-    Args:
-        state: `state.json`.
-        status: Of the run.
-        checkpoint_step: Step of its newest checkpoint; 0: there is none.
-        used: Where its time went.
-        steps: Its logged steps.
-        validation_seconds: Mean.
-        save_seconds: Mean.
-        per_hour_usd: Price of the machine from now on, and of the time whose cost is not known.
-        budget_usd: What it may cost.
-        now: Unix seconds.
-    """
     step, total, tokens = state["step"], state["total_steps"], state["tokens"]
     seconds = max(state["seconds"], used.seconds_trained or 0.0)
     known = [cost for cost in (state["cost_usd"], used.cost_usd) if cost is not None]
@@ -233,3 +187,54 @@ def _status(state: dict[str, Any]) -> str:
 
 def _unix_seconds(moment: str) -> float:
     return datetime.datetime.fromisoformat(moment).timestamp()
+
+
+def measured_lines(found: Measured) -> Iterator[str]:
+    """Yield what is printed of a run that trains or has trained."""
+    for name, value in _facts(found):
+        yield f"{name:<10} {value}"
+
+
+def _facts(found: Measured) -> Iterator[tuple[str, str]]:
+    steps = f"step {found.step:,} of {found.total_steps:,}"
+    yield "run", f"{found.name}: {steps}, {count_text(found.tokens)} tokens, {found.status}"
+    spent, each = "price unknown: name it by --per-hour", found.usd_per_million_tokens
+    if found.cost_usd is not None:
+        spent = f"${found.cost_usd:,.2f}" + (f", ${each:,.4f} a million tokens" if each else "")
+    sessions = f"{found.sessions} session{'' if found.sessions == 1 else 's'}"
+    yield "so far", f"{duration(found.seconds_trained)} in {sessions}, {spent}"
+    if found.time_line:
+        yield "time", found.time_line
+    if found.step_seconds is not None:
+        parts = [f"{found.step_seconds:.3g} s a step"]
+        if found.tokens_per_second is not None:
+            parts.append(f"{found.tokens_per_second:,.0f} tokens/s")
+        if found.validation_seconds is not None:
+            parts.append(f"{duration(found.validation_seconds)} a validation")
+        if found.save_seconds is not None:
+            parts.append(f"{found.save_seconds:.2g} s a save")
+        yield "measured", ", ".join(parts) + " (means)"
+    if found.seconds_left is not None and found.seconds_left > 0:
+        left = duration(found.seconds_left)
+        if found.cost_left_usd is not None:
+            left += f", ${found.cost_left_usd:,.2f}"
+        if found.ends:
+            ends = datetime.datetime.fromtimestamp(found.ends, datetime.UTC)
+            left += f", ends {ends:%a %d %b %H:%M} UTC"
+        if (step := found.resumes_from) is not None:
+            left += f" if it goes on now from {f'checkpoint {step:,}' if step else 'the start'}"
+        yield "left", left
+        if found.total_usd is not None:
+            yield "in all", f"${found.total_usd:,.2f}"
+    if found.budget_usd is not None:
+        yield "budget", f"${found.budget_usd:,.2f}: {_budget_text(found, found.budget_usd)}"
+
+
+def _budget_text(found: Measured, budget_usd: float) -> str:
+    if found.cost_usd is not None and found.cost_usd > budget_usd:
+        return f"spent, and ${found.cost_usd - budget_usd:,.2f} more than that"
+    if found.budget_step is None:
+        return "how far it reaches is seen with --per-hour and after the first steps"
+    if found.budget_step >= found.total_steps:
+        return "enough"
+    return f"ends at step {found.budget_step:,}"

@@ -27,23 +27,14 @@ _BYTES_A_LOGIT = {2: 26, 4: 16}  # of the chunked loss: largest logit, softmax, 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """What is computed and moved.
+    """FLOPs of what is computed, and bytes of what is moved."""
 
-    Attributes:
-        products: FLOPs of matrix products in the precision of the passes, in blocks.
-        head: FLOPs of the head's.
-        exact: FLOPs of products that stay in float32: the scan's.
-        attention: FLOPs of attention over earlier positions alone.
-        mixing: Bytes moved where positions meet without attention.
-        elementwise: Bytes moved by everything else.
-    """
-
-    products: float = 0.0
-    head: float = 0.0
-    exact: float = 0.0
-    attention: float = 0.0
-    mixing: float = 0.0
-    elementwise: float = 0.0
+    products: float = 0.0  # FLOPs of the blocks' products, in the precision of the passes
+    head: float = 0.0  # FLOPs of the head's
+    exact: float = 0.0  # FLOPs of products that stay in float32: the scan's
+    attention: float = 0.0  # FLOPs of attention over earlier positions alone
+    mixing: float = 0.0  # bytes moved where positions meet without attention
+    elementwise: float = 0.0  # bytes moved by everything else
 
     def __add__(self, other: Work) -> Work:
         """Return both together."""
@@ -58,11 +49,7 @@ class Work:
 def pass_work(shape: ModelShape, *, model: ModelConfig, micro: int, size: int) -> tuple[Work, Work]:
     """Return the forward part of a training pass, and the backward part with what it recomputes.
 
-    Args:
-        shape: The model.
-        model: How it is computed.
-        micro: Windows of the pass.
-        size: Bytes of an element that the pass computes in.
+    The pass has `micro` windows and computes in elements of `size` bytes.
     """
     forward, backward = _mixing_work(shape, size=size, rows=micro, length=model.sequence_length)
     tokens = micro * model.sequence_length

@@ -12,18 +12,15 @@ from refocused.system.world import World
 DISK_BYTES_PER_SECOND = 2e9  # one NVMe drive, written by all ranks together
 HOST_COPY_BYTES_PER_SECOND = 10e9  # of one GPU's state into the host's memory
 START_UP_SECONDS = 180.0  # imports, the first shards, the compiled blocks
+MASTER_BYTES = 12  # a parameter's float32 master and Adam's two moments
+KEPT_BESIDE = 2  # the best step and the last one of an interruption
+BEING_WRITTEN = 1
+LARGEST_UINT16_VOCABULARY = 65_536
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """What a run is to be done with, and how fast that computes it (`estimate/step_time.py`).
-
-    Attributes:
-        gpus: Number of them.
-        tokens_per_second: Of all together, in steps.
-        forward_tokens_per_second: Of all together, in passes without a gradient.
-        per_hour_usd: Price of all an hour; None: unknown.
-    """
+    """GPUs, their speed together in steps and in passes without a gradient, and their price."""
 
     gpus: int
     tokens_per_second: float
@@ -33,50 +30,29 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SampleWork:
-    """What a sample of the model's writing takes: a forward pass on every rank for each token.
-
-    Attributes:
-        tokens: Written at most.
-        context_tokens: That such a pass goes over, in the middle of the sample.
-        host_seconds: That the host needs for such a pass, however fast the GPU is.
-    """
+    """A text sample: a forward pass on every rank for each token."""
 
     tokens: int
-    context_tokens: int
-    host_seconds: float
+    context_tokens: int  # of a pass in the middle of the sample
+    host_seconds: float  # that the host needs for such a pass, however fast the GPU is
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunWork:
-    """What a run consists of.
-
-    Attributes:
-        steps: Optimizer steps.
-        step_tokens: Tokens of one.
-        flops_per_token: Of a forward and a backward pass.
-        validation_interval: Steps between validations; 0: only at the end.
-        validation_tokens: Tokens of one.
-        task_interval: Steps between tasks; 0: only at the end.
-        task_tokens: Tokens of putting all of them once; 0: there are none, or none is known.
-        sample_interval: Steps between samples; 0: only at the end.
-        sample: One of them; None: none is written.
-        save_interval: Steps between saves; 0: only at the end.
-        save_bytes: Of one checkpoint.
-        saves_in_background: Training waits for a copy in the host's memory alone.
-    """
+    """What a run consists of; an interval of 0 steps means only at the end."""
 
     steps: int
     step_tokens: int
-    flops_per_token: float
+    flops_per_token: float  # of a forward and a backward pass
     validation_interval: int
-    validation_tokens: int
+    validation_tokens: int  # of one validation
     task_interval: int
-    task_tokens: int
+    task_tokens: int  # of putting all tasks once; 0: there are none, or none is known
     sample_interval: int
     sample: SampleWork | None
     save_interval: int
-    save_bytes: int
-    saves_in_background: bool
+    save_bytes: int  # of one checkpoint
+    saves_in_background: bool  # training waits for a copy in the host's memory alone
 
     @property
     def tokens(self) -> int:
@@ -85,67 +61,23 @@ class RunWork:
 
     @property
     def validations(self) -> int:
-        """Validations, that at the end included."""
+        """Validations, with the one at the end."""
         return times_left(0, self.steps, self.validation_interval)
 
     @property
     def task_rounds(self) -> int:
-        """Times that all tasks are put, that at the end included."""
+        """Times that all tasks are put, with the one at the end."""
         return times_left(0, self.steps, self.task_interval) if self.task_tokens else 0
 
     @property
     def samples(self) -> int:
-        """Samples, that of the summary included."""
+        """Samples, with that of the summary."""
         return 0 if self.sample is None else times_left(0, self.steps, self.sample_interval)
 
     @property
     def saves(self) -> int:
-        """Saves, that at the end included."""
+        """Saves, with the one at the end."""
         return times_left(0, self.steps, self.save_interval)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RunCost:
-    """What a run takes.
-
-    Attributes:
-        tokens_per_second: In steps, of all GPUs together.
-        step_seconds: Of one.
-        training_seconds: Of all steps.
-        validation_seconds: Of all validations.
-        task_seconds: Of all tasks, whenever they are put.
-        sample_seconds: Of all samples.
-        save_seconds: In which training stands still for saves.
-        start_up_seconds: Assumed.
-        cost_usd: None when the price is unknown.
-        usd_per_million_tokens: None when the price is unknown.
-    """
-
-    tokens_per_second: float
-    step_seconds: float
-    training_seconds: float
-    validation_seconds: float
-    task_seconds: float
-    sample_seconds: float
-    save_seconds: float
-    start_up_seconds: float
-    cost_usd: float | None
-    usd_per_million_tokens: float | None
-
-    @property
-    def hours(self) -> float:
-        """Of the whole machine."""
-        parts = (self.training_seconds, self.evaluation_seconds, self.save_seconds)
-        return (sum(parts) + self.start_up_seconds) / 3600
-
-    @property
-    def evaluation_seconds(self) -> float:
-        """Of validations, tasks and samples."""
-        return self.validation_seconds + self.task_seconds + self.sample_seconds
-
-    def as_record(self) -> dict[str, float | None]:
-        """Return the fields under their own names, and the hours."""
-        return {**dataclasses.asdict(self), "hours": self.hours}
 
 
 def work_of(
@@ -160,19 +92,7 @@ def work_of(
     task_tokens: int = 0,
     sample: SampleWork | None = None,
 ) -> RunWork:
-    """Return the work of a run as its sections ask for it.
-
-    Args:
-        steps: Optimizer steps.
-        step_tokens: Tokens of one.
-        sequence_length: Tokens of a window.
-        flops_per_token: Of a forward and a backward pass.
-        evaluation: When and how much is validated, when tasks are put and samples written.
-        checkpoint: When is saved, and how.
-        save_bytes: Of one checkpoint.
-        task_tokens: Tokens of putting all tasks once.
-        sample: One sample; None: none is written.
-    """
+    """Return the work of a run as its sections ask for it."""
     return RunWork(
         steps=steps,
         step_tokens=step_tokens,
@@ -189,6 +109,33 @@ def work_of(
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunCost:
+    """The time of a run by what it goes into, and its price; None where that is unknown."""
+
+    tokens_per_second: float  # in steps, of all GPUs together
+    step_seconds: float
+    training_seconds: float
+    validation_seconds: float
+    task_seconds: float
+    sample_seconds: float
+    save_seconds: float  # in which training stands still
+    start_up_seconds: float = START_UP_SECONDS
+    cost_usd: float | None = None
+    usd_per_million_tokens: float | None = None
+
+    @property
+    def hours(self) -> float:
+        """Of the whole machine."""
+        parts = (self.training_seconds, self.evaluation_seconds, self.save_seconds)
+        return (sum(parts) + self.start_up_seconds) / 3600
+
+    @property
+    def evaluation_seconds(self) -> float:
+        """Of validations, tasks and samples."""
+        return self.validation_seconds + self.task_seconds + self.sample_seconds
+
+
 def run_cost(work: RunWork, machine: Machine) -> RunCost:
     """Return the time and the money of a run.
 
@@ -198,17 +145,18 @@ def run_cost(work: RunWork, machine: Machine) -> RunCost:
     rate = DISK_BYTES_PER_SECOND
     if work.saves_in_background:
         rate = HOST_COPY_BYTES_PER_SECOND * machine.gpus
+    a_sample = 0.0
+    if (sample := work.sample) is not None:
+        computing = sample.context_tokens / (forward / machine.gpus)
+        a_sample = sample.tokens * max(sample.host_seconds, computing)
     cost = RunCost(
         tokens_per_second=speed,
         step_seconds=work.step_tokens / speed,
         training_seconds=work.tokens / speed,
         validation_seconds=work.validations * work.validation_tokens / forward,
         task_seconds=work.task_rounds * work.task_tokens / forward,
-        sample_seconds=work.samples * _sample_seconds(work.sample, forward / machine.gpus),
+        sample_seconds=work.samples * a_sample,
         save_seconds=work.saves * work.save_bytes / rate,
-        start_up_seconds=START_UP_SECONDS,
-        cost_usd=None,
-        usd_per_million_tokens=None,
     )
     dollars = cost_usd(cost.hours * 3600, machine.per_hour_usd)
     return dataclasses.replace(
@@ -216,22 +164,8 @@ def run_cost(work: RunWork, machine: Machine) -> RunCost:
     )
 
 
-def _sample_seconds(sample: SampleWork | None, tokens_per_second: float) -> float:
-    """Return the time of a sample; the speed is that of one GPU's passes without a gradient."""
-    if sample is None:
-        return 0.0
-    computing = sample.context_tokens / tokens_per_second
-    return sample.tokens * max(sample.host_seconds, computing)
-
-
 def affordable_steps(work: RunWork, machine: Machine, *, budget_usd: float) -> int:
-    """Return how many of a run's steps a budget pays for, with their validations and saves.
-
-    Args:
-        work: The whole run; no more than its steps are returned.
-        machine: With a price.
-        budget_usd: For all of it.
-    """
+    """Return how many of a run's steps a budget pays for, with their validations and saves."""
     low, high = 0, work.steps
     while low < high:
         middle = (low + high + 1) // 2
@@ -244,10 +178,7 @@ def affordable_steps(work: RunWork, machine: Machine, *, budget_usd: float) -> i
 def times_left(step: int, total_steps: int, interval: int) -> int:
     """Count how often something is due after a step; the last step always has it.
 
-    Args:
-        step: Steps made.
-        total_steps: Of the run.
-        interval: Steps between; 0: only after the last.
+    An interval of 0 means only after the last step.
     """
     if step >= total_steps:
         return 0
@@ -255,32 +186,16 @@ def times_left(step: int, total_steps: int, interval: int) -> int:
     return max(0, between) + 1
 
 
-MASTER_BYTES = 12  # a parameter's float32 master and Adam's two moments
-KEPT_BESIDE = 2  # the best step and the last one of an interruption
-BEING_WRITTEN = 1
-LARGEST_UINT16_VOCABULARY = 65_536
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunStorage:
-    """What a run keeps and moves; bytes.
+    """What a run keeps and moves, in bytes."""
 
-    Attributes:
-        checkpoint: Of one step directory.
-        disk: Most that step directories take on the disk at once, one being written included.
-        mirror: That the bucket holds at the end; 0 without one.
-        upload: That goes to the bucket in all.
-        upload_per_second: So that a mirror keeps up with the saves.
-        data: Tokens that are read; with more than one epoch fewer are fetched.
-        data_per_second: Of them, while training.
-    """
-
-    checkpoint: int
-    disk: int
-    mirror: int
-    upload: int
-    upload_per_second: float
-    data: int
+    checkpoint: int  # of one step directory
+    disk: int  # most that step directories take at once, one being written included
+    mirror: int  # that the bucket holds at the end; 0 without one
+    upload: int  # that goes to the bucket in all
+    upload_per_second: float  # so that a mirror keeps up with the saves
+    data: int  # tokens that are read; with more than one epoch fewer are fetched
     data_per_second: float
 
 
@@ -314,25 +229,17 @@ def least_save_bytes(parameters: int, stage: int, *, optimizer: str, world: Worl
 def run_storage(
     work: RunWork, cost: RunCost, *, checkpoint: CheckpointConfig, vocabulary: int
 ) -> RunStorage:
-    """Return what a run keeps and moves.
-
-    Args:
-        work: The run.
-        cost: Its speed.
-        checkpoint: What is kept and mirrored.
-        vocabulary: Of the tokens: above 65,536 one takes 4 bytes.
-    """
+    """Return what a run keeps and moves; tokens of a vocabulary above 65,536 take 4 bytes."""
     size, saves = work.save_bytes, work.saves
     remote = saves if checkpoint.keep_remote == "all" else checkpoint.keep_remote + KEPT_BESIDE
     mirrored = checkpoint.mirror is not None
-    seconds_between = cost.hours * 3600 / saves if saves else 0.0
     token_bytes = 2 if vocabulary <= LARGEST_UINT16_VOCABULARY else 4
     return RunStorage(
         checkpoint=size,
         disk=min(saves, checkpoint.keep + KEPT_BESIDE + BEING_WRITTEN) * size,
         mirror=min(saves, remote) * size if mirrored else 0,
         upload=saves * size if mirrored else 0,
-        upload_per_second=size / seconds_between if mirrored and seconds_between else 0.0,
+        upload_per_second=saves * size / (cost.hours * 3600) if mirrored else 0.0,
         data=work.tokens * token_bytes,
         data_per_second=cost.tokens_per_second * token_bytes,
     )

@@ -54,27 +54,16 @@ HOST_SECONDS_A_LAYER = {0: 0.2e-3, 1: 0.8e-3, 2: 0.8e-3, 3: 1.7e-3}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepTime:
-    """The seconds of one optimizer step.
+    """The seconds of one optimizer step, by what they go into."""
 
-    Attributes:
-        products: Matrix products of blocks and head.
-        mixing: Where positions meet: attention, convolution or scan.
-        elementwise: Everything else of the passes, by the bytes that it moves.
-        communication: What is sent between GPUs and does not hide behind computing.
-        optimizer: Sums of gradients and the update, with what an offload copies.
-        idle: Gaps, and waits for the host's Python.
-        forward_tokens_per_second: Of all GPUs in passes without a gradient.
-        mfu_fraction: The share of the GPUs' peak that follows.
-    """
-
-    products: float
-    mixing: float
-    elementwise: float
-    communication: float
-    optimizer: float
-    idle: float
-    forward_tokens_per_second: float
-    mfu_fraction: float
+    products: float  # matrix products of blocks and head
+    mixing: float  # where positions meet: attention, convolution or scan
+    elementwise: float  # everything else of the passes, by the bytes that it moves
+    communication: float  # between GPUs, as far as it does not hide behind computing
+    optimizer: float  # sums of gradients and the update, with what an offload copies
+    idle: float  # gaps, and waits for the host's Python
+    forward_tokens_per_second: float  # of all GPUs in passes without a gradient
+    mfu_fraction: float  # the share of the GPUs' peak that follows
 
     @property
     def parts(self) -> dict[str, float]:
@@ -88,7 +77,7 @@ class StepTime:
         return sum(self.parts.values())
 
     def as_text(self, tokens: int) -> str:
-        """Return it for a person, for a step of so many tokens."""
+        """Return one line about a step of so many tokens."""
         longest = max(self.parts, key=self.parts.__getitem__)
         return (
             f"{self.seconds:.3g} s a step, {tokens / self.seconds:,.0f} tokens/s, MFU "
@@ -107,17 +96,7 @@ def expected_step(
     fragment: Mapping[str, Any],
     gpu: GpuFacts,
 ) -> StepTime:
-    """Return what a step is expected to take.
-
-    Args:
-        shape: The model.
-        model: How it is computed: compiled, recomputed.
-        precision: What the passes compute in.
-        plan: The batch of a step.
-        zero: How the states are spread and offloaded.
-        fragment: DeepSpeed settings of the run's own.
-        gpu: Each of the GPUs.
-    """
+    """Return what a step is expected to take; `fragment` are the run's own DeepSpeed settings."""
     size = 4 if precision.resolved == "fp32" else 2
     parameters = count_parameters(shape, vocabulary_multiple=model.vocabulary_multiple).allocated
     forward, backward = pass_work(shape, model=model, micro=plan.micro, size=size)

@@ -2,16 +2,16 @@ from __future__ import annotations
 
 import pytest
 
-from refocused.commands.recommendation import (
+from refocused.config.files import REPOSITORY_CONFIG
+from refocused.config.model_shape import load_shape
+from refocused.estimate.flops import flops_per_token
+from refocused.estimate.recommendation import (
     Recommendation,
     choose_model,
     learning_rate,
     recommend,
     save_interval,
 )
-from refocused.config.files import REPOSITORY_CONFIG
-from refocused.config.model_shape import load_shape
-from refocused.estimate.flops import flops_per_token
 from refocused.estimate.run_cost import DISK_BYTES_PER_SECOND, START_UP_SECONDS
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import named_gpu

@@ -32,49 +32,27 @@ LONGEST_WARMUP = 2000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recommendation:
-    """A run that fits the data.
+    """A run that fits the data."""
 
-    Attributes:
-        data_tokens: Tokens there are to train on, in whole windows.
-        ideal_parameters: Parameters at 20 tokens each.
-        preset: Name of the model.
-        parameters: Of it.
-        sequence_length: Tokens of a window.
-        tokens_per_parameter: Trained tokens for each parameter.
-        epochs: Passes over the data.
-        steps: Optimizer steps.
-        step_windows: Windows of a step, over all GPUs.
-        step_tokens: Tokens of a step.
-        learning_rate: At its peak.
-        warmup_steps: Of the learning rate.
-        save_interval: Steps between checkpoints: about half an hour of work.
-        recomputes: Whether it fits with recomputed activations alone.
-        mfu_fraction: Share of the GPUs' peak that is expected, or was named.
-        tokens_per_second: Of the whole machine.
-        hours: Of the whole machine, with validations, saves and start-up.
-        cost_usd: None when the price is unknown.
-        notes: What speaks against it.
-    """
-
-    data_tokens: int
-    ideal_parameters: int
+    data_tokens: int  # there are to train on, in whole windows
+    ideal_parameters: int  # at 20 tokens each
     preset: str
     parameters: int
     sequence_length: int
     tokens_per_parameter: float
     epochs: float
     steps: int
-    step_windows: int
+    step_windows: int  # over all GPUs
     step_tokens: int
-    learning_rate: float
+    learning_rate: float  # at its peak
     warmup_steps: int
-    save_interval: int
-    recomputes: bool
-    mfu_fraction: float
-    tokens_per_second: float
-    hours: float
+    save_interval: int  # steps: about half an hour of work
+    recomputes: bool  # it fits with recomputed activations alone
+    mfu_fraction: float  # that is expected, or was named
+    tokens_per_second: float  # of the whole machine
+    hours: float  # of the whole machine, with validations, saves and start-up
     cost_usd: float | None
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what speaks against it
 
 
 def choose_model(
@@ -82,10 +60,7 @@ def choose_model(
 ) -> str:
     """Return the name of the model with attention that is nearest to 20 tokens a parameter.
 
-    Args:
-        tokens: To train on, those of every pass.
-        shapes: The models to choose from, by name.
-        sequence_length: Tokens of a window, which its context has to hold; None: any.
+    Its context has to hold a window; `tokens` are those of all passes.
 
     Raises:
         ConfigError: No model has such a context.
@@ -129,8 +104,8 @@ def recommend(
         sequence_length: Tokens of a window.
         gpus: To train on.
         gpu: What they are.
-        mfu: Share of their peak that is reached; None: as expected of a step.
-        per_hour_usd: Price of all; None: unknown.
+        mfu: Share of the peak that is reached; None: as expected of a step.
+        per_hour_usd: Price of all GPUs.
 
     Raises:
         ConfigError: The data are less than one step, nothing fits, or `mfu` cannot be.
@@ -210,11 +185,7 @@ def _fitting_step(
     gpu: GpuFacts,
     mfu: float | None,
 ) -> tuple[bool, StepTime]:
-    """Return whether activations are recomputed for the step to fit, and its time.
-
-    Raises:
-        ConfigError: Nothing fits, or `mfu` cannot be.
-    """
+    """Return whether activations are recomputed for the step to fit, and its time."""
     batch, precision = BatchConfig(micro="auto", windows=windows), PrecisionConfig(dtype="bf16")
     for recomputes in (False, True):
         model = model.model_copy(update={"activation_checkpointing": recomputes})
@@ -249,10 +220,9 @@ def _fitting_step(
 
 
 def learning_rate(parameters: int) -> float:
-    """Return a peak rate for AdamW, rounded to one digit.
+    """Return a peak rate for AdamW, rounded to one digit (Kaplan et al. 2020, equation D.1).
 
-    Args:
-        parameters: Without embeddings (Kaplan et al. 2020, equation D.1).
+    `parameters` are counted without embeddings.
     """
     return float(f"{max(1e-4, 0.003239 - 0.0001395 * math.log(parameters)):.0e}")
 
