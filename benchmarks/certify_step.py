@@ -18,7 +18,7 @@ from measuring import Record
 from step_contenders import Setup, bare_deepspeed, bare_torch, ours, trainer
 
 from refocused.config.batch_plan import BatchPlan
-from refocused.config.files import REPOSITORY_CONFIG
+from refocused.config.load_run import REPOSITORY_CONFIG
 from refocused.config.model_shape import ModelShape, load_shape
 from refocused.config.optimization import PrecisionConfig, ZeroConfig
 from refocused.config.run_config import ModelConfig

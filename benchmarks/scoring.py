@@ -73,7 +73,7 @@ def make_model(folder: Path, *, preset: str, bpe_folder: Path) -> None:
     """Write a model with random weights, and GPT-2's tokenizer, as a transformers folder."""
     import torch
 
-    from refocused.config.files import find_config
+    from refocused.config.load_run import find_config
     from refocused.config.model_shape import load_shape
     from refocused.evaluate.model_weights import network_class
     from refocused.models.families import transformers_config

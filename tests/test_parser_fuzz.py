@@ -29,7 +29,7 @@ from refocused.checkpoints.step.checkpoint_manifest import (
     parse_marker,
 )
 from refocused.checkpoints.step.step_directory import read_mapping
-from refocused.config.fragment import fragment_problems, read_fragment
+from refocused.config.deepspeed import fragment_problems, read_fragment
 from refocused.config.load_run import load_run
 from refocused.config.model_shape import load_shape
 from refocused.data.manifest.shard_manifest import (

@@ -214,7 +214,7 @@ def network_of(
     """Load a model without its tokenizer, or make one of a shape in config/models."""
     import torch
 
-    from refocused.config.files import find_config
+    from refocused.config.load_run import find_config
     from refocused.config.model_shape import load_shape
     from refocused.evaluate.comparison import random_network
     from refocused.evaluate.load_model import load_model

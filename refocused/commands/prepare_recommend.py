@@ -197,7 +197,7 @@ def validation_files(names: Sequence[str]) -> tuple[str, ...]:
 
 def _shapes(preset: str | None, vocabulary: int | None) -> dict[str, ModelShape]:
     """Return the models to choose from, by what `model.preset` calls them."""
-    from refocused.config.files import REPOSITORY_CONFIG, find_config
+    from refocused.config.load_run import REPOSITORY_CONFIG, find_config
     from refocused.config.model_shape import load_shape
 
     folder = REPOSITORY_CONFIG / "models"
@@ -260,7 +260,7 @@ def _sections(
 
 def _from_anywhere(source: str) -> str:
     """Return a folder's path as launch/train.sh, which runs in the repository, finds it."""
-    from refocused.config.files import REPOSITORY_CONFIG
+    from refocused.config.load_run import REPOSITORY_CONFIG
 
     is_elsewhere = Path.cwd() != REPOSITORY_CONFIG.parent and Path(source).exists()
     return str(Path(source).resolve()) if is_elsewhere else source

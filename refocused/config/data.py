@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 import pydantic
@@ -15,145 +14,99 @@ from refocused.config.section import (
     Positive,
     Section,
     Whole,
+    matching,
 )
 
 TokenType = Literal["uint16", "uint32", "int32", "int64"]
 
 
-def _source_name(value: str) -> str:
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,31}", value):
-        raise ValueError(
-            "a source's name is letters, digits and '_', at most 32, and begins with a letter"
-        )
-    return value
-
-
-SourceName = Annotated[str, pydantic.AfterValidator(_source_name)]
+SourceName = Annotated[
+    str,
+    matching(
+        r"[A-Za-z][A-Za-z0-9_]{0,31}",
+        "a source's name is letters, digits and '_', at most 32, and begins with a letter",
+    ),
+]
 
 
 class SourceConfig(Section):
-    """One source of a mixture; what it leaves out is as the data section says.
+    """One source of a mixture; what it leaves out is as in the data section."""
 
-    Attributes:
-        source: `gs://bucket/prefix` or a folder that holds its token files.
-        weight: Its share of the windows, relative to the weights of the others.
-        include: In place of `data.include`.
-        exclude: In place of `data.exclude`.
-        validation_files: In place of `data.validation_files` and `data.validation_fraction`.
-        dtype: In place of `data.dtype`.
-        pad_id: In place of `data.pad_id`.
-    """
-
-    source: str
-    weight: Positive
+    source: str  # `gs://bucket/prefix` or a folder that holds its token files
+    weight: Positive  # share of the windows, relative to the weights of the others
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] | None = None
-    validation_files: tuple[str, ...] | None = None
+    validation_files: tuple[str, ...] | None = None  # also in place of `validation_fraction`
     dtype: TokenType | None = None
     pad_id: CountOrZero | None = None
 
 
 class DataConfig(Section):
-    """Where tokens come from and how they become windows.
+    """Where tokens come from and how they become windows."""
 
-    Attributes:
-        source: `gs://bucket/prefix` or a folder that holds the token files.
-        mixture: Several sources by name, in place of `source`; the other settings are for all.
-        prepare: What makes the source when it is an empty folder; `python_stdlib` writes the
-            source text of Python's own standard library as bytes.
-        tokenizer: The tokenizer that the tokens came from: `bytes`, `gpt2`, a file of the
-            `tokenizers` library, or `hub:MODEL` (of the Hugging Face hub, fetched once); it travels
-            in every checkpoint. Never guessed.
-        bpe_folder: Folder of GPT-2's `vocab.bpe` and `encoder.json`; None: checkpoints name gpt2
-            but do not hold it.
-        cache: Folder of the local shards; one below it for each data set.
-        disk_limit_gb: Most that the local shards may take, in 1e9 bytes; None: all that is free
-            but 5 %.
-        max_files: Use only the first N training files in name order.
-        include: Glob patterns of object names to use; empty: every file of a known format.
-        exclude: Glob patterns of object names to leave out.
-        skip: Glob patterns of files whose windows are left out from here on, those that validate
-            too, and which are not fetched. Windows that follow take their places; order, position
-            and fingerprint stay, so that a run goes on where it stands. Of packed chunks the whole
-            pack is left out.
-        validation_files: Glob patterns of the files kept for validation.
-        validation_fraction: Share of the windows kept for validation when no file is named: the
-            last ones in name order.
-        dtype: Element type of headerless `.bin` files, which cannot say it themselves.
-        pad_id: Id that fills rows on the right in files without a mask.
-        separator_id: End-of-text id put between rows of padded files; None: nothing is put there,
-            which `mask_documents` refuses.
-        document_id: End-of-text id that precedes each document in the files.
-        mask_documents: Train within documents alone: no token attends to another document, and
-            `document_id` is not predicted where one ends.
-        block_shards: Shards whose windows are shuffled together; 0: chosen from `disk_limit_gb`.
-        fetch_ahead_shards: Shards fetched ahead of their use, beyond the block in use.
-        fetch_ahead_seconds: Time of training whose shards are fetched ahead when that is more, at
-            the pace measured so far: how long the bucket may be away unnoticed.
-        fetch_ahead_gb: Most that the shards ahead may take, in 1e9 bytes; None: what
-            `disk_limit_gb` leaves.
-        fetch_timeout_s: Longest wait for one shard without progress, in seconds.
-        fetch_threads: Downloads at once; a folder's files are read by at most a thread a core.
-    """
-
-    source: str | None = None
-    mixture: dict[SourceName, SourceConfig] = pydantic.Field(default={})
+    source: str | None = None  # `gs://bucket/prefix` or a folder that holds the token files
+    # Several sources by name, in place of `source`; the other settings are for all of them.
+    mixture: Annotated[
+        dict[SourceName, SourceConfig],
+        pydantic.BeforeValidator(lambda value: {} if value is None else value),
+    ] = pydantic.Field(default={})
+    # Fills the source when it is an empty folder; `python_stdlib` writes the source text of
+    # Python's own standard library as bytes.
     prepare: Literal["python_stdlib"] | None = None
+    # The tokenizer that made the tokens: `bytes`, `gpt2`, a file of the `tokenizers` library, or
+    # `hub:MODEL` (of the Hugging Face hub, fetched once). Every checkpoint holds it. Never guessed.
     tokenizer: str = "unknown"
+    # Folder of GPT-2's `vocab.bpe` and `encoder.json`; without it checkpoints name gpt2 but do not
+    # hold it.
     bpe_folder: str | None = None
-    cache: str = "data/cache"
-    disk_limit_gb: Positive | None = None
-    max_files: Count | None = None
-    include: tuple[str, ...] = ()
+    cache: str = "data/cache"  # folder of the local shards; one below it for each data set
+    disk_limit_gb: Positive | None = None  # of local shards, in 1e9 bytes; None: all free but 5 %
+    max_files: Count | None = None  # use only the first N training files in name order
+    include: tuple[str, ...] = ()  # glob patterns of objects; empty: every file of a known format
     exclude: tuple[str, ...] = ()
+    # Glob patterns of files whose windows are left out from here on, also in validation, and which
+    # are not fetched. Later windows take their places; order, position and fingerprint stay, so a
+    # run can go on. Of packed chunks the whole pack is left out.
     skip: tuple[str, ...] = ()
-    validation_files: tuple[str, ...] = ()
+    validation_files: tuple[str, ...] = ()  # glob patterns of the files kept for validation
+    # Share of the windows kept for validation when no file is named: the last in name order.
     validation_fraction: Fraction = 0.0
-    dtype: TokenType | None = None
-    pad_id: CountOrZero | None = None
+    dtype: TokenType | None = None  # of headerless `.bin` files, which cannot name it themselves
+    pad_id: CountOrZero | None = None  # fills rows on the right in files without a mask
+    # End-of-text id put between rows of padded files; `mask_documents` refuses to go without.
     separator_id: CountOrZero | None = None
-    document_id: CountOrZero | None = None
+    document_id: CountOrZero | None = None  # end-of-text id that precedes each document
+    # No token attends to another document, and `document_id` is not predicted where one ends.
     mask_documents: bool = False
-    block_shards: CountOrZero = 0
-    fetch_ahead_shards: Count = 4
+    block_shards: CountOrZero = 0  # shuffled together; 0: chosen from `disk_limit_gb`
+    fetch_ahead_shards: Count = 4  # fetched ahead of their use, beyond the block in use
+    # Training time whose shards are fetched ahead when that is more, at the pace measured so far:
+    # how long the bucket may be away unnoticed.
     fetch_ahead_seconds: NotNegative = 300.0
+    # Most that the shards ahead may take, in 1e9 bytes; None: what `disk_limit_gb` leaves.
     fetch_ahead_gb: Positive | None = None
-    fetch_timeout_s: Positive = 600.0
-    fetch_threads: Whole = pydantic.Field(default=8, ge=1, le=64)
+    fetch_timeout_s: Positive = 600.0  # longest wait for one shard without progress
+    fetch_threads: Whole = pydantic.Field(default=8, ge=1, le=64)  # a folder: at most the cores
 
     @pydantic.model_validator(mode="after")
-    def _one_way_to_validate(self) -> DataConfig:
+    def _settings_fit(self) -> DataConfig:
         if self.validation_files and self.validation_fraction:
             raise ValueError(
                 "validation_files and validation_fraction are both set; keep the one that is meant"
             )
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _one_way_to_tokens(self) -> DataConfig:
         if self.source is None and not self.mixture:
             raise ValueError("source is missing: give it, or a mixture of several sources")
         if self.source is not None and self.mixture:
             raise ValueError("source and mixture are both set; keep the one that is meant")
         if self.mixture and self.prepare is not None:
             raise ValueError("prepare fills the folder of source, which a mixture does not have")
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _pairs_are_of_gpt2(self) -> DataConfig:
         if self.bpe_folder is not None and self.tokenizer != "gpt2":
             raise ValueError(
                 f"bpe_folder holds gpt2's files, and tokenizer is {self.tokenizer}; drop one"
             )
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _documents_begin_alike(self) -> DataConfig:
-        if not self.mask_documents:
-            return self
-        if self.document_id is None:
+        if self.mask_documents and self.document_id is None:
             raise ValueError("mask_documents needs document_id, the id that precedes each document")
-        if self.separator_id not in (None, self.document_id):
+        if self.mask_documents and self.separator_id not in (None, self.document_id):
             raise ValueError(
                 f"mask_documents finds documents by document_id = {self.document_id}, but rows are "
                 f"separated by separator_id = {self.separator_id}; give both the same id"
@@ -162,19 +115,15 @@ class DataConfig(Section):
 
     @property
     def tokenizer_is_readable(self) -> bool:
-        """Whether the files of the tokenizer are named, so that it can travel in checkpoints."""
+        """Whether the tokenizer's files are named, so that checkpoints can hold them."""
         is_gpt2_by_name = self.tokenizer == "gpt2" and self.bpe_folder is None
         return self.tokenizer != "unknown" and not is_gpt2_by_name
 
     def of_source(self, name: str) -> DataConfig:
         """Return the settings of one source of the mixture, as those of a run with it alone."""
         chosen = self.mixture[name]
-        given = {
-            key: value
-            for key in ("include", "exclude", "validation_files", "dtype", "pad_id")
-            if (value := getattr(chosen, key)) is not None
-        }
+        given = chosen.model_dump(exclude={"weight"}, exclude_none=True)
         if chosen.validation_files is not None:
             given["validation_fraction"] = 0.0
         given["skip"] = tuple(pattern.removeprefix(f"{name}/") for pattern in self.skip)
-        return self.model_copy(update={"source": chosen.source, "mixture": {}, **given})
+        return self.model_copy(update={"mixture": {}, **given})

@@ -1,19 +1,166 @@
-"""DeepSpeed's dictionary, generated from our sections: DeepSpeed takes misspelt keys in silence."""
+"""DeepSpeed's dictionary: generated from our sections, with a checked file of other settings.
+
+DeepSpeed 0.19.8 takes misspelt top-level keys in silence, so the names that a file of
+`config/deepspeed/` may hold are listed here (from its `runtime/zero/config.py`,
+`runtime/zero/offload_config.py` and `runtime/config.py`).
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
 
 from refocused.config.batch_plan import BatchPlan
-from refocused.config.fragment import checked_fragment
-from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
+from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig, ZeroSettings
+from refocused.config.section import Count, CountOrZero, NotNegative, Section
+from refocused.config.suggestions import did_you_mean, wanted
+from refocused.system.errors import ConfigError
+from refocused.system.strict_json import MalformedError, parse_json
 
 # Elements. Gradients leave in about 16 buckets, so that sending one hides behind the passes that
 # fill the next; smaller ones than 5e7 do not use a link fully, larger ones than 1e8 gain nothing.
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 50_000_000, 100_000_000
 _BUCKETS = 16
 LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's own default
+
+ALLOWED: dict[str, Any] = {
+    "aio": {
+        **dict.fromkeys(("block_size", "queue_depth", "intra_op_parallelism"), Count),
+        **dict.fromkeys(("single_submit", "overlap_events", "use_gds"), bool),
+    },
+    "comms_logger": {
+        **dict.fromkeys(("enabled", "prof_all"), bool),
+        "prof_ops": list[str],
+        **dict.fromkeys(("verbose", "debug"), bool),
+    },
+    "communication_data_type": Literal["fp32", "fp16", "bf16"],
+    "flops_profiler": {
+        "enabled": bool,
+        "recompute_fwd_factor": NotNegative,
+        "profile_step": Count,
+        "module_depth": int,
+        "top_modules": Count,
+        "detailed": bool,
+        "output_file": str,
+    },
+    "zero_optimization": {
+        "offload_optimizer": {
+            "buffer_count": Count,
+            **dict.fromkeys(("pin_memory", "pipeline_read", "pipeline_write", "fast_init"), bool),
+        },
+        "offload_param": {
+            "buffer_count": Count,
+            "buffer_size": Count,
+            "max_in_cpu": CountOrZero,
+            "pin_memory": bool,
+        },
+        **dict.fromkeys(("allgather_bucket_size", "reduce_bucket_size", "sub_group_size"), Count),
+        "zero_hpz_partition_size": Count,
+        **dict.fromkeys(("allgather_partitions", "contiguous_gradients", "overlap_comm"), bool),
+        **dict.fromkeys(("reduce_scatter", "round_robin_gradients"), bool),
+        "stage3_max_live_parameters": CountOrZero,
+        "stage3_max_reuse_distance": CountOrZero,
+        "stage3_param_persistence_threshold": CountOrZero,
+        "stage3_prefetch_bucket_size": CountOrZero,
+    },
+}
+
+
+def _schema(name: str, allowed: Mapping[str, Any]) -> type[Section]:
+    fields: dict[str, Any] = {}
+    for key, kind in allowed.items():
+        fields[key] = ((_schema(key, kind) if isinstance(kind, dict) else kind) | None, None)
+    return pydantic.create_model(name, __base__=Section, **fields)
+
+
+_Fragment = _schema("fragment", ALLOWED)
+
+_OWNED = {
+    "activation_checkpointing": "model.activation_checkpointing",
+    **dict.fromkeys(
+        ("bf16", "bfloat16", "data_types", "fp16", "torch_autocast"), "precision.dtype"
+    ),
+    "gradient_accumulation_steps": "batch.accumulation",
+    "gradient_clipping": "optimizer.clip",
+    "optimizer": "optimizer.lr and the rest of optimizer",
+    "scheduler": "schedule.kind and the rest of schedule",
+    "train_batch_size": "batch.windows",
+    "train_micro_batch_size_per_gpu": "batch.micro",
+    "zero_optimization.cpu_offload": "zero.offload_optimizer",
+    "zero_optimization.cpu_offload_param": "zero.offload_parameters",
+    "zero_optimization.offload_optimizer.device": "zero.offload_optimizer",
+    "zero_optimization.offload_optimizer.nvme_path": "zero.nvme_path",
+    "zero_optimization.offload_param.device": "zero.offload_parameters",
+    "zero_optimization.offload_param.nvme_path": "zero.nvme_path",
+    "zero_optimization.stage": "zero.stage",
+}
+_FIXED = {
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+
+
+def read_fragment(file: Path) -> dict[str, Any]:
+    """Read a file of DeepSpeed settings; `fragment_problems` checks them.
+
+    Raises:
+        ConfigError: The file is not a JSON object, or has a key twice.
+    """
+    try:
+        content = parse_json(file.read_bytes(), unique_names=True)
+    except MalformedError as error:
+        raise ConfigError(f"{file}: not JSON: {error}.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: an object of DeepSpeed settings is wanted.")
+    return content
+
+
+def fragment_problems(content: Mapping[str, Any]) -> list[str]:
+    """Return everything that a file of DeepSpeed settings may not hold, one line each."""
+    try:
+        _Fragment.model_validate(content)
+    except pydantic.ValidationError as failure:
+        problems = []
+        for error in failure.errors():
+            name = ".".join(str(part) for part in error["loc"])
+            if error["type"] == "extra_forbidden":
+                problems.append(f"{name} {_refusal(name, error['loc'])}")
+            else:
+                problems.append(f"{name} = {json.dumps(error['input'])}: {wanted(error)}")
+        return problems
+    return []
+
+
+def _refusal(name: str, path: tuple[int | str, ...]) -> str:
+    if name in _OWNED:
+        return f"belongs to the run file: set {_OWNED[name]} there and leave it out here."
+    if name in _FIXED:
+        return "is set by the trainer itself. Leave it out."
+    level: Any = ALLOWED
+    for part in path[:-1]:
+        level = level[part]
+    hint = did_you_mean(str(path[-1]), level) or f" There are {', '.join(level)}."
+    return f"is not taken here.{hint}"
+
+
+def idle_offloads(content: Mapping[str, Any], *, zero: ZeroSettings) -> list[str]:
+    """Return the offload buffers among valid settings whose offload the run does not use."""
+    blocks = content.get("zero_optimization", {})
+    return [
+        f"zero_optimization.{block} is of use only with {setting}: cpu or nvme."
+        for block, setting, device in (
+            ("offload_optimizer", "zero.offload_optimizer", zero.offload_optimizer),
+            ("offload_param", "zero.offload_parameters", zero.offload_parameters),
+        )
+        if device == "none" and block in blocks
+    ]
 
 
 def deepspeed_config(
@@ -25,11 +172,11 @@ def deepspeed_config(
     parameters: int,
     fragment: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write what `deepspeed.initialize` is given; the optimizer and schedule are objects of ours.
+    """Return the configuration for `deepspeed.initialize`; optimizer and schedule are our objects.
 
     Args:
         batch: The batch of one step.
-        optimizer: Only its clipping is DeepSpeed's business.
+        optimizer: Only its clipping concerns DeepSpeed.
         precision: What the passes compute in.
         zero: How the state is spread.
         parameters: Elements of the whole model, padding included.
@@ -38,7 +185,11 @@ def deepspeed_config(
     Raises:
         ConfigError: The fragment holds something that a section owns, or that is not known.
     """
-    generated = {
+    problems = fragment_problems(fragment) or idle_offloads(fragment, zero=zero)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    checked = _Fragment.model_validate(fragment).model_dump(exclude_unset=True, exclude_none=True)
+    generated: dict[str, Any] = {
         "train_batch_size": batch.windows,
         "train_micro_batch_size_per_gpu": batch.micro,
         "gradient_accumulation_steps": batch.accumulation,
@@ -52,10 +203,23 @@ def deepspeed_config(
         "steps_per_print": 1_000_000_000,
         "wall_clock_breakdown": False,
         "timers": {"throughput": {"enabled": False}},
-        **_precision(precision),
-        **_gradient_sums(precision, zero),
     }
-    return _merged(generated, checked_fragment(fragment, zero=zero))
+    if precision.resolved == "bf16":
+        generated["bf16"] = {"enabled": True}
+    elif precision.resolved == "fp16":
+        generated["fp16"] = {
+            "enabled": True,
+            "loss_scale": 0,  # dynamic
+            "initial_scale_power": precision.initial_scale_power,
+            "loss_scale_window": precision.scale_window,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+        }
+    if precision.resolved != "fp32" and zero.stage > 0:
+        # Sum gradients in float32: adding 16 micro-batches in the passes' bf16, DeepSpeed's
+        # default, loses half of its 8 bits. DeepSpeed cannot do it without ZeRO.
+        generated["data_types"] = {"grad_accum_dtype": "fp32"}
+    return _merged(generated, checked)
 
 
 def reduce_bucket_elements(parameters: int) -> int:
@@ -66,34 +230,15 @@ def reduce_bucket_elements(parameters: int) -> int:
     return min(parameters, max(_SMALLEST_BUCKET, min(_LARGEST_BUCKET, parameters // _BUCKETS)))
 
 
-def _precision(precision: PrecisionConfig) -> dict[str, Any]:
-    if precision.resolved == "fp32":
-        return {}
-    if precision.resolved == "bf16":
-        return {"bf16": {"enabled": True}}
-    return {
-        "fp16": {
-            "enabled": True,
-            "loss_scale": 0,  # dynamic
-            "initial_scale_power": precision.initial_scale_power,
-            "loss_scale_window": precision.scale_window,
-            "hysteresis": 2,
-            "min_loss_scale": 1,
-        }
-    }
-
-
-def _gradient_sums(precision: PrecisionConfig, zero: ZeroConfig) -> dict[str, Any]:
-    """Sum gradients in float32; DeepSpeed's default is the 16 bit of the passes.
-
-    Adding 16 micro-batches in bf16 loses half of its 8 bits. DeepSpeed cannot do it without ZeRO.
-    """
-    if precision.resolved == "fp32" or zero.stage == 0:
-        return {}
-    return {"data_types": {"grad_accum_dtype": "fp32"}}
-
-
 def _zero(zero: ZeroConfig, *, parameters: int) -> dict[str, Any]:
+    """Spread the state, and keep gathered parameters until the backward pass where they fit.
+
+    In stage 3 a parameter is kept when its next use is nearer than the reuse distance, which
+    DeepSpeed counts in elements of the modules in between. Measured (two ranks, six blocks): each
+    parameter is gathered once a micro-batch from 1 x the model on when every block is a leaf
+    module, from 2 x on when not, and from 3 x on when blocks are recomputed besides. With offloaded
+    parameters memory comes first, so DeepSpeed's own limits stay.
+    """
     settings: dict[str, Any] = {"stage": zero.stage}
     if zero.stage == 0:
         return settings
@@ -104,39 +249,24 @@ def _zero(zero: ZeroConfig, *, parameters: int) -> dict[str, Any]:
     }
     if zero.offload_optimizer != "none":
         settings["offload_optimizer"] = _offload(zero.offload_optimizer, zero.nvme_path)
-    if zero.stage == 3:
-        settings |= _stage_3(zero, parameters=parameters)
-    return settings
-
-
-def _stage_3(zero: ZeroConfig, *, parameters: int) -> dict[str, Any]:
-    """Keep gathered parameters from the forward to the backward pass, where they fit.
-
-    A parameter is kept when its next use is nearer than the reuse distance, which DeepSpeed counts
-    in elements of the modules in between. Measured (two ranks, six blocks): each parameter is
-    gathered once a micro-batch from 1 x the model on when every block is a leaf module, from 2 x
-    on when not, and from 3 x on when blocks are recomputed besides. With offloaded parameters
-    memory comes first, so DeepSpeed's own limits stay.
-    """
-    live, reuse = LIVE_PARAMETERS, LIVE_PARAMETERS
+    if zero.stage < 3:
+        return settings
+    live = reuse = LIVE_PARAMETERS
     if zero.offload_parameters == "none":
         live, reuse = max(live, parameters), max(reuse, 3 * parameters)
-    settings: dict[str, Any] = {
+    else:
+        settings["offload_param"] = _offload(zero.offload_parameters, zero.nvme_path)
+    return settings | {
         "stage3_max_live_parameters": live,
         "stage3_max_reuse_distance": reuse,
         "stage3_gather_16bit_weights_on_model_save": False,
     }
-    if zero.offload_parameters != "none":
-        settings["offload_param"] = _offload(zero.offload_parameters, zero.nvme_path)
-    return settings
 
 
 def _offload(device: str, nvme_path: str | None) -> dict[str, Any]:
     # Pinned memory makes copies to a GPU asynchronous; on a CPU DeepSpeed ignores it.
     settings: dict[str, Any] = {"device": device, "pin_memory": True}
-    if device == "nvme":
-        settings["nvme_path"] = nvme_path
-    return settings
+    return settings | ({"nvme_path": nvme_path} if device == "nvme" else {})
 
 
 def _merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,7 +275,6 @@ def _merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in top.items():
         below = merged.get(key)
         if isinstance(below, Mapping) and isinstance(value, Mapping):
-            merged[key] = _merged(below, value)
-        else:
-            merged[key] = value
+            value = _merged(below, value)
+        merged[key] = value
     return merged

@@ -9,49 +9,38 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 import yaml
 from pydantic_core import ErrorDetails
 
 from refocused.config.consistency import Misfit, check_run, check_shape
-from refocused.config.files import find_config
-from refocused.config.fragment import fragment_problems, idle_offloads, read_fragment
+from refocused.config.deepspeed import fragment_problems, idle_offloads, read_fragment
 from refocused.config.model_shape import ModelShape, load_shape
 from refocused.config.run_config import RunConfig
-from refocused.config.suggestions import (
-    SECTIONS,
-    did_you_mean,
-    field_of,
-    is_group,
-    unknown_names,
-    wanted,
-    wants_text,
-)
+from refocused.config.suggestions import SECTIONS, did_you_mean, settings_in, unknown_name, wanted
 from refocused.config.yaml_source import (
     COMMAND_LINE,
     Document,
     Setting,
     SettingPath,
+    nested,
     read_document,
     read_overrides,
     without_parts,
 )
 from refocused.system.errors import ConfigError
 
-SHORTENED_WARMUP = 10  # steps of a shortened run for each of its warmup
+REPOSITORY_CONFIG = Path(__file__).resolve().parents[2] / "config"
+Kind = Literal["runs", "models", "deepspeed"]
+_SUFFIXES: dict[Kind, str] = {"runs": ".yaml", "models": ".json", "deepspeed": ".json"}
+_SHORTENED_WARMUP = 10  # steps of a shortened run for each of its warmup
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
-    """A setting that the command line took over.
-
-    Attributes:
-        key: `section.key`, or longer inside a group.
-        before: What the file says, as written, or the default.
-        after: What the command line says, as written.
-    """
+    """A setting that the command line changed from the file's value or the default."""
 
     key: str
     before: str
@@ -107,17 +96,15 @@ def load_run(
     Raises:
         ConfigError: Everything that is wrong, one line each, with where it was written.
     """
-    source = _Source.read(find_config("runs", file), overrides, name=name)
+    source = _Source(find_config("runs", file), overrides, name=name)
     config, shape, fragment = source.decode(), source.shape(), source.fragment()
     if config is not None and shape is not None:
         if isinstance(config.model.vocabulary, int):
             shape = shape.with_vocabulary(config.model.vocabulary)
         source.add_misfits(check_shape(config, shape))
     if config is not None and fragment is not None:
-        source.add_misfits(
-            Misfit("zero.fragment", problem)
-            for problem in idle_offloads(fragment, zero=config.zero)
-        )
+        idle = idle_offloads(fragment, zero=config.zero)
+        source.add_misfits(Misfit("zero.fragment", problem) for problem in idle)
     source.refuse_problems()
     assert config is not None and shape is not None and fragment is not None
     return LoadedRun(config, shape, fragment, source.changes(), source.file)
@@ -129,7 +116,7 @@ def read_run(file: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: Everything that is wrong, one line each, with where it was written.
     """
-    source = _Source.read(find_config("runs", file), overrides, name=None)
+    source = _Source(find_config("runs", file), overrides)
     config = source.decode()
     source.refuse_problems()
     assert config is not None
@@ -160,38 +147,74 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 
 
-@dataclasses.dataclass(slots=True)
+def find_config(kind: Kind, name: str | Path, *, beside: Path | None = None) -> Path:
+    """Find a run, a model shape or a DeepSpeed fragment.
+
+    Args:
+        kind: Folder below `config/`.
+        name: A path to a file, or the bare name of one in that folder.
+        beside: A run file; the `config/` folder that holds it is searched before the repository's.
+
+    Raises:
+        ConfigError: There is none; the message names those that exist.
+    """
+    path, suffix = Path(name), _SUFFIXES[kind]
+    if path.is_file():
+        return path
+    folders = [REPOSITORY_CONFIG / kind]
+    if beside is not None:
+        folders.insert(0, beside.resolve().parent.parent / kind)
+    file_name = f"{str(name).removesuffix(suffix)}{suffix}"
+    for folder in folders:
+        if path.name == str(name) and (folder / file_name).is_file():
+            return folder / file_name
+    there_are = sorted({file.stem for folder in folders for file in folder.glob(f"*{suffix}")})
+    raise ConfigError(
+        f"no file {file_name}.{did_you_mean(path.stem, there_are)} "
+        f"There are {', '.join(there_are)} in config/{kind}; a path to a file works too."
+    )
+
+
 class _Source:
     """A run file with the command line on top, and what was found wrong so far."""
 
-    file: Path
-    written: Document
-    typed: Document
-    problems: list[str]
-
-    @classmethod
-    def read(cls, file: Path, overrides: Sequence[str], *, name: str | None) -> _Source:
+    def __init__(self, file: Path, overrides: Sequence[str], *, name: str | None = None) -> None:
         written, typed = read_document(file), read_overrides(overrides)
         if name is not None:
             typed.settings["run", "name"] = Setting(name, name, name, COMMAND_LINE)
         _shorten_warmup(written, typed)
-        problems = [*written.problems, *typed.problems]
-        problems += unknown_names(written) + unknown_names(typed)
-        return cls(file, written, typed, problems)
+        self.file = file
+        self._written = written.settings
+        self._typed = typed.settings
+        self._settings = without_parts(self._written, self._typed) | self._typed
+        self._problems = written.problems + typed.problems
 
     def decode(self) -> RunConfig | None:
         """Build the settings; None after adding what is wrong with them."""
-        try:
-            config = RunConfig.model_validate(self._values())
-        except pydantic.ValidationError as failure:
-            self.problems += [self._explain(error) for error in failure.errors()]
-            return None
+        values: dict[str, Any] = {section: {} for section in SECTIONS} | nested(self._settings)
+        if isinstance(values["run"], dict):
+            values["run"].setdefault("name", self.file.stem)
+        while True:
+            try:
+                config = RunConfig.model_validate(values)
+                break
+            except pydantic.ValidationError as failure:
+                errors = failure.errors()
+            unknown = [error for error in errors if error["type"] == "extra_forbidden"]
+            self._problems += [self._explain(error) for error in unknown or errors]
+            if not unknown:
+                return None
+            for error in unknown:  # without them pydantic also checks what belongs together
+                holder: Any = values
+                for part in error["loc"][:-1]:
+                    holder = holder[part]
+                del holder[error["loc"][-1]]
         self.add_misfits(check_run(config))
         return config
 
     def shape(self) -> ModelShape | None:
         """Read the shape that `model.preset` names; None after adding what is wrong with it."""
-        preset = self._setting("model", "preset")
+        preset = self._settings.get(("model", "preset"))
         if preset is None or not isinstance(preset.plain, str):
             return None
         try:
@@ -202,7 +225,7 @@ class _Source:
 
     def fragment(self) -> dict[str, Any] | None:
         """Read what `zero.fragment` names; None after adding what is wrong with it."""
-        name = self._setting("zero", "fragment")
+        name = self._settings.get(("zero", "fragment"))
         if name is None or not isinstance(name.plain, str):
             return {}
         try:
@@ -212,81 +235,76 @@ class _Source:
             self.add_misfits([Misfit("zero.fragment", str(error))])
             return None
         problems = fragment_problems(fragment)
-        self.problems += [f"{file}: {problem}" for problem in problems]
+        self._problems += [f"{file}: {problem}" for problem in problems]
         return None if problems else fragment
 
     def refuse_problems(self) -> None:
-        """Raise one error with every problem found so far."""
-        if self.problems:
-            raise ConfigError("\n".join(sorted(self.problems, key=self._line)))
+        """Raise one error with every problem found so far, in the order of the file."""
+        if self._problems:
+            raise ConfigError("\n".join(sorted(self._problems, key=self._line)))
 
     def changes(self) -> list[Change]:
         """List what the command line set to something else than the file."""
         changes = []
-        for path, setting in without_parts(self.typed.settings, self.typed.settings).items():
-            below = self.written.settings.get(path)
+        for path, setting in without_parts(self._typed, self._typed).items():
+            below = self._written.get(path)
             if below is None or below.value != setting.value:
                 before = _default(path) if below is None else _one_line(below)
                 changes.append(Change(".".join(path), before, _one_line(setting)))
         return changes
 
-    def _merged(self) -> dict[SettingPath, Setting]:
-        return without_parts(self.written.settings, self.typed.settings) | self.typed.settings
-
-    def _values(self) -> dict[str, dict[str, Any]]:
-        values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-        values["run"]["name"] = self.file.stem
-        for path, setting in self._merged().items():
-            if not (is_group(path) or field_of(path) is not None):
-                continue  # refused as unknown
-            inside: Any = values
-            for name in path[:-1]:
-                inside = inside.setdefault(name, {}) if isinstance(inside, dict) else None
-            if not isinstance(inside, dict):
-                continue  # the group itself is refused: it is set to a single value
-            if is_group(path) and _holds_parts(setting):
-                inside.setdefault(path[-1], {})
-            else:
-                inside[path[-1]] = setting.plain if wants_text(*path) else setting.value
-        return values
-
-    def _setting(self, *path: str) -> Setting | None:
-        return self._merged().get(path)
+    def add_misfits(self, misfits: Iterable[Misfit]) -> None:
+        """Add problems, each with the place where its setting was written."""
+        for key, message in misfits:
+            path = tuple(key.split("."))
+            setting = self._settings.get(path)
+            origin = self.file if setting is None else setting.origin
+            shown = _default(path) if setting is None else _shown(setting)
+            self._problems.append(f"{origin}: {key} = {shown}: {message}")
 
     def _explain(self, error: ErrorDetails) -> str:
         """Say one of pydantic's findings with the place it was written at."""
         path = tuple(str(part) for part in error["loc"])
-        if len(path) == 1:  # the section's settings do not fit each other
-            return f"{self.written.sections.get(path[0], self.file)}: {path[0]}: {wanted(error)}"
-        if error["type"] == "missing" and is_group(path[:-1]):
-            return self._missing_part(path)
-        settings = self._merged()
-        while path not in settings and len(path) > 2 and not is_group(path):
-            path = path[:-1]
-        key, setting = ".".join(path), settings.get(path)
-        if is_group(path) and (setting is None or _holds_parts(setting)):
-            return f"{self._origin(path)}: {key}: {wanted(error)}"
-        if setting is not None:
-            return f"{setting.origin}: {key} = {_shown(setting)}: {wanted(error)}"
-        if error["type"] == "missing":
+        if error["type"] == "extra_forbidden":
+            return f"{self._origin(path)}: {unknown_name(path)}"
+        if len(path) == 1:
+            section = self._settings.get(path)
+            problem = f": {wanted(error)}"
+            if error["type"] == "model_type":
+                problem = " is a section: write its settings below it, one `key: value` a line."
+            return f"{section.origin if section else self.file}: {path[0]}{problem}"
+        written = path
+        while len(written) > 2 and self._origin(written) is None:
+            written = written[:-1]
+        key, setting, origin = ".".join(written), self._settings.get(written), self._origin(written)
+        is_group = setting is not None and setting.is_group
+        if error["type"] == "missing" and (setting is None or is_group):
+            return self._missing(path)
+        if setting is None and origin is None:
+            return (
+                f"{self.file}: {key} = {error['input']!r} (from the file's name): {wanted(error)}"
+            )
+        if isinstance(error["input"], dict) and not is_group:
+            inner = next(one for one in self._settings if one[:-1] == written)
+            name, origin = ".".join(inner), self._settings[inner].origin
+            return f"{origin}: {name} is not a setting. {key} takes a value of its own."
+        if setting is None or (is_group and not isinstance(error["input"], dict)):
+            return f"{origin}: {key}: {wanted(error)}"
+        return f"{origin}: {key} = {_shown(setting)}: {wanted(error)}"
+
+    def _missing(self, path: SettingPath) -> str:
+        """Say that a setting is missing; a group that the command line began may be misspelt."""
+        group, key = path[:-1], ".".join(path)
+        if len(group) == 1:
             return f"{self.file}: {key} is missing"
-        return f"{self.file}: {key} = {error['input']!r} (from the file's name): {wanted(error)}"
+        siblings = [one[-1] for one in self._written if one[:-1] == group[:-1]]
+        hint = "" if group in self._written else did_you_mean(group[-1], siblings)
+        return f"{self._origin(group)}: {key} is missing{'.' if hint else ''}{hint}"
 
-    def _missing_part(self, path: SettingPath) -> str:
-        """Say that a group lacks a setting; one that the command line began may be misspelt."""
-        group = path[:-1]
-        text = f"{self._origin(group)}: {'.'.join(path)} is missing"
-        if group in self.written.settings:
-            return text
-        siblings = [one[-1] for one in self.written.settings if one[:-1] == group[:-1]]
-        return f"{text}.{hint}" if (hint := did_you_mean(group[-1], siblings)) else text
-
-    def _origin(self, group: SettingPath) -> str:
-        """Return where a group was written, or where the first of its parts was."""
-        settings = self._merged()
-        if group in settings:
-            return settings[group].origin
-        return next(s.origin for path, s in settings.items() if path[: len(group)] == group)
+    def _origin(self, path: SettingPath) -> str | None:
+        """Return where a setting was written, or the first part of it; None: nowhere."""
+        written = (path, *(one for one in self._settings if one[: len(path)] == path))
+        return next((self._settings[one].origin for one in written if one in self._settings), None)
 
     def _line(self, problem: str) -> float:
         """Sort by line; what is missing comes after, and the command line last."""
@@ -294,15 +312,6 @@ class _Source:
             return math.inf
         line = re.match(r":(\d+):", problem.removeprefix(str(self.file)))
         return int(line[1]) if line else sys.maxsize
-
-    def add_misfits(self, misfits: Iterable[Misfit]) -> None:
-        """Add problems, each with the place where its setting was written."""
-        for misfit in misfits:
-            path = tuple(misfit.key.split("."))
-            setting = self._setting(*path)
-            origin = self.file if setting is None else setting.origin
-            shown = _default(path) if setting is None else _shown(setting)
-            self.problems.append(f"{origin}: {misfit.key} = {shown}: {misfit.message}")
 
 
 def _shorten_warmup(written: Document, typed: Document) -> None:
@@ -312,15 +321,10 @@ def _shorten_warmup(written: Document, typed: Document) -> None:
     if steps is None or warmup is None or key in typed.settings:
         return
     if isinstance(steps.value, int) and isinstance(warmup.value, int):
-        shorter = steps.value // SHORTENED_WARMUP
+        shorter = steps.value // _SHORTENED_WARMUP
         if warmup.value >= steps.value > shorter >= 0:
-            text = f"{shorter} (1/{SHORTENED_WARMUP} of run.steps={steps.text})"
-            typed.settings[key] = Setting(shorter, str(shorter), text, COMMAND_LINE)
-
-
-def _holds_parts(setting: Setting) -> bool:
-    """Whether a group was written as one: an empty one has every line commented out."""
-    return setting.value is None or isinstance(setting.value, dict)
+            text = f"{shorter} (1/{_SHORTENED_WARMUP} of run.steps={steps.text})"
+            typed.settings[key] = Setting(shorter, shorter, text, COMMAND_LINE)
 
 
 def _shown(setting: Setting) -> str:
@@ -331,12 +335,9 @@ def _shown(setting: Setting) -> str:
 
 
 def _one_line(setting: Setting) -> str:
-    """Return what was written, on one line."""
     return " ".join(setting.text.split())
 
 
 def _default(path: SettingPath) -> str:
-    field = field_of(path)
-    if field is None or field.is_required():
-        return "not set"
-    return json.dumps(field.default)
+    field = settings_in(path[:-1]).get(path[-1])
+    return "not set" if field is None or field.is_required() else json.dumps(field.default)

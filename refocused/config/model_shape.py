@@ -17,41 +17,26 @@ Family = Literal["gpt2", "gpt_neox", "resonance", "ten"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attention:
-    """Positions meet by attention.
-
-    Attributes:
-        heads: Attention heads of a block.
-        bias: Whether the projections have biases (GPT-2's always do).
-        rotary_fraction: Share of each head that is rotated; None where positions are learned.
-    """
+    """Positions meet by attention; GPT-2's projections always have biases."""
 
     heads: int
     bias: bool
-    rotary_fraction: float | None
+    rotary_fraction: float | None  # of each head; None where positions are learned
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resonators:
-    """Positions meet by a causal convolution with a sum of damped cosines.
+    """Positions meet by a causal convolution with a sum of damped cosines."""
 
-    Attributes:
-        count: Resonators of a block, F.
-    """
-
-    count: int
+    count: int  # resonators of a block, F
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Eigenstates:
-    """Positions meet by a recurrence of complex modes.
+    """Positions meet by a recurrence of complex modes."""
 
-    Attributes:
-        count: Modes of a cell, K; a block has two cells at every scale.
-        scales: Tokens that are averaged before each of a block's recurrences.
-    """
-
-    count: int
-    scales: tuple[int, ...]
+    count: int  # modes of a cell, K; a block has two cells at every scale
+    scales: tuple[int, ...]  # tokens that are averaged before each of a block's recurrences
 
 
 Mixer = Attention | Resonators | Eigenstates
@@ -63,14 +48,14 @@ class ModelShape:
 
     Attributes:
         family: transformers' `model_type`.
-        vocabulary: Token ids the model knows, V.
+        vocabulary: Token ids of the model, V.
         width: Size of the residual stream, D.
         layers: Blocks, L.
         ffn_width: Inner size of the feed-forward part.
         max_length: Longest sequence, T_max.
         learned_positions: Whether there is an embedding for each position up to T_max.
         tied: Whether the head shares the token embedding.
-        mixer: How positions of a sequence meet inside a block, with what only that family has.
+        mixer: How positions of a sequence meet inside a block.
         settings: The whole file, for transformers.
     """
 
@@ -97,24 +82,18 @@ class ModelShape:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Names:
-    """What a family calls its numbers.
+    """What a family calls its numbers, and what else is read, to recognise a misspelt name."""
 
-    Attributes:
-        mixing: Whole numbers that its mixer needs.
-        others: What it reads besides, to recognise a misspelt name.
-        ties_by_default: Whether head and embedding are one where the file does not say.
-    """
-
-    width: str
-    layers: str
-    ffn_width: str
-    max_length: str
-    mixing: tuple[str, ...]
+    mixing: str  # heads, resonators or modes
     others: tuple[str, ...]
+    width: str = "hidden_size"
+    layers: str = "num_hidden_layers"
+    ffn_width: str = "intermediate_size"
+    max_length: str = "max_position_embeddings"
     ties_by_default: bool = True
 
     def required(self) -> tuple[str, ...]:
-        return ("vocab_size", self.width, self.layers, *self.mixing, self.max_length)
+        return ("vocab_size", self.width, self.layers, self.mixing, self.max_length)
 
 
 # Far above every model there is. Beyond, building one only to see its shapes takes minutes, or its
@@ -129,25 +108,19 @@ _MOST = {
     **dict.fromkeys(("n_embd", "hidden_size"), LARGEST_WIDTH),
 }
 _HEADS = ("n_head", "num_attention_heads")  # they share the width
-_COMMON: dict[str, Any] = {
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "ffn_width": "intermediate_size",
-    "max_length": "max_position_embeddings",
-}
-_NAMES: dict[str, _Names] = {
+_OURS = ("tie_word_embeddings", "layer_norm_eps", "initializer_range", "spectrum_length")
+_NAMES = {
     "gpt2": _Names(
+        "n_head",
+        ("tie_word_embeddings", "activation_function", "layer_norm_epsilon"),
         width="n_embd",
         layers="n_layer",
         ffn_width="n_inner",
         max_length="n_positions",
-        mixing=("n_head",),
-        others=("tie_word_embeddings", "activation_function", "layer_norm_epsilon"),
     ),
     "gpt_neox": _Names(
-        **_COMMON,
-        mixing=("num_attention_heads",),
-        others=(
+        "num_attention_heads",
+        (
             "tie_word_embeddings",
             "attention_bias",
             "hidden_act",
@@ -158,24 +131,8 @@ _NAMES: dict[str, _Names] = {
         ),
         ties_by_default=False,
     ),
-    "resonance": _Names(
-        **_COMMON,
-        mixing=("num_resonators",),
-        others=("tie_word_embeddings", "layer_norm_eps", "initializer_range", "spectrum_length"),
-    ),
-    "ten": _Names(
-        **_COMMON,
-        mixing=("num_eigenstates",),
-        others=(
-            "tie_word_embeddings",
-            "layer_norm_eps",
-            "initializer_range",
-            "learned_positions",
-            "spectrum_length",
-            "scales",
-            "chunk_size",
-        ),
-    ),
+    "resonance": _Names("num_resonators", _OURS),
+    "ten": _Names("num_eigenstates", (*_OURS, "learned_positions", "scales", "chunk_size")),
 }
 
 
@@ -195,11 +152,7 @@ def load_shape(file: Path) -> ModelShape:
 
 
 def shape_from(settings: Mapping[str, Any], *, where: str) -> ModelShape:
-    """Take the shape out of a transformers config.
-
-    Args:
-        settings: Keys and values as transformers writes them.
-        where: Named in errors.
+    """Take the shape out of a transformers config; `where` is named in errors.
 
     Raises:
         ConfigError: The family is not built here, a number is missing, wrong or misspelt.
@@ -214,8 +167,16 @@ def shape_from(settings: Mapping[str, Any], *, where: str) -> ModelShape:
     problems = _problems(settings, names)
     if problems:
         raise ConfigError("\n".join(f"{where}: {problem}" for problem in problems))
-    width = settings[names.width]
-    mixer = _mixer(family, settings)
+    count, width = settings[names.mixing], settings[names.width]
+    learns_positions = bool(settings.get("learned_positions", True))
+    mixer: Mixer = Resonators(count)
+    if family == "gpt2":
+        mixer, learns_positions = Attention(count, bias=True, rotary_fraction=None), True
+    elif family == "gpt_neox":
+        has_bias = bool(settings.get("attention_bias", True))
+        mixer, learns_positions = Attention(count, has_bias, _rotary_fraction(settings)), False
+    elif family == "ten":
+        mixer = Eigenstates(count, tuple(settings.get("scales") or (1,)))
     return ModelShape(
         family=cast("Family", family),
         vocabulary=settings["vocab_size"],
@@ -223,32 +184,11 @@ def shape_from(settings: Mapping[str, Any], *, where: str) -> ModelShape:
         layers=settings[names.layers],
         ffn_width=settings.get(names.ffn_width) or 4 * width,
         max_length=settings[names.max_length],
-        learned_positions=_learns_positions(mixer, settings),
+        learned_positions=learns_positions,
         tied=bool(settings.get("tie_word_embeddings", names.ties_by_default)),
         mixer=mixer,
         settings=dict(settings),
     )
-
-
-def _mixer(family: str, settings: Mapping[str, Any]) -> Mixer:
-    """Read what only one family has."""
-    if family == "gpt2":
-        return Attention(settings["n_head"], bias=True, rotary_fraction=None)
-    if family == "gpt_neox":
-        return Attention(
-            settings["num_attention_heads"],
-            bias=bool(settings.get("attention_bias", True)),
-            rotary_fraction=_rotary_fraction(settings),
-        )
-    if family == "ten":
-        return Eigenstates(settings["num_eigenstates"], tuple(settings.get("scales") or (1,)))
-    return Resonators(settings["num_resonators"])
-
-
-def _learns_positions(mixer: Mixer, settings: Mapping[str, Any]) -> bool:
-    if isinstance(mixer, Attention):
-        return mixer.rotary_fraction is None
-    return bool(settings.get("learned_positions", True))
 
 
 def _problems(settings: Mapping[str, Any], names: _Names) -> list[str]:
@@ -269,15 +209,19 @@ def _problems(settings: Mapping[str, Any], names: _Names) -> list[str]:
         for name in settings
         for near in difflib.get_close_matches(name, unused, n=1, cutoff=0.8)
     ]
-    scales = settings.get("scales") or [1] if "scales" in names.others else [1]
-    if not _are_scales(scales):
+    scales = settings.get("scales") or [1]
+    if "scales" in names.others and not (
+        isinstance(scales, list)
+        and len(scales) <= MOST_SCALES
+        and all(type(scale) is int and 1 <= scale <= LARGEST_NUMBER for scale in scales)
+    ):
         problems.append(
             f"scales = {scales!r:.80}: a list of at most {MOST_SCALES} whole numbers of at least 1 "
             "is wanted."
         )
     if not 0 <= _rotary_fraction(settings) <= 1:
         problems.append("rotary_pct, or rope_parameters: a share from 0 to 1 is wanted.")
-    heads = names.mixing[0]
+    heads = names.mixing
     if not problems and heads in _HEADS and settings[names.width] % settings[heads]:
         problems.append(
             f"{names.width} = {settings[names.width]} is not a multiple of "
@@ -286,19 +230,8 @@ def _problems(settings: Mapping[str, Any], names: _Names) -> list[str]:
     return problems
 
 
-def _are_scales(scales: object) -> bool:
-    return (
-        isinstance(scales, list)
-        and len(scales) <= MOST_SCALES
-        and all(type(scale) is int and 1 <= scale <= LARGEST_NUMBER for scale in scales)
-    )
-
-
 def _rotary_fraction(settings: Mapping[str, Any]) -> float:
-    """Read NeoX's rotated share under transformers' present name, or the one before it.
-
-    It is NaN where that is no number.
-    """
+    """Read NeoX's rotated share by transformers' present name or the former; NaN: no number."""
     rope = settings.get("rope_parameters") or {}
     try:
         return float(rope.get("partial_rotary_factor", settings.get("rotary_pct", 0.25)))

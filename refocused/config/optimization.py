@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import pydantic
 
@@ -15,6 +15,7 @@ from refocused.config.section import (
     NotNegative,
     Positive,
     Section,
+    as_yaml,
 )
 
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -23,19 +24,14 @@ Dtype = Literal["bf16", "fp16", "fp32"]
 class BatchConfig(Section):
     """How many windows one optimizer step sees.
 
-    Give `accumulation`, or `windows` (the global batch, from which the accumulation follows for
-    any number of GPUs), not both.
-
-    Attributes:
-        micro: Windows of one forward and backward pass on one GPU; `auto`: the most that its memory
-            holds and that divide `windows`; on CPUs the most that are no more than 4,096 tokens.
-        accumulation: Passes summed before one update.
-        windows: Windows of one step over all GPUs.
+    Give `accumulation`, or `windows`, from which the accumulation follows for any number of GPUs.
     """
 
+    # Windows of one forward and backward pass on one GPU. `auto`: the most that fit its memory and
+    # divide `windows`; on CPUs the most of at most 4,096 tokens.
     micro: CountOrAuto
-    accumulation: Count | None = None
-    windows: Count | None = None
+    accumulation: Count | None = None  # passes summed before one update
+    windows: Count | None = None  # of one step over all GPUs: the global batch
 
     @pydantic.model_validator(mode="after")
     def _one_of_two(self) -> BatchConfig:
@@ -47,44 +43,30 @@ class BatchConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW or Muon; only matrices decay (no biases, no norms).
+    """AdamW or Muon; only matrices decay (no biases, no norms)."""
 
-    Attributes:
-        kind: `adamw`, or `muon` for the weights of linear layers inside blocks, with AdamW for
-            embeddings, positions, head, norms and biases; one learning rate serves both.
-        lr: Peak learning rate.
-        betas: Decay rates of the two moments; 1 would divide by zero in the bias correction.
-        eps: Added to the root of the second moment.
-        weight_decay: Decoupled decay of matrices and embeddings.
-        clip: Largest norm of the whole gradient; 0 clips nothing.
-    """
-
+    # `muon` is for the weights of linear layers inside blocks, beside AdamW for embeddings,
+    # positions, head, norms and biases; one learning rate serves both.
     kind: Literal["adamw", "muon"] = "adamw"
-    lr: Positive
+    lr: Positive  # the peak
+    # Decay rates of the two moments; 1 would divide by zero in the bias correction.
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
-    eps: Positive = 1e-8
-    weight_decay: NotNegative = 0.1
-    clip: NotNegative = 1.0
+    eps: Positive = 1e-8  # added to the root of the second moment
+    weight_decay: NotNegative = 0.1  # decoupled, of matrices and embeddings
+    clip: NotNegative = 1.0  # largest norm of the whole gradient; 0: no clipping
 
 
 class ScheduleConfig(Section):
-    """How the learning rate moves over the run's steps.
+    """How the learning rate moves over the run's steps."""
 
-    Attributes:
-        kind: `cosine` (warmup, then half a cosine to the floor), `one_cycle` (cosine up over the
-            warmup, cosine down to the floor), `warm_restarts` (a cosine every `cycle_steps`,
-            each `cycle_growth` times as long as the one before), `constant` (after the warmup).
-        warmup_steps: Steps of the rise from 0 to the peak.
-        floor_fraction: Lowest learning rate as a share of the peak.
-        cycle_steps: Steps of the first cycle of `warm_restarts`.
-        cycle_growth: Length of a cycle over that of the one before.
-    """
-
+    # `cosine` (warmup, then half a cosine to the floor), `one_cycle` (cosine up over the warmup,
+    # cosine down to the floor), `warm_restarts` (a cosine every `cycle_steps`, each `cycle_growth`
+    # times as long as the one before), `constant` (after the warmup).
     kind: Literal["cosine", "one_cycle", "warm_restarts", "constant"] = "cosine"
-    warmup_steps: CountOrZero = 0
-    floor_fraction: Fraction = 0.1
-    cycle_steps: Count | None = None
-    cycle_growth: Positive = 1.0
+    warmup_steps: CountOrZero = 0  # of the rise from 0 to the peak
+    floor_fraction: Fraction = 0.1  # lowest learning rate over the peak
+    cycle_steps: Count | None = None  # of the first cycle of `warm_restarts`
+    cycle_growth: Positive = 1.0  # length of a cycle over that of the one before
 
     @pydantic.model_validator(mode="after")
     def _cycle_when_it_restarts(self) -> ScheduleConfig:
@@ -96,25 +78,17 @@ class ScheduleConfig(Section):
 
 
 class PrecisionConfig(Section):
-    """What the forward and backward passes compute in; masters and moments are float32.
+    """What the forward and backward passes compute in; masters and moments are float32."""
 
-    Attributes:
-        dtype: `bf16`, `fp16` (with a dynamic loss scale), `fp32`, or `auto`: bf16 where GPUs or
-            processors compute in it, else fp16 on GPUs and fp32 on CPUs; a resumed run keeps the
-            precision of its checkpoint.
-        fp8: Products of the blocks' linear layers in 8 bits while training, with one scale for a
-            whole matrix (`tensorwise`) or one for each of its rows (`rowwise`, finer and slower);
-            `none`: in `dtype`. For dtype: bf16.
-        tf32: Let float32 matrix products on NVIDIA GPUs use TF32, but for those of TEN's scan.
-        initial_scale_power: fp16: the loss scale starts at 2 to this power.
-        scale_window: fp16: steps without overflow before the scale doubles.
-    """
-
+    # `fp16` has a dynamic loss scale. `auto`: bf16 where the GPU or processor computes in it, else
+    # fp16 on GPUs and fp32 on CPUs; a resumed run keeps the precision of its checkpoint.
     dtype: Dtype | Literal["auto"] = "auto"
+    # Products of the blocks' linear layers in 8 bits while training, beside dtype: bf16, with one
+    # scale for a whole matrix (`tensorwise`) or for each of its rows (`rowwise`, finer, slower).
     fp8: Literal["none", "tensorwise", "rowwise"] = "none"
-    tf32: bool = True
-    initial_scale_power: CountOrZero = 16
-    scale_window: Count = 1000
+    tf32: bool = True  # for float32 matrix products on NVIDIA GPUs, but those of TEN's scan
+    initial_scale_power: CountOrZero = 16  # fp16: the loss scale starts at 2 to this power
+    scale_window: Count = 1000  # fp16: steps without overflow before the scale doubles
 
     @pydantic.model_validator(mode="after")
     def _fp8_beside_bf16(self) -> PrecisionConfig:
@@ -124,31 +98,26 @@ class PrecisionConfig(Section):
 
     @property
     def resolved(self) -> Dtype:
-        """The dtype, once `refocused.estimate.precision` has decided what `auto` is."""
+        """The dtype, once `auto` has been decided for the machine."""
         assert self.dtype != "auto"
         return self.dtype
 
 
 class ZeroSettings(Section):
-    """How DeepSpeed spreads the training state over the ranks, with what is left to the plan.
+    """How DeepSpeed spreads the training state over the ranks.
 
-    `auto` is the fastest that fits the GPUs' memory: 1 before 2 before 3, and an offload (to `cpu`)
-    only when nothing else fits.
-
-    Attributes:
-        stage: 0 replicates all (and sums 16-bit gradients in 16 bits; the others in 32), 1
-            spreads optimizer states, 2 gradients as well, 3 parameters too; `auto`: 1, 2 or 3.
-        offload_optimizer: Where the optimizer's states live instead of the GPU.
-        offload_parameters: Where parameters live between uses (stage 3).
-        nvme_path: Folder on a local NVMe drive, for the offloads to `nvme`.
-        fragment: Name of a file in `config/deepspeed/` with DeepSpeed settings that no section
-            here owns (bucket sizes, overlap, aio).
+    `auto` is the fastest choice that fits the GPUs' memory: stage 1 before 2 before 3, and an
+    offload (to `cpu`) only when nothing else fits.
     """
 
-    stage: Literal[0, 1, 2, 3, "auto"] = 3
+    # 0 replicates all (and sums 16-bit gradients in 16 bits; the others in 32), 1 spreads optimizer
+    # states, 2 gradients as well, 3 parameters too.
+    stage: Annotated[Literal[0, 1, 2, 3, "auto"], pydantic.BeforeValidator(as_yaml)] = 3
     offload_optimizer: Literal["none", "cpu", "nvme", "auto"] = "none"
-    offload_parameters: Literal["none", "cpu", "nvme", "auto"] = "none"
-    nvme_path: str | None = None
+    offload_parameters: Literal["none", "cpu", "nvme", "auto"] = "none"  # in stage 3
+    nvme_path: str | None = None  # folder on a local NVMe drive, for the offloads to `nvme`
+    # Name of a file in `config/deepspeed/` with DeepSpeed settings that no section here owns
+    # (bucket sizes, overlap, aio).
     fragment: str | None = None
 
     @pydantic.model_validator(mode="after")
@@ -166,7 +135,7 @@ class ZeroSettings(Section):
 
     @property
     def decided(self) -> bool:
-        """Whether nothing is left to the plan."""
+        """Whether no setting is left to the plan."""
         return "auto" not in (self.stage, self.offload_optimizer, self.offload_parameters)
 
 

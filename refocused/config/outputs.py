@@ -2,147 +2,113 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 import pydantic
 
-from refocused.config.section import Count, CountOrZero, NotNegative, Positive, Section
-
-
-def _all_or_number(value: object) -> Literal["all"] | int:
-    if value == "all":
-        return "all"
-    try:
-        return _TWO_OR_MORE.validate_python(value)
-    except pydantic.ValidationError:
-        raise ValueError("`all`, or a whole number from 2, is wanted") from None
-
-
-_TWO_OR_MORE: pydantic.TypeAdapter[int] = pydantic.TypeAdapter(
-    Annotated[Count, pydantic.Field(ge=2)]
+from refocused.config.section import (
+    Count,
+    CountOrZero,
+    NotNegative,
+    Positive,
+    Section,
+    TwoOrAll,
+    matching,
 )
-AllOrNumber = Annotated[Literal["all"] | int, pydantic.PlainValidator(_all_or_number)]
 
 
 class CheckpointConfig(Section):
-    """When the state is saved, how much of it stays, where it is mirrored.
+    """When the state is saved, how much of it stays, where it is mirrored."""
 
-    Attributes:
-        interval: Steps between saves; 0: only the other saves, at the end and when stopped.
-        keep: Newest of these saves kept locally, at least 2; beside them stay the best step, the
-            last one of the run, the newest of an interruption, and what the mirror lacks.
-        keep_epochs: Save at the end of every epoch of the data too, and keep those steps.
-        save_best: Save after every validation that is the best so far too; the best one stays
-            until another is better.
-        mirror: `gs://bucket/prefix` or a folder, one for all machines, that gets a copy of every
-            step directory; None: no copy.
-        keep_remote: As `keep`, in the mirror; `all`: nothing is removed there.
-        drain_minutes: Longest wait at the end for the mirror to finish its queue; the other ranks
-            wait too, and give up after two hours.
-        max_failed_saves: Failed saves in a row that stop the run.
-        in_background: Written as `async`: training waits only for a copy of the state in host
-            memory, which is written while it goes on. The copy's memory is kept (12 bytes a
-            parameter, shared by the ranks). A save at the end or for a stop is waited for.
-        export_final: At the end of a run, make `final_model/` of its last step, a folder that
-            transformers load in bfloat16, and copy it to the mirror.
-    """
-
-    interval: CountOrZero = 1000
+    interval: CountOrZero = 1000  # steps between saves; 0: only the others, at the end and at stops
+    # Newest of these saves kept locally, besides the best step, the last one of the run, the newest
+    # of an interruption, and what the mirror lacks.
     keep: Count = pydantic.Field(default=5, ge=2)
-    keep_epochs: bool = False
-    save_best: bool = True
+    keep_epochs: bool = False  # also save at the end of every epoch of the data, and keep those
+    save_best: bool = True  # also save after every validation that is the best so far
+    # `gs://bucket/prefix` or a folder, one for all machines, for a copy of every step directory.
     mirror: str | None = None
-    keep_remote: AllOrNumber = "all"
+    keep_remote: TwoOrAll = "all"  # as `keep`, in the mirror; `all`: nothing is removed there
+    # Longest wait at the end for the mirror's queue; the other ranks wait for two hours at most.
     drain_minutes: NotNegative = pydantic.Field(default=30.0, le=100)
-    max_failed_saves: Count = 3
+    max_failed_saves: Count = 3  # in a row; then the run stops
+    # `async` in a run file: training waits only for a copy of the state in host memory (12 bytes a
+    # parameter, shared by the ranks and kept), not for the disk. A save at the end or for a stop is
+    # waited for.
     in_background: bool = pydantic.Field(default=False, alias="async")
+    # At the end, make `final_model/` of the last step, a folder that transformers load in bfloat16,
+    # and copy it to the mirror.
     export_final: bool = True
 
 
-def _task(value: str) -> str:
-    if not re.fullmatch(r"([a-z_]+=)?[^=]+\.jsonl", value):
-        raise ValueError("a task is NAME=FILE.jsonl, as hellaswag=data/hellaswag_val.jsonl")
-    return value
+Task = Annotated[
+    str,
+    matching(
+        r"([a-z_]+=)?[^=]+\.jsonl",
+        "a task is NAME=FILE.jsonl, as hellaswag=data/hellaswag_val.jsonl",
+    ),
+]
 
 
 class EvaluationConfig(Section):
-    """Validation, tasks and samples inside the run; each also at the end.
+    """Validation, tasks and text samples inside the run; each also at the end."""
 
-    Attributes:
-        interval: Steps between validations; 0 validates only at the end.
-        windows: Windows of one validation over all ranks, always the same ones.
-        tasks: Questions put to the model, each `NAME=FILE.jsonl` with a name of hellaswag, piqa,
-            arc_easy, arc_challenge, lambada, multiple_choice; or a file whose fields tell its form.
-            They need the tokenizer's own files (`data.tokenizer`), as samples do.
-        task_interval: Steps between tasks; 0 puts them only at the end.
-        task_items: First items of each task that are put; the ranks share them.
-        sample_prompt: Text that the model continues; None: no sample.
-        sample_interval: Steps between samples; 0 writes one only at the end, in the summary.
-        sample_tokens: Tokens of a sample.
-    """
-
-    interval: CountOrZero = 1000
-    windows: Count = 256
-    tasks: tuple[Annotated[str, pydantic.AfterValidator(_task)], ...] = ()
-    task_interval: CountOrZero = 0
-    task_items: Count = 1000
-    sample_prompt: Annotated[str, pydantic.Field(min_length=1)] | None = None
-    sample_interval: CountOrZero = 0
+    interval: CountOrZero = 1000  # steps between validations; 0: only at the end
+    windows: Count = 256  # of one validation over all ranks, always the same
+    # Each `NAME=FILE.jsonl` with a name of hellaswag, piqa, arc_easy, arc_challenge, lambada,
+    # multiple_choice; or a file whose fields show its form. Tasks and samples need the tokenizer's
+    # own files (`data.tokenizer`).
+    tasks: tuple[Task, ...] = ()
+    task_interval: CountOrZero = 0  # steps between tasks; 0: only at the end
+    task_items: Count = 1000  # first items of each task; the ranks share them
+    sample_prompt: Annotated[str, pydantic.Field(min_length=1)] | None = None  # None: no sample
+    sample_interval: CountOrZero = 0  # steps between samples; 0: one at the end, in the summary
     sample_tokens: Count = 200
 
 
+def _not_too_often(seconds: float) -> float:
+    if 0 < seconds < 0.5:
+        raise ValueError("0, or at least 0.5 is wanted: more often costs and tells no more")
+    return seconds
+
+
 class LogConfig(Section):
-    """Log lines and metrics.
+    """Log lines and metrics."""
 
-    Attributes:
-        interval: Steps between log lines; the loss is read from the device only then.
-        sample_seconds: Seconds between two samples of GPUs and machine (`gpu_metrics.jsonl`), in
-            which alarms are looked for too; 0: neither.
-    """
-
-    interval: Count = 10
-    sample_seconds: NotNegative = 5.0
-
-    @pydantic.field_validator("sample_seconds")
-    @classmethod
-    def _not_too_often(cls, seconds: float) -> float:
-        if 0 < seconds < 0.5:
-            raise ValueError("0, or at least 0.5 is wanted: more often costs and tells no more")
-        return seconds
-
-
-def _wandb_project(value: str) -> str:
-    if not re.fullmatch(r"([^/\\#?%:\s]+/)?[^/\\#?%:\s]+", value):
-        raise ValueError("PROJECT or ENTITY/PROJECT is wanted, without spaces and / \\ # ? % :")
-    return value
-
-
-def _prom_file(value: str) -> str:
-    if not value.endswith(".prom"):
-        raise ValueError("a file that ends in .prom is wanted: node exporter reads no other")
-    return value
+    interval: Count = 10  # steps between log lines; the loss is read from the device only then
+    # Between readings of GPUs and machine (`gpu_metrics.jsonl`), which alarms watch; 0: neither.
+    sample_seconds: Annotated[NotNegative, pydantic.AfterValidator(_not_too_often)] = 5.0
 
 
 class TrackingConfig(Section):
-    """Who is told of the run, besides its own files, which tell everything.
+    """Optional trackers beside the run's own files. They never block or stop training."""
 
-    None of them stops training or slows it down; what is wrong with one is said.
-
-    Attributes:
-        wandb: Project at Weights & Biases, `PROJECT` or `ENTITY/PROJECT`; None: it is not told.
-            Without a key or the network all goes to `RUN/wandb`, for `wandb sync`.
-        tensorboard: Write TensorBoard's files into `RUN/tensorboard`.
-        openmetrics: A file `NAME.prom`, in the folder that Prometheus' node exporter reads, which
-            holds the newest figures; None: there is none.
-        histogram_interval: Steps between histograms of every weight and its gradient, for Weights
-            & Biases and TensorBoard; 0: none. Each gathers the whole model once in float32,
-            tensor by tensor.
-    """
-
-    wandb: Annotated[str, pydantic.AfterValidator(_wandb_project)] | None = None
-    tensorboard: bool = False
-    openmetrics: Annotated[str, pydantic.AfterValidator(_prom_file)] | None = None
+    # Project at Weights & Biases, `PROJECT` or `ENTITY/PROJECT`. Without a key or the network all
+    # goes to `RUN/wandb`, for `wandb sync`.
+    wandb: (
+        Annotated[
+            str,
+            matching(
+                r"([^/\\#?%:\s]+/)?[^/\\#?%:\s]+",
+                "PROJECT or ENTITY/PROJECT is wanted, without spaces and / \\ # ? % :",
+            ),
+        ]
+        | None
+    ) = None
+    tensorboard: bool = False  # write TensorBoard's files into `RUN/tensorboard`
+    # A file `NAME.prom` of the newest figures, in the folder that Prometheus' node exporter reads.
+    openmetrics: (
+        Annotated[
+            str,
+            matching(
+                r"(?s:.*)\.prom",
+                "a file that ends in .prom is wanted: node exporter reads no other",
+            ),
+        ]
+        | None
+    ) = None
+    # Steps between histograms of every weight and its gradient, for Weights & Biases and
+    # TensorBoard; 0: none. Each gathers the whole model once in float32, tensor by tensor.
     histogram_interval: CountOrZero = 0
 
     @pydantic.model_validator(mode="after")
@@ -153,18 +119,12 @@ class TrackingConfig(Section):
 
 
 class CostConfig(Section):
-    """What the machine costs.
+    """What the machine costs; None: unknown, or no limit."""
 
-    Attributes:
-        per_hour_usd: Price of the whole machine (all GPUs of this run) an hour; None: unknown.
-        budget_usd: What the run may cost over all its sessions: then it is saved and stops, with
-            exit code 4; None: no limit. Needs `per_hour_usd`.
-        credit_usd: What was on the provider's account when the run first began: an alarm tells
-            when it does not last; None: unknown. Needs `per_hour_usd`.
-    """
-
-    per_hour_usd: Positive | None = None
+    per_hour_usd: Positive | None = None  # of the whole machine: all GPUs of this run
+    # What the run may cost over all its sessions: then it is saved and stops with exit code 4.
     budget_usd: Positive | None = None
+    # On the provider's account when the run first began: an alarm warns when it does not last.
     credit_usd: Positive | None = None
 
     @pydantic.model_validator(mode="after")

@@ -8,31 +8,20 @@ from pathlib import Path
 
 import pydantic
 
-from refocused.config.files import REPOSITORY_CONFIG
 from refocused.config.section import Count, NotNegative, Positive, Section
-from refocused.config.strict_yaml import parse_yaml
+from refocused.config.yaml_source import parse_yaml
 from refocused.system.errors import ConfigError
 from refocused.system.strict_json import MalformedError
 
-PRICES_FILE = REPOSITORY_CONFIG / "prices.yaml"
+PRICES_FILE = Path(__file__).resolve().parents[2] / "config" / "prices.yaml"
 
 
 class MachinePrice(Section):
-    """A machine that can be rented.
-
-    Attributes:
-        provider: Who rents it out.
-        machine: Its name there.
-        gpu: Short name of its GPUs.
-        gpus: How many of them it has.
-        per_hour_usd: Its price, on demand.
-        looked_up: When the price stood at the source.
-        source: Address of the page.
-    """
+    """A machine that can be rented, with its price on demand and the page that gave it."""
 
     provider: str
     machine: str
-    gpu: str
+    gpu: str  # short name
     gpus: Count
     per_hour_usd: Positive
     looked_up: datetime.date
@@ -44,30 +33,17 @@ class MachinePrice(Section):
 
 
 class BucketPrice(Section):
-    """An object store.
-
-    Attributes:
-        provider: Whose it is.
-        gb_month_usd: Of 1e9 bytes kept for a month.
-        gb_out_usd: Of 1e9 bytes that leave for another provider's machines.
-        looked_up: When the prices stood at the source.
-        source: Address of the page.
-    """
+    """An object store, with its prices of 1e9 bytes and the page that gave them."""
 
     provider: str
     gb_month_usd: NotNegative
-    gb_out_usd: NotNegative
+    gb_out_usd: NotNegative  # leaving for another provider's machines
     looked_up: datetime.date
     source: str
 
 
 class Prices(Section):
-    """All prices.
-
-    Attributes:
-        machines: To train on.
-        bucket: For data and checkpoints.
-    """
+    """All prices: of machines to train on, and of the bucket for data and checkpoints."""
 
     machines: tuple[MachinePrice, ...]
     bucket: BucketPrice
@@ -77,8 +53,8 @@ def cost_usd(seconds: float | None, per_hour_usd: float | None) -> float | None:
     """Return what a machine costs for a time; None: one of the two is not known.
 
     A run pays for all of its sessions, each from its start to its end: for start-up, validations,
-    saves, steps that a rewind threw away, and the wait for the mirror after the last step. What
-    is said of an earlier moment, such as a checkpoint, is the cost up to then.
+    saves, steps that a rewind threw away, and the wait for the mirror after the last step. The cost
+    of an earlier moment, such as a checkpoint, is the cost up to then.
     """
     if seconds is None or per_hour_usd is None:
         return None
@@ -103,8 +79,8 @@ def read_prices(file: Path = PRICES_FILE) -> Prices:
     except MalformedError as error:
         raise ConfigError(f"{file} is no YAML: {error}.") from error
     except pydantic.ValidationError as error:
-        problems = (
+        problems = [
             f"{file}: {'.'.join(map(str, found['loc']))}: {found['msg']}"
             for found in error.errors()
-        )
+        ]
         raise ConfigError("\n".join(problems)) from error

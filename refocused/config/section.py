@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 import pydantic
+
+
+class Scalar(str):
+    """One value of a run file as it was written, so that a run may be named 1121."""
+
+    value: Any  # what YAML makes of it
+
+    __slots__ = ("value",)
 
 
 class Section(pydantic.BaseModel):
@@ -14,11 +23,27 @@ class Section(pydantic.BaseModel):
         frozen=True, extra="forbid", validate_default=True, serialize_by_alias=True
     )
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _accept_empty(cls, values: Any) -> Any:
+        return {} if values is None else values  # null: every line of it is commented out
+
+
+def as_yaml(value: Any) -> Any:
+    """Return what YAML makes of a scalar; any other value as it is."""
+    return value.value if isinstance(value, Scalar) else value
+
 
 def _number(value: Any) -> Any:
-    """Turn text such as `3e-4` into a float: YAML 1.1 reads it as text."""
+    value = as_yaml(value)
     if isinstance(value, bool):
         raise ValueError("a number is wanted")
+    return value
+
+
+def _whole(value: Any) -> Any:
+    """Accept 1e6 and "1e6" besides what pydantic takes."""
+    value = _number(value)
     if isinstance(value, str):
         try:
             return float(value)
@@ -27,31 +52,42 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _whole(value: Any) -> Any:
-    """Accept 12, "12", 1e6 and "1e6" as whole numbers, and nothing that is not whole."""
-    number = _number(value)
-    if isinstance(number, float):
-        if not number.is_integer():
-            raise ValueError("a whole number is wanted")
-        return int(number)
-    return number
-
-
-def _count_or_auto(value: Any) -> Any:
-    if value == "auto":
-        return value
-    number = _whole(value)
-    if isinstance(number, int) and number >= 1:
-        return number
-    raise ValueError("a whole number of at least 1 is wanted, or auto")
-
-
 Number = Annotated[float, pydantic.BeforeValidator(_number), pydantic.AllowInfNan(False)]
 Positive = Annotated[Number, pydantic.Field(gt=0)]
 NotNegative = Annotated[Number, pydantic.Field(ge=0)]
 Fraction = Annotated[Number, pydantic.Field(ge=0, le=1)]
 DecayRate = Annotated[Number, pydantic.Field(ge=0, lt=1)]
-Whole = Annotated[int, pydantic.BeforeValidator(_whole), pydantic.Strict()]
+Whole = Annotated[int, pydantic.BeforeValidator(_whole)]
 Count = Annotated[Whole, pydantic.Field(ge=1)]
-CountOrAuto = Annotated[int | Literal["auto"], pydantic.BeforeValidator(_count_or_auto)]
 CountOrZero = Annotated[Whole, pydantic.Field(ge=0)]
+
+
+def matching(pattern: str, problem: str) -> pydantic.AfterValidator:
+    """Return a check that a whole text has a form; otherwise `problem` is reported."""
+
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(problem)
+        return value
+
+    return pydantic.AfterValidator(check)
+
+
+def _count_or(word: str, *, least: int) -> pydantic.PlainValidator:
+    count: pydantic.TypeAdapter[int] = pydantic.TypeAdapter(
+        Annotated[Whole, pydantic.Field(ge=least)]
+    )
+
+    def check(value: object) -> str | int:
+        if value == word:
+            return word
+        try:
+            return count.validate_python(value)
+        except pydantic.ValidationError:
+            raise ValueError(f"a whole number of at least {least} is wanted, or {word}") from None
+
+    return pydantic.PlainValidator(check)
+
+
+CountOrAuto = Annotated[int | Literal["auto"], _count_or("auto", least=1)]
+TwoOrAll = Annotated[int | Literal["all"], _count_or("all", least=2)]

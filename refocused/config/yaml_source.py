@@ -1,4 +1,4 @@
-"""A YAML file or an override as settings that remember where they were written."""
+"""Read YAML of unknown origin within limits, and run files with the place of every setting."""
 
 from __future__ import annotations
 
@@ -10,11 +10,107 @@ from typing import Any
 
 import yaml
 
-from refocused.config.strict_yaml import StrictLoader, line_of, reason_of
+from refocused.config.section import Scalar
 from refocused.system.errors import ConfigError
+from refocused.system.strict_json import MOST_DIGITS, MalformedError
 
+LARGEST_CHARACTERS = 200_000  # PyYAML takes about 5 s for so many
+DEEPEST = 40  # levels, aliases followed: PyYAML takes up to ten calls for each
+MOST_NODES = 100_000  # aliases followed, as a recursive reader meets them
 COMMAND_LINE = "command line"
 SettingPath = tuple[str, ...]
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """PyYAML's safe loader with limits; it raises nothing but `yaml.YAMLError`."""
+
+    def __init__(self, text: str) -> None:
+        if len(text) > LARGEST_CHARACTERS:
+            raise yaml.YAMLError(
+                f"it has {len(text):,} characters, and at most {LARGEST_CHARACTERS:,} are read"
+            )
+        super().__init__(text)
+        self.text = text
+        self._level = 0
+        self._sizes: dict[yaml.Node, tuple[int, int]] = {}  # levels and nodes, aliases followed
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        self._level += 1
+        if self._level > DEEPEST:
+            raise _refusal(f"it nests over {DEEPEST} levels", event.start_mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._level -= 1
+        if node is not None and not isinstance(event, yaml.AliasEvent):
+            self._sizes[node] = self._measured(node)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep=deep)
+            if isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
+                raise OverflowError
+        except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError):
+            kind = node.tag.rpartition(":")[2]  # PyYAML's constructors raise what their parts raise
+            shown = f"{node.value!r:.40}" if isinstance(node.value, str) else "this"
+            raise _refusal(f"{shown} is no {kind} that can be read", node.start_mark) from None
+        return value
+
+    def _measured(self, node: yaml.Node) -> tuple[int, int]:
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            children = [child for pair in node.value for child in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            children = node.value
+        elif re.search("[\ud800-\udfff]", node.value):
+            raise _refusal("it holds half a character (a lone surrogate)", node.start_mark)
+        if any(child not in self._sizes for child in children):
+            raise _refusal("an alias stands for what contains it", node.start_mark)
+        levels = 1 + max((self._sizes[child][0] for child in children), default=0)
+        nodes = 1 + sum(self._sizes[child][1] for child in children)
+        if levels > DEEPEST or nodes > MOST_NODES:
+            raise _refusal("its aliases stand for too much", node.start_mark)
+        return levels, nodes
+
+
+def _refusal(problem: str, mark: Any) -> yaml.YAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+
+
+def parse_yaml(content: bytes | str) -> Any:
+    """Parse one YAML document.
+
+    Raises:
+        MalformedError: It is no YAML or no UTF-8, too long or too deep, or has aliases that grow
+            without bounds.
+    """
+    try:
+        text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
+        return _StrictLoader(text).get_single_data()
+    except UnicodeDecodeError as error:
+        raise MalformedError(f"its byte {error.start:,} is no UTF-8") from None
+    except yaml.YAMLError as error:
+        line, reason = _explained(error)
+        raise MalformedError(f"{f'line {line}: ' if line else ''}{reason}") from None
+
+
+def parse_yaml_mapping(content: bytes | str) -> dict[str, Any]:
+    """Parse a YAML mapping of names; an empty document is an empty one; raises as `parse_yaml`."""
+    value = parse_yaml(content)
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise MalformedError("it holds no settings by name")
+    return value
+
+
+def _explained(error: yaml.YAMLError) -> tuple[int | None, str]:
+    """Return the line where PyYAML gave up, where it is known, and the reason on one line."""
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return None, " ".join(str(error).split())
+    mark = error.problem_mark
+    reason = f"{error.context}, {error.problem}" if error.context else str(error.problem)
+    return mark.line + 1 if mark else None, reason
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,8 +119,7 @@ class Setting:
 
     Attributes:
         value: What YAML makes of it.
-        plain: The same with every scalar left as text, for settings that want text: a run may be
-            named 1121.
+        plain: The same with every scalar as a `Scalar`, for settings that want text.
         text: The characters as written.
         origin: `file:line`, or `command line`.
     """
@@ -34,38 +129,78 @@ class Setting:
     text: str
     origin: str
 
-
-@dataclasses.dataclass(slots=True)
-class Document:
-    """Names and their values, with everything that is wrong about their form.
-
-    Attributes:
-        settings: Values by (section, key); a group of settings has its own entry and one for each
-            of its parts, (section, key, name), (section, key, name, key) and so on.
-        sections: Where each section starts.
-        not_groups: Where a section should be, but holds a single value.
-        problems: One line each.
-    """
-
-    settings: dict[SettingPath, Setting] = dataclasses.field(default_factory=dict)
-    sections: dict[str, str] = dataclasses.field(default_factory=dict)
-    not_groups: dict[str, str] = dataclasses.field(default_factory=dict)
-    problems: list[str] = dataclasses.field(default_factory=list)
+    @property
+    def is_group(self) -> bool:
+        """Whether it holds settings by name; their values have entries of their own."""
+        return isinstance(self.plain, dict)
 
 
-class _Loader(StrictLoader):
+class _RunLoader(_StrictLoader):
     """YAML in which `3e-4` is a number and a date is text."""
 
+    file: Path | None = None  # None: the command line
 
-_Loader.yaml_implicit_resolvers = {
+    def origin(self, node: yaml.Node) -> str:
+        return COMMAND_LINE if self.file is None else f"{self.file}:{node.start_mark.line + 1}"
+
+    def plain(self, node: yaml.Node) -> Any:
+        if isinstance(node, yaml.SequenceNode):
+            return [self.plain(child) for child in node.value]
+        if isinstance(node, yaml.MappingNode):
+            return {str(key.value): self.plain(child) for key, child in node.value}
+        if node.tag == "tag:yaml.org,2002:null":
+            return None
+        scalar = Scalar(node.value)
+        scalar.value = self.construct_object(node)
+        return scalar
+
+
+_RunLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
+_RunLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+\Z"),
     list("-+.0123456789"),
 )
+
+
+@dataclasses.dataclass(slots=True)
+class Document:
+    """Settings by their path, such as (section, key); `problems` of their form, one line each."""
+
+    settings: dict[SettingPath, Setting] = dataclasses.field(default_factory=dict)
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+    def _add(self, path: SettingPath, node: yaml.Node, origin: str, loader: _RunLoader) -> None:
+        """Add a setting and, of a group, each of its parts."""
+        if path:
+            value = loader.construct_object(node, deep=True) if len(path) > 1 else None
+            text = loader.text[node.start_mark.index : node.end_mark.index].strip()
+            plain = {} if isinstance(node, yaml.MappingNode) else loader.plain(node)
+            self.settings[path] = Setting(value, plain, text, origin)
+        if not isinstance(node, yaml.MappingNode):
+            return
+        origins: dict[str, str] = {}
+        for key_node, value_node in node.value:
+            key, where = str(key_node.value), loader.origin(key_node)
+            if key in origins:  # YAML itself would let the second of two equal keys win
+                line = "" if loader.file is None else origins[key].rpartition(":")[2]
+                first = f", first on line {line}" if line else ""
+                name = ".".join((*path, key))
+                self.problems.append(f"{where}: {name} is set twice{first}. Keep one.")
+                continue
+            origins[key] = where
+            try:
+                self._add((*path, key), value_node, where, loader)
+            except yaml.YAMLError as error:
+                self.problems.append(f"{loader.file}{_place(error)}")
+
+
+def _place(error: yaml.YAMLError) -> str:
+    line, reason = _explained(error)
+    return f"{f':{line}' if line else ''}: not YAML: {reason}."
 
 
 def read_document(file: Path) -> Document:
@@ -75,28 +210,22 @@ def read_document(file: Path) -> Document:
         ConfigError: The file is not text, not YAML, or not a mapping at its top.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        loader = _RunLoader(file.read_text(encoding="utf-8"))
+        loader.file = file
+        root = loader.get_single_node()
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{file}: not UTF-8 text (byte {error.start}). Is it a run file?"
         ) from None
-    try:
-        loader = _Loader(text)
-        root = loader.get_single_node()
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}{_place(error)}") from None
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(
-            f"{file}:{_line(root) if root else 1}: sections are wanted (run:, model:, batch: ...), "
-            f"found {'nothing' if root is None else 'something else'}."
+            f"{loader.origin(root) if root else f'{file}:1'}: sections are wanted (run:, model:, "
+            f"batch: ...), found {'something else' if root else 'nothing'}."
         )
     document = Document()
-    for name, entry in _entries(root, inside="", file=file, problems=document.problems).items():
-        document.sections[name] = entry.origin
-        if isinstance(entry.node, yaml.MappingNode):
-            _read_section(name, entry.node, document=document, loader=loader, file=file)
-        elif not _is_null(entry.node):  # null: every line of the section is commented out
-            document.not_groups[name] = entry.origin
+    document._add((), root, "", loader)
     return document
 
 
@@ -112,15 +241,16 @@ def read_overrides(overrides: Sequence[str]) -> Document:
                 "for example optimizer.lr=3e-4."
             )
             continue
-        document.sections[path[0]] = COMMAND_LINE
         document.settings = without_parts(document.settings, [path])
         try:
-            loader = _Loader(text)
-            node = loader.get_single_node()
-            _add(path, node, COMMAND_LINE, document=document, loader=loader, file=None)
+            loader = _RunLoader(text)
+            if node := loader.get_single_node():
+                document._add(path, node, COMMAND_LINE, loader)
+            else:
+                document.settings[path] = Setting(None, None, "", COMMAND_LINE)
         except yaml.YAMLError as error:
             document.problems.append(
-                f"{COMMAND_LINE}: {'.'.join(path)} = {text!r}: {_reason(error)} "
+                f"{COMMAND_LINE}: {'.'.join(path)} = {text!r}: not YAML: {_explained(error)[1]}. "
                 "Put the value in quotes."
             )
     return document
@@ -137,91 +267,17 @@ def without_parts(
     }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Entry:
-    node: yaml.Node
-    origin: str
-
-
-def _read_section(
-    name: str, section: yaml.MappingNode, *, document: Document, loader: _Loader, file: Path
-) -> None:
-    entries = _entries(section, inside=f"{name}.", file=file, problems=document.problems)
-    for key, entry in entries.items():
-        try:
-            _add((name, key), entry.node, entry.origin, document=document, loader=loader, file=file)
-        except yaml.YAMLError as error:
-            document.problems.append(f"{file}{_place(error)}")
-
-
-def _add(
-    path: SettingPath,
-    node: yaml.Node | None,
-    origin: str,
-    *,
-    document: Document,
-    loader: _Loader,
-    file: Path | None,
-) -> None:
-    """Add a setting and, of a group, each of its parts."""
-    document.settings[path] = _setting(node, loader=loader, origin=origin)
-    if isinstance(node, yaml.MappingNode):
-        inside = f"{'.'.join(path)}."
-        parts = _entries(node, inside=inside, file=file, problems=document.problems)
-        for key, part in parts.items():
-            _add((*path, key), part.node, part.origin, document=document, loader=loader, file=file)
-
-
-def _entries(
-    node: yaml.MappingNode, *, inside: str, file: Path | None, problems: list[str]
-) -> dict[str, _Entry]:
-    """Return a mapping's entries; YAML itself would let the second of two equal keys win."""
-    entries: dict[str, _Entry] = {}
-    for key_node, value_node in node.value:
-        key = str(key_node.value)
-        origin = COMMAND_LINE if file is None else f"{file}:{_line(key_node)}"
-        if key in entries:
-            first = "" if file is None else f", first on line {_line_of(entries[key].origin)}"
-            problems.append(f"{origin}: {inside}{key} is set twice{first}. Keep one.")
-        else:
-            entries[key] = _Entry(value_node, origin)
-    return entries
-
-
-def _setting(node: yaml.Node | None, *, loader: _Loader, origin: str) -> Setting:
-    if node is None:
-        return Setting(None, None, "", origin)
-    value = loader.construct_object(node, deep=True)
-    # A loader of text keeps it whole, in `buffer`.
-    text = str(loader.buffer)[node.start_mark.index : node.end_mark.index].strip()
-    return Setting(value, _plain(node), text, origin)
-
-
-def _plain(node: yaml.Node) -> Any:
-    if isinstance(node, yaml.SequenceNode):
-        return [_plain(child) for child in node.value]
-    if isinstance(node, yaml.MappingNode):
-        return {str(key.value): _plain(child) for key, child in node.value}
-    return None if _is_null(node) else node.value
-
-
-def _is_null(node: yaml.Node) -> bool:
-    return bool(node.tag == "tag:yaml.org,2002:null")
-
-
-def _line(node: yaml.Node) -> int:
-    return int(node.start_mark.line) + 1
-
-
-def _line_of(origin: str) -> str:
-    return origin.rpartition(":")[2]
-
-
-def _place(error: yaml.YAMLError) -> str:
-    """Say where and why YAML gave up, as `:line: reason`."""
-    line = line_of(error)
-    return f"{f':{line}' if line else ''}: {_reason(error)}"
-
-
-def _reason(error: yaml.YAMLError) -> str:
-    return f"not YAML: {reason_of(error)}."
+def nested(settings: Mapping[SettingPath, Setting]) -> dict[str, Any]:
+    """Return the settings as mappings within mappings, as pydantic takes them."""
+    values: dict[str, Any] = {}
+    for path, setting in settings.items():
+        section, inside = settings.get(path[:1]), values
+        if len(path) > 1 and section and not section.is_group and section.plain is not None:
+            continue  # a single value in place of a section is refused as a whole
+        for name in path[:-1]:
+            if not isinstance(inside.get(name), dict):
+                inside[name] = {}
+            inside = inside[name]
+        is_empty = len(path) == 1 and setting.plain is None  # every line is commented out
+        inside[path[-1]] = {} if setting.is_group or is_empty else setting.plain
+    return values

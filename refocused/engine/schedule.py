@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from refocused.config.optimization import ScheduleConfig
-from refocused.config.strict_yaml import parse_yaml_mapping
+from refocused.config.yaml_source import parse_yaml_mapping
 from refocused.system.strict_json import MalformedError
 
 

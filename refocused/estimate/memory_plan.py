@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from refocused.config.consistency import check_run
-from refocused.config.fragment import idle_offloads
+from refocused.config.deepspeed import idle_offloads
 from refocused.config.load_run import LoadedRun
 from refocused.config.model_shape import ModelShape
 from refocused.config.optimization import BatchConfig, Dtype, ZeroConfig, ZeroSettings

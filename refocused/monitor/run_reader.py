@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from refocused.config.strict_yaml import parse_yaml_mapping
+from refocused.config.yaml_source import parse_yaml_mapping
 from refocused.metrics.history import METRICS_FILE, MetricsTimeline, unix_time
 from refocused.metrics.jsonl import JsonLinesTail, Record, ReplacedFile, read_json, read_small, text
 from refocused.monitor.readings import GpuSample, SystemSample

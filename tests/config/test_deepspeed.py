@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from refocused.config import fragment
 from refocused.config.batch_plan import BatchPlan
-from refocused.config.deepspeed import deepspeed_config
-from refocused.config.load_run import load_run
+from refocused.config.deepspeed import (
+    ALLOWED,
+    deepspeed_config,
+    fragment_problems,
+    idle_offloads,
+    read_fragment,
+)
+from refocused.config.load_run import REPOSITORY_CONFIG, load_run
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
 from refocused.system.errors import ConfigError
 
@@ -101,9 +107,106 @@ def test_a_fragment_is_laid_over_level_by_level() -> None:
     }
 
 
-def test_a_fragment_cannot_take_over_what_the_run_owns() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.clip"):
-        generated(own={"gradient_clipping": 1.0})
+@pytest.mark.parametrize(
+    ("content", "owner"),
+    [
+        ({"train_batch_size": 8}, "batch.windows"),
+        ({"train_micro_batch_size_per_gpu": "auto"}, "batch.micro"),
+        ({"gradient_accumulation_steps": 1}, "batch.accumulation"),
+        ({"gradient_clipping": 1.0}, "optimizer.clip"),
+        ({"optimizer": {"type": "Adam"}}, "optimizer.lr"),
+        ({"scheduler": {}}, "schedule.kind"),
+        ({"fp16": {"enabled": True}}, "precision.dtype"),
+        ({"bf16": {}}, "precision.dtype"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "precision.dtype"),
+        ({"activation_checkpointing": {}}, "model.activation_checkpointing"),
+        ({"zero_optimization": {"stage": 3}}, "zero.stage"),
+        ({"zero_optimization": {"cpu_offload": True}}, "zero.offload_optimizer"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero.offload_optimizer"),
+        ({"zero_optimization": {"offload_param": {"nvme_path": "/x"}}}, "zero.nvme_path"),
+    ],
+)
+def test_what_the_run_owns_is_refused_with_its_setting(content: dict[str, Any], owner: str) -> None:
+    [problem] = fragment_problems(content)
+    assert f"belongs to the run file: set {owner}" in problem
+
+
+def test_what_the_trainer_fixes_is_refused() -> None:
+    assert fragment_problems({"steps_per_print": 10}) == [
+        "steps_per_print is set by the trainer itself. Leave it out."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"comms_loger": {}}, "comms_loger is not taken here. Did you mean comms_logger?"),
+        (
+            {"zero_optimization": {"overlap_com": True}},
+            "zero_optimization.overlap_com is not taken here. Did you mean overlap_comm?",
+        ),
+        (
+            {"comms_logger": {"zzz": 1}},
+            "comms_logger.zzz is not taken here. "
+            "There are enabled, prof_all, prof_ops, verbose, debug.",
+        ),
+        (
+            {"zero_optimization": {"reduce_bucket_size": "auto"}},
+            'zero_optimization.reduce_bucket_size = "auto": a number is wanted',
+        ),
+        ({"aio": 7}, "aio = 7: a group of settings is wanted"),
+        (
+            {"communication_data_type": "fp8"},
+            'communication_data_type = "fp8": one of fp32, fp16, bf16 is wanted',
+        ),
+    ],
+)
+def test_what_is_not_known_or_of_a_wrong_type_is_refused(
+    content: dict[str, Any], message: str
+) -> None:
+    assert fragment_problems(content) == [message]
+
+
+def test_everything_wrong_comes_at_once() -> None:
+    with pytest.raises(ConfigError) as failure:
+        generated(own={"bf16": {}, "zero_optimization": {"stage": 1, "nonsense": 2}})
+    assert len(str(failure.value).splitlines()) == 3
+
+
+def test_buffers_of_an_offload_need_the_offload() -> None:
+    content = {"zero_optimization": {"offload_param": {"buffer_count": 5}}}
+    [problem] = idle_offloads(content, zero=ZeroConfig())
+    assert "zero.offload_parameters: cpu or nvme" in problem
+    offloaded = ZeroConfig(offload_optimizer="cpu", offload_parameters="cpu")
+    assert idle_offloads(content, zero=offloaded) == []
+
+
+def test_numbers_arrive_in_deepspeeds_types() -> None:
+    config = generated(own={"zero_optimization": {"reduce_bucket_size": 6e8}, "aio": None})
+    assert "aio" not in config
+    elements = config["zero_optimization"]["reduce_bucket_size"]
+    assert (elements, type(elements)) == (600_000_000, int)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "an object of DeepSpeed settings is wanted"),
+        ('{"aio": {}, "aio": {}}', "aio is set twice"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "own.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as failure:
+        read_fragment(file)
+    assert str(file) in str(failure.value)
+
+
+@pytest.mark.parametrize("file", sorted((REPOSITORY_CONFIG / "deepspeed").iterdir()), ids=str)
+def test_every_shipped_fragment_may_be_used(file: Path) -> None:
+    assert fragment_problems(read_fragment(file)) == []
 
 
 @pytest.mark.parametrize(
@@ -154,7 +257,7 @@ def test_every_name_a_fragment_may_hold_is_one_of_deepspeeds() -> None:
     def spellings(model: Any) -> set[str]:
         return {field.alias or name for name, field in model.model_fields.items()}
 
-    ours = fragment._FIELDS
+    ours = ALLOWED
     zero = ours["zero_optimization"]
     assert set(zero) <= spellings(DeepSpeedZeroConfig)
     assert set(zero["offload_optimizer"]) <= spellings(

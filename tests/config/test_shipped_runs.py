@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from refocused.config.batch_plan import plan_batch
-from refocused.config.files import REPOSITORY_CONFIG
-from refocused.config.load_run import load_run, render_run
+from refocused.config.load_run import REPOSITORY_CONFIG, load_run, render_run
 
 RUNS = sorted((REPOSITORY_CONFIG / "runs").glob("*.yaml"))
 

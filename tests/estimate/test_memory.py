@@ -12,7 +12,7 @@ import pytest
 from end_to_end.forked import ForkedRanks, main_of
 from memory_cases import CASES, CHUNK, Case, shape_of
 
-from refocused.config.files import find_config
+from refocused.config.load_run import find_config
 from refocused.config.model_shape import load_shape
 from refocused.config.optimization import ZeroConfig
 from refocused.config.run_config import ModelConfig

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from refocused.config.files import REPOSITORY_CONFIG
+from refocused.config.load_run import REPOSITORY_CONFIG
 from refocused.config.model_shape import load_shape
 from refocused.estimate.flops import flops_per_token
 from refocused.estimate.recommendation import (

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from refocused.config.batch_plan import BatchPlan
-from refocused.config.files import find_config
+from refocused.config.load_run import find_config
 from refocused.config.model_shape import load_shape
 from refocused.config.optimization import PrecisionConfig, ZeroConfig
 from refocused.config.run_config import ModelConfig

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from refocused.config.files import find_config
+from refocused.config.load_run import find_config
 from refocused.config.model_shape import ModelShape, load_shape
 from refocused.estimate.flops import count_parameters, flops_per_token, mfu_fraction
 

@@ -12,7 +12,7 @@ from small_families import build, every_family, tokens, where_attention_is
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
-from refocused.config.files import REPOSITORY_CONFIG
+from refocused.config.load_run import REPOSITORY_CONFIG
 from refocused.config.model_shape import load_shape
 from refocused.estimate.flops import count_parameters
 from refocused.models.causal_lm import (

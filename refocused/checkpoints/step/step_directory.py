@@ -24,7 +24,7 @@ from refocused.checkpoints.step.checkpoint_manifest import (
     parse_manifest,
     parse_marker,
 )
-from refocused.config.strict_yaml import parse_yaml_mapping
+from refocused.config.yaml_source import parse_yaml_mapping
 from refocused.system.errors import (
     CheckpointError,
     CheckpointUnavailableError,

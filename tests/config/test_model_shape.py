@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from refocused.config.files import REPOSITORY_CONFIG
+from refocused.config.load_run import REPOSITORY_CONFIG
 from refocused.config.model_shape import Attention, Eigenstates, Resonators, load_shape, shape_from
 from refocused.system.errors import ConfigError
 

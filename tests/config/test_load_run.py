@@ -1,0 +1,602 @@
+"""Run files and command lines: what they give, and how everything wrong in them is reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refocused.config.load_run import (
+    REPOSITORY_CONFIG,
+    Change,
+    find_config,
+    load_run,
+    read_run,
+    render_run,
+)
+from refocused.config.suggestions import (
+    SECTION_SYNONYMS,
+    SECTIONS,
+    SYNONYMS,
+    settings_in,
+    unknown_name,
+)
+from refocused.system.errors import ConfigError, ExitCode
+
+SMALL_RUN = """\
+run:
+  steps: 100
+model:
+  preset: gpt2_tiny
+  sequence_length: 64
+batch:
+  micro: 2
+  windows: 8
+data:
+  source: tokens
+optimizer:
+  lr: 3e-4
+"""
+MIXTURE = """\
+run: {steps: 100}
+model: {preset: gpt2_tiny, sequence_length: 64}
+batch: {micro: 2, windows: 8}
+data:
+  exclude: [draft*]
+  validation_fraction: 0.25
+  mixture:
+    web:
+      source: gs://tokens/web
+      weight: 0.7
+    code: {source: 12, weight: 3e-1, exclude: [], validation_files: [val*], pad_id: 0}
+optimizer: {lr: 3e-4}
+"""
+
+
+def written(folder: Path, text: str = SMALL_RUN, name: str = "mine.yaml") -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+def problems(file: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as failure:
+        load_run(file, overrides)
+    assert failure.value.exit_code is ExitCode.WRONG_USE
+    return str(failure.value).splitlines()
+
+
+def test_the_file_gives_values_and_its_own_name(tmp_path: Path) -> None:
+    loaded = load_run(written(tmp_path))
+    assert loaded.config.run.name == "mine"
+    assert loaded.config.optimizer.lr == 3e-4
+    assert loaded.config.schedule.kind == "cosine"
+    assert loaded.shape.width == 64
+    assert loaded.fragment == {}
+    assert loaded.changes == []
+
+
+def test_the_vocabulary_is_the_shapes_own_or_a_number(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    assert load_run(file).shape.vocabulary == 512
+    loaded = load_run(file, ["model.vocabulary=5e4", "data.document_id=49999"])
+    assert loaded.shape.vocabulary == loaded.shape.settings["vocab_size"] == 50_000
+    [problem] = problems(file, "model.vocabulary=600", "data.document_id=600")
+    assert "data.document_id = 600: gpt2_tiny knows ids up to 599" in problem
+    undecided = load_run(file, ["model.vocabulary=auto", "data.document_id=600"])
+    assert undecided.shape.vocabulary == 512
+    assert undecided.with_vocabulary(700).shape.vocabulary == 700
+    with pytest.raises(ConfigError, match=r"data.document_id: .* raise model.vocabulary"):
+        undecided.with_vocabulary(600)
+
+
+def test_the_command_line_wins_and_the_later_of_two(tmp_path: Path) -> None:
+    overrides = ["optimizer.lr=1e-3", "optimizer.lr=2.5e-4", "log.interval=7", "run.steps=1e2"]
+    loaded = load_run(written(tmp_path), [*overrides, "run.name=second"], name="third")
+    assert loaded.config.optimizer.lr == 2.5e-4
+    assert loaded.config.run.name == "third"  # given apart, as by --run
+    assert loaded.changes == [  # the steps are those of the file
+        Change("optimizer.lr", "3e-4", "2.5e-4"),
+        Change("log.interval", "10", "7"),
+        Change("run.name", "not set", "third"),
+    ]
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [("41", 40), ("40", 4), ("5", 0)])
+def test_a_shorter_run_shortens_the_files_warmup(tmp_path: Path, steps: str, warmup: int) -> None:
+    file = written(tmp_path, SMALL_RUN + "schedule:\n  warmup_steps: 40\n")
+    loaded = load_run(file, [f"run.steps={steps}"])
+    assert loaded.config.schedule.warmup_steps == warmup
+    shown = Change("schedule.warmup_steps", "40", f"{warmup} (1/10 of run.steps={steps})")
+    assert (shown in loaded.changes) == (warmup != 40)
+    if warmup != 40:  # what is typed, or contradicts itself in the file, is meant
+        [problem] = problems(file, f"run.steps={steps}", "schedule.warmup_steps=40")
+        assert f"the warmup must end before run.steps = {steps}" in problem
+        contradiction = file.read_text().replace("steps: 100", f"steps: {steps}", 1)
+        [problem] = problems(written(tmp_path, contradiction), "optimizer.lr=1")
+        assert "schedule.warmup_steps = 40: the warmup must end" in problem
+
+
+def test_keys_take_dashes_and_values_take_lists(tmp_path: Path) -> None:
+    overrides = ["zero.offload-optimizer=cpu", "data.include=[a*, 12]", "zero.stage=2"]
+    config = load_run(written(tmp_path), [*overrides, "optimizer.betas=[0.9, 1e-1]"]).config
+    assert (config.zero.offload_optimizer, config.zero.stage) == ("cpu", 2)
+    assert config.data.include == ("a*", "12")
+    assert config.optimizer.betas == (0.9, 0.1)
+
+
+@pytest.mark.parametrize("name", ["1121", "1e5", "2024-13-45", "yes", "0x10", "1.50"])
+def test_text_settings_keep_what_was_written(tmp_path: Path, name: str) -> None:
+    assert load_run(written(tmp_path), [f"run.name={name}"]).config.run.name == name
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("run.steps=1e6", 10**6),
+        ("run.steps='12'", 12),
+        ("run.steps=0x10", 16),
+        ("optimizer.lr='3e-4'", 3e-4),
+        ("optimizer.lr=2", 2.0),
+        ("precision.tf32=off", False),
+        ("checkpoint.keep_remote=all", "all"),
+        ("checkpoint.keep_remote=2", 2),
+        ("log.sample_seconds=0", 0.0),
+        ("log.sample_seconds='0.5'", 0.5),
+        ("tracking.wandb=my-team/demo_1.5", "my-team/demo_1.5"),
+        ("tracking.openmetrics=node/run.prom", "node/run.prom"),
+        ("data.bpe_folder=null", None),
+    ],
+)
+def test_settings_take_the_usual_ways_to_write_them(
+    tmp_path: Path, override: str, value: object
+) -> None:
+    config = load_run(written(tmp_path), [override]).config
+    section, _, key = override.partition("=")[0].partition(".")
+    found = getattr(getattr(config, section), key)
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize("section", ["schedule:\n  # warmup_steps: 10\n", "schedule: {}\n"])
+def test_a_section_with_every_line_commented_out_keeps_its_defaults(
+    tmp_path: Path, section: str
+) -> None:
+    assert load_run(written(tmp_path, SMALL_RUN + section)).config.schedule.warmup_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("optimizer.lr=abc", "optimizer.lr = 'abc': a number is wanted"),
+        ("optimizer.lr=true", "optimizer.lr = true: a number is wanted"),
+        ("optimizer.lr=null", "optimizer.lr = null: a number is wanted"),
+        ("optimizer.lr=[1]", "optimizer.lr = [1]: a number is wanted"),
+        ("optimizer.lr=0", "optimizer.lr = 0: more than 0 is wanted"),
+        ("optimizer.lr=.inf", "optimizer.lr = .inf: a finite number is wanted"),
+        ("optimizer.lr=.nan", "optimizer.lr = .nan: a finite number is wanted"),
+        ("optimizer.lr=", "optimizer.lr = null: a number is wanted"),
+        ("optimizer.betas=[0.9]", "optimizer.betas = [0.9]: too few values"),
+        ("optimizer.betas=[0.9, 1]", "optimizer.betas = [0.9, 1]: less than 1 is wanted"),
+        ("run.steps=2.5", "run.steps = 2.5: a whole number is wanted"),
+        ("run.steps='2.5'", "run.steps = '2.5': a whole number is wanted"),
+        ("run.steps=true", "run.steps = true: a number is wanted"),
+        ("run.steps=null", "run.steps = null: a whole number is wanted"),
+        ("run.steps=0", "run.steps = 0: at least 1 is wanted"),
+        ("run.seed=[1]", "run.seed = [1]: a whole number is wanted"),
+        ("model.vocabulary=many", "'many': a whole number of at least 1 is wanted, or auto"),
+        ("checkpoint.keep_remote=1", "= 1: a whole number of at least 2 is wanted, or all"),
+        ("data.include=a", "data.include = 'a': a list is wanted, such as [a, b]"),
+        ("data.source=", "data: source is missing: give it, or a mixture of several sources"),
+        ("data.validation_fraction=2", "data.validation_fraction = 2: at most 1 is wanted"),
+        ("precision.tf32=maybe", "precision.tf32 = 'maybe': true or false is wanted"),
+        ("zero.stage=4", "zero.stage = 4: one of 0, 1, 2, 3, auto is wanted"),
+        (
+            "schedule.kind=cosin",
+            "schedule.kind = 'cosin': one of cosine, one_cycle, warm_restarts, constant is "
+            "wanted. Did you mean cosine?",
+        ),
+        (
+            "run.name=../x",
+            "run.name = '../x': a run's name is letters, digits, '.', '_' and '-', at most 100",
+        ),
+        ("checkpoint.drain_minutes=180", "drain_minutes = 180: at most 100 is wanted"),
+        ("evaluation.tasks=[a.json]", "a task is NAME=FILE.jsonl, as hellaswag="),
+        ("log.sample_seconds=0.1", "0, or at least 0.5 is wanted"),
+        ("log.sample_seconds=-1", "at least 0 is wanted"),
+        ("cost.budget_usd=100", "cost: budget_usd needs per_hour_usd"),
+        ("cost.credit_usd=100", "cost: credit_usd needs per_hour_usd"),
+        ("tracking.histogram_interval=9", "tracking: histogram_interval needs wandb or tensorboar"),
+        ("tracking.openmetrics=node/run.txt", "a file that ends in .prom is wanted"),
+        *(
+            (f"tracking.wandb={project}", "PROJECT or ENTITY/PROJECT is wanted")
+            for project in ("''", "/demo", "a/b/c", "a b", "team/", "demo#1")
+        ),
+        ("batch.accumulation=2", "batch: give either accumulation or windows"),
+        (
+            "precision.fp8=rowwise; precision.dtype=fp32",
+            "precision: fp8: rowwise needs dtype: bf16",
+        ),
+        ("zero.stage=2; zero.offload_parameters=cpu", "zero: offload_parameters needs stage: 3"),
+        ("zero.offload_optimizer=nvme", "zero: an offload to nvme needs nvme_path"),
+        ("data.source=a; data.bpe_folder=b; data.tokenizer=bytes", "data: bpe_folder holds gpt2's"),
+        ("data.source=a; data.mask_documents=on", "data: mask_documents needs document_id"),
+        (
+            "data.source=a; data.mask_documents=on; data.document_id=3; data.separator_id=4",
+            "by document_id = 3, but rows are separated by separator_id = 4",
+        ),
+        # settings of different sections
+        ("schedule.warmup_steps=100", "= 100: the warmup must end before run.steps = 100."),
+        (
+            "schedule.kind=warm_restarts; schedule.cycle_steps=3; schedule.warmup_steps=3",
+            "schedule.cycle_steps = 3: a cycle must be longer than schedule.warmup_steps = 3",
+        ),
+        ("batch.micro=3", "batch.windows = 8: not a multiple of batch.micro = 3"),
+        (
+            "checkpoint.async=true; zero.offload_optimizer=nvme; zero.nvme_path=/x",
+            "checkpoint.async = true: zero.offload_optimizer = nvme keeps states on the drive",
+        ),
+        ("evaluation.sample_prompt=Hi", "tokens by data.tokenizer, which is unknown."),
+        ("evaluation.tasks=[a.jsonl]", "tokens by data.tokenizer, which is unknown."),
+        # settings and the files that they name
+        ("model.sequence_length=65", "model.sequence_length = 65: gpt2_tiny goes up to 64."),
+        ("model.preset=gpt2_tini", "model.preset = 'gpt2_tini': no file gpt2_tini.json. Did you"),
+        ("zero.fragment=nvm", "zero.fragment = 'nvm': no file nvm.json. Did you mean nvme?"),
+        ("zero.fragment=nvme", "offload_optimizer is of use only with zero.offload_optimizer"),
+        # names
+        ("model.lr=1", "model.lr is not a setting. Did you mean optimizer.lr?"),
+        ("optimizer.lr.a=3", "optimizer.lr.a is not a setting. optimizer.lr takes a value of its"),
+        ("optimizer.eps.a=3", "optimizer.eps.a is not a setting. optimizer.eps takes a value of"),
+        ("optimiser.lr=1", "optimiser is not a section. Did you mean optimizer?"),
+        ("lr=1", "'lr=1' is not an override. Write section.key=value"),
+        ("optimizer.lr", "'optimizer.lr' is not an override."),
+        ("data.source=[", "data.source = '[': not YAML"),
+    ],
+)
+def test_a_wrong_override_says_what_was_wanted(
+    tmp_path: Path, overrides: str, message: str
+) -> None:
+    [problem] = problems(written(tmp_path), *overrides.split("; "))
+    assert message in problem
+    assert problem.startswith(("command line: ", str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            "  lr:",
+            "  learning_rate: 1\n  lr:",
+            ":12: optimizer.learning_rate is not a setting. Did",
+        ),
+        ("3e-4", "abc", ":12: optimizer.lr = 'abc': a number is wanted"),
+        ("3e-4", "{a: 3}", ":12: optimizer.lr = {a: 3}: a number is wanted"),
+        ("windows: 8", "windows: 8\n  accumulation: 2", ":6: batch: give either accumulation or"),
+        ("3e-4", "3e-4\n  lr: 1", ":13: optimizer.lr is set twice, first on line 12. Keep one."),
+        ("run:", "log: 7\nrun:", ":1: log is a section: write its settings below it"),
+        ("run:", "zzz:\nrun:", ":1: zzz is not a section. There are run, model, batch"),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_said_with_its_line(
+    tmp_path: Path, before: str, after: str, message: str
+) -> None:
+    file = written(tmp_path, SMALL_RUN.replace(before, after, 1))
+    [problem] = problems(file)
+    assert problem.startswith(f"{file}{message}")
+
+
+def test_all_problems_come_at_once_in_reading_order(tmp_path: Path) -> None:
+    text = SMALL_RUN.replace("gpt2_tiny", "gpt2_tinu").replace("micro: 2", "batch_size: 2")
+    file = written(tmp_path, text.replace("3e-4", "fast") + "warmup: 3\n")
+    assert [line.partition(": ")[0] for line in problems(file, "log.every=2")] == [
+        f"{file}:4",  # the preset
+        f"{file}:7",  # batch_size
+        f"{file}:12",  # lr
+        f"{file}:13",  # warmup
+        f"{file}",  # batch.micro is missing
+        "command line",
+    ]
+
+
+def test_a_misspelt_name_hides_no_problem_of_settings_that_must_fit(tmp_path: Path) -> None:
+    text = SMALL_RUN.replace("windows: 8", "windows: 9\n  acumulation: 1")
+    file = written(tmp_path, text.replace("length: 64", "length: 65"))
+    assert [line.partition(": ")[2].partition(":")[0] for line in problems(file)] == [
+        "model.sequence_length = 65",
+        "batch.windows = 9",
+        "batch.acumulation is not a setting. Did you mean batch.accumulation?",
+    ]
+
+
+def test_missing_settings_are_named_even_of_a_missing_section(tmp_path: Path) -> None:
+    file = written(tmp_path, SMALL_RUN.partition("batch:")[0])
+    assert problems(file) == [
+        f"{file}: batch.micro is missing",
+        f"{file}: data: source is missing: give it, or a mixture of several sources",
+        f"{file}: optimizer.lr is missing",
+    ]
+    file = written(tmp_path, name="no name.yaml")
+    assert problems(file)[0].startswith(f"{file}: run.name = 'no name' (from the file's name): a ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", ":1: sections are wanted"),
+        ("- a\n", ":1: sections are wanted"),
+        ("run:\n  steps: [1\nmodel: 2\n", ":3: not YAML"),
+        ("run:\n\tsteps: 1\n", ":2: not YAML"),
+        ("run:\n  steps: !!python/name:os.system 1\n", ":2: not YAML"),
+        ("run:\n  steps: &a [*a]\n", ":2: not YAML"),
+        ("run:\n  steps: \x01\n", ": not YAML"),
+    ],
+)
+def test_a_file_that_is_no_run_says_where(tmp_path: Path, text: str, message: str) -> None:
+    file = written(tmp_path, text)
+    assert f"{file}{message}" in problems(file)[0]
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_bytes(b"run: \xff\xfe")
+    assert problems(file) == [f"{file}: not UTF-8 text (byte 5). Is it a run file?"]
+
+
+def test_what_a_fragment_may_not_hold_names_its_file(tmp_path: Path) -> None:
+    fragment = tmp_path / "own.json"
+    fragment.write_text('{"zero_optimization": {"stage": 2}}')
+    file = written(tmp_path, SMALL_RUN + f"zero:\n  fragment: {fragment}\n")
+    assert problems(file) == [
+        f"{fragment}: zero_optimization.stage belongs to the run file: set zero.stage there "
+        "and leave it out here."
+    ]
+
+
+def test_settings_are_read_without_the_files_they_name(tmp_path: Path) -> None:
+    file = written(tmp_path, SMALL_RUN.replace("gpt2_tiny", "gone"))
+    assert read_run(file).model.preset == "gone"
+    with pytest.raises(ConfigError, match="at least 1"):
+        read_run(file, ["run.steps=0"])
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "messages"),
+    [
+        ("ten_tiny", "data.mask_documents=on; data.document_id=0", ["(ten) has no att"]),
+        ("ten_tiny", "precision.fp8=tensorwise", ["is made for gpt2 and gpt_neox"]),
+        (
+            "odd",
+            "precision.fp8=tensorwise",
+            [
+                "odd is 100 wide",
+                "odd's feed-forward part is 200 wide",
+                "model.sequence_length is 60",
+            ],
+        ),
+    ],
+)
+def test_what_a_shape_does_not_allow_is_said(
+    tmp_path: Path, preset: str, overrides: str, messages: list[str]
+) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "odd.json").write_text(
+        '{"model_type": "gpt2", "vocab_size": 9, "n_embd": 100, "n_inner": 200, "n_layer": 1, '
+        '"n_head": 1, "n_positions": 64}'
+    )
+    (tmp_path / "runs").mkdir()
+    text = SMALL_RUN.replace("gpt2_tiny", preset).replace("length: 64", "length: 60")
+    found = problems(written(tmp_path / "runs", text), *overrides.split("; "))
+    assert len(found) == len(messages)
+    for problem, message in zip(found, messages, strict=True):
+        assert message in problem
+
+
+def test_settings_at_their_limit_fit(tmp_path: Path) -> None:
+    overrides = ["schedule.warmup_steps=99", "data.document_id=511", "precision.fp8=rowwise"]
+    overrides += ["data.mask_documents=true", "data.tokenizer=gpt2", "data.bpe_folder=bpe"]
+    load_run(written(tmp_path), [*overrides, "evaluation.tasks=[hellaswag=a.jsonl]"])
+    [problem] = problems(written(tmp_path), "evaluation.tasks=[a.jsonl]", "data.tokenizer=gpt2")
+    assert "the files of gpt2. Name their folder by data.bpe_folder" in problem
+
+
+# Mixtures
+
+
+def test_each_source_has_its_settings_and_the_rest_of_the_section(tmp_path: Path) -> None:
+    file = written(tmp_path, MIXTURE)
+    config = load_run(file).config
+    data = config.data
+    assert {name: one.weight for name, one in data.mixture.items()} == {"web": 0.7, "code": 0.3}
+    web, code = data.of_source("web"), data.of_source("code")
+    assert (web.source, web.exclude, web.pad_id) == ("gs://tokens/web", ("draft*",), None)
+    assert (web.validation_files, web.validation_fraction) == ((), 0.25)
+    assert (code.source, code.exclude, code.pad_id) == ("12", (), 0)
+    assert (code.validation_files, code.validation_fraction) == (("val*",), 0.0)
+    assert not web.mixture
+    assert load_run(written(tmp_path, render_run(config))).config == config
+
+
+def test_a_part_of_a_mixture_or_all_of_it_is_overridden(tmp_path: Path) -> None:
+    file = written(tmp_path, MIXTURE)
+    loaded = load_run(file, ["data.mixture.web.weight=5e-1"])
+    assert loaded.config.data.mixture["web"].weight == 0.5
+    assert loaded.config.data.mixture["web"].source == "gs://tokens/web"
+    assert loaded.changes == [Change("data.mixture.web.weight", "0.7", "5e-1")]
+    whole = "data.mixture={only: {source: x, weight: 1}}"
+    loaded = load_run(file, ["data.mixture.web.weight=2", whole])
+    assert list(loaded.config.data.mixture) == ["only"]
+    assert [change.key for change in loaded.changes] == ["data.mixture"]
+    data = load_run(file, ["data.mixture={}", "data.source=x"]).config.data
+    assert (data.source, data.mixture) == ("x", {})
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            "weight: 0.7",
+            "weigth: 0.7",
+            "10: data.mixture.web.weigth is not a setting. Did you mean data.mixture.web.weight?",
+        ),
+        (
+            "weight: 0.7",
+            "weight: 1\n      fetch_threads: 2",
+            "11: data.mixture.web.fetch_threads is not a setting. data.mixture.web has source, "
+            "weight, include, exclude, validation_files, dtype, pad_id.",
+        ),
+        ("weight: 0.7", "weight: -1", "10: data.mixture.web.weight = -1: more than 0 is wanted"),
+        ("      weight: 0.7\n", "", "8: data.mixture.web.weight is missing"),
+        (
+            "weight: 0.7",
+            "weight: 1\n      weight: 2",
+            "11: data.mixture.web.weight is set twice, first on line 10. Keep one.",
+        ),
+        ("[val*]", "val", "11: data.mixture.code.validation_files = 'val': a list is wanted"),
+        ("web:", "we b:", "8: data.mixture.we b: a source's name is letters, digits and '_'"),
+        ("  mixture:", "  source: x\n  mixture:", "4: data: source and mixture are both set"),
+        ("  mixture:", "  prepare: python_stdlib\n  mixture:", "4: data: prepare fills"),
+        ("web:", "web: &a\n      x: *a", "8: not YAML: an alias stands for what contains it."),
+        (
+            MIXTURE[MIXTURE.index("    web:") : MIXTURE.index("optimizer")],
+            "",
+            "4: data: source is missing",
+        ),
+        (
+            "draft*]",
+            "draft*]\n  validation_files: [v*]",
+            "4: data: validation_files and validation_fraction are both set",
+        ),
+    ],
+)
+def test_what_is_wrong_inside_a_mixture_is_said_with_its_line(
+    tmp_path: Path, before: str, after: str, message: str
+) -> None:
+    file = written(tmp_path, MIXTURE.replace(before, after, 1))
+    assert any(problem.startswith(f"{file}:{message}") for problem in problems(file))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.mixture.web.weight=x", "data.mixture.web.weight = 'x': a number is wanted"),
+        (
+            "data.mixture.web.wieght=1",
+            "data.mixture.web.wieght is not a setting. Did you mean data.mixture.web.weight?",
+        ),
+        ("data.mixture.wbe.weight=1", "data.mixture.wbe.source is missing. Did you mean web?"),
+        ("data.mixture=3", "data.mixture = 3: a group of settings is wanted"),
+        ("data.mixture.web=3", "data.mixture.web = 3: a group of settings is wanted"),
+        ("data.mixtur.web.weight=3", "data.mixtur is not a setting. Did you mean data.mixture?"),
+        ("data.mixture.web.weight.a=3", "data.mixture.web.weight takes a value of its own."),
+    ],
+)
+def test_a_wrong_override_inside_a_mixture_is_one_problem(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    [problem] = problems(written(tmp_path, MIXTURE), override)
+    assert problem.startswith("command line: ")
+    assert problem.endswith(message)
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("optimizer.learning_rate", "Did you mean optimizer.lr?"),
+        ("optimizer.weight_deacy", "Did you mean optimizer.weight_decay?"),
+        ("batch.gradient_accumulation_steps", "Did you mean batch.accumulation?"),
+        ("optimizer.warmup_steps", "Did you mean schedule.warmup_steps?"),
+        ("run.interval", "mean checkpoint.interval or evaluation.interval or log.interval?"),
+        ("log.zzz", "log.zzz is not a setting. log has interval, sample_seconds."),
+        ("training", "Did you mean run?"),
+        ("max_steps", "Did you mean run.steps?"),
+        ("zzz", "There are run, model, batch"),
+    ],
+)
+def test_an_unknown_name_points_to_its_place(name: str, hint: str) -> None:
+    assert hint in unknown_name(tuple(name.split(".")))
+    assert "Write lr below optimizer:." in unknown_name(("optimizer.lr",))
+
+
+def test_every_synonym_leads_to_a_setting_and_hides_none() -> None:
+    for synonym, meant in SYNONYMS.items():
+        section, _, key = meant.partition(".")
+        assert key in settings_in((section,)), synonym
+    assert set(SECTION_SYNONYMS.values()) <= set(SECTIONS)
+    assert not set(SECTION_SYNONYMS) & set(SECTIONS)
+
+
+def test_files_are_found_by_name_beside_the_run_or_in_the_repository(tmp_path: Path) -> None:
+    demo = REPOSITORY_CONFIG / "runs" / "demo.yaml"
+    assert find_config("runs", "demo") == find_config("runs", "demo.yaml") == demo
+    own = tmp_path / "models" / "gpt2_tiny.json"
+    own.parent.mkdir()
+    own.touch()
+    assert find_config("models", own) == own
+    beside = tmp_path / "runs" / "mine.yaml"
+    assert find_config("models", "gpt2_tiny", beside=beside) == own
+    assert find_config("models", "neox_tiny", beside=beside).parent == REPOSITORY_CONFIG / "models"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("deepspeed", "nvmee", "no file nvmee.json. Did you mean nvme? There are gather_once_a_st"),
+        ("runs", "prodution_8gpu", "Did you mean production_8gpu?"),
+        ("runs", "elsewhere/demo.yaml", "no file elsewhere/demo.yaml"),
+    ],
+)
+def test_a_missing_file_names_a_near_one_and_all_there_are(
+    kind: Any, name: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as failure:
+        find_config(kind, name)
+    assert message in str(failure.value)
+
+
+# Runs that are written
+
+
+def test_the_odd_line_break_of_unicode_reads_back_as_itself(tmp_path: Path) -> None:
+    config = load_run(written(tmp_path), ['data.source="a\\x85b"']).config
+    assert config.data.source == "a\x85b"
+    assert load_run(written(tmp_path, render_run(config))).config == config
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+numbers = st.floats(min_value=1e-12, max_value=1e12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    source=texts,
+    name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True),
+    globs=st.lists(texts, max_size=3),
+    lr=numbers,
+    price=st.none() | numbers,
+)
+def test_a_rendered_run_reads_back_equal(
+    tmp_path_factory: pytest.TempPathFactory,
+    source: str,
+    name: str,
+    globs: list[str],
+    lr: float,
+    price: float | None,
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    config = load_run(written(folder)).config
+    config = config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"name": name}),
+            "data": config.data.model_copy(update={"source": source, "include": tuple(globs)}),
+            "optimizer": config.optimizer.model_copy(update={"lr": lr}),
+            "cost": config.cost.model_copy(update={"per_hour_usd": price}),
+        }
+    )
+    resolved = folder / "run.yaml"
+    resolved.write_text(render_run(config), encoding="utf-8")
+    assert load_run(resolved).config == config
