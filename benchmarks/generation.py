@@ -20,10 +20,9 @@ import torch
 from measuring import ROOT, Column, Record, say, table, write_report
 
 from refocused.config.model_shape import load_shape
-from refocused.evaluate.generation import generate
+from refocused.evaluate.generation import Sampling, generate
 from refocused.evaluate.load_model import LoadedModel
 from refocused.evaluate.model_weights import network_class
-from refocused.evaluate.sampling import Sampling
 from refocused.models.families import transformers_config
 from refocused.tokenizers.encoders import BYTES, BYTES_VOCABULARY, TokenizerChoice
 from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file

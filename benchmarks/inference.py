@@ -138,9 +138,9 @@ def export(step: Path, out: Path, *, compare: bool) -> float:
     """Export a step; return the size of its largest tensor in float32, in MiB."""
     from refocused.checkpoints.step.step_directory import read_step
     from refocused.evaluate.export import export_step
-    from refocused.evaluate.model_weights import open_model_weights
+    from refocused.evaluate.model_weights import ModelWeights
 
-    weights = open_model_weights(read_step(step))
+    weights = ModelWeights(read_step(step))
     export_step(weights, out, tokenizer=None, compare=compare)
     return max(4 * int(np.prod(shape)) for shape in weights.shapes.values()) / 2**20
 

@@ -61,7 +61,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     if arguments.out.expanduser().exists():
         raise ConfigError(f"{arguments.out} exists already. Remove it, or name another folder.")
     from refocused.evaluate.export import export_step
-    from refocused.evaluate.model_weights import open_model_weights, tokenizer_of
+    from refocused.evaluate.model_weights import ModelWeights, tokenizer_of
     from refocused.tokenizers.encoders import TokenizerChoice
 
     named = arguments.tokenizer
@@ -69,14 +69,14 @@ def run_export(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     step = local_step(arguments.step, arguments)
     _say(f"verifying {step.path}")
-    weights = open_model_weights(step)
+    weights = ModelWeights(step)
     exported = export_step(
         weights,
         arguments.out.expanduser(),
         tokenizer=None if arguments.no_tokenizer else tokenizer_of(weights, choice),
         dtype=arguments.dtype,
         compare=not arguments.no_compare,
-        say=_say,
+        report=_say,
     )
     seconds = time.monotonic() - started
     if arguments.json:

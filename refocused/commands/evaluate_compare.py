@@ -31,8 +31,8 @@ from refocused.system.errors import CheckpointError, ConfigError, ExitCode, Refo
 
 if TYPE_CHECKING:
     from refocused.evaluate.comparison import SpeedRow
+    from refocused.evaluate.model_weights import Dtype
     from refocused.evaluate.multiple_choice import Measure
-    from refocused.evaluate.safetensors_files import Dtype
     from refocused.evaluate.score_model import TimedResult
     from refocused.system.world import World
 

@@ -39,7 +39,7 @@ def add_spectrum_arguments(parser: Parser) -> None:
 def run_spectrum(arguments: argparse.Namespace) -> int:
     """Print the shortest, median and longest horizon of every part, and draw them if asked."""
     check_picture(arguments.picture)
-    from refocused.evaluate.spectrum_picture import draw_spectrum, spectra
+    from refocused.evaluate.comparison import draw_spectrum, spectra
 
     modules = spectra(network_of(arguments.model, arguments, dtype="fp32"))
     parts: list[Mapping[str, float | str]] = [

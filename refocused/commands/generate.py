@@ -27,9 +27,8 @@ from refocused.commands.run_selection import (
 from refocused.system.errors import CheckpointError, ConfigError, ExitCode, RefocusedError
 
 if TYPE_CHECKING:
-    from refocused.evaluate.generation import Answer, Generated
+    from refocused.evaluate.generation import Answer, Generated, Sampling
     from refocused.evaluate.load_model import LoadedModel
-    from refocused.evaluate.sampling import Sampling
 
 
 def pick_step(arguments: argparse.Namespace) -> str:
@@ -205,7 +204,7 @@ def _decoded(content: bytes, where: str) -> str:
 
 
 def _sampling(arguments: argparse.Namespace) -> Sampling:
-    from refocused.evaluate.sampling import Sampling
+    from refocused.evaluate.generation import Sampling
 
     return Sampling(
         tokens=arguments.tokens,

@@ -1,4 +1,4 @@
-"""Cost of running a model: latency, tokens a second and memory over lengths and batches."""
+"""Compare models: speed and memory over lengths and batches, spectra, and pictures of them."""
 
 from __future__ import annotations
 
@@ -10,44 +10,38 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
 from refocused.config.model_shape import ModelShape
-from refocused.evaluate.load_model import be_quiet
-from refocused.evaluate.model_weights import network_class
+from refocused.evaluate.load_model import hide_progress_bars
+from refocused.evaluate.model_weights import TORCH_DTYPES, Dtype, network_class
 from refocused.evaluate.multiple_choice import Measure
-from refocused.evaluate.safetensors_files import TORCH_DTYPES, Dtype
 from refocused.models.families import transformers_config
+from refocused.models.resonance.resonators import Resonators, grid
+from refocused.models.ten.cells import TenCells
+from refocused.models.ten.scan import Spectrum
+from refocused.system.errors import ConfigError
 
 REPEATS = 3
+BINS = 30  # of the histogram of horizons
 CLEAR_PEAK = Path("/proc/self/clear_refs")
 STATUS = Path("/proc/self/status")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpeedRow:
-    """One model at one length and batch.
-
-    Attributes:
-        model: Its name.
-        parameters: Of the whole model.
-        length: Tokens of each prompt.
-        batch: Prompts at once.
-        latency_seconds: Median time to read all prompts; None: they are too long for the model.
-        tokens_per_second: Prompt tokens read in a second.
-        written_per_second: Tokens written in a second after the prompts, with the model's cache;
-            None: none were, or there is no room for them.
-        memory_gib: Most memory of a pass beside the weights; None: unknown.
-    """
+    """One model at one length and batch; what is unknown or does not fit the model is None."""
 
     model: str
     parameters: int
-    length: int
-    batch: int
-    latency_seconds: float | None = None
-    tokens_per_second: float | None = None
-    written_per_second: float | None = None
-    memory_gib: float | None = None
+    length: int  # tokens of each prompt
+    batch: int  # prompts at once
+    latency_seconds: float | None = None  # median, to read all prompts
+    tokens_per_second: float | None = None  # read
+    written_per_second: float | None = None  # tokens after the prompts, with the model's cache
+    memory_gib: float | None = None  # most of a pass, beside the weights
 
 
 def measure_speed(
@@ -63,24 +57,29 @@ def measure_speed(
 
     Args:
         name: Of the model.
-        network: transformers' model, in evaluation mode, where it is.
+        network: transformers' model, in evaluation mode, on its device.
         lengths: Tokens of a prompt.
         batches: Prompts at once.
         new_tokens: Tokens to write after each prompt; below 2: none.
         clock: Seconds.
     """
     longest = getattr(network.config, "max_position_embeddings", None)
+    draw = torch.Generator()
     for length in sorted(lengths):
         for batch in sorted(batches):
             row = SpeedRow(name, network.num_parameters(), length, batch)
             if longest is not None and length > longest:
                 yield row
                 continue
-            ids = _ids(network, length, batch)
+            shape = (batch, length)
+            ids = torch.randint(network.config.vocab_size, shape, generator=draw.manual_seed(0))
+            ids = ids.to(network.device)
             written = None
             if new_tokens > 1 and (longest is None or length + new_tokens <= longest):
                 written = _writing_rate(network, ids, new_tokens, clock)
-            memory_bytes, seconds = _reading(network, ids, clock)
+            read = functools.partial(_read, network, ids)
+            memory_bytes = _peak_bytes(ids.device, read)
+            seconds = _median_seconds(read, clock)
             yield dataclasses.replace(
                 row,
                 latency_seconds=seconds,
@@ -90,30 +89,16 @@ def measure_speed(
             )
 
 
-def _ids(network: Any, length: int, batch: int) -> torch.Tensor:
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(network.config.vocab_size, (batch, length), generator=draw)
-    return ids.to(network.device)
-
-
-def _reading(
-    network: Any, ids: torch.Tensor, clock: Callable[[], float]
-) -> tuple[int | None, float]:
-    """Return the peak memory of a pass, and the median time of several after the first."""
-
-    def read() -> None:
-        with torch.inference_mode():
-            network(input_ids=ids, use_cache=False)
-        _finish(ids.device)
-
-    memory = _peak_bytes(ids.device, read)
-    return memory, statistics.median(_timed(read, clock) for _ in range(REPEATS))
+def _read(network: Any, ids: Tensor) -> None:
+    with torch.inference_mode():
+        network(input_ids=ids, use_cache=False)
+    _finish(ids.device)
 
 
 def _writing_rate(
-    network: Any, ids: torch.Tensor, new_tokens: int, clock: Callable[[], float]
+    network: Any, ids: Tensor, new_tokens: int, clock: Callable[[], float]
 ) -> float | None:
-    """Return the tokens written in a second, reading the prompts left out; None: too short."""
+    """Return the tokens written a second, without the reading; None: too few to measure."""
 
     def write(count: int) -> None:
         network.generate(
@@ -127,19 +112,19 @@ def _writing_rate(
         _finish(ids.device)
 
     write(1)
-    reading, whole = (
-        statistics.median(_timed(functools.partial(write, count), clock) for _ in range(REPEATS))
-        for count in (1, new_tokens)
-    )
+    reading = _median_seconds(lambda: write(1), clock)
     # The first token comes with the reading. On a busy machine the rest may drown in noise.
-    seconds = whole - reading
+    seconds = _median_seconds(lambda: write(new_tokens), clock) - reading
     return len(ids) * (new_tokens - 1) / seconds if seconds > 0 else None
 
 
-def _timed(action: Callable[[], None], clock: Callable[[], float]) -> float:
-    began = clock()
-    action()
-    return clock() - began
+def _median_seconds(action: Callable[[], None], clock: Callable[[], float]) -> float:
+    times = []
+    for _ in range(REPEATS):
+        began = clock()
+        action()
+        times.append(clock() - began)
+    return statistics.median(times)
 
 
 def _finish(device: torch.device) -> None:
@@ -171,23 +156,86 @@ def _resident_bytes(name: str) -> int:
 
 def random_network(shape: ModelShape, *, dtype: Dtype) -> Any:
     """Build a model of a shape with random weights, in evaluation mode, on the CPU."""
-    be_quiet()
+    hide_progress_bars()
     config = transformers_config(shape.settings, vocabulary=shape.vocabulary, dropout=0.0)
     return network_class(config)(config).to(TORCH_DTYPES[dtype]).eval()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModuleSpectrum:
+    """The modes of one module of a model, now and at the start; horizons in its own tokens."""
+
+    name: str
+    now: Spectrum
+    start: Spectrum
+
+    def summary(self) -> dict[str, float]:
+        """Return the modes' number, their horizons in tokens and frequencies in radians a token."""
+        horizons, frequencies = self.now.horizon_tokens.detach(), self.now.frequency.detach()
+        return {
+            "modes": len(horizons),
+            "shortest_tokens": float(horizons.min()),
+            "median_tokens": float(horizons.median()),
+            "longest_tokens": float(horizons.max()),
+            "lowest_frequency": float(frequencies.min()),
+            "median_frequency": float(frequencies.median()),
+            "highest_frequency": float(frequencies.max()),
+        }
+
+
+def spectra(model: nn.Module) -> list[ModuleSpectrum]:
+    """Return the spectra of a model on the CPU, in its order.
+
+    Raises:
+        ConfigError: It has none, but attention.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, TenCells):
+            found.append(ModuleSpectrum(name, module.spectrum(), module.initial_spectrum()))
+        elif isinstance(module, Resonators):
+            now, (decay, frequency) = module.spectrum(), grid(module.count, module.max_length)
+            found.append(ModuleSpectrum(name, Spectrum(*now), Spectrum(-decay, frequency)))
+    if not found:
+        raise ConfigError(
+            "This model has no spectrum: its positions meet by attention. The families resonance "
+            "and ten have one."
+        )
+    return found
+
+
+def draw_spectrum(modules: Sequence[ModuleSpectrum], file: Path, *, title: str) -> None:
+    """Write a PNG with frequency over horizon of every mode, and the horizons beside the first."""
+
+    def numbers(tensors: Sequence[Tensor]) -> np.ndarray:
+        return np.concatenate([tensor.detach().cpu().numpy() for tensor in tensors])
+
+    now = numbers([one.now.horizon_tokens for one in modules])
+    start = numbers([one.start.horizon_tokens for one in modules])
+    frequencies = numbers([one.now.frequency for one in modules])
+    owners = np.repeat(np.arange(len(modules)), [len(one.now.frequency) for one in modules])
+    figure, (places, counts) = _panels(2, height=4.5)
+    points = places.scatter(now, frequencies, c=owners, s=6, cmap="viridis")
+    figure.colorbar(points, ax=places, label="part of the model (first to last)")
+    places.set(xscale="log", xlabel="horizon (tokens)", ylabel="frequency (radians a token)")
+    bins = np.geomspace(1, max(now.max(), start.max()), BINS).tolist()
+    counts.hist(now, bins=bins, label="now")
+    counts.hist(start, bins=bins, histtype="step", label="start")
+    counts.set(xscale="log", xlabel="horizon (tokens)", ylabel="modes")
+    counts.legend()
+    figure.suptitle(title)
+    figure.savefig(file, format="png", dpi=120)
 
 
 def draw_scores(
     rows: Mapping[str, Mapping[str, Measure]], file: Path, *, steps: Mapping[str, int]
 ) -> None:
-    """Write each measure over the models as a PNG, with standard errors.
+    """Write a PNG with each measure over the models, with standard errors.
 
     Args:
-        rows: For each model the measures by what they are called.
-        file: Where the picture goes.
+        rows: For each model the measures by name.
+        file: The PNG.
         steps: Step of each model; where one has none, models stand side by side by name.
-
-    Raises:
-        OSError: The file cannot be written.
     """
     names = list(dict.fromkeys(name for measures in rows.values() for name in measures))
     figure, panels = _panels(len(names))
@@ -197,22 +245,16 @@ def draw_scores(
         places = [steps[model] for model in known] if over_steps else list(range(len(known)))
         values = [measure.value for measure in known.values()]
         errors = [measure.standard_error or 0.0 for measure in known.values()]
-        axes.errorbar(
-            places, values, yerr=errors, marker="o", capsize=3, linestyle="-" if over_steps else ""
-        )
-        axes.set_title(name)
-        axes.set_xlabel("step" if over_steps else "model")
+        line = "-" if over_steps else ""
+        axes.errorbar(places, values, yerr=errors, marker="o", capsize=3, linestyle=line)
+        axes.set(title=name, xlabel="step" if over_steps else "model")
         if not over_steps:
             axes.set_xticks(places, list(known), rotation=30, ha="right")
     _save(figure, file)
 
 
 def draw_speed(rows: Sequence[SpeedRow], file: Path) -> None:
-    """Write latency, tokens a second and memory over the length as a PNG.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write a PNG with latency, tokens a second and memory over the length."""
     columns = {
         "latency_seconds": "latency, s",
         "tokens_per_second": "tokens read a second",
@@ -224,29 +266,25 @@ def draw_speed(rows: Sequence[SpeedRow], file: Path) -> None:
         for model, batch in dict.fromkeys((row.model, row.batch) for row in rows):
             own = [row for row in rows if (row.model, row.batch) == (model, batch)]
             known = [row for row in own if getattr(row, column)]  # a logarithm has no zero
-            axes.plot(
-                [row.length for row in known],
-                [getattr(row, column) for row in known],
-                marker="o",
-                label=f"{model}, batch {batch}",
-            )
+            lengths = [row.length for row in known]
+            values = [getattr(row, column) for row in known]
+            axes.plot(lengths, values, marker="o", label=f"{model}, batch {batch}")
         if any(getattr(row, column) for row in rows):
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
-        else:  # of no value matplotlib makes no logarithmic axis
+        else:  # matplotlib cannot scale an empty logarithmic axis
             axes.text(0.5, 0.5, "unknown", ha="center", transform=axes.transAxes)
-        axes.set_xlabel("tokens of a prompt")
-        axes.set_title(label)
+        axes.set(title=label, xlabel="tokens of a prompt")
     panels[0].legend(fontsize="small")
     _save(figure, file)
 
 
-def _panels(count: int) -> tuple[Any, list[Any]]:
+def _panels(count: int, *, height: float = 3.6) -> tuple[Any, list[Any]]:
     """Return a figure with so many axes, two a row."""
     from matplotlib.figure import Figure
 
     rows = (count + 1) // 2
-    figure = Figure(figsize=(11, 3.6 * rows), layout="constrained")
+    figure = Figure(figsize=(11, height * rows), layout="constrained")
     panels = list(figure.subplots(rows, 2, squeeze=False).flat)
     for axes in panels[count:]:
         axes.remove()

@@ -1,29 +1,32 @@
-"""Export a checkpoint to a transformers folder: written piece by piece, checked, renamed."""
+"""Export a checkpoint to a transformers folder: written, compared with the checkpoint, renamed."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib
+import inspect
+import json
 import math
+import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from refocused.checkpoints.resume.step_contents import checked_trainer
 from refocused.checkpoints.step.step_directory import read_mapping
 from refocused.evaluate.load_model import build_network, load_network
-from refocused.evaluate.model_weights import TRAINED_LENGTH, ModelWeights, network_class
-from refocused.evaluate.modeling_file import add_modeling_file, modeling_name
-from refocused.evaluate.safetensors_files import (
+from refocused.evaluate.model_weights import (
     TORCH_DTYPES,
+    TRAINED_LENGTH,
     Dtype,
-    StreamedTensor,
-    write_safetensors,
+    ModelWeights,
+    network_class,
 )
 from refocused.models.causal_lm import CausalLM
 from refocused.system.atomic_files import fsync_directories, fsync_path
@@ -32,51 +35,185 @@ from refocused.system.errors import CheckpointError
 CHECKED_TOKENS = 64
 STRIDE = 7919  # a prime, so that the checked tokens are spread over the vocabulary
 TOLERANCE = 1e-4  # of the largest logit, in float32: sums are ordered by the shapes of products
+FILE_BYTES = 5_000_000_000
+LEFTOVER_AGE_S = 3600.0
+PACKAGE = "refocused"
+INDEX = "model.safetensors.index.json"
+# Where transformers' files have kept an older name than its modules.
+_NAMES_IN_FILES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exported:
+    """A written export."""
+
+    folder: Path
+    bytes: int  # of all its files
+    parameters: int  # of the model, without padding rows of the vocabulary
+    logit_difference: float | None  # as a share of the largest logit; None: not compared
+
+
+def export_step(
+    weights: ModelWeights,
+    folder: Path,
+    *,
+    tokenizer: Any,
+    dtype: Dtype = "bf16",
+    file_bytes: int = FILE_BYTES,
+    compare: bool = True,
+    report: Callable[[str], None] = lambda _line: None,
+) -> Exported:
+    """Write a checkpoint as a folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
+
+    It gets its name when it is whole and compared. Writing takes the memory of one file, the
+    comparison that of the model in float32. The code of our own families goes along, made from the
+    modules that train the model, so that there is no second copy to maintain.
+
+    Args:
+        weights: Of the checkpoint, rounded to `dtype`.
+        folder: The folder to make.
+        tokenizer: transformers' tokenizer; None: the folder has none.
+        dtype: Of the files.
+        file_bytes: Most bytes of one file of weights, unless one tensor alone has more.
+        compare: Load the folder again and compare it, see `largest_difference`.
+        report: Called with the name of each stage.
+
+    Raises:
+        CheckpointError: The folder exists, cannot be written, or is not the checkpoint's model.
+    """
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists already. Remove it, or name another folder.")
+    prefix, difference = f".{folder.name}.exporting-", None
+    _remove_leftovers(folder.parent, prefix)
+    staging = folder.with_name(f"{prefix}{secrets.token_hex(4)}")
+    try:
+        staging.mkdir(parents=True)
+        report("writing the weights")
+        _write(weights, staging, tokenizer=tokenizer, dtype=dtype, file_bytes=file_bytes)
+        if compare:
+            report("loading it again, to compare")
+            difference = largest_difference(weights, staging, dtype=dtype)
+        fsync_directories(staging)
+        staging.rename(folder)
+        fsync_path(folder.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} was not written: {error.strerror or error}. What was written of it is "
+            "removed. Make room on that disk, or name another folder."
+        ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    return Exported(folder, size, _parameters(weights), difference)
+
+
+def _remove_leftovers(parent: Path, prefix: str) -> None:
+    """Remove what killed exports left, if nothing was written there for an hour."""
+    for path in parent.glob(f"{prefix}*"):
+        newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
+        if time.time() - newest > LEFTOVER_AGE_S:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _write(
+    weights: ModelWeights, folder: Path, *, tokenizer: Any, dtype: Dtype, file_bytes: int
+) -> None:
+    from transformers import GenerationConfig
+
+    config = _config(weights, tokenizer, dtype=dtype)
+    _write_weights(weights, folder, dtype=dtype, file_bytes=file_bytes)
+    add_modeling_file(config, folder)
+    config.save_pretrained(folder)
+    end = config.eos_token_id
+    GenerationConfig(bos_token_id=end, eos_token_id=end, pad_token_id=end).save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    card = folder / "README.md"
+    card.write_text(_card(weights, dtype=dtype))
+    for path in folder.iterdir():
+        shutil.copymode(card, path)  # save_file makes files that only their owner can read
+        fsync_path(path)
+
+
+def _write_weights(weights: ModelWeights, folder: Path, *, dtype: Dtype, file_bytes: int) -> None:
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    kind = TORCH_DTYPES[dtype]
+    renamed = _NAMES_IN_FILES.get(weights.config.model_type, {})
+    names = {renamed.get(name, name): name for name in weights.shapes}
+    split = split_torch_state_dict_into_shards(
+        {
+            stored: torch.empty(weights.shapes[name], dtype=kind, device="meta")
+            for stored, name in names.items()
+        },
+        max_shard_size=file_bytes,
+    )
+    for file, own in split.filename_to_tensors.items():
+        tensors = {stored: weights.tensor(names[stored], dtype=kind) for stored in own}
+        try:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # how it reports a full disk
+            raise OSError(str(error)) from error
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _config(weights: ModelWeights, tokenizer: Any, *, dtype: Dtype) -> Any:
+    """Return the configuration with what only an export says."""
+    config = type(weights.config).from_dict(weights.config.to_dict())
+    config.architectures = [network_class(config).__name__]
+    config.dtype = TORCH_DTYPES[dtype]
+    # llama.cpp's converter reads these two names, which transformers 5 no longer writes.
+    if config.model_type == "gpt2":
+        config.n_ctx = config.n_positions
+    elif config.model_type == "gpt_neox":
+        config.rotary_pct = config.rope_parameters["partial_rotary_factor"]
+    if tokenizer is not None:
+        config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
+    return config
+
+
+def _parameters(weights: ModelWeights) -> int:
+    return sum(math.prod(shape) for shape in weights.shapes.values())
 
 
 def largest_difference(weights: ModelWeights, folder: Path, *, dtype: Dtype) -> float:
-    """Load an export as anybody would; return how far its logits are from the step's own.
+    """Load an export as anybody would; return how far its logits are from the checkpoint's own.
 
-    Every tensor has to be the step's, rounded, bit for bit. The logits are compared, in float32 and
-    as a share of the largest, with those of the model that was trained: our head, padding rows
-    and all, out of weights that are rounded alike.
+    Every tensor must be the checkpoint's, rounded, bit for bit. The logits are compared, in float32
+    and as a share of the largest, with those of the model that was trained: our head, padding rows
+    and all, with weights that are rounded alike.
 
     Raises:
         CheckpointError: A tensor or the logits differ.
     """
+    kind, vocabulary = TORCH_DTYPES[dtype], int(weights.config.vocab_size)
     length = min(CHECKED_TOKENS, int(weights.config.max_position_embeddings))
-    ids = (torch.arange(length) * STRIDE % int(weights.config.vocab_size)).unsqueeze(0)
-    wanted = _logits_as_trained(weights, ids, dtype=dtype)
-    found = _logits_of_folder(weights, ids, folder, dtype=dtype)
-    difference = float((found - wanted).abs().max() / wanted.abs().max())
-    if not difference <= TOLERANCE:  # so that NaN fails too
-        raise _differs(f"its logits are {difference:.1e} of the largest one away")
-    return difference
-
-
-def _logits_as_trained(weights: ModelWeights, ids: Tensor, *, dtype: Dtype) -> Tensor:
-    """Return the logits `[1, T, V]` of the step's model, in float32."""
-    kind, inner = TORCH_DTYPES[dtype], weights.weights
-    tensors = {name: inner.tensor(name, dtype=kind).float() for name in inner.shapes}
-    network = build_network(weights.padded, tensors, dtype="fp32")
-    model = CausalLM(network, chunk_tokens=1)
+    ids = (torch.arange(length) * STRIDE % vocabulary).unsqueeze(0)
+    tensors = {
+        name: weights.tensor(name, dtype=kind, padded=True).float() for name in weights.shapes
+    }
+    trained = CausalLM(build_network(weights.padded, tensors, dtype="fp32"), chunk_tokens=1)
     with torch.no_grad():
-        return model.logits(ids)[..., : int(weights.config.vocab_size)].clone()
-
-
-def _logits_of_folder(weights: ModelWeights, ids: Tensor, folder: Path, *, dtype: Dtype) -> Tensor:
-    """Return the logits `[1, T, V]` of an export, in float32, after a look at each tensor."""
+        wanted = trained.logits(ids)[..., :vocabulary].clone()
+    del trained, tensors
     try:
         network = load_network(folder, dtype="fp32")
     except (OSError, ValueError) as error:
         raise _differs(f"transformers cannot load it ({error})") from None
-    found = dict(network.named_parameters()) | dict(network.named_buffers())
+    stored = network.state_dict()
     for name in weights.shapes:
-        if not torch.equal(found[name], weights.tensor(name, dtype=TORCH_DTYPES[dtype]).float()):
+        if not torch.equal(stored[name], weights.tensor(name, dtype=kind).float()):
             raise _differs(f"its {name} is another")
     with torch.no_grad():
-        logits: Tensor = network(ids).logits
-    return logits
+        found = network(ids).logits
+    difference = float((found - wanted).abs().max() / wanted.abs().max())
+    if not difference <= TOLERANCE:  # so that NaN fails too
+        raise _differs(f"its logits are {difference:.1e} of the largest one away")
+    return difference
 
 
 def _differs(how: str) -> CheckpointError:
@@ -86,36 +223,35 @@ def _differs(how: str) -> CheckpointError:
     )
 
 
-def model_card(weights: ModelWeights, *, dtype: Dtype, parameters: int) -> str:
-    """Write the README.md of an exported model.
-
-    Args:
-        weights: Of the step.
-        dtype: What the exported weights are rounded to.
-        parameters: Of the exported model.
-    """
-    manifest, config = weights.step.manifest, weights.config
-    step = weights.step
+def _card(weights: ModelWeights, *, dtype: Dtype) -> str:
+    """Return the README.md of an exported model."""
+    step, config = weights.step, weights.config
+    manifest = step.manifest
     trainer = checked_trainer(read_mapping(step.trainer), where=str(step.path))
-    cost = trainer["cost_usd"]
+    cost, trained = trainer["cost_usd"], getattr(config, TRAINED_LENGTH)
+    longest = config.max_position_embeddings
+    fewer = f", of {longest:,} that it takes" if trained < longest else ""
+    tokenizer = weights.settings["data"].get("tokenizer", "unknown")
     rows = {
         "run": f"{manifest.run}, step {manifest.step:,}",
         "saved": manifest.created.isoformat(timespec="seconds"),
-        "architecture": f"{config.model_type}, {parameters:,} parameters, stored as {dtype}",
-        "context": _context(config),
-        "vocabulary": f"{config.vocab_size:,} ids, {_tokenizer(weights.settings)}",
+        "architecture": (
+            f"{config.model_type}, {_parameters(weights):,} parameters, stored as {dtype}"
+        ),
+        "context": f"trained on {trained:,} tokens at once{fewer}",
+        "vocabulary": f"{config.vocab_size:,} ids, tokenizer {tokenizer}",
         "tokens": f"{manifest.tokens:,} trained on",
         "data": f"fingerprint {manifest.data_fingerprint}, order {manifest.data_order}",
-        "training loss": _loss(manifest.loss),
-        "validation loss": _loss(manifest.validation_loss),
+        "training loss": _loss_text(manifest.loss),
+        "validation loss": _loss_text(manifest.validation_loss),
         "time": f"{trainer['seconds'] / 3600:,.2f} h until this step was saved",
         "cost": "unknown" if cost is None else f"${cost:,.2f} until this step was saved",
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
     }
-    name = modeling_name(config)
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    name = _modeling_name(config)
     code = "" if name is None else f"It needs torch, transformers 5 and its code, {name}.py.\n\n"
     consent = "" if name is None else ", trust_remote_code=True"
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -138,158 +274,67 @@ tokenizer = AutoTokenizer.from_pretrained("."{consent})
 """
 
 
-def _context(config: Any) -> str:
-    trained, longest = getattr(config, TRAINED_LENGTH), config.max_position_embeddings
-    fewer = f", of {longest:,} that it takes" if trained < longest else ""
-    return f"trained on {trained:,} tokens at once{fewer}"
+def _loss_text(loss: float | None) -> str:
+    if loss is None:
+        return "not known"
+    return f"{loss:.4f} (perplexity {math.exp(min(loss, 100.0)):,.2f})"
 
 
-def _tokenizer(settings: Mapping[str, Any]) -> str:
-    return f"tokenizer {settings['data'].get('tokenizer', 'unknown')}"
+def add_modeling_file(config: Any, folder: Path) -> None:
+    """Write the code of a model that transformers lacks, and name it in its configuration.
 
-
-def _loss(loss: float | None) -> str:
-    """Write a loss in nats a token, with its perplexity."""
-    return (
-        "not known"
-        if loss is None
-        else f"{loss:.4f} (perplexity {math.exp(min(loss, 100.0)):,.2f})"
-    )
-
-
-FILE_BYTES = 5_000_000_000
-LEFTOVER_AGE_S = 3600.0
-# Where transformers' files have kept an older name than its modules.
-_NAMES_IN_FILES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Exported:
-    """What an export wrote.
-
-    Attributes:
-        folder: The transformers folder.
-        bytes: Bytes of all its files.
-        parameters: Of the model, padding rows of the vocabulary left out.
-        logit_difference: Largest difference to the step's own model, of its largest logit; None:
-            not compared.
+    With `trust_remote_code=True` transformers then loads the model without this package. The
+    configuration of a family of transformers' own stays as it is.
     """
+    import transformers
 
-    folder: Path
-    bytes: int
-    parameters: int
-    logit_difference: float | None
+    name = _modeling_name(config)
+    if name is None:
+        return
+    classes = {
+        "AutoConfig": type(config),
+        "AutoModel": transformers.MODEL_MAPPING[type(config)],
+        "AutoModelForCausalLM": network_class(config),
+    }
+    config.auto_map = {auto: f"{name}.{known.__name__}" for auto, known in classes.items()}
+    (folder / f"{name}.py").write_text(modeling_source(type(config).__module__))
 
 
-def export_step(
-    weights: ModelWeights,
-    folder: Path,
-    *,
-    tokenizer: Any,
-    dtype: Dtype = "bf16",
-    file_bytes: int = FILE_BYTES,
-    compare: bool = True,
-    say: Callable[[str], None] = lambda _line: None,
-) -> Exported:
-    """Write a step as a folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
+def _modeling_name(config: Any) -> str | None:
+    """Return the module that a model's code is written as; None: transformers has its code."""
+    is_ours = type(config).__module__.startswith(f"{PACKAGE}.")
+    return f"modeling_{config.model_type}" if is_ours else None
 
-    It appears under its name when it is whole and compared. Writing takes the memory of a piece of
-    one tensor, the comparison that of the model in float32.
 
-    Args:
-        weights: Of the step.
-        folder: The folder to make.
-        tokenizer: transformers' tokenizer; None: the folder has none.
-        dtype: What the weights are rounded to.
-        file_bytes: Most bytes of one file of weights.
-        compare: Load the folder again and compare its weights and logits with the step's.
-        say: Told each stage.
+def modeling_source(module: str) -> str:
+    """Return the source of a module, after that of all it imports from this package.
 
-    Raises:
-        CheckpointError: The folder exists, cannot be written, or is not the step's model.
+    All modules share one namespace, so none of their names may be another's (a test compares them),
+    and they must import from this package by `from refocused.x import name`, at their top.
     """
-    if folder.exists():
-        raise CheckpointError(f"{folder} exists already. Remove it, or name another folder.")
-    _clean_leftovers(folder)
-    staging = folder.with_name(f"{_staging_prefix(folder)}{secrets.token_hex(4)}")
-    try:
-        staging.mkdir(parents=True)
-        say("writing the weights")
-        _write(weights, staging, tokenizer=tokenizer, dtype=dtype, file_bytes=file_bytes)
-        if compare:
-            say("loading it again, to compare")
-        difference = largest_difference(weights, staging, dtype=dtype) if compare else None
-        fsync_directories(staging)
-        staging.rename(folder)
-        fsync_path(folder.parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder} was not written: {error.strerror or error}. What was written of it is "
-            "removed. Make room on that disk, or name another folder."
-        ) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return Exported(folder, _size(folder), _parameters(weights), difference)
+    imports: dict[str, None] = {}
+    bodies: dict[str, str] = {}
+    _collect(module, imports, bodies)
+    head = f"The code of a model that {PACKAGE} trained, made of these of its modules:"
+    title = "\n".join((f'"""{head}', "", *bodies, '"""'))
+    first = "\n".join((title, "", "from __future__ import annotations", "", *sorted(imports)))
+    return re.sub(r"\n{4,}", "\n\n\n", "\n\n\n".join((first, *bodies.values()))) + "\n"
 
 
-def _write(
-    weights: ModelWeights, folder: Path, *, tokenizer: Any, dtype: Dtype, file_bytes: int
-) -> None:
-    config = _config(weights, tokenizer, dtype=dtype)
-    names = _NAMES_IN_FILES.get(config.model_type, {})
-    tensors = [
-        StreamedTensor(names.get(name, name), shape, weights.pieces(name))
-        for name, shape in weights.shapes.items()
-    ]
-    write_safetensors(folder, tensors, dtype=dtype, file_bytes=file_bytes)
-    add_modeling_file(config, folder)
-    config.save_pretrained(folder)
-    _generation_config(config).save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    card = model_card(weights, dtype=dtype, parameters=_parameters(weights))
-    (folder / "README.md").write_text(card)
-    for path in folder.iterdir():
-        fsync_path(path)
-
-
-def _config(weights: ModelWeights, tokenizer: Any, *, dtype: Dtype) -> Any:
-    """Return the configuration with what only an export says."""
-    config = type(weights.config).from_dict(weights.config.to_dict())
-    config.architectures = [network_class(config).__name__]
-    config.dtype = TORCH_DTYPES[dtype]
-    # llama.cpp's converter reads these two names, which transformers 5 no longer writes.
-    if config.model_type == "gpt2":
-        config.n_ctx = config.n_positions
-    elif config.model_type == "gpt_neox":
-        config.rotary_pct = config.rope_parameters["partial_rotary_factor"]
-    if tokenizer is not None:
-        config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
-    return config
-
-
-def _generation_config(config: Any) -> Any:
-    from transformers import GenerationConfig
-
-    end = config.eos_token_id
-    return GenerationConfig(bos_token_id=end, eos_token_id=end, pad_token_id=end)
-
-
-def _parameters(weights: ModelWeights) -> int:
-    return sum(torch.Size(shape).numel() for shape in weights.shapes.values())
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
-
-
-def _staging_prefix(folder: Path) -> str:
-    return f".{folder.name}.exporting-"
-
-
-def _clean_leftovers(folder: Path) -> None:
-    """Remove what killed exports to this folder left, when nobody has written there for an hour."""
-    for path in folder.parent.glob(f"{_staging_prefix(folder)}*"):
-        newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
-        if time.time() - newest > LEFTOVER_AGE_S:
-            shutil.rmtree(path, ignore_errors=True)
+def _collect(module: str, imports: dict[str, None], bodies: dict[str, str]) -> None:
+    """Add a module's imports from elsewhere, and its other lines after those that it builds on."""
+    if module in bodies:
+        return
+    source = inspect.getsource(importlib.import_module(module))
+    lines = source.splitlines()
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        for number in range(node.lineno - 1, node.end_lineno or node.lineno):
+            lines[number] = ""
+        origin = str(getattr(node, "module", ""))
+        if origin.startswith(f"{PACKAGE}."):
+            _collect(origin, imports, bodies)
+        elif origin != "__future__":
+            imports[ast.unparse(node)] = None
+    bodies[module] = "\n".join(lines).strip()

@@ -1,120 +1,143 @@
-"""At a run's end its last step becomes `final_model/`, by a process that holds nothing of ours."""
+"""Export a finished run's last checkpoint to `final_model/`, in a process of its own."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
+
+import pydantic
 
 from refocused.checkpoints.step.branches import present_branch
 from refocused.config.outputs import CheckpointConfig
 from refocused.evaluate.export_copy import FOLDER
-from refocused.evaluate.make_final_model import FinalModelAnswer, FinalModelRequest, read_answer
 from refocused.system.processes import ProcessIdentity, identify, start_detached
 from refocused.system.world import World
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
-SLICE_SECONDS = 1.0  # between two looks at whether somebody wants to wait no longer
+SLICE_SECONDS = 1.0  # between two checks whether to stop waiting
 
 
+class FinalModelRequest(pydantic.BaseModel):
+    """What the process is to make, and where the copy goes."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    run: Path
+    step: Path  # the checkpoint's directory
+    token: str  # distinguishes this request's answer from others
+    bucket: str | None = None  # `gs://bucket/prefix` or a folder; None: no copy
+    prefix: str = ""  # of the copy in the bucket
+    credentials_file: Path | None = None
+    project: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where the model goes."""
+        return self.run / FOLDER
+
+    @property
+    def answer(self) -> Path:
+        """The file that gets the answer."""
+        return self.run / f"{FOLDER}.json"
+
+
+class FinalModelAnswer(pydantic.BaseModel):
+    """What has become of a request; `made` is not in the bucket, where a copy was requested."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    token: str
+    status: Literal["made", "uploaded", "failed"]
+    text: str  # the model's size, or why it failed
+
+
+def read_answer(request: FinalModelRequest) -> FinalModelAnswer | None:
+    """Return the answer to a request; None: there is none yet."""
+    try:
+        answer = FinalModelAnswer.model_validate_json(request.answer.read_bytes())
+    except (FileNotFoundError, pydantic.ValidationError):
+        return None
+    return answer if answer.token == request.token else None
+
+
+@dataclasses.dataclass
 class FinalModel:
     """The final model of a run, made in the background; all ranks call together.
 
-    It is made from the files of the step, without the ranks and their memory; where they do not
-    wait any more, it goes on.
-
-    Attributes:
-        folder: Where the model is when it is made.
+    It is made from the files of the checkpoint, without the ranks and their memory, and goes on
+    when they no longer wait.
     """
 
-    def __init__(
-        self,
-        run: Path,
-        *,
-        world: World,
-        mirror: str | None,
-        credentials_file: Path | None,
-        project: str | None,
-    ) -> None:
-        """Say where it goes.
+    run: Path
+    world: World
+    mirror: str | None  # `gs://bucket/prefix` or a folder that gets a copy
+    credentials_file: Path | None
+    project: str | None
+    _request: FinalModelRequest | None = None
+    _process: ProcessIdentity | None = None
+    _failure: str = ""
 
-        Args:
-            run: The run's folder.
-            world: The ranks.
-            mirror: `gs://bucket/prefix` or a folder that gets a copy; None: no copy.
-            credentials_file: Key file for `gs://`.
-            project: Google Cloud project.
-        """
-        self.folder = run / FOLDER
-        self._run = run.absolute()
-        self._world = world
-        self._mirror = mirror
-        self._credentials_file = credentials_file
-        self._project = project
-        self._request: FinalModelRequest | None = None
-        self._process: ProcessIdentity | None = None
-        self._failure = ""
+    @property
+    def folder(self) -> Path:
+        """Where the model is when it is made."""
+        return self.run / FOLDER
 
     def begin(self, step: int) -> None:
         """Start to make it from a saved step."""
-        if self._world.is_rank_0:
-            self._start(step)
-
-    def wait(self, timeout_s: float, stopping: Callable[[], object]) -> FinalModelAnswer | None:
-        """Wait for it; return what has become of it, None where it is not done yet.
-
-        Args:
-            timeout_s: Longest wait, in seconds.
-            stopping: Whether to wait no longer; the same on every rank.
-        """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            answer = self._answer() if self._world.is_rank_0 else None
-            answer, late = self._world.broadcast((answer, time.monotonic() > deadline))
-            if answer is not None or late or stopping():
-                return answer
-
-    def _start(self, step: int) -> None:
-        mirror = self._mirror
+        if not self.world.is_rank_0:
+            return
+        mirror, credentials = self.mirror, self.credentials_file
         if mirror is not None and "://" not in mirror:
             mirror = str(Path(mirror).expanduser().absolute())
-        credentials, checkpoints = self._credentials_file, self._run / "checkpoints"
+        run = self.run.absolute()
+        checkpoints = run / "checkpoints"
         self._request = FinalModelRequest(
-            run=self._run,
+            run=run,
             step=checkpoints / present_branch(checkpoints).name_of(step),
             token=secrets.token_hex(8),
             bucket=mirror,
-            prefix=f"{self._run.name}/{FOLDER}",
+            prefix=f"{run.name}/{FOLDER}",
             credentials_file=credentials.expanduser().absolute() if credentials else None,
-            project=self._project,
+            project=self.project,
         )
+        module, request = "refocused.evaluate.final_model_process", self._request.model_dump_json()
         try:
-            self._process = identify(
-                start_detached(
-                    "refocused.evaluate.final_model_process",
-                    self._request.model_dump_json(),
-                    log=self._log,
-                )
-            )
+            self._process = identify(start_detached(module, request, log=self._log))
         except (OSError, subprocess.SubprocessError) as error:
             self._failure = f"The process that makes it could not be started ({error})."
 
+    def wait(self, timeout_s: float, stopping: Callable[[], object]) -> FinalModelAnswer | None:
+        """Wait for it; return the answer, None where it is not made yet.
+
+        Args:
+            timeout_s: Longest wait, in seconds.
+            stopping: Whether to stop waiting; the same on every rank.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            answer = self._answer() if self.world.is_rank_0 else None
+            answer, late = self.world.broadcast((answer, time.monotonic() > deadline))
+            if answer is not None or late or stopping():
+                return answer
+
     @property
     def _log(self) -> Path:
-        return self._run / "logs" / f"{FOLDER}.log"
+        return self.run.absolute() / "logs" / f"{FOLDER}.log"
 
     def _answer(self) -> FinalModelAnswer | None:
-        """Look for the answer for a while."""
         assert self._request is not None  # it was begun
         pause_at = time.monotonic() + SLICE_SECONDS
         while True:
             alive = self._process is not None and self._process.alive
-            answer = read_answer(self._request)
+            answer = read_answer(self._request)  # after the look at the process, which may just end
             if answer is not None:
                 return answer
             if not alive:
@@ -133,15 +156,7 @@ def prepare_final_model(
     credentials_file: Path | None,
     project: str | None,
 ) -> FinalModel | None:
-    """Prepare what `checkpoint.export_final` asks for; None where nothing is or can be made.
-
-    Args:
-        run: The run's folder.
-        settings: Whether it is wanted, and the mirror.
-        world: The ranks.
-        credentials_file: Key file for `gs://`.
-        project: Google Cloud project.
-    """
+    """Prepare what `checkpoint.export_final` requests; None where it does not, or nobody can."""
     if not settings.export_final:
         return None
     if world.storage_ranks > 1:
@@ -154,6 +169,4 @@ def prepare_final_model(
                 run.name,
             )
         return None
-    return FinalModel(
-        run, world=world, mirror=settings.mirror, credentials_file=credentials_file, project=project
-    )
+    return FinalModel(run, world, settings.mirror, credentials_file, project)

@@ -1,19 +1,28 @@
-"""The entry of the process that exports a finished run: `python -m ... REQUEST`."""
+"""The process that exports and uploads a finished run: `python -m ... REQUEST`."""
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import shutil
 import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from refocused.system.processes import detach
+
+if TYPE_CHECKING:
+    from refocused.checkpoints.step.step_directory import StepDirectory
+    from refocused.evaluate.final_model import FinalModelAnswer, FinalModelRequest
 
 
 def main(argv: list[str]) -> int:
     """Detach, then make the final model; `argv` is one JSON text of FinalModelRequest."""
+    # Everything else is imported after the fork, which then is quick: the trainer waits for it.
     detach()
-    # Imported after the fork, which then is quick: the trainer waits for it.
-    from refocused.evaluate.make_final_model import FinalModelRequest, answer_to
+    from refocused.evaluate.final_model import FinalModelRequest
 
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
@@ -24,11 +33,84 @@ def main(argv: list[str]) -> int:
         logger.info("process %d exports %s", os.getpid(), request.step)
         answer = answer_to(request)
     except Exception:
-        # The edge of a background owner: the trainer sees a dead process without an answer.
+        # The edge of a background process: the trainer sees it end without an answer.
         logger.exception("the export failed")
         return 1
     logger.info("%s: %s", answer.status, answer.text)
     return 0
+
+
+def answer_to(request: FinalModelRequest) -> FinalModelAnswer:
+    """Make and upload a final model, and write the answer."""
+    from refocused.evaluate.final_model import FinalModelAnswer
+    from refocused.system.atomic_files import write_json_atomic
+
+    status, text = _outcome(request)
+    answer = FinalModelAnswer(token=request.token, status=status, text=text)
+    write_json_atomic(request.answer, answer.model_dump())
+    return answer
+
+
+def _outcome(request: FinalModelRequest) -> tuple[Literal["made", "uploaded", "failed"], str]:
+    from refocused.bucket.open_bucket import open_bucket
+    from refocused.evaluate.export_copy import upload_folder
+    from refocused.system.errors import BucketError, RefocusedError
+
+    try:
+        text = _make(request)
+    except RefocusedError as error:
+        return "failed", str(error)
+    if request.bucket is None:
+        return "made", text
+    try:
+        bucket = open_bucket(
+            request.bucket, credentials_file=request.credentials_file, project=request.project
+        )
+        upload_folder(request.folder, bucket, request.prefix)
+    except BucketError as error:
+        return "made", f"{text}. {error}"
+    return "uploaded", f"{text}, also in {bucket.url.rstrip('/')}/{request.prefix}"
+
+
+def _make(request: FinalModelRequest) -> str:
+    """Export the checkpoint in place of the final model that may be there; describe it."""
+    from refocused.bucket.bucket import crc32c_of
+    from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
+    from refocused.checkpoints.step.step_directory import in_use, read_step
+    from refocused.evaluate.export_copy import FOLDER
+
+    step = read_step(request.step)
+    origin = {
+        "run": step.manifest.run,
+        "step": step.step,
+        "manifest_crc32c": crc32c_of(step.path / MANIFEST),
+    }
+    # A process of an earlier session may still be at it.
+    with (request.run / f".{FOLDER}.lock").open("w") as lock, in_use(step.path):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _replace(request.folder, step, origin)
+    size = sum(path.stat().st_size for path in request.folder.iterdir())
+    return f"step {step.step:,}, {size / 1e6:,.1f} MB"
+
+
+def _replace(folder: Path, step: StepDirectory, origin: Mapping[str, object]) -> None:
+    from refocused.evaluate.export import export_step
+    from refocused.evaluate.export_copy import ORIGIN
+    from refocused.evaluate.model_weights import ModelWeights, saved_tokenizer
+    from refocused.system.atomic_files import replace_folder, write_json_atomic
+    from refocused.system.strict_json import parse_json
+
+    try:
+        if parse_json((folder / ORIGIN).read_bytes()) == origin:
+            return
+    except (OSError, ValueError):
+        pass  # no model, or one of an unknown origin
+    fresh = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    weights = ModelWeights(step)
+    export_step(weights, fresh, tokenizer=saved_tokenizer(weights))
+    write_json_atomic(fresh / ORIGIN, origin)
+    replace_folder(fresh, folder)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A model to ask: from a step directory or a transformers folder, on any device."""
+"""Load a model for inference: a checkpoint or a transformers folder, on any device."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.config.model_shape import MOST_LAYERS
 from refocused.evaluate.model_weights import (
+    TORCH_DTYPES,
     TRAINED_LENGTH,
+    Dtype,
     ModelWeights,
     network_class,
-    open_model_weights,
     tokenizer_of,
 )
-from refocused.evaluate.safetensors_files import TORCH_DTYPES, Dtype
 from refocused.models.families import register_families
 from refocused.system.errors import CheckpointError, RefocusedError
 from refocused.system.strict_json import parse_json_object
@@ -30,21 +30,21 @@ from refocused.tokenizers.encoders import TokenizerChoice
 from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
 
 ATTENTION = "sdpa"  # transformers' own choice is slower on some machines
+FACTS = ("run", "step", "tokens", "parameters", "loss", "validation_loss", "data_fingerprint")
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready for questions, with what belongs to it.
+    """A model in evaluation mode, and where it comes from.
 
     Attributes:
-        network: transformers' model, in evaluation mode, without padding rows.
-        tokenizer: transformers' tokenizer; None: the model goes without.
-        source: Where it came from.
-        facts: What is known of its training: run, step, tokens, data, losses; empty for a
-            transformers folder.
-        is_trained: Whether its weights are those of the source, and not drawn.
+        network: transformers' model, without padding rows.
+        tokenizer: transformers' tokenizer; None: it has none.
+        source: The folder.
+        facts: `FACTS` of its checkpoint; empty for a transformers folder.
+        is_trained: Its weights are those of the source, and not random.
     """
 
     network: Any
@@ -55,7 +55,7 @@ class LoadedModel:
 
     @property
     def trained_length(self) -> int | None:
-        """Tokens of the sequences that it was trained on; None: its source does not say."""
+        """Tokens of a training sequence; None: its source does not say."""
         found = getattr(self.network.config, TRAINED_LENGTH, None)
         return found if isinstance(found, int) and found > 0 else None
 
@@ -68,7 +68,7 @@ class LoadedModel:
         return found
 
     def beyond_training(self, tokens: int) -> str | None:
-        """Return a line on a sequence longer than those of training; None: it is not longer."""
+        """Return a warning about a sequence longer than those of training; None: it is not."""
         known = self.trained_length
         if known is None or tokens <= known or not self.is_trained:
             return None
@@ -86,38 +86,50 @@ def load_model(
     tokenizer: TokenizerChoice | None = None,
     without_tokenizer: bool = False,
 ) -> LoadedModel:
-    """Load a step directory, or a folder of transformers' form, as it is on the disk.
+    """Load a checkpoint, or a transformers folder, from the disk.
 
     Args:
         source: The folder.
         dtype: What the weights are rounded to.
         device: Where the model goes.
-        tokenizer: The tokenizer to take; None: the one that is there.
-        without_tokenizer: Load a model that has none.
+        tokenizer: The tokenizer to take; None: the model's own.
+        without_tokenizer: Load no tokenizer.
 
     Raises:
         CheckpointError: It is neither, or damaged, or has no tokenizer.
         ShardError: The tokenizer is damaged, or has ids that the model does not know.
     """
+    facts: dict[str, Any] = {}
+    chosen: Any = None
     if (source / MANIFEST).is_file():
-        weights = open_model_weights(read_step(source))
+        weights = ModelWeights(read_step(source))
         chosen = None if without_tokenizer else tokenizer_of(weights, tokenizer)
-        names, kind = weights.shapes, TORCH_DTYPES[dtype]
-        tensors = {name: weights.tensor(name, dtype=kind) for name in names}
-        network = build_network(weights.config, tensors, dtype=dtype).to(device)
-        return LoadedModel(network, chosen, source, facts_of(weights))
-    if (source / "config.json").is_file():
-        return _load_folder(
-            source, dtype=dtype, device=device, choice=tokenizer, without=without_tokenizer
+        kind = TORCH_DTYPES[dtype]
+        tensors = {name: weights.tensor(name, dtype=kind) for name in weights.shapes}
+        network = build_network(weights.config, tensors, dtype=dtype)
+        facts = {name: getattr(weights.step.manifest, name) for name in FACTS}
+    elif (source / "config.json").is_file():
+        try:
+            network = load_network(source, dtype=dtype)
+            if not without_tokenizer:
+                chosen = _tokenizer_beside(source, network.config, tokenizer)
+        except RefocusedError:
+            raise
+        except Exception as error:  # transformers raises nothing narrower
+            if "trust_remote_code" in str(error):
+                raise CheckpointError(_needs_code(source)) from None
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise CheckpointError(f"{source} cannot be loaded by transformers: {reason}.") from None
+    else:
+        raise CheckpointError(
+            f"{source} is no model: it has neither {MANIFEST} (a step directory) nor config.json "
+            "(a transformers folder). Choose a step: python launch/checkpoints.py list"
         )
-    raise CheckpointError(
-        f"{source} is no model: it has neither {MANIFEST} (a step directory) nor config.json (a "
-        "transformers folder). Choose a step: python launch/checkpoints.py list"
-    )
+    return LoadedModel(network.to(device), chosen, source, facts)
 
 
 def untrained(model: LoadedModel, *, seed: int = 0) -> LoadedModel:
-    """Return a model of the same shape with weights as before any training, drawn from a seed."""
+    """Return a model of the same shape with the weights of before any training."""
     loaded = model.network
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -127,14 +139,11 @@ def untrained(model: LoadedModel, *, seed: int = 0) -> LoadedModel:
 
 
 def build_network(config: Any, tensors: Mapping[str, Tensor], *, dtype: Dtype) -> Any:
-    """Build transformers' model out of its tensors, in evaluation mode, on the CPU.
+    """Build transformers' model from its tensors, in evaluation mode, on the CPU.
 
-    Args:
-        config: transformers' configuration.
-        tensors: All of them, tied ones under one name; those of the right type are not copied.
-        dtype: What the model computes in.
+    Tied tensors come under one name; those of the right type are not copied.
     """
-    be_quiet()
+    hide_progress_bars()
     network = network_class(config).from_pretrained(
         None,
         config=config,
@@ -145,15 +154,8 @@ def build_network(config: Any, tensors: Mapping[str, Tensor], *, dtype: Dtype) -
     return network.eval()
 
 
-def facts_of(weights: ModelWeights) -> dict[str, Any]:
-    """Say where a step's model comes from."""
-    manifest = weights.step.manifest
-    names = ("run", "step", "tokens", "parameters", "loss", "validation_loss", "data_fingerprint")
-    return {name: getattr(manifest, name) for name in names}
-
-
 def load_network(folder: Path, *, dtype: Dtype) -> Any:
-    """Load a folder of transformers' form, in evaluation mode, on the CPU; nothing is fetched.
+    """Load a transformers folder, in evaluation mode, on the CPU, without any download.
 
     Raises:
         OSError: A file is missing.
@@ -163,7 +165,7 @@ def load_network(folder: Path, *, dtype: Dtype) -> Any:
     import transformers
     from safetensors import SafetensorError
 
-    be_quiet()
+    hide_progress_bars()
     register_families()
     _check_size(folder)
     try:
@@ -180,7 +182,20 @@ def load_network(folder: Path, *, dtype: Dtype) -> Any:
             )
     except SafetensorError as error:
         raise ValueError(f"a file of its weights is cut off or damaged ({error})") from None
-    _check_tensors(folder, found)
+    others = [name for name, *_ in found["mismatched_keys"]]
+    for names, what in ((found["missing_keys"], "lack"), (others, "have another shape of")):
+        if names:
+            raise ValueError(
+                f"its weights {what} {min(names)} ({len(names)} such tensors) that its config.json "
+                "describes. Copy or export the folder again"
+            )
+    if unknown := found["unexpected_keys"]:
+        logger.warning(
+            "%s: %d tensors are left out that its config.json does not describe, as %s",
+            folder,
+            len(unknown),
+            min(unknown),
+        )
     return network.eval()
 
 
@@ -199,7 +214,7 @@ def _check_size(folder: Path) -> None:
         )
     with torch.device("meta"):
         network = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    described = sum(parameter.numel() for parameter in network.parameters())
+    described = network.num_parameters()
     stored_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if described > 8 * stored_bytes:  # not even a bit for each
         raise ValueError(
@@ -208,43 +223,7 @@ def _check_size(folder: Path) -> None:
         )
 
 
-def _check_tensors(folder: Path, found: Mapping[str, Any]) -> None:
-    """Refuse weights that are not those of the model; `found` is transformers' own account."""
-    others = [name for name, *_ in found["mismatched_keys"]]
-    for names, what in ((found["missing_keys"], "lack"), (others, "have another shape of")):
-        if names:
-            raise ValueError(
-                f"its weights {what} {min(names)} ({len(names)} such tensors) that its config.json "
-                "describes. Copy or export the folder again"
-            )
-    unknown = found["unexpected_keys"]
-    if unknown:
-        logger.warning(
-            "%s: %d tensors are left out that its config.json does not describe, as %s",
-            folder,
-            len(unknown),
-            min(unknown),
-        )
-
-
-def _load_folder(
-    source: Path, *, dtype: Dtype, device: str, choice: TokenizerChoice | None, without: bool
-) -> LoadedModel:
-    try:
-        network = load_network(source, dtype=dtype)
-        tokenizer = None if without else _tokenizer_beside(source, network.config, choice)
-    except RefocusedError:
-        raise
-    except Exception as error:  # transformers raises nothing narrower
-        if "trust_remote_code" in str(error):
-            raise CheckpointError(_needs_code(source)) from None
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise CheckpointError(f"{source} cannot be loaded by transformers: {reason}.") from None
-    return LoadedModel(network.to(device), tokenizer, source, {})
-
-
 def _needs_code(source: Path) -> str:
-    """Name the file of a model that refers to Python code, which transformers refused to run."""
     named: Mapping[str, Any] = {}
     for name in ("config.json", "tokenizer_config.json"):
         with contextlib.suppress(OSError, ValueError):
@@ -261,28 +240,28 @@ def _needs_code(source: Path) -> str:
 def _tokenizer_beside(source: Path, config: Any, choice: TokenizerChoice | None) -> Any:
     import transformers
 
-    if choice is None:
-        found = transformers.AutoTokenizer.from_pretrained(
-            source, local_files_only=True, trust_remote_code=False
+    if choice is not None:
+        end = config.eos_token_id
+        return as_transformers(
+            tokenizer_file(choice, vocabulary=int(config.vocab_size)),
+            end_of_text_id=end if isinstance(end, int) else None,
+            max_length=int(config.max_position_embeddings),
         )
-        # Of no file transformers make one that knows no text.
-        if set(found.get_vocab()) <= set(found.all_special_tokens):
-            raise CheckpointError(
-                f"{source} has no tokenizer. Name it: --tokenizer bytes, --tokenizer gpt2 "
-                "--bpe-folder FOLDER, --tokenizer hub:MODEL or --tokenizer FILE."
-            )
-        return found
-    end = config.eos_token_id
-    return as_transformers(
-        tokenizer_file(choice, vocabulary=int(config.vocab_size)),
-        end_of_text_id=end if isinstance(end, int) else None,
-        max_length=int(config.max_position_embeddings),
+    found = transformers.AutoTokenizer.from_pretrained(
+        source, local_files_only=True, trust_remote_code=False
     )
+    # Without files, transformers makes a tokenizer that knows no text.
+    if set(found.get_vocab()) <= set(found.all_special_tokens):
+        raise CheckpointError(
+            f"{source} has no tokenizer. Name it: --tokenizer bytes, --tokenizer gpt2 "
+            "--bpe-folder FOLDER, --tokenizer hub:MODEL or --tokenizer FILE."
+        )
+    return found
 
 
 @contextlib.contextmanager
 def _only_errors() -> Iterator[None]:
-    """Keep transformers' table of odd tensors off the screen: they are told in one line."""
+    """Keep transformers' table of unexpected tensors off the screen; one line reports them."""
     import transformers
 
     before = transformers.utils.logging.get_verbosity()
@@ -293,7 +272,7 @@ def _only_errors() -> Iterator[None]:
         transformers.utils.logging.set_verbosity(before)
 
 
-def be_quiet() -> None:
+def hide_progress_bars() -> None:
     """Keep transformers' progress bars off the screen."""
     import transformers
 

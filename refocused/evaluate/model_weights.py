@@ -1,74 +1,100 @@
-"""A step's weights as transformers' own model has them: without the vocabulary's padding rows."""
+"""A checkpoint's weights as transformers has them, and its tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import contextlib
+import weakref
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from refocused.checkpoints.step.step_directory import StepDirectory, read_mapping, run_settings
+from refocused.checkpoints.step.step_directory import (
+    StepDirectory,
+    in_use,
+    read_mapping,
+    run_settings,
+)
+from refocused.checkpoints.step.verify import describe, verify
 from refocused.config.model_shape import LARGEST_NUMBER, shape_from
-from refocused.evaluate.weights import StepWeights, joined, open_weights
+from refocused.evaluate.zero_files import Parameter, ZeroFiles, find_layout
+from refocused.models.causal_lm import NETWORK_PREFIX
 from refocused.models.families import transformers_config
 from refocused.system.errors import CheckpointError
 from refocused.tokenizers.encoders import BYTES, TokenizerChoice
 from refocused.tokenizers.tokenizer_json import as_transformers, check_vocabulary, tokenizer_file
 
+Dtype = Literal["bf16", "fp16", "fp32"]
+TORCH_DTYPES: dict[Dtype, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
 # In the configuration: tokens of a training sequence, which may be fewer than the model can take.
-# transformers keep what they do not know.
+# transformers keeps unknown names.
 TRAINED_LENGTH = "trained_sequence_length"
+_OTHERS = "Choose another step: python launch/checkpoints.py list"
 
 
 class ModelWeights:
-    """The tensors of the model that a step is, one tensor or one piece of it at a time.
+    """The float32 masters and buffers of a verified checkpoint, one tensor at a time.
+
+    Retention leaves the checkpoint alone while this exists.
 
     Attributes:
-        step: Where they come from.
-        settings: The run file that the step was trained under.
-        config: transformers' configuration of the model; its `vocab_size` is V without padding,
-            and it says how long the sequences were that the model was trained on.
+        step: The checkpoint.
+        settings: The run file that it was trained under.
+        config: transformers' configuration of the model, without padding rows of the vocabulary,
+            and with the length of the training sequences.
         padded: The same with the rows that were trained.
         shapes: The shape of each tensor by transformers' name, in the model's order; tied ones
-            under one name.
+            under one name, and without padding rows.
+        ties: Further names, and the name that their tensor is stored under.
     """
 
-    def __init__(self, weights: StepWeights) -> None:
-        """Fit a step's weights to the model that its `model.json` describes.
+    def __init__(self, step: StepDirectory) -> None:
+        """Verify every byte of a checkpoint, and match its tensors with its `model.json`.
 
         Raises:
-            CheckpointError: They are of another model.
+            CheckpointError: A file is damaged or missing, not as DeepSpeed writes it, or of another
+                model.
         """
-        self.step: StepDirectory = weights.step
-        self.weights = weights
-        self.settings: Mapping[str, Mapping[str, Any]] = run_settings(self.step)
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(in_use(step.path))
+            except OSError as error:
+                raise CheckpointError(
+                    f"{step.path} cannot be read any more ({error.strerror}). {_OTHERS}"
+                ) from None
+            if problems := verify(step, deep=True):
+                raise CheckpointError(f"{step.path} is corrupt: {describe(problems)}. {_OTHERS}")
+            self.step = step
+            self._files = ZeroFiles(step)
+            manifest = step.manifest
+            layout = find_layout(self._files, stage=manifest.zero_stage, dtype=manifest.dtype)
+            self._parameters: dict[str, Parameter] = {
+                _plain(name): found for name, found in layout.parameters.items()
+            }
+            self.ties = {_plain(other): _plain(name) for other, name in layout.ties.items()}
+            self.settings: Mapping[str, Mapping[str, Any]] = run_settings(step)
+            self._describe(self.settings["model"])
+            weakref.finalize(self, stack.pop_all().close)
+
+    def _describe(self, model: Mapping[str, Any]) -> None:
+        """Set configurations and shapes, and compare them with what the files hold."""
         shape = shape_from(read_mapping(self.step.model), where=str(self.step.model))
-        model = self.settings["model"]
-        rows = shape.padded_vocabulary(_count(model, "vocabulary_multiple", 128, self.step))
-        trained_length = _count(model, "sequence_length", 0, self.step)
-        dropout = model.get("dropout", 0.0)
+        rows = shape.padded_vocabulary(self._count(model, "vocabulary_multiple", 128))
         self.config, self.padded = (
-            transformers_config(shape.settings, vocabulary=vocabulary, dropout=dropout)
+            transformers_config(
+                shape.settings, vocabulary=vocabulary, dropout=model.get("dropout", 0.0)
+            )
             for vocabulary in (shape.vocabulary, rows)
         )
-        setattr(self.config, TRAINED_LENGTH, trained_length)
-        self._check(_shapes(self.padded))
-        wanted = _shapes(self.config)
-        self.shapes = {name: wanted[name] for name in weights.shapes}
-
-    def pieces(self, name: str) -> Iterator[Tensor]:
-        """Yield a tensor's elements in order, as `StepWeights.pieces` does."""
-        elements = torch.Size(self.shapes[name]).numel()
-        return self.weights.pieces(name, elements=elements)
-
-    def tensor(self, name: str, *, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return one whole tensor, rounded to `dtype`."""
-        return joined(self.pieces(name), self.shapes[name], dtype=dtype)
-
-    def _check(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
-        found = dict(self.weights.shapes)
-        found |= {other: found[name] for other, name in self.weights.ties.items()}
+        setattr(self.config, TRAINED_LENGTH, self._count(model, "sequence_length", 0))
+        found = {name: parameter.shape for name, parameter in self._parameters.items()}
+        found |= {other: found[name] for other, name in self.ties.items()}
+        wanted = _shapes(self.padded)
         odd = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
         if odd:
             first = odd[0]
@@ -77,15 +103,43 @@ class ModelWeights:
                 f"{found.get(first, 'missing')}, not {wanted.get(first, 'there')} ({len(odd)} such "
                 "tensors). Use the version of refocused that wrote the checkpoint."
             )
+        without_padding = _shapes(self.config)
+        self.shapes = {name: without_padding[name] for name in self._parameters}
+
+    def _count(self, model: Mapping[str, Any], name: str, usual: int) -> int:
+        found = model.get(name, usual)
+        if type(found) is not int or not 0 < found <= LARGEST_NUMBER:
+            raise CheckpointError(
+                f"{self.step.run}: model.{name} = {found!r:.80}: a whole number of at least 1 is "
+                f"wanted. {_OTHERS}"
+            )
+        return found
+
+    def tensor(
+        self, name: str, *, dtype: torch.dtype = torch.float32, padded: bool = False
+    ) -> Tensor:
+        """Return one whole tensor, rounded to `dtype`, with or without padding rows."""
+        parameter = self._parameters[name]
+        whole = torch.empty(parameter.shape, dtype=dtype)
+        flat, filled = whole.view(-1), 0
+        for fragment in parameter.fragments:
+            flat[filled : filled + fragment.count] = self._files.elements(fragment)
+            filled += fragment.count
+        if padded or parameter.shape == self.shapes[name]:
+            return whole
+        return whole[: self.shapes[name][0]]
 
 
-def open_model_weights(step: StepDirectory) -> ModelWeights:
-    """Verify every byte of a step, and find its model's weights.
+def _plain(name: str) -> str:
+    """Return transformers' own name of a tensor of our wrapper."""
+    return name.removeprefix(NETWORK_PREFIX)
 
-    Raises:
-        CheckpointError: A file of it is damaged or missing, or is not as it should be.
-    """
-    return ModelWeights(open_weights(step))
+
+def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of a model, without allocating any."""
+    with torch.device("meta"):
+        network = network_class(config)(config)
+    return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
 
 
 def network_class(config: Any) -> Any:
@@ -95,37 +149,31 @@ def network_class(config: Any) -> Any:
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
-def _count(model: Mapping[str, Any], name: str, usual: int, step: StepDirectory) -> int:
-    found = model.get(name, usual)
-    if type(found) is not int or not 0 < found <= LARGEST_NUMBER:
-        raise CheckpointError(
-            f"{step.run}: model.{name} = {found!r:.80}: a whole number of at least 1 is wanted. "
-            "Choose another step: python launch/checkpoints.py list"
-        )
-    return found
-
-
-def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a model, which takes no memory for that."""
-    with torch.device("meta"):
-        network = network_class(config)(config)
-    return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-
-
 def tokenizer_of(weights: ModelWeights, choice: TokenizerChoice | None = None) -> Any:
-    """Return a step's tokenizer as transformers' own class.
-
-    Args:
-        weights: Of the step.
-        choice: The tokenizer to take; None: the one that travelled in the step.
+    """Return a named tokenizer, or the one saved in the checkpoint, as transformers' own class.
 
     Raises:
-        CheckpointError: None travelled, and none is named.
+        CheckpointError: None is saved, and none is named.
         ShardError: Its files are missing or damaged, or it has ids that the model does not know.
     """
-    content = _content(weights, choice)
-    settings = weights.settings["data"]
-    named = [settings.get(name) for name in ("document_id", "separator_id")]
+    vocabulary, step = int(weights.config.vocab_size), weights.step
+    data = weights.settings["data"]
+    trained_on = data.get("tokenizer", "unknown")
+    is_saved = step.tokenizer.is_file()
+    if choice is None and not is_saved and trained_on == BYTES:
+        choice = TokenizerChoice(BYTES)
+    if choice is not None:
+        content = tokenizer_file(choice, vocabulary=vocabulary)
+    elif is_saved:
+        content = step.tokenizer.read_bytes()
+        check_vocabulary(content, vocabulary=vocabulary, where=str(step.tokenizer))
+    else:
+        raise CheckpointError(
+            f"{step.path} has no tokenizer (its run says data.tokenizer: {trained_on}, and names "
+            "no files of it). Name it: --tokenizer gpt2 --bpe-folder FOLDER, --tokenizer hub:MODEL "
+            "or --tokenizer FILE; an export may do without: --no-tokenizer."
+        )
+    named = (data.get(name) for name in ("document_id", "separator_id"))
     return as_transformers(
         content,
         end_of_text_id=next((number for number in named if number is not None), None),
@@ -133,29 +181,11 @@ def tokenizer_of(weights: ModelWeights, choice: TokenizerChoice | None = None) -
     )
 
 
-def travelled_tokenizer(weights: ModelWeights) -> Any:
-    """Return the tokenizer that a step needs no help to find; None where its run names no files.
+def saved_tokenizer(weights: ModelWeights) -> Any:
+    """Return the tokenizer that a checkpoint has without being named one; None: it has none.
 
     Raises:
         ShardError: It is damaged, or has ids that the model does not know.
     """
     is_bytes = weights.settings["data"].get("tokenizer") == BYTES
     return tokenizer_of(weights) if is_bytes or weights.step.tokenizer.is_file() else None
-
-
-def _content(weights: ModelWeights, choice: TokenizerChoice | None) -> bytes:
-    vocabulary, step = int(weights.config.vocab_size), weights.step
-    trained_on = weights.settings["data"].get("tokenizer", "unknown")
-    if choice is None and step.tokenizer.is_file():
-        content = step.tokenizer.read_bytes()
-        check_vocabulary(content, vocabulary=vocabulary, where=str(step.tokenizer))
-        return content
-    if choice is None and trained_on == BYTES:
-        choice = TokenizerChoice(BYTES)
-    if choice is None:
-        raise CheckpointError(
-            f"{step.path} has no tokenizer (its run says data.tokenizer: {trained_on}, and names "
-            "no files of it). Name it: --tokenizer gpt2 --bpe-folder FOLDER, --tokenizer hub:MODEL "
-            "or --tokenizer FILE; an export may do without: --no-tokenizer."
-        )
-    return tokenizer_file(choice, vocabulary=vocabulary)

@@ -1,85 +1,245 @@
-"""The files of one step below `zero/`, mapped while their weights are read."""
+"""Find and read the float32 masters in the files below a checkpoint's `zero/`, for every stage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from refocused.checkpoints.step.step_directory import StepDirectory
 from refocused.engine.state_files import read_state
-from refocused.engine.zero_layout import model_file_rank, optimizer_file_rank
+from refocused.engine.zero_layout import (
+    FORM_ERRORS,
+    FROZEN_FRAGMENTS,
+    FROZEN_SHAPES,
+    OPTIMIZER,
+    PARAM_SHAPES,
+    masters_key,
+    model_file_rank,
+    optimizer_file_rank,
+    saved_fragments,
+    shapes_of,
+    share,
+)
 from refocused.system.errors import CheckpointError
 
-TOUCHED_BYTES = 64 * 2**20  # read through the maps before they are dropped and made anew
+TOUCHED_BYTES = 64 * 2**20  # what is read through a map counts as memory until the map is dropped
+COMPARED_ELEMENTS = 1024  # of a master and its half-precision weight, to match them
 
-Key = str | int
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fragment:
+    """Consecutive elements of a parameter, inside one flattened tensor of one file."""
+
+    file: str  # path below the checkpoint
+    keys: tuple[str | int, ...]  # of the tensor in the file
+    start: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter or buffer of the model, and the fragments that hold it in order."""
+
+    shape: tuple[int, ...]
+    fragments: tuple[Fragment, ...]
 
 
 class ZeroFiles:
-    """The files of one step below `zero/`, mapped while they are in use.
-
-    What is read through a map counts as memory of this process until the map is gone, so that all
-    maps are dropped after every `TOUCHED_BYTES`.
-
-    Attributes:
-        model: Path of each rank's model file below the step directory; of rank 0 alone where it
-            holds the whole module (stages 0 to 2).
-        optimizer: Path of each rank's optimizer file; none at stage 0.
-    """
+    """The files of one checkpoint below `zero/`, memory-mapped while they are in use."""
 
     def __init__(self, step: StepDirectory) -> None:
-        """Name the files as the manifest does.
+        """Take the names from the manifest.
 
         Raises:
             CheckpointError: A rank's file is not among them.
         """
-        self._step = step
-        self.model = _by_rank(step, model_file_rank)
-        self.optimizer = _by_rank(step, optimizer_file_rank)
-        ranks = step.manifest.world_size
-        self._require(self.model, ranks if step.manifest.zero_stage == 3 else 1, "model")
-        self._require(self.optimizer, ranks if step.manifest.zero_stage else 0, "optimizer")
-        self._mapped: dict[str, dict[str, Any]] = {}
+        manifest = step.manifest
+        self._path = step.path
+        self._contents: dict[str, dict[str, Any]] = {}
         self._touched_bytes = 0
+        # Below stage 3, rank 0's model file holds the whole module; stage 0 has no optimizer file.
+        self.model = self._by_rank(
+            step, model_file_rank, "model", manifest.world_size if manifest.zero_stage == 3 else 1
+        )
+        self.optimizer = self._by_rank(
+            step, optimizer_file_rank, "optimizer", manifest.world_size * bool(manifest.zero_stage)
+        )
 
-    def content(self, file: str) -> dict[str, Any]:
-        """All that a file holds."""
-        if file not in self._mapped:
-            self._mapped[file] = read_state(self._step.path / file, mapped=True)
-        return self._mapped[file]
-
-    def elements(self, file: str, keys: Sequence[Key], start: int, count: int) -> Tensor:
-        """Return some elements `[count]` of the flattened tensor below `keys`; use it at once."""
-        if self._touched_bytes > TOUCHED_BYTES:
-            self.drop()
-        found: Any = self.content(file)
-        for key in keys:
-            found = found[key]
-        if not isinstance(found, Tensor) or not 0 <= start <= start + count <= found.numel():
+    def _by_rank(
+        self, step: StepDirectory, rank_of: Callable[[str], int | None], what: str, count: int
+    ) -> list[str]:
+        manifest = step.manifest
+        ranks = {name: rank for name in manifest.files if (rank := rank_of(name)) is not None}
+        if len(ranks) != count:
             raise CheckpointError(
-                f"{self._step.path / file} lacks elements of {keys[-1]}. "
-                "Choose another step: python launch/checkpoints.py list"
-            )
-        self._touched_bytes += count * found.element_size()
-        return found.detach().flatten()[start : start + count]
-
-    def drop(self) -> None:
-        """Let go of all maps; they come back when they are asked for."""
-        self._mapped.clear()
-        self._touched_bytes = 0
-
-    def _require(self, found: Sequence[str], count: int, what: str) -> None:
-        if len(found) != count:
-            manifest = self._step.manifest
-            raise CheckpointError(
-                f"{self._step.path} lists {len(found)} {what} files in zero/; ZeRO stage "
+                f"{step.path} lists {len(ranks)} {what} files in zero/; ZeRO stage "
                 f"{manifest.zero_stage} on {manifest.world_size} ranks writes {count}. "
                 "Choose another step: python launch/checkpoints.py list"
             )
+        return sorted(ranks, key=ranks.__getitem__)
+
+    def content(self, file: str) -> dict[str, Any]:
+        """Return all that a file holds."""
+        if file not in self._contents:
+            self._contents[file] = read_state(self._path / file, mapped=True)
+        return self._contents[file]
+
+    def elements(self, fragment: Fragment) -> Tensor:
+        """Return a fragment's elements `[count]`, to be used before the next call."""
+        if self._touched_bytes > TOUCHED_BYTES:
+            self.drop()
+        found: Any = self.content(fragment.file)
+        for key in fragment.keys:
+            found = found[key]
+        end = fragment.start + fragment.count
+        if not isinstance(found, Tensor) or not 0 <= fragment.start <= end <= found.numel():
+            raise CheckpointError(
+                f"{self._path / fragment.file} lacks elements of {fragment.keys[-1]}. "
+                "Choose another step: python launch/checkpoints.py list"
+            )
+        self._touched_bytes += fragment.count * found.element_size()
+        return found.detach().flatten()[fragment.start : end]
+
+    def drop(self) -> None:
+        """Drop all maps; they come back with the next read."""
+        self._contents.clear()
+        self._touched_bytes = 0
 
 
-def _by_rank(step: StepDirectory, rank_of: Callable[[str], int | None]) -> list[str]:
-    ranks = {name: rank for name in step.manifest.files if (rank := rank_of(name)) is not None}
-    return sorted(ranks, key=lambda name: ranks[name])
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """All tensors of a checkpoint, under the names of the module that was trained."""
+
+    parameters: Mapping[str, Parameter]  # each tensor once, in the module's order
+    ties: Mapping[str, str]  # further names, and the name that their tensor is stored under
+
+
+def find_layout(files: ZeroFiles, *, stage: int, dtype: str) -> Layout:
+    """Find the float32 masters of all parameters, and the buffers.
+
+    Args:
+        files: Of the checkpoint.
+        stage: ZeRO stage that saved it.
+        dtype: Precision that it was trained in.
+
+    Raises:
+        CheckpointError: The files do not hold every element exactly once, or are of another form.
+    """
+    try:
+        return _layout(files, stage, dtype)
+    except FORM_ERRORS as error:
+        raise _unreadable("zero/", f"{type(error).__name__}: {error!s:.100}") from None
+
+
+def _layout(files: ZeroFiles, stage: int, dtype: str) -> Layout:
+    file = files.model[0]
+    states = files.content(file)
+    module: Mapping[str, Tensor] = states["module"]
+    ties = _ties(states, module)
+    found: dict[str, Parameter] = {}
+    if stage:
+        found = _masters(files, states)
+    elif dtype != "fp32":
+        found = _masters_at_stage_0(file, states, ties)
+    if stage == 3:
+        found |= _frozen_at_stage_3(files, states)
+    names = [name for name in module if name not in ties]
+    for name in names:
+        # What has no master is whole in the module: buffers, and below stage 3 frozen parameters.
+        if name not in found and module[name].numel():
+            found[name] = _whole(file, ("module", name), module[name])
+        if name not in found:
+            raise _unreadable("zero/", f"nothing in it holds {name}")
+        parts, count = found[name].fragments, math.prod(found[name].shape)
+        have = sum(part.count for part in parts)
+        if have != count or any(part.count < 0 for part in parts):
+            raise _unreadable("zero/", f"it has {have:,} elements of {name}, not {count:,}")
+    return Layout({name: found[name] for name in names}, ties)
+
+
+def _ties(states: Mapping[str, Any], module: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return further names of tensors; stage 0 does not list them, but saves a storage once."""
+    if states["shared_params"] is not None:
+        return dict(states["shared_params"])
+    first: dict[tuple[int, int], str] = {}
+    firsts = {
+        name: first.setdefault((tensor.data_ptr(), tensor.numel()), name)
+        for name, tensor in module.items()
+    }
+    return {name: other for name, other in firsts.items() if name != other}
+
+
+def _masters_at_stage_0(
+    file: str, states: Mapping[str, Any], ties: Mapping[str, str]
+) -> dict[str, Parameter]:
+    """Find the optimizer's whole float32 copies.
+
+    They have no names. The optimizer's groups are subsequences of the module's parameters
+    (runtime/fp16/unfused_optimizer.py keeps them as the client optimizer got them), here of
+    different dimensions, so that shapes show which group is next; and a copy's first elements must
+    round to the module's own.
+    """
+    groups: Sequence[Sequence[Tensor]] = states["optimizer"]["fp32_groups"]
+    turns = [0] * len(groups)
+    found = {}
+    for name, weight in states["module"].items():
+        if name in ties or name in states["buffer_names"]:
+            continue
+        for number, group in enumerate(groups):
+            turn = turns[number]
+            if turn < len(group) and _rounds_to(group[turn], weight):
+                found[name] = _whole(file, ("optimizer", "fp32_groups", number, turn), weight)
+                turns[number] += 1
+                break
+    if turns != [len(group) for group in groups]:
+        raise _unreadable(file, "its float32 masters are not those of its weights")
+    return found
+
+
+def _rounds_to(master: Tensor, weight: Tensor) -> bool:
+    some = slice(COMPARED_ELEMENTS)
+    return master.shape == weight.shape and torch.equal(
+        master.flatten()[some].to(weight.dtype), weight.flatten()[some]
+    )
+
+
+def _masters(files: ZeroFiles, states: Mapping[str, Any]) -> dict[str, Parameter]:
+    """Find each rank's part of every trained parameter, of stages 1 to 3."""
+    shapes = shapes_of(states[PARAM_SHAPES])
+    ranks = [files.content(file)[OPTIMIZER] for file in files.optimizer]
+    fragments: dict[str, list[Fragment]] = {name: [] for name in shapes}
+    for saved in saved_fragments(ranks, shapes):
+        keys = (OPTIMIZER, masters_key(ranks[saved.rank]), saved.group)
+        file, part = files.optimizer[saved.rank], saved.fragment
+        fragments[part.name].append(Fragment(file, keys, part.place, part.size))
+    return {name: Parameter(shapes[name], tuple(parts)) for name, parts in fragments.items()}
+
+
+def _frozen_at_stage_3(files: ZeroFiles, states: Mapping[str, Any]) -> dict[str, Parameter]:
+    """Find the parameters that are not trained: split alike, but without masters."""
+    found = {}
+    for name, shape in (states[FROZEN_SHAPES] or {}).items():
+        left, parts = math.prod(shape), []
+        each = share(left, len(files.model))
+        for file in files.model:
+            if count := min(each, left):  # what follows is padding
+                parts.append(Fragment(file, (FROZEN_FRAGMENTS, name), 0, count))
+            left -= count
+        found[name] = Parameter(tuple(shape), tuple(parts))
+    return found
+
+
+def _whole(file: str, keys: tuple[str | int, ...], tensor: Tensor) -> Parameter:
+    return Parameter(tuple(tensor.shape), (Fragment(file, keys, 0, tensor.numel()),))
+
+
+def _unreadable(file: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file} is not as DeepSpeed 0.19 writes it: {what}. Use the version of refocused that "
+        "wrote the checkpoint, or choose another step."
+    )

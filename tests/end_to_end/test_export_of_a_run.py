@@ -16,9 +16,8 @@ from tiny import tiny_run
 
 from refocused.commands.local_steps import model_source
 from refocused.commands.main import run_command
-from refocused.evaluate.generation import generate
+from refocused.evaluate.generation import Sampling, generate
 from refocused.evaluate.load_model import load_model
-from refocused.evaluate.sampling import Sampling
 
 pytestmark = pytest.mark.slow
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,14 @@ import transformers
 from checkpoints.step_samples import manifest_for
 from data.text_samples import word_file
 from evaluate.step_saves import LENGTH, PLAIN, SPECIAL, VOCABULARY, Save, step_of, weights_of
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
-from refocused.evaluate import export
-from refocused.evaluate import export as export_check
-from refocused.evaluate.export import export_step
+from refocused.evaluate.export import export_step, largest_difference
 from refocused.evaluate.load_model import load_model
-from refocused.evaluate.model_weights import ModelWeights, open_model_weights, tokenizer_of
+from refocused.evaluate.model_weights import ModelWeights, tokenizer_of
 from refocused.evaluate.score_model import Evaluation, Settings
 from refocused.system.errors import CheckpointError, ShardError
 from refocused.tokenizers.encoders import TokenizerChoice
@@ -37,7 +37,7 @@ SAVE = PLAIN[2][3]  # GPT-2 at stage 3
 
 
 def opened(saved: dict[int, Path], ranks: int, save: Save) -> ModelWeights:
-    return open_model_weights(read_step(step_of(saved[ranks], save)))
+    return ModelWeights(read_step(step_of(saved[ranks], save)))
 
 
 def logits_of(folder: Path, ids: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,17 @@ def test_several_files_of_half_the_bytes_load_alike(saved: dict[int, Path], tmp_
     weights = opened(saved, 2, SAVE)
     export_step(weights, tmp_path / "one", tokenizer=None)
     export_step(weights, tmp_path / "many", tokenizer=None, file_bytes=10_000)
-    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    files = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert files[0].stat().st_mode == (tmp_path / "many" / "config.json").stat().st_mode
+    stored = {file.name: load_file(file) for file in files}
+    for tensors in stored.values():
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 10_000
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert list(index["weight_map"]) == list(weights.shapes)
+    sizes = [stored[file][name].nbytes for name, file in index["weight_map"].items()]
+    assert index["metadata"]["total_size"] == sum(sizes)
     ids = torch.arange(20).unsqueeze(0)
     assert torch.equal(logits_of(tmp_path / "one", ids), logits_of(tmp_path / "many", ids))
     config = json.loads((tmp_path / "one" / "config.json").read_text())
@@ -162,13 +172,20 @@ def test_nothing_is_left_of_an_export_that_fails(
 ) -> None:
     weights = opened(saved, 2, SAVE)
 
-    def full_disk(*_arguments: Any, **_options: Any) -> None:
-        raise OSError(28, "No space left on device")
+    def fails(error: Exception) -> Callable[..., None]:
+        def save(*_arguments: object, **_options: object) -> None:
+            raise error
 
-    for name, error in (("write_safetensors", full_disk), ("largest_difference", full_disk)):
+        return save
+
+    full = "No space left on device"
+    for name, error in (
+        ("safetensors.torch.save_file", SafetensorError(f"I/O error: {full} (os error 28)")),
+        ("refocused.evaluate.export.fsync_directories", OSError(28, full)),
+    ):
         with monkeypatch.context() as patch:
-            patch.setattr(export, name, error)
-            with pytest.raises(CheckpointError, match="No space left on device"):
+            patch.setattr(name, fails(error))
+            with pytest.raises(CheckpointError, match=full):
                 export_step(weights, tmp_path / "out", tokenizer=None)
         assert list(tmp_path.iterdir()) == []
     (tmp_path / "out").mkdir()
@@ -183,14 +200,14 @@ def test_a_wrong_export_is_noticed(saved: dict[int, Path], tmp_path: Path) -> No
     content = bytearray(file.read_bytes())
     content[-2] ^= 64
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"its transformer.ln_f.bias is another"):
-        export_check.largest_difference(weights, tmp_path / "out", dtype="fp32")
+    with pytest.raises(CheckpointError, match=r"its transformer.wte.weight is another"):
+        largest_difference(weights, tmp_path / "out", dtype="fp32")
     config = tmp_path / "out" / "config.json"
     content[-2] ^= 64
     file.write_bytes(content)
     config.write_text(config.read_text().replace('"gelu_new"', '"relu"'))
     with pytest.raises(CheckpointError, match=r"its logits are .* of the largest one away"):
-        export_check.largest_difference(weights, tmp_path / "out", dtype="fp32")
+        largest_difference(weights, tmp_path / "out", dtype="fp32")
 
 
 def test_another_model_than_described_is_refused(saved: dict[int, Path], tmp_path: Path) -> None:
@@ -199,7 +216,7 @@ def test_another_model_than_described_is_refused(saved: dict[int, Path], tmp_pat
 
     step = with_file(step_of(saved[2], SAVE), tmp_path, "model.json", other_shape)
     with pytest.raises(CheckpointError, match=r"mlp.c_fc.bias is \(75,\), not \(70,\)"):
-        open_model_weights(step)
+        ModelWeights(step)
 
 
 def with_file(path: Path, folder: Path, name: str, write: Any) -> StepDirectory:

@@ -10,8 +10,8 @@ import transformers
 from checkpoints.step_samples import flip_byte
 from evaluate.step_saves import PLAIN, step_of
 
-from refocused.evaluate import make_final_model
-from refocused.evaluate.make_final_model import FinalModelRequest, answer_to, read_answer
+from refocused.evaluate.final_model import FinalModelRequest, read_answer
+from refocused.evaluate.final_model_process import answer_to
 
 
 @pytest.fixture
@@ -43,7 +43,8 @@ def test_the_model_is_made_once_and_replaced_by_another_save(
     copied = request.run / "bucket/sample/final_model"
     names = {path.name for path in request.folder.iterdir()}
     assert {path.name for path in copied.iterdir()} == {*names, "COMMITTED"}
-    monkeypatch.setattr(make_final_model, "export_step", lambda *_, **__: pytest.fail("again"))
+    again = "refocused.evaluate.export.export_step"
+    monkeypatch.setattr(again, lambda *_, **__: pytest.fail("again"))
     assert answer_to(request) == answer
     assert read_answer(request.model_copy(update={"token": "another"})) is None
     assert not list(request.run.glob(".final_model.[no]*"))

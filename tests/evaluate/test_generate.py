@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 import torch
 from evaluate.small_models import CONTEXT, FAMILIES, bytes_tokenizer, small_model
+from hypothesis import given
+from hypothesis import strategies as st
 
-from refocused.evaluate.generation import generate
+from refocused.evaluate.generation import GrowingText, Sampling, Writing, cut_at_stop, generate
 from refocused.evaluate.load_model import LoadedModel
-from refocused.evaluate.sampling import Sampling
 from refocused.system.errors import CheckpointError, ConfigError
 
 GREEDY = Sampling(tokens=20, temperature=0.0)
@@ -157,3 +159,47 @@ def test_what_cannot_be_continued_is_refused() -> None:
 def test_settings_without_meaning_are_refused(settings: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Sampling(**settings)  # type: ignore[arg-type]
+
+
+CHARACTERS = st.text("ab \n\u00e9\u6f22\U0001f600")
+
+
+def decode(ids: Sequence[int]) -> str:
+    return bytes(ids).decode(errors="replace")
+
+
+@given(CHARACTERS)
+def test_characters_appear_whole(text: str) -> None:
+    growing = GrowingText(decode)
+    pieces = [growing.add(byte) for byte in text.encode()]
+    assert "".join(pieces) == growing.text == text
+    assert all(piece.isprintable() or "\n" in piece for piece in pieces if piece)
+
+
+def test_bytes_that_are_no_text_wait_for_the_next_character() -> None:
+    growing = GrowingText(decode)
+    assert [growing.add(byte) for byte in b"a\x80\xffb"] == ["a", "", "", "\ufffd\ufffdb"]
+
+
+def test_a_decoder_may_treat_the_first_token_otherwise() -> None:
+    words = ["the", " cat", " sat"]
+    growing = GrowingText(lambda ids: "".join(words[number] for number in ids).lstrip())
+    assert [growing.add(number) for number in range(3)] == words
+
+
+@given(CHARACTERS, st.lists(st.text("ab \n", min_size=1, max_size=4), max_size=3))
+def test_nothing_of_a_stop_string_is_shown(text: str, stops: list[str]) -> None:
+    shown: list[str] = []
+    writing = Writing(decode, rows=1, ends=[256], stops=stops, show=shown.append)
+    done = False
+    for byte in [*text.encode(), 256]:
+        done = bool(writing(torch.tensor([[byte]]), torch.empty(0)))
+        if done:
+            break
+    assert done
+    before = cut_at_stop(text, stops, added=len(text))
+    wanted = text if before is None else before
+    assert wanted.startswith("".join(shown))
+    assert (writing.lengths[0] is None) == (before is None)
+    writing.finish(wanted)
+    assert "".join(shown) == wanted

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from refocused.engine.state_files import read_state
-from refocused.evaluate.layout import find_layout
 from refocused.evaluate.load_model import load_model
-from refocused.evaluate.zero_files import ZeroFiles
+from refocused.evaluate.zero_files import Fragment, ZeroFiles, find_layout
 from refocused.system.errors import CheckpointError
 
 SMALL = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8,
@@ -41,19 +39,18 @@ def test_unexpected_contents_of_a_checkpoint_are_named(
     files: Any = types.SimpleNamespace(
         model=["model.pt"], optimizer=["optim.pt"], content=contents.__getitem__
     )
-    manifest: Any = types.SimpleNamespace(zero_stage=3, dtype="bf16")
     with pytest.raises(CheckpointError, match=r"is not as DeepSpeed 0\.19 writes|elements"):
-        find_layout(files, manifest)
+        find_layout(files, stage=3, dtype="bf16")
 
 
 def test_elements_that_a_file_lacks_are_named(tmp_path: Path) -> None:
     torch.save({"masters": [torch.zeros(3)]}, tmp_path / "x.pt")
-    files = ZeroFiles.__new__(ZeroFiles)
-    files._step = types.SimpleNamespace(path=tmp_path)  # type: ignore[assignment]
-    files._mapped, files._touched_bytes = {"x.pt": read_state(tmp_path / "x.pt")}, 0
-    assert files.elements("x.pt", ["masters", 0], 1, 2).tolist() == [0, 0]
+    manifest = types.SimpleNamespace(files=(), zero_stage=3, world_size=0)
+    step: Any = types.SimpleNamespace(path=tmp_path, manifest=manifest)
+    files = ZeroFiles(step)
+    assert files.elements(Fragment("x.pt", ("masters", 0), 1, 2)).tolist() == [0, 0]
     with pytest.raises(CheckpointError, match=r"x\.pt lacks elements of 0"):
-        files.elements("x.pt", ["masters", 0], 1, 3)
+        files.elements(Fragment("x.pt", ("masters", 0), 1, 3))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 import torch
 from evaluate.small_models import CONTEXT, FAMILIES, small_model
 
+from refocused.evaluate.export import add_modeling_file, modeling_source
 from refocused.evaluate.model_weights import network_class
-from refocused.evaluate.modeling_file import add_modeling_file, modeling_source
 from refocused.models.families import transformers_config
 
 SHAPES = {

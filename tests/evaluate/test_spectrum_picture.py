@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from refocused.evaluate.spectrum_picture import draw_spectrum, spectra
+from refocused.evaluate.comparison import draw_spectrum, spectra
 from refocused.models.resonance.resonance import ResonanceConfig, ResonanceForCausalLM
 from refocused.models.ten.ten import TenConfig, TenForCausalLM
 from refocused.system.errors import ConfigError

@@ -11,8 +11,7 @@ from run_fakes import FakeReporter, FakeSaver, FakeStop, Log, parts_of
 
 from refocused.checkpoints.mirror.mirror_status import MirrorStatus
 from refocused.config.outputs import CheckpointConfig
-from refocused.evaluate.final_model import FinalModel
-from refocused.evaluate.make_final_model import FinalModelAnswer
+from refocused.evaluate.final_model import FinalModel, FinalModelAnswer
 from refocused.system.errors import ExitCode
 from refocused.system.processes import this_process
 from refocused.train.lifecycle.shutdown import (
