@@ -1,9 +1,10 @@
-"""`launch/train.sh` after the set-up: trains under a supervisor that tells the truth at the end."""
+"""`launch/train.sh` after the set-up: train under a supervisor that returns the true exit code."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import shlex
 import socket
@@ -18,8 +19,7 @@ from refocused.commands import train
 from refocused.commands.arguments import Parser, dashed
 from refocused.commands.monitor import open_in_screen
 from refocused.commands.output import count
-from refocused.commands.supervision import Verdict, may_restart
-from refocused.commands.supervisor import StopSignals, Supervisor
+from refocused.commands.supervisor import StopSignals, Supervisor, Verdict
 from refocused.commands.train import VISIBLE, without_resume
 from refocused.config.load_run import LoadedRun
 from refocused.doctor.early import refuse_early
@@ -47,45 +47,32 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument
     add("--help", "-h", action="store_true", help="show this, then the options of train.py")
-    add(
-        "--grace",
-        type=count,
-        metavar="SECONDS",
-        help=f"time to save after a signal, then everything is killed ({GRACE_SECONDS})",
+    grace = f"time to save after a signal, then everything is killed ({GRACE_SECONDS})"
+    add("--grace", type=count, metavar="SECONDS", help=grace)
+    spot = f"for machines that are taken away: --grace {SPOT_GRACE_SECONDS}"
+    add("--spot", action="store_true", help=spot)
+    restarts = (
+        "start again after a crash, and give up after N starts in a row that ended without a newer "
+        "checkpoint (0: never)"
     )
-    add(
-        "--spot",
-        action="store_true",
-        help=f"for machines that are taken away: --grace {SPOT_GRACE_SECONDS}",
-    )
-    add(
-        "--restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="start again after a crash, and give up after N starts in a row that ended without "
-        "a newer checkpoint (0: never)",
-    )
-    add(
-        "--monitor",
-        action="store_true",
-        help="show the run in a screen session besides, which `screen -U -r monitor` opens",
-    )
+    add("--restarts", type=int, default=0, metavar="N", help=restarts)
+    screen = "show the run in a screen session besides, which `screen -U -r monitor` opens"
+    add("--monitor", action="store_true", help=screen)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     began = time.monotonic()
-    given = [dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
-    own, arguments = build_parser().parse_known_args(given)
+    typed = [dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
+    own, arguments = build_parser().parse_known_args(typed)
     if own.help:
         build_parser().print_help()
         train.build_parser().print_help()
         return ExitCode.OK
     wanted = train.read_arguments(arguments)
     try:
-        loaded = _checked(train.load(wanted))  # wrong use is said before anything starts
+        loaded = _checked(train.load(wanted))  # wrong use is reported before anything starts
         gpus = usable_gpus(loaded)
         if not wanted.print_config:
             _refuse_early(loaded, wanted, gpus=gpus)
@@ -93,21 +80,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     section = loaded.config.run
-    run = Path(section.directory) / section.name
-    signals = StopSignals()
-    signals.install()
-    if own.monitor:
-        say(open_in_screen(run))
-    launches = _Launches(
-        typed=given,
+    launches = Launches(
+        typed=typed,
         arguments=arguments,
-        run=run,
+        run=Path(section.directory) / section.name,
         grace_seconds=own.grace or (SPOT_GRACE_SECONDS if own.spot else GRACE_SECONDS),
-        signals=signals,
         began_seconds=began,
         gpus=gpus,
         count_again=lambda: usable_gpus(loaded),
     )
+    launches.signals.install()
+    if own.monitor:
+        say(open_in_screen(launches.run))
     return launches.until_the_end(restarts=own.restarts)
 
 
@@ -154,80 +138,77 @@ def _refuse_early(loaded: LoadedRun, wanted: argparse.Namespace, *, gpus: int) -
     )
 
 
-class _Launches:
-    """The launches of one command: the first, and those after a crash."""
+@dataclasses.dataclass
+class Launches:
+    """The launches of one command: the first, and those after a crash.
 
-    def __init__(
-        self,
-        *,
-        typed: Sequence[str],
-        arguments: Sequence[str],
-        run: Path,
-        grace_seconds: float,
-        signals: StopSignals,
-        began_seconds: float,
-        gpus: int,
-        count_again: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self._again = _again(typed, os.environ)
-        self._arguments = list(arguments)
-        self._run = run
-        self._grace_seconds = grace_seconds
-        self._signals = signals
-        self._began_seconds = began_seconds
-        self._gpus, self._count_again = gpus, count_again
+    `typed` is its whole command line, and `arguments` the part for `launch/train.py`.
+    """
+
+    typed: Sequence[str]
+    arguments: Sequence[str]
+    run: Path
+    grace_seconds: float
+    began_seconds: float
+    gpus: int
+    count_again: Callable[[], int]
+    signals: StopSignals = dataclasses.field(default_factory=StopSignals)
+
+    def __post_init__(self) -> None:
+        chosen = {name: os.environ.get(name) for name in (VISIBLE, "RANKS")}  # chose the GPUs
+        words = [f"{name}={value}" for name, value in chosen.items() if value]
+        self.resume_command = shlex.join([*words, "launch/train.sh", *without_resume(self.typed)])
 
     def until_the_end(self, *, restarts: int) -> int:
         """Launch, again after a crash if that is allowed; return the true exit code."""
-        fruitless = 0
+        fruitless = 0  # starts in a row that ended without a newer checkpoint
         while True:
-            before = newest_step(self._run)
+            before = newest_step(self.run)
             verdict = self._launch()
-            fruitless = 0 if newest_step(self._run) > before else fruitless + 1
+            newest = newest_step(self.run)
+            fruitless = 0 if newest > before else fruitless + 1
             if verdict.text:
                 say(verdict.text)
-            if (
-                self._signals.times
-                or (self._run / "STOP").exists()
-                or not may_restart(verdict, allowed=restarts, fruitless=fruitless)
-            ):
+            is_asked_to_stop = self.signals.times or (self.run / "STOP").exists()
+            if is_asked_to_stop or not verdict.crashed or fruitless > restarts or not restarts:
                 break
-            say(f"Starting again after step {newest_step(self._run):,} (--restarts {restarts}).")
+            say(f"Starting again after step {newest:,} (--restarts {restarts}).")
             time.sleep(RESTART_PAUSE_SECONDS)
             with contextlib.suppress(RefocusedError):  # a GPU may have been what crashed
-                self._gpus = self._count_again() or self._gpus
-        if verdict.code != ExitCode.OK and (trouble := summarize(self._run)):
+                self.gpus = self.count_again() or self.gpus
+        if verdict.code != ExitCode.OK and (trouble := summarize(self.run)):
             say(trouble)
         if verdict.text or verdict.crashed:
-            say(f"{_saved(newest_step(self._run))}: {self._again}")
+            saved = f"The last checkpoint is step {newest:,}. Resume" if newest else ""
+            say(f"{saved or 'Nothing is saved. Again'}: {self.resume_command}")
         return verdict.code
 
     def _launch(self) -> Verdict:
-        environment = training_environment(os.environ, gpus=self._gpus)
-        command = deepspeed_command(environment, gpus=self._gpus)
+        environment = training_environment(os.environ, gpus=self.gpus)
+        command = deepspeed_command(environment, gpus=self.gpus)
         launch = Launch.create(
-            began_seconds=self._began_seconds,
-            grace_seconds=self._grace_seconds,
-            command=self._again,
+            began_seconds=self.began_seconds,
+            grace_seconds=self.grace_seconds,
+            command=self.resume_command,
         )
         try:
             verdict = Supervisor(
                 launch,
-                [*command, str(SCRIPT), *self._arguments],
+                [*command, str(SCRIPT), *self.arguments],
                 environment=environment,
-                signals=self._signals,
+                signals=self.signals,
                 say=say,
             ).run()
             if any(note.training for note in launch.notes()):
                 # What was asked for is done: to resume from there once more would lose steps.
-                self._arguments = without_resume(self._arguments)
+                self.arguments = without_resume(self.arguments)
             return verdict
         finally:
             launch.remove()
 
 
 def say(text: str) -> None:
-    """Tell a person, who may have closed the terminal."""
+    """Print for a person, who may have closed the terminal."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
@@ -261,8 +242,8 @@ def training_environment(environment: Mapping[str, str], *, gpus: int) -> dict[s
 def deepspeed_command(environment: Mapping[str, str], *, gpus: int) -> list[str]:
     """Return what starts one rank a GPU, or two on a machine without any.
 
-    Told a number, DeepSpeed takes the first GPUs, whatever CUDA_VISIBLE_DEVICES says; so that is
-    left to it, unless `RANKS` insists on a number.
+    With a number DeepSpeed takes the first GPUs, whatever CUDA_VISIBLE_DEVICES says; so it gets
+    none where that is set, unless `RANKS` insists on a number.
     """
     ranks = environment.get("RANKS")
     if not ranks and not gpus:
@@ -283,13 +264,15 @@ def newest_step(run: Path) -> int:
 
 
 def summarize(run: Path) -> str:
-    """Write the summary of a run that came to no good end, where rank 0 wrote none.
+    """Write the summary of a run that failed, where rank 0 wrote none.
 
     Returns:
         Why it was not written; empty: it was, or there is nothing new to write of.
     """
     summary, state = run / "SUMMARY.md", run / "state.json"
-    if not state.is_file() or _changed(summary) >= _changed(state):
+    if not state.is_file():
+        return ""
+    if summary.is_file() and summary.stat().st_mtime >= state.stat().st_mtime:
         return ""
     command = [sys.executable, "-P", "-m", "refocused.commands.monitor", str(run), "--summary"]
     reason = f"it took more than {SUMMARY_SECONDS:.0f} s"
@@ -307,21 +290,6 @@ def summarize(run: Path) -> str:
             return ""
         reason = (written.stderr.strip().splitlines() or [f"exit code {written.returncode}"])[-1]
     return f"{summary} was not written ({reason}). Try: python launch/monitor.py {run} --summary"
-
-
-def _changed(file: Path) -> float:
-    """When a file was last written; a missing one never."""
-    return file.stat().st_mtime if file.is_file() else 0.0
-
-
-def _saved(step: int) -> str:
-    return f"The last checkpoint is step {step:,}. Resume" if step else "Nothing is saved. Again"
-
-
-def _again(typed: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Return the command that resumes, with the variables that chose the GPUs."""
-    chosen = [f"{name}={environment[name]}" for name in (VISIBLE, "RANKS") if environment.get(name)]
-    return shlex.join([*chosen, "launch/train.sh", *without_resume(typed)])
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import subprocess
@@ -11,44 +12,57 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from refocused.commands.supervision import Sight, Verdict, alarm_line, judge, patience_ends
 from refocused.metrics.jsonl import JsonLinesTail
+from refocused.monitor.readings import AlarmEvent
+from refocused.system.errors import ExitCode
 from refocused.train.lifecycle.launch_session import Launch, RankNote, marked_processes
 
 POLL_SECONDS = 0.25
 RUNNER_SECONDS = 5.0  # that `deepspeed` takes to end its launchers on other machines
 BURST_SECONDS = 0.3  # a closing terminal and its service send two signals at once: they are one
+HURRIED_SECONDS = 30.0  # left after the second signal
+LAST_RANKS_SECONDS = 30.0  # left to the other ranks when one has ended; rarely more than two
 
 
 class StopSignals:
     """When somebody asked the supervisor to stop, over all its launches."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Note nothing before `install`."""
+    def __init__(self) -> None:
         self.times: tuple[float, ...] = ()
         self.last_number: int = signal.SIGTERM
-        self._clock = clock
 
     def install(self) -> None:
-        """Take over the signals, but those that a background job or `nohup` keeps away."""
+        """Handle the signals, but those that a background job or `nohup` ignores."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self.receive)
+                signal.signal(number, self._receive)
 
-    def receive(self, number: int, frame: FrameType | None = None) -> None:
-        """Note a signal."""
-        now = self._clock()
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
         if not self.times or now - self.times[-1] >= BURST_SECONDS:
             self.times, self.last_number = (*self.times, now), number
 
 
-class Supervisor:
-    """Starts `deepspeed`, hands signals to all ranks at once, and ends what does not end.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a launch ended: its true exit code, and what the ranks could not print themselves.
 
-    DeepSpeed's launcher hands a signal to one rank after another, 30 s each; its command dies of
-    one and leaves the ranks to themselves. So both run in a session of their own, where no
-    terminal reaches them, and the ranks are told by us.
+    `crashed`: nobody asked it to end, so starting again may help.
+    """
+
+    code: ExitCode
+    text: str = ""
+    crashed: bool = False
+
+
+class Supervisor:
+    """Starts `deepspeed`, sends signals to all ranks at once, and kills what does not end.
+
+    DeepSpeed's launcher sends a signal to one rank after another, 30 s each; its command dies of
+    one and leaves the ranks running. So both run in a session of their own, where no terminal
+    reaches them, and the ranks get their signals from here. `say` prints a line for a person.
     """
 
     def __init__(
@@ -59,41 +73,38 @@ class Supervisor:
         environment: Mapping[str, str],
         signals: StopSignals,
         say: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare; nothing runs before `run`.
-
-        Args:
-            launch: Where the ranks will meet us.
-            command: That starts DeepSpeed's launcher.
-            environment: Of that command.
-            signals: Installed.
-            say: Tells a person.
-            clock: Monotonic seconds.
-        """
         self._launch = launch
         self._command = command
         self._environment = {**environment, **launch.environment}
         self._signals = signals
         self._say = say
-        self._clock = clock
-        self._sight = Sight()
-        self._told: dict[int, int] = {}  # signals that each rank was handed
+        self._sent: dict[int, int] = {}  # signals sent to each rank
+        self._abandoned: float | None = None  # when the command was seen to have ended
+        self._rank_ended: float | None = None  # when the first rank was
         self._killed = False
         self._events: JsonLinesTail | None = None
 
     def run(self) -> Verdict:
-        """Start the launch and see it through to its end."""
+        """Start the launch and wait until nothing of it is left."""
         with subprocess.Popen(
             self._command, env=self._environment, stdin=subprocess.DEVNULL, start_new_session=True
         ) as runner:
             while not self._over(runner):
-                notes = self._launch.notes()
-                self._look(runner, notes)
-                self._hand_on_signals(runner, notes)
-                self._tell_alarms(notes)
-                ends = patience_ends(self._sight, grace_seconds=self._launch.grace_seconds)
-                if ends is not None and self._clock() >= ends:
+                notes, now = self._launch.notes(), time.monotonic()
+                if self._abandoned is None and runner.poll() is not None:
+                    self._abandoned = now
+                if self._rank_ended is None and any(not note.alive for note in notes):
+                    self._rank_ended = now
+                self._send_signals(runner, notes)
+                self._say_alarms(notes)
+                ends = deadline(
+                    self._signals.times,
+                    grace_seconds=self._launch.grace_seconds,
+                    abandoned=self._abandoned,
+                    rank_ended=self._rank_ended,
+                )
+                if now >= ends:
                     self._kill(notes)
                 time.sleep(POLL_SECONDS)
         return judge(
@@ -103,20 +114,8 @@ class Supervisor:
             killed=self._killed,
         )
 
-    def _tell_alarms(self, notes: Sequence[RankNote]) -> None:
-        """Show a person the alarms of this launch that begin; that they end is in the log."""
-        run = notes[0].run if notes else None
-        if run is None:
-            return
-        if self._events is None:  # what earlier launches wrote is passed over
-            self._events = JsonLinesTail(Path(run) / "logs" / "events.jsonl")
-            self._events.records()
-        for record in self._events.records():
-            if (line := alarm_line(record)) is not None:
-                self._say(line)
-
     def _over(self, runner: subprocess.Popen[bytes]) -> bool:
-        """Whether nothing of the launch is left; what ranks left behind is ended first."""
+        """Whether nothing of the launch is left; what ranks left behind is killed first."""
         if runner.poll() is None:
             return False
         left = [process.pid for process in marked_processes(self._launch.folder)]
@@ -125,47 +124,44 @@ class Supervisor:
             _kill_all(left)
         return not left
 
-    def _look(self, runner: subprocess.Popen[bytes], notes: Sequence[RankNote]) -> None:
-        """Note what ended, and when."""
-        now, sight = self._clock(), self._sight
-        if len(self._signals.times) != len(sight.signals):
-            sight = dataclasses.replace(sight, signals=self._signals.times)
-        if runner.poll() is not None and sight.abandoned is None:
-            sight = dataclasses.replace(sight, abandoned=now)
-        if sight.rank_ended is None and any(not note.alive for note in notes):
-            sight = dataclasses.replace(sight, rank_ended=now)
-        self._sight = sight
-
-    def _hand_on_signals(self, runner: subprocess.Popen[bytes], notes: Sequence[RankNote]) -> None:
-        """Tell every rank that somebody wants to stop, each signal once."""
-        wanted, number = len(self._sight.signals), self._signals.last_number
-        if self._sight.abandoned is not None and not wanted:
+    def _send_signals(self, runner: subprocess.Popen[bytes], notes: Sequence[RankNote]) -> None:
+        """Send each rank every signal once; SIGTERM if the command ended and left the ranks."""
+        wanted, number = len(self._signals.times), self._signals.last_number
+        if self._abandoned is not None and not wanted:
             wanted, number = 1, signal.SIGTERM
         if wanted and not any(note.run for note in notes):
-            self._abandon(runner)  # no rank has opened anything: there is nothing to wait for
+            # No rank has opened anything. The command ends the launchers on other machines.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                runner.terminate()
+                runner.wait(RUNNER_SECONDS)
+            self._kill_marked()
             return
         for note in notes:
-            if note.exit_code is None and note.alive and self._told.get(note.rank, 0) < wanted:
-                self._told[note.rank] = wanted
+            if note.exit_code is None and note.alive and self._sent.get(note.rank, 0) < wanted:
+                self._sent[note.rank] = wanted
                 _send(note.process.pid, number)
 
-    def _abandon(self, runner: subprocess.Popen[bytes]) -> None:
-        """End a launch that has not begun.
-
-        The command goes first: over several machines it ends the launchers there.
-        """
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            runner.terminate()
-            runner.wait(RUNNER_SECONDS)
-        _kill_all([process.pid for process in marked_processes(self._launch.folder)])
+    def _say_alarms(self, notes: Sequence[RankNote]) -> None:
+        """Print the alarms of this launch that begin; their ends are in the log."""
+        run = notes[0].run if notes else None
+        if run is None:
+            return
+        if self._events is None:  # skip what earlier launches wrote
+            self._events = JsonLinesTail(Path(run) / "logs" / "events.jsonl")
+            self._events.records()
+        for record in self._events.records():
+            if (line := alarm_line(record)) is not None:
+                self._say(line)
 
     def _kill(self, notes: Sequence[RankNote]) -> None:
         if not self._killed:
             alive = ", ".join(str(note.rank) for note in notes if note.alive)
-            self._say(
-                f"Patience has ended: killing what is left{f' (ranks {alive})' * bool(alive)}."
-            )
+            ranks = f" (ranks {alive})" if alive else ""
+            self._say(f"Grace period expired; killing the remaining processes{ranks}.")
         self._killed = True
+        self._kill_marked()
+
+    def _kill_marked(self) -> None:
         _kill_all([process.pid for process in marked_processes(self._launch.folder)])
 
 
@@ -184,3 +180,75 @@ def _command_line(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+def deadline(
+    signals: Sequence[float],
+    *,
+    grace_seconds: float,
+    abandoned: float | None = None,
+    rank_ended: float | None = None,
+) -> float:
+    """Return when everything that is left is killed; infinity while nothing has to end.
+
+    All times are in seconds on one clock: of each signal, of the end of the `deepspeed` command,
+    and of the first rank that ended.
+    """
+    limits = (grace_seconds, HURRIED_SECONDS, 0.0)
+    ends = [when + limit for when, limit in zip(signals, limits, strict=False)]
+    if abandoned is not None:
+        ends.append(abandoned + grace_seconds)
+    if rank_ended is not None:
+        ends.append(rank_ended + LAST_RANKS_SECONDS)
+    return min(ends, default=math.inf)
+
+
+def judge(notes: Sequence[RankNote], *, launcher_code: int, signals: int, killed: bool) -> Verdict:
+    """Return what the end of a launch means.
+
+    `launcher_code` is that of the `deepspeed` command (negative: the signal that ended it), and
+    `killed` whether the grace period expired before everything had ended.
+    """
+    if notes and notes[0].rank == 0 and notes[0].exit_code not in (None, ExitCode.FAILED):
+        crashed = notes[0].reason == "PARENT_GONE" and not signals
+        return Verdict(ExitCode(notes[0].exit_code), crashed=crashed)
+    if signals and not any(note.training for note in notes):
+        return Verdict(ExitCode.INTERRUPTED, "Stopped before training began; nothing was changed.")
+    lost = [str(note.rank) for note in notes if note.exit_code is None]
+    ranks = f"{'Rank' if len(lost) == 1 else 'Ranks'} {', '.join(lost)}" if lost else "A rank"
+    if signals and (killed or lost):
+        text = f"{ranks} ended unsaved: what came after the last checkpoint is lost."
+        return Verdict(ExitCode.FAILED, text)
+    if lost:
+        text = f"{ranks} {'was' if len(lost) == 1 else 'were'} {_cause(launcher_code)}"
+        return Verdict(ExitCode.FAILED, text, crashed=not signals)
+    if notes:
+        return Verdict(ExitCode.FAILED, crashed=not signals)
+    if launcher_code in (ExitCode.OK, ExitCode.WRONG_USE):
+        return Verdict(ExitCode(launcher_code))
+    return Verdict(
+        ExitCode.FAILED,
+        f"deepspeed ended with {launcher_code} before any rank had begun; what it said is above.",
+    )
+
+
+def _cause(launcher_code: int) -> str:
+    """Return what killed a rank, in words; the launcher returns 256 - N for the signal N."""
+    try:
+        name = signal.Signals(256 - launcher_code).name
+    except ValueError:
+        return "killed, most often for want of memory (see dmesg)."
+    if name == "SIGKILL":
+        return "killed by SIGKILL, most often for want of memory (see dmesg)."
+    return f"killed by {name}; what it said is above or in the run's logs/rank-N.log."
+
+
+def alarm_line(record: Mapping[str, Any]) -> str | None:
+    """Return what to print of a line of `events.jsonl`: alarms that begin.
+
+    Those of the budget are left out, since the run prints them itself.
+    """
+    is_alarm = record.get("kind") == AlarmEvent.kind and record.get("raised")
+    if not is_alarm or str(record.get("alarm")).startswith("budget"):
+        return None
+    return f"{'ALARM' if record.get('severity') == 'critical' else 'WARN '} {record.get('text')}"

@@ -31,13 +31,64 @@ if TYPE_CHECKING:
     from refocused.system.world import World
     from refocused.train.lifecycle.session import Session
 
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SCRIPT = "launch/train.py"
 RESUME = ("--resume", "--resume-from-checkpoint")
 
 
-def with_resume_value(typed: Sequence[str]) -> list[str]:
+def build_parser() -> Parser:
+    """Describe the command line."""
+    parser = Parser(
+        prog="train",
+        description="Train a run. Start with: deepspeed --num_gpus N launch/train.py ...",
+        epilog="section.key=value changes a setting of the run file, for example "
+        "optimizer.lr=2e-4. The first Ctrl+C saves and stops.",
+    )
+    add = parser.add_argument
+    run_file = "run file, or the name of one in config/runs (default: demo)"
+    add("--config", action=Once, default="demo", metavar="FILE", help=run_file)
+    add("--run", metavar="NAME", help="the run's name and folder")
+    add(
+        *RESUME,
+        default="auto",
+        metavar="WHAT",
+        help="auto (default): the newest good step if there is one; latest (also --resume alone), "
+        "best, none, a step, a name, a path or a gs:// address",
+    )
+    anew = "where nothing can be resumed, start from scratch as NAME-2, and leave NAME as it is"
+    add("--resume-or-start", action="store_true", help=anew)
+    add("--trust", action="store_true", help="resume a step that another run saved")
+    add(
+        "--allow-change",
+        action="append",
+        default=[],
+        metavar="SETTING",
+        help="resume though this differs from the checkpoint, for example data, data.mixture, "
+        "run.seed, precision.dtype; may be given several times",
+    )
+    add(
+        "--max-steps",
+        type=int,
+        metavar="N",
+        help="the same as run.steps=N; a warmup of the run file that would not end before becomes "
+        "a tenth of it",
+    )
+    trace = "trace N steps after the first 10: a Chrome trace and a table in RUN/profile"
+    add("--profile", type=count, default=0, metavar="N", help=trace)
+    add("--dry-run", action="store_true", help="check everything, train nothing")
+    add("--print-config", action="store_true", help="print all settings and end")
+    add_credentials(parser)
+    add("--local-rank", type=int, help=argparse.SUPPRESS)
+    add("overrides", nargs="*", metavar="section.key=value")
+    return parser
+
+
+def read_arguments(typed: Sequence[str]) -> argparse.Namespace:
+    """Read the command line of `launch/train.py`."""
+    return build_parser().read(_with_resume_value(typed))
+
+
+def _with_resume_value(typed: Sequence[str]) -> list[str]:
     """Return arguments with `--resume`, as other trainers accept it, as `--resume=latest`.
 
     A setting after it (`--resume run.steps=9`) is not its value.
@@ -54,19 +105,19 @@ def without_resume(typed: Sequence[str]) -> list[str]:
 
     `--resume none` would begin anew, and a step would leave everything after it behind.
     """
-    given, is_request = [], False
-    for word in with_resume_value(typed):
+    given, is_value = [], False
+    for word in _with_resume_value(typed):
         option, equals, _ = dashed(word).partition("=")
-        if is_request:
-            is_request = False
+        if is_value:
+            is_value = False
         elif len(option) > len("--r") and any(name.startswith(option) for name in RESUME):
-            is_request = not equals
+            is_value = not equals
         elif option != "--local-rank":
             given.append(word)
     return given
 
 
-def command_to_go_on(
+def resume_command(
     arguments: Sequence[str],
     *,
     ranks: int,
@@ -74,106 +125,29 @@ def command_to_go_on(
     runner: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the command that takes a run up again where it ended.
+    """Return the command that continues a run, from the training script's own arguments.
 
-    Args:
-        arguments: Those of the training script, as this rank got them.
-        ranks: All of the run.
-        ranks_here: Those on this machine.
-        runner: The command line of the `deepspeed` command above this rank, where there is one:
-            what was typed, with its own options.
-        environment: Of that command.
+    `runner` and `environment` are the command line and the environment of the `deepspeed` command
+    above this rank, where there is one: what was typed, with its own options.
     """
-    typed = _after_interpreter(runner)
-    if typed:
-        visible = (environment or {}).get(VISIBLE)
-        prefix = f"{VISIBLE}={visible} " if visible else ""
-        return prefix + shlex.join(without_resume(typed))
-    if ranks == 1:
-        words = ["python", SCRIPT]
-    elif ranks == ranks_here:
-        words = ["deepspeed", "--num_gpus", str(ranks), SCRIPT]
-    else:
-        words = ["deepspeed", "--hostfile", "FILE", SCRIPT]
-    return shlex.join([*words, *without_resume(arguments)])
-
-
-def _after_interpreter(command_line: Sequence[str]) -> list[str]:
-    """Return `deepspeed ...` as typed; nothing when that command is none."""
-    for place, word in enumerate(command_line):
+    for place, word in enumerate(runner):
         if Path(word).name == "deepspeed":
             # Found by PATH, its whole path is there, which nobody typed.
             name = "deepspeed" if Path(word).is_absolute() else word
-            return [name, *command_line[place + 1 :]]
-    return []
-
-
-def build_parser() -> Parser:
-    """Describe the command line."""
-    parser = Parser(
-        prog="train",
-        description="Train a run. Start with: deepspeed --num_gpus N launch/train.py ...",
-        epilog="section.key=value changes a setting of the run file, for example "
-        "optimizer.lr=2e-4. The first Ctrl+C saves and stops.",
-    )
-    parser.add_argument(
-        "--config",
-        action=Once,
-        default="demo",
-        metavar="FILE",
-        help="run file, or the name of one in config/runs (default: demo)",
-    )
-    parser.add_argument("--run", metavar="NAME", help="the run's name and folder")
-    parser.add_argument(
-        *RESUME,
-        default="auto",
-        metavar="WHAT",
-        help="auto (default): the newest good step if there is one; latest (also --resume alone), "
-        "best, none, a step, a name, a path or a gs:// address",
-    )
-    parser.add_argument(
-        "--resume-or-start",
-        action="store_true",
-        help="where nothing can be resumed, start from scratch as NAME-2, and leave NAME as it is",
-    )
-    parser.add_argument("--trust", action="store_true", help="resume a step that another run saved")
-    parser.add_argument(
-        "--allow-change",
-        action="append",
-        default=[],
-        metavar="SETTING",
-        help="resume though this differs from the checkpoint, for example data, data.mixture, "
-        "run.seed, precision.dtype; may be given several times",
-    )
-    parser.add_argument(
-        "--max-steps",
-        type=int,
-        metavar="N",
-        help="the same as run.steps=N; a warmup of the run file that would not end before becomes "
-        "a tenth of it",
-    )
-    parser.add_argument(
-        "--profile",
-        type=count,
-        default=0,
-        metavar="N",
-        help="trace N steps after the first 10: a Chrome trace and a table in RUN/profile",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="check everything, train nothing")
-    parser.add_argument("--print-config", action="store_true", help="print all settings and end")
-    add_credentials(parser)
-    parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    return parser
-
-
-def read_arguments(given: Sequence[str]) -> argparse.Namespace:
-    """Read the command line of `launch/train.py`."""
-    return build_parser().read(with_resume_value(given))
+            visible = (environment or {}).get(VISIBLE)
+            prefix = f"{VISIBLE}={visible} " if visible else ""
+            return prefix + shlex.join([name, *without_resume(runner[place + 1 :])])
+    if ranks == 1:
+        words = ["python"]
+    elif ranks == ranks_here:
+        words = ["deepspeed", "--num_gpus", str(ranks)]
+    else:
+        words = ["deepspeed", "--hostfile", "FILE"]
+    return shlex.join([*words, SCRIPT, *without_resume(arguments)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code, or end the process when it was a rank."""
+    """Run the command; return its exit code, or exit the process when it was a rank."""
     rank = int(os.environ.get("RANK", "0"))
     arguments = read_arguments(sys.argv[1:] if argv is None else argv)
     try:
@@ -183,18 +157,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _print_config(loaded)
             return ExitCode.OK
     except RefocusedError as error:
-        return _refuse(error, rank)
+        return report(error, rank)
     from refocused.train.lifecycle.session import begin_session
 
     session = begin_session(rank)
-    code = _train(loaded, arguments, rank, session)
+    code = train_as_rank(loaded, arguments, rank, session)
     session.presence.leave(code)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # the screen may be gone; the run has outlived it
             stream.flush()
-    # An ordinary end runs the destructors of gloo's threads, which abort the process now and then
-    # ("terminate called without an active exception", in 4 of 16 ends with torch 2.13); the
+    # An ordinary exit runs the destructors of gloo's threads, which abort the process now and then
+    # ("terminate called without an active exception", in 4 of 16 exits with torch 2.13); the
     # launcher takes that for a failed run.
     os._exit(code)
 
@@ -203,7 +177,7 @@ def load(arguments: argparse.Namespace) -> LoadedRun:
     """Read the run file that the command line names, with its changes.
 
     Raises:
-        ConfigError: Something in either cannot be.
+        ConfigError: Something in either is wrong.
     """
     from refocused.checkpoints.resume.changes import check_allowable
     from refocused.config.load_run import load_run
@@ -213,22 +187,6 @@ def load(arguments: argparse.Namespace) -> LoadedRun:
     if arguments.max_steps is not None:
         overrides.append(f"run.steps={arguments.max_steps}")
     return load_run(arguments.config, overrides, name=arguments.run)
-
-
-def _refuse_early(loaded: LoadedRun, arguments: argparse.Namespace, world: World) -> None:
-    """Refuse what cannot start, on the first rank of each machine for the others."""
-    from refocused.doctor.early import refuse_early
-
-    if world.is_local_rank_0:
-        refuse_early(
-            loaded,
-            ranks=world.world_size,
-            ranks_here=world.local_world_size,
-            device=world.device_kind,
-            resume=arguments.resume,
-            credentials_file=arguments.gcs_credentials,
-            started=True,
-        )
 
 
 def _print_config(loaded: LoadedRun) -> None:
@@ -249,17 +207,14 @@ def _print_config(loaded: LoadedRun) -> None:
             "# What DeepSpeed is given follows from the hardware that trains: --dry-run shows it."
         )
         return
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks, model = int(os.environ.get("WORLD_SIZE", "1")), config.model
+    parameters = count_parameters(loaded.shape, vocabulary_multiple=model.vocabulary_multiple)
     settings = deepspeed_config(
-        batch=plan_batch(
-            config.batch, world_size=ranks, sequence_length=config.model.sequence_length
-        ),
+        batch=plan_batch(config.batch, world_size=ranks, sequence_length=model.sequence_length),
         optimizer=config.optimizer,
         precision=config.precision,
         zero=ZeroConfig.model_validate(config.zero.model_dump()),
-        parameters=count_parameters(
-            loaded.shape, vocabulary_multiple=config.model.vocabulary_multiple
-        ).allocated,
+        parameters=parameters.allocated,
         fragment=loaded.fragment,
     )
     print(f"# What DeepSpeed is given on {ranks} ranks:")
@@ -267,8 +222,10 @@ def _print_config(loaded: LoadedRun) -> None:
         print(f"# {line}")
 
 
-def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int, session: Session) -> int:
-    """Join the other ranks and train; every failure is said before this returns."""
+def train_as_rank(
+    loaded: LoadedRun, arguments: argparse.Namespace, rank: int, session: Session
+) -> int:
+    """Join the other ranks and train; report every failure; return the exit code."""
     from refocused.system import logs
     from refocused.system.world import join_world, lost_connection
     from refocused.train.step.garbage_collection import quick_imports
@@ -277,7 +234,7 @@ def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int, session:
     try:
         with quick_imports():
             world = join_world(loaded.config.run.device)
-            if session.launch is None:  # else its command has looked already
+            if session.launch is None:  # else its command has checked already
                 world.on_all_ranks(lambda: _refuse_early(loaded, arguments, world))
             # Told what to use, DeepSpeed does not search for it with warnings on every rank; what
             # an environment for CPU trials had left here would make it compute elsewhere than we.
@@ -285,6 +242,16 @@ def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int, session:
             from refocused.train.lifecycle.job import Request
             from refocused.train.lifecycle.run import run
 
+        if session.launch is not None:
+            command = session.launch.command
+        else:
+            command = resume_command(
+                sys.argv[1:],
+                ranks=world.world_size,
+                ranks_here=world.local_world_size,
+                runner=session.ancestors.command_line,
+                environment=session.ancestors.environment,
+            )
         request = Request(
             resume=arguments.resume,
             dry_run=arguments.dry_run,
@@ -294,16 +261,16 @@ def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int, session:
             trusts_others=arguments.trust,
             or_start=arguments.resume_or_start,
             profile_steps=arguments.profile,
-            command=_command(world, session),
+            command=command,
         )
         code = run(loaded, request, world, session)
         world.leave()
     except RefocusedError as error:
-        return _refuse(error, rank)
+        return report(error, rank)
     except Exception as error:
         lost = lost_connection(error)
         if lost is not None:
-            return _refuse(lost, rank)
+            return report(lost, rank)
         logging.getLogger("refocused").exception("This should not have happened:")
         if rank != 0:  # whose log lines do not reach the screen
             traceback.print_exc()
@@ -311,24 +278,28 @@ def _train(loaded: LoadedRun, arguments: argparse.Namespace, rank: int, session:
     return code
 
 
-def _command(world: World, session: Session) -> str:
-    """Return the command that goes on from where this one ends."""
-    if session.launch is not None:
-        return session.launch.command
-    return command_to_go_on(
-        sys.argv[1:],
-        ranks=world.world_size,
-        ranks_here=world.local_world_size,
-        runner=session.ancestors.command_line,
-        environment=session.ancestors.environment,
-    )
+def _refuse_early(loaded: LoadedRun, arguments: argparse.Namespace, world: World) -> None:
+    """Refuse what cannot start, on the first rank of each machine for the others."""
+    from refocused.doctor.early import refuse_early
+
+    if world.is_local_rank_0:
+        refuse_early(
+            loaded,
+            ranks=world.world_size,
+            ranks_here=world.local_world_size,
+            device=world.device_kind,
+            resume=arguments.resume,
+            credentials_file=arguments.gcs_credentials,
+            started=True,
+        )
 
 
-def _refuse(error: RefocusedError, rank: int) -> int:
-    """Say what is wrong: rank 0 for all where all know it, otherwise the rank itself.
+def report(error: RefocusedError, rank: int) -> int:
+    """Print what is wrong, once: by rank 0 where all ranks know it, otherwise by the rank itself.
 
     A configuration is wrong on all ranks or on all of one machine that has other files: there the
-    machine's first rank speaks, unless the launcher ends it because rank 0 has spoken.
+    machine's first rank prints it, unless the launcher ends it because rank 0 has ended. Returns
+    the exit code.
     """
     configuration = isinstance(error, ConfigError)
     if rank != 0 and (error.on_every_rank or configuration):

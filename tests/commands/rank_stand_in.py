@@ -76,6 +76,8 @@ def _train(scenario: str, rank: int, session: Session) -> int:
     (RUN / f"training-{rank}").touch()
     if scenario == "works":
         return 5
+    if scenario == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
     if scenario == "gains":  # a step a start, then it dies; the third start lives
         return _gain(rank)
     while not (RUN / f"pid-{1 - rank}").exists():

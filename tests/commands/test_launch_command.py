@@ -320,9 +320,11 @@ def test_a_summary_is_written_once_and_its_failure_is_one_line(
     assert launch.summarize(run) == ""
 
 
-def test_the_way_on_keeps_what_chose_the_gpus() -> None:
+def test_the_way_on_keeps_what_chose_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.setenv("RANKS", "2")
     typed = ["--spot", "--config", "demo", "--resume", "none"]
-    environment = {"CUDA_VISIBLE_DEVICES": "4,5", "RANKS": "2", "HOME": "/"}
-    assert launch._again(typed, environment) == (
+    launches = launch.Launches(typed, typed[1:], Path("runs/a"), 1.0, 0.0, 0, lambda: 0)
+    assert launches.resume_command == (
         "CUDA_VISIBLE_DEVICES=4,5 RANKS=2 launch/train.sh --spot --config demo"
     )

@@ -21,25 +21,23 @@ RUN = Path("runs/stand_in")
 # The real command, with the stand-in for DeepSpeed and without a run file.
 COMMAND = """
 import pathlib, sys
-from refocused.commands import launch, supervision
-supervision.LAST_RANKS_SECONDS = supervision.HURRIED_SECONDS = 2.0
+from refocused.commands import launch, supervisor
+supervisor.LAST_RANKS_SECONDS = supervisor.HURRIED_SECONDS = 2.0
 launch.RESTART_PAUSE_SECONDS = 0.0
 launch.SCRIPT = sys.argv[1]
 launch.deepspeed_command = lambda environment, gpus: [
     sys.executable, sys.argv[1], "deepspeed", sys.argv[2]
 ]
-signals = launch.StopSignals()
-signals.install()
-print("installed", flush=True)
-launches = launch._Launches(
+launches = launch.Launches(
     typed=["--config", "demo"],
     arguments=["--config", "demo", "--resume", "none"],
     run=pathlib.Path("runs/stand_in"),
     grace_seconds=float(sys.argv[3]),
-    signals=signals,
     began_seconds=0.0,
     gpus=0,
+    count_again=lambda: 0,
 )
+launches.signals.install()
 sys.exit(launches.until_the_end(restarts=int(sys.argv[4])))
 """
 
@@ -156,7 +154,7 @@ def test_a_rank_that_does_not_end_is_killed_when_the_grace_is_over(tmp_path: Pat
         code = started.end()
     # Rank 0 has said that all is saved; what hung afterwards does not make that untrue.
     assert code == 130
-    assert "killing what is left (ranks 1)" in started.said()
+    assert "killing the remaining processes (ranks 1)" in started.said()
 
 
 def test_a_second_and_a_third_signal_shorten_the_grace(tmp_path: Path) -> None:
@@ -194,10 +192,16 @@ def test_the_exit_code_is_that_of_rank_0(tmp_path: Path) -> None:
         assert started.end() == 5
 
 
-def test_a_crash_starts_again_as_long_as_steps_are_gained(tmp_path: Path) -> None:
-    with tree(tmp_path, "gains", restarts=1) as started:
-        assert started.end() == 0, started.said()
-    assert started.said().count("Starting again after step") == 2
+@pytest.mark.parametrize(
+    ("scenario", "restarts", "starts_again", "code"),
+    [("gains", 1, 2, 0), ("dies", 1, 1, 1), ("dies", 0, 0, 1)],
+)
+def test_a_crash_starts_again_as_long_as_steps_are_gained(
+    tmp_path: Path, scenario: str, restarts: int, starts_again: int, code: int
+) -> None:
+    with tree(tmp_path, scenario, restarts=restarts) as started:
+        assert started.end() == code, started.said()
+    assert started.said().count("Starting again after step") == starts_again
 
 
 def test_alarms_of_this_launch_reach_the_screen(tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ def test_an_error_is_said_by_whom_it_concerns(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    code = train._refuse(error, rank)
+    code = train.report(error, rank)
     assert code == (ExitCode.WRONG_USE if isinstance(error, ConfigError) else ExitCode.FAILED)
     assert capsys.readouterr().err == told
 
@@ -269,6 +269,6 @@ def test_every_end_has_its_code_and_its_words(
     write_tokens(Path("tokens"), shards=1, tokens=100, vocabulary=512)
     namespace = train.build_parser().read(["--config", file])
     session = Session(Signals(speaks=False), Ancestors(None), Presence(None, 0), 0.0, 0.0, None)
-    assert train._train(train.load(namespace), namespace, 0, session) == code
+    assert train.train_as_rank(train.load(namespace), namespace, 0, session) == code
     said = capsys.readouterr().err
     assert said.startswith(told) if told else said == ""

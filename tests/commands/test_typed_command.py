@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from refocused.commands.train import command_to_go_on
+from refocused.commands.train import resume_command
 
 ARGUMENTS = ["--local_rank=0", "--config", "demo"]
 
@@ -18,9 +18,9 @@ ARGUMENTS = ["--local_rank=0", "--config", "demo"]
         [],
     ],
 )
-def test_the_command_to_go_on_does_not_go_back_again(request_: list[str]) -> None:
+def test_the_resume_command_does_not_go_back_again(request_: list[str]) -> None:
     typed = ["--local_rank=0", "--config", "demo", *request_, "--run", "a b", "run.steps=9"]
-    assert command_to_go_on(typed, ranks=2, ranks_here=2) == (
+    assert resume_command(typed, ranks=2, ranks_here=2) == (
         "deepspeed --num_gpus 2 launch/train.py --config demo --run 'a b' run.steps=9"
     )
 
@@ -36,7 +36,7 @@ def test_the_command_to_go_on_does_not_go_back_again(request_: list[str]) -> Non
 def test_without_the_deepspeed_command_it_is_made_from_the_ranks(
     ranks: int, here: int, expected: str
 ) -> None:
-    assert command_to_go_on(ARGUMENTS, ranks=ranks, ranks_here=here) == expected
+    assert resume_command(ARGUMENTS, ranks=ranks, ranks_here=here) == expected
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,6 @@ def test_it_is_what_was_typed_where_that_can_be_seen(
     runner: list[str], environment: dict[str, str], expected: str
 ) -> None:
     assert (
-        command_to_go_on(ARGUMENTS, ranks=2, ranks_here=2, runner=runner, environment=environment)
+        resume_command(ARGUMENTS, ranks=2, ranks_here=2, runner=runner, environment=environment)
         == expected
     )
