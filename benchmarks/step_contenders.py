@@ -123,7 +123,7 @@ def ours(
 
     What computes attention and blocks is added to `told`.
     """
-    from refocused.models.mixing import choose_mixing
+    from refocused.models.kernels import choose_mixing
     from refocused.train.step.guards import FiniteSteps, StepTaken
 
     set_product_precision(setup.precision)

@@ -27,7 +27,7 @@ _KEPT_BY_ACTIVATION = 2
 _KEPT_BY_GPT2 = 8
 _KEPT_BY_NEOX = 10
 _STATISTICS = 16  # of two norms, for each token: mean and deviation in float32
-_MASK_BLOCK = 128  # tokens on a side of a block of FlexAttention's mask (`models/kernels.py`)
+_MASK_BLOCK = 128  # tokens on a side of a block of FlexAttention's mask (`models/attention.py`)
 
 
 class _BlockMemory(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from refocused.models.attention import document_blocks, document_mask
 from refocused.models.head_loss import LossHead, label_scores
-from refocused.models.kernels import document_blocks, document_mask
 
 LARGEST_LOGIT_TERM = 1.0  # nats; beyond it the weights are drawn too wide to train from
 DEFAULT_INITIALIZER_RANGE = 0.02  # of both families in transformers
@@ -44,11 +44,9 @@ class CausalLM(nn.Module):
         self.network = network
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean cross-entropy.
+        """Return the mean cross-entropy of tokens `[B, T]` and those that follow them `[B, T]`.
 
-        Args:
-            input_ids: Tokens `[B, T]`.
-            labels: The tokens that follow, `[B, T]`, already shifted; -100 is not counted.
+        Labels of -100 are not counted.
         """
         loss: Tensor = self.network.get_output_embeddings()(self._hidden(input_ids), labels)
         return loss
@@ -64,11 +62,6 @@ class CausalLM(nn.Module):
         """Return each row's sum of log-probabilities and its misses, as `label_scores` does.
 
         The head is called once, so that ranks may bring different numbers of labels.
-
-        Args:
-            input_ids: Tokens `[B, T]`.
-            labels: The tokens that follow, `[B, T]`, already shifted; -100 is not counted.
-            vocabulary: Ids that can be predicted, without the padding.
         """
         head, hidden = self.network.get_output_embeddings(), self._hidden(input_ids)
         return label_scores(head, hidden, labels, vocabulary=vocabulary)
@@ -113,10 +106,7 @@ def untrained_loss(*, rows: int, width: int, initializer_range: float) -> float:
     drawn from N(0, s^2): logits are N(0, D s^2), so that ln of their mean exponential, and with it
     the loss, is ln(V) + D s^2 / 2. At D 1536 and s 0.02 that is 0.31 above ln(V).
 
-    Args:
-        rows: Rows of the embedding, V, padding included.
-        width: Size of the residual stream, D.
-        initializer_range: Standard deviation of the head's weights, s.
+    `rows` are those of the embedding, padding included.
     """
     return math.log(rows) + min(width * initializer_range**2 / 2, LARGEST_LOGIT_TERM)
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from refocused.models.attention import register_attention
 from refocused.models.causal_lm import CausalLM
-from refocused.models.kernels import register_attention
 from refocused.system.errors import ConfigError
 
 
@@ -81,11 +81,6 @@ def _fuse_activations(network: nn.Module) -> None:
 
 def transformers_config(settings: Mapping[str, Any], *, vocabulary: int, dropout: float) -> Any:
     """Return the configuration object that transformers builds a model from.
-
-    Args:
-        settings: The JSON of a transformers configuration of a family in `FAMILIES`.
-        vocabulary: Rows of the embedding.
-        dropout: Probability at every dropout of the model.
 
     Raises:
         ConfigError: Another model type.

@@ -25,13 +25,7 @@ def compute_in_fp8(
     """Let the blocks' linear layers compute in 8 bits while gradients are taken; all ranks call.
 
     Parameters stay what they are: names, types, masters. Without gradients (validation, samples)
-    the layers compute as before, for an export will, too.
-
-    Args:
-        model: Before its blocks are compiled and DeepSpeed takes it.
-        block_class: The repeated block.
-        scaling: One scale for a whole matrix, or one for each row of a product's operands.
-        world: The ranks.
+    the layers compute as before, as an exported model will. Call it before blocks are compiled.
 
     Returns:
         The number of layers.
@@ -111,14 +105,10 @@ class ScaledProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, by_rows: bool, is_turned: bool) -> Tensor:
-        """Return `[M, N]`.
+        """Return `x W^T` `[M, N]` of `x` `[M, K]` and a weight `[N, K]` (`[K, N]` if turned).
 
-        Args:
-            ctx: Of autograd.
-            x: `[M, K]`; M, K and N are multiples of 16 (GPUs ask for it).
-            weight: `[N, K]`.
-            by_rows: A scale for each row of an operand; otherwise one for all of it.
-            is_turned: The weight is `[K, N]` instead.
+        M, K and N are multiples of 16, as GPUs demand. With `by_rows` each row of an operand has a
+        scale, otherwise the whole has one.
         """
         w = weight.t() if is_turned else weight
         x_scale, w_scale = scale_of(x, VALUES, by_rows), scale_of(w, VALUES, by_rows)

@@ -1,4 +1,4 @@
-"""Which kernels compute attention: torch's sdpa, or FlexAttention where documents are masked."""
+"""Choose the kernels of a run's sequence mixer and loss on its own device, before training."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from refocused.config.batch_plan import BatchPlan
+from refocused.config.model_shape import Attention, Mixer, Resonators
+from refocused.config.run_config import ModelConfig
+from refocused.models.attention import compiled_within_documents, document_blocks
+from refocused.models.causal_lm import CausalLM
+from refocused.models.head_choice import choose_head
+from refocused.models.ten.ten_choice import choose_scan
 from refocused.models.timed_trial import fastest_seconds, short_reason
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
@@ -24,130 +30,69 @@ KERNELS = {
     SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
     SDPBackend.MATH: "math",
 }
-
-ATTENTION = "causal_sdpa"
 FLASH_3_MODULE = "flash_attn_interface"  # how the package of FlashAttention-3 is imported
 FLASH_3_COMPUTE_CAPABILITY = 9  # Hopper
-MASK_BLOCK = 128  # queries and keys of a block of FlexAttention's mask, as in torch's own masks
-TABLES = tuple(  # of a mask, as torch names them
-    f"{part}_{what}"
-    for part in ("kv", "full_kv", "q", "full_q")
-    for what in ("num_blocks", "indices")
-)
 
 
-def register_attention() -> str:
-    """Make `ATTENTION` known to transformers, and return it.
-
-    It is transformers' own sdpa, without transformers' own mask: to find out whether a row holds
-    several documents, that one reads a value from the device in every forward pass, for which the
-    host waits until the GPU is idle. A name that no mask is registered for gets the mask that the
-    model is given, or none, and then sdpa's causal kernel. A model that is given `document_blocks`
-    passes them on to each block, where FlexAttention reads them.
-    """
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    def attend(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        document_blocks: tuple[Tensor, ...] | None = None,
-        scaling: float | None = None,
-        **named: Any,
-    ) -> tuple[Tensor, None]:
-        if document_blocks is not None:
-            is_outermost = query.is_cuda and not torch.compiler.is_compiling()
-            within = _compiled_within_documents() if is_outermost else within_documents
-            output = within(query, key, value, document_blocks, scaling)
-            return output.transpose(1, 2).contiguous(), None
-        given = (module, query, key, value, attention_mask)
-        attended: tuple[Tensor, None] = sdpa_attention_forward(*given, scaling=scaling, **named)
-        return attended
-
-    AttentionInterface.register(ATTENTION, attend)
-    return ATTENTION
-
-
-def document_mask(input_ids: Tensor, *, document_id: int) -> Tensor:
-    """Return which token `[B, 1, T, T]` (query, key) may see which: earlier ones of its document.
-
-    Args:
-        input_ids: Tokens `[B, T]`.
-        document_id: Id that begins each document.
-    """
-    length = input_ids.shape[1]
-    document = (input_ids == document_id).cumsum(dim=1)
-    same = document.unsqueeze(2) == document.unsqueeze(1)
-    causal = torch.ones(length, length, dtype=torch.bool, device=input_ids.device).tril()
-    return (same & causal).unsqueeze(1)
-
-
-def document_blocks(positions: Tensor) -> tuple[Tensor, ...]:
-    """Return the mask of `document_mask` for FlexAttention, made without waiting for the device.
-
-    A block is `MASK_BLOCK` queries by as many keys. A query sees the keys from the first one of its
-    document, which never decreases along a row, to its own; so a block of queries sees a range of
-    blocks of keys, and all of those behind the start of the last query's document and before its
-    own place. A last block with fewer queries sees none whole, as in torch's own masks.
-
-    Args:
-        positions: Each token's place in its document, `[B, T]`.
+def choose_mixing(
+    model: CausalLM,
+    mixer: Mixer,
+    *,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    plan: BatchPlan,
+    world: World,
+) -> str:
+    """Choose the kernels of sequence mixer and loss before blocks are compiled; all ranks call.
 
     Returns:
-        The place where each token's document begins, `[B, T]`; then counts `[B, 1, N]` and indices
-        `[B, 1, N, N]` of the blocks of keys that a block of queries sees in part, of those that it
-        sees whole, and both again of the blocks of queries that see a block of keys.
+        What runs and why, in words.
     """
-    length = positions.shape[1]
-    begins = torch.arange(length, device=positions.device) - positions
-    blocks = torch.arange(-(-length // MASK_BLOCK), device=positions.device)
-    ends = (blocks + 1) * MASK_BLOCK
-    last = begins[:, ends.clamp(max=length) - 1, None]  # where the last query's document begins
-    seen = (begins[:, ::MASK_BLOCK, None] < ends) & (blocks <= blocks[:, None])
-    whole = (last <= blocks * MASK_BLOCK) & (blocks < blocks[:, None]) & (ends <= length)[:, None]
-    in_part = seen & ~whole
-    tables: list[Tensor] = []
-    for these in (in_part, whole, in_part.mT.contiguous(), whole.mT.contiguous()):
-        tables += [these.sum(-1), these.int().argsort(dim=-1, descending=True, stable=True)]
-    return begins, *(table.int().unsqueeze(1) for table in tables)
+    mixing = _choose_mixer(model, mixer, config=config, dtype=dtype, plan=plan, world=world)
+    head = choose_head(
+        model.network.get_output_embeddings(),
+        config.head,
+        tokens=plan.micro * plan.sequence_length,
+        dtype=dtype,
+        world=world,
+    )
+    return f"{mixing}, {head}"
 
 
-def within_documents(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    document_blocks: tuple[Tensor, ...],
-    scale: float | None = None,
-) -> Tensor:
-    """Return the causal attention `[B, H, T, E]` within documents, by FlexAttention.
-
-    Args:
-        query: Of the shape of the output, as are `key` and `value`.
-        key: What the queries look at.
-        value: What they take.
-        document_blocks: What `document_blocks` returns.
-        scale: Of the scores; None: one over the root of E.
-    """
-    begins, *rest = document_blocks
-    tables: dict[str, Any] = dict(zip(TABLES, rest, strict=True))
-    length = query.shape[2]
-
-    def sees(row: Tensor, head: Tensor, at: Tensor, other: Tensor) -> Tensor:
-        return (begins[row, at] <= other) & (other <= at)
-
-    sizes = (MASK_BLOCK, MASK_BLOCK)
-    mask = BlockMask((length, length), BLOCK_SIZE=sizes, mask_mod=sees, **tables)
-    output: Tensor = flex_attention(query, key, value, block_mask=mask, scale=scale)
-    return output
-
-
-@functools.cache
-def _compiled_within_documents() -> Any:
-    """Compile the kernel for blocks that run as written; compiled ones have it in their graph."""
-    return torch.compile(within_documents, dynamic=False)
+def _choose_mixer(
+    model: CausalLM,
+    mixer: Mixer,
+    *,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    plan: BatchPlan,
+    world: World,
+) -> str:
+    if isinstance(mixer, Attention):
+        width = model.network.config.hidden_size // mixer.heads
+        query = torch.randn(
+            (plan.micro, mixer.heads, plan.sequence_length, width),
+            dtype=dtype,
+            device=world.device,
+            requires_grad=True,
+        )
+        given: dict[str, Any] = {"dropout": config.dropout, "world": world}
+        if model.document_id is None:
+            return choose_attention(config.attention, query, masked=False, **given)
+        reason = why_dense(config.attention, query, **given)
+        if reason is None:
+            model.block_shape = (plan.micro, plan.sequence_length)
+            return "attention by FlexAttention, within documents by a block mask"
+        chosen = choose_attention(config.attention, query, masked=True, **given)
+        return f"{chosen}, within documents by a dense mask ({reason})"
+    if isinstance(mixer, Resonators):
+        return "resonators by FFT"
+    return choose_scan(
+        model,
+        batch_shape=(plan.micro, plan.sequence_length),
+        compiles=config.compile != "off",
+        world=world,
+    )
 
 
 def why_dense(asked: AttentionChoice, query: Tensor, *, dropout: float, world: World) -> str | None:
@@ -172,7 +117,7 @@ def why_dense(asked: AttentionChoice, query: Tensor, *, dropout: float, world: W
         try:
             rows, _, length, _ = query.shape
             blocks = document_blocks(torch.arange(length, device=query.device).expand(rows, -1))
-            output = _compiled_within_documents()(query, query, query, blocks)
+            output = compiled_within_documents()(query, query, query, blocks)
             torch.autograd.grad(output.sum(), query)
         except Exception as error:  # a compiler fails with anything
             return f"FlexAttention failed: {short_reason(error)}"

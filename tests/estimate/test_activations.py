@@ -14,9 +14,9 @@ from torch import Tensor
 
 from refocused.config.run_config import ModelConfig
 from refocused.estimate.activations import activation_memory, mask_bytes
+from refocused.models.attention import document_blocks, document_mask
 from refocused.models.families import build_model
 from refocused.models.head_loss import HeadForm, head_loss
-from refocused.models.kernels import document_blocks, document_mask
 
 PARTITIONED = "aot_eager_decomp_partition"
 LAYERS_OF = {"gpt2": "n_layer"} | dict.fromkeys(

@@ -14,16 +14,16 @@ from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import create_block_mask
 
 from refocused.models import kernels
-from refocused.models.causal_lm import document_positions
-from refocused.models.kernels import (
+from refocused.models.attention import (
     MASK_BLOCK,
     TABLES,
-    choose_attention,
+    compiled_within_documents,
     document_blocks,
     document_mask,
-    flash_version,
     within_documents,
 )
+from refocused.models.causal_lm import document_positions
+from refocused.models.kernels import choose_attention, flash_version
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
 
@@ -202,7 +202,7 @@ def by_both(ids: Tensor, *, width: int, dtype: torch.dtype, device: str) -> list
     parts = [torch.randn(shape, generator=draw).to(device, dtype) for _ in range(4)]
     query, key, value = (part.requires_grad_() for part in parts[:3])
     mask = document_mask(ids, document_id=DOCUMENT)
-    within = kernels._compiled_within_documents() if device == "cuda" else within_documents
+    within = compiled_within_documents() if device == "cuda" else within_documents
     outputs = (
         within(query, key, value, blocks_of(ids)),
         F.scaled_dot_product_attention(query, key, value, attn_mask=mask),

@@ -16,7 +16,7 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.model_shape import Attention
 from refocused.config.run_config import ModelConfig
 from refocused.models import kernels
-from refocused.models.mixing import choose_mixing
+from refocused.models.kernels import choose_mixing
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
 
@@ -26,7 +26,7 @@ NO_TRAINING = "FlexAttention does not train on a CPU"
 
 @pytest.fixture(autouse=True)
 def torchs_own_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("refocused.models.mixing.choose_head", lambda *args, **options: "a head")
+    monkeypatch.setattr("refocused.models.kernels.choose_head", lambda *args, **options: "a head")
     cuda = torch.backends.cuda
     before = (cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled())
     yield
@@ -81,7 +81,7 @@ def chosen(world: Any, *, masked: bool = True, **settings: Any) -> tuple[str, An
 @pytest.fixture
 def flex_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "running_kernel", as_on_a_gpu)
-    monkeypatch.setattr(kernels, "_compiled_within_documents", lambda: lambda query, *rest: query)
+    monkeypatch.setattr(kernels, "compiled_within_documents", lambda: lambda query, *rest: query)
 
 
 @pytest.mark.usefixtures("flex_runs")
@@ -143,7 +143,7 @@ def test_where_flex_attention_fails_on_one_rank_all_take_a_dense_mask(
         return query
 
     monkeypatch.setattr(kernels, "running_kernel", as_on_a_gpu)
-    monkeypatch.setattr(kernels, "_compiled_within_documents", lambda: kernel)
+    monkeypatch.setattr(kernels, "compiled_within_documents", lambda: kernel)
     for said, shape in results(on_two_ranks(on_rank)):
         assert said.endswith("a dense mask (FlexAttention failed: RuntimeError: no triton)")
         assert shape is None

@@ -302,26 +302,21 @@ class ResonanceForCausalLM(ResonancePreTrainedModel, GenerationMixin):  # type: 
     ) -> CausalLMOutputWithPast:
         """Return logits, and the loss where there are labels, which are shifted here.
 
+        The arguments are those of `ResonanceModel`, and:
+
         Args:
-            input_ids: Tokens `[B, T]`.
-            attention_mask: 0 where there is padding.
-            inputs_embeds: `[B, T, D]`, in place of tokens.
-            past_key_values: What came before; it is moved on.
             labels: Tokens `[B, T]` themselves, as all of transformers' models take them.
-            use_cache: Begin a state where there is none.
-            output_hidden_states: As in `ResonanceModel`.
             logits_to_keep: Of how many last tokens, or of which, logits are wanted; 0: of all.
             for_loss: What transformers' loss takes: with `num_items_in_batch`, the number of labels
                 of all accumulated passes, the loss is divided by that.
         """
+        keeps = self.config.use_cache and not self.training if use_cache is None else use_cache
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             past_key_values=past_key_values,
-            use_cache=self.config.use_cache and not self.training
-            if use_cache is None
-            else use_cache,
+            use_cache=keeps,
             output_hidden_states=output_hidden_states,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

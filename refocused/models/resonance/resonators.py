@@ -43,17 +43,11 @@ class ComplexWeight(nn.Module):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tuning:
-    """Damping and frequency of F resonators, in float64, and the weights that read them.
+    """Damping and frequency of F resonators, in float64, and the weights that read them."""
 
-    Attributes:
-        decay: a in 1/token, `[F]`.
-        frequency: omega in radians a token, `[F]`.
-        weights: w' real and imaginary, `[2, F, D]`, in the type that is computed in.
-    """
-
-    decay: Tensor
-    frequency: Tensor
-    weights: Tensor
+    decay: Tensor  # a in 1/token, [F]
+    frequency: Tensor  # omega in radians a token, [F]
+    weights: Tensor  # w' real and imaginary, [2, F, D], in the type that is computed in
 
 
 class Resonators(nn.Module):
@@ -66,13 +60,7 @@ class Resonators(nn.Module):
     """
 
     def __init__(self, width: int, count: int, *, max_length: int) -> None:
-        """Make them.
-
-        Args:
-            width: Channels, D.
-            count: Resonators, F.
-            max_length: The longest memory, in tokens, at which any of them starts.
-        """
+        """Make F = `count` for D = `width` channels, with memories of up to `max_length` tokens."""
         super().__init__()
         self.count = count
         self.max_length = max_length

@@ -54,7 +54,7 @@ class TenCells(nn.Module):
     """
 
     def __init__(self, width: int, *, eigenstates: int, longest: int, chunk: int) -> None:
-        """Make cells whose parameters are still to be drawn.
+        """Make cells with K modes each, whose parameters are still to be drawn.
 
         Args:
             width: Size of the residual stream, D.

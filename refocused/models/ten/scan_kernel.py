@@ -90,13 +90,7 @@ def _scan_tiles(  # type: ignore[no-untyped-def]
 def kernel_scan(beta: Tensor, log_decay: Tensor, frequency: Tensor) -> Tensor:
     """Compute what `chunked_scan` does, from a state of zero, by the kernel.
 
-    Args:
-        beta: Inputs `[2, K, B, T]`, float32.
-        log_decay: ln|a|, `[K]`, below 0.
-        frequency: omega in radians a token, `[K]`.
-
-    Returns:
-        Re(c) `[K, B, T]`.
+    The arguments are those of `chunked_scan`, beta in float32.
     """
     found: Tensor = _scan(beta, log_decay, frequency)
     return found
@@ -177,9 +171,3 @@ def _tables(log_decay: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor, Tenso
     within = tokens[..., lag.clamp(min=0)] * (lag >= 0)
     between = chunks[..., steps.clamp(min=0)] * (steps >= 0)
     return within.contiguous(), between.contiguous(), onward
-
-
-# Which form computes the scan of eigenstates: the kernel where it is right and faster, or chunks.
-#
-# Both are tried on the device before training, so that a run never depends on a kernel that its GPU
-# or its version of Triton gets wrong.

@@ -84,24 +84,18 @@ class TenConfig(PreTrainedConfig):  # type: ignore[misc]
 
 
 class TenState:
-    """What generation carries from token to token: its size is the same at every length.
-
-    Attributes:
-        seen_tokens: How many tokens it has taken in.
-        blocks: Of each block, of each scale.
-    """
+    """What generation carries from token to token: its size is the same at every length."""
 
     is_compileable = False  # what transformers asks of every cache
 
     def __init__(self, config: TenConfig) -> None:
-        """Begin before the first token."""
         self.seen_tokens = 0
         self.blocks: list[list[ScaleState | None]] = [
             [None] * len(config.scales or [1]) for _ in range(config.num_hidden_layers)
         ]
 
     def get_seq_length(self) -> int:
-        """Return how many tokens were taken in, under the name that transformers asks for."""
+        """Return how many tokens were taken in."""
         return self.seen_tokens
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -283,17 +277,12 @@ class TenForCausalLM(TenPreTrainedModel, GenerationMixin):  # type: ignore[misc]
     ) -> CausalLMOutputWithPast:
         """Return the logits `[B, T, V]`, and the loss where labels are given.
 
+        The arguments are those of `TenModel`, and:
+
         Args:
-            input_ids: See `TenModel`.
             labels: Ids `[B, T]` of these tokens themselves: as everywhere in transformers they are
                 shifted here, and -100 is not counted.
             logits_to_keep: Compute the last so many only, or those at these places; 0: all.
-            inputs_embeds: See `TenModel`.
-            position_ids: See `TenModel`.
-            attention_mask: See `TenModel`.
-            past_key_values: See `TenModel`.
-            use_cache: See `TenModel`.
-            output_hidden_states: See `TenModel`.
             for_loss: What transformers' loss takes: with `num_items_in_batch`, the number of labels
                 of all accumulated passes, the loss is divided by that.
         """

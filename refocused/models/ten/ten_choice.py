@@ -26,16 +26,13 @@ Seconds = Callable[[Scan], float]
 def choose_scan(
     model: nn.Module, *, batch_shape: tuple[int, int], compiles: bool, world: World
 ) -> str:
-    """Let a model's cells scan by the kernel if it is right on every rank and faster on the first.
+    """Let a model's cells scan by the kernel if it is right on every rank and faster on rank 0.
 
-    Args:
-        model: The model; one without cells is left alone.
-        batch_shape: Micro-batch, `(B, T)`.
-        compiles: Whether blocks are going to be compiled, and so the chunked form with them.
-        world: The ranks; all call.
+    All ranks call. The micro-batch is `(B, T)`; with `compiles` blocks will be compiled, and the
+    chunked form with them.
 
     Returns:
-        What computes the scan, and why, for a person; empty without cells.
+        What computes the scan, and why, in words; empty for a model without cells.
     """
     cells = [module for module in model.modules() if isinstance(module, TenCells)]
     if not cells:
@@ -58,14 +55,7 @@ def choose_scan(
 
 
 def use_faster(cells: list[TenCells], kernel: Scan, *, by_kernel: float, by_chunks: float) -> str:
-    """Give the cells the kernel where it is faster; say what runs, and what each form took.
-
-    Args:
-        cells: Of the model.
-        kernel: The kernel's scan.
-        by_kernel: Its time in seconds.
-        by_chunks: That of the chunked form.
-    """
+    """Give the cells the kernel where it is faster (in seconds); return what runs, in words."""
     kernel_ms, chunks_ms = f"{1e3 * by_kernel:.1f} ms", f"{1e3 * by_chunks:.1f} ms"
     if by_kernel >= by_chunks:
         return f"eigenstates in chunks ({chunks_ms} a scan; the kernel {kernel_ms})"

@@ -39,7 +39,7 @@ from refocused.metrics.history import METRICS_FILE
 from refocused.metrics.throughput import Throughput, forecast
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, counted_parameters, untrained_loss
 from refocused.models.families import build_model, register_families
-from refocused.models.mixing import choose_mixing
+from refocused.models.kernels import choose_mixing
 from refocused.monitor.sampler.machine_readings import memory_now
 from refocused.system.hardware import gpu_facts
 from refocused.system.processes import identify
