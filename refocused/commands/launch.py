@@ -8,7 +8,6 @@ import dataclasses
 import os
 import shlex
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +25,10 @@ from refocused.doctor.early import refuse_early
 from refocused.estimate.memory_plan import refuse_cpu
 from refocused.monitor.sampler.gpu_reader import NoGpusError, gpu_capabilities
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError, ShardError
-from refocused.train.lifecycle.launch_session import Launch
+from refocused.train.lifecycle.launch_session import Launch, write_summary
 
 GRACE_SECONDS = 300
 SPOT_GRACE_SECONDS = 25  # a spot machine is gone about 30 s after its notice
-SUMMARY_SECONDS = 60.0  # it takes two, on a machine that has nothing else to do
 RESTART_PAUSE_SECONDS = 3.0  # until GPUs and ports are free again
 CPU_RANKS = 2
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "train.py"
@@ -274,22 +272,7 @@ def summarize(run: Path) -> str:
         return ""
     if summary.is_file() and summary.stat().st_mtime >= state.stat().st_mtime:
         return ""
-    command = [sys.executable, "-P", "-m", "refocused.commands.monitor", str(run), "--summary"]
-    reason = f"it took more than {SUMMARY_SECONDS:.0f} s"
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        written = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            start_new_session=True,  # a signal for us is none for it
-            timeout=SUMMARY_SECONDS,
-            check=False,
-        )
-        if written.returncode == 0:
-            return ""
-        reason = (written.stderr.strip().splitlines() or [f"exit code {written.returncode}"])[-1]
-    return f"{summary} was not written ({reason}). Try: python launch/monitor.py {run} --summary"
+    return write_summary(run)
 
 
 if __name__ == "__main__":

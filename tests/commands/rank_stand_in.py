@@ -68,7 +68,7 @@ def _train(scenario: str, rank: int, session: Session) -> int:
     (RUN / f"pid-{rank}").write_text(str(os.getpid()))
     if scenario == "imports":  # before anything is open
         time.sleep(600)
-    session.presence.tell(run=str(RUN), training=True)
+    session.presence.report(run=str(RUN), training=True)
     session.signals.notices = session.training_notices
     helper = None
     if scenario == "helper":  # a process of the rank's that would outlive it
@@ -88,7 +88,7 @@ def _train(scenario: str, rank: int, session: Session) -> int:
             return 1
     if scenario == "hangs" and rank == 1:
         time.sleep(600)
-    session.presence.tell(reason="SIGNAL" if session.signals.asked else "PARENT_GONE")
+    session.presence.report(reason="SIGNAL" if session.signals.asked else "PARENT_GONE")
     assert helper is None or helper.poll() is None
     return 130
 

@@ -23,9 +23,8 @@ from refocused.system.errors import (
     TrainingError,
 )
 from refocused.system.world import World
-from refocused.train.lifecycle.ancestors import Ancestors
 from refocused.train.lifecycle.launch_session import Presence, Signals
-from refocused.train.lifecycle.session import Session
+from refocused.train.lifecycle.session import Ancestors, Session
 
 RUN = """
 run: {steps: 20, device: cpu}

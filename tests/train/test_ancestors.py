@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from refocused.system.processes import ProcessIdentity, this_process
-from refocused.train.lifecycle.ancestors import Ancestors, stopped_ranks
 from refocused.train.lifecycle.launch_session import Launch
+from refocused.train.lifecycle.session import Ancestors, stopped_ranks
 
 RANKED = {"RANK": "0"}
 DEEPSPEED = {41: "python -u -m deepspeed.launcher.launch train.py", 40: "python /bin/deepspeed x"}

@@ -16,8 +16,8 @@ from refocused.system.errors import ExitCode
 from refocused.system.processes import this_process
 from refocused.train.lifecycle.shutdown import (
     INTERRUPTED_DRAIN_S,
-    SAY_AGAIN_S,
-    SAY_SOON_S,
+    REPORT_AGAIN_S,
+    REPORT_SOON_S,
     DrainProgress,
     finish,
 )
@@ -33,7 +33,7 @@ DONE = TrainState(step=6, tokens=48_000, best_loss=2.0, best_step=4, seconds=750
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no run whose summary could be drawn."""
-    monkeypatch.setattr("refocused.train.lifecycle.shutdown.leave_summary", lambda folder: None)
+    monkeypatch.setattr("refocused.train.lifecycle.shutdown.write_summary", lambda run: "")
 
 
 @dataclasses.dataclass
@@ -278,12 +278,12 @@ def waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Waiting:
 
 def test_what_holds_up_the_mirror_is_told_soon_and_then_now_and_again(waiting: Waiting) -> None:
     down = status(0, 20, error="asking gs://b: HTTP 503")
-    assert waiting.hears(down, SAY_SOON_S - 1.0) == []
-    assert waiting.hears(down, SAY_AGAIN_S) == [
+    assert waiting.hears(down, REPORT_SOON_S - 1.0) == []
+    assert waiting.hears(down, REPORT_AGAIN_S) == [
         "      waiting for the mirror, for at most 9.9 min more: nothing mirrored yet, 1 behind, "
         "last error: asking gs://b: HTTP 503"
     ]
-    assert len(waiting.hears(down, 3 * SAY_AGAIN_S)) == 3
+    assert len(waiting.hears(down, 3 * REPORT_AGAIN_S)) == 3
 
 
 def test_a_wait_for_a_dead_bucket_says_what_it_may_cost_and_what_bounds_it(
@@ -310,7 +310,7 @@ def test_an_outage_that_ends_and_comes_again_is_told_again(waiting: Waiting) -> 
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        (None, "it has said nothing yet, see logs/mirror.log"),
+        (None, "it has reported nothing yet, see logs/mirror.log"),
         (status(0), "nothing mirrored yet, 1 behind"),  # it has not seen the last step
     ],
 )
@@ -322,5 +322,5 @@ def test_a_mirror_that_says_nothing_of_the_last_step_is_told(
 
 
 def test_an_upload_that_takes_long_is_not_silent(waiting: Waiting) -> None:
-    lines = waiting.hears(status(500, 20), 2.5 * SAY_AGAIN_S)
+    lines = waiting.hears(status(500, 20), 2.5 * REPORT_AGAIN_S)
     assert [line.strip()[:7] for line in lines] == ["upload ", "waiting", "waiting"]

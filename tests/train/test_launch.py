@@ -42,9 +42,9 @@ def test_the_supervisor_hears_what_ranks_say(launch: Launch) -> None:
         (1, None, None),
     ]
     assert all(note.alive for note in launch.notes())
-    first.tell(run="runs/a", training=True)
+    first.report(run="runs/a", training=True)
     first.leave(130)
-    second.tell(reason="SIGNAL")
+    second.report(reason="SIGNAL")
     one, two = launch.notes()
     assert (one.run, one.training, one.exit_code) == ("runs/a", True, 130)
     assert (two.exit_code, two.reason) == (None, "SIGNAL")
@@ -53,7 +53,7 @@ def test_the_supervisor_hears_what_ranks_say(launch: Launch) -> None:
 def test_a_note_that_cannot_be_written_stops_nobody(launch: Launch) -> None:
     presence = Presence(launch, 0)
     launch.remove()
-    presence.tell(training=True)
+    presence.report(training=True)
     presence.leave(0)
 
 
@@ -74,7 +74,7 @@ def test_what_a_launch_left_of_which_all_was_killed_is_removed_by_the_next(launc
     (launch.folder / "launch.json").write_text(dead.model_dump_json())
     next_start()
     assert launch.folder.exists()  # its rank is saving
-    presence.tell(process=ProcessIdentity(pid=2, started=999))
+    presence.report(process=ProcessIdentity(pid=2, started=999))
     elsewhere = dead.model_copy(update={"host": "node-7"})
     (launch.folder / "launch.json").write_text(elsewhere.model_dump_json())
     next_start()

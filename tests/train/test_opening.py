@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any, Literal
 
@@ -19,8 +20,7 @@ from refocused.models.fp8 import VALUES, in_8_bits, scale_of
 from refocused.system.world import World
 from refocused.train.lifecycle.banner import (
     EAGER_BYTES_TO_8_BITS,
-    expected_lines,
-    lines,
+    opening_lines,
     tokenizer_lines,
     uncompiled_fp8,
 )
@@ -51,17 +51,10 @@ def dtype_lines(given: str, native: NativeDtype) -> list[str]:
         ranks=2,
         memory_bytes=None,
     )
-    found = lines(
-        name="demo",
-        shape=loaded.shape,
-        vocabulary_multiple=64,
-        plan=BatchPlan(micro=4, accumulation=1, world_size=2, sequence_length=256),
-        planned=Plan(choice, None, None, native, given == "auto"),
-        precision=config.precision,
-        changes=[],
-        world=World(world_size=2),
-        digest="c5fc",
-    )
+    loaded = dataclasses.replace(loaded, config=config, changes=())
+    plan = BatchPlan(micro=4, accumulation=1, world_size=2, sequence_length=256)
+    planned = Plan(choice, plan, None, None, native, given == "auto")
+    found = opening_lines(loaded, planned, World(world_size=2))
     assert f"ZeRO-3, {config.precision.dtype}, CPU" in found[3]
     return found[4:]
 
@@ -129,11 +122,13 @@ def test_a_known_gpu_gives_what_a_step_should_take(monkeypatch: pytest.MonkeyPat
         ranks=8,
         memory_bytes=85e9,
     )
-    planned = Plan(choice, 85e9, None, NativeDtype("bf16", ""), False)
+    plan = BatchPlan(micro=4, accumulation=1, world_size=8, sequence_length=1024)
+    planned = Plan(choice, plan, 85e9, None, NativeDtype("bf16", ""), False)
 
     def said(name: str, kind: Literal["cpu", "cuda"] = "cuda") -> list[str]:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-        return expected_lines(loaded, planned, world=World(world_size=8, device_kind=kind))
+        lines = opening_lines(loaded, planned, World(world_size=8, device_kind=kind))
+        return [line for line in lines if line.startswith("  expect")]
 
     assert said("", "cpu") == said("NVIDIA H900") == []
     (line,) = said("NVIDIA H100 80GB HBM3")

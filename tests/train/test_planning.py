@@ -167,5 +167,5 @@ def test_a_micro_batch_that_lacks_memory_is_the_answer(
         expected = activation_memory(loaded.shape, model=config.model, micro=len(ids), dtype="fp32")
         return 10**9 + 2 * (expected.blocks + max(expected.head, expected.recomputed))
 
-    found = job._measured_over_computed(loaded, World(), peak_of=peak)
+    found = job.measured_over_computed(loaded, World(), peak_of=peak)
     assert found == (pytest.approx(factor), most_micro)

@@ -9,8 +9,8 @@ import pytest
 from refocused.train.lifecycle import launch_session as signals_module
 from refocused.train.lifecycle.launch_session import (
     ENDING,
-    ENDING_NUMBERS,
     STARTING,
+    STOP_SIGNALS,
     Notices,
     Signals,
 )
@@ -37,13 +37,13 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise EndedError(code)
 
     monkeypatch.setattr(signals_module.os, "_exit", end)
-    before = {number: signal.getsignal(number) for number in ENDING_NUMBERS}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", ENDING_NUMBERS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_is_noted_and_answered(number: int, capfd: pytest.CaptureFixture[str]) -> None:
     signals = Signals(speaks=True)
     signals.install()

@@ -13,10 +13,10 @@ from refocused.train.lifecycle.run_folder import claim_run
 def test_a_second_start_is_refused_while_the_first_one_trains(tmp_path: Path) -> None:
     first = claim_run(tmp_path)
     with pytest.raises(TrainingError, match="is being trained by another process") as told:
-        claim_run(tmp_path, patience_seconds=0.0)
+        claim_run(tmp_path, timeout_seconds=0.0)
     assert "launch/stop.py" in str(told.value)
     first.release()
-    claim_run(tmp_path, patience_seconds=0.0).release()
+    claim_run(tmp_path, timeout_seconds=0.0).release()
 
 
 def test_a_start_waits_for_one_that_is_ending(
@@ -38,7 +38,7 @@ def test_a_start_waits_for_one_that_is_ending(
 
 
 def test_runs_of_other_names_do_not_meet(tmp_path: Path) -> None:
-    one = claim_run(tmp_path / "one", patience_seconds=0.0)
-    other = claim_run(tmp_path / "other", patience_seconds=0.0)
+    one = claim_run(tmp_path / "one", timeout_seconds=0.0)
+    other = claim_run(tmp_path / "other", timeout_seconds=0.0)
     one.release()
     other.release()

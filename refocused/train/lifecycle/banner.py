@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import refocused
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
-from refocused.config.load_run import Change, LoadedRun
-from refocused.config.model_shape import ModelShape
+from refocused.config.load_run import LoadedRun, render_run
 from refocused.config.optimization import PrecisionConfig
+from refocused.config.run_config import RunConfig
 from refocused.data.order.mixture_order import PERIOD
 from refocused.engine.compiled import Compilation
 from refocused.estimate.flops import count_parameters
@@ -21,76 +22,60 @@ from refocused.system.world import World
 from refocused.train.lifecycle.job import Plan
 from refocused.train.lifecycle.open_data import DataParts
 
-# Memory that a bf16 element moves on its way to 8 bits, its part in finding the scale included: by
-# the operations of `models/fp8.py` one after another, and by one pass for scale and one for value.
+# Memory traffic of bringing a bf16 element to 8 bits, including its part in finding the scale:
+# by the operations of `models/fp8.py` one after another, and by one pass for the scale and one
+# for the value.
 EAGER_BYTES_TO_8_BITS = 33
 FUSED_BYTES_TO_8_BITS = 5
 
 
-def lines(
-    *,
-    name: str,
-    shape: ModelShape,
-    vocabulary_multiple: int,
-    plan: BatchPlan,
-    planned: Plan,
-    precision: PrecisionConfig,
-    changes: Sequence[Change],
-    world: World,
-    digest: str,
-) -> list[str]:
-    """Return what can be said before the data is looked at."""
-    count = count_parameters(shape, vocabulary_multiple=vocabulary_multiple)
-    padding = f" + {count.padding:,} of padding" if count.padding else ""
+def digest(loaded: LoadedRun) -> str:
+    """Return a SHA-256 over everything that decides what is trained."""
+    parts = [render_run(loaded.config), dict(loaded.shape.settings), loaded.fragment]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def opening_lines(loaded: LoadedRun, planned: Plan, world: World) -> list[str]:
+    """Return what is known before the data is read."""
+    config, shape, plan = loaded.config, loaded.shape, planned.batch
+    parameters = count_parameters(shape, vocabulary_multiple=config.model.vocabulary_multiple)
+    padding = f" + {parameters.padding:,} of padding" if parameters.padding else ""
     unit = "GPU" if world.device_kind == "cuda" else "rank"
     ranks = f"{world.world_size} {unit}{'s' if world.world_size > 1 else ''}"
-    return [
-        f"refocused {refocused.__version__}   run {name}   git {_git_commit()}   config {digest}",
-        f"  model    {shape.family} {shape.layers} x {shape.width}, {count.total:,} parameters"
-        f"{padding} ({count.without_embeddings / 1e6:,.1f} M without embeddings)",
+    lines = [
+        f"refocused {refocused.__version__}   run {config.run.name}   git {_git_commit()}   "
+        f"config {digest(loaded)[:4]}",
+        f"  model    {shape.family} {shape.layers} x {shape.width}, {parameters.total:,} parameters"
+        f"{padding} ({parameters.without_embeddings / 1e6:,.1f} M without embeddings)",
         f"  batch    {plan.micro} x {plan.sequence_length} x {plan.accumulation} accumulation x "
         f"{ranks} = {plan.tokens:,} tokens a step",
-        *memory_lines(planned, precision=precision, world=world),
-        *_dtype_lines(planned, precision=precision),
-        *(
-            f"  changed  {change.key} {change.before} -> {change.after} (command line)"
-            for change in changes
-        ),
+        *memory_lines(planned, precision=config.precision, world=world),
     ]
-
-
-def expected_lines(loaded: LoadedRun, planned: Plan, *, world: World) -> list[str]:
-    """Return what a step should take, to compare the run with; nothing where the GPU is unknown."""
-    facts = gpu_facts(world.device_name) if world.device_kind == "cuda" else None
-    if facts is None:
-        return []
-    plan, step = step_of_run(loaded, planned.choice, ranks=world.world_size, gpu=facts)
-    return [f"  expect   {step.as_text(plan.tokens)}"]
-
-
-def _dtype_lines(planned: Plan, *, precision: PrecisionConfig) -> list[str]:
-    """Return why `auto` chose the precision, or that the chosen one is slow here."""
     native = planned.native
     if planned.is_native_by_choice:
-        return [f"  dtype    {native.dtype} (precision.dtype=auto): {native.reason}"]
-    if precision.resolved == "bf16" != native.dtype:
-        return [
+        lines.append(f"  dtype    {native.dtype} (precision.dtype=auto): {native.reason}")
+    elif config.precision.resolved == "bf16" != native.dtype:
+        lines.append(
             f"  WARN     precision.dtype=bf16 is slow here: {native.reason}. "
             f"precision.dtype={native.dtype} is several times as fast"
-        ]
-    return []
+        )
+    lines += [
+        f"  changed  {change.key} {change.before} -> {change.after} (command line)"
+        for change in loaded.changes
+    ]
+    facts = gpu_facts(world.device_name) if world.device_kind == "cuda" else None
+    if facts is not None:
+        plan, step = step_of_run(loaded, planned.choice, ranks=world.world_size, gpu=facts)
+        lines.append(f"  expect   {step.as_text(plan.tokens)}")
+    return lines
 
 
 def memory_lines(planned: Plan, *, precision: PrecisionConfig, world: World) -> list[str]:
-    """Return what a step takes of a GPU, and what of it is not needed or not there."""
+    """Return the memory that a step takes, and warnings if it is not enough or not needed."""
     unit = "GPU" if world.device_kind == "cuda" else "rank"
     zero, memory = planned.choice.zero, planned.choice.memory
     fp8 = f" with {precision.fp8} fp8" if precision.fp8 != "none" else ""
-    computed_in = precision.resolved + fp8
-    parts = [f"{memory.states / 1e9:,.2f} GB states"]
-    if memory.gathered:
-        parts.append(f"{memory.gathered / 1e9:,.2f} GB gathered")
-    parts.append(f"{memory.activations / 1e9:,.2f} GB activations")
+    gathered = f" + {memory.gathered / 1e9:,.2f} GB gathered" if memory.gathered else ""
     whole = f" of {planned.memory_bytes / 1e9:,.1f} GB" if planned.memory_bytes else ""
     elsewhere = "".join(
         f", {size / 1e9:,.2f} GB on {place}"
@@ -98,8 +83,9 @@ def memory_lines(planned: Plan, *, precision: PrecisionConfig, world: World) -> 
         if size
     )
     lines = [
-        f"  memory   {' + '.join(parts)}{whole} a {unit}{elsewhere} | ZeRO-{zero.stage}, "
-        f"{computed_in}, {world.device_name}"
+        f"  memory   {memory.states / 1e9:,.2f} GB states{gathered} + "
+        f"{memory.activations / 1e9:,.2f} GB activations{whole} a {unit}{elsewhere} | "
+        f"ZeRO-{zero.stage}, {precision.resolved}{fp8}, {world.device_name}"
     ]
     if planned.memory_bytes and not memory.fits(planned.memory_bytes):
         lines.append(
@@ -116,7 +102,7 @@ def memory_lines(planned: Plan, *, precision: PrecisionConfig, world: World) -> 
 
 
 def uncompiled_fp8(precision: PrecisionConfig, compilation: Compilation) -> str | None:
-    """Return what 8 bits cost where blocks are not compiled; None: they are, or nothing is 8 bits.
+    """Return the warning about fp8 without compiled blocks, if it applies.
 
     The width: the three products of a layer with the widths D and 4 D save 3 * 4 D^2 FLOPs a token
     at a bf16 rate of 600 TFLOP/s, and bring 2 * 5 D elements to 8 bits, of which each moves 26
@@ -132,15 +118,17 @@ def uncompiled_fp8(precision: PrecisionConfig, compilation: Compilation) -> str 
     )
 
 
-def data_lines(data: DataParts, config: DataConfig, steps: int, plan: BatchPlan) -> list[str]:
+def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:
     """Return what is known of the data."""
-    manifest = data.manifest
+    manifest, config, steps = data.manifest, run.data, run.run.steps
     size = sum(shard.size for shard in manifest.shards)
     windows = sum(source.windows for source in data.sources)
     kept = sum(source.kept for source in data.sources)
+    tokens = manifest.tokens
+    count = f"{tokens / 1e9:.2f} B" if tokens >= 1e9 else f"{tokens / 1e6:.2f} M"
     epochs = f", {steps * plan.windows / windows:.2f} epochs in {steps:,} steps"
     lines = [
-        f"  data     {len(manifest.shards):,} shards, {_tokens(manifest.tokens)} tokens "
+        f"  data     {len(manifest.shards):,} shards, {count} tokens "
         f"({size / 1e9:.2f} GB, {manifest.tokenizer}), {windows:,} windows to "
         f"train and {kept:,} to validate{'' if config.mixture else epochs} | "
         f"{manifest.fingerprint[:16]}"
@@ -156,10 +144,10 @@ def data_lines(data: DataParts, config: DataConfig, steps: int, plan: BatchPlan)
         )
     if config.skip:
         skipped = sum(source.skipped_windows for source in data.sources)
-        count = len(data.sources[0].skipped)
         lines.append(
-            f"  skip     data.skip leaves out {count:,} of {len(manifest.shards):,} shards, "
-            f"{skipped:,} windows of an epoch; those that follow take their places"
+            f"  skip     data.skip leaves out {len(data.sources[0].skipped):,} of "
+            f"{len(manifest.shards):,} shards, {skipped:,} windows of an epoch; those that follow "
+            "take their places"
         )
     if config.mask_documents:
         lines.append(
@@ -170,7 +158,7 @@ def data_lines(data: DataParts, config: DataConfig, steps: int, plan: BatchPlan)
 
 
 def tokenizer_lines(config: DataConfig) -> list[str]:
-    """Return a warning where checkpoints will name a tokenizer that they do not hold."""
+    """Return a warning if checkpoints will name a tokenizer that they do not hold."""
     if config.tokenizer == "unknown" or config.tokenizer_is_readable:
         return []
     return [
@@ -178,10 +166,6 @@ def tokenizer_lines(config: DataConfig) -> list[str]:
         f"{config.tokenizer} are not named. Set data.bpe_folder to the folder of vocab.bpe and "
         "encoder.json"
     ]
-
-
-def _tokens(count: int) -> str:
-    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
 
 
 def _git_commit() -> str:

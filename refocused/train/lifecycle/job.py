@@ -1,4 +1,4 @@
-"""One run on one rank: the request, and what the plan decides that the run file leaves open."""
+"""One run on one rank: the request, and the choices that the run file leaves open."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.open_bucket import open_bucket
-from refocused.config.batch_plan import BatchPlan
+from refocused.checkpoints.mirror.remote_steps import prefix_of
+from refocused.checkpoints.resume.catalog import Catalog
+from refocused.config.batch_plan import BatchPlan, plan_batch
 from refocused.config.load_run import LoadedRun
-from refocused.config.optimization import Dtype
 from refocused.data.manifest.vocabulary import decide_vocabulary, require_room_for_tokenizer
-from refocused.engine.compiled import compile_blocks
+from refocused.engine.compiled import DTYPES, compile_blocks
 from refocused.estimate import precision
 from refocused.estimate.activations import activation_memory
 from refocused.estimate.memory_plan import Choice, choose, needless_offload, refuse_cpu
@@ -26,51 +27,110 @@ from refocused.models.families import build_model
 from refocused.system.hardware import cpu_flags
 from refocused.system.world import World
 
-DTYPES: dict[Dtype, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-}
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """What the command line asks for besides the run file.
+
+    Attributes:
+        resume: `auto`, `latest`, `best`, `none`, a step, a name, a path or a `gs://` address.
+        dry_run: Build and check everything, train nothing.
+        profile_steps: Steps to trace after the first ones; 0: none.
+        credentials_file: Key file for `gs://`.
+        project: Google Cloud project.
+        command: The command that was typed, for the summary.
+        allowed_changes: Settings that may differ from those of the checkpoint.
+        trusts_others: A checkpoint of another run may be taken over.
+        or_start: If nothing can be resumed, start from scratch under another name.
+    """
+
+    resume: str
+    dry_run: bool
+    credentials_file: Path | None
+    project: str | None
+    command: str
+    allowed_changes: frozenset[str] = frozenset()
+    trusts_others: bool = False
+    or_start: bool = False
+    profile_steps: int = 0
+
+    def open_bucket(self, url: str) -> Bucket:
+        """Return the bucket of an address, reached with the command line's credentials."""
+        return open_bucket(url, credentials_file=self.credentials_file, project=self.project)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What was settled, and for what memory.
+    """What was chosen, and for what memory.
 
     Attributes:
         choice: Stage, offloads, micro-batch and the memory they take.
+        batch: Of a step.
         memory_bytes: Of the smallest GPU; None without GPUs.
-        without_offload: What a step would take without an offload that is not needed, in bytes.
+        without_offload: Bytes of a step without an offload that is not needed.
         native: The precision that the hardware of all ranks computes fastest in.
         is_native_by_choice: Whether `precision.dtype: auto` chose it.
     """
 
     choice: Choice
+    batch: BatchPlan
     memory_bytes: float | None
     without_offload: int | None
     native: precision.NativeDtype
     is_native_by_choice: bool
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """One run on this rank: what was asked for, what was chosen, and where it happens."""
+
+    loaded: LoadedRun
+    request: Request
+    planned: Plan
+    world: World
+    folder: Path
+
+    @property
+    def plan(self) -> BatchPlan:
+        """The batch of a step."""
+        return self.planned.batch
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the step directories."""
+        return self.folder / "checkpoints"
+
+    def catalog(self) -> Catalog:
+        """List the run's checkpoints, here and in the mirror."""
+        mirror = self.loaded.config.checkpoint.mirror
+        if mirror is None:
+            return Catalog(self.checkpoints)
+        if "://" not in mirror:
+            with contextlib.suppress(OSError):  # listing it reports that it is missing
+                Path(mirror).expanduser().mkdir(parents=True, exist_ok=True)
+        bucket = self.request.open_bucket(mirror)
+        return Catalog(self.checkpoints, bucket, prefix_of(self.loaded.config.run.name))
+
+
 def settle(
     loaded: LoadedRun, world: World, *, open_source: Callable[[str], Bucket]
 ) -> tuple[LoadedRun, Plan]:
-    """Return the run with nothing left to choose, and the plan; every rank must call.
+    """Return the run with nothing left to choose, and its plan; every rank must call.
 
-    A micro-batch that is to be chosen on GPUs is chosen by a real pass: its memory over that of
-    the formula corrects the formula.
-
-    Args:
-        loaded: The run.
-        world: The ranks.
-        open_source: Opens a source of the data, which may have to give the vocabulary.
+    An `auto` micro-batch on GPUs is chosen by a real pass, whose memory corrects the formula.
+    `open_source` opens a source of the data, which may have to give the vocabulary.
 
     Raises:
         RefocusedError: On every rank: nothing fits, the global batch cannot be divided, a large
             model would train on the CPU by accident, or the vocabulary cannot be found or does not
             fit the tokenizer.
     """
-    loaded = loaded.with_vocabulary(world.on_rank_0(lambda: _vocabulary(loaded, open_source)))
+
+    def vocabulary() -> int:
+        require_room_for_tokenizer(loaded, fetch=True)
+        return decide_vocabulary(loaded, open_source).shape.vocabulary
+
+    loaded = loaded.with_vocabulary(world.on_rank_0(vocabulary))
     if world.device_kind == "cpu":
         world.on_all_ranks(lambda: refuse_cpu(loaded, ranks=world.world_size))
     native, is_auto = _native_dtype(world), loaded.config.precision.dtype == "auto"
@@ -79,7 +139,7 @@ def settle(
     config, memory_bytes = loaded.config, _smallest_gpu_bytes(world)
     factor, most_micro = 1.0, None
     if config.batch.micro == "auto" and memory_bytes is not None:
-        factor, most_micro = _measured_over_computed(loaded, world, peak_of=_peak_of_a_pass)
+        factor, most_micro = measured_over_computed(loaded, world, peak_of=_peak_of_a_pass)
     choice = world.on_all_ranks(
         lambda: choose(
             loaded.shape,
@@ -103,20 +163,15 @@ def settle(
         memory_bytes=memory_bytes,
         masked=config.data.mask_documents,
     )
-    settled = config.model_copy(
-        update={
-            "zero": choice.zero,
-            "batch": config.batch.model_copy(update={"micro": choice.micro}),
-        }
+    batch = config.batch.model_copy(update={"micro": choice.micro})
+    settled = config.model_copy(update={"zero": choice.zero, "batch": batch})
+    length = config.model.sequence_length
+    plan = world.on_all_ranks(
+        lambda: plan_batch(batch, world_size=world.world_size, sequence_length=length)
     )
-    plan = Plan(choice, memory_bytes, bare.peak if bare is not None else None, native, is_auto)
-    return dataclasses.replace(loaded, config=settled), plan
-
-
-def _vocabulary(loaded: LoadedRun, open_source: Callable[[str], Bucket]) -> int:
-    """Return how many token ids the model knows."""
-    require_room_for_tokenizer(loaded, fetch=True)
-    return decide_vocabulary(loaded, open_source).shape.vocabulary
+    without_offload = bare.peak if bare is not None else None
+    planned = Plan(choice, plan, memory_bytes, without_offload, native, is_auto)
+    return dataclasses.replace(loaded, config=settled), planned
 
 
 def _native_dtype(world: World) -> precision.NativeDtype:
@@ -131,24 +186,23 @@ def _native_dtype(world: World) -> precision.NativeDtype:
 
 
 def _smallest_gpu_bytes(world: World) -> float | None:
-    """Return the memory of the smallest GPU of the run; None without GPUs."""
     if world.device_kind != "cuda":
         return None
     total = torch.cuda.get_device_properties(world.device).total_memory
     return -world.largest([-total])[0]
 
 
-def _measured_over_computed(
+def measured_over_computed(
     loaded: LoadedRun, world: World, *, peak_of: Callable[[CausalLM, Tensor], int]
 ) -> tuple[float, int | None]:
-    """Return what a pass takes on the fullest GPU, over what is computed for it; all ranks call.
+    """Measure the memory of a pass on the fullest GPU, relative to the formula; all ranks call.
 
-    Measured between one window and two, so that the weights and their gradients drop out, of blocks
-    compiled as in training.
+    The difference between one window and two leaves out the weights and their gradients. Blocks
+    are compiled as in training.
 
     Returns:
-        That factor, and the most windows of a pass: one where two (or even one, beside the whole
-        model) lack memory, and the factor is not known; else None.
+        That factor, and the most windows of a pass: 1 (with factor 1) if two windows lack memory,
+        otherwise None.
     """
     config, device = loaded.config, world.device
     with torch.device(device):
@@ -197,60 +251,3 @@ def _peak_of_a_pass(model: CausalLM, ids: Tensor) -> int:
     torch.cuda.reset_peak_memory_stats(ids.device)
     model(ids, ids).backward()
     return torch.cuda.max_memory_allocated(ids.device)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Request:
-    """What the command line asks for besides the run file.
-
-    Attributes:
-        resume: `auto`, `latest`, `best`, `none`, a step, a name, a path or a `gs://` address.
-        dry_run: Build and check everything, train nothing.
-        profile_steps: Steps to trace after the first ones; 0: none.
-        credentials_file: Key file for `gs://`.
-        project: Google Cloud project.
-        command: The command that was typed, for the summary.
-        allowed_changes: Settings that may differ from those of the checkpoint.
-        trusts_others: A checkpoint of another run may be taken over.
-        or_start: Where nothing can be resumed, start from scratch under another name.
-    """
-
-    resume: str
-    dry_run: bool
-    credentials_file: Path | None
-    project: str | None
-    command: str
-    allowed_changes: frozenset[str] = frozenset()
-    trusts_others: bool = False
-    or_start: bool = False
-    profile_steps: int = 0
-
-    def open_bucket(self, url: str) -> Bucket:
-        """Return the bucket of an address, reached with the command line's credentials."""
-        return open_bucket(url, credentials_file=self.credentials_file, project=self.project)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Job:
-    """One run on this rank: what was asked for, and where it happens.
-
-    Attributes:
-        loaded: The run file, the model's shape and DeepSpeed's extra settings.
-        request: The command line.
-        planned: What of it was left to the plan, and the memory it takes.
-        plan: The batch of a step.
-        world: The ranks.
-        folder: The run's folder.
-    """
-
-    loaded: LoadedRun
-    request: Request
-    planned: Plan
-    plan: BatchPlan
-    world: World
-    folder: Path
-
-    @property
-    def checkpoints(self) -> Path:
-        """Where the step directories are."""
-        return self.folder / "checkpoints"

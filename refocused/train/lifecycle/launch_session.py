@@ -1,18 +1,20 @@
-"""What connects a rank with its launch: signals, the supervisor's folder, presence."""
+"""What ranks and their launcher share: the launch's folder, notes, signals, the summary."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import pydantic
 
@@ -21,18 +23,11 @@ from refocused.system.errors import ExitCode
 from refocused.system.processes import LAUNCH_VARIABLE, ProcessIdentity, identify, this_process
 
 REPEAT_SECONDS = 2.0  # the launcher repeats what the terminal sent: signals this close are one
-ENDING_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Notices:
-    """What is said to a signal: what it leads to, and what one more would.
-
-    Attributes:
-        first: To the first one.
-        again: To the second.
-        at_once: To the third, which ends the process.
-    """
+class Notices(NamedTuple):
+    """Answers to the first, second and third signal; the third ends the process."""
 
     first: str
     again: str = "^C    already stopping; once more ends it at once, and what is not saved is lost"
@@ -49,20 +44,17 @@ ENDING = Notices(
 
 
 class Signals:
-    """Counts the times that somebody asked this process to stop.
+    """Counts the signals that asked this process to stop.
 
-    The launcher signals ranks one after another and kills them 30 s later, so a handler that
-    saved by itself would wait for ranks that do not come. Ours notes the first, says at the second
-    that it is known, and ends the process at the third.
+    The launcher signals ranks one after another and kills them 30 s later, so that a handler that
+    saved by itself would wait for ranks that do not come. This one only sets a flag.
+
+    Args:
+        speaks: Whether to print the notices on stderr; rank 0 does.
+        clock: Monotonic seconds.
     """
 
     def __init__(self, *, speaks: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        """Note nothing before `install`.
-
-        Args:
-            speaks: Whether to say on stderr what a signal leads to; rank 0 does.
-            clock: Monotonic seconds.
-        """
         self.notices = STARTING
         self._speaks = speaks
         self._clock = clock
@@ -71,15 +63,14 @@ class Signals:
 
     @property
     def asked(self) -> bool:
-        """Whether there was one."""
+        """Whether there was a signal."""
         return self._count > 0
 
     def install(self) -> None:
-        """Take over the signals; SIGHUP only where `nohup` does not keep it away."""
-        for number in ENDING_NUMBERS:
-            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue
-            signal.signal(number, self.receive)
+        """Handle the signals; SIGHUP only if it is not ignored, as under `nohup`."""
+        for number in STOP_SIGNALS:
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self.receive)
 
     def receive(self, number: int, frame: FrameType | None = None) -> None:
         """Note a signal; the third does not return."""
@@ -89,21 +80,41 @@ class Signals:
         if repeated:
             return
         self._count += 1
-        said = self.notices
-        self._say(
-            said.first if self._count == 1 else said.again if self._count == 2 else said.at_once
-        )
+        if self._speaks:
+            notice = self.notices[min(self._count, 3) - 1]
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                os.write(2, f"\n{notice}\n".encode())
         if self._count > 2:
             os._exit(ExitCode.FAILED)
-
-    def _say(self, text: str) -> None:
-        if self._speaks:
-            with contextlib.suppress(OSError):  # the terminal may be what is gone
-                os.write(2, f"\n{text}\n".encode())
 
 
 _LAUNCH_FILE = "launch.json"
 _FOLDER_PREFIX = "refocused-launch-"
+
+
+class RankNote(pydantic.BaseModel):
+    """What one rank reports of itself.
+
+    Attributes:
+        run: The run's folder, once it is open; before, nothing was written anywhere.
+        training: Whether the loop has begun: from there on, an end without a save loses steps.
+        exit_code: Reported just before the end; None: the rank did not get there.
+        reason: Name of the StopReason it ended for.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True)
+
+    rank: int
+    process: ProcessIdentity
+    run: str | None = None
+    training: bool = False
+    exit_code: int | None = None
+    reason: str | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the rank's process runs."""
+        return self.process.alive
 
 
 class Launch(pydantic.BaseModel):
@@ -112,10 +123,9 @@ class Launch(pydantic.BaseModel):
     Attributes:
         folder: Of this launch; every process of it carries the path in its environment.
         host: The supervisor's machine; ranks elsewhere do without it.
-        supervisor: The process.
         began_seconds: When the command began, on this machine's monotonic clock.
-        grace_seconds: Time between a signal and the end of patience.
-        command: What takes the run up again.
+        grace_seconds: Time that ranks have to stop after a signal.
+        command: Resumes the run.
     """
 
     model_config = pydantic.ConfigDict(frozen=True)
@@ -129,9 +139,7 @@ class Launch(pydantic.BaseModel):
 
     @classmethod
     def create(cls, *, began_seconds: float, grace_seconds: float, command: str) -> Launch:
-        """Make the folder of a launch of which this process is the supervisor.
-
-        Folders of launches of which every process was killed are removed.
+        """Make the folder of a launch that this process supervises; remove those of dead ones.
 
         Raises:
             OSError: It cannot be written.
@@ -153,11 +161,11 @@ class Launch(pydantic.BaseModel):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What tells a process that it belongs to this launch."""
+        """The variable that marks the processes of this launch."""
         return {LAUNCH_VARIABLE: str(self.folder)}
 
     def notes(self) -> list[RankNote]:
-        """Return what each rank said last, by rank; ranks that said nothing are missing."""
+        """Return each rank's last note, by rank; ranks that wrote none are missing."""
         notes = []
         for path in self.folder.glob("rank-*.json"):
             with contextlib.suppress(OSError, pydantic.ValidationError):
@@ -178,13 +186,10 @@ class Launch(pydantic.BaseModel):
 def launch_of(environment: Mapping[str, str]) -> Launch | None:
     """Return the launch that this process belongs to; None without a supervisor here."""
     folder = environment.get(LAUNCH_VARIABLE)
-    if folder is None:
-        return None
-    return _launch_in(Path(folder))
+    return None if folder is None else _launch_in(Path(folder))
 
 
 def _launch_in(folder: Path) -> Launch | None:
-    """Return the launch of this machine that a folder belongs to; None: there is none."""
     try:
         launch = Launch.model_validate_json((folder / _LAUNCH_FILE).read_bytes())
     except (OSError, pydantic.ValidationError):
@@ -192,63 +197,8 @@ def _launch_in(folder: Path) -> Launch | None:
     return launch if launch.host == socket.gethostname() else None
 
 
-class RankNote(pydantic.BaseModel):
-    """What one rank says of itself.
-
-    Attributes:
-        rank: Its number.
-        process: Its process.
-        run: The run's folder, once it is open; before, nothing was written anywhere.
-        training: Whether the loop has begun: from there on, an end without a save loses steps.
-        exit_code: What it ended with, said just before it did; None: it did not get to that.
-        reason: Name of the StopReason it ended for.
-    """
-
-    model_config = pydantic.ConfigDict(frozen=True)
-
-    rank: int
-    process: ProcessIdentity
-    run: str | None = None
-    training: bool = False
-    exit_code: int | None = None
-    reason: str | None = None
-
-    @property
-    def alive(self) -> bool:
-        """Whether the rank's process runs."""
-        return self.process.alive
-
-
-class Presence:
-    """A rank's notes to its supervisor; without one they go nowhere."""
-
-    def __init__(self, launch: Launch | None, rank: int) -> None:
-        """Say that this rank is here."""
-        self._launch = launch
-        self._note = RankNote(rank=rank, process=this_process())
-        self.tell()
-
-    def tell(self, **facts: object) -> None:
-        """Replace the note by one with other facts; a disk that is full keeps the old one."""
-        self._note = self._note.model_copy(update=facts)
-        if self._launch is None:
-            return
-        path = self._launch.folder / f"rank-{self._note.rank}.json"
-        with contextlib.suppress(OSError):
-            replace_file(path, self._note.model_dump_json().encode())
-
-    def leave(self, exit_code: int) -> None:
-        """Say what this rank ends with, and remove what a dead supervisor left.
-
-        Every rank does: the first one may fail where another writes its last note.
-        """
-        self.tell(exit_code=exit_code)
-        if self._launch is not None and not self._launch.supervisor.alive:
-            self._launch.remove()
-
-
 def marked_processes(folder: Path) -> list[ProcessIdentity]:
-    """Return the living processes of this machine that belong to a launch, but this one."""
+    """Return the other living processes of this machine that belong to a launch."""
     mark = f"{LAUNCH_VARIABLE}={folder}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
@@ -258,3 +208,51 @@ def marked_processes(folder: Path) -> list[ProcessIdentity]:
                 if process is not None and process.pid != os.getpid():
                     found.append(process)
     return found
+
+
+class Presence:
+    """A rank's notes to its supervisor; without one they are not written."""
+
+    def __init__(self, launch: Launch | None, rank: int) -> None:
+        self._launch = launch
+        self._note = RankNote(rank=rank, process=this_process())
+        self.report()
+
+    def report(self, **facts: object) -> None:
+        """Update the note; a full disk keeps the old one."""
+        self._note = self._note.model_copy(update=facts)
+        if self._launch is not None:
+            path = self._launch.folder / f"rank-{self._note.rank}.json"
+            with contextlib.suppress(OSError):
+                replace_file(path, self._note.model_dump_json().encode())
+
+    def leave(self, exit_code: int) -> None:
+        """Report the exit code, and remove the folder if the supervisor is dead."""
+        self.report(exit_code=exit_code)
+        if self._launch is not None and not self._launch.supervisor.alive:
+            self._launch.remove()
+
+
+SUMMARY_SECONDS = 60.0  # it takes two, on a machine that has nothing else to do
+
+
+def write_summary(run: Path) -> str:
+    """Write SUMMARY.md and its pictures in a process of its own; return why not, if it failed."""
+    reason = f"it took more than {SUMMARY_SECONDS:.0f} s"
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        written = subprocess.run(
+            [sys.executable, "-P", "-m", "refocused.commands.monitor", str(run), "--summary"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            start_new_session=True,  # a signal for this process does not stop it
+            timeout=SUMMARY_SECONDS,
+            check=False,
+        )
+        if written.returncode == 0:
+            return ""
+        reason = (written.stderr.strip().splitlines() or [f"exit code {written.returncode}"])[-1]
+    return (
+        f"{run / 'SUMMARY.md'} was not written ({reason}). Try: python launch/monitor.py {run} "
+        "--summary"
+    )

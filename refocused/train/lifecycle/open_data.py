@@ -47,8 +47,8 @@ class DataParts:
         manifest: All shards.
         sources: The windows of each source; a run without a mixture has one.
         order: The order of training.
-        order_text: What decides the order, beside the data and the mixture.
-        cache: The node's local shards.
+        order_text: What decides the order, besides the data and the mixture.
+        cache: The machine's local shards.
         loader: Gives this rank its batches.
         validation_batches: Yields this rank's validation batches.
     """
@@ -68,11 +68,11 @@ class DataParts:
 
     @property
     def epoch_windows(self) -> Mapping[str, int]:
-        """Windows of one epoch of each source of a mixture, by name; none without one."""
+        """Windows of one epoch of each source of a mixture, by name; empty without one."""
         return {source.name: source.windows for source in self.sources if source.name is not None}
 
     def files_done(self, state: TrainState) -> int:
-        """Count the shards that are consumed whole in the present epoch of each source."""
+        """Count the shards that are consumed completely in the present epoch of each source."""
         if isinstance(self.order, Order):
             return files_done(self.order, self.order.number_of(state.position))
         consumed = state.position.sources or {}
@@ -109,19 +109,24 @@ def build_data(
     Raises:
         RefocusedError: On every rank alike: the source cannot be read or does not fit the run.
     """
+    opened = functools.partial(open_bucket, credentials_file=credentials_file, project=project)
     bucket = world.on_all_ranks(
-        lambda: _open(data, credentials_file=credentials_file, project=project)
+        lambda: (
+            opened(data.source)
+            if data.source is not None
+            else MixedBucket({name: opened(one.source) for name, one in data.mixture.items()})
+        )
     )
     cache_folder = Path(data.cache)
-    manifest = world.on_rank_0(
-        lambda: _describe(bucket, data, cache_file=cache_folder / "counts.json")
-    )
+    manifest = world.on_rank_0(lambda: _describe(bucket, data, cache_folder / "counts.json"))
     sources = split_sources(
         manifest, data, sequence_length=plan.sequence_length, evaluation_windows=evaluation_windows
     )
     pinned = [shard for source in sources for shard in source.validation.shards_used()]
     sizes = [local_bytes(shard, vocabulary=vocabulary) for shard in manifest.shards]
-    room = _room_bytes(data, sizes, pinned=pinned)
+    room = None
+    if data.disk_limit_gb is not None:
+        room = int(data.disk_limit_gb * 1e9) - sum(sizes[shard] for shard in pinned)
     order = order_sources(
         sources,
         data,
@@ -158,42 +163,27 @@ def build_data(
         copier=DeviceCopier(world.device) if pin else None,
     )
     return DataParts(
-        manifest=manifest,
-        sources=sources,
-        order=order,
-        order_text=describe_order(
+        manifest,
+        sources,
+        order,
+        describe_order(
             order,
             manifest=manifest,
             seed=seed,
             sequence_length=plan.sequence_length,
             document_id=document_id,
         ),
-        cache=cache,
-        loader=loader,
-        validation_batches=lambda: itertools.chain.from_iterable(
+        cache,
+        loader,
+        lambda: itertools.chain.from_iterable(
             loader.validation_batches(source.validation, source=source.name) for source in sources
         ),
     )
 
 
-def _open(data: DataConfig, *, credentials_file: Path | None, project: str | None) -> Bucket:
-    """Open the source, or those of the mixture as one."""
-    opened = functools.partial(open_bucket, credentials_file=credentials_file, project=project)
-    if data.source is not None:
-        return opened(data.source)
-    return MixedBucket({name: opened(one.source) for name, one in data.mixture.items()})
-
-
-def _describe(bucket: Bucket, data: DataConfig, *, cache_file: Path) -> Manifest:
+def _describe(bucket: Bucket, data: DataConfig, counts_file: Path) -> Manifest:
     if isinstance(bucket, MixedBucket):
-        return build_mixed_manifest(bucket, data, cache_file=cache_file)
+        return build_mixed_manifest(bucket, data, cache_file=counts_file)
     if data.prepare == "python_stdlib":
         prepare_stdlib(bucket)
-    return build_run_manifest(bucket, data, cache_file=cache_file)
-
-
-def _room_bytes(data: DataConfig, sizes: Sequence[int], *, pinned: Sequence[int]) -> int | None:
-    """Return what the disk limit leaves beside the shards that validate; None without a limit."""
-    if data.disk_limit_gb is None:
-        return None
-    return int(data.disk_limit_gb * 1e9) - sum(sizes[shard] for shard in pinned)
+    return build_run_manifest(bucket, data, cache_file=counts_file)

@@ -1,4 +1,4 @@
-"""Where training starts from: nothing, a step of this run, or one from elsewhere."""
+"""Where training starts from: nothing, a checkpoint of this run, or one from elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import functools
 import itertools
 import logging
 from pathlib import Path
-from typing import TypeVar
 
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.import_checkpoint import (
@@ -26,17 +25,11 @@ from refocused.checkpoints.resume.resume_selection import (
     select_checkpoint,
 )
 from refocused.checkpoints.step.branches import Branch
-from refocused.checkpoints.step.step_directory import StepDirectory, read_step
+from refocused.checkpoints.step.step_directory import read_step
 from refocused.config.load_run import LoadedRun
 from refocused.engine.schedule import planned_steps, rate_change
 from refocused.system.atomic_files import write_bytes_atomic
-from refocused.system.errors import (
-    CheckpointError,
-    CheckpointUnavailableError,
-    ConfigError,
-    RefocusedError,
-)
-from refocused.train.lifecycle.build_run import assemble_catalog
+from refocused.system.errors import CheckpointError, CheckpointUnavailableError, ConfigError
 from refocused.train.lifecycle.job import Job
 from refocused.train.step.loss_check import check_first_loss, check_resumed_loss
 from refocused.train.step.parts import Parts
@@ -45,9 +38,6 @@ from refocused.train.step.state import TrainState
 logger = logging.getLogger(__name__)
 
 IN_PLACE_OF = "in-place-of"  # in the folder of a run that was started because another could not be
-
-
-E = TypeVar("E", bound=RefocusedError)
 
 
 class CannotResumeError(CheckpointError):
@@ -60,7 +50,7 @@ class Chosen:
 
     Attributes:
         path: The step directory; None: from scratch.
-        branch: The branch that training goes on with.
+        branch: The branch that training continues.
         corrupt: Newer checkpoints on rank 0's disk that cannot be used.
     """
 
@@ -70,99 +60,17 @@ class Chosen:
 
 
 def choose(job: Job) -> Chosen:
-    """Find, fetch and verify the step that was asked for, on rank 0; every rank must call.
+    """Find, fetch and verify the requested checkpoint, on rank 0; every rank must call.
 
     Raises:
         RefocusedError: On every rank alike: there is none, or it cannot be used.
     """
     try:
-        return decide_together(
-            job.world, lambda: assemble_catalog(job), lambda catalog: _choose(job, catalog)
-        )
+        return decide_together(job.world, job.catalog, lambda catalog: _choose(job, catalog))
     except CheckpointUnavailableError:
         raise  # nothing may follow from it: no start from scratch either
     except CheckpointError as error:
-        raise _on_every_rank(CannotResumeError(str(error))) from error
-
-
-def start_or_resume(job: Job, parts: Parts, chosen: Chosen) -> TrainState:
-    """Return the state that training starts from, with the engine to match.
-
-    Raises:
-        RefocusedError: On every rank alike.
-    """
-    if chosen.path is None:
-        loss = check_first_loss(parts)
-        parts.reporter.begin(TrainState())
-        parts.reporter.event("start", f"  start    from step 0, untrained loss {loss:.4f}")
-        return TrainState()
-    path, steps = chosen.path, job.loaded.config.run.steps
-    step = job.world.on_all_ranks(lambda: read_step(path))
-    if step.step > steps:
-        raise _on_every_rank(
-            ConfigError(
-                f"{path.name} is beyond run.steps={steps}. Raise run.steps (or --max-steps), or "
-                "resume from an earlier step."
-            )
-        )
-    try:
-        state = parts.saver.load(step)
-    except CheckpointError as error:
-        parts.engine.close()  # another may be built, where the run goes on under another name
-        raise _on_every_rank(CannotResumeError(str(error))) from error
-    parts.reporter.begin(state)
-    parts.reporter.event("resume", f"  resume   step {state.step:,} ({path}, verified)")
-    _tell_ranks(parts, step)
-    change = rate_change(
-        state.step,
-        planned=planned_steps(step.run),
-        total_steps=steps,
-        peak=parts.optimizer.lr,
-        schedule=parts.schedule,
-    )
-    if change is not None:
-        parts.reporter.event("schedule_warning", change)
-    if state.step < steps:
-        check_resumed_loss(parts, parts.saver.loaded_loss, allowed=parts.saver.loaded_changed)
-    return state
-
-
-def own(job: Job, parts: Parts, chosen: Chosen) -> None:
-    """Make a step this run's own before it trains on from there: its losses, and where it is.
-
-    Raises:
-        RefocusedError: On every rank alike.
-    """
-    path, run = chosen.path, job.loaded.config.run.name
-    parts.saver.set_aside(chosen.corrupt)
-    if path is None:
-        return
-    parts.saver.bring_back_history(job.world.on_all_ranks(lambda: read_step(path)))
-    if is_brought(path):
-        parts.saver.saved_step = job.world.on_rank_0(
-            lambda: take_over(read_step(path), job.checkpoints, run=run, branch=chosen.branch).step
-        )
-
-
-def in_place_of(job: Job, reason: CheckpointError) -> LoadedRun:
-    """Return the run that takes the place of one that cannot be resumed; every rank must call.
-
-    It is named NAME-2, NAME-3 and so on: the first that exists nowhere, or that was started in
-    NAME's place before and goes on. Nothing of any other run is touched.
-
-    Raises:
-        BucketError: On every rank: which names the mirror has cannot be told.
-    """
-    name = job.world.on_rank_0(lambda: _free_name(job))
-    logger.warning(
-        "%s cannot be resumed: %s --resume-or-start was given: the run goes on as %s, which starts "
-        "FROM SCRATCH where it has no checkpoint yet. Nothing of %s is changed.",
-        job.folder,
-        reason,
-        job.folder.with_name(name),
-        job.folder.name,
-    )
-    return _renamed(job, name).loaded
+        raise CannotResumeError(str(error)).agreed() from error
 
 
 def _choose(job: Job, catalog: Catalog) -> Chosen:
@@ -189,12 +97,85 @@ def _choose(job: Job, catalog: Catalog) -> Chosen:
     return Chosen(step.path, next_branch(present, entries, None if is_brought(step.path) else step))
 
 
-def _tell_ranks(parts: Parts, step: StepDirectory) -> None:
-    saved, now = step.manifest.world_size, parts.world.world_size
-    if saved == now:
+def start_or_resume(job: Job, parts: Parts, chosen: Chosen) -> TrainState:
+    """Return the state that training starts from, with the engine to match.
+
+    Raises:
+        RefocusedError: On every rank alike.
+    """
+    path, steps, report = chosen.path, job.loaded.config.run.steps, parts.reporter.event
+    if path is None:
+        loss = check_first_loss(parts)
+        parts.reporter.begin(TrainState())
+        report("start", f"  start    from step 0, untrained loss {loss:.4f}")
+        return TrainState()
+    step = job.world.on_all_ranks(lambda: read_step(path))
+    if step.step > steps:
+        raise ConfigError(
+            f"{path.name} is beyond run.steps={steps}. Raise run.steps (or --max-steps), or "
+            "resume from an earlier step."
+        ).agreed()
+    try:
+        state = parts.saver.load(step)
+    except CheckpointError as error:
+        parts.engine.close()  # another may be built, if the run goes on under another name
+        raise CannotResumeError(str(error)).agreed() from error
+    parts.reporter.begin(state)
+    report("resume", f"  resume   step {state.step:,} ({path}, verified)")
+    saved, now = step.manifest.world_size, job.world.world_size
+    if saved != now:
+        new = f"; {now - saved} new ranks draw their dropout from the seed" if now > saved else ""
+        report("ranks", f"  ranks    {saved} -> {now}, the states are divided anew{new}")
+    change = rate_change(
+        state.step,
+        planned=planned_steps(step.run),
+        total_steps=steps,
+        peak=parts.optimizer.lr,
+        schedule=parts.schedule,
+    )
+    if change is not None:
+        report("schedule_warning", change)
+    if state.step < steps:
+        check_resumed_loss(parts, parts.saver.loaded_loss, allowed=parts.saver.loaded_changed)
+    return state
+
+
+def own(job: Job, parts: Parts, chosen: Chosen) -> None:
+    """Make a checkpoint this run's own before training continues: its losses, and its place.
+
+    Raises:
+        RefocusedError: On every rank alike.
+    """
+    path, run = chosen.path, job.loaded.config.run.name
+    parts.saver.set_aside(chosen.corrupt)
+    if path is None:
         return
-    new = f"; {now - saved} new ranks draw their dropout from the seed" if now > saved else ""
-    parts.reporter.event("ranks", f"  ranks    {saved} -> {now}, the states are divided anew{new}")
+    parts.saver.bring_back_history(job.world.on_all_ranks(lambda: read_step(path)))
+    if is_brought(path):
+        parts.saver.saved_step = job.world.on_rank_0(
+            lambda: take_over(read_step(path), job.checkpoints, run=run, branch=chosen.branch).step
+        )
+
+
+def in_place_of(job: Job, reason: CheckpointError) -> LoadedRun:
+    """Return the run that replaces one that cannot be resumed; every rank must call.
+
+    It is named NAME-2, NAME-3 and so on: the first that does not exist anywhere, or that replaced
+    NAME before. Nothing of any other run is changed.
+
+    Raises:
+        BucketError: On every rank: the mirror cannot be listed.
+    """
+    name = job.world.on_rank_0(lambda: _free_name(job))
+    logger.warning(
+        "%s cannot be resumed: %s --resume-or-start was given: the run goes on as %s, which starts "
+        "FROM SCRATCH where it has no checkpoint yet. Nothing of %s is changed.",
+        job.folder,
+        reason,
+        job.folder.with_name(name),
+        job.folder.name,
+    )
+    return _renamed(job, name).loaded
 
 
 def _free_name(job: Job) -> str:
@@ -205,25 +186,17 @@ def _free_name(job: Job) -> str:
         other = _renamed(job, f"{base}-{number}")
         mark = other.folder / IN_PLACE_OF
         if mark.exists() and mark.read_text().strip() == base:
-            return other.folder.name
-        if not other.folder.exists() and not assemble_catalog(other).entries():
-            if job.request.dry_run:
-                return other.folder.name
-            other.folder.mkdir(parents=True)
-            write_bytes_atomic(mark, f"{base}\n".encode())
-            return other.folder.name
-    raise AssertionError("itertools.count ended")
+            break
+        if not other.folder.exists() and not other.catalog().entries():
+            if not job.request.dry_run:
+                other.folder.mkdir(parents=True)
+                write_bytes_atomic(mark, f"{base}\n".encode())
+            break
+    return other.folder.name
 
 
 def _renamed(job: Job, name: str) -> Job:
-    """Return a run with another name and folder, and everything else alike."""
     config = job.loaded.config
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     loaded = dataclasses.replace(job.loaded, config=config)
     return dataclasses.replace(job, loaded=loaded, folder=job.folder.with_name(name))
-
-
-def _on_every_rank(error: E) -> E:
-    """Mark an error that every rank raises alike, so that rank 0 alone says it."""
-    error.on_every_rank = True
-    return error

@@ -16,24 +16,17 @@ from refocused.system.world import World
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_SECONDS = 60.0  # ranks whose launcher was killed need some to notice, save and end
+CLAIM_SECONDS = 60.0  # ranks whose launcher was killed need some time to notice, save and exit
 _POLL_SECONDS = 0.2
 
 
-def claim_run(folder: Path, *, patience_seconds: float = PATIENCE_SECONDS) -> FileLock:
-    """Take a run's folder for this process until it ends, however it ends.
+def claim_run(folder: Path, *, timeout_seconds: float = CLAIM_SECONDS) -> FileLock:
+    """Lock a run's folder until this process ends; wait for another start to end first.
 
-    Two starts of one run would set each other's steps aside and mix their records.
-
-    Args:
-        folder: The run's folder.
-        patience_seconds: How long to wait for another start to end, in seconds.
-
-    Returns:
-        The lock, which is held as long as the process lives.
+    Two starts of one run would overwrite each other's checkpoints and mix their records.
 
     Raises:
-        TrainingError: Another process is still training it.
+        TrainingError: Another process is still training it after the time-out.
     """
     lock = FileLock(folder / "run.lock")
     if lock.acquire():
@@ -41,9 +34,9 @@ def claim_run(folder: Path, *, patience_seconds: float = PATIENCE_SECONDS) -> Fi
     logger.warning(
         "%s is being trained by another process; waiting up to %.0f s for it to end",
         folder,
-        patience_seconds,
+        timeout_seconds,
     )
-    deadline = time.monotonic() + patience_seconds
+    deadline = time.monotonic() + timeout_seconds
     while not lock.acquire():
         if time.monotonic() >= deadline:
             raise TrainingError(
@@ -57,7 +50,7 @@ def claim_run(folder: Path, *, patience_seconds: float = PATIENCE_SECONDS) -> Fi
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Name a folder of the run when it cannot be written."""
+    """Name the run's folder in the error if it cannot be written."""
     try:
         yield
     except OSError as error:
@@ -68,51 +61,49 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def find_storage_ranks(folder: Path, world: World) -> World:
-    """Find out who keeps the run's files; return the world that knows it.
+    """Find out who writes the run's files; return the world that knows it. Every rank must call.
 
-    Every rank must call. Either all ranks see the same folder, and rank 0 keeps it; or every
-    machine has its own, and its first rank keeps that.
+    Either all ranks see the same folder, and rank 0 writes it; or every machine has its own, and
+    its first rank writes that.
 
     Raises:
         ConfigError: On every rank: some machines share the folder and others do not, or the ranks
             of one machine see different ones.
     """
-    nodes = list(dict.fromkeys(world.gather(world.node)))  # the first rank's machine is the first
+    nodes = list(dict.fromkeys(world.gather(world.node)))  # rank 0's machine comes first
     world = dataclasses.replace(world, node=nodes.index(world.node))
-    seen = _signs_seen(folder, world, nodes=len(nodes))
-    if all(len(signs) == len(nodes) for signs in seen):
+    seen = _machines_seen(folder, world, nodes=len(nodes))
+    if all(len(machines) == len(nodes) for machines in seen):
         return world
-    own = world.gather({world.node})
-    if len(nodes) > 1 and seen == own:
+    if len(nodes) > 1 and seen == world.gather({world.node}):
         return dataclasses.replace(world, storage_ranks=len(nodes))
-    odd = next(rank for rank, signs in enumerate(seen) if signs != seen[0])
-    raise _on_every_rank(
+    odd = next(rank for rank, machines in enumerate(seen) if machines != seen[0])
+    raise ConfigError(
         f"rank {odd}: The run's folder {folder.absolute()} is another one for this rank than for "
         "rank 0, and the machines do not have one each either. Set run.directory to a folder on a "
         "disk that all machines share, or to one on each machine's own disk."
-    )
+    ).agreed()
 
 
 def require_one_mirror(mirror: str | None, world: World) -> None:
-    """Refuse a mirror that is another folder on each machine: no step in it would ever be whole.
+    """Refuse a mirror that is another folder on each machine: no checkpoint would be complete.
 
     Raises:
         ConfigError: On every rank.
     """
     if world.storage_ranks == 1 or mirror is None or "://" in mirror:
         return
-    folder = Path(mirror).expanduser()
-    seen = _signs_seen(folder, world, nodes=world.storage_ranks)
-    if any(len(signs) < world.storage_ranks for signs in seen):
-        raise _on_every_rank(
+    seen = _machines_seen(Path(mirror).expanduser(), world, nodes=world.storage_ranks)
+    if any(len(machines) < world.storage_ranks for machines in seen):
+        raise ConfigError(
             f"The folder checkpoint.mirror={mirror} is another one on each machine, so that none "
             "would hold all files of a checkpoint. Set it to a bucket, or to a folder on a disk "
             "that all machines share."
-        )
+        ).agreed()
 
 
-def _signs_seen(folder: Path, world: World, *, nodes: int) -> list[set[int]]:
-    """Return, for each rank, the machines whose first rank's new file it sees in a folder.
+def _machines_seen(folder: Path, world: World, *, nodes: int) -> list[set[int]]:
+    """Return, for each rank, the machines whose new file it sees in a folder.
 
     A folder that is made for this is removed again.
     """
@@ -139,9 +130,3 @@ def _signs_seen(folder: Path, world: World, *, nodes: int) -> list[set[int]]:
             path.rmdir()
     world.barrier()
     return seen
-
-
-def _on_every_rank(text: str) -> ConfigError:
-    error = ConfigError(text)
-    error.on_every_rank = True
-    return error

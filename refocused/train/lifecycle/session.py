@@ -1,4 +1,4 @@
-"""This process's session: who asks it to stop, who started it, when it began."""
+"""This process's session: its signals, the processes that launched it, and its start."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
-from refocused.train.lifecycle.ancestors import Ancestors, stopped_ranks
 from refocused.train.lifecycle.launch_session import (
-    ENDING_NUMBERS,
+    STOP_SIGNALS,
     Launch,
     Notices,
     Presence,
@@ -23,12 +24,19 @@ from refocused.train.lifecycle.launch_session import (
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0
+CHECK_SECONDS = 1.0
 
 UNSUPERVISED = Notices(
     "^C    stopping after this step and saving; the launcher allows 30 s. A STOP file in the run's "
     "folder stops without a limit."
 )
+
+# A launcher sets the first. srun and mpirun set the others, from which a script derives the first.
+RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+SHELLS = {"sh", "bash", "dash", "ash", "zsh", "ksh", "csh", "tcsh", "fish"}
+SESSIONS = {"sshd", "login", "su", "sudo", "tmux", "screen"}  # what a person's command runs in
+INTERACTIVE_OPTIONS = {"--init-file", "--rcfile"}  # of a shell that reads a file and then a person
+_STATE, _PARENT = 0, 1  # positions after the command's name in /proc/PID/stat
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,9 +44,6 @@ class Session:
     """What a rank knows before it has joined the others.
 
     Attributes:
-        signals: Installed.
-        ancestors: As they were at the start.
-        presence: Its notes to the supervisor.
         began_seconds: When the command began, on this machine's monotonic clock.
         rank_began_seconds: When this process did; the launcher may have started others before.
         launch: The supervisor's; None without one.
@@ -53,7 +58,7 @@ class Session:
 
     @property
     def training_notices(self) -> Notices:
-        """What signals lead to while there is something to save."""
+        """Answers to signals while there is something to save."""
         if self.launch is None:
             return UNSUPERVISED
         return Notices(
@@ -64,15 +69,18 @@ class Session:
 
 
 def begin_session(rank: int) -> Session:
-    """Take over the signals and tell the supervisor that this rank is here."""
+    """Install the signal handlers and report to the supervisor that this rank runs."""
     now = time.monotonic()
     signals = Signals(speaks=rank == 0)
     signals.install()
     launch = launch_of(os.environ)
     ancestors = Ancestors(launch)
-    threading.Thread(
-        target=_continue_stopped_ranks, args=(_signal_pipe(), ancestors), daemon=True
-    ).start()
+    # A pipe, because Python runs a handler only when the main thread returns from C, which does
+    # not happen while it waits for another rank.
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_continue_stopped_ranks, args=(reader, ancestors), daemon=True).start()
     return Session(
         signals=signals,
         ancestors=ancestors,
@@ -83,24 +91,12 @@ def begin_session(rank: int) -> Session:
     )
 
 
-def _signal_pipe() -> int:
-    """Return a pipe to read the numbers of signals from as they arrive.
-
-    Python runs a handler only when the main thread returns from C, which does not happen while it
-    waits for another rank.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    return reader
-
-
 def _continue_stopped_ranks(signals: int, ancestors: Ancestors) -> None:
     """Once the run should stop, continue this machine's stopped ranks: all ranks save together."""
     stopping = False
     while True:
-        if select.select([signals], [], [], LOOK_SECONDS)[0]:
-            stopping = stopping or any(n in ENDING_NUMBERS for n in os.read(signals, 64))
+        if select.select([signals], [], [], CHECK_SECONDS)[0]:
+            stopping = stopping or any(n in STOP_SIGNALS for n in os.read(signals, 64))
         stopping = stopping or ancestors.gone
         for rank, pid in stopped_ranks() if stopping else ():
             logger.warning(
@@ -111,3 +107,128 @@ def _continue_stopped_ranks(signals: int, ancestors: Ancestors) -> None:
             )
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGCONT)
+
+
+class Ancestors:
+    """The chain of processes that launched this rank, from its parent up.
+
+    When a launcher is killed (torchrun, slurmstepd, DeepSpeed's launcher or the `deepspeed` command
+    above it, our supervisor), its ranks keep running, and cost money. A process whose parent ends
+    gets another parent, which is how a rank notices. A rank that a person started has no launcher:
+    it keeps running when their shell ends.
+
+    Args:
+        launch: The supervisor's; None without one.
+        environment: Of this process.
+        processes: The kernel's table of processes.
+    """
+
+    def __init__(
+        self,
+        launch: Launch | None,
+        *,
+        environment: Mapping[str, str] = os.environ,
+        processes: Path = Path("/proc"),
+    ) -> None:
+        self._launch = launch
+        self._processes = processes
+        is_launched = any(name in environment for name in RANK_VARIABLES)
+        self._chain = tuple(_launchers(processes)) if is_launched else ()
+        self._under_deepspeed = len(self._chain) > 1 and _is_deepspeed(processes, self._chain[0])
+
+    @property
+    def gone(self) -> bool:
+        """Whether one of them has ended."""
+        if self._launch is not None and not self._launch.supervisor.alive:
+            return True
+        # If the `deepspeed` command ended before this rank started, its launcher belongs to process
+        # 1, unless that is the command itself, in a container.
+        if (
+            self._under_deepspeed
+            and self._chain[1] == 1
+            and "deepspeed" not in "".join(self.command_line)
+        ):
+            return True
+        parents: list[int] = []
+        while len(parents) < len(self._chain):
+            fields = _stat(self._processes, parents[-1] if parents else "self")
+            if not fields:
+                break
+            parents.append(int(fields[_PARENT]))
+        return tuple(parents) != self._chain
+
+    @property
+    def command_line(self) -> list[str]:
+        """The words of the `deepspeed` command; none if it is not above this rank."""
+        return _words(self._processes, self._chain[1], "cmdline") if self._under_deepspeed else []
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment of the `deepspeed` command."""
+        return _environment(self._processes, self._chain[1]) if self._under_deepspeed else {}
+
+
+def stopped_ranks(
+    environment: Mapping[str, str] = os.environ, processes: Path = Path("/proc")
+) -> Iterator[tuple[int, int]]:
+    """Yield rank and pid of this run's processes on this machine that SIGSTOP has stopped.
+
+    `MASTER_ADDR` and `MASTER_PORT` in this process's `environment` identify the run.
+    """
+    if "MASTER_PORT" not in environment:
+        return
+    run = [(name, environment.get(name)) for name in ("MASTER_ADDR", "MASTER_PORT")]
+    for folder in processes.glob("[0-9]*"):
+        fields = _stat(processes, folder.name)
+        if fields and fields[_STATE] == "T":
+            theirs = _environment(processes, folder.name)
+            if "RANK" in theirs and all(theirs.get(name) == value for name, value in run):
+                yield int(theirs["RANK"]), int(folder.name)
+
+
+def _launchers(processes: Path) -> Iterator[int]:
+    """Yield the pids above this process that launched it, nearest first."""
+    above: str | int = "self"
+    while fields := _stat(processes, above):
+        above = int(fields[_PARENT])
+        words = _words(processes, above, "cmdline")
+        name = Path(words[0].split(":")[0].lstrip("-")).name if words else ""
+        is_script = name in SHELLS and _runs_a_script(words)
+        if name in SESSIONS or (name in SHELLS and not is_script):
+            return
+        yield above
+        if _is_deepspeed(processes, above):
+            yield from (int(one[_PARENT]) for one in [_stat(processes, above)] if one)
+            return
+        if not is_script:
+            return
+
+
+def _runs_a_script(shell: list[str]) -> bool:
+    """Whether a shell executes a file or a command line, not what a person types."""
+    arguments = set(shell[1:])
+    return not arguments & INTERACTIVE_OPTIONS and any(not a.startswith("-") for a in arguments)
+
+
+def _is_deepspeed(processes: Path, pid: int) -> bool:
+    """Whether a process is DeepSpeed's launcher, which has a command above it."""
+    return "deepspeed.launcher.launch" in " ".join(_words(processes, pid, "cmdline"))
+
+
+def _stat(processes: Path, pid: int | str) -> list[str]:
+    """Return the fields after a process's name; nothing for one that is gone."""
+    with contextlib.suppress(OSError):
+        return (processes / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+def _words(processes: Path, pid: int | str, file: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        content = (processes / str(pid) / file).read_bytes().decode(errors="replace")
+        return content.rstrip("\0").split("\0") if content else []
+    return []
+
+
+def _environment(processes: Path, pid: int | str) -> dict[str, str]:
+    pairs = (word.partition("=") for word in _words(processes, pid, "environ"))
+    return {name: value for name, _, value in pairs}

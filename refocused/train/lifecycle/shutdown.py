@@ -1,4 +1,4 @@
-"""How a run ends: the mirror's queue, the summary, the exit code."""
+"""How a run ends: the mirror's queue, the final model, the summary, the exit code."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from refocused.config.prices import cost_usd
 from refocused.evaluate.final_model import FinalModel
 from refocused.metrics.step_metrics import dollars, duration, perplexity
 from refocused.system.errors import ExitCode
+from refocused.train.lifecycle.launch_session import write_summary
 from refocused.train.step.loop import Outcome
 from refocused.train.step.parts import Parts
 from refocused.train.step.reporter import TRACKERS_END_S
@@ -23,12 +24,12 @@ from refocused.train.step.stopping import StopReason, StopRequest
 
 logger = logging.getLogger(__name__)
 
-_MAX_STEPS = re.compile(r" --max-steps[= ]\S+")  # reached: another takes its place
+_MAX_STEPS = re.compile(r" --max-steps[= ]\S+")
 FINISHED_TRACKERS_END_S = 30.0  # nobody waits for the end of a run that has finished
-_GRAVITY = (ExitCode.OK, ExitCode.NOT_MIRRORED, ExitCode.FAILED)
+_SEVERITY = (ExitCode.OK, ExitCode.NOT_MIRRORED, ExitCode.FAILED)
 INTERRUPTED_DRAIN_S = 5.0  # the launcher kills a stopping rank after 30 s; the mirror goes on
-SAY_SOON_S = 3.0  # after the last line, when something has begun to hold up the mirror
-SAY_AGAIN_S = 60.0  # a wait that is silent for longer looks like one that hangs
+REPORT_SOON_S = 3.0  # after the last line, when something has begun to hold up the mirror
+REPORT_AGAIN_S = 60.0  # a wait that is silent for longer looks like one that hangs
 
 
 def finish(
@@ -43,61 +44,60 @@ def finish(
     final_model: FinalModel | None = None,
     per_hour_usd: float | None = None,
 ) -> ExitCode:
-    """Export, wait for the mirror, say how the run ended and where its time went; return the code.
+    """Export, wait for the mirror, report how the run ended and where its time went.
 
     Args:
         parts: The run's parts.
         outcome: How training ended.
         stop: Ends the wait for the mirror too, which then goes on by itself.
-        sample: What the model writes; None: nothing was asked for.
+        sample: The last text sample, if the run has a prompt.
         folder: The run's folder.
         settings: How long to wait for the mirror.
-        command: What was typed: typed again, it resumes.
-        final_model: What a finished run becomes; None: nothing is made.
-        per_hour_usd: Price of the machine, which the wait for the mirror holds; None: unknown.
+        command: Resumes the run.
+        final_model: Made of a finished run; None: nothing is made.
+        per_hour_usd: Price of the machine while it waits for the mirror; None: unknown.
     """
-    exporting = None
-    if not outcome.stopped and parts.saver.saved_step == outcome.state.step:
+    stopped, exporting = outcome.stopped, None
+    if not stopped and parts.saver.saved_step == outcome.state.step:
         exporting = final_model
     if exporting is not None:
         exporting.begin(outcome.state.step)
-    timeout_s = INTERRUPTED_DRAIN_S if outcome.stopped else settings.drain_minutes * 60
+    timeout_s = INTERRUPTED_DRAIN_S if stopped else settings.drain_minutes * 60
     progress = DrainProgress(
         folder / "checkpoints",
         timeout_s,
         per_hour_usd=per_hour_usd,
-        setting=None if outcome.stopped else "checkpoint.drain_minutes",
+        setting=None if stopped else "checkpoint.drain_minutes",
     )
-    if outcome.stopped:
-        mirrored = parts.saver.mirror.drain(timeout_s, progress)
-    else:
-        mirrored = parts.saver.mirror.drain(timeout_s, progress, stop.agreed)
-    code = outcome.stopped.exit_code
-    if not mirrored and not outcome.stopped:
-        code = ExitCode.NOT_MIRRORED
+    given_up = () if stopped else (stop.agreed,)
+    mirrored = parts.saver.mirror.drain(timeout_s, progress, *given_up)
+    code = stopped.exit_code if mirrored or stopped else ExitCode.NOT_MIRRORED
     if exporting is not None:
-        code = max(code, _await_export(parts, exporting, stop, settings), key=_GRAVITY.index)
+        code = max(code, _await_export(parts, exporting, stop, settings), key=_SEVERITY.index)
     if parts.saver.last_save_failed:
         code = ExitCode.FAILED
     outcome = dataclasses.replace(outcome, state=parts.reporter.end(outcome.state))
     if parts.world.is_rank_0:
-        for line in _summary(parts, outcome, sample, folder, settings, command, mirrored=mirrored):
+        for line in _last_lines(
+            parts, outcome, sample, folder, settings, command, mirrored=mirrored
+        ):
             logger.info("%s", line)
-    status = "stopped" if outcome.stopped else "finished"
+    status = "stopped" if stopped else "finished"
     parts.reporter.event(status, "", step=outcome.state.step, exit_code=code)
     parts.reporter.write_state(
         outcome.state,
         status,
         exit_code=code,
-        stopped_by=outcome.stopped.name if outcome.stopped else None,
+        stopped_by=stopped.name if stopped else None,
         mirrored=mirrored,
     )
     parts.reporter.end_tracking(
-        code, limit_seconds=TRACKERS_END_S if outcome.stopped else FINISHED_TRACKERS_END_S
+        code, limit_seconds=TRACKERS_END_S if stopped else FINISHED_TRACKERS_END_S
     )
     parts.reporter.close()
-    if parts.world.is_rank_0:
-        leave_summary(folder)
+    trouble = write_summary(folder) if parts.world.is_rank_0 else ""
+    if trouble:
+        logger.warning("%s", trouble)
     return code
 
 
@@ -106,40 +106,28 @@ def _await_export(
 ) -> ExitCode:
     """Wait for the final model; return the exit code that it alone would give."""
     answer = exporting.wait(settings.drain_minutes * 60, stop.agreed)
-    if answer is None:
-        text = "goes on in the background"
-        parts.reporter.event("export_warning", f"final model {exporting.folder}: it {text}")
-        return ExitCode.NOT_MIRRORED
-    if answer.status == "failed":
-        parts.reporter.event("export_failed", f"final model NOT made: {answer.text}")
-        return ExitCode.FAILED
-    missing = settings.mirror is not None and answer.status != "uploaded"
-    kind = "export_warning" if missing else "export"
-    parts.reporter.event(kind, f"final model {exporting.folder}: {answer.text}")
-    return ExitCode.NOT_MIRRORED if missing else ExitCode.OK
-
-
-def leave_summary(folder: Path) -> None:
-    """Write SUMMARY.md and its pictures into a run's folder, as far as that can be done."""
-    from refocused.monitor.run_reader import RunFollower
-    from refocused.monitor.screen.summary import write_summary  # draws: not needed before
-
-    now = time.time()
-    try:
-        follower = RunFollower(folder, liveness=lambda _state: None, saved_steps=saved_steps)
-        write_summary(folder, follower.view(now=now), now=now)
-    except Exception as error:
-        # The edge of the end: everything is saved and said, and no picture may change its outcome.
-        logger.warning(
-            "SUMMARY.md was not written (%s: %s). Try: python launch/monitor.py %s --summary",
-            type(error).__name__,
-            error,
-            folder,
-        )
+    kind, code, text = "export_warning", ExitCode.NOT_MIRRORED, "it goes on in the background"
+    if answer is not None:
+        text = answer.text
+        if answer.status == "failed":
+            parts.reporter.event("export_failed", f"final model NOT made: {text}")
+            return ExitCode.FAILED
+        if settings.mirror is None or answer.status == "uploaded":
+            kind, code = "export", ExitCode.OK
+    parts.reporter.event(kind, f"final model {exporting.folder}: {text}")
+    return code
 
 
 class DrainProgress:
-    """Says every ten percent how far the mirror is; soon what holds it up, and that again."""
+    """Logs every ten percent of an upload; soon what holds up the mirror, and that again.
+
+    Args:
+        checkpoints: The folder of the local steps.
+        timeout_s: Longest wait, in seconds.
+        clock: Monotonic seconds.
+        per_hour_usd: Price of the machine that waits; None: unknown.
+        setting: The setting that bounds the wait, if one does.
+    """
 
     def __init__(
         self,
@@ -150,61 +138,47 @@ class DrainProgress:
         per_hour_usd: float | None = None,
         setting: str | None = None,
     ) -> None:
-        """Begin to wait.
-
-        Args:
-            checkpoints: The folder of the local steps.
-            timeout_s: Longest wait, in seconds.
-            clock: Monotonic seconds.
-            per_hour_usd: Price of the machine that waits; None: unknown.
-            setting: What bounds the wait; None: nothing that can be set.
-        """
         self._checkpoints = checkpoints
         self._clock = clock
         self._per_hour_usd = per_hour_usd
         self._setting = setting
         self._ends_at = clock() + timeout_s
-        self._said_at = clock()
-        self._said_tenth = -1
-        self._said_trouble = False
+        self._logged_at = clock()
+        self._logged_tenth = -1
+        self._logged_trouble = False
 
     def __call__(self, status: MirrorStatus | None) -> None:
-        """Look at what the mirror said last; None: nothing yet."""
+        """Check the mirror's last status; None: there is none yet."""
         goes_on = status is not None and bool(status.waiting) and status.last_error is None
-        self._said_trouble = self._said_trouble and not goes_on
+        self._logged_trouble = self._logged_trouble and not goes_on
         if status is not None and goes_on:
-            self._say_tenth(status)
-        soon = not goes_on and not self._said_trouble
-        if self._clock() - self._said_at >= (SAY_SOON_S if soon else SAY_AGAIN_S):
-            self._say_waiting(status)
-            self._said_trouble = not goes_on
+            tenth = 10 * status.done_bytes // (status.total_bytes or 1)  # 0: none could begin yet
+            if tenth != self._logged_tenth:
+                self._logged_tenth = tenth
+                waiting = status.waiting
+                self._log(f"upload of step {waiting[0]:,}: {10 * tenth} % ({len(waiting)} waiting)")
+        soon = not goes_on and not self._logged_trouble
+        if self._clock() - self._logged_at >= (REPORT_SOON_S if soon else REPORT_AGAIN_S):
+            self._log_waiting(status)
+            self._logged_trouble = not goes_on
 
-    def _say_tenth(self, status: MirrorStatus) -> None:
-        tenth = 10 * status.done_bytes // (status.total_bytes or 1)  # 0: none could be begun yet
-        if tenth != self._said_tenth:
-            self._said_tenth = tenth
-            waiting = status.waiting
-            self._say(f"upload of step {waiting[0]:,}: {10 * tenth} % ({len(waiting)} waiting)")
-
-    def _say_waiting(self, status: MirrorStatus | None) -> None:
-        said = "it has said nothing yet, see logs/mirror.log"
+    def _log_waiting(self, status: MirrorStatus | None) -> None:
+        text = "it has reported nothing yet, see logs/mirror.log"
         if status is not None:
-            said = status.progress(saved_steps(self._checkpoints))
+            text = status.progress(saved_steps(self._checkpoints))
         left_s = max(0.0, self._ends_at - self._clock())
         price = cost_usd(left_s, self._per_hour_usd)
-        known = [
-            *([f"${price:,.2f}"] if price is not None else []),
-            *([f"set by {self._setting}"] if self._setting is not None else []),
-        ]
+        known = [f"${price:,.2f}"] if price is not None else []
+        known += [f"set by {self._setting}"] if self._setting is not None else []
         more = f"{duration(left_s)} more" + (f" ({'; '.join(known)})" if known else "")
-        self._say(f"waiting for the mirror, for at most {more}: {said}")
+        self._log(f"waiting for the mirror, for at most {more}: {text}")
 
-    def _say(self, text: str) -> None:
-        self._said_at = self._clock()
+    def _log(self, text: str) -> None:
+        self._logged_at = self._clock()
         logger.info("      %s", text)
 
 
-def _summary(
+def _last_lines(
     parts: Parts,
     outcome: Outcome,
     sample: str | None,
@@ -214,11 +188,11 @@ def _summary(
     *,
     mirrored: bool,
 ) -> list[str]:
-    state, saved = outcome.state, parts.saver.saved_step == outcome.state.step
+    state, stopped = outcome.state, outcome.stopped
     lines = [
         f"done  step {state.step:,} of {parts.total_steps:,}, {state.tokens:,} tokens, "
         f"{duration(state.seconds)}{dollars(state.cost_usd, before=', ')}"
-        + (f" | stopped by {outcome.stopped.text}" if outcome.stopped else "")
+        + (f" | stopped by {stopped.text}" if stopped else "")
     ]
     used = parts.reporter.run_time()
     if used.spent.computing_seconds:
@@ -228,7 +202,7 @@ def _summary(
             f"      best validation loss {state.best_loss:.4f} (perplexity "
             f"{perplexity(state.best_loss):.2f}) at step {state.best_step:,}"
         )
-    if saved:
+    if parts.saver.saved_step == state.step:
         lines.append(f"      checkpoint {folder}/checkpoints/checkpoint_step_{state.step}")
     elif parts.saver.last_save_failed:
         lines.append("      the last step is NOT saved (see the warnings above)")
@@ -244,7 +218,7 @@ def _summary(
     if sample is not None:
         lines += ["      sample of what it writes:", *(f"      | {s}" for s in sample.splitlines())]
     if state.step < parts.total_steps:
-        first = "raise cost.budget_usd, then " if outcome.stopped is StopReason.BUDGET else ""
+        first = "raise cost.budget_usd, then " if stopped is StopReason.BUDGET else ""
         lines.append(f"      resume: {first}{command}")
     else:
         lines.append(f"      train on: {_MAX_STEPS.sub('', command)} --max-steps N")

@@ -1,4 +1,4 @@
-"""One real step of a run, that leaves nothing behind: what `doctor` tries last."""
+"""One real step of a run, without a trace on disk: the last check of `doctor`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from pathlib import Path
 
 import torch
 
-from refocused.config.batch_plan import plan_batch
 from refocused.config.load_run import LoadedRun
 from refocused.system.errors import StoppedEarlyError
 from refocused.system.world import World
-from refocused.train.lifecycle.build_run import assemble_data, assemble_engine, assemble_parts
+from refocused.train.lifecycle.build_run import assemble_data, assemble_parts
 from refocused.train.lifecycle.job import Job, Request, settle
+from refocused.train.lifecycle.model_and_engine import assemble_engine
 from refocused.train.lifecycle.session import Session
 from refocused.train.step.guards import FiniteSteps, explaining_lack_of_memory, fetch_together
 from refocused.train.step.loop import take_step
 from refocused.train.step.loss_check import check_first_loss
-from refocused.train.step.parts import Parts
 from refocused.train.step.state import TrainState
 from refocused.train.step.stopping import StopRequest
 
@@ -32,14 +31,14 @@ class TrialStep:
         untrained_loss: On random tokens, before it, in nats.
         loss: Of its batch.
         tokens: In it.
-        seconds: It took, the first time everything runs.
-        build_seconds: Reading the data's headers and building model and engine took.
-        wait_seconds: Until its batches were here.
+        seconds: Of the step, in which everything runs for the first time.
+        build_seconds: For reading the data's headers and building model and engine.
+        wait_seconds: Until its batches were there.
         micro: Windows of a pass, as planned.
         zero_stage: As planned.
         compute: How the blocks are computed.
         planned_bytes: Memory of a rank by the plan.
-        peak_bytes: Memory that was allocated at most, on the fullest GPU; None without GPUs.
+        peak_bytes: Most memory allocated, on the fullest GPU; None without GPUs.
         gpu_bytes: Memory of the smallest GPU; None without GPUs.
     """
 
@@ -62,25 +61,17 @@ def take_trial_step(
 ) -> TrialStep:
     """Build a run from scratch and make its first step; every rank must call.
 
-    Args:
-        loaded: The run; where its checkpoints and mirror are does not matter.
-        request: The command line.
-        world: The ranks.
-        session: Of this process.
-        folder: In place of the run's; may be removed afterwards.
+    The run's mirror is not used, and `folder`, which may be removed afterwards, replaces its own.
 
     Raises:
         RefocusedError: On every rank, or on one: why the run cannot train.
     """
     began = time.monotonic()
-    loaded, planned = settle(_without_mirror(loaded), world, open_source=request.open_bucket)
-    config = loaded.config
-    plan = world.on_all_ranks(
-        lambda: plan_batch(
-            config.batch, world_size=world.world_size, sequence_length=config.model.sequence_length
-        )
-    )
-    job = Job(loaded, request, planned, plan, world, folder)
+    checkpoint = loaded.config.checkpoint.model_copy(update={"mirror": None})
+    config = loaded.config.model_copy(update={"checkpoint": checkpoint})
+    loaded = dataclasses.replace(loaded, config=config)
+    loaded, planned = settle(loaded, world, open_source=request.open_bucket)
+    job = Job(loaded, request, planned, world, folder)
     stop = StopRequest(
         world,
         stop_file=None,
@@ -88,57 +79,38 @@ def take_trial_step(
         orphaned=lambda: session.ancestors.gone,
     )
     data = world.on_all_ranks(lambda: assemble_data(job))
-    try:
-        with explaining_lack_of_memory(plan, world=world):
+    with contextlib.closing(data.cache):
+        with explaining_lack_of_memory(job.plan, world=world):
             built = assemble_engine(job)
             parts = assemble_parts(job, data, built, began_seconds=began)
             untrained = check_first_loss(parts)
-        build_seconds = time.monotonic() - began
-        waited, seconds, loss = _step(parts, stop)
-    finally:
-        data.cache.close()
+        built_at = time.monotonic()
+        finite = FiniteSteps(world, overflows=parts.engine.loss_scale() is not None)
+        with contextlib.closing(parts.loader.batches_from(TrainState().position)) as batches:
+            micro_batches = fetch_together(world, batches.next_step, stop)
+            if micro_batches is None:
+                raise StoppedEarlyError("Stopped before the step was made.")
+            fetched_at = time.monotonic()
+            with explaining_lack_of_memory(job.plan, step=1, world=world):
+                taken = take_step(parts, micro_batches, TrainState())
+                finite.add(taken)
+                finite.settle()
+                loss = float(taken.losses.mean())  # waits for the device
+        ended_at = time.monotonic()
+    peak_bytes = None
+    if world.device_kind == "cuda":
+        peak_bytes = world.largest([torch.cuda.max_memory_allocated(world.device)])[0]
     return TrialStep(
         untrained_loss=untrained,
-        loss=loss,
-        tokens=plan.tokens,
-        seconds=seconds,
-        build_seconds=build_seconds,
-        wait_seconds=waited,
-        micro=plan.micro,
+        loss=world.total([loss])[0] / world.world_size,
+        tokens=job.plan.tokens,
+        seconds=ended_at - fetched_at,
+        build_seconds=built_at - began,
+        wait_seconds=fetched_at - built_at,
+        micro=job.plan.micro,
         zero_stage=planned.choice.zero.stage,
         compute=f"{built.mixing}, {built.compilation.text}",
         planned_bytes=planned.choice.memory.peak,
-        peak_bytes=_peak_bytes(world),
+        peak_bytes=peak_bytes,
         gpu_bytes=planned.memory_bytes,
     )
-
-
-def _without_mirror(loaded: LoadedRun) -> LoadedRun:
-    config = loaded.config
-    checkpoint = config.checkpoint.model_copy(update={"mirror": None})
-    return dataclasses.replace(loaded, config=config.model_copy(update={"checkpoint": checkpoint}))
-
-
-def _step(parts: Parts, stop: StopRequest) -> tuple[float, float, float]:
-    """Make the step; return the seconds until its batches came, its own, and its loss."""
-    world, state = parts.world, TrainState()
-    finite = FiniteSteps(world, overflows=parts.engine.loss_scale() is not None)
-    began = time.monotonic()
-    with contextlib.closing(parts.loader.batches_from(state.position)) as batches:
-        micro_batches = fetch_together(world, batches.next_step, stop)
-        if micro_batches is None:
-            raise StoppedEarlyError("Stopped before the step was made.")
-        waited = time.monotonic() - began
-        with explaining_lack_of_memory(parts.plan, step=1, world=world):
-            taken = take_step(parts, micro_batches, state)
-            finite.add(taken)
-            finite.settle()
-            loss = float(taken.losses.mean())  # waits for the device
-    seconds = time.monotonic() - began - waited
-    return waited, seconds, world.total([loss])[0] / world.world_size
-
-
-def _peak_bytes(world: World) -> float | None:
-    if world.device_kind != "cuda":
-        return None
-    return world.largest([torch.cuda.max_memory_allocated(world.device)])[0]

@@ -1,0 +1,122 @@
+"""Build the model, compile its blocks and partition it over the ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import torch
+
+from refocused.config.deepspeed import deepspeed_config
+from refocused.engine.build_engine import build_engine, load_deepspeed, set_product_precision
+from refocused.engine.compiled import DTYPES, Compilation, compile_blocks
+from refocused.engine.engine import Engine
+from refocused.engine.shard_files import seed_everything
+from refocused.estimate.memory_plan import plan_host
+from refocused.models.causal_lm import CausalLM, counted_parameters
+from refocused.models.families import build_model, register_families
+from refocused.models.kernels import choose_mixing
+from refocused.monitor.sampler.machine_readings import memory_now
+from refocused.train.lifecycle.job import Job
+from refocused.train.step.garbage_collection import keep_freed_memory, quick_imports
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Built:
+    """The model, partitioned over the ranks.
+
+    Attributes:
+        parameters: Elements of the whole model, padding included.
+        mixing: The implementation of the sequence mixer.
+        compilation: How the blocks are computed.
+        freed_memory: How freed memory on the host is handled; empty: a step frees nothing large.
+    """
+
+    engine: Engine
+    parameters: int
+    mixing: str
+    compilation: Compilation
+    freed_memory: str
+
+
+def assemble_engine(job: Job) -> Built:
+    """Build the model, alike on every rank, compile its blocks and partition it."""
+    config, world = job.loaded.config, job.world
+    with quick_imports():
+        register_families()
+        load_deepspeed()
+    set_product_precision(config.precision)
+    if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        torch.use_deterministic_algorithms(True)
+    seed_everything(config.run.seed, rank=0)
+    model, mixing, compilation = _build_model(job)
+    parameters = counted_parameters(model)
+    engine = build_engine(
+        model,
+        block_class=model.block_class,
+        settings=deepspeed_config(
+            batch=job.plan,
+            optimizer=config.optimizer,
+            precision=config.precision,
+            zero=job.planned.choice.zero,
+            parameters=parameters,
+            fragment=job.loaded.fragment,
+        ),
+        optimizer=config.optimizer,
+        precision=config.precision,
+        world=world,
+    )
+    seed_everything(config.run.seed, rank=world.rank)
+    host = plan_host(
+        job.planned.choice,
+        parameters=parameters,
+        dtype=config.precision.resolved,
+        ranks=world.world_size,
+        ranks_here=world.local_world_size,
+        device=world.device_kind,
+        in_background=config.checkpoint.in_background,
+    )
+    freed_memory = keep_freed_memory(
+        host,
+        available=memory_now().available,
+        ranks_here=world.local_world_size,
+        environment=os.environ,
+    )
+    return Built(engine, parameters, mixing, compilation, freed_memory)
+
+
+def _build_model(job: Job) -> tuple[CausalLM, str, Compilation]:
+    config, shape, world = job.loaded.config, job.loaded.shape, job.world
+    model = build_model(
+        shape.settings,
+        vocabulary=shape.padded_vocabulary(config.model.vocabulary_multiple),
+        dropout=config.model.dropout,
+        activation_checkpointing=config.model.activation_checkpointing,
+        chunk_tokens=config.model.head_chunk_tokens,
+        document_id=config.data.document_id if config.data.mask_documents else None,
+    )
+    mixing = choose_mixing(
+        model,
+        shape.mixer,
+        config=config.model,
+        dtype=DTYPES[config.precision.dtype],
+        plan=job.plan,
+        world=world,
+    )
+    if config.precision.fp8 != "none":
+        from refocused.models.fp8 import compute_in_fp8
+
+        compute_in_fp8(
+            model, block_class=model.block_class, scaling=config.precision.fp8, world=world
+        )
+    compilation = compile_blocks(
+        model,
+        block_class=model.block_class,
+        batch_shape=(job.plan.micro, job.plan.sequence_length),
+        dtype=config.precision.resolved,
+        choice=config.model.compile,
+        world=world,
+        is_partitioned=job.planned.choice.zero.stage == 3,
+    )
+    return model, mixing, compilation
