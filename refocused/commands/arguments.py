@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,12 +26,16 @@ SILENT_RANK_SECONDS = 3.0  # the launcher kills everybody once one rank ends: ra
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser for `--max_steps` as for `--max-steps`, that speaks on rank 0 only."""
+    """An argument parser for `--max_steps` as for `--max-steps`, that prints on rank 0 only."""
 
-    def read(self, argv: Sequence[str] | None) -> argparse.Namespace:
-        """Parse arguments in any order; None takes those of the process."""
-        given = sys.argv[1:] if argv is None else argv
-        return self.parse_intermixed_args([dashed(one) for one in given])
+    given: Sequence[str] | None = None  # the command line; None: that of the process
+
+    def read(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parse a command line, or `given`, with its arguments in any order."""
+        given = self.given if argv is None else argv
+        return self.parse_intermixed_args(
+            [dashed(one) for one in (sys.argv[1:] if given is None else given)]
+        )
 
     def error(self, message: str) -> NoReturn:
         """Exit with one line that says what is wrong."""
@@ -63,8 +67,10 @@ class Once(argparse.Action):
 def run_verb(command: str, verbs: Mapping[str, tuple[str, str]], given: Sequence[str]) -> int:
     """Run the verb that the first argument names; return the exit code.
 
-    A verb V is the functions `add_V_arguments(parser)` and `run_V(arguments)` of its module, which
-    is imported only when it is run. The verb "" has the command's own name.
+    A verb V is the function `run_V(parser)` of its module: it adds its options, reads them by
+    `parser.read()`, does the work and returns an exit code, or None for OK. Modules are imported
+    only when their verb is run, and import what it needs only after the options are read, so that
+    `--help` is fast. The verb "" has the command's own name.
 
     Args:
         command: Name of the command.
@@ -93,14 +99,14 @@ def run_verb(command: str, verbs: Mapping[str, tuple[str, str]], given: Sequence
 
 
 def _run_one(command: str, verb: str, module: str, what: str, *, given: Sequence[str]) -> int:
-    functions, name = importlib.import_module(f"refocused.commands.{module}"), verb or command
+    functions = importlib.import_module(f"refocused.commands.{module}")
+    run: Callable[[Parser], int | None] = getattr(functions, f"run_{verb or command}")
     parser = Parser(prog=f"{command} {verb}".rstrip(), description=what)
-    getattr(functions, f"add_{name}_arguments")(parser)
-    arguments = parser.read(given)
+    parser.given = given
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     try:
         with quiet_on_a_closed_pipe():
-            code: int = getattr(functions, f"run_{name}")(arguments)
+            return run(parser) or ExitCode.OK
     except RefocusedError as error:
         if not (error.on_every_rank and is_another_rank()):
             print(error, file=sys.stderr)
@@ -108,7 +114,6 @@ def _run_one(command: str, verb: str, module: str, what: str, *, given: Sequence
     except KeyboardInterrupt:
         print("Interrupted. The same command goes on from here.", file=sys.stderr)
         return ExitCode.INTERRUPTED
-    return code
 
 
 def is_another_rank() -> bool:
@@ -167,23 +172,6 @@ def place(url: str, arguments: argparse.Namespace) -> Bucket:
     return open_bucket(
         url, credentials_file=arguments.gcs_credentials, project=arguments.gcp_project
     )
-
-
-def work_folder(out: str, named: Path | None) -> Path:
-    """Return where unfinished work is kept: inside a folder that is written, or beside a run.
-
-    Args:
-        out: Where the work goes when it is finished.
-        named: What the command line names; None: nothing.
-
-    Raises:
-        ConfigError: One is named though `out` is a folder, which keeps its own.
-    """
-    if not out.startswith("gs://"):
-        if named is not None:
-            raise ConfigError("--work-folder: it is for a gs:// --out; a folder keeps its own.")
-        return Path(out).expanduser() / ".prepare"
-    return named or Path("data/prepare") / re.sub(r"[^a-z0-9._-]+", "_", out[5:].lower())
 
 
 def add_tokenizer_options(parser: Parser) -> None:

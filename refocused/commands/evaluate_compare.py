@@ -19,14 +19,7 @@ from refocused.commands.evaluation_options import (
     ranks,
     tasks_of,
 )
-from refocused.commands.local_steps import model_source
-from refocused.commands.run_selection import (
-    add_local_option,
-    add_run_options,
-    catalog_of,
-    listed,
-    run_of,
-)
+from refocused.commands.run_selection import add_run_options, list_steps, model_source
 from refocused.system.errors import CheckpointError, ConfigError, ExitCode, RefocusedError
 
 if TYPE_CHECKING:
@@ -53,7 +46,6 @@ def add_compare_arguments(parser: Parser) -> None:
     add_task_options(parser)
     add_machine_options(parser)
     add_run_options(parser)
-    add_local_option(parser)
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
@@ -134,10 +126,9 @@ def steps_of_one_run(found: Mapping[str, Evaluated]) -> dict[str, int]:
 
 
 def _steps_of_run(arguments: argparse.Namespace) -> list[str]:
-    run = run_of(arguments)
-    arguments.run = str(run)
-    entries = listed(catalog_of(run, arguments), arguments).entries
-    steps = [str(entry.step) for entry in entries if entry.usable and entry.is_present]
+    listing = list_steps(arguments)
+    run = arguments.run = str(listing.run)
+    steps = [str(entry.step) for entry in listing.entries if entry.usable and entry.is_present]
     if not steps:
         raise CheckpointError(f"{run} has no whole step to compare. Name models, or another --run.")
     return steps

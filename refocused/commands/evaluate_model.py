@@ -21,8 +21,7 @@ from refocused.commands.evaluation_options import (
     tasks_of,
     tokenizer_choice,
 )
-from refocused.commands.local_steps import model_source
-from refocused.commands.run_selection import add_local_option, add_run_options
+from refocused.commands.run_selection import add_run_options, model_source
 from refocused.system.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -62,7 +61,6 @@ def add_evaluate_arguments(parser: Parser) -> None:
     add_task_options(parser)
     add_machine_options(parser)
     add_run_options(parser)
-    add_local_option(parser)
 
 
 def run_evaluate(arguments: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from refocused.commands.evaluate_compare import (
     network_of,
     picture_record,
 )
-from refocused.commands.run_selection import add_local_option, add_run_options
+from refocused.commands.run_selection import add_run_options
 from refocused.system.errors import ExitCode
 
 ROW = "{:<32} {:>6} {:>28} {:>28}"
@@ -33,7 +33,6 @@ def add_spectrum_arguments(parser: Parser) -> None:
         "--picture", "--out", type=Path, metavar="FILE.png", help="draw the horizons"
     )
     add_run_options(parser)
-    add_local_option(parser)
 
 
 def run_spectrum(arguments: argparse.Namespace) -> int:

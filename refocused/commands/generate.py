@@ -14,16 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from refocused.commands.arguments import Parser, quiet_on_a_closed_pipe
-from refocused.commands.checkpoints_inspect import table_lines
-from refocused.commands.local_steps import model_source
+from refocused.commands.checkpoints.show import print_entries
 from refocused.commands.output import count
-from refocused.commands.run_selection import (
-    add_local_option,
-    add_run_options,
-    catalog_of,
-    listed,
-    run_of,
-)
+from refocused.commands.run_selection import add_run_options, list_steps, model_source
 from refocused.system.errors import CheckpointError, ConfigError, ExitCode, RefocusedError
 
 if TYPE_CHECKING:
@@ -46,17 +39,16 @@ def pick_step(arguments: argparse.Namespace) -> str:
             "No checkpoint is named. Give latest, best, a step, a path, a gs:// address, or the "
             "folder of a model."
         )
-    run = run_of(arguments)
-    catalog = catalog_of(run, arguments)
-    entries = listed(catalog, arguments).entries
-    if not entries:
-        raise CheckpointError(f"{run} has no checkpoint. Name another run: --run NAME")
-    arguments.run = str(run)
-    print("\n".join([f"run {run}", *table_lines(entries)]), file=sys.stderr)
+    listing = list_steps(arguments)
+    if not listing.entries:
+        raise CheckpointError(f"{listing.run} has no checkpoint. Name another run: --run NAME")
+    arguments.run = str(listing.run)
+    print(f"run {listing.run}", file=sys.stderr)
+    print_entries(listing.entries, file=sys.stderr)
     while True:
         request = _asked("Which step? [latest] ") or "latest"
         try:
-            catalog.find(request, entries)
+            listing.catalog.find(request, listing.entries)
         except CheckpointError as error:
             print(error, file=sys.stderr)
             continue
@@ -119,7 +111,6 @@ def build_parser() -> Parser:
     )
     add("--bpe-folder", type=Path, metavar="DIR", help="vocab.bpe and encoder.json, for gpt2")
     add_run_options(parser)
-    add_local_option(parser)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""The run that a command line names, and the catalog of its checkpoints."""
+"""The run, checkpoint or model that a command line names, fetched from the bucket if needed."""
 
 from __future__ import annotations
 
@@ -11,26 +11,49 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser, add_credentials, place
-from refocused.system.errors import BucketError, ConfigError, ExitCode
+from refocused.commands.output import progress_line
+from refocused.system.errors import BucketError, CheckpointError, ConfigError, ExitCode
 
 if TYPE_CHECKING:
+    from refocused.checkpoints.mirror.remote_steps import RemoteSteps
     from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
+    from refocused.checkpoints.step.step_directory import StepDirectory
 
 RUNS = Path("runs")
+MODELS = Path("data/models")  # those fetched from buckets, each below its address
 
 
-def add_run_options(parser: Parser) -> None:
-    """Add what names a run and its bucket, and `--json`."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Listing:
+    """A run's checkpoints, ascending by step, as far as they can be seen.
+
+    `outcome` is OK, or the exit code of the failure that left the bucket's out.
+    """
+
+    run: Path
+    catalog: Catalog
+    entries: list[CatalogEntry]
+    outcome: ExitCode
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FoundStep:
+    """The checkpoint that a command line names, which may be broken; `outcome` as in `Listing`."""
+
+    catalog: Catalog
+    entry: CatalogEntry
+    outcome: ExitCode
+
+
+def add_run_options(parser: Parser, *, local: bool = True) -> None:
+    """Add what names a run and its bucket, `--json`, and `--local` unless it makes no sense."""
     add = parser.add_argument
     add("--run", help="a run's folder or name (default: the newest below runs/)")
     add("--bucket", metavar="URL", help="gs://bucket/prefix or a folder (default: the run's own)")
     add("--json", action="store_true", help="print JSON")
     add_credentials(parser)
-
-
-def add_local_option(parser: Parser) -> None:
-    """Add what confines a command to the disk."""
-    parser.add_argument("--local", action="store_true", help="do not ask the bucket")
+    if local:
+        add("--local", action="store_true", help="do not read the bucket")
 
 
 def find_run(request: str | None, *, must_exist: bool = True, option: str | None = "--run") -> Path:
@@ -45,25 +68,33 @@ def find_run(request: str | None, *, must_exist: bool = True, option: str | None
         ConfigError: There is no such run.
     """
     runs = [path for path in RUNS.iterdir() if path.is_dir()] if RUNS.is_dir() else []
+    runs.sort(key=_last_change, reverse=True)
     if request is None:
-        if not runs:
-            named = "Name a run's folder." if option is None else f"Name one: {option} FOLDER"
-            if option == "--run":
-                named += ", or for a run that is only in a bucket: --run NAME --bucket "
-                named += "gs://bucket/prefix"
-            raise ConfigError(f"There is no run below {RUNS.absolute()}. {named}")
-        return max(runs, key=_last_change)
+        if runs:
+            return runs[0]
+        named = "Name a run's folder." if option is None else f"Name one: {option} FOLDER"
+        if option == "--run":
+            named += ", or for a run that is only in a bucket: --run NAME --bucket "
+            named += "gs://bucket/prefix"
+        raise ConfigError(f"There is no run below {RUNS.absolute()}. {named}")
     for folder in (Path(request).expanduser(), RUNS / request):
         if folder.is_dir():
             return folder
     if not must_exist:
         return RUNS / request
-    near = difflib.get_close_matches(request, [path.name for path in runs], n=3, cutoff=0.4)
-    newest = [path.name for path in sorted(runs, key=_last_change, reverse=True)[:3]]
-    hint = f"Near: {', '.join(near)}." if near else f"The newest of {len(runs)} runs: "
-    hint += "" if near else f"{', '.join(newest)}." if newest else "none."
+    names = [path.name for path in runs]
+    near = difflib.get_close_matches(request, names, n=3, cutoff=0.4)
+    newest = f"The newest of {len(runs)} runs: {', '.join(names[:3]) or 'none'}."
     named = request if option is None else f"{option} {request}"
-    raise ConfigError(f"{named}: there is no such folder, nor {RUNS / request}. {hint}")
+    raise ConfigError(
+        f"{named}: there is no such folder, nor {RUNS / request}. "
+        + (f"Near: {', '.join(near)}." if near else newest)
+    )
+
+
+def _last_change(run: Path) -> float:
+    """When a run last changed; saving changes only the folder of its checkpoints."""
+    return max(path.stat().st_mtime for path in (run, run / "checkpoints") if path.exists())
 
 
 def whole_steps(checkpoints: Path) -> list[int]:
@@ -76,27 +107,23 @@ def whole_steps(checkpoints: Path) -> list[int]:
 
 
 def run_of(arguments: argparse.Namespace) -> Path:
-    """Return the folder of the run that the command line names.
-
-    Raises:
-        ConfigError: There is no such run, and no bucket is named that may have it.
-    """
+    """Return the folder of the run that the command line names; `--bucket` may hold it alone."""
     return find_run(arguments.run, must_exist=arguments.bucket is None)
 
 
 def catalog_of(
     run: Path, arguments: argparse.Namespace, *, checkpoints: Path | None = None
 ) -> Catalog:
-    """Return a run's catalog, with its bucket when one is known and may be asked.
+    """Return a run's catalog, with its bucket when one is known and may be read.
 
     Args:
         run: The run's folder.
-        arguments: With the options of `add_run_options`, and perhaps `--local` and `--remote`.
+        arguments: With the options of `add_run_options`, and perhaps `--remote`.
         checkpoints: Where the local steps are; None: in the run's own folder.
 
     Raises:
         ConfigError: Only the bucket is wanted and none is known.
-        BucketError: The bucket's address is none.
+        BucketError: The bucket's address is not one.
     """
     from refocused.checkpoints.mirror.mirror_status import MirrorFiles
     from refocused.checkpoints.mirror.remote_steps import prefix_of
@@ -106,115 +133,19 @@ def catalog_of(
     if getattr(arguments, "local", False):
         return Catalog(local)
     if arguments.bucket is not None:
-        known: tuple[str, str] | None = arguments.bucket, prefix_of(run.absolute().name)
-    else:
-        known = _own_mirror(run)
-    if known is None:
-        if getattr(arguments, "remote", False):
-            raise ConfigError(
-                f"--remote: {run} has no mirror. Name the bucket: --bucket gs://bucket/prefix"
-            )
-        return Catalog(local)
-    url, prefix = known
-    return Catalog(local, place(url, arguments), prefix)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Listing:
-    """The steps of a run as far as they could be seen.
-
-    Attributes:
-        entries: Ascending by step.
-        outcome: Exit code: OK, or that of the failure that left the bucket's steps out.
-    """
-
-    entries: list[CatalogEntry]
-    outcome: ExitCode
-
-
-def listed(catalog: Catalog, arguments: argparse.Namespace) -> Listing:
-    """List the steps; those on the disk alone, with a message, when the bucket cannot be read.
-
-    Raises:
-        BucketError: It cannot be read and only the bucket is wanted.
-    """
-    try:
-        entries = catalog.entries()
-    except BucketError as error:
-        if getattr(arguments, "remote", False):
-            raise
-        print(f"{error}\nOnly the local steps are looked at.", file=sys.stderr)
-        catalog.remote = None
-        return Listing(catalog.entries(), error.exit_code)
+        return Catalog(local, place(arguments.bucket, arguments), prefix_of(run.absolute().name))
+    known = _own_mirror(run)
+    if known is not None:
+        return Catalog(local, place(known[0], arguments), known[1])
     if getattr(arguments, "remote", False):
-        entries = [entry for entry in entries if entry.bucket != "-"]
-    return Listing(entries, ExitCode.OK)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FoundStep:
-    """The step that a command line names.
-
-    Attributes:
-        catalog: Where it was found.
-        entry: What both places say of it; it may be broken.
-        outcome: Exit code: OK, or that of the failure that left the bucket out.
-    """
-
-    catalog: Catalog
-    entry: CatalogEntry
-    outcome: ExitCode
-
-
-def find_step(request: str, arguments: argparse.Namespace) -> FoundStep:
-    """Find one step as `find_steps` does."""
-    return find_steps([request], arguments)[0]
-
-
-def find_steps(requests: Sequence[str], arguments: argparse.Namespace) -> list[FoundStep]:
-    """Find `latest`, `best`, numbers or names in the run, paths and addresses where they say.
-
-    Args:
-        requests: As typed.
-        arguments: With the options of `add_run_options`, and perhaps `--local`.
-
-    Raises:
-        CheckpointError: There is no such step; the nearest are named.
-        ConfigError: There is no such run.
-        BucketError: An address names a bucket that cannot be listed.
-    """
-    catalog = listing = None
-    found = []
-    for request in requests:
-        if "/" in request and not request.startswith("branch-"):
-            found.append(_found_by_place(request, arguments))
-            continue
-        if catalog is None or listing is None:
-            catalog = catalog_of(run_of(arguments), arguments)
-            listing = listed(catalog, arguments)
-        entry = catalog.find(request, listing.entries)
-        found.append(FoundStep(catalog, entry, listing.outcome))
-    return found
-
-
-def _found_by_place(request: str, arguments: argparse.Namespace) -> FoundStep:
-    """Find a step by its path, or by its address, whose copy here is where `download` puts it."""
-    from refocused.checkpoints.resume.catalog import Catalog
-    from refocused.checkpoints.resume.import_checkpoint import split_address
-
-    parent, name = split_address(request)
-    if name is None:
-        parent, _, name = parent.rpartition("/")
-    if "://" in request:
-        run = parent.removesuffix("/checkpoints").rpartition("/")[2]
-        catalog = Catalog(RUNS / run / "checkpoints", place(parent, arguments))
-    else:
-        catalog = Catalog(Path(parent or "/").expanduser())
-    return FoundStep(catalog, catalog.find(name, catalog.entries()), ExitCode.OK)
+        raise ConfigError(
+            f"--remote: {run} has no mirror. Name the bucket: --bucket gs://bucket/prefix"
+        )
+    return Catalog(local)
 
 
 def _own_mirror(run: Path) -> tuple[str, str] | None:
-    """Address and prefix that the mirror said, else those of the run file; None without one."""
+    """Address and prefix as the mirror recorded them, or as the run file sets them."""
     from refocused.checkpoints.mirror.mirror_status import MirrorFiles
     from refocused.checkpoints.mirror.remote_steps import prefix_of
     from refocused.config.yaml_source import read_document
@@ -231,6 +162,157 @@ def _own_mirror(run: Path) -> tuple[str, str] | None:
     return mirror.plain, prefix_of(name.plain if name else run.absolute().name)
 
 
-def _last_change(run: Path) -> float:
-    """When a run last got something; saving changes the folder of its checkpoints only."""
-    return max(path.stat().st_mtime for path in (run, run / "checkpoints") if path.exists())
+def list_steps(arguments: argparse.Namespace) -> Listing:
+    """List a run's checkpoints; the local ones, with a message, if the bucket cannot be read.
+
+    Raises:
+        ConfigError: There is no such run.
+        BucketError: The bucket cannot be read and `--remote` wants only what it has.
+    """
+    run = run_of(arguments)
+    catalog = catalog_of(run, arguments)
+    only_remote = getattr(arguments, "remote", False)
+    try:
+        entries = catalog.entries()
+    except BucketError as error:
+        if only_remote:
+            raise
+        print(f"{error}\nOnly the local steps are looked at.", file=sys.stderr)
+        catalog.remote = None
+        return Listing(run, catalog, catalog.entries(), error.exit_code)
+    if only_remote:
+        entries = [entry for entry in entries if entry.bucket != "-"]
+    return Listing(run, catalog, entries, ExitCode.OK)
+
+
+def find_steps(requests: Sequence[str], arguments: argparse.Namespace) -> list[FoundStep]:
+    """Find `latest`, `best`, numbers or names in the run, paths and addresses where they say.
+
+    Raises:
+        CheckpointError: There is no such checkpoint; the nearest are named.
+        ConfigError: There is no such run.
+        BucketError: An address names a bucket that cannot be listed.
+    """
+    listing = None
+    found = []
+    for request in requests:
+        if "/" in request and not request.startswith("branch-"):
+            found.append(_find_by_place(request, arguments))
+            continue
+        listing = listing or list_steps(arguments)
+        entry = listing.catalog.find(request, listing.entries)
+        found.append(FoundStep(listing.catalog, entry, listing.outcome))
+    return found
+
+
+def _find_by_place(request: str, arguments: argparse.Namespace) -> FoundStep:
+    """Find a checkpoint by its path, or by its address, whose copy is where `download` puts it."""
+    from refocused.checkpoints.resume.catalog import Catalog
+    from refocused.checkpoints.resume.import_checkpoint import split_address
+
+    parent, name = split_address(request)
+    if name is None:
+        parent, _, name = parent.rpartition("/")
+    if "://" in request:
+        run = parent.removesuffix("/checkpoints").rpartition("/")[2]
+        catalog = Catalog(RUNS / run / "checkpoints", place(parent, arguments))
+    else:
+        catalog = Catalog(Path(parent or "/").expanduser())
+    return FoundStep(catalog, catalog.find(name, catalog.entries()), ExitCode.OK)
+
+
+def local_step(request: str, arguments: argparse.Namespace) -> StepDirectory:
+    """Return the checkpoint that `request` names, fetched from the bucket if it is not whole here.
+
+    Raises:
+        CheckpointError: There is none, it is whole in neither place, or an address names one and
+            another is here under its name.
+        ConfigError: There is no such run.
+        BucketError: The bucket cannot be read, or the disk has no room.
+    """
+    from refocused.checkpoints.resume.step_state import LEFT_BEHIND, WHOLE
+    from refocused.checkpoints.step.step_directory import read_step
+
+    (found,) = find_steps([request], arguments)
+    catalog, entry = found.catalog, found.entry
+    path = catalog.local / entry.name
+    if "://" in request and catalog.remote is not None:
+        refuse_another(catalog.remote, path, entry.name)
+    if entry.local == WHOLE:
+        return read_step(path)
+    if entry.bucket not in (WHOLE, LEFT_BEHIND):
+        raise CheckpointError(
+            f"{entry.name} cannot be read: {'; '.join(entry.notes)}. "
+            "Choose another: python launch/checkpoints.py list"
+        )
+    return fetch_shown(catalog, entry.name)
+
+
+def fetch_shown(catalog: Catalog, name: str, *, threads: int = 8) -> StepDirectory:
+    """Fetch a checkpoint from the bucket over what is here, and show the progress."""
+    marker = catalog.remote.marker(name) if catalog.remote else None
+    with progress_line(f"download {name}") as show:
+        if marker is not None:
+            show(0, marker.bytes)
+        return catalog.fetch(
+            name,
+            threads=threads,
+            progress=lambda progress: show(progress.done_bytes, progress.total_bytes),
+            replace=True,
+        )
+
+
+def refuse_another(remote: RemoteSteps, path: Path, name: str) -> None:
+    """Raise CheckpointError if `path` exists and is not a copy, even a damaged one, of a name."""
+    from refocused.bucket.bucket import crc32c_of
+    from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
+
+    if not path.exists():
+        return
+    marker, manifest = remote.marker(name), path / MANIFEST
+    same = manifest.is_file() and marker and crc32c_of(manifest) == marker.manifest_crc32c
+    if not same:
+        raise CheckpointError(
+            f"{path} exists and is not a copy of {remote.url}/{name}. Remove it, or name "
+            "another folder: checkpoints download --to FOLDER"
+        )
+
+
+def model_source(request: str, arguments: argparse.Namespace) -> Path:
+    """Return the folder of a model, either a checkpoint or a transformers folder.
+
+    `request` is a folder of either kind, the `gs://` address of an export, a run's folder or name
+    (its latest checkpoint), or what `local_step` takes; it raises the same errors.
+    """
+    folder = Path(request).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    if arguments.run is None and "://" not in request:
+        for run in (folder, RUNS / request):
+            if (run / "checkpoints").is_dir():
+                named = argparse.Namespace(**{**vars(arguments), "run": str(run)})
+                return local_step("latest", named).path
+    if "://" in request and (exported := _fetch_export(request, arguments)) is not None:
+        return exported
+    return local_step(request, arguments).path
+
+
+def _fetch_export(address: str, arguments: argparse.Namespace) -> Path | None:
+    """Return a local copy of the exported model at an address; None: no export is there."""
+    from refocused.bucket.bucket import checked_name
+    from refocused.checkpoints.resume.import_checkpoint import split_address
+    from refocused.evaluate.export_copy import CONFIG, FOLDER, fetch_folder
+
+    place_name = address.partition("://")[2].strip("/")
+    last = place_name.rpartition("/")[2]
+    if split_address(address)[1] is not None:
+        return None
+    bucket = place(address, arguments)
+    if last != FOLDER and bucket.info(CONFIG) is None:
+        return None
+    with progress_line(f"download {last}") as show:
+        return fetch_folder(
+            bucket,
+            MODELS / checked_name(place_name, where=address),
+            progress=lambda progress: show(progress.done_bytes, progress.total_bytes),
+        )

@@ -1,0 +1,1 @@
+"""`checkpoints VERB`: one function a verb."""

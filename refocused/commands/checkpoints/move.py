@@ -1,0 +1,248 @@
+"""`checkpoints export`, `download`, `upload`, `prune`: convert, copy and remove checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from refocused.commands.arguments import Parser, add_tokenizer_options, tokenizer_choice
+from refocused.commands.output import count, duration_text, print_result, progress_line, size_text
+from refocused.commands.run_selection import (
+    add_run_options,
+    catalog_of,
+    fetch_shown,
+    find_run,
+    local_step,
+    refuse_another,
+    run_of,
+)
+from refocused.system.errors import CheckpointError, ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+    from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
+    from refocused.checkpoints.step.step_directory import StepDirectory
+
+
+def run_export(parser: Parser) -> None:
+    """Export one checkpoint as a transformers folder."""
+    add = parser.add_argument
+    add("step", metavar="STEP", help="latest, best, a number, a name, a path or a gs:// address")
+    add("out", metavar="OUT", type=Path, help="the folder to make")
+    add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the weights (bf16)")
+    add_tokenizer_options(parser)
+    add("--no-tokenizer", action="store_true", help="export the model alone")
+    text = "do not load the result to compare it, which takes the memory of the whole model"
+    add("--no-compare", action="store_true", help=text)
+    add_run_options(parser)
+    arguments = parser.read()
+    if arguments.out.expanduser().exists():  # before torch is imported
+        raise ConfigError(f"{arguments.out} exists already. Remove it, or name another folder.")
+    from refocused.evaluate.export import export_step
+    from refocused.evaluate.model_weights import ModelWeights, tokenizer_of
+
+    choice = tokenizer_choice(arguments)
+    started = time.monotonic()
+    step = local_step(arguments.step, arguments)
+    _print_on_terminal(f"verifying {step.path}")
+    weights = ModelWeights(step)
+    exported = export_step(
+        weights,
+        arguments.out.expanduser(),
+        tokenizer=None if arguments.no_tokenizer else tokenizer_of(weights, choice),
+        dtype=arguments.dtype,
+        compare=not arguments.no_compare,
+        report=_print_on_terminal,
+    )
+    seconds = time.monotonic() - started
+    size = f"{exported.parameters:,} parameters, {size_text(exported.bytes)}"
+    lines = [f"{exported.folder}: step {step.step:,}, {size}, in {duration_text(seconds)}"]
+    if exported.logit_difference is not None:
+        share = f"{exported.logit_difference:.0e}"
+        lines.append(f"transformers loads the same weights; logits agree to {share} of the largest")
+    found = dataclasses.asdict(exported) | {"folder": str(exported.folder)}
+    print_result({"step": step.step, **found, "seconds": seconds}, lines, as_json=arguments.json)
+
+
+def _print_on_terminal(line: str) -> None:
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr)
+
+
+def run_download(parser: Parser) -> None:
+    """Fetch a checkpoint from the bucket unless every byte of it is on the disk."""
+    add = parser.add_argument
+    add("step", metavar="STEP", help="latest, best, a number or a name")
+    add("--to", type=Path, metavar="DIR", help="folder that gets it (default: the run's own)")
+    add("--threads", type=count, default=8, metavar="N", help="files at once (8)")
+    add_run_options(parser, local=False)
+    arguments = parser.read()
+    run = run_of(arguments)
+    catalog = catalog_of(run, arguments, checkpoints=arguments.to)
+    remote = _require_bucket(catalog, run)
+    started = time.monotonic()
+    found = catalog.resolve(_require_name(arguments.step))
+    if arguments.to is not None:
+        refuse_another(remote, catalog.local / found.name, found.name)
+    here = _whole_here(found.path) if found.path is not None else None
+    step = here or fetch_shown(catalog, found.name, threads=arguments.threads)
+    seconds = time.monotonic() - started
+    files, size = len(step.manifest.files), step.manifest.total_bytes
+    how = "was here already" if here else f"downloaded in {duration_text(seconds)}"
+    record = {
+        "step": step.step,
+        "path": str(step.path),
+        "files": files,
+        "bytes": size,
+        "downloaded": here is None,
+        "seconds": seconds,
+    }
+    lines = [f"{step.path}: {files} files, {size_text(size)}, all verified, {how}"]
+    print_result(record, lines, as_json=arguments.json)
+
+
+def _require_bucket(catalog: Catalog, run: Path) -> RemoteSteps:
+    if catalog.remote is None:
+        raise ConfigError(f"{run} has no mirror. Name the bucket: --bucket gs://bucket/prefix")
+    return catalog.remote
+
+
+def _require_name(request: str) -> str:
+    if "/" in request:
+        raise ConfigError(
+            f"{request}: a path names a step on a disk; give its number or name, and the run that "
+            "it belongs to with --run."
+        )
+    return request
+
+
+def _whole_here(path: Path) -> StepDirectory | None:
+    """Return a local checkpoint when every byte of it is right."""
+    from refocused.checkpoints.step.step_directory import read_step
+    from refocused.checkpoints.step.verify import describe, verify
+
+    step = read_step(path)
+    problems = verify(step, deep=True)
+    if not problems:
+        return step
+    print(f"{path} is corrupt: {describe(problems)}. It is fetched again.", file=sys.stderr)
+    return None
+
+
+def run_upload(parser: Parser) -> int:
+    """Complete in the bucket what is on the disk; the exit code says whether all of it is there."""
+    add = parser.add_argument
+    add("step", metavar="STEP", help="all, latest, best, a number or a name")
+    add("--deep", action="store_true", help="read what a bucket keeps no checksums of, a folder")
+    add("--threads", type=count, default=4, metavar="N", help="files at once (4)")
+    add_run_options(parser, local=False)
+    arguments = parser.read()
+    from refocused.checkpoints.mirror.mirror_status import MirrorFiles
+    from refocused.system.locks import FileLock
+
+    run = find_run(arguments.run)
+    catalog = catalog_of(run, arguments)
+    remote = _require_bucket(catalog, run)
+    lock = FileLock(MirrorFiles(run).lock)
+    if not lock.acquire():
+        raise CheckpointError(
+            f"Another process is copying the steps of {run} to a bucket: its mirror, or another "
+            "upload. It needs no help; see how far it is: python launch/checkpoints.py list"
+        )
+    started = time.monotonic()
+    result: dict[str, list[int]] = {"uploaded": [], "there": [], "parts": []}
+    failed: dict[int, str] = {}
+    try:
+        wanted = _to_upload(catalog, arguments.step)
+        remote.introduce()
+        for entry in wanted:
+            try:
+                result[_upload_one(catalog, remote, entry, arguments)].append(entry.step)
+            except CheckpointError as error:  # a damaged one must not keep the others back
+                failed[entry.step] = str(error)
+                print(error, file=sys.stderr)
+    finally:
+        lock.release()
+    seconds = time.monotonic() - started
+    whole = len(result["uploaded"]) + len(result["there"])
+    lines = step_lines(
+        {
+            "uploaded": result["uploaded"],
+            "there already": result["there"],
+            "failed": failed,
+            "parts of other machines are missing": result["parts"],
+        }
+    )
+    if result["parts"]:
+        lines.append("upload on every machine: on node 0 first, and on it again after the others")
+    lines.append(
+        f"{remote.url}: {whole} of {len(wanted)} steps are whole there ({duration_text(seconds)})"
+    )
+    record = {"bucket": remote.url, **result, "failed": failed, "seconds": seconds}
+    print_result(record, lines, as_json=arguments.json)
+    if failed:
+        return ExitCode.FAILED
+    return ExitCode.NOT_MIRRORED if result["parts"] else ExitCode.OK
+
+
+def step_lines(rows: Mapping[str, Iterable[int]]) -> list[str]:
+    """Spell lists of steps, each with what became of them; without those that are empty."""
+    numbers = {what: ", ".join(f"{step:,}" for step in steps) for what, steps in rows.items()}
+    return [f"{what}: {steps}" for what, steps in numbers.items() if steps]
+
+
+def _to_upload(catalog: Catalog, request: str) -> list[CatalogEntry]:
+    """The checkpoints to copy, newest first: a resume needs that one."""
+    entries = catalog.entries()
+    if request == "all":
+        return [entry for entry in reversed(entries) if entry.local != "-"]
+    chosen = catalog.find(_require_name(request), entries)
+    if chosen.local == "-":
+        raise CheckpointError(
+            f"{chosen.name} is not in {catalog.local}, so there is nothing to upload. "
+            "See what is where: python launch/checkpoints.py list"
+        )
+    return [chosen]
+
+
+def _upload_one(
+    catalog: Catalog, remote: RemoteSteps, entry: CatalogEntry, arguments: argparse.Namespace
+) -> str:
+    """Complete one checkpoint in the bucket; return `uploaded`, `there` or `parts`."""
+    from refocused.checkpoints.mirror.copy_step import StepCopier, verify_remote
+    from refocused.checkpoints.step.step_directory import read_step
+    from refocused.checkpoints.step.verify import describe
+
+    if not entry.sound_here:
+        if entry.bucket == "ok":
+            return "there"
+        raise CheckpointError(
+            f"{catalog.local / entry.name} is {entry.local}. It is not copied to the bucket; "
+            "remove it when nothing of it is needed."
+        )
+    is_sent = False
+    with progress_line(f"upload {entry.step:,}") as show:
+
+        def report(done_bytes: int, total_bytes: int) -> None:
+            nonlocal is_sent
+            is_sent = True
+            show(done_bytes, total_bytes)
+
+        copier = StepCopier(
+            remote, stopping=lambda: False, report=report, threads=arguments.threads
+        )
+        step, problems = read_step(catalog.local / entry.name), []
+        if entry.bucket != "-":
+            problems = verify_remote(remote, entry.name, deep=arguments.deep)
+        if problems:
+            told = f"{remote.url}/{entry.name}: {describe(problems)}. Sent again."
+            print(told, file=sys.stderr)
+            whole = copier.repair(step, [problem.file for problem in problems])
+        else:
+            whole = copier.copy(step)
+    return "parts" if not whole else "uploaded" if is_sent else "there"

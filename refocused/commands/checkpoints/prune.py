@@ -1,0 +1,185 @@
+"""`checkpoints prune`: remove old checkpoints, and what was set aside, here or in the bucket."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from refocused.commands.arguments import Parser
+from refocused.commands.checkpoints.move import step_lines
+from refocused.commands.output import count, print_result, size_text
+from refocused.commands.run_selection import add_run_options, catalog_of, find_run, run_of
+from refocused.system.errors import BucketError, ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
+    from refocused.checkpoints.step.retention import KeptStep
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Removal:
+    """A checkpoint that may go, or (`step` is None) a directory outside the run's history."""
+
+    step: int | None
+    name: str
+    bytes: int
+    remove: Callable[[], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrunedPlace:
+    """The disk or the bucket: what retention has to know, and what can be removed there."""
+
+    where: str
+    steps: list[KeptStep]
+    removals: list[Removal]
+
+
+def run_prune(parser: Parser) -> int:
+    """Remove what retention does not keep; the exit code says whether all of it went."""
+    add = parser.add_argument
+    text = (
+        "newest rolling steps that stay, and 2 steps at least; the best, the ends of epochs and of "
+        "the run, and what the mirror lacks stay too"
+    )
+    add("--keep", type=count, required=True, metavar="N", help=text)
+    add("--remote", action="store_true", help="remove from the bucket, not from the disk")
+    add("--yes", action="store_true", help="do not ask")
+    add("--dry-run", action="store_true", help="remove nothing, say what would go")
+    add_run_options(parser, local=False)
+    arguments = parser.read()
+    from refocused.checkpoints.step.retention import to_remove
+
+    place = _bucket(arguments) if arguments.remote else _disk(arguments)
+    doomed = to_remove(place.steps, keep=arguments.keep)
+    kept = [step.step for step in place.steps if step.step not in doomed]
+    free_of_mirror = [dataclasses.replace(step, mirrored=None) for step in place.steps]
+    without_mirror = to_remove(free_of_mirror, keep=arguments.keep)
+    removals = [one for one in place.removals if one.step is None or one.step in doomed]
+    failed: dict[str, str] = {}
+    if removals and not arguments.dry_run:
+        if not (arguments.yes or _is_agreed(_share(removals, place), place.where, doomed)):
+            print("Nothing was removed.", file=sys.stderr)
+            return ExitCode.FAILED
+        for one in removals:
+            try:
+                one.remove()
+            except (OSError, BucketError) as error:
+                failed[str(one.step or one.name)] = getattr(error, "strerror", "") or str(error)
+                print(f"{one.name} in {place.where} was not removed: {error}", file=sys.stderr)
+    went = [one for one in removals if str(one.step or one.name) not in failed]
+    verb = "would be removed" if arguments.dry_run else "removed"
+    record: dict[str, Any] = {
+        "removed": [one.step for one in went if one.step is not None],
+        "kept": sorted(kept),
+        "unmirrored": [step for step in without_mirror if step not in doomed],
+        "failed": failed,
+        "bytes": sum(one.bytes for one in went),
+        "aside": [one.name for one in went if one.step is None],
+        "dry_run": arguments.dry_run,
+        "where": place.where,
+    }
+    lines = [f"{verb}: {', '.join(record['aside'])}"] if record["aside"] else []
+    lines += step_lines(
+        {
+            verb: record["removed"],
+            "kept": record["kept"],
+            "kept since the mirror lacks them": record["unmirrored"],
+        }
+    )
+    lines.append(f"{place.where}: {_share(went, place)} {verb}")
+    print_result(record, lines, as_json=arguments.json)
+    return ExitCode.FAILED if failed else ExitCode.OK
+
+
+def _share(removals: Sequence[Removal], place: PrunedPlace) -> str:
+    steps = [one for one in removals if one.step is not None]
+    aside = ", ".join(one.name for one in removals if one.step is None)
+    size = size_text(sum(one.bytes for one in removals))
+    return f"{len(steps)} of {len(place.steps)} steps{f' and {aside}' if aside else ''}, {size}"
+
+
+def _is_agreed(share: str, where: str, steps: Sequence[int]) -> bool:
+    """Ask on a terminal; without one raise ConfigError, since nobody has agreed beforehand."""
+    named = f": {', '.join(f'{step:,}' for step in steps)}" if steps else ""
+    what = f"remove {share} in {where}{named}"
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            f"This would {what}. Nobody can be asked here: add --yes to do it, or --dry-run."
+        )
+    print(f"This will {what}. Go on? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _disk(arguments: argparse.Namespace) -> PrunedPlace:
+    from refocused.checkpoints.step.checkpoint_manifest import SaveReason
+    from refocused.checkpoints.step.staging import bytes_below, remove_step, steps_set_aside
+    from refocused.checkpoints.step.step_directory import unused
+
+    def remove(path: Path) -> None:
+        with unused(path):
+            remove_step(path)
+
+    without_remote = argparse.Namespace(**{**vars(arguments), "remote": False})
+    catalog = catalog_of(find_run(arguments.run), without_remote)  # a mirror need not be known
+    here = [entry for entry in catalog.entries() if entry.local != "-"]
+    aside = list(steps_set_aside(catalog.local))
+    steps, removals = [], []
+    for entry in here:
+        path = catalog.local / entry.name
+        if entry.is_present:
+            steps.append(_kept_step(catalog, entry))
+            remove_it = functools.partial(remove, path)
+            removals.append(Removal(entry.step, entry.name, entry.size or 0, remove_it))
+        elif not {SaveReason.EPOCH, SaveReason.FINAL} & {*entry.tiers}:
+            aside.append(path)  # of a branch that the run has left
+    for path in aside:
+        name = path.relative_to(catalog.local).as_posix()
+        removals.append(Removal(None, name, bytes_below(path), functools.partial(remove, path)))
+    return PrunedPlace(str(catalog.local), steps, removals)
+
+
+def _bucket(arguments: argparse.Namespace) -> PrunedPlace:
+    from refocused.checkpoints.mirror.mirror_status import MirrorFiles
+    from refocused.checkpoints.mirror.remote_steps import RemoteRetention
+
+    run = run_of(arguments)
+    catalog = catalog_of(run, arguments)
+    remote, sizes = catalog.remote, {one.name: one.bucket_bytes for one in catalog.entries()}
+    assert remote is not None  # catalog_of refuses --remote without one
+    branch, status = catalog.branch, MirrorFiles(run).read_status()
+    copied_now = [*status.waiting, *status.skipped] if status is not None and status.alive else []
+    steps = RemoteRetention(remote, branch, keep=arguments.keep).steps(in_use=copied_now)
+    removals = []
+    for step in steps:
+        name = branch.name_of(step.step)
+        remove = functools.partial(remote.retract, name)
+        removals.append(Removal(step.step, name, sizes.get(name, 0), remove))
+    return PrunedPlace(remote.url, steps, removals)
+
+
+def _kept_step(catalog: Catalog, entry: CatalogEntry) -> KeptStep:
+    from refocused.checkpoints.mirror.copy_step import marker_of
+    from refocused.checkpoints.step.retention import KeptStep
+    from refocused.checkpoints.step.step_directory import is_in_use, read_step
+
+    path, mirrored = catalog.local / entry.name, None
+    if catalog.remote is not None:
+        mirrored = entry.bucket == "ok"
+        # A listing cannot tell this save from another of the step. One that cannot be used here
+        # needs no comparison: the bucket's can.
+        if mirrored and entry.sound_here:
+            mirrored = catalog.remote.marker(entry.name) == marker_of(read_step(path))
+    return KeptStep(
+        step=entry.step,
+        verified=entry.sound_here,
+        mirrored=mirrored,
+        tiers=frozenset(entry.tiers),
+        best="best" in entry.notes,
+        in_use=is_in_use(path),
+    )

@@ -1,0 +1,251 @@
+"""`checkpoints list`, `info`, `compare`, `plot`, `verify`: what is known about checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from refocused.commands.arguments import Parser
+from refocused.commands.output import (
+    age,
+    check_picture,
+    count_text,
+    duration_text,
+    print_result,
+    print_table,
+    size_text,
+    write_picture,
+)
+from refocused.commands.run_selection import add_run_options, find_run, find_steps, list_steps
+from refocused.system.errors import RefocusedError
+
+if TYPE_CHECKING:
+    from refocused.checkpoints.resume.catalog import CatalogEntry
+    from refocused.checkpoints.resume.comparison import Difference, LossChange
+    from refocused.checkpoints.resume.step_contents import StepContents
+
+_HEADINGS = ("STEP", "SAVED", "SIZE", "LOCAL", "BUCKET", "LOSS", "VALIDATION", "NOTE")
+_NAMED = 10
+STEP_HELP = "latest, best, a number, a name or a path"
+
+
+def run_list(parser: Parser) -> int:
+    """Show every checkpoint, newest first, and the space they take."""
+    add_run_options(parser, local=False)
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--local", action="store_true", help="do not read the bucket")
+    either.add_argument("--remote", action="store_true", help="only what the bucket has")
+    arguments = parser.read()
+    from refocused.bucket.partial_files import free_bytes
+    from refocused.checkpoints.step.branches import checkpoint_paths
+    from refocused.checkpoints.step.staging import bytes_below, leftovers, steps_set_aside
+
+    listing = list_steps(arguments)
+    catalog, entries = listing.catalog, listing.entries
+    disk = {
+        "steps": sum(map(bytes_below, checkpoint_paths(catalog.local).values())),
+        "leftovers": sum(map(bytes_below, leftovers(catalog.local))),
+        "aside": sum(map(bytes_below, steps_set_aside(catalog.local))),
+        "free": free_bytes(catalog.local),
+    }
+    there = sum(entry.bucket_bytes for entry in entries)
+    parts = [f"{size_text(disk['steps'])} in steps"]
+    if disk["leftovers"]:
+        parts.append(f"{size_text(disk['leftovers'])} in interrupted or running saves")
+    if disk["aside"]:
+        parts.append(f"{size_text(disk['aside'])} set aside (checkpoints prune removes it)")
+    lines = [f"disk     {', '.join(parts)}, {size_text(disk['free'])} free"]
+    if catalog.remote is not None:
+        lines.append(f"bucket   {size_text(there)} in {catalog.remote.url}")
+    record = {
+        "run": str(listing.run),
+        "bucket": catalog.remote.url if catalog.remote else None,
+        "steps": [_entry_record(entry) for entry in entries],
+        "disk_bytes": disk,
+        "bucket_bytes": there if catalog.remote else None,
+    }
+    if entries and not arguments.json:
+        print_entries(entries)
+    elif not entries:
+        lines.insert(0, f"No checkpoints in {catalog.local}.")
+    print_result(record, lines, as_json=arguments.json)
+    return listing.outcome
+
+
+def print_entries(entries: Iterable[CatalogEntry], *, file: TextIO | None = None) -> None:
+    """Print a table of checkpoints, newest first."""
+    now = time.time()
+    rows = [
+        (
+            f"{entry.step:,}",
+            age(now - entry.created.timestamp()) if entry.created else "-",
+            "-" if entry.size is None else size_text(entry.size),
+            entry.local.partition(":")[0],
+            entry.bucket.partition(":")[0],
+            _loss(entry.loss, unknown="-"),
+            _loss(entry.validation_loss, unknown="-"),
+            ", ".join(entry.notes),
+        )
+        for entry in entries
+    ]
+    print_table(reversed(rows), *_HEADINGS, file=file)
+
+
+def _entry_record(entry: CatalogEntry) -> dict[str, Any]:
+    return dataclasses.asdict(entry) | {"created": entry.created and entry.created.isoformat()}
+
+
+def _loss(loss: float | None, *, unknown: str = "unknown") -> str:
+    return unknown if loss is None else f"{loss:.4f}"
+
+
+def run_info(parser: Parser) -> int:
+    """Show one checkpoint; a broken one as far as it can be read."""
+    parser.add_argument("step", metavar="STEP", help=STEP_HELP)
+    add_run_options(parser)
+    arguments = parser.read()
+    from refocused.checkpoints.resume.step_contents import read_contents
+    from refocused.checkpoints.resume.step_state import LEFT_BEHIND
+
+    (found,) = find_steps([arguments.step], arguments)
+    catalog, entry = found.catalog, found.entry
+    record, rows = _entry_record(entry), {}
+    if entry.usable or entry.bucket == LEFT_BEHIND:
+        contents = read_contents(catalog, entry)
+        rows = _content_rows(contents)
+        record |= {
+            "read_from": contents.where,
+            "alias": contents.manifest.alias,
+            "manifest": contents.manifest.model_dump(mode="json"),
+            "trainer": contents.trainer,
+            "settings": contents.settings,
+        }
+    places = {"local": (entry.local, str(catalog.local))}
+    if catalog.remote is not None:
+        places["bucket"] = (entry.bucket, catalog.remote.url)
+    for name, (state, where) in places.items():
+        rows[name] = state if state == "-" else f"{state}, {where}/{entry.name}"
+    head = "   ".join(filter(None, [entry.name, ", ".join(entry.notes)]))
+    lines = [head, *(f"  {name:<10} {text}" for name, text in rows.items())]
+    print_result(record, lines, as_json=arguments.json)
+    return found.outcome
+
+
+def _content_rows(contents: StepContents) -> dict[str, str]:
+    manifest, trainer = contents.manifest, contents.trainer
+    ago = age(time.time() - manifest.created.timestamp())
+    loss = f"training {_loss(manifest.loss)}, validation {_loss(manifest.validation_loss)}"
+    if trainer["best_loss"] is not None:
+        best = trainer["best_step"]
+        loss += f", best so far {_loss(trainer['best_loss'])} at step {best:,}"
+    cost = trainer["cost_usd"]
+    folders: dict[str, list[int]] = defaultdict(list)
+    for file, record in manifest.files.items():
+        folder, slash, _ = file.partition("/")
+        folders[f"{folder}/" if slash else "beside them"].append(record.size)
+    files = [f"{name} {size_text(sum(sizes))} in {len(sizes)}" for name, sizes in folders.items()]
+    mixture = f", mixture {manifest.data_mixture}" if manifest.data_mixture else ""
+    return {
+        "alias": manifest.alias,
+        "saved": f"{manifest.created:%Y-%m-%d %H:%M:%S %Z} ({ago}) by run {manifest.run}",
+        "trained": f"{manifest.step:,} steps, {count_text(manifest.tokens)} tokens, epoch "
+        f"{manifest.epoch}, {manifest.files_done:,} of its files done",
+        "loss": loss,
+        "spent": duration_text(trainer["seconds"]) + ("" if cost is None else f", ${cost:,.2f}"),
+        "form": f"{manifest.parameters:,} parameters, {manifest.world_size} ranks, ZeRO stage "
+        f"{manifest.zero_stage}, {manifest.dtype}",
+        "data": f"{manifest.data_order}, fingerprint {manifest.data_fingerprint[:16]}{mixture}",
+        "written by": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
+        "files": f"{len(manifest.files)}, {size_text(manifest.total_bytes)} ({', '.join(files)})",
+    }
+
+
+def run_compare(parser: Parser) -> int:
+    """Show how two checkpoints differ."""
+    for name, which in (("a", "first"), ("b", "second")):
+        text = f"the {which}: latest, best, a number, a name, or a path in another run"
+        parser.add_argument(name, metavar=name.upper(), help=text)
+    add_run_options(parser)
+    arguments = parser.read()
+    from refocused.checkpoints.resume.comparison import compare
+    from refocused.checkpoints.resume.step_contents import read_contents
+
+    found = find_steps([arguments.a, arguments.b], arguments)
+    a, b = (read_contents(step.catalog, step.entry) for step in found)
+    comparison = compare(a, b)
+    losses = [dataclasses.asdict(loss) | {"change": loss.change} for loss in comparison.losses]
+    record = {"a": a.where, "b": b.where, **dataclasses.asdict(comparison), "losses": losses}
+    print_result(record, [f"A  {a.where}", f"B  {b.where}"], as_json=arguments.json)
+    if arguments.json:
+        return max(step.outcome for step in found)
+    rows = {"losses": [_loss_row(loss) for loss in comparison.losses]}
+    rows["facts that differ"] = [_row(fact) for fact in comparison.facts]
+    rows["settings that differ"] = [_row(setting) for setting in comparison.settings]
+    for title, table in rows.items():
+        print(f"\n{title}" if table else f"\n{title}: none")
+        print_table(table, indent=2)
+    return max(step.outcome for step in found)
+
+
+def _loss_row(loss: LossChange) -> tuple[str, ...]:
+    change = "" if loss.change is None else f"{loss.change:+.4f}"
+    return loss.name, _loss(loss.a), _loss(loss.b), change
+
+
+def _row(difference: Difference) -> tuple[str, ...]:
+    a = "-" if difference.only_in == "b" else _value(difference.a)
+    b = "-" if difference.only_in == "a" else _value(difference.b)
+    return difference.name, a, b
+
+
+def _value(value: object) -> str:
+    """Spell a value as a run file would."""
+    if value is None:
+        return "null"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
+
+
+def run_plot(parser: Parser) -> None:
+    """Draw a run's losses, and print the last and the best."""
+    add = parser.add_argument
+    add("--run", help="a run's folder or name (default: the newest below runs/)")
+    add("--out", type=Path, metavar="FILE.png", help="the picture (default: loss.png in the run)")
+    add("--json", action="store_true", help="print the losses as JSON too")
+    arguments = parser.read()
+    from refocused.metrics.history import METRICS_FILE, read_history
+    from refocused.monitor.screen.pictures import draw_history
+
+    run = find_run(arguments.run)
+    file, out = run / METRICS_FILE, arguments.out or run / "loss.png"
+    check_picture(out, option="--out")
+    try:
+        history = read_history(file)
+    except OSError as error:
+        raise RefocusedError(
+            f"{file} cannot be read ({error.strerror}). A run writes it where it trains; name its "
+            "folder with --run."
+        ) from error
+    if not (history.training or history.validation):
+        raise RefocusedError(
+            f"{file} holds no step yet. Draw it once the run has logged one (log.interval)."
+        )
+    title = run.absolute().name
+    write_picture(lambda out: draw_history(history, out, title=title), out, option="--out")
+    lines = [f"{out}: {len(history.training)} steps, {len(history.validation)} validations"]
+    for what, points in (
+        ("last training", history.training[-1:]),
+        ("last validation", history.validation[-1:]),
+        ("best validation", [history.best] if history.best else []),
+    ):
+        for point in points:
+            loss = _loss(point.loss, unknown="not finite")
+            lines.append(f"  {what:<15} {loss} at step {point.step:,}")
+    best = history.best and dataclasses.asdict(history.best)
+    record = {"file": str(out), **dataclasses.asdict(history), "best": best}
+    print_result(record, lines, as_json=arguments.json)

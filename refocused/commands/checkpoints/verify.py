@@ -1,0 +1,142 @@
+"""`checkpoints verify`: compare checkpoints with their manifests, here and in the bucket."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from refocused.commands.arguments import Parser
+from refocused.commands.checkpoints.show import STEP_HELP
+from refocused.commands.output import print_result, progress_line
+from refocused.commands.run_selection import add_run_options, find_steps, list_steps
+from refocused.system.errors import CheckpointError, ExitCode
+
+if TYPE_CHECKING:
+    from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
+    from refocused.checkpoints.step.verify import FileProblem
+
+_NAMED = 10
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepCheck:
+    """What `verify` found about one checkpoint: its states as in the catalog, and its problems.
+
+    `whole`: nothing is wrong, and it, or this machine's part of it, is whole in one place at least.
+    """
+
+    step: int
+    name: str
+    local: str
+    bucket: str
+    local_problems: tuple[FileProblem, ...]
+    bucket_problems: tuple[FileProblem, ...]
+    whole: bool
+
+
+def run_verify(parser: Parser) -> int:
+    """Check checkpoints; the exit code says whether all are whole."""
+    add = parser.add_argument
+    add("step", metavar="STEP", help=f"all, {STEP_HELP}")
+    add("--deep", action="store_true", help="also read every byte here, and compare checksums")
+    add_run_options(parser)
+    arguments = parser.read()
+    entries: Sequence[CatalogEntry]
+    if arguments.step == "all":
+        listing = list_steps(arguments)
+        catalog, entries, outcome = listing.catalog, listing.entries, listing.outcome
+    else:
+        (found,) = find_steps([arguments.step], arguments)
+        catalog, entries, outcome = found.catalog, [found.entry], found.outcome
+    deep, done = arguments.deep, 0
+    total = sum(entry.size or 0 for entry in entries if entry.local != "-")
+    with progress_line("verify") as show:
+
+        def read(size: int) -> None:
+            nonlocal done
+            done += size
+            show(done, total)
+
+        if deep and total:
+            show(0, total)
+        checks = [_check(catalog, entry, deep=deep, read=read) for entry in reversed(entries)]
+    checks = [check for check in checks if (check.local, check.bucket) != ("-", "-")]
+    lines = [line for check in checks for line in _check_lines(check)]
+    whole = sum(check.whole for check in checks)
+    how = "every byte was read" if deep else "files were opened; --deep reads every byte"
+    lines.append(f"{whole} of {len(checks)} steps are whole ({how})")
+    if not checks:
+        lines = [f"No checkpoints in {catalog.local}."]
+    print_result([dataclasses.asdict(check) for check in checks], lines, as_json=arguments.json)
+    return outcome if whole == len(checks) else ExitCode.CHECK_FAILED
+
+
+def _check_lines(check: StepCheck) -> list[str]:
+    lines = [f"{check.name}   local {check.local}   bucket {check.bucket}"]
+    for place, problems in (("local", check.local_problems), ("bucket", check.bucket_problems)):
+        lines += [f"  {place:<6} {problem}" for problem in problems[:_NAMED]]
+        if len(problems) > _NAMED:
+            lines.append(f"  {place:<6} and {len(problems) - _NAMED} more; --json names all")
+    return lines
+
+
+def _check(
+    catalog: Catalog, entry: CatalogEntry, *, deep: bool, read: Callable[[int], None]
+) -> StepCheck:
+    local, bucket = entry.local, entry.bucket
+    here: list[FileProblem] = []
+    if local != "-":
+        here = _local_problems(catalog, entry, deep=deep, read=read)
+        if not (catalog.local / entry.name).exists():
+            here, local = [], "-"  # retention removed it meanwhile
+    there = _bucket_problems(catalog, entry, deep=deep) if bucket != "-" else []
+    if bucket.startswith("broken"):
+        bucket = "ok"  # the catalog had only a listing
+    return StepCheck(
+        step=entry.step,
+        name=entry.name,
+        local="broken" if here else local,
+        bucket="broken" if there else bucket,
+        local_problems=tuple(here),
+        bucket_problems=tuple(there),
+        whole=not here and not there and (entry.sound_here or bucket in ("ok", "superseded")),
+    )
+
+
+def _local_problems(
+    catalog: Catalog, entry: CatalogEntry, *, deep: bool, read: Callable[[int], None]
+) -> list[FileProblem]:
+    from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
+    from refocused.checkpoints.step.step_directory import read_step
+    from refocused.checkpoints.step.verify import FileProblem, unreadable, verify
+
+    try:
+        step = read_step(catalog.local / entry.name)
+    except CheckpointError as error:
+        return [FileProblem(MANIFEST, f"cannot be used: {error}")]
+    problems = verify(step, deep=False)
+    if deep:
+        known = {problem.file for problem in problems}
+        for file, record in step.files.items():
+            if file not in known:
+                problems += verify(step, deep=True, files=[file])
+            read(record.size)
+    return problems + unreadable(step, set(step.files) - {problem.file for problem in problems})
+
+
+def _bucket_problems(catalog: Catalog, entry: CatalogEntry, *, deep: bool) -> list[FileProblem]:
+    from refocused.bucket.bucket import crc32c_of
+    from refocused.checkpoints.mirror.copy_step import verify_remote
+    from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
+    from refocused.checkpoints.step.verify import FileProblem
+
+    assert catalog.remote is not None  # it has the checkpoint
+    problems = verify_remote(catalog.remote, entry.name, deep=deep)
+    if problems or not entry.sound_here or entry.bucket == "superseded":
+        return problems
+    marker = catalog.remote.marker(entry.name)
+    local_crc32c = crc32c_of(catalog.local / entry.name / MANIFEST)
+    if marker is not None and marker.manifest_crc32c != local_crc32c:
+        return [FileProblem(MANIFEST, "is of another save of this step than the one here")]
+    return []

@@ -1,0 +1,1 @@
+"""`prepare_data VERB`: one function a verb."""

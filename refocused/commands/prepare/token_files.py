@@ -1,0 +1,202 @@
+"""`prepare_data inspect`, `verify`, `split`, `sync`, `upload`: work on token files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from refocused.commands.arguments import Parser, add_credentials, place
+from refocused.commands.output import (
+    count,
+    duration_text,
+    print_result,
+    progress_line,
+    ratio,
+    size_text,
+)
+from refocused.commands.prepare.make_shards import add_source, open_source
+from refocused.system.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from refocused.prepare.inspect_data import DataReport
+    from refocused.prepare.sync import SyncResult
+
+_NAMED = 20
+FOLDER_SAMPLE, BUCKET_SAMPLE = 100_000_000, 8_000_000  # tokens
+
+
+def run_split(parser: Parser) -> None:
+    """Choose files, and print what to put into the run file; nothing is written or copied."""
+    add = parser.add_argument
+    add_source(parser)
+    add("--val-ratio", type=ratio, default=0.01, metavar="R", help="share of the tokens (0.01)")
+    add("--seed", type=int, default=0, metavar="N", help="another seed, other files (0)")
+    arguments = parser.read()
+    from refocused.data.manifest.select_files import choose_validation
+    from refocused.data.manifest.shard_manifest import build_manifest
+
+    manifest = build_manifest(*open_source(arguments), cache_file=None)
+    split = choose_validation(manifest, ratio=arguments.val_ratio, seed=arguments.seed)
+    record = {
+        "source": arguments.source,
+        "validation_files": split.files,
+        "validation_fraction": split.fraction,
+        "validation_tokens": split.tokens,
+        "tokens": split.total_tokens,
+    }
+    share, files = split.tokens / split.total_tokens, len(manifest.shards)
+    lines = [f"# {len(split.files)} of {files} files: {share:.2%} of the tokens"]
+    setting = "  validation_files:"
+    if not split.files:
+        lines = [f"# {files} files are too few for {share:.2%}: the last windows are kept"]
+        lines.append("# instead, in name order.")
+        setting = f"  validation_fraction: {split.fraction:g}"
+    lines += [f"data:\n  source: {arguments.source}", setting]
+    lines += [f"    - {json.dumps(name)}" for name in split.files]
+    print_result(record, lines, as_json=arguments.json)
+
+
+def run_inspect(parser: Parser) -> int:
+    """Report what token files hold; the exit code says whether every file can be used."""
+    add = parser.add_argument
+    add_source(parser)
+    add("--picture", type=Path, metavar="FILE.png", help="draw the ids and the lengths")
+    sample = parser.add_mutually_exclusive_group()
+    text = "read so many (1e8; 8e6 of a gs:// source)"
+    sample.add_argument("--sample-tokens", type=count, metavar="N", help=text)
+    sample.add_argument("--all", action="store_true", help="read everything")
+    add("--vocabulary", type=count, metavar="N", help="ids that the model knows")
+    arguments = parser.read()
+    from refocused.prepare.inspect_data import draw_report, inspect_data
+
+    usual = BUCKET_SAMPLE if "://" in arguments.source else FOLDER_SAMPLE
+    report = inspect_data(
+        *open_source(arguments),
+        sample_tokens=2**62 if arguments.all else arguments.sample_tokens or usual,
+        vocabulary=arguments.vocabulary,
+    )
+    print_result(dataclasses.asdict(report), _report_lines(report), as_json=arguments.json)
+    if arguments.picture is not None:
+        draw_report(report, arguments.picture)
+    return ExitCode.CHECK_FAILED if report.problems else ExitCode.OK
+
+
+def _report_lines(report: DataReport) -> list[str]:
+    sample, unknown = report.sample, "not known"
+    kinds = ", ".join(f"{number} {kind}" for kind, number in report.kinds.items()) or "none"
+    frequent = ", ".join(f"{one} {share:.1%}" for one, share in sample.most_frequent[:5])
+    padding, size, documents = report.padding_fraction, report.bytes_per_token, report.documents
+    rows = {
+        "files": f"{report.files} ({kinds}), {size_text(report.bytes)}",
+        "tokens": f"{report.tokens:,}",
+        "padding": unknown if padding is None else f"{padding:.1%} of what is stored",
+        "bytes": unknown if size is None else f"{size:.2f} a token",
+        "documents": unknown if documents is None else f"{documents:,}",
+        "tokenizer": report.tokenizer or "not said",
+        "read": f"{sample.tokens:,} tokens of {report.sampled_files} files",
+        "ids": "none"
+        if sample.max_id is None
+        else f"{sample.min_id} to {sample.max_id}, {sample.distinct_ids:,} different",
+        "repeated": "not known: name the id between documents by --separator-id"
+        if sample.documents is None
+        else f"{sample.duplicate_documents:,} of {sample.documents:,} documents or rows read",
+    }
+    if frequent:
+        rows["frequent"] = frequent
+    return [
+        report.url,
+        *(f"  {name:<10} {value}" for name, value in rows.items()),
+        *(f"  note: {note}" for note in report.notes),
+        *(f"  PROBLEM: {problem}" for problem in report.problems),
+    ]
+
+
+def run_verify(parser: Parser) -> int:
+    """Check every file; the exit code says whether all are right."""
+    add = parser.add_argument
+    add_source(parser)
+    add("--deep", action="store_true", help="read all tokens, not only checksums or headers")
+    add("--vocabulary", type=count, metavar="N", help="ids that the model knows (with --deep)")
+    arguments = parser.read()
+    from refocused.prepare.verify_data import verify_data
+
+    if arguments.vocabulary is not None and not arguments.deep:
+        raise ConfigError("--vocabulary: ids are only read with --deep. Add it.")
+    with progress_line("verify") as show:
+        findings = verify_data(
+            *open_source(arguments),
+            deep=arguments.deep,
+            vocabulary=arguments.vocabulary,
+            progress=show,
+        )
+    bad = [finding.problem for finding in findings if finding.problem is not None]
+    lines = bad[:_NAMED]
+    if len(bad) > _NAMED:
+        lines.append(f"and {len(bad) - _NAMED:,} more; --json names all")
+    size = size_text(sum(finding.size for finding in findings))
+    tokens = sum(finding.tokens or 0 for finding in findings)
+    right = f"{len(findings) - len(bad):,} of {len(findings):,} files are right"
+    lines.append(f"{arguments.source}: {right} ({size}, {tokens:,} tokens)")
+    record = [dataclasses.asdict(finding) for finding in findings]
+    print_result(record, lines, as_json=arguments.json)
+    return ExitCode.CHECK_FAILED if bad else ExitCode.OK
+
+
+def run_sync(parser: Parser) -> None:
+    """Fetch what the folder lacks."""
+    add = parser.add_argument
+    add("source", metavar="URL", help="gs:// address, or a folder")
+    add("folder", type=Path, metavar="DIR", help="where the objects go")
+    add("--max-files", type=count, metavar="N", help="the first N files of tokens or text")
+    add("--include", action="append", default=[], metavar="GLOB", help="only these objects")
+    add("--exclude", action="append", default=[], metavar="GLOB", help="not these objects")
+    _add_moving_options(parser)
+    arguments = parser.read()
+    from refocused.prepare.sync import Selection, sync_folder
+
+    started = time.monotonic()
+    selection = Selection(tuple(arguments.include), tuple(arguments.exclude), arguments.max_files)
+    bucket, folder = place(arguments.source, arguments), arguments.folder
+    with progress_line("sync") as show:
+        result = sync_folder(
+            bucket, folder, selection=selection, threads=arguments.threads, show=show
+        )
+    _print_moved(result, time.monotonic() - started, str(folder), as_json=arguments.json)
+
+
+def run_upload(parser: Parser) -> None:
+    """Store what the bucket lacks."""
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="what is stored; hidden files are left out")
+    add("target", metavar="URL", help="gs:// address, or a folder")
+    _add_moving_options(parser)
+    arguments = parser.read()
+    from refocused.prepare.folder_upload import upload_folder
+
+    started = time.monotonic()
+    bucket, target = place(arguments.target, arguments), arguments.target
+    with progress_line("upload") as show:
+        result = upload_folder(arguments.folder, bucket, threads=arguments.threads, show=show)
+    _print_moved(result, time.monotonic() - started, target, as_json=arguments.json)
+
+
+def _add_moving_options(parser: Parser) -> None:
+    parser.add_argument("--threads", type=count, default=8, metavar="N", help="at once (8)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_credentials(parser)
+
+
+def _print_moved(result: SyncResult, seconds: float, where: str, *, as_json: bool) -> None:
+    kept = result.objects - result.moved_objects
+    verified = "all verified"
+    if result.size_only:
+        verified = f"{result.size_only:,} of them only by size: their source keeps no checksums"
+    lines = [f"{where}: {result.objects:,} objects, {size_text(result.bytes)}, {verified}"]
+    if result.moved_objects:
+        rate = size_text(result.moved_bytes / seconds)
+        moved = f"{result.moved_objects:,} moved ({size_text(result.moved_bytes)}, {rate}/s)"
+        lines.append(f"  {moved} in {duration_text(seconds)}, {kept:,} were there")
+    print_result(dataclasses.asdict(result) | {"seconds": seconds}, lines, as_json=as_json)
