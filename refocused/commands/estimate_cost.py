@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from refocused.commands.arguments import Once, Parser, run_verb, split_overrides
+from refocused.commands.arguments import Once, Parser, split_overrides
 from refocused.commands.output import count, count_text, positive, print_result, size_text, table
 from refocused.system.errors import ConfigError, ExitCode, ShardError
 
@@ -20,21 +20,14 @@ if TYPE_CHECKING:
     from refocused.config.run_config import RunConfig
     from refocused.estimate.scenarios import Estimate, OnGpus, TasksWork
 
-WHAT = "Estimate a run before it begins, or read off one that trains or has trained."
 SWEPT = "gpus="
 GPUS, GPU = 8, "H100 SXM"
 # Assumed of any tokenizer but `bytes`; GPT-2's takes 4.5 of HellaSwag's into a token.
 BYTES_A_TOKEN = 4
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    return run_verb("estimate_cost", {"": ("estimate_cost", WHAT)}, given)
-
-
-def add_estimate_cost_arguments(parser: Parser) -> None:
-    """Describe the command line."""
+def run_estimate_cost(parser: Parser) -> int:
+    """Estimate or measure, and print."""
     add = parser.add_argument
     add("--config", action=Once, metavar="FILE", help="run file, or the name of one in config/runs")
     add(
@@ -49,10 +42,7 @@ def add_estimate_cost_arguments(parser: Parser) -> None:
     add("--sweep", metavar="gpus=1,2,4,8", help="the same run on these numbers of GPUs")
     add("--json", action="store_true", help="print JSON")
     add("overrides", nargs="*", metavar="section.key=value")
-
-
-def run_estimate_cost(arguments: argparse.Namespace) -> int:
-    """Estimate or measure, and print."""
+    arguments = parser.read()
     if (arguments.config is None) == (arguments.measured is None):
         raise ConfigError("Name either --config FILE or --measured RUN, one of the two.")
     if arguments.measured is not None:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from refocused.system.world import World
 
 
-def add_compare_arguments(parser: Parser) -> None:
-    """Describe the command line."""
+def run_compare(parser: Parser) -> int:
+    """Compare by tasks, or by speed where none is named."""
     parser.epilog = (
         "With --tasks: scores of the models, of all steps of a run when none is named, and their "
         "curve; several ranks share the work. Without: speed, on one rank, also of names in "
@@ -46,10 +46,7 @@ def add_compare_arguments(parser: Parser) -> None:
     add_task_options(parser)
     add_machine_options(parser)
     add_run_options(parser)
-
-
-def run_compare(arguments: argparse.Namespace) -> int:
-    """Compare by tasks, or by speed where none is named."""
+    arguments = parser.read()
     check_picture(arguments.picture)
     return _by_speed(arguments) if arguments.tasks is None else _by_tasks(arguments)
 

@@ -44,8 +44,8 @@ class Evaluated:
     results: Sequence[TimedResult]
 
 
-def add_evaluate_arguments(parser: Parser) -> None:
-    """Describe the command line."""
+def run_evaluate(parser: Parser) -> int:
+    """Put all tasks to the model."""
     parser.epilog = (
         "Without --tasks: the loss on the validation set of the model's run. `evaluate compare "
         "--help`: several models. On several GPUs: deepspeed --num_gpus N launch/evaluate.py ..."
@@ -61,10 +61,7 @@ def add_evaluate_arguments(parser: Parser) -> None:
     add_task_options(parser)
     add_machine_options(parser)
     add_run_options(parser)
-
-
-def run_evaluate(arguments: argparse.Namespace) -> int:
-    """Put all tasks to the model."""
+    arguments = parser.read()
     world = ranks(arguments.device)
     tasks = world.on_all_ranks(lambda: tasks_of(arguments))
     found = evaluated(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,8 +19,8 @@ from refocused.system.errors import ExitCode
 ROW = "{:<32} {:>6} {:>28} {:>28}"
 
 
-def add_spectrum_arguments(parser: Parser) -> None:
-    """Describe the command line."""
+def run_spectrum(parser: Parser) -> int:
+    """Print the shortest, median and longest horizon of every part, and draw them if asked."""
     parser.epilog = (
         "A mode's horizon is the tokens after which it has forgotten 63 % of what it saw; those of "
         "a scale of s tokens count its own."
@@ -33,10 +32,7 @@ def add_spectrum_arguments(parser: Parser) -> None:
         "--picture", "--out", type=Path, metavar="FILE.png", help="draw the horizons"
     )
     add_run_options(parser)
-
-
-def run_spectrum(arguments: argparse.Namespace) -> int:
-    """Print the shortest, median and longest horizon of every part, and draw them if asked."""
+    arguments = parser.read()
     check_picture(arguments.picture)
     from refocused.evaluate.comparison import draw_spectrum, spectra
 

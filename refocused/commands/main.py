@@ -67,6 +67,12 @@ VERBS = {
             "show and draw what a model without attention remembers, how long",
         ),
     },
+    "estimate_cost": {
+        "": (
+            "estimate_cost",
+            "Estimate a run before it begins, or read off one that trains or has trained.",
+        )
+    },
     "stop": {"": ("monitor", "ask a run to save and stop, without a time limit")},
 }
 

@@ -261,17 +261,14 @@ def session_name(run: Path) -> str:
     return f"monitor-{name}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:6]}"
 
 
-def add_stop_arguments(parser: Parser) -> None:
-    """Add the options of `stop`."""
+def run_stop(parser: Parser) -> int:
+    """Ask a run to save and stop after the step it is in, or end it now."""
     add = parser.add_argument
     add("run", nargs="?", help="the run's folder, or its name in runs/ (default: the newest there)")
     add("--wait", action="store_true", help="return when the run has stopped")
     lost = "kill it without saving: what came after the last checkpoint is lost"
     add("--now", action="store_true", help=lost)
-
-
-def run_stop(arguments: argparse.Namespace) -> int:
-    """Ask a run to save and stop after the step it is in, or end it now."""
+    arguments = parser.read()
     from refocused.metrics.jsonl import read_json, read_small
 
     if arguments.run:

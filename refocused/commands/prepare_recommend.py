@@ -38,8 +38,8 @@ LEAST_VALIDATION, MOST_VALIDATION = 0.001, 0.05  # shares of the windows
 _OF_VALIDATION = re.compile(r"(^|[^a-z])val(id|idation)?([^a-z]|$)", re.IGNORECASE)
 
 
-def add_recommend_arguments(parser: Parser) -> None:
-    """Describe the command line."""
+def run_recommend(parser: Parser) -> int:
+    """Count the tokens, plan a run, and print or write its run file."""
     add = parser.add_argument
     add("source", nargs="?", metavar="DIR_OR_URL", help="folder or gs:// address of token files")
     add("--tokens", type=count, metavar="N", help="instead of a source")
@@ -62,10 +62,7 @@ def add_recommend_arguments(parser: Parser) -> None:
     add("--json", action="store_true", help="print JSON")
     add_reading_options(parser)
     add_credentials(parser)
-
-
-def run_recommend(arguments: argparse.Namespace) -> int:
-    """Count the tokens, plan a run, and print or write its run file."""
+    arguments = parser.read()
     from refocused.system.atomic_files import replace_file
     from refocused.system.hardware import named_gpu
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
 import pytest
 
-from refocused.commands.estimate_cost import main
+from refocused.commands.main import run_command
+
+main = functools.partial(run_command, "estimate_cost")
 
 RUN = "gpt2_1b_8xh100_fast"
 TOKENIZER = "data.tokenizer=hub:any/model"

@@ -18,7 +18,6 @@ REPOSITORY = Path(__file__).parents[2]
 def test_every_verb_has_its_functions(command: str) -> None:
     for verb, (module, _) in VERBS[command].items():
         functions = importlib.import_module(f"refocused.commands.{module}")
-        assert callable(getattr(functions, f"add_{verb or command}_arguments"))
         assert callable(getattr(functions, f"run_{verb or command}"))
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands.cost_estimates import RUN, TOKENIZER, estimated
+from commands.cost_estimates import RUN, TOKENIZER, estimated, main
 
-from refocused.commands.estimate_cost import main
 from refocused.config.prices import read_prices
 from refocused.estimate.run_cost import DISK_BYTES_PER_SECOND, START_UP_SECONDS
 
@@ -217,8 +216,8 @@ def test_wrong_use_is_refused(
 def test_neither_help_nor_an_estimate_imports_torch() -> None:
     script = (
         "import sys\n"
-        "from refocused.commands.estimate_cost import main\n"
-        f"assert main(['--config', {RUN!r}, '--sweep', 'gpus=1,2']) == 0\n"
+        "from refocused.commands.main import run_command\n"
+        f"assert run_command('estimate_cost', ['--config', {RUN!r}, '--sweep', 'gpus=1,2']) == 0\n"
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)

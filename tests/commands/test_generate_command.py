@@ -262,6 +262,7 @@ def test_a_step_is_picked_from_the_list(
 
     sample_run.save_readable(10)
     sample_run.mirror(sample_run.save_readable(20), keep=False)
+    monkeypatch.setenv("TERM", "dumb")  # without bold headings
     asked: list[str] = []
 
     def note(arguments: Any) -> Any:

@@ -13,8 +13,8 @@ from fakes import Emulator
 
 from refocused.bucket.gcs import GcsBucket
 from refocused.checkpoints.step.staging import remove_step
-from refocused.commands.local_steps import local_step
 from refocused.commands.main import run_command
+from refocused.commands.run_selection import local_step
 from refocused.evaluate.export_copy import upload_folder
 from refocused.system.errors import CheckpointError
 

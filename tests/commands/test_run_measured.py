@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands.cost_estimates import RUN, estimated
+from commands.cost_estimates import RUN, estimated, main
 
 from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
-from refocused.commands.estimate_cost import main
 from refocused.commands.run_measured import measure
 from refocused.config.load_run import load_run, render_run
 from refocused.metrics.run_time import PERFORMANCE_FILE

@@ -14,8 +14,8 @@ import transformers
 from forked import train
 from tiny import tiny_run
 
-from refocused.commands.local_steps import model_source
 from refocused.commands.main import run_command
+from refocused.commands.run_selection import model_source
 from refocused.evaluate.generation import Sampling, generate
 from refocused.evaluate.load_model import load_model
 
