@@ -23,19 +23,12 @@ REASON_CHARACTERS = 200
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Compilation:
-    """How the blocks are computed.
+    """How the blocks are computed."""
 
-    Attributes:
-        is_on: Whether they are compiled.
-        text: The same, and why, for a person.
-        failed: Whether they should have been compiled, but could not be.
-        seconds: What compiling took; None when nothing was.
-    """
-
-    is_on: bool
-    text: str
-    failed: bool = False
-    seconds: float | None = None
+    is_on: bool  # whether they are compiled
+    text: str  # the same, and why, for a person
+    failed: bool = False  # whether they should have been compiled, but could not be
+    seconds: float | None = None  # what compiling took; None when nothing was
 
 
 def compile_blocks(

@@ -16,34 +16,21 @@ _EXACT = 2**22  # elements that float32, in which torch counts, still counts one
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterHistogram:
-    """How the elements of one tensor are distributed.
+    """How the elements of one tensor are distributed."""
 
-    Attributes:
-        low: Where the first bin begins: the smallest element, if not all are equal.
-        high: Where the last bin ends: the largest element, if not all are equal.
-        counts: Elements in each of the bins, which are equally wide.
-        total: Sum of the elements.
-        squares: Sum of their squares.
-    """
-
-    low: float
-    high: float
-    counts: tuple[int, ...]
-    total: float
-    squares: float
+    low: float  # where the first bin begins: the smallest element, if not all are equal
+    high: float  # where the last bin ends: the largest element, if not all are equal
+    counts: tuple[int, ...]  # elements in each of the bins, which are equally wide
+    total: float  # sum of the elements
+    squares: float  # sum of their squares
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Histograms:
-    """Those of one step, by the parameters' names; what is not finite has none.
+    """Those of one step, by the parameters' names; what is not finite has none."""
 
-    Attributes:
-        weights: Before the step's update.
-        gradients: Of the whole step, before clipping.
-    """
-
-    weights: dict[str, ParameterHistogram]
-    gradients: dict[str, ParameterHistogram]
+    weights: dict[str, ParameterHistogram]  # before the step's update
+    gradients: dict[str, ParameterHistogram]  # of the whole step, before clipping
 
 
 def histograms_of(module: torch.nn.Module, *, gradient_scale: float) -> Histograms:

@@ -30,17 +30,12 @@ RMS_OF_ADAMW = 0.2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatMatrices:
-    """The matrices of one of ZeRO's flat pieces, and the rank that computes each of them.
+    """The matrices of one of ZeRO's flat pieces, and the rank that computes each of them."""
 
-    Attributes:
-        shapes: Of the matrices, in order.
-        parts: Where each rank's part of each matrix is in its piece, `[matrix][rank]`.
-        owners: The rank that makes each matrix orthogonal.
-    """
-
-    shapes: tuple[torch.Size, ...]
+    shapes: tuple[torch.Size, ...]  # of the matrices, in order
+    # where each rank's part of each matrix is in its piece, `[matrix][rank]`
     parts: tuple[tuple[slice, ...], ...]
-    owners: tuple[int, ...]
+    owners: tuple[int, ...]  # the rank that makes each matrix orthogonal
 
     def update(self, piece: Tensor) -> Tensor:
         """Return this rank's piece `[n]` of `scaled_orthogonal` of each matrix; all ranks call.

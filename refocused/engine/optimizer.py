@@ -51,16 +51,11 @@ def build_optimizer(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """What the configuration says of an optimizer; a load puts the checkpoint's in its place.
+    """What the configuration says of an optimizer; a load puts the checkpoint's in its place."""
 
-    Attributes:
-        groups: Of each parameter group all but its parameters.
-        clip: Largest norm of the gradient, where the optimizer itself clips.
-        scale_window: Steps without overflow before fp16's loss scale doubles, where there is one.
-    """
-
-    groups: tuple[Mapping[str, Any], ...]
-    clip: float | None
+    groups: tuple[Mapping[str, Any], ...]  # of each parameter group all but its parameters
+    clip: float | None  # largest norm of the gradient, where the optimizer itself clips
+    # steps without overflow before fp16's loss scale doubles, where there is one
     scale_window: int | None
 
     @classmethod

@@ -40,19 +40,12 @@ _MODEL_FILE = re.compile(r"(?:zero/)?(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_st
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fragment:
-    """A run of elements of one parameter inside a flat tensor.
+    """A run of elements of one parameter inside a flat tensor."""
 
-    Attributes:
-        name: The parameter's name.
-        start: Its first element, counted in the flattened parameter.
-        size: Elements.
-        place: Where it begins in the flat tensor.
-    """
-
-    name: str
-    start: int
-    size: int
-    place: int
+    name: str  # the parameter's name
+    start: int  # its first element, counted in the flattened parameter
+    size: int  # elements
+    place: int  # where it begins in the flat tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ class CausalLM(nn.Module):
     Attributes:
         network: The transformers model, whose head is a `LossHead`; its parameter names are those
             of transformers, so that `network.save_pretrained` writes an ordinary checkpoint.
-        block_shape: `(B, T)` of the passes in which FlexAttention keeps documents apart; all others
-            get a dense mask. None: all do.
     """
 
+    # `(B, T)` of the passes in which FlexAttention keeps documents apart; all others get a dense
+    # mask. None: all do.
     block_shape: tuple[int, int] | None = None
 
     def __init__(self, network: Any, *, chunk_tokens: int, document_id: int | None = None) -> None:

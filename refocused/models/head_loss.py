@@ -21,12 +21,9 @@ class LossHead(nn.Linear):
     The loss has to be computed here: under ZeRO-3 the weight is only whole while its own module
     runs. It is walked in chunks of tokens, and each chunk's gradient is taken at once, so that
     the largest temporary is `[chunk, V]`.
-
-    Attributes:
-        form: What computes the loss; see `head_loss`.
     """
 
-    form: HeadForm = "chunked"
+    form: HeadForm = "chunked"  # what computes the loss; see `head_loss`
 
     def __init__(self, weight: nn.Parameter, *, chunk_tokens: int) -> None:
         """Take over a weight `[V, D]`, which may be tied to the embedding."""

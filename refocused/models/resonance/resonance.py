@@ -68,29 +68,23 @@ BATCH_AXIS = 1  # of a resonators' state, which is `[2, B, F, D]`
 
 
 class ResonanceConfig(PreTrainedConfig):  # type: ignore[misc]
-    """The shape of a resonance model.
-
-    Attributes:
-        num_resonators: Resonators of a block, F.
-        max_position_embeddings: Learned positions, T_max; later tokens take the last one.
-        spectrum_length: The longest memory before training, in tokens; None:
-            `max_position_embeddings`. Weights are differences from that spectrum, so it must never
-            change once they are trained.
-        intermediate_size: Inner width of the feed-forward part; None: 4 times `hidden_size`.
-        dropout: Probability at the embedding and before each sum with the residual stream.
-    """
+    """The shape of a resonance model."""
 
     model_type = "resonance"
 
     vocab_size: int = 50257
     hidden_size: int = 768
     num_hidden_layers: int = 6
-    num_resonators: int = 64
+    num_resonators: int = 64  # resonators of a block, F
+    # inner width of the feed-forward part; None: 4 times `hidden_size`
     intermediate_size: int | None = None
-    max_position_embeddings: int = 32768
+    max_position_embeddings: int = 32768  # learned positions, T_max; later tokens take the last one
+    # the longest memory before training, in tokens; None: `max_position_embeddings`. Weights are
+    # differences from that spectrum, so it must never change once they are trained.
     spectrum_length: int | None = None
     layer_norm_eps: float = 1e-5
     initializer_range: float = 0.02
+    # probability at the embedding and before each sum with the residual stream
     dropout: float = 0.0
     use_cache: bool = True
     tie_word_embeddings: bool = True

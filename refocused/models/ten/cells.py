@@ -24,17 +24,11 @@ Scan = Callable[[Tensor, Tensor, Tensor], Tensor]  # of beta, log-decay and freq
 
 @dataclasses.dataclass(slots=True)
 class ScaleState:
-    """What one scale remembers of all tokens so far; its size does not grow with them.
+    """What one scale remembers of all tokens so far; its size does not grow with them."""
 
-    Attributes:
-        eigenstates: c after the last whole group, `[2, K, B]`, float32 or better.
-        latest: The output of the last whole group, `[B, 1, D]`.
-        pending: The tokens of the group that is not whole yet, `[B, fewer than scale, D]`.
-    """
-
-    eigenstates: Tensor
-    latest: Tensor
-    pending: Tensor
+    eigenstates: Tensor  # c after the last whole group, `[2, K, B]`, float32 or better
+    latest: Tensor  # the output of the last whole group, `[B, 1, D]`
+    pending: Tensor  # the tokens of the group that is not whole yet, `[B, fewer than scale, D]`
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, as beam search asks for."""

@@ -47,15 +47,10 @@ SUMMING = 2  # modes of four that begin by summing up; neighbours go to differen
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spectrum:
-    """The modes of a recurrence, `[K]` each, in float64.
+    """The modes of a recurrence, `[K]` each, in float64."""
 
-    Attributes:
-        log_decay: ln|a|, below 0.
-        frequency: omega in radians a token.
-    """
-
-    log_decay: Tensor
-    frequency: Tensor
+    log_decay: Tensor  # ln|a|, below 0
+    frequency: Tensor  # omega in radians a token
 
     @property
     def horizon_tokens(self) -> Tensor:

@@ -20,48 +20,31 @@ MODEL_TYPE = "ten"
 
 
 class TenConfig(PreTrainedConfig):  # type: ignore[misc]
-    """The shape of a TEN, as its `config.json` says it.
-
-    Attributes:
-        vocab_size: Rows of the embedding, V.
-        hidden_size: Size of the residual stream, D.
-        num_hidden_layers: Blocks, L.
-        num_eigenstates: Modes of a cell, K; a block has two cells at every scale.
-        intermediate_size: Inner size of the feed-forward part, F; 0 stands for 4 D.
-        max_position_embeddings: Sequence length to train on, and with learned positions the longest
-            one.
-        spectrum_length: The longest horizon before training, in tokens; None:
-            `max_position_embeddings`. Weights are differences from that spectrum, so it must never
-            change once they are trained.
-        learned_positions: Whether a learned embedding of the position is added. Without it a
-            sequence may have any length.
-        scales: Tokens that are averaged before each of a block's recurrences.
-        chunk_size: Tokens of a chunk of the fast form; the result does not depend on it.
-        layer_norm_eps: Added to the variance in every norm.
-        initializer_range: Standard deviation of the weights that training begins with.
-        hidden_dropout: Probability at every dropout.
-        tie_word_embeddings: Whether the head shares the token embedding.
-        use_cache: Whether generation keeps the state.
-    """
+    """The shape of a TEN, as its `config.json` says it."""
 
     model_type = MODEL_TYPE
     keys_to_ignore_at_inference = ("past_key_values",)
 
-    vocab_size: int = 50257
-    hidden_size: int = 512
-    num_hidden_layers: int = 4
-    num_eigenstates: int = 64
-    intermediate_size: int = 0
+    vocab_size: int = 50257  # rows of the embedding, V
+    hidden_size: int = 512  # size of the residual stream, D
+    num_hidden_layers: int = 4  # blocks, L
+    num_eigenstates: int = 64  # modes of a cell, K; a block has two cells at every scale
+    intermediate_size: int = 0  # inner size of the feed-forward part, F; 0 stands for 4 D
+    # sequence length to train on, and with learned positions the longest one
     max_position_embeddings: int = 512
+    # the longest horizon before training, in tokens; None: `max_position_embeddings`. Weights are
+    # differences from that spectrum, so it must never change once they are trained.
     spectrum_length: int | None = None
+    # whether a learned embedding of the position is added. Without it a sequence may have any
+    # length.
     learned_positions: bool = True
-    scales: list[int] | None = None
-    chunk_size: int = 64
-    layer_norm_eps: float = 1e-5
-    initializer_range: float = 0.02
-    hidden_dropout: float = 0.0
-    tie_word_embeddings: bool = True
-    use_cache: bool = True
+    scales: list[int] | None = None  # tokens that are averaged before each of a block's recurrences
+    chunk_size: int = 64  # tokens of a chunk of the fast form; the result does not depend on it
+    layer_norm_eps: float = 1e-5  # added to the variance in every norm
+    initializer_range: float = 0.02  # standard deviation of the weights that training begins with
+    hidden_dropout: float = 0.0  # probability at every dropout
+    tie_word_embeddings: bool = True  # whether the head shares the token embedding
+    use_cache: bool = True  # whether generation keeps the state
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
