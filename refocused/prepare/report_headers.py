@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.config.data import DataConfig
-from refocused.data.formats.layout import TokenLayout
 from refocused.data.formats.object_names import (
     MANIFEST_NAME,
     TEXT_SUFFIXES,
@@ -17,7 +16,7 @@ from refocused.data.formats.object_names import (
 )
 from refocused.data.formats.object_reader import ObjectReader
 from refocused.data.formats.token_blocks import count_tokens
-from refocused.data.formats.token_layout import read_layout, refusal
+from refocused.data.formats.token_layout import TokenLayout, read_layout, refusal
 from refocused.data.manifest.select_files import check_chunks, is_megatron
 from refocused.data.manifest.shard_manifest import build_manifest
 from refocused.prepare.packing_state import RECIPE_NAME

@@ -9,9 +9,14 @@ from typing import BinaryIO
 import numpy as np
 
 from refocused.config.data import DataConfig
-from refocused.data.formats.layout import TokenLayout
+from refocused.data.formats.object_reader import ByteSource
 from refocused.data.formats.token_blocks import token_blocks
-from refocused.data.formats.token_layout import SMALL_VOCABULARY, read_layout, vocabulary_for
+from refocused.data.formats.token_layout import (
+    SMALL_VOCABULARY,
+    TokenLayout,
+    read_layout,
+    vocabulary_for,
+)
 from refocused.data.manifest.shard_manifest import Shard
 from refocused.system.errors import ShardError
 
@@ -84,7 +89,7 @@ def write_local_form(
     return max(max_ids)
 
 
-def _checked_layout(file: BinaryIO, shard: Shard, *, data: DataConfig) -> TokenLayout:
+def _checked_layout(file: ByteSource, shard: Shard, *, data: DataConfig) -> TokenLayout:
     layout = read_layout(file, name=shard.name, data=data)
     counted = (shard.pad_id, shard.separator_id)
     given = (layout.pad_id, layout.separator_id)
@@ -98,7 +103,7 @@ def _checked_layout(file: BinaryIO, shard: Shard, *, data: DataConfig) -> TokenL
 
 
 def _copy(
-    file: BinaryIO,
+    file: ByteSource,
     layout: TokenLayout,
     out: BinaryIO | None,
     *,

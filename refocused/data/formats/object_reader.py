@@ -8,7 +8,6 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from isal import isal_zlib
 
@@ -20,28 +19,19 @@ LARGEST_RANGE_BYTES = 8 * 1024 * 1024
 LARGEST_READ_BYTES = 32 * 1024 * 1024
 RANGES_KEPT = 4  # a mask and its ids are read side by side
 
+# Deflate cannot do better than 1032 to 1 (zlib's technical notes); stored members are 1 to 1.
+LARGEST_RATIO = 1040
+LOCAL_HEADER_BYTES = 30  # before the member's name and extra field (APPNOTE.TXT, 4.3.7)
+COMPRESSED_BYTES = 1 << 17  # read at a time: fewer changes of threads, and still in a core's cache
+# Of one call: far above what tokens need, so that only a member of next to nothing reaches it. A
+# call that stops earlier leaves compressed bytes over, a new size each time, and these tear the
+# heap of the thread: it grew by 4 to 10 MiB over 32 shards.
+INFLATED_BYTES = 1 << 20
 
-class ByteSource(Protocol):
-    """What the readers of token files need: an open local file, or an `ObjectReader`."""
-
-    def read(self, size: int = ..., /) -> bytes:
-        """Return up to `size` bytes from the position."""
-        ...
-
-    def seek(self, offset: int, whence: int = ..., /) -> int:
-        """Move the position."""
-        ...
-
-    def tell(self) -> int:
-        """Return the position."""
-        ...
-
-    def seekable(self) -> bool:
-        """Whether the position can be moved: always."""
-        ...
+ByteSource = io.BufferedIOBase  # an open local file, or an `ObjectReader`
 
 
-class ObjectReader:
+class ObjectReader(io.BufferedIOBase):
     """Reads an object by ranges: 64 KiB where it jumps, up to 8 MiB where it reads on."""
 
     def __init__(self, bucket: Bucket, blob: BlobInfo) -> None:
@@ -58,7 +48,7 @@ class ObjectReader:
         """Return the position in bytes from the start."""
         return self._position
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         """Move the position as `io.IOBase.seek` does."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._blob.size}
         position = base[whence] + offset
@@ -67,14 +57,14 @@ class ObjectReader:
         self._position = position
         return position
 
-    def read(self, size: int = -1) -> bytes:
+    def read(self, size: int | None = -1, /) -> bytes:
         """Return up to `size` bytes, fewer only at the end of the object.
 
         Raises:
             ShardError: More than 32 MiB are asked for at once, which only a header that lies does.
         """
         left = max(self._blob.size - self._position, 0)
-        size = left if size < 0 else min(size, left)
+        size = left if size is None or size < 0 else min(size, left)
         if size > LARGEST_READ_BYTES:
             raise ShardError(
                 f"{self._blob.name}: its header asks for {size:,} bytes at once, which no token "
@@ -93,18 +83,20 @@ class ObjectReader:
             offset = self._position - start
             if 0 <= offset < len(content):
                 return content[offset : offset + size]
-        return self._fetch()[self._position - self._ranges[-1][0] :][:size]
+        self._fetch()
+        start, content = self._ranges[-1]
+        return content[self._position - start :][:size]
 
-    def _fetch(self) -> bytes:
+    def _fetch(self) -> None:
         start, length = self._position, FIRST_RANGE_BYTES
         for known in self._ranges:
             if known[0] + len(known[1]) == start:  # read on: ask for more each time
-                length = min(2 * len(known[1]), LARGEST_RANGE_BYTES)
+                length = max(min(2 * len(known[1]), LARGEST_RANGE_BYTES), length)
                 self._ranges.remove(known)
                 break
         else:  # the end is read backwards: footer, then directory
             start = min(start, max(self._blob.size - FIRST_RANGE_BYTES, 0))
-        length = min(max(length, FIRST_RANGE_BYTES), self._blob.size - start)
+        length = min(length, self._blob.size - start)
         content = self._bucket.read(self._blob.name, start=start, length=length)
         if len(content) != length:
             raise ShardError(
@@ -113,24 +105,14 @@ class ObjectReader:
                 "or put its name in data.exclude."
             )
         self._ranges = [*self._ranges[-(RANGES_KEPT - 1) :], (start, content)]
-        return content
-
-
-# Deflate cannot do better than 1032 to 1 (zlib's technical notes); stored members are 1 to 1.
-LARGEST_RATIO = 1040
-LOCAL_HEADER_BYTES = 30  # before the member's name and extra field (APPNOTE.TXT, 4.3.7)
-COMPRESSED_BYTES = 1 << 17  # read at a time: fewer changes of threads, and still in a core's cache
-# Of one call: far above what tokens need, so that only a member of next to nothing reaches it. A
-# call that stops earlier leaves compressed bytes over, a new size each time, and these tear the
-# heap of the thread: it grew by 4 to 10 MiB over 32 shards.
-INFLATED_BYTES = 1 << 20
 
 
 @contextlib.contextmanager
-def zip_faults_named(name: str) -> Iterator[None]:
-    """Turn whatever a broken zip raises while it is read into a `ShardError` with its name."""
+def opened_zip(file: ByteSource, *, name: str) -> Iterator[zipfile.ZipFile]:
+    """Open a zip file; whatever a broken one raises inside the block becomes a `ShardError`."""
     try:
-        yield
+        with zipfile.ZipFile(file) as archive:
+            yield archive
     except (  # type: ignore[misc]  # isal's stub names its exception as if it were an instance
         zipfile.BadZipFile,
         zlib.error,
@@ -149,11 +131,20 @@ def zip_faults_named(name: str) -> Iterator[None]:
         ) from None
 
 
-@contextlib.contextmanager
-def opened_zip(file: ByteSource, *, name: str) -> Iterator[zipfile.ZipFile]:
-    """Open a zip file; every fault of it inside the block becomes a `ShardError`."""
-    with zip_faults_named(name), zipfile.ZipFile(file) as archive:
-        yield archive
+def checked_member(archive: zipfile.ZipFile, member: str, *, name: str) -> zipfile.ZipInfo:
+    """Return a member's entry if the size it claims is possible.
+
+    Raises:
+        ShardError: It claims more bytes than its compressed ones can hold.
+    """
+    info = archive.getinfo(member)
+    if info.file_size > info.compress_size * LARGEST_RATIO:
+        raise ShardError(
+            f"{name}: its member {member} claims {info.file_size:,} bytes out of "
+            f"{info.compress_size:,} compressed ones, which cannot be. Write the file again, or "
+            "put its name in data.exclude."
+        )
+    return info
 
 
 def member_reader(
@@ -203,31 +194,13 @@ class _Inflated:
         return b"".join(pieces)
 
     def _inflate(self) -> bytes:
-        compressed = self._stream.unconsumed_tail or self._compressed()
+        compressed = self._stream.unconsumed_tail
+        if not compressed:
+            self._file.seek(self._position)  # another member may be read in turns
+            compressed = self._file.read(min(COMPRESSED_BYTES, self._end - self._position))
+            self._position += len(compressed)
         piece = self._stream.decompress(compressed, INFLATED_BYTES)
         if not piece and not compressed:
             raise EOFError(f"the data of {self._info.filename!r} end early")
         self._crc = isal_zlib.crc32(piece, self._crc)
         return piece
-
-    def _compressed(self) -> bytes:
-        self._file.seek(self._position)  # another member of the same file may be read in turns
-        content = self._file.read(min(COMPRESSED_BYTES, self._end - self._position))
-        self._position += len(content)
-        return content
-
-
-def checked_member(archive: zipfile.ZipFile, member: str, *, name: str) -> zipfile.ZipInfo:
-    """Return a member's entry when the size it claims can be true.
-
-    Raises:
-        ShardError: It claims more bytes than its compressed ones can hold.
-    """
-    info = archive.getinfo(member)
-    if info.file_size > info.compress_size * LARGEST_RATIO:
-        raise ShardError(
-            f"{name}: its member {member} claims {info.file_size:,} bytes out of "
-            f"{info.compress_size:,} compressed ones, which cannot be. Write the file again, or "
-            "put its name in data.exclude."
-        )
-    return info

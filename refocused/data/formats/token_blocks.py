@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from refocused.data.formats.layout import ArrayPlace, TokenLayout
 from refocused.data.formats.object_reader import ByteSource, member_reader, opened_zip
+from refocused.data.formats.token_layout import LENGTHS_KEY, MASK_KEY, ArrayPlace, TokenLayout
 from refocused.system.errors import ShardError
 
 BLOCK_IDS = 1 << 16  # 128 KiB of uint16, 512 of int64: they stay in the processor's cache
@@ -47,9 +47,14 @@ def count_tokens(file: ByteSource, layout: TokenLayout, *, name: str) -> TokenCo
     """
     if not layout.padded:
         return TokenCount(layout.ids.elements, None)
-    tokens, filled = 0, 0
+    tokens, filled, rows = 0, 0, _rows_at_once(layout, name=name)
+    telling = layout.lengths or layout.mask or layout.ids
     with _opened(file, layout, name=name) as archive:
-        for kept in _kept_rows(file, archive, layout, name=name):
+        for block in _blocks(file, archive, telling, rows=rows, name=name):
+            if layout.lengths:
+                kept = _checked_lengths(block, layout, name=name)
+            else:
+                kept = _kept(block, layout, name=name).sum(axis=1, dtype=np.int64)
             tokens += int(kept.sum())
             filled += int(np.count_nonzero(kept))
     if not tokens:
@@ -65,11 +70,11 @@ def token_blocks(file: ByteSource, layout: TokenLayout, *, name: str) -> Iterato
         ShardError: The file is truncated or corrupt, or an id that is no padding is negative.
     """
     with _opened(file, layout, name=name) as archive:
-        blocks = (
-            _row_blocks(file, archive, layout, name=name)
-            if layout.padded
-            else _blocks(file, archive, layout.ids, rows=BLOCK_IDS, flat=True, name=name)
-        )
+        if layout.padded:
+            blocks = _row_blocks(file, archive, layout, name=name)
+        else:
+            stream = dataclasses.replace(layout.ids, shape=(layout.ids.elements,))
+            blocks = _blocks(file, archive, stream, rows=BLOCK_IDS, name=name)
         for block in blocks:
             if block.dtype.kind == "i" and block.size and block.min() < 0:
                 raise ShardError(
@@ -91,37 +96,30 @@ def _opened(
 
 
 def _blocks(
-    file: ByteSource,
-    archive: zipfile.ZipFile | None,
-    place: ArrayPlace,
-    *,
-    rows: int,
-    name: str,
-    flat: bool = False,
+    file: ByteSource, archive: zipfile.ZipFile | None, place: ArrayPlace, *, rows: int, name: str
 ) -> Iterator[Ids]:
-    """Yield an array `rows` rows at a time, or that many elements of it when `flat`."""
-    shape = (place.elements,) if flat else place.shape
-    row_bytes = place.dtype.itemsize * math.prod(shape[1:])
+    """Yield an array `rows` rows at a time, or that many elements of a stream."""
+    row_bytes = place.dtype.itemsize * math.prod(place.shape[1:])
     if place.member is not None and archive is not None:
         read = member_reader(file, archive, place.member, offset=place.offset)
     else:
         file.seek(place.offset)
         read = file.read
-    for first in range(0, shape[0], rows):
-        count = min(rows, shape[0] - first)
+    for first in range(0, place.shape[0], rows):
+        count = min(rows, place.shape[0] - first)
         content = read(count * row_bytes)
         if len(content) != count * row_bytes:
             raise ShardError(
                 f"{name}: it ends before its header says. Write the file again, or put its name "
                 "in data.exclude."
             )
-        yield np.frombuffer(content, place.dtype).reshape(count, *shape[1:])
+        yield np.frombuffer(content, place.dtype).reshape(count, *place.shape[1:])
     if place.member is not None:
-        read(1)  # at its end, zipfile compares the member's CRC-32
+        read(1)  # at its end, the member's CRC-32 is compared
 
 
 def _rows_at_once(layout: TokenLayout, *, name: str) -> int:
-    columns = layout.ids.shape[1] if len(layout.ids.shape) == 2 else 1
+    columns = layout.ids.shape[1]
     if columns > LONGEST_ROW:
         raise ShardError(
             f"{name}: its rows have {columns:,} columns, and padding is looked for in rows of at "
@@ -130,62 +128,46 @@ def _rows_at_once(layout: TokenLayout, *, name: str) -> int:
     return max(BLOCK_IDS // columns, 1)
 
 
-def _kept_rows(
-    file: ByteSource, archive: zipfile.ZipFile | None, layout: TokenLayout, *, name: str
-) -> Iterator[Ids]:
-    """Yield how many tokens each row keeps, `(rows,)` int64 at a time."""
-    rows = _rows_at_once(layout, name=name)
-    if layout.lengths:
-        for lengths in _blocks(file, archive, layout.lengths, rows=rows, name=name):
-            yield _checked_lengths(lengths, layout, name=name)
-        return
-    place = layout.mask or layout.ids
-    for block in _blocks(file, archive, place, rows=rows, name=name):
-        yield _kept(block, block, layout, name=name).sum(axis=1, dtype=np.int64)
-
-
 def _row_blocks(
     file: ByteSource, archive: zipfile.ZipFile | None, layout: TokenLayout, *, name: str
 ) -> Iterator[Ids]:
-    rows = _rows_at_once(layout, name=name)
+    rows, started = _rows_at_once(layout, name=name), False
     telling = layout.lengths or layout.mask
-    told: Iterator[Ids | None] = iter(lambda: None, 0)
-    if telling:
-        told = _blocks(file, archive, telling, rows=rows, name=name)
-    started = False
-    ids = _blocks(file, archive, layout.ids, rows=rows, name=name)
-    for block, tells in zip(ids, told, strict=False):
-        kept = _kept(block, tells, layout, name=name)
+    tells = _blocks(file, archive, telling, rows=rows, name=name) if telling else None
+    for block in _blocks(file, archive, layout.ids, rows=rows, name=name):
+        kept = _kept(next(tells) if tells else block, layout, name=name)
         yield _joined(block, kept, separator_id=layout.separator_id, started=started)
         started = started or bool(kept.any())
-    if telling:
-        next(told, None)  # let the second member reach its end, where its CRC-32 is compared
+    if tells:
+        next(tells, None)  # let the second member reach its end, where its CRC-32 is compared
 
 
-def _kept(block: Ids, tells: Ids | None, layout: TokenLayout, *, name: str) -> Kept:
-    """Say which ids of a block of rows are tokens: `(rows, columns)` booleans."""
-    if layout.lengths and tells is not None:
+def _kept(tells: Ids, layout: TokenLayout, *, name: str) -> Kept:
+    """Return which ids of a block of rows are tokens, as lengths, mask or the ids themselves tell.
+
+    Shape (rows, columns).
+    """
+    if layout.lengths:
         lengths = _checked_lengths(tells, layout, name=name)
         return np.arange(layout.ids.shape[1]) < lengths[:, None]
-    if layout.mask and tells is not None:
+    if layout.mask:
         if tells.min() < 0 or tells.max() > 1:
             raise ShardError(
-                f"{name}: attention_mask holds {tells.min()} to {tells.max()}; it says 1 for a "
+                f"{name}: {MASK_KEY} holds {tells.min()} to {tells.max()}; it says 1 for a "
                 "token and 0 for padding. Write the file again, or put its name in data.exclude."
             )
-        ones: Kept = tells == 1
-        return ones
-    is_token = block != layout.pad_id
+        return np.asarray(tells == 1)
+    is_token = tells != layout.pad_id
     # A token keeps all that is left of it: the running maximum from the right.
     kept: Kept = np.logical_or.accumulate(is_token[:, ::-1], axis=1)[:, ::-1]
     return kept
 
 
 def _checked_lengths(lengths: Ids, layout: TokenLayout, *, name: str) -> npt.NDArray[np.int64]:
-    columns = layout.ids.shape[1] if len(layout.ids.shape) == 2 else 0
+    columns = layout.ids.shape[1]
     if lengths.min() < 0 or lengths.max() > columns:
         raise ShardError(
-            f"{name}: sequence_lengths holds {lengths.min()} to {lengths.max()} for rows of "
+            f"{name}: {LENGTHS_KEY} holds {lengths.min()} to {lengths.max()} for rows of "
             f"{columns} ids. Write the file again, or put its name in data.exclude."
         )
     return lengths.astype(np.int64)

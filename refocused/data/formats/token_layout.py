@@ -1,23 +1,82 @@
-"""Which form a token file has, its element type, and where its ids lie."""
+"""Which form a token file has, its element type, and where its ids and their padding lie."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import struct
 import zipfile
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from refocused.config.data import DataConfig
 from refocused.data.formats.array_headers import NpyHeader, read_npy_header, read_tensor_header
-from refocused.data.formats.layout import ArrayPlace, TokenLayout, checked_place
 from refocused.data.formats.object_names import TEXT_SUFFIXES, TOKEN_SUFFIXES
 from refocused.data.formats.object_reader import ByteSource, checked_member, opened_zip
 from refocused.system.errors import ShardError
 
 SMALL_VOCABULARY = 1 << 16  # every id below it fits uint16
+ID_KEYS = ("input_ids", "tokens", "arr_0", "sequences", "data")
+LENGTHS_KEY = "sequence_lengths"
+MASK_KEY = "attention_mask"
+LLM_C_MAGIC = 20240520  # karpathy/llm.c, dev/data/data_common.py
+LLM_C_HEADER_BYTES = 1024
+LARGEST_PICKLE_BYTES = 1_000_000  # the pickle of a bare tensor has about 150
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArrayPlace:
+    """A C-ordered array of integers in a file.
+
+    Attributes:
+        member: Name of the zip member that holds it; None: the file itself.
+        offset: Bytes before the first element, in the member or the file.
+        dtype: Element type as stored.
+        shape: `(n,)` or `(rows, columns)`.
+    """
+
+    member: str | None
+    offset: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Elements of the array."""
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLayout:
+    """How the tokens of one file are read.
+
+    Attributes:
+        kind: The file's form.
+        ids: The token ids.
+        lengths: `(rows,)`: real tokens of each row, on its left.
+        mask: Same shape as `ids`: 1 where there is a token.
+        pad_id: Id whose trailing run in each row is padding.
+        separator_id: Id put between rows that hold tokens.
+    """
+
+    kind: Literal["npy", "npz", "pt", "llm.c", "raw"]
+    ids: ArrayPlace
+    lengths: ArrayPlace | None = None
+    mask: ArrayPlace | None = None
+    pad_id: int | None = None
+    separator_id: int | None = None
+
+    @property
+    def padded(self) -> bool:
+        """Whether rows may end in padding."""
+        return bool(self.lengths or self.mask or self.pad_id is not None)
+
+    @property
+    def local_dtype(self) -> str:
+        """Narrowest local element type that holds every id the stored type can hold."""
+        return "uint16" if self.ids.dtype.itemsize <= 2 else "uint32"
 
 
 def element_type(vocabulary: int) -> np.dtype[Any]:
@@ -31,45 +90,6 @@ def vocabulary_for(max_id: int) -> str:
         "Set model.vocabulary to the size of the tokenizer that made the data, at least "
         f"{max_id + 1}"
     )
-
-
-ID_KEYS = ("input_ids", "tokens", "arr_0", "sequences", "data")
-LENGTHS_KEY = "sequence_lengths"
-MASK_KEY = "attention_mask"
-
-LLM_C_MAGIC = 20240520  # karpathy/llm.c, dev/data/data_common.py
-LLM_C_HEADER_BYTES = 1024
-LARGEST_PICKLE_BYTES = 1_000_000  # the pickle of a bare tensor has about 150
-
-
-def read_layout(file: ByteSource, *, name: str, data: DataConfig) -> TokenLayout:
-    """Read a token file's headers.
-
-    Args:
-        file: The open file, local or in a bucket.
-        name: Object name: its end says the form, messages repeat it.
-        data: `dtype` for headerless files; `pad_id` and `separator_id` for rows, which
-            `mask_documents` needs.
-
-    Raises:
-        ShardError: The form is refused, a header lies, the ids are no whole numbers, or documents
-            are to be masked and nothing would tell where a row ends.
-    """
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    if name.endswith(".npz"):
-        layout = _npz_layout(file, name=name, data=data)
-    elif name.endswith(".npy"):
-        header = read_npy_header(file, what=name)
-        ids = _npy_place(header, what=name, member=None, room=size - header.bytes)
-        layout = TokenLayout("npy", ids, pad_id=data.pad_id)
-    elif name.endswith(".pt"):
-        layout = TokenLayout("pt", _tensor_place(file, name=name), pad_id=data.pad_id)
-    elif name.endswith(".bin"):
-        layout = _bin_layout(file, name=name, size=size, data=data)
-    else:
-        raise ShardError(refusal(name))
-    return _with_separators(layout, data, name=name)
 
 
 def refusal(name: str) -> str:
@@ -91,9 +111,33 @@ def refusal(name: str) -> str:
     )
 
 
-def _with_separators(layout: TokenLayout, data: DataConfig, *, name: str) -> TokenLayout:
-    """Add the separator to padded rows: whole rows and streams bring their own."""
-    if len(layout.ids.shape) == 1:
+def read_layout(file: ByteSource, *, name: str, data: DataConfig) -> TokenLayout:
+    """Read a token file's headers.
+
+    Args:
+        file: The open file, local or in a bucket.
+        name: Object name: its end says the form, messages repeat it.
+        data: `dtype` for headerless files; `pad_id` and `separator_id` for rows, which
+            `mask_documents` needs.
+
+    Raises:
+        ShardError: The form is refused, a header lies, the ids are no whole numbers, or documents
+            are to be masked and nothing would tell where a row ends.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if name.endswith(".npz"):
+        layout = _npz_layout(file, name=name, data=data)
+    elif name.endswith(".npy"):
+        ids = _npy_place(read_npy_header(file, what=name), what=name, size=size)
+        layout = TokenLayout("npy", ids, pad_id=data.pad_id)
+    elif name.endswith(".pt"):
+        layout = TokenLayout("pt", _tensor_place(file, name=name), pad_id=data.pad_id)
+    elif name.endswith(".bin"):
+        layout = _bin_layout(file, name=name, size=size, data=data)
+    else:
+        raise ShardError(refusal(name))
+    if len(layout.ids.shape) == 1:  # whole rows and streams bring their own separators
         return dataclasses.replace(layout, pad_id=None)
     if not layout.padded:
         return layout
@@ -106,68 +150,82 @@ def _with_separators(layout: TokenLayout, data: DataConfig, *, name: str) -> Tok
     return dataclasses.replace(layout, separator_id=data.separator_id)
 
 
-def _npy_place(header: NpyHeader, *, what: str, member: str | None, room: int) -> ArrayPlace:
-    return checked_place(
-        what=what,
-        member=member,
-        offset=header.bytes,
-        dtype=header.dtype,
-        shape=header.shape,
-        room=room,
-    )
+def _checked_place(place: ArrayPlace, *, what: str, room: int) -> ArrayPlace:
+    """Return an array's place if it is one of ids that fills the room from its offset on.
+
+    A trailing axis of size 1 of three is dropped.
+    """
+    dtype, given = place.dtype, place.shape
+    shape = given[:2] if len(given) == 3 and given[2] == 1 else given
+    place = dataclasses.replace(place, shape=shape)
+    if dtype.kind not in "iu":
+        raise ShardError(
+            f"{what}: the elements are {dtype}, but token ids are whole numbers. Write them as "
+            "uint16 or int32, or put the file's name in data.exclude."
+        )
+    if len(shape) not in (1, 2) or min(shape) < 0:
+        raise ShardError(
+            f"{what}: the shape is {given!s:.80}; token ids are (tokens,) or (rows, columns). "
+            "Reshape them, or put the file's name in data.exclude."
+        )
+    needed = place.elements * dtype.itemsize
+    if needed != room:
+        raise ShardError(
+            f"{what}: the header says {given} of {dtype}, which is {needed:,} bytes, but "
+            f"{room:,} are there; the file is truncated or its header is wrong. Write it again, "
+            "or put its name in data.exclude."
+        )
+    if not place.elements:
+        raise ShardError(f"{what}: it holds no tokens. Put its name in data.exclude.")
+    return place
+
+
+def _npy_place(header: NpyHeader, *, what: str, size: int, member: str | None = None) -> ArrayPlace:
+    place = ArrayPlace(member, header.bytes, header.dtype, header.shape)
+    return _checked_place(place, what=what, room=size - header.bytes)
 
 
 def _npz_layout(file: ByteSource, *, name: str, data: DataConfig) -> TokenLayout:
     with opened_zip(file, name=name) as archive:
-        headers = {
-            member.removesuffix(".npy"): member
-            for member in archive.namelist()
-            if member.endswith(".npy")
-        }
-        key = _ids_key(archive, headers, name=name)
-        ids = _member_place(archive, headers[key], name=name)
+        members = archive.namelist()
+        keys = [member.removesuffix(".npy") for member in members if member.endswith(".npy")]
+        key = _ids_key(archive, keys, name=name)
+        ids = _member_place(archive, key, name=name)
         lengths, mask = None, None
-        if LENGTHS_KEY in headers:
-            lengths = _member_place(archive, headers[LENGTHS_KEY], name=name)
-        elif MASK_KEY in headers:
-            mask = _member_place(archive, headers[MASK_KEY], name=name)
+        if LENGTHS_KEY in keys:
+            lengths = _member_place(archive, LENGTHS_KEY, name=name)
+        elif MASK_KEY in keys:
+            mask = _member_place(archive, MASK_KEY, name=name)
     if len(ids.shape) == 1 and (lengths or mask):  # one row alone
         ids = dataclasses.replace(ids, shape=(1, *ids.shape))
         mask = mask and dataclasses.replace(mask, shape=(1, *mask.shape))
-    layout = TokenLayout("npz", ids, lengths=lengths, mask=mask)
-    if not layout.padded:
-        layout = dataclasses.replace(layout, pad_id=data.pad_id)
-    _check_padding(layout, key=key, name=name)
-    return layout
-
-
-def _check_padding(layout: TokenLayout, *, key: str, name: str) -> None:
-    shape = layout.ids.shape
-    if layout.lengths and layout.lengths.shape != shape[:1]:
+    for place, its_key, shape in (
+        (lengths, LENGTHS_KEY, ids.shape[:1]),
+        (mask, MASK_KEY, ids.shape),
+    ):
+        if place is not None and place.shape != shape:
+            raise ShardError(
+                f"{name}: {its_key} has the shape {place.shape} for ids of {ids.shape}. "
+                "Write the file again, or put its name in data.exclude."
+            )
+    if len(ids.shape) == 2 and not (lengths or mask) and data.pad_id is None:
         raise ShardError(
-            f"{name}: {LENGTHS_KEY} has the shape {layout.lengths.shape} for ids of {shape}. "
-            "Write the file again, or put its name in data.exclude."
+            f"{name}: `{key}` holds rows of {ids.shape[1]} ids without {MASK_KEY} or "
+            f"{LENGTHS_KEY}, so padding cannot be told from tokens. Set data.pad_id to the id that "
+            "fills the rows (any id that ends no row, when they are full), or put the name in "
+            "data.exclude."
         )
-    if layout.mask and layout.mask.shape != shape:
-        raise ShardError(
-            f"{name}: {MASK_KEY} has the shape {layout.mask.shape} for ids of {shape}. "
-            "Write the file again, or put its name in data.exclude."
-        )
-    if len(shape) == 2 and not layout.padded:
-        raise ShardError(
-            f"{name}: `{key}` holds rows of {shape[1]} ids without {MASK_KEY} or {LENGTHS_KEY}, so "
-            "padding cannot be told from tokens. Set data.pad_id to the id that fills the rows "
-            "(any id that ends no row, when they are full), or put the name in data.exclude."
-        )
+    pad_id = None if lengths or mask else data.pad_id
+    return TokenLayout("npz", ids, lengths=lengths, mask=mask, pad_id=pad_id)
 
 
-def _ids_key(archive: zipfile.ZipFile, headers: dict[str, str], *, name: str) -> str:
+def _ids_key(archive: zipfile.ZipFile, keys: list[str], *, name: str) -> str:
     for key in ID_KEYS:
-        if key in headers:
+        if key in keys:
             return key
     kinds = {
-        key: _member_header(archive, member, name=name).dtype
-        for key, member in headers.items()
+        key: _member_header(archive, key, name=name).dtype
+        for key in keys
         if key not in (LENGTHS_KEY, MASK_KEY)
     }
     whole = [key for key, dtype in kinds.items() if dtype.kind in "iu"]
@@ -180,23 +238,23 @@ def _ids_key(archive: zipfile.ZipFile, headers: dict[str, str], *, name: str) ->
     )
 
 
-def _member_header(archive: zipfile.ZipFile, member: str, *, name: str) -> NpyHeader:
-    with archive.open(checked_member(archive, member, name=name)) as content:
-        return read_npy_header(content, what=f"{name}[{member.removesuffix('.npy')}]")
+def _member_header(archive: zipfile.ZipFile, key: str, *, name: str) -> NpyHeader:
+    with archive.open(checked_member(archive, f"{key}.npy", name=name)) as content:
+        return read_npy_header(content, what=f"{name}[{key}]")
 
 
-def _member_place(archive: zipfile.ZipFile, member: str, *, name: str) -> ArrayPlace:
-    header = _member_header(archive, member, name=name)
-    if member == f"{MASK_KEY}.npy" and header.dtype == np.bool_:
+def _member_place(archive: zipfile.ZipFile, key: str, *, name: str) -> ArrayPlace:
+    header, member = _member_header(archive, key, name=name), f"{key}.npy"
+    if key == MASK_KEY and header.dtype == np.bool_:
         header = dataclasses.replace(header, dtype=np.dtype("u1"))  # stored as the bytes 0 and 1
-    room = archive.getinfo(member).file_size - header.bytes
-    what = f"{name}[{member.removesuffix('.npy')}]"
-    return _npy_place(header, what=what, member=member, room=room)
+    size = archive.getinfo(member).file_size
+    return _npy_place(header, what=f"{name}[{key}]", size=size, member=member)
 
 
 def _tensor_place(file: ByteSource, *, name: str) -> ArrayPlace:
     with opened_zip(file, name=name) as archive:
-        pickles = [m for m in archive.namelist() if m.endswith("/data.pkl")]
+        members = archive.namelist()
+        pickles = [member for member in members if member.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise ShardError(
                 f"{name}: it holds no bare tensor as torch.save writes one. Save the ids alone: "
@@ -204,24 +262,20 @@ def _tensor_place(file: ByteSource, *, name: str) -> ArrayPlace:
             )
         folder = pickles[0].removesuffix("data.pkl")
         byte_order = f"{folder}byteorder"
-        big = byte_order in archive.namelist() and _content(archive, byte_order) == b"big"
+        big = byte_order in members and _content(archive, byte_order) == b"big"
         header = read_tensor_header(_content(archive, pickles[0]), what=name, big_endian=big)
         member = f"{folder}data/{header.storage}"
-        if member not in archive.namelist():
+        if member not in members:
             raise ShardError(
                 f"{name}: its storage {member} is missing. Save it again with torch.save, or put "
                 "its name in data.exclude."
             )
         stored = checked_member(archive, member, name=name).file_size
     offset = header.first * header.dtype.itemsize
-    return checked_place(
-        what=name,
-        member=member,
-        offset=offset,
-        dtype=header.dtype,
-        shape=header.shape,
-        room=_room_of_view(header.shape, header.dtype.itemsize, stored - offset),
-    )
+    place = ArrayPlace(member, offset, header.dtype, header.shape)
+    # A tensor may end before its storage does.
+    room = min(place.elements * header.dtype.itemsize, stored - offset)
+    return _checked_place(place, what=name, room=room)
 
 
 def _content(archive: zipfile.ZipFile, member: str) -> bytes:
@@ -229,43 +283,24 @@ def _content(archive: zipfile.ZipFile, member: str) -> bytes:
         return content.read(LARGEST_PICKLE_BYTES)
 
 
-def _room_of_view(shape: tuple[int, ...], itemsize: int, left: int) -> int:
-    """Bytes of a tensor that may end before its storage does, or all that is left."""
-    wanted = itemsize
-    for length in shape:
-        wanted *= length
-    return min(wanted, left)
-
-
 def _bin_layout(file: ByteSource, *, name: str, size: int, data: DataConfig) -> TokenLayout:
     header = file.read(LLM_C_HEADER_BYTES)
     if len(header) == LLM_C_HEADER_BYTES:
         magic, version, tokens = struct.unpack("<3i", header[:12])
         if magic == LLM_C_MAGIC:
-            return _llm_c_layout(name=name, size=size, version=version, tokens=tokens)
+            if version != 1:
+                raise ShardError(
+                    f"{name}: version {version} of the llm.c form; only version 1 (uint16) is "
+                    "read. Write it again, or put its name in data.exclude."
+                )
+            place = ArrayPlace(None, LLM_C_HEADER_BYTES, np.dtype("<u2"), (tokens,))
+            ids = _checked_place(place, what=name, room=size - LLM_C_HEADER_BYTES)
+            return TokenLayout("llm.c", ids)
     if data.dtype is None:
         raise ShardError(
             f"{name}: a headerless .bin cannot say how wide its ids are. Set data.dtype (uint16 "
             "for GPT-2's vocabulary)."
         )
     dtype = np.dtype(data.dtype).newbyteorder("<")
-    shape = (max(size // dtype.itemsize, 1),)
-    ids = checked_place(what=name, member=None, offset=0, dtype=dtype, shape=shape, room=size)
-    return TokenLayout("raw", ids)
-
-
-def _llm_c_layout(*, name: str, size: int, version: int, tokens: int) -> TokenLayout:
-    if version != 1:
-        raise ShardError(
-            f"{name}: version {version} of the llm.c form; only version 1 (uint16) is read. "
-            "Write it again, or put its name in data.exclude."
-        )
-    ids = checked_place(
-        what=name,
-        member=None,
-        offset=LLM_C_HEADER_BYTES,
-        dtype=np.dtype("<u2"),
-        shape=(tokens,),
-        room=size - LLM_C_HEADER_BYTES,
-    )
-    return TokenLayout("llm.c", ids)
+    place = ArrayPlace(None, 0, dtype, (max(size // dtype.itemsize, 1),))
+    return TokenLayout("raw", _checked_place(place, what=name, room=size))

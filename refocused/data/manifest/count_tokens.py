@@ -1,4 +1,4 @@
-"""Counts of many token files at once by their headers, kept on disk for the next start."""
+"""Count the tokens of many files by their headers; keep the counts for the next start."""
 
 from __future__ import annotations
 
@@ -26,15 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeaderFacts:
-    """What a file's headers say.
-
-    Attributes:
-        tokens: Real tokens, separators included.
-        dtype: `uint16` or `uint32`: holds whatever the stored type can hold.
-        documents: Filled rows of a padded file; None: the headers do not say.
-        pad_id: Id that marks the padding of rows; None: none does.
-        separator_id: Id put between rows; None: none is.
-    """
+    """What a file's headers say; the attributes are those of `Shard`."""
 
     tokens: int
     dtype: str
@@ -54,44 +46,39 @@ def survey(
         ShardError: Some files are refused; up to five are named.
         BucketError: An object cannot be read.
     """
-    known = _read_cache(cache_file)
+    known = {} if cache_file is None else _read_cache(cache_file)
     keys = [_key(blob, data) for blob in blobs]
-    unknown = [(k, blob) for k, blob in zip(keys, blobs, strict=True) if k not in known]
-    if unknown:
-        _log.info("  shards   %s: reading the headers of %d files", bucket.url, len(unknown))
+    unknown = {key: blob for key, blob in zip(keys, blobs, strict=True) if key not in known}
+    if not unknown:
+        return [known[key] for key in keys]
+    _log.info("  shards   %s: reading the headers of %d files", bucket.url, len(unknown))
+    failures = []
     try:
-        failures = _read_many(bucket, unknown, known, data=data)
+        with concurrent.futures.ThreadPoolExecutor(data.fetch_threads, "headers") as pool:
+            jobs = {key: pool.submit(_facts, bucket, blob, data) for key, blob in unknown.items()}
+            for key, job in jobs.items():
+                try:
+                    known[key] = job.result()
+                except ShardError as error:
+                    failures.append(str(error))
+                except BucketError:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
     finally:
-        if cache_file is not None and unknown:
+        if cache_file is not None:
             _write_cache(cache_file, known)
+    if len(failures) == 1:
+        raise ShardError(f"{bucket.url}: {failures[0]}")
     if failures:
-        raise ShardError(_together(failures, total=len(blobs), url=bucket.url))
+        more = len(failures) - NAMED_FAILURES
+        raise ShardError(
+            f"{bucket.url}: {len(failures):,} of {len(blobs):,} files cannot be used:\n  "
+            + "\n  ".join(failures[:NAMED_FAILURES] + [f"and {more:,} more"] * (more > 0))
+        )
     return [known[key] for key in keys]
 
 
-def _read_many(
-    bucket: Bucket,
-    unknown: Sequence[tuple[str, BlobInfo]],
-    known: dict[str, HeaderFacts],
-    *,
-    data: DataConfig,
-) -> list[str]:
-    """Add the facts of many objects to `known`; return what is wrong with the others."""
-    failures = []
-    with concurrent.futures.ThreadPoolExecutor(data.fetch_threads, "headers") as pool:
-        jobs = {key: pool.submit(_read_facts, bucket, blob, data) for key, blob in unknown}
-        for key, job in jobs.items():
-            try:
-                known[key] = job.result()
-            except ShardError as error:
-                failures.append(str(error))
-            except BucketError:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-    return failures
-
-
-def _read_facts(bucket: Bucket, blob: BlobInfo, data: DataConfig) -> HeaderFacts:
+def _facts(bucket: Bucket, blob: BlobInfo, data: DataConfig) -> HeaderFacts:
     file = ObjectReader(bucket, blob)
     layout = read_layout(file, name=blob.name, data=data)
     count = count_tokens(file, layout, name=blob.name)
@@ -104,28 +91,20 @@ def _read_facts(bucket: Bucket, blob: BlobInfo, data: DataConfig) -> HeaderFacts
     )
 
 
-def _together(failures: list[str], *, total: int, url: str) -> str:
-    if len(failures) == 1:
-        return f"{url}: {failures[0]}"
-    more = len(failures) - NAMED_FAILURES
-    lines = failures[:NAMED_FAILURES] + ([f"and {more:,} more"] if more > 0 else [])
-    return f"{url}: {len(failures):,} of {total:,} files cannot be used:\n  " + "\n  ".join(lines)
-
-
 def _key(blob: BlobInfo, data: DataConfig) -> str:
     """Name an object's content, and the settings that its counts, or its refusal, depend on."""
     read_as = [data.dtype, data.pad_id, data.separator_id, data.mask_documents]
     return json.dumps([blob.name, blob.size, blob.crc32c, blob.generation, *read_as])
 
 
-def _read_cache(cache_file: Path | None) -> dict[str, HeaderFacts]:
-    if cache_file is None or not cache_file.exists():
-        return {}
+def _read_cache(cache_file: Path) -> dict[str, HeaderFacts]:
     try:
         content = parse_json_object(cache_file.read_bytes())
         if content["schema"] != SCHEMA:
             return {}
         return {key: HeaderFacts(**facts) for key, facts in content["headers"].items()}
+    except FileNotFoundError:
+        return {}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         _log.warning("%s: not readable (%s); the headers are read again", cache_file, error)
         return {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import logging
 import re
@@ -33,13 +32,13 @@ def build_run_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Path | N
         BucketError: As `build_manifest`.
     """
     manifest = build_manifest(bucket, data, cache_file=cache_file)
-    if manifest.unlisted:
-        files, unlisted = len(manifest.shards) + len(manifest.unlisted), manifest.unlisted
+    if unlisted := manifest.unlisted:
         _log.warning(
             "%s: %d of %d token files are not used, because %s does not list them (the first is "
             "%s). Add them, before the run begins, with: refocused prepare_data manifest %s "
             "--update; or put them in data.exclude.",
-            *(bucket.url, len(unlisted), files, MANIFEST_NAME, unlisted[0], bucket.url),
+            *(bucket.url, len(unlisted), len(manifest.shards) + len(unlisted), MANIFEST_NAME),
+            *(unlisted[0], bucket.url),
         )
     return pack_chunks(manifest, data)
 
@@ -60,18 +59,16 @@ def pack_chunks(manifest: Manifest, data: DataConfig) -> Manifest:
         The manifest of the packed shards, in name order.
     """
     folders: dict[str, dict[int, Shard]] = defaultdict(dict)
-    others = []
+    shards = []
     for shard in manifest.shards:
         chunk = _CHUNK.fullmatch(shard.name)
         if chunk is None or shard.pad_id is not None:
-            others.append(shard)
+            shards.append(shard)
         else:
             folders[chunk["folder"]][int(chunk["number"])] = shard
-    packed = itertools.chain.from_iterable(
-        _packed(folder, chunks, data) for folder, chunks in folders.items()
-    )
-    shards = sorted([*others, *packed], key=lambda shard: shard.name)
-    return Manifest(tuple(shards), manifest.tokenizer)
+    for folder, chunks in folders.items():
+        shards += _packed(folder, chunks, data)
+    return Manifest(tuple(sorted(shards, key=lambda shard: shard.name)), manifest.tokenizer)
 
 
 def _packed(folder: str, chunks: dict[int, Shard], data: DataConfig) -> Iterator[Shard]:
@@ -87,34 +84,29 @@ def _packed(folder: str, chunks: dict[int, Shard], data: DataConfig) -> Iterator
         parts = tuple(chunks[number] for number in numbers)
         if len(parts) == 1:
             yield parts[0]
-        else:
-            yield _pack(f"{folder}chunk_{numbers[0]:06d}-{numbers[-1]:06d}.pt", parts)
-
-
-def _pack(name: str, parts: tuple[Shard, ...]) -> Shard:
-    largest = [part.max_id for part in parts if part.max_id is not None]
-    counts = [part.documents for part in parts if part.documents is not None]
-    return Shard(
-        name=name,
-        tokens=sum(part.tokens for part in parts),
-        dtype=max(part.dtype for part in parts),  # uint32 where one part needs it
-        size=sum(part.size for part in parts),
-        crc32c=None,
-        generation=None,
-        max_id=max(largest) if len(largest) == len(parts) else None,
-        documents=sum(counts) if len(counts) == len(parts) else None,
-        parts=parts,
-    )
-
-
-def name_in_mixture(source: str, name: str) -> str:
-    """Return what an object of a source is called in the mixture."""
-    return f"{source}/{name}"
+            continue
+        max_ids = [part.max_id for part in parts if part.max_id is not None]
+        documents = [part.documents for part in parts if part.documents is not None]
+        yield Shard(
+            name=f"{folder}chunk_{numbers[0]:06d}-{numbers[-1]:06d}.pt",
+            tokens=sum(part.tokens for part in parts),
+            dtype=max(part.dtype for part in parts),  # uint32 where one part needs it
+            size=sum(part.size for part in parts),
+            crc32c=None,
+            generation=None,
+            max_id=max(max_ids) if len(max_ids) == len(parts) else None,
+            documents=sum(documents) if len(documents) == len(parts) else None,
+            parts=parts,
+        )
 
 
 def source_of(name: str) -> str:
     """Return the source that an object of a mixture belongs to."""
     return name.partition("/")[0]
+
+
+def _without_source(name: str) -> str:
+    return name.partition("/")[2]
 
 
 class MixedBucket:
@@ -131,53 +123,49 @@ class MixedBucket:
 
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
         """Yield the objects of all sources whose names start with `prefix`."""
-        names = (
-            _renamed(blob, name_in_mixture(source, blob.name))
-            for source, bucket in self.sources.items()
-            for blob in bucket.list()
-        )
-        return (blob for blob in names if blob.name.startswith(prefix))
+        for source, bucket in self.sources.items():
+            for blob in bucket.list():
+                if f"{source}/{blob.name}".startswith(prefix):
+                    yield _renamed(blob, f"{source}/{blob.name}")
 
     def info(self, name: str) -> BlobInfo | None:
         """Describe one object."""
-        bucket, own = self._own(name)
-        blob = bucket.info(own)
+        blob = self._bucket(name).info(_without_source(name))
         return None if blob is None else _renamed(blob, name)
 
     def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
         """Return a part of an object."""
-        bucket, own = self._own(name)
-        return bucket.read(own, start=start, length=length)
+        return self._bucket(name).read(_without_source(name), start=start, length=length)
 
     def write(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
         """Store a small object in its source."""
-        bucket, own = self._own(name)
-        return _renamed(bucket.write(own, content, overwrite=overwrite), name)
+        blob = self._bucket(name).write(_without_source(name), content, overwrite=overwrite)
+        return _renamed(blob, name)
 
     def download(self, blob: BlobInfo, target: Path) -> int:
         """Fetch a whole object."""
-        bucket, own = self._own(blob.name)
-        return bucket.download(_renamed(blob, own), target)
+        own = _renamed(blob, _without_source(blob.name))
+        return self._bucket(blob.name).download(own, target)
 
     def local_file(self, blob: BlobInfo) -> Path | None:
         """Return an object's file where its source lets it be read in place."""
-        bucket, own = self._own(blob.name)
-        return bucket.local_file(_renamed(blob, own))
+        return self._bucket(blob.name).local_file(_renamed(blob, _without_source(blob.name)))
 
     def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
         """Store a file in its source."""
-        bucket, own = self._own(name)
-        return _renamed(bucket.upload(source, own, crc32c=crc32c), name)
+        blob = self._bucket(name).upload(source, _without_source(name), crc32c=crc32c)
+        return _renamed(blob, name)
 
     def delete(self, name: str) -> None:
         """Remove an object from its source."""
-        bucket, own = self._own(name)
-        bucket.delete(own)
+        self._bucket(name).delete(_without_source(name))
 
-    def _own(self, name: str) -> tuple[Bucket, str]:
-        """Return the bucket of an object and its name there."""
-        source, _, own = name.partition("/")
-        return self.sources[source], own
+    def _bucket(self, name: str) -> Bucket:
+        return self.sources[source_of(name)]
+
+
+def _renamed(blob: BlobInfo, name: str) -> BlobInfo:
+    return dataclasses.replace(blob, name=name)
 
 
 def build_mixed_manifest(
@@ -189,18 +177,20 @@ def build_mixed_manifest(
         ShardError: As for a single source; or the tokens are those of different tokenizers.
         BucketError: A source cannot be listed or read.
     """
-    manifests = {
-        name: build_run_manifest(source, data.of_source(name), cache_file=cache_file)
-        for name, source in bucket.sources.items()
-    }
-    return Manifest(
-        tuple(
-            shard.renamed(functools.partial(name_in_mixture, name))
-            for name, manifest in manifests.items()
-            for shard in manifest.shards
-        ),
-        _one_tokenizer({name: manifest.tokenizer for name, manifest in manifests.items()}),
-    )
+    shards: list[Shard] = []
+    tokenizers = {}
+    for name, source in bucket.sources.items():
+        manifest = build_run_manifest(source, data.of_source(name), cache_file=cache_file)
+        shards += [shard.renamed(f"{name}/".__add__) for shard in manifest.shards]
+        if manifest.tokenizer != "unknown":
+            tokenizers[name] = manifest.tokenizer
+    if len(set(tokenizers.values())) > 1:
+        found = ", ".join(f"{name}: {tokenizer}" for name, tokenizer in tokenizers.items())
+        raise ShardError(
+            f"data.mixture: the sources were made by different tokenizers ({found}), so that one "
+            "id means different things. Use sources of one tokenizer."
+        )
+    return Manifest(tuple(shards), next(iter(tokenizers.values()), "unknown"))
 
 
 def split_by_source(manifest: Manifest) -> dict[str, tuple[int, Manifest]]:
@@ -209,26 +199,9 @@ def split_by_source(manifest: Manifest) -> dict[str, tuple[int, Manifest]]:
     The shards of one source stand together.
     """
     parts = {}
-    indexed = itertools.groupby(
-        enumerate(manifest.shards), lambda numbered: source_of(numbered[1].name)
-    )
-    for source, group in indexed:
+    indexed = enumerate(manifest.shards)
+    for source, group in itertools.groupby(indexed, lambda numbered: source_of(numbered[1].name)):
         numbered = list(group)
-        shards = (shard.renamed(lambda name: name.partition("/")[2]) for _, shard in numbered)
-        parts[source] = numbered[0][0], Manifest(tuple(shards), manifest.tokenizer)
+        shards = tuple(shard.renamed(_without_source) for _, shard in numbered)
+        parts[source] = numbered[0][0], Manifest(shards, manifest.tokenizer)
     return parts
-
-
-def _one_tokenizer(tokenizers: Mapping[str, str]) -> str:
-    known = {name: tokenizer for name, tokenizer in tokenizers.items() if tokenizer != "unknown"}
-    if len(set(known.values())) > 1:
-        found = ", ".join(f"{name}: {tokenizer}" for name, tokenizer in known.items())
-        raise ShardError(
-            f"data.mixture: the sources were made by different tokenizers ({found}), so that one "
-            "id means different things. Use sources of one tokenizer."
-        )
-    return next(iter(known.values()), "unknown")
-
-
-def _renamed(blob: BlobInfo, name: str) -> BlobInfo:
-    return dataclasses.replace(blob, name=name)

@@ -24,8 +24,9 @@ from refocused.system.strict_json import MalformedError, parse_json_object
 if TYPE_CHECKING:
     from refocused.data.manifest.shard_manifest import Manifest, Shard
 
-
 FARTHEST = 2.0  # times the share that was asked for, or one half of it
+LARGEST_METADATA_BYTES = 1_000_000
+NAMED_GAPS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,47 +57,53 @@ def choose_validation(manifest: Manifest, *, ratio: float, seed: int) -> Validat
     """
     if not 0 < ratio < 1:
         raise ShardError(f"--val-ratio {ratio:g}: a share between 0 and 1 is wanted, as 0.01.")
+
+    def rank(shard: Shard) -> bytes:
+        return hashlib.blake2b(f"{seed}\0{shard.name}".encode(), digest_size=8).digest()
+
     wanted = ratio * manifest.tokens
     chosen: list[str] = []
     tokens = 0
-    for shard in sorted(manifest.shards, key=lambda one: _rank(one.name, seed)):
+    for shard in sorted(manifest.shards, key=rank):
         # Taken when that comes nearer to the share.
         if abs(tokens + shard.tokens - wanted) < abs(tokens - wanted):
             chosen.append(shard.name)
             tokens += shard.tokens
-    if not chosen or len(chosen) == len(manifest.shards) or not _is_near(tokens, wanted):
+    is_near = wanted / FARTHEST <= tokens <= wanted * FARTHEST
+    if not is_near or not chosen or len(chosen) == len(manifest.shards):
         return ValidationSplit((), ratio, round(wanted), manifest.tokens)
     return ValidationSplit(tuple(sorted(chosen)), 0.0, tokens, manifest.tokens)
 
 
-def _is_near(tokens: int, wanted: float) -> bool:
-    return wanted / FARTHEST <= tokens <= wanted * FARTHEST
-
-
-def _rank(name: str, seed: int) -> bytes:
-    return hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
-
-
-LARGEST_METADATA_BYTES = 1_000_000
-NAMED_GAPS = 5
-
-
 def check_chunks(bucket: Bucket, listing: Mapping[str, BlobInfo], *, data: DataConfig) -> None:
-    """Compare each folder's chunks with the number its metadata gives.
+    """Compare each folder's chunks with the number that its metadata gives.
 
     Raises:
         ShardError: Chunks are missing that `data.include` and `data.exclude` do not leave out.
     """
     for name, blob in listing.items():
         folder = PurePosixPath(name).parent
-        first = _chunk_name(folder, 0)
-        if PurePosixPath(name).name != METADATA_NAME or matches(first, data.exclude):
+
+        def chunk(number: int, folder: PurePosixPath = folder) -> str:
+            return str(folder / f"chunk_{number:06d}.pt")
+
+        if PurePosixPath(name).name != METADATA_NAME or matches(chunk(0), data.exclude):
             continue
-        if data.include and not matches(first, data.include):
+        if data.include and not matches(chunk(0), data.include):
             continue
         promised = _metadata(bucket, blob).get("num_chunks")
-        if isinstance(promised, int):
-            _check_folder(bucket, listing, data, folder=folder, promised=promised)
+        there = sum(one.startswith(chunk(0).removesuffix("000000.pt")) for one in listing)
+        if not isinstance(promised, int) or not there:
+            continue  # metadata of something else
+        # A few more than are there are enough to find gaps, whatever the number promised.
+        wanted = map(chunk, range(min(promised, there + NAMED_GAPS)))
+        missing = [one for one in wanted if one not in listing and not matches(one, data.exclude)]
+        if missing:
+            raise ShardError(
+                f"{bucket.url}: {name} promises {promised:,} chunks and {there:,} are there; "
+                f"missing are {', '.join(missing[:NAMED_GAPS])}. Upload them, or put their names "
+                "in data.exclude."
+            )
 
 
 def named_tokenizer(
@@ -108,33 +115,6 @@ def named_tokenizer(
     found = [_metadata(bucket, listing[n]).get("tokenizer") for n in beside if n in listing]
     agree = found and isinstance(found[0], str) and found.count(found[0]) == len(found)
     return str(found[0]) if agree else None
-
-
-def _chunk_name(folder: PurePosixPath, number: int) -> str:
-    return str(folder / f"chunk_{number:06d}.pt")
-
-
-def _check_folder(
-    bucket: Bucket,
-    listing: Mapping[str, BlobInfo],
-    data: DataConfig,
-    *,
-    folder: PurePosixPath,
-    promised: int,
-) -> None:
-    there = sum(name.startswith(_chunk_name(folder, 0)[:-9]) for name in listing)
-    if not there:
-        return  # metadata of something else
-    # A few more than are there are enough to find gaps, whatever the number promised.
-    numbers = range(min(promised, there + NAMED_GAPS))
-    wanted = (_chunk_name(folder, number) for number in numbers)
-    missing = [name for name in wanted if name not in listing and not matches(name, data.exclude)]
-    if missing:
-        raise ShardError(
-            f"{bucket.url}: {folder / METADATA_NAME} promises {promised:,} chunks and {there:,} "
-            f"are there; missing are {', '.join(missing[:NAMED_GAPS])}. Upload them, or put their "
-            "names in data.exclude."
-        )
 
 
 def _metadata(bucket: Bucket, blob: BlobInfo) -> dict[str, Any]:
@@ -192,13 +172,7 @@ def _is_wanted(name: str, data: DataConfig) -> bool:
 def unlisted_names(
     names: Collection[str], *, listed: Collection[str], data: DataConfig
 ) -> list[str]:
-    """Return the token files that a run would use if the manifest listed them, in name order.
-
-    Args:
-        names: Every object of the source.
-        listed: Those of its manifest.
-        data: The patterns.
-    """
+    """Return, of all objects, the token files that a run would use if its manifest listed them."""
     return [
         name
         for name in sorted({*names} - {*listed})
@@ -213,11 +187,12 @@ def is_megatron(name: str, names: Collection[str]) -> bool:
 
 
 def _check_found(wanted: list[str], names: Collection[str], *, data: DataConfig, url: str) -> None:
+    for_example = f" (the first is {min(names)!r})" if names else ""
     for pattern in (*data.include, *data.validation_files):
         if not any(matches(name, [pattern]) for name in wanted):
             raise ShardError(
                 f"{url}: the pattern {pattern!r} of data.include or data.validation_files fits "
-                f"none of its {len(names):,} objects{_for_example(names)}. Correct the pattern."
+                f"none of its {len(names):,} objects{for_example}. Correct the pattern."
             )
     if wanted:
         return
@@ -226,11 +201,7 @@ def _check_found(wanted: list[str], names: Collection[str], *, data: DataConfig,
         raise ShardError(f"{url} has no token files, only text. {refusal(text[0])}")
     left_out = " after data.exclude" if data.exclude else ""
     raise ShardError(
-        f"{url}: no token files{left_out} among {len(names):,} objects{_for_example(names)}. "
+        f"{url}: no token files{left_out} among {len(names):,} objects{for_example}. "
         f"Looked for {', '.join('*' + suffix for suffix in TOKEN_SUFFIXES)}, at any depth. "
         "Correct data.source, or name the files in data.include."
     )
-
-
-def _for_example(names: Collection[str]) -> str:
-    return f" (the first is {min(names)!r})" if names else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -10,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import pydantic
 
@@ -18,7 +19,7 @@ from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.stored import known_content
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import MANIFEST_NAME, matches
-from refocused.data.manifest.count_tokens import HeaderFacts, survey
+from refocused.data.manifest.count_tokens import survey
 from refocused.data.manifest.select_files import (
     check_chunks,
     chosen_names,
@@ -94,10 +95,8 @@ class Shard:
     def fingerprint_row(self, *, by_size: bool = False) -> list[object]:
         """Return what decides its tokens: name, content, tokens, dtype, reading, parts.
 
-        How rows are read and parts are named only where there are such.
-
-        Args:
-            by_size: Take the size for the content where no checksum of all of it is known.
+        How rows are read and parts are named only where there are such. `by_size` takes the size
+        for the content where no checksum of all of it is known.
         """
         content = f"size {self.size}"
         if self.crc32c is not None:
@@ -144,10 +143,7 @@ class Manifest:
 
     @functools.cached_property
     def packing(self) -> str:
-        """SHA-256 (hexadecimal) over what is local as one, samples left out.
-
-        It is `fingerprint_by_size` where nothing is packed.
-        """
+        """SHA-256 (hexadecimal) over what is local as one, samples left out."""
         return _digest(self.shards, by_size=True)
 
     def _files(self) -> list[Shard]:
@@ -196,13 +192,28 @@ def describe_files(
 ) -> tuple[Shard, ...]:
     """Describe token files by headers and content; raises as `build_manifest`."""
     facts = survey(bucket, blobs, data=data, cache_file=cache_file)
-    shards = [_shard(blob, found) for blob, found in zip(blobs, facts, strict=True)]
+    shards = [
+        Shard(
+            name=blob.name,
+            size=blob.size,
+            crc32c=blob.crc32c,
+            generation=blob.generation,
+            **dataclasses.asdict(found),
+        )
+        for blob, found in zip(blobs, facts, strict=True)
+    ]
     return _with_content(bucket, shards, data)
 
 
 def manifest_to_json(manifest: Manifest) -> str:
     """Return the text of a `manifest.json`, which has one row for each file."""
-    rows = [_row(shard) for shard in manifest.shards]
+    rows = []
+    for shard in manifest.shards:
+        assert not shard.parts, "packed shards are made by each run for itself"
+        row = dataclasses.asdict(shard)
+        unknown = [key for key in ("pad_id", "separator_id", "sample") if row[key] is None]
+        left_out = ("generation", "parts", *unknown)
+        rows.append({key: value for key, value in row.items() if key not in left_out})
     content = {
         "schema": SCHEMA,
         "tokenizer": manifest.tokenizer,
@@ -249,50 +260,53 @@ def write_manifest(bucket: Bucket, manifest: Manifest) -> None:
 
 
 def read_manifest(bucket: Bucket) -> Manifest:
-    """Read the `manifest.json` of prepared data.
-
-    Raises:
-        ShardError: It is of another schema, or incomplete.
-        BucketError: It cannot be read.
-    """
+    """Read the `manifest.json` of prepared data; raises as `manifest_from_json`, or BucketError."""
     where = f"{bucket.url.rstrip('/')}/{MANIFEST_NAME}"
     return manifest_from_json(bucket.read(MANIFEST_NAME), where=where)
 
 
-def _row(shard: Shard) -> dict[str, Any]:
-    assert not shard.parts, "packed shards are made by each run for itself"
-    row = dataclasses.asdict(shard)
-    unknown = [key for key in ("pad_id", "separator_id", "sample") if row[key] is None]
-    return {key: row[key] for key in row if key not in ("generation", "parts", *unknown)}
+def check_tokenizer(manifest: Manifest, data: DataConfig, *, url: str) -> None:
+    """Refuse data of another tokenizer than `data.tokenizer` names.
 
-
-def _shard(blob: BlobInfo, facts: HeaderFacts) -> Shard:
-    return Shard(
-        name=blob.name,
-        tokens=facts.tokens,
-        dtype=facts.dtype,
-        size=blob.size,
-        crc32c=blob.crc32c,
-        generation=blob.generation,
-        documents=facts.documents,
-        pad_id=facts.pad_id,
-        separator_id=facts.separator_id,
-    )
+    Raises:
+        ShardError: The manifest names another one.
+    """
+    named = data.tokenizer
+    if named not in ("unknown", manifest.tokenizer):
+        with contextlib.suppress(ShardError):  # a tokenizer that cannot be read keeps its name
+            named = identity_of(TokenizerChoice.of_data(data))
+    if named not in ("unknown", manifest.tokenizer):
+        raise ShardError(
+            f"{url}: its {MANIFEST_NAME} says tokenizer {manifest.tokenizer!r}, and data.tokenizer "
+            f"is {data.tokenizer!r}. Set data.tokenizer to what made the tokens, or another source."
+        )
 
 
 def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobInfo]) -> Manifest:
-    stored = read_manifest(bucket)
-    check_tokenizer(stored, data, url=bucket.url)
+    url, stored = bucket.url, read_manifest(bucket)
+    check_tokenizer(stored, data, url=url)
     rows = {shard.name: shard for shard in stored.shards}
-    chosen = [rows[name] for name in chosen_names(rows, data=data, url=bucket.url)]
-    _check_listing([one for one in chosen if not is_skipped(one, data)], listing, url=bucket.url)
+    chosen = [rows[name] for name in chosen_names(rows, data=data, url=url)]
+    _check_listing([one for one in chosen if not is_skipped(one, data)], listing, url=url)
+    shards = []
     for shard in chosen:
-        _check_reading(shard, data, url=bucket.url)
-    _log.info("  shards   %s: %d by its %s", bucket.url, len(chosen), MANIFEST_NAME)
-    shards = [_as_listed(shard, listing.get(shard.name, shard.blob)) for shard in chosen]
-    unlisted = tuple(unlisted_names(listing, listed=rows, data=data))
-    found = _with_content(bucket, shards, data)
-    return dataclasses.replace(stored, shards=found, unlisted=unlisted)
+        for key in ("pad_id", "separator_id"):
+            counted, given = getattr(shard, key), getattr(data, key)
+            if counted is not None and counted != given:
+                raise ShardError(
+                    f"{url}: its {MANIFEST_NAME} counted {shard.name} with {key} {counted}, and "
+                    f"data.{key} is {given}. Set data.{key}={counted}, or write the manifest again "
+                    "with the other id: refocused prepare_data manifest --write"
+                )
+        blob = listing.get(shard.name, shard.blob)
+        crc32c = blob.crc32c if shard.crc32c is None else shard.crc32c
+        shards.append(dataclasses.replace(shard, generation=blob.generation, crc32c=crc32c))
+    _log.info("  shards   %s: %d by its %s", url, len(shards), MANIFEST_NAME)
+    return dataclasses.replace(
+        stored,
+        shards=_with_content(bucket, shards, data),
+        unlisted=tuple(unlisted_names(listing, listed=rows, data=data)),
+    )
 
 
 def _with_content(bucket: Bucket, shards: Sequence[Shard], data: DataConfig) -> tuple[Shard, ...]:
@@ -306,45 +320,6 @@ def _with_content(bucket: Bucket, shards: Sequence[Shard], data: DataConfig) -> 
 
     with concurrent.futures.ThreadPoolExecutor(data.fetch_threads, "content") as pool:
         return tuple(pool.map(described, shards))
-
-
-def _as_listed(shard: Shard, blob: BlobInfo) -> Shard:
-    crc32c = blob.crc32c if shard.crc32c is None else shard.crc32c
-    return dataclasses.replace(shard, generation=blob.generation, crc32c=crc32c)
-
-
-def check_tokenizer(manifest: Manifest, data: DataConfig, *, url: str) -> None:
-    """Refuse data of another tokenizer than `data.tokenizer` names.
-
-    Raises:
-        ShardError: The manifest names another one.
-    """
-    if data.tokenizer in ("unknown", manifest.tokenizer):
-        return
-    if _identity(data) != manifest.tokenizer:
-        raise ShardError(
-            f"{url}: its {MANIFEST_NAME} says tokenizer {manifest.tokenizer!r}, and data.tokenizer "
-            f"is {data.tokenizer!r}. Set data.tokenizer to what made the tokens, or another source."
-        )
-
-
-def _identity(data: DataConfig) -> str:
-    """Return what a manifest would call the tokenizer; the name itself where it cannot be read."""
-    try:
-        return identity_of(TokenizerChoice.of_data(data))
-    except ShardError:
-        return data.tokenizer
-
-
-def _check_reading(shard: Shard, data: DataConfig, *, url: str) -> None:
-    for key in ("pad_id", "separator_id"):
-        counted, given = getattr(shard, key), getattr(data, key)
-        if counted is not None and counted != given:
-            raise ShardError(
-                f"{url}: its {MANIFEST_NAME} counted {shard.name} with {key} {counted}, and "
-                f"data.{key} is {given}. Set data.{key}={counted}, or write the manifest again "
-                "with the other id: refocused prepare_data manifest --write"
-            )
 
 
 def _check_listing(shards: list[Shard], listing: Mapping[str, BlobInfo], *, url: str) -> None:

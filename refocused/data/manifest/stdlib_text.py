@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +18,6 @@ from refocused.tokenizers.encoders import BYTES, BYTES_END_OF_TEXT
 
 VALIDATION_SHARE = 20  # one document in twenty: about 5 %
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
-
-_Ids = npt.NDArray[np.uint16]
 
 
 def prepare_stdlib(
@@ -44,7 +41,8 @@ def prepare_stdlib(
     if bucket.info(MANIFEST_NAME) is not None:
         return read_manifest(bucket)
     root = Path(sysconfig.get_paths()["stdlib"])
-    names = _document_names(root)
+    found = (path.relative_to(root) for path in root.rglob("*.py"))
+    names = sorted(path.as_posix() for path in found if not LEFT_OUT.intersection(path.parts))
     if not names:
         raise ShardError(
             f"{root}: this Python has no source text of its library (*.py). Use another Python, or "
@@ -65,38 +63,29 @@ def prepare_stdlib(
     return manifest
 
 
-def _document_names(root: Path) -> list[str]:
-    """Return the library's source files in order, tests and installed packages left out."""
-    relative = (path.relative_to(root) for path in root.rglob("*.py"))
-    return sorted(path.as_posix() for path in relative if not LEFT_OUT.intersection(path.parts))
-
-
 def _is_validation(name: str) -> bool:
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:4], "big") % VALIDATION_SHARE == 0
 
 
-def _tokens(root: Path, names: list[str], *, most: int | None) -> _Ids:
+def _tokens(root: Path, names: list[str], *, most: int | None) -> npt.NDArray[np.uint16]:
     """Return documents one after the other, each behind a separator, up to `most` tokens."""
+    separator = np.array([BYTES_END_OF_TEXT], np.uint16)
     pieces, tokens = [], 0
-    for piece in _pieces(root, names):
-        pieces.append(piece)
-        tokens += len(piece)
+    for name in names:
         if most is not None and tokens >= most:
             break
+        text = np.frombuffer((root / name).read_bytes(), np.uint8).astype(np.uint16)
+        pieces += [separator, text]
+        tokens += 1 + len(text)
     return np.concatenate(pieces)[:most]
 
 
-def _pieces(root: Path, names: list[str]) -> Iterator[_Ids]:
-    separator = np.array([BYTES_END_OF_TEXT], np.uint16)
-    for name in names:
-        yield separator
-        yield np.frombuffer((root / name).read_bytes(), np.uint8).astype(np.uint16)
-
-
-def _write_shard(bucket: Bucket, name: str, tokens: _Ids) -> Shard:
+def _write_shard(bucket: Bucket, name: str, tokens: npt.NDArray[np.uint16]) -> Shard:
+    file = io.BytesIO()
+    np.save(file, tokens.astype("<u2"))
+    content = file.getvalue()
     # What an interrupted preparation left under this name may have been cut otherwise.
-    content = _npy_bytes(tokens)
     blob = bucket.write(name, content, overwrite=True)
     return Shard(
         name=name,
@@ -108,10 +97,3 @@ def _write_shard(bucket: Bucket, name: str, tokens: _Ids) -> Shard:
         max_id=int(tokens.max()),
         documents=int(np.count_nonzero(tokens == BYTES_END_OF_TEXT)),
     )
-
-
-def _npy_bytes(tokens: _Ids) -> bytes:
-
-    file = io.BytesIO()
-    np.save(file, tokens.astype("<u2"))
-    return file.getvalue()

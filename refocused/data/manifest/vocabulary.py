@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from refocused.bucket.bucket import Bucket
 from refocused.config.data import DataConfig
@@ -36,7 +36,7 @@ def decide_vocabulary(
         return loaded
     if open_source is not None:
         own = loaded.shape.vocabulary
-        size = tokenizer_vocabulary(data) or manifest_vocabulary(data, open_source, least=own)
+        size = tokenizer_vocabulary(data) or _manifest_vocabulary(data, open_source, least=own)
         return loaded.with_vocabulary(size)
     if data.tokenizer == "unknown" or data.tokenizer.startswith(HUB):
         return loaded
@@ -70,39 +70,23 @@ def require_room_for_tokenizer(loaded: LoadedRun, *, fetch: bool) -> None:
 
 
 def tokenizer_vocabulary(data: DataConfig) -> int | None:
-    """Return the size of `data.tokenizer`; None: it is unknown.
-
-    Raises:
-        ShardError: Its files are missing or damaged.
-    """
+    """Return the size of `data.tokenizer`, None if it is unknown; raises as `vocabulary_of`."""
     return None if data.tokenizer == "unknown" else vocabulary_of(TokenizerChoice.of_data(data))
 
 
-def manifest_vocabulary(
+def _manifest_vocabulary(
     data: DataConfig, open_source: Callable[[str], Bucket], *, least: int
 ) -> int:
     """Return the size of the tokenizer that the manifests of the data name.
 
     Where they name none, it is `least`, or enough for the largest id that they know.
-
-    Raises:
-        ShardError: A manifest cannot be read.
-        BucketError: A source cannot be read.
     """
-    sizes, ids = [], []
-    for source in _sources(data):
+    sizes, ids = [0], [0]
+    for source in [data.of_source(name) for name in data.mixture] or [data]:
         bucket = open_source(str(source.source))
         if matches(MANIFEST_NAME, source.exclude) or bucket.info(MANIFEST_NAME) is None:
             continue
         manifest = read_manifest(bucket)
         sizes.append(manifest.vocabulary or VOCABULARIES.get(manifest.tokenizer, 0))
         ids += [shard.max_id + 1 for shard in manifest.shards if shard.max_id is not None]
-    return max([max(sizes, default=0) or least, *ids])
-
-
-def _sources(data: DataConfig) -> Iterator[DataConfig]:
-    """Yield the settings of each source."""
-    if not data.mixture:
-        yield data
-    for name in data.mixture:
-        yield data.of_source(name)
+    return max(max(sizes) or least, *ids)

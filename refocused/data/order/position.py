@@ -25,11 +25,6 @@ class Position:
     windows: int = 0
     sources: Mapping[str, int] | None = None
 
-    def advanced(self, windows: int, *, windows_per_epoch: int) -> Position:
-        """Return the position that many windows further on, carried over the ends of epochs."""
-        epochs, rest = divmod(self.windows + windows, windows_per_epoch)
-        return Position(self.epoch + epochs, rest)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the form that is kept in a checkpoint's JSON."""
         saved: dict[str, Any] = {"epoch": self.epoch, "windows": self.windows}
