@@ -153,15 +153,15 @@ def measure_parts() -> Record:
     ranges = [WindowRange(number, 0, 32_768) for number in range(769)]
     numbers = np.arange(64 * 512).reshape(64, 512)
     order = Order(ranges, seed=1, block_shards=16)
-    order.locate_in_stream(numbers)  # the first call of numpy's functions
+    order.locate(numbers)  # the first call of numpy's functions
     tracemalloc.start()
-    Order(ranges, seed=1, block_shards=16).locate_in_stream(numbers)
+    Order(ranges, seed=1, block_shards=16).locate(numbers)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return {
         "windows": order.windows_per_epoch,
         "construct_s": _median_of(lambda: Order(ranges, seed=1, block_shards=16)),
-        "locate_s": _median_of(lambda: order.locate_in_stream(numbers)),
+        "locate_s": _median_of(lambda: order.locate(numbers)),
         "peak_mib": peak / 2**20,
         "assembly_s": _assembly_s(),
     }

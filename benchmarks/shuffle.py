@@ -87,7 +87,7 @@ def _places(epoch: int, *, shards: int, windows: int, block: int) -> NDArray[np.
     """Return the place on the line of each window of an epoch, in the order of training."""
     ranges = [WindowRange(shard, 0, windows) for shard in range(shards)]
     order = Order(ranges, seed=1337, block_shards=block)
-    located = order.locate(epoch, np.arange(order.windows_per_epoch))
+    located = order.locate(epoch * order.windows_per_epoch + np.arange(order.windows_per_epoch))
     places: NDArray[np.int64] = located.shards * windows + located.windows
     return places
 

@@ -168,7 +168,7 @@ def large_manifest() -> FakeManifest:
 def test_a_step_is_handed_over_though_the_next_one_waits_for_a_shard(tmp_path, large_manifest):
     cache = FolderCache(tmp_path, large_manifest)
     order = order_of(large_manifest)
-    shards = order.locate(0, np.arange(8)).shards.tolist()
+    shards = order.locate(np.arange(8)).shards.tolist()
     cache.late = next(shard for shard in shards if shard != shards[0])
     small = loader_of(cache, large_manifest, micro=1, accumulation=1)
     with contextlib.closing(small.batches_from(Position())) as stream:
@@ -192,9 +192,7 @@ def test_an_error_while_reading_is_raised_itself_after_the_steps_before_it(cache
                 assert all(cache.broken not in batch.shards for batch in step)
         assert handed_out > 0
         assert caught.value.__cause__ is None
-        assert stream.position == Position().advanced(
-            4 * handed_out, windows_per_epoch=WINDOWS_PER_EPOCH
-        )
+        assert stream.position == Position(*divmod(4 * handed_out, WINDOWS_PER_EPOCH))
         with pytest.raises(ShardError):
             stream.next_step()
 
@@ -209,7 +207,7 @@ def test_close_ends_the_thread_that_waits_for_room(cache, manifest):
 
 
 def first_shard(manifest: FakeManifest) -> int:
-    return int(order_of(manifest).locate(0, np.array([0])).shards[0])
+    return int(order_of(manifest).locate(np.array([0])).shards[0])
 
 
 def test_close_returns_while_a_shard_is_awaited_and_the_thread_ends_after(cache, manifest):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.data.cache.fetch_plan import FetchAhead
-from refocused.data.loader.loader import Loader, steps_from
+from refocused.data.loader.loader import Loader
 from refocused.data.order.mixture_order import PERIOD, Mixture, interleaved, shares_of, source_seed
 from refocused.data.order.position import Position
 from refocused.data.order.window_order import Order
@@ -42,7 +42,7 @@ def mixture_of(weights: dict[str, float] = WEIGHTS, *, block_shards: int = 2) ->
 
 def windows_from(position: Position, count: int, **changes: object) -> list[tuple[int, int]]:
     stream = mixture_of(**changes).stream_from(position)
-    located = stream.locate_in_stream(stream.number_of(position) + np.arange(count))
+    located = stream.locate(stream.number_of(position) + np.arange(count))
     return list(zip(located.shards.tolist(), located.windows.tolist(), strict=True))
 
 
@@ -51,7 +51,7 @@ def of_source(name: str, windows: list[tuple[int, int]]) -> list[tuple[int, int]
 
 
 def own_stream(name: str, start: int, count: int) -> list[tuple[int, int]]:
-    located = order_of(name).locate_in_stream(np.arange(start, start + count))
+    located = order_of(name).locate(np.arange(start, start + count))
     return list(zip(located.shards.tolist(), located.windows.tolist(), strict=True))
 
 
@@ -102,7 +102,7 @@ def test_another_seed_begins_elsewhere_in_the_period():
     begins = set()
     for seed in range(20):
         mixture = Mixture({name: order_of(name) for name in WINDOWS}, weights=WEIGHTS, seed=seed)
-        located = mixture.stream_from(Position()).locate_in_stream(np.arange(40))
+        located = mixture.stream_from(Position()).locate(np.arange(40))
         begins.add(tuple(located.shards.tolist()))
     assert len(begins) > 10
 
@@ -140,9 +140,9 @@ def test_every_window_of_a_source_comes_once_in_each_of_its_epochs():
 def test_windows_are_found_by_number_alone(start, far):
     stream = mixture_of().stream_from(Position())
     numbers = far + np.arange(start, start + 50)
-    together = stream.locate_in_stream(numbers)
+    together = stream.locate(numbers)
     for place in (0, 17, 49):
-        alone = stream.locate_in_stream(numbers[place : place + 1])
+        alone = stream.locate(numbers[place : place + 1])
         assert alone.shards[0] == together.shards[place]
         assert alone.windows[0] == together.windows[place]
 
@@ -177,41 +177,15 @@ def test_other_weights_hold_from_the_first_window_on():
     assert [len(of_source(name, windows)) for name in WINDOWS] == [256, 512, 256]
 
 
-def global_steps(position: Position, plan: BatchPlan, count: int) -> list[list[tuple[int, int]]]:
-    ranks = [
-        steps_from(mixture_of().stream_from(position), position, plan=plan, rank=rank)
-        for rank in range(plan.world_size)
-    ]
-    return [
-        sorted(
-            pair
-            for step in steps
-            for pair in zip(
-                step.shards.flatten().tolist(), step.windows.flatten().tolist(), strict=True
-            )
-        )
-        for steps in itertools.islice(zip(*ranks, strict=True), count)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("micro", "accumulation", "world_size"), [(2, 2, 4), (1, 8, 2), (4, 1, 4), (8, 2, 1)]
-)
-def test_ranks_and_accumulation_do_not_change_what_a_step_holds(micro, accumulation, world_size):
-    start = mixture_of().stream_from(Position()).position_at(1000)
-    alone = global_steps(start, BatchPlan(16, 1, 1, 4), 30)
-    assert global_steps(start, BatchPlan(micro, accumulation, world_size, 4), 30) == alone
-
-
 def test_what_is_local_holds_every_window_in_use_and_the_next_shards_ahead():
     stream = mixture_of(block_shards=1).stream_from(Position())
     for oldest in range(0, 900, 7):
-        located = stream.locate_in_stream(np.arange(oldest, oldest + 20))
+        located = stream.locate(np.arange(oldest, oldest + 20))
         in_use = wanted(stream, oldest=oldest, newest=oldest + 19, ahead=0)
         assert set(located.shards.tolist()) <= set(in_use)
         assert len(in_use) < 6  # not simply everything
         soon = wanted(stream, oldest=oldest, newest=oldest + 19, ahead=1)
-        later = stream.locate_in_stream(np.arange(oldest + 20, oldest + 2000)).shards.tolist()
+        later = stream.locate(np.arange(oldest + 20, oldest + 2000)).shards.tolist()
         following = next(shard for shard in later if shard not in in_use)
         assert soon == [*in_use, following]
 

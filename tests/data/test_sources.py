@@ -104,9 +104,7 @@ def test_without_a_mixture_there_is_one_source_and_its_plain_order() -> None:
     assert isinstance(order, Order)
     plain = Order(source.train, seed=7, block_shards=1)
     numbers = np.arange(30)
-    assert np.array_equal(
-        order.locate_in_stream(numbers).windows, plain.locate_in_stream(numbers).windows
-    )
+    assert np.array_equal(order.locate(numbers).windows, plain.locate(numbers).windows)
     text = describe_order(order, manifest=ALONE, seed=7, sequence_length=LENGTH, document_id=None)
     # Checkpoints of every version hold this text.
     assert text == "seed 7, blocks of 1 shards, 10 windows of 4 tokens"
@@ -132,11 +130,9 @@ def test_sources_of_one_mixture_are_shuffled_differently_and_alike_in_every_mixt
     twin = manifest_of(code_a=30, code_b=50, web_a=30, web_b=50, web_val=20)
     code, web = order_of(mixture(), twin).orders.values()
     numbers = np.arange(80)
-    assert not np.array_equal(
-        code.locate_in_stream(numbers).windows, web.locate_in_stream(numbers).windows
-    )
-    before = order.orders["web"].locate_in_stream(numbers)
-    assert np.array_equal(web.locate_in_stream(numbers).windows, before.windows)
+    assert not np.array_equal(code.locate(numbers).windows, web.locate(numbers).windows)
+    before = order.orders["web"].locate(numbers)
+    assert np.array_equal(web.locate(numbers).windows, before.windows)
 
 
 def test_the_blocks_of_all_sources_fit_into_the_room_together() -> None:
@@ -197,7 +193,7 @@ def test_skipped_shards_keep_the_order_and_lose_their_windows() -> None:
     numbers = np.arange(400)
     for stream in ("shards", "windows"):
         one, other = (
-            getattr(order.stream_from(Position()).locate_in_stream(numbers), stream)
+            getattr(order.stream_from(Position()).locate(numbers), stream)
             for order in (before, after)
         )
         assert np.array_equal(one, other)

@@ -14,7 +14,7 @@ def found_by_trying(order: Order, *, step_windows: int, windows: int, sizes: lis
     """The most bytes of all steps that may begin anywhere in the run."""
     most = 0
     for begin in range(windows):
-        first, last = order.blocks_in_stream(np.array([begin, begin + step_windows - 1])).tolist()
+        first, last = order.blocks_of(np.array([begin, begin + step_windows - 1])).tolist()
         if last - first > 1:
             most = max(most, sum(sizes[shard] for shard in set(order.shards_between(first, last))))
     return most

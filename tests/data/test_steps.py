@@ -51,7 +51,7 @@ def test_ranks_and_accumulation_do_not_change_what_a_step_holds(plan):
 
 def test_windows_are_dealt_out_by_accumulation_then_rank_then_row():
     order = order_of(50, 50)
-    in_order = order.locate(0, np.arange(12)).windows.reshape(2, 3, 2)
+    in_order = order.locate(np.arange(12)).windows.reshape(2, 3, 2)
     for rank in range(3):
         step = next(steps_from(order, Position(), plan=BatchPlan(2, 2, 3, 4), rank=rank))
         assert step.windows.tolist() == in_order[:, rank].tolist()
@@ -118,7 +118,7 @@ def test_another_global_batch_continues_at_the_same_window():
     order = order_of(30, 30)
     before = next(steps_from(order, Position(), plan=BatchPlan(7, 1, 1, 4), rank=0))
     after = next(steps_from(order, before.after, plan=BatchPlan(5, 1, 1, 4), rank=0))
-    located = order.locate(0, np.arange(7, 12))
+    located = order.locate(np.arange(7, 12))
     assert after.windows[0].tolist() == located.windows.tolist()
     assert after.after == Position(0, 12)
 
@@ -129,7 +129,7 @@ def test_windows_of_skipped_shards_are_left_out_and_those_that_follow_move_up(pl
     everything = order_of(*counts)
     order = order_of(*counts, skipped=(1, 3))
     first = everything.number_of(start)
-    located = everything.locate_in_stream(np.arange(first, first + 1000))
+    located = everything.locate(np.arange(first, first + 1000))
     kept = ~np.isin(located.shards, [1, 3])
     wanted = list(zip(located.shards[kept].tolist(), located.windows[kept].tolist(), strict=True))
     numbers = first + np.flatnonzero(kept)
@@ -143,7 +143,7 @@ def test_windows_of_skipped_shards_are_left_out_and_those_that_follow_move_up(pl
         # The position is that of the order with all shards, which takes no account of the skip.
         last = int(numbers[16 * number + 15])
         assert {one.after for one in step} == {everything.position_at(last + 1)}
-        blocks = everything.blocks_in_stream(numbers[[16 * number, 16 * number + 15]]).tolist()
+        blocks = everything.blocks_of(numbers[[16 * number, 16 * number + 15]]).tolist()
         assert {(one.first_block, one.last_block) for one in step} == {tuple(blocks)}
 
 
@@ -161,7 +161,7 @@ def test_a_resume_with_other_shards_skipped_goes_on_at_the_window_after_the_last
     unskipped = next(steps_from(order_of(*counts), before[4].after, plan=plan, rank=0))
     order = order_of(*counts)
     first = order.number_of(before[4].after)
-    located = order.locate_in_stream(np.arange(first, first + 8))
+    located = order.locate(np.arange(first, first + 8))
     assert unskipped.windows[0].tolist() == located.windows.tolist()
 
 

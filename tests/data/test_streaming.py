@@ -20,7 +20,7 @@ from refocused.data.cache.fetch_plan import FetchAhead
 from refocused.data.loader.loader import BatchStream, Loader
 from refocused.data.manifest.shard_manifest import build_manifest
 from refocused.data.order.position import Position
-from refocused.data.order.window_order import Order, choose_common_block_shards
+from refocused.data.order.window_order import Order, choose_block_shards
 from refocused.data.order.windows import split_windows
 
 LENGTH = 4
@@ -80,7 +80,7 @@ def streams(
             )
             for rank in range(plan.world_size)
         ]
-        block_shards = choose_common_block_shards(
+        block_shards = choose_block_shards(
             block_shards,
             sources=[split.train],
             shard_bytes=[caches[0].local_bytes(shard) for shard in range(len(windows))],

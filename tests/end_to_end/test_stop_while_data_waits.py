@@ -25,7 +25,7 @@ def test_a_signal_to_one_rank_ends_the_wait_of_both(tmp_path: Path, emulator: Em
     (tmp_path / "tiny.yaml").write_text(RUN)
     write_tokens(tmp_path / "tokens", shards=3, tokens=40_000, vocabulary=512)
     order = Order([WindowRange(i, 0, 1) for i in range(3)], seed=SEED, block_shards=1)
-    first = f"shard_{int(order.locate(0, np.array([0])).shards[0]):03d}.npy"
+    first = f"shard_{int(order.locate(np.array([0])).shards[0]):03d}.npy"
     shard = np.load(tmp_path / "tokens" / first)
     np.save(tmp_path / "tokens" / first, shard[: STEPS * WINDOWS_PER_STEP * SEQUENCE_LENGTH + 1])
     for path in (tmp_path / "tokens").iterdir():

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from refocused.data.order.window_order import Stream
+from refocused.data.order.mixture_order import Stream
 
 if TYPE_CHECKING:
     from refocused.data.cache.cache import ShardCache

@@ -14,9 +14,9 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.data.cache.fetch_plan import FetchAhead, ShardPlanner
 from refocused.data.loader.batch import Batch, BatchReader
 from refocused.data.loader.prefetch import Copies, DeviceCopier, ReadAhead
-from refocused.data.order.mixture_order import Mixture
+from refocused.data.order.mixture_order import Mixture, Stream
 from refocused.data.order.position import Position
-from refocused.data.order.window_order import Order, Stream
+from refocused.data.order.window_order import Order
 from refocused.data.order.windows import ValidationWindows
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ def steps_from(
     most = min(WINDOWS_AT_ONCE // share.size, stream.windows_per_epoch // plan.windows)
     start = stream.number_of(position)
     for numbers in _numbers_from(stream, start, steps=max(1, most), windows=plan.windows):
-        located = stream.locate_in_stream(numbers[:, share])
-        blocks = stream.blocks_in_stream(numbers[:, [0, -1]]).tolist()
+        located = stream.locate(numbers[:, share])
+        blocks = stream.blocks_of(numbers[:, [0, -1]]).tolist()
         for number, (first_block, last_block) in enumerate(blocks):
             yield StepWindows(
                 shards=located.shards[number],
@@ -81,7 +81,7 @@ def _numbers_from(
         numbers = start + np.arange(steps * windows)
         start += steps * windows
         if skipped.size:
-            numbers = numbers[~np.isin(stream.locate_in_stream(numbers).shards, skipped)]
+            numbers = numbers[~np.isin(stream.locate(numbers).shards, skipped)]
         kept = np.concatenate([kept, numbers])
         if len(kept) >= steps * windows:
             yield kept[: steps * windows].reshape(steps, windows)

@@ -108,16 +108,16 @@ class Mixture:
 
 
 class MixedStream:
-    """The windows of a mixture from a position on; a `Stream`. `Mixture.stream_from` makes it.
+    """The windows of a mixture from a position on. `Mixture.stream_from` makes it.
 
-    Its blocks are single windows, by their numbers: each source changes its own blocks at places
-    of its own.
+    Its methods are those of `Order`. Its blocks are single windows, by their numbers: each source
+    changes its own blocks at places of its own. The windows of skipped shards are left out; the
+    next ones of the stream, of any source, take their places.
 
     Attributes:
         windows_per_epoch: Windows within which no source is passed over more than about once.
         shard_count: Shards with windows to train on.
-        skipped: Shards whose windows are left out; the next ones of the stream, of any source, take
-            their places.
+        skipped: Shards that nothing is trained on.
     """
 
     def __init__(
@@ -154,22 +154,21 @@ class MixedStream:
         ]
         return Position(min(epochs), number, dict(zip(self._names, consumed, strict=True)))
 
-    def locate_in_stream(self, numbers: NDArray[np.int64]) -> Located:
+    def locate(self, numbers: NDArray[np.int64]) -> Located:
         """Find windows by their numbers (any shape)."""
         periods, places = np.divmod(numbers, PERIOD)
         sources = self._places[places]
         own = self._ahead[sources] + periods * self._counts[sources] + self._before[places, sources]
-        located = Located(np.empty_like(own), np.empty_like(own), numbers)
+        located = Located(np.empty_like(own), np.empty_like(own))
         for source, order in enumerate(self._orders):
             here = sources == source
-            if not here.any():
-                continue
-            part = order.locate_in_stream(own[here])
-            located.shards[here] = part.shards
-            located.windows[here] = part.windows
+            if here.any():
+                part = order.locate(own[here])
+                located.shards[here] = part.shards
+                located.windows[here] = part.windows
         return located
 
-    def blocks_in_stream(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    def blocks_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the numbers themselves."""
         return numbers
 
@@ -177,20 +176,19 @@ class MixedStream:
         """Yield, source by source, the shards that some windows are in or next to come from."""
         spans = np.stack([self._consumed(oldest), self._consumed(newest)], axis=1)
         for order, span in zip(self._orders, spans, strict=True):
-            first, last = order.blocks_in_stream(span).tolist()
+            first, last = order.blocks_of(span).tolist()
             yield from order.shards_between(first, last)
 
     def shards_after(self, newest: int) -> Iterator[int]:
         """Yield the shards of the following blocks of all sources, the next to begin first."""
-        consumed = self._consumed(newest)
-        upcoming = [self._upcoming(source, int(done)) for source, done in enumerate(consumed)]
-        for _, _, shards in heapq.merge(*upcoming):
+        consumed = self._consumed(newest).tolist()
+        for _, _, shards in heapq.merge(*map(self._upcoming, range(len(consumed)), consumed)):
             yield from shards
 
     def _upcoming(self, source: int, consumed: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         """Yield one source's next blocks: the number that each begins at, the source, shards."""
         order = self._orders[source]
-        block = int(order.blocks_in_stream(np.array([consumed]))[0]) + 1
+        block = int(order.blocks_of(np.array([consumed]))[0]) + 1
         # With the rest of this epoch and the whole next one all its shards have come.
         blocks = itertools.islice(order.blocks_from(block), 2 * order.blocks_per_epoch)
         places = np.flatnonzero(self._places == source)
@@ -204,3 +202,6 @@ class MixedStream:
         periods, place = divmod(number, PERIOD)
         consumed: NDArray[np.int64] = self._ahead + periods * self._counts + self._before[place]
         return consumed
+
+
+Stream = Order | MixedStream  # windows without end, and what must be local for them

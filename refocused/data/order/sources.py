@@ -13,7 +13,7 @@ from refocused.data.manifest.run_manifest import split_by_source
 from refocused.data.manifest.select_files import is_skipped
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.data.order.mixture_order import PERIOD, Mixture, shares_of, source_seed
-from refocused.data.order.window_order import Order, choose_common_block_shards
+from refocused.data.order.window_order import Order, choose_block_shards
 from refocused.data.order.windows import (
     Split,
     ValidationWindows,
@@ -24,48 +24,6 @@ from refocused.data.order.windows import (
 from refocused.system.errors import ShardError
 
 MOST_EPOCHS = 1000  # to look at: more than any run that streams makes, in a second at most
-
-
-def most_bytes_of_a_step(
-    order: Order, *, step_windows: int, windows: int, shard_bytes: Sequence[int]
-) -> int:
-    """Return the most bytes that a step over three blocks or more needs; 0 where none is.
-
-    Steps are looked at wherever they may begin, since a resume with another batch shifts them: of
-    those that begin in a block the one that begins with its last window reaches farthest.
-
-    Args:
-        order: Of one source.
-        step_windows: Its windows in a step.
-        windows: Those of the whole run.
-        shard_bytes: Local size of every shard of the manifest.
-    """
-    if step_windows - 2 < order.smallest_block:
-        return 0
-    epochs = min(MOST_EPOCHS, math.ceil(windows / order.windows_per_epoch))
-    return max(
-        _most_in_epoch(order, epoch, step_windows=step_windows, shard_bytes=shard_bytes)
-        for epoch in range(epochs)
-    )
-
-
-def _most_in_epoch(
-    order: Order, epoch: int, *, step_windows: int, shard_bytes: Sequence[int]
-) -> int:
-    firsts = epoch * order.blocks_per_epoch + np.arange(order.blocks_per_epoch)
-    begins = np.array([order.block_start(first + 1) - 1 for first in firsts.tolist()])
-    lasts = order.blocks_in_stream(begins + step_windows - 1)
-    reaching = np.flatnonzero(lasts - firsts > 1)
-    spans = zip(firsts[reaching].tolist(), lasts[reaching].tolist(), strict=True)
-    return max((_bytes(order, first, last, shard_bytes) for first, last in spans), default=0)
-
-
-def _bytes(order: Order, first: int, last: int, shard_bytes: Sequence[int]) -> int:
-    """Return the bytes of the shards of some blocks; a shard that comes again counts once."""
-    last = min(last, first + 2 * order.blocks_per_epoch)  # all shards have come by then
-    return sum(shard_bytes[shard] for shard in set(order.shards_between(first, last)))
-
-
 PACKING_CHARACTERS = 8
 # Windows of a source that a step may hold or look at beyond its share: at most one at each end (see
 # `interleaved`), and the one that comes next.
@@ -120,7 +78,14 @@ def split_sources(
     Raises:
         ShardError: A pattern names no shard, or no window is left to train or to validate on.
     """
-    skipped = _skipped(manifest, data)
+    for pattern in data.skip:
+        one = data.model_copy(update={"skip": (pattern,)})
+        if not any(is_skipped(shard, one) for shard in manifest.shards):
+            raise ShardError(
+                f"data.skip: {pattern!r} fits none of the {len(manifest.shards)} token files. "
+                "Correct the pattern; it may fit a file's name with or without its folder."
+            )
+    skipped = frozenset(i for i, shard in enumerate(manifest.shards) if is_skipped(shard, data))
     if not data.mixture:
         split = _split(manifest, data, sequence_length)
         return [_source(None, PERIOD, split, evaluation_windows, skipped)]
@@ -131,26 +96,16 @@ def split_sources(
             split = _split(own, data.of_source(name), sequence_length)
         except ShardError as error:
             raise ShardError(f"data.mixture.{name}: {error}") from None
-        split = Split(_moved(split.train, first), _moved(split.validation, first))
+        # Its shards are numbered from the beginning of the whole manifest.
+        split = Split(
+            *(
+                tuple(dataclasses.replace(one, shard=one.shard + first) for one in ranges)
+                for ranges in (split.train, split.validation)
+            )
+        )
         windows = max(1, round(evaluation_windows * shares[name] / PERIOD))
         sources.append(_source(name, shares[name], split, windows, skipped))
     return sources
-
-
-def _skipped(manifest: Manifest, data: DataConfig) -> frozenset[int]:
-    """Return the shards that `data.skip` leaves out.
-
-    Raises:
-        ShardError: A pattern names none.
-    """
-    for pattern in data.skip:
-        one = data.model_copy(update={"skip": (pattern,)})
-        if not any(is_skipped(shard, one) for shard in manifest.shards):
-            raise ShardError(
-                f"data.skip: {pattern!r} fits none of the {len(manifest.shards)} token files. "
-                "Correct the pattern; it may fit a file's name with or without its folder."
-            )
-    return frozenset(i for i, shard in enumerate(manifest.shards) if is_skipped(shard, data))
 
 
 def order_sources(
@@ -177,7 +132,7 @@ def order_sources(
     Raises:
         ShardError: Two blocks of each source, or those of a step, do not fit into the room.
     """
-    block_shards = choose_common_block_shards(
+    block_shards = choose_block_shards(
         data.block_shards,
         sources=[source.train for source in sources],
         shard_bytes=shard_bytes,
@@ -193,14 +148,27 @@ def order_sources(
         for source in sources
     ]
     if room_bytes is not None:
-        _require_room_for_steps(
-            sources,
-            orders,
-            step_windows=step_windows,
-            steps=steps,
-            shard_bytes=shard_bytes,
-            room_bytes=room_bytes,
-        )
+        needed = 0
+        for source, order in zip(sources, orders, strict=True):
+            own_windows = step_windows
+            if source.share < PERIOD:
+                own_windows = step_windows * source.share // PERIOD + SHARE_MARGIN
+            reach = most_bytes_of_a_step(
+                order,
+                step_windows=own_windows,
+                windows=steps * step_windows * source.share // PERIOD + 1,
+                shard_bytes=shard_bytes,
+            )
+            largest = sorted((shard_bytes[one.shard] for one in source.train), reverse=True)
+            needed += max(reach, sum(largest[: 2 * block_shards]))
+        if needed > room_bytes:
+            raise ShardError(
+                f"a step of {step_windows:,} windows can reach over short shards into more than "
+                f"two blocks of {block_shards} shards, which take up to {needed:,} bytes on disk, "
+                f"and data.disk_limit_gb leaves {room_bytes:,} beside the shards that validate. "
+                "Raise data.disk_limit_gb by at least "
+                f"{math.ceil((needed - room_bytes) / 1e6) / 1e3}, or make shards of even length."
+            )
     if not data.mixture:
         return orders[0]
     weights = {name: one.weight for name, one in data.mixture.items()}
@@ -208,41 +176,34 @@ def order_sources(
     return Mixture(named, weights=weights, seed=seed)
 
 
-def _require_room_for_steps(
-    sources: Sequence[Source],
-    orders: Sequence[Order],
-    *,
-    step_windows: int,
-    steps: int,
-    shard_bytes: Sequence[int],
-    room_bytes: int,
-) -> None:
-    """Refuse a run of which a step could need more shards at once than there is room for.
+def most_bytes_of_a_step(
+    order: Order, *, step_windows: int, windows: int, shard_bytes: Sequence[int]
+) -> int:
+    """Return the most bytes that a step over three blocks or more needs; 0 where none is.
 
-    Raises:
-        ShardError: With the limit that is needed.
+    Steps are looked at wherever they may begin, since a resume with another batch shifts them: of
+    those that begin in a block the one that begins with its last window reaches farthest.
+
+    Args:
+        order: Of one source.
+        step_windows: Its windows in a step.
+        windows: Those of the whole run.
+        shard_bytes: Local size of every shard of the manifest.
     """
-    needed = 0
-    for source, order in zip(sources, orders, strict=True):
-        own = step_windows
-        if source.share < PERIOD:
-            own = step_windows * source.share // PERIOD + SHARE_MARGIN
-        reach = most_bytes_of_a_step(
-            order,
-            step_windows=own,
-            windows=steps * step_windows * source.share // PERIOD + 1,
-            shard_bytes=shard_bytes,
-        )
-        largest = sorted((shard_bytes[one.shard] for one in source.train), reverse=True)
-        needed += max(reach, sum(largest[: 2 * order.block_shards]))
-    if needed > room_bytes:
-        raise ShardError(
-            f"a step of {step_windows:,} windows can reach over short shards into more than two "
-            f"blocks of {orders[0].block_shards} shards, which take up to {needed:,} bytes on "
-            f"disk, and data.disk_limit_gb leaves {room_bytes:,} beside the shards that validate. "
-            "Raise data.disk_limit_gb by at least "
-            f"{math.ceil((needed - room_bytes) / 1e6) / 1e3}, or make shards of even length."
-        )
+    most, per_epoch = 0, order.blocks_per_epoch
+    if step_windows - 2 < order.smallest_block:
+        return most
+    for epoch in range(min(MOST_EPOCHS, math.ceil(windows / order.windows_per_epoch))):
+        firsts = epoch * per_epoch + np.arange(per_epoch)
+        begins = np.array([order.block_start(first + 1) - 1 for first in firsts.tolist()])
+        lasts = order.blocks_of(begins + step_windows - 1)
+        # Within two epochs all shards have come; a shard that comes again counts once.
+        lasts = np.where(lasts - firsts > 1, np.minimum(lasts, firsts + 2 * per_epoch), firsts)
+        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+            if first < last:
+                shards = set(order.shards_between(first, last))
+                most = max(most, sum(shard_bytes[shard] for shard in shards))
+    return most
 
 
 def describe_order(
@@ -282,7 +243,7 @@ def describe_mixture(order: Order | Mixture) -> str:
 
 def files_done(order: Order, consumed: int) -> int:
     """Count the shards of a source's present epoch that are consumed whole, block by block."""
-    block = int(order.blocks_in_stream(np.array([consumed]))[0])
+    block = int(order.blocks_of(np.array([consumed]))[0])
     return block % order.blocks_per_epoch * order.block_shards
 
 
@@ -314,8 +275,3 @@ def _source(
             f"data.skip leaves no window{of_source} to validate on. Skip fewer shards."
         )
     return source
-
-
-def _moved(ranges: Sequence[WindowRange], first: int) -> tuple[WindowRange, ...]:
-    """Count shards from the beginning of the whole manifest."""
-    return tuple(dataclasses.replace(one, shard=one.shard + first) for one in ranges)

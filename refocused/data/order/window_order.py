@@ -1,4 +1,4 @@
-"""The order of training: which window is number k of an epoch or of the stream."""
+"""The order of training: which window has which number in the stream."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +29,10 @@ class Located:
     Attributes:
         shards: Index of each window's shard in the manifest.
         windows: Index of each window in its shard.
-        blocks: Number of each window's block, counted on from epoch to epoch.
     """
 
     shards: NDArray[np.int64]
     windows: NDArray[np.int64]
-    blocks: NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -63,12 +60,20 @@ class Order:
     and the epoch, by integer arithmetic alone: neither ranks, nor threads, nor versions of
     numpy change it.
 
+    The stream is epoch after epoch: window `k` of epoch `e` has the number
+    `e * windows_per_epoch + k`. Blocks too are counted on from epoch to epoch.
+
     Args:
         ranges: The training windows, at least one range.
         seed: A whole number from 0.
         block_shards: Ranges in a block (the last block of an epoch may have fewer).
         skipped: Shards that nothing is trained on. Their windows keep their numbers, so that the
             order and every position in it stay what they are without a skip.
+
+    Attributes:
+        windows_per_epoch: Windows of all ranges.
+        blocks_per_epoch: Blocks of them.
+        shard_count: Shards with windows to train on.
     """
 
     def __init__(
@@ -108,48 +113,37 @@ class Order:
         """Return the position at which all windows before a number are consumed."""
         return Position(*divmod(number, self.windows_per_epoch))
 
-    def locate(self, epoch: int, ks: NDArray[np.int64]) -> Located:
-        """Find the windows with the numbers `ks` (shape [n], from 0) in an epoch."""
-        layout = self._layout(epoch)
-        blocks = np.searchsorted(layout.block_starts, ks, side="right") - 1
-        begins = layout.block_starts[blocks]
-        places = begins + permuted(
-            ks - begins,
-            sizes=layout.block_starts[blocks + 1] - begins,
-            keys=hashed(layout.window_key, blocks.astype(np.uint64)),
-        )
-        slots = np.searchsorted(layout.range_starts, places, side="right") - 1
-        ranges = layout.ranges[slots]
-        return Located(
-            shards=self._shards[ranges],
-            windows=self._firsts[ranges] + places - layout.range_starts[slots],
-            blocks=blocks + epoch * self.blocks_per_epoch,
-        )
-
-    def locate_in_stream(self, numbers: NDArray[np.int64]) -> Located:
-        """Find windows by their numbers (any shape) in the stream of epoch after epoch.
-
-        Window `k` of epoch `e` has the number `e * windows_per_epoch + k`.
-        """
-        epochs, ks = np.divmod(numbers, self.windows_per_epoch)
-        located = Located(np.empty_like(ks), np.empty_like(ks), np.empty_like(ks))
-        for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
-            here = epochs == epoch
-            part = self.locate(epoch, ks[here])
-            located.shards[here] = part.shards
-            located.windows[here] = part.windows
-            located.blocks[here] = part.blocks
+    def locate(self, numbers: NDArray[np.int64]) -> Located:
+        """Find windows by their numbers (any shape)."""
+        located = Located(np.empty_like(numbers), np.empty_like(numbers))
+        for epoch, here, ks in self._epochs_of(numbers):
+            layout = self._layout(epoch)
+            blocks = np.searchsorted(layout.block_starts, ks, side="right") - 1
+            begins = layout.block_starts[blocks]
+            places = begins + permuted(
+                ks - begins,
+                sizes=layout.block_starts[blocks + 1] - begins,
+                keys=hashed(layout.window_key, blocks.astype(np.uint64)),
+            )
+            slots = np.searchsorted(layout.range_starts, places, side="right") - 1
+            ranges = layout.ranges[slots]
+            located.shards[here] = self._shards[ranges]
+            located.windows[here] = self._firsts[ranges] + places - layout.range_starts[slots]
         return located
 
-    def blocks_in_stream(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the blocks that hold windows of the stream; both of any shape."""
-        epochs, ks = np.divmod(numbers, self.windows_per_epoch)
-        blocks = epochs * self.blocks_per_epoch
-        for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
-            here = epochs == epoch
+    def blocks_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the blocks that hold windows; both of any shape."""
+        blocks = np.empty_like(numbers)
+        for epoch, here, ks in self._epochs_of(numbers):
             starts = self._layout(epoch).block_starts
-            blocks[here] += np.searchsorted(starts, ks[here], side="right") - 1
+            blocks[here] = epoch * self.blocks_per_epoch - 1
+            blocks[here] += np.searchsorted(starts, ks, side="right")
         return blocks
+
+    def block_start(self, block: int) -> int:
+        """Return the number of the first window of a block."""
+        epoch, number = divmod(block, self.blocks_per_epoch)
+        return epoch * self.windows_per_epoch + int(self._layout(epoch).block_starts[number])
 
     def blocks_from(self, block: int) -> Iterator[tuple[int, ...]]:
         """Yield what is trained on of that block's shards and of those that follow, without end."""
@@ -162,11 +156,6 @@ class Order:
                 yield tuple(shard for shard in here if shard not in self.skipped)
             epoch, first = epoch + 1, 0
 
-    def block_start(self, block: int) -> int:
-        """Return the number of the first window of a block in the stream."""
-        epoch, number = divmod(block, self.blocks_per_epoch)
-        return epoch * self.windows_per_epoch + int(self._layout(epoch).block_starts[number])
-
     def shards_between(self, oldest: int, newest: int) -> Iterator[int]:
         """Yield the shards of some blocks, both ends included, in order of use."""
         blocks = itertools.islice(self.blocks_from(oldest), newest - oldest + 1)
@@ -175,6 +164,15 @@ class Order:
     def shards_after(self, newest: int) -> Iterator[int]:
         """Yield the shards used after a block, in order of use, without end."""
         return itertools.chain.from_iterable(self.blocks_from(newest + 1))
+
+    def _epochs_of(
+        self, numbers: NDArray[np.int64]
+    ) -> Iterator[tuple[int, NDArray[np.bool], NDArray[np.int64]]]:
+        """Yield each epoch that numbers are of, where they are, and which windows of it."""
+        epochs, ks = np.divmod(numbers, self.windows_per_epoch)
+        for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
+            here = epochs == epoch
+            yield epoch, here, ks[here]
 
     def _lay_out(self, epoch: int) -> _Layout:
         ranges = shuffled(len(self._shards), key=derived_key(self._seed, epoch, RANGE_ORDER))
@@ -190,43 +188,22 @@ class Order:
 def choose_block_shards(
     setting: int,
     *,
-    ranges: Sequence[WindowRange],
-    shard_bytes: Sequence[int],
-    room_bytes: int | None,
-) -> int:
-    """Return how many shards of one source are shuffled together, as `choose_common_block_shards`.
-
-    Raises:
-        ShardError: Two blocks of the largest shards do not fit into the room.
-    """
-    return choose_common_block_shards(
-        setting, sources=[ranges], shard_bytes=shard_bytes, room_bytes=room_bytes
-    )
-
-
-def choose_common_block_shards(
-    setting: int,
-    *,
     sources: Sequence[Sequence[WindowRange]],
     shard_bytes: Sequence[int],
     room_bytes: int | None,
 ) -> int:
     """Return how many shards are shuffled together; nothing that changes by itself decides it.
 
-    While training leaves one block, the next one is read: two of each source must be local at
-    once.
+    While training leaves one block, the next one is read: two of each source must be local.
 
     Args:
-        setting: `data.block_shards`; 0 chooses.
+        setting: `data.block_shards`; 0 chooses 16, or as many of the largest shards as fit into
+            half the room, at least 1.
         sources: The training windows of each source.
         shard_bytes: Local size of every shard of the manifest, in its order.
         room_bytes: Most that the shards of training may take on disk: `data.disk_limit_gb` less
             the shards that are pinned; None: no limit. The free space of the disk must not be
             given here, or a resume would go on in another order.
-
-    Returns:
-        At least 1, for a source that has as many. Chosen: 16, or as many of the largest shards
-        as fit into half the room.
 
     Raises:
         ShardError: Two blocks of the largest shards do not fit into the room.
@@ -236,7 +213,6 @@ def choose_common_block_shards(
     ]
 
     def largest(count: int) -> int:
-        """Return the bytes that so many shards of each source take at most."""
         return sum(sum(sizes[:count]) for sizes in largest_first)
 
     chosen = setting or LARGEST_AUTOMATIC_BLOCK
@@ -254,46 +230,3 @@ def choose_common_block_shards(
             f"{', or lower data.block_shards' if chosen > 1 else ''}."
         )
     return chosen
-
-
-class Stream(Protocol):
-    """Windows without end, each found by its number, and what must be local for them."""
-
-    @property
-    def windows_per_epoch(self) -> int:
-        """Windows within which no source is passed over more than about once."""
-        ...
-
-    @property
-    def skipped(self) -> Collection[int]:
-        """Shards whose windows have numbers and are left out."""
-        ...
-
-    @property
-    def shard_count(self) -> int:
-        """Shards with windows to train on."""
-        ...
-
-    def number_of(self, position: Position) -> int:
-        """Return the number of the first window that is not consumed at a position."""
-        ...
-
-    def position_at(self, number: int) -> Position:
-        """Return the position at which all windows before a number are consumed."""
-        ...
-
-    def locate_in_stream(self, numbers: NDArray[np.int64]) -> Located:
-        """Find windows by their numbers (any shape)."""
-        ...
-
-    def blocks_in_stream(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the blocks that hold windows; both of any shape."""
-        ...
-
-    def shards_between(self, oldest: int, newest: int) -> Iterator[int]:
-        """Yield the shards of some blocks, both ends included, in order of use."""
-        ...
-
-    def shards_after(self, newest: int) -> Iterator[int]:
-        """Yield the shards used after a block, in order of use, until all have come."""
-        ...

@@ -76,8 +76,10 @@ def split_windows(
     Raises:
         ShardError: A pattern names no shard, or no window is left to train or to validate on.
     """
-    named = _named_shards(manifest.shards, validation_files)
-    everything = _whole_shards(manifest.shards, sequence_length)
+    shards = manifest.shards
+    named = _named_shards(shards, validation_files)
+    counts = [windows_of(shard.tokens, sequence_length=sequence_length) for shard in shards]
+    everything = [WindowRange(index, 0, count) for index, count in enumerate(counts) if count]
     if validation_files:
         split = Split(
             tuple(one for one in everything if one.shard not in named),
@@ -85,15 +87,16 @@ def split_windows(
         )
     else:
         # The decimal that the user wrote: in floats 0.07 * 100 is a little more than 7.
-        share = Fraction(str(validation_fraction)) * window_count(everything)
-        split = _cut(everything, training=window_count(everything) - math.ceil(share))
+        share = Fraction(str(validation_fraction)) * sum(counts)
+        split = _cut(everything, training=sum(counts) - math.ceil(share))
     if not split.train:
-        raise ShardError(_nothing_trains(manifest.shards, named, sequence_length, split))
-    if named and not split.validation:
-        chosen = [manifest.shards[index] for index in sorted(named)]
         raise ShardError(
-            f"no validation window: {_too_short(chosen, sequence_length)}, or name longer files "
-            "in data.validation_files."
+            f"no training window: {_nothing_trains(shards, named, sequence_length, split)}"
+        )
+    if named and not split.validation:
+        too_short = _too_short([shards[index] for index in sorted(named)], sequence_length)
+        raise ShardError(
+            f"no validation window: {too_short}, or name longer files in data.validation_files."
         )
     return split
 
@@ -117,19 +120,12 @@ def _named_shards(shards: Sequence[Shard], patterns: Sequence[str]) -> set[int]:
     return named
 
 
-def _whole_shards(shards: Sequence[Shard], sequence_length: int) -> list[WindowRange]:
-    counts = [windows_of(shard.tokens, sequence_length=sequence_length) for shard in shards]
-    return [WindowRange(index, 0, count) for index, count in enumerate(counts) if count]
-
-
 def _cut(ranges: Sequence[WindowRange], *, training: int) -> Split:
     """Split after the first `training` windows, inside a shard where it falls so."""
-    train: list[WindowRange] = []
-    validation: list[WindowRange] = []
-    left = training
+    train, validation = [], []
     for one in ranges:
-        here = min(left, one.count)
-        left -= here
+        here = min(training, one.count)
+        training -= here
         if here:
             train.append(WindowRange(one.shard, one.first, here))
         if here < one.count:
@@ -143,19 +139,16 @@ def _nothing_trains(
     others = [shard for index, shard in enumerate(shards) if index not in named]
     if not others:
         return (
-            f"no training window: data.validation_files takes all {len(shards)} token files. "
-            "Name fewer files there, or leave it empty and set data.validation_fraction."
+            f"data.validation_files takes all {len(shards)} token files. Name fewer files there, "
+            "or leave it empty and set data.validation_fraction."
         )
     if not named and split.validation:
         return (
-            f"no training window: data.validation_fraction takes all "
-            f"{window_count(split.validation)} windows of {sequence_length} tokens. Lower it, "
-            "shorten model.sequence_length, or add token files."
+            f"data.validation_fraction takes all {window_count(split.validation)} windows of "
+            f"{sequence_length} tokens. Lower it, shorten model.sequence_length, or add token "
+            "files."
         )
-    return (
-        f"no training window: {_too_short(others, sequence_length)}, or use longer token files "
-        "(joining short ones)."
-    )
+    return f"{_too_short(others, sequence_length)}, or use longer token files (joining short ones)."
 
 
 def _too_short(shards: Sequence[Shard], sequence_length: int) -> str:
@@ -180,9 +173,6 @@ class ValidationWindows:
         windows: Shape [windows]: index of each chosen window in its shard.
     """
 
-    shards: NDArray[np.int64]
-    windows: NDArray[np.int64]
-
     def __init__(
         self, ranges: Sequence[WindowRange], *, windows: int, skipped: Collection[int] = ()
     ) -> None:
@@ -194,8 +184,8 @@ class ValidationWindows:
         firsts = np.array([one.first for one in ranges], dtype=np.int64)
         shards = np.array([one.shard for one in ranges], dtype=np.int64)[slots]
         kept = ~np.isin(shards, list(skipped))
-        self.shards = shards[kept]
-        self.windows = (firsts[slots] + places - starts[slots])[kept]
+        self.shards: NDArray[np.int64] = shards[kept]
+        self.windows: NDArray[np.int64] = (firsts[slots] + places - starts[slots])[kept]
 
     def shards_used(self) -> list[int]:
         """Return the shards that must stay local (`ShardCache.pin`), in ascending order."""
