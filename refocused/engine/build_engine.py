@@ -23,11 +23,7 @@ from refocused.system.world import World
 
 
 def why_no_async_io(device: str) -> str | None:
-    """Return why DeepSpeed's asynchronous files cannot be built here; None: they can.
-
-    Args:
-        device: `cuda` or `cpu`.
-    """
+    """Return why DeepSpeed's asynchronous files cannot be built here; None: they can."""
     os.environ.setdefault("DS_ACCELERATOR", device)  # or it searches, with warnings
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -46,16 +42,10 @@ def build_engine(
     precision: PrecisionConfig,
     world: World,
 ) -> Engine:
-    """Partition a model over the ranks.
+    """Partition a fully initialized model, the same on every rank, over the ranks.
 
-    Args:
-        model: A fully initialised model, the same on every rank.
-        block_class: The repeated block; under ZeRO-3 it is gathered as one, which halves the
-            host's work for each micro-batch.
-        settings: DeepSpeed's dictionary, from `refocused.config.deepspeed`.
-        optimizer: What updates the parameters.
-        precision: What the passes compute in.
-        world: The ranks, already joined.
+    Under ZeRO-3 each block is gathered as one, which halves the host's work for a micro-batch. The
+    settings are DeepSpeed's dictionary, from `refocused.config.deepspeed`.
 
     Raises:
         ConfigError: This machine's processor cannot compute in fp16.

@@ -53,13 +53,9 @@ class Engine:
         rank: int,
         guard: FiniteUpdates | None = None,
     ) -> None:
-        """Wrap an initialised DeepSpeed engine.
+        """Wrap an initialized DeepSpeed engine.
 
-        Args:
-            deepspeed_engine: What `deepspeed.initialize` returned.
-            device: Of this rank.
-            rank: This rank.
-            guard: Refuses updates on the device; None: DeepSpeed does it, and waits for the device.
+        Without a guard DeepSpeed itself refuses updates, and the host waits for the device.
         """
         self._engine = deepspeed_engine
         self._guard = guard
@@ -83,10 +79,8 @@ class Engine:
         A loss that is not finite makes the whole gradient so, on every rank once it is summed: the
         update is refused then.
 
-        Args:
-            input_ids: Tokens `[B, T]`.
-            labels: The tokens that follow `[B, T]`; -100 is not counted.
-            weight: Factor of the loss: 1 where every micro-batch of the step has as many labels.
+        Tokens and labels, the tokens that follow, are `[B, T]`; a label of -100 is not counted. The
+        loss is multiplied by `weight`: 1 where all micro-batches of the step have as many labels.
         """
         self.last_batch = input_ids
         loss = self._engine(
@@ -158,15 +152,11 @@ class Engine:
 
     def validation_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss of one batch without gradient or dropout; every rank must call."""
-        self._engine.eval()
-        try:
-            with torch.no_grad():
-                loss: Tensor = self._engine(
-                    input_ids.to(self._device, non_blocking=True),
-                    labels.to(self._device, non_blocking=True),
-                )
-        finally:
-            self._engine.train()
+        with self._evaluating():
+            loss: Tensor = self._engine(
+                input_ids.to(self._device, non_blocking=True),
+                labels.to(self._device, non_blocking=True),
+            )
         return loss
 
     @contextlib.contextmanager
@@ -182,27 +172,28 @@ class Engine:
 
     def next_token_logits(self, input_ids: Tensor) -> Tensor:
         """Return the predictions `[B, V]` after each row's last token; every rank must call."""
-        self._engine.eval()
-        try:
-            with torch.no_grad():
-                logits: Tensor = self._engine.module.logits(input_ids.to(self._device))[:, -1]
-        finally:
-            self._engine.train()
+        with self._evaluating():
+            logits: Tensor = self._engine.module.logits(input_ids.to(self._device))[:, -1]
         return logits.float()
 
     def label_scores(
         self, input_ids: Tensor, labels: Tensor, *, vocabulary: int
     ) -> tuple[Tensor, Tensor]:
         """Rate the labels as `CausalLM.label_scores` does; every rank must call as often."""
+        with self._evaluating():
+            found: tuple[Tensor, Tensor] = self._engine.module.label_scores(
+                input_ids.to(self._device), labels.to(self._device), vocabulary=vocabulary
+            )
+        return found
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
         self._engine.eval()
         try:
             with torch.no_grad():
-                found: tuple[Tensor, Tensor] = self._engine.module.label_scores(
-                    input_ids.to(self._device), labels.to(self._device), vocabulary=vocabulary
-                )
+                yield
         finally:
             self._engine.train()
-        return found
 
     def save_shards(self, folder: Path) -> ShardsWritten:
         """Write this rank's part below `folder`, in `zero/` and `ranks/`; every rank must call.

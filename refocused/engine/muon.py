@@ -81,12 +81,8 @@ def flat_matrices(
 ) -> FlatMatrices:
     """Find the parts of matrices that ZeRO has cut, and share the matrices out by their work.
 
-    Args:
-        shapes: Of the matrices, in order.
-        ranks: Ranks that they are cut for.
-        elements: Size of each rank's piece.
-        by_matrix: Whether each matrix is cut into one chunk a rank (stage 3), or all of them
-            together into equal runs (stages 1 and 2).
+    Stage 3 cuts each matrix into one chunk a rank (`by_matrix`); stages 1 and 2 cut all of them
+    together into equal runs of `elements`, the size of each rank's piece.
     """
     parts, begin, place = [], 0, 0
     for shape in shapes:

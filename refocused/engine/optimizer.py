@@ -18,12 +18,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build torch's fused AdamW, which needs no compiler and resumes bit for bit; or Muon.
 
-    Embeddings count as matrices. A tied weight is in one group once.
-
-    Args:
-        model: Whose parameters are trained.
-        optimizer: How.
-        block_class: The repeated block, whose matrices Muon updates.
+    Embeddings count as matrices. A tied weight is in one group once. Muon updates the matrices of
+    the repeated block.
     """
     trained = [p for p in dict.fromkeys(model.parameters()) if p.requires_grad]
     decaying, plain = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]

@@ -11,14 +11,7 @@ from refocused.system.strict_json import MalformedError
 
 
 def learning_rate(step: int, *, peak: float, total_steps: int, schedule: ScheduleConfig) -> float:
-    """Return the learning rate of an update.
-
-    Args:
-        step: Updates made before this one, from 0.
-        peak: Highest learning rate.
-        total_steps: Updates of the whole run.
-        schedule: Kind, warmup and floor.
-    """
+    """Return the learning rate of an update after `step` updates, of `total_steps` in the run."""
     return peak * _share_of_peak(step, total_steps, schedule)
 
 
@@ -71,7 +64,7 @@ def planned_steps(run_yaml: Path) -> int | None:
 def rate_change(
     step: int, *, planned: int | None, total_steps: int, peak: float, schedule: ScheduleConfig
 ) -> str | None:
-    """Say how the learning rate moves at once because the schedule is stretched or cut.
+    """Describe how the learning rate jumps because the schedule is stretched or cut.
 
     The schedule stays a pure function of the step and of all steps, so a resume under the new
     number is bit for bit again; but a cosine that had come down goes up.
@@ -84,7 +77,7 @@ def rate_change(
         schedule: As it is now.
 
     Returns:
-        A line for a person; None when there is nothing to say.
+        A line for the log; None when there is nothing to report.
     """
     if planned is None or planned == total_steps or step == 0:
         return None

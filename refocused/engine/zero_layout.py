@@ -78,10 +78,7 @@ def is_of_all_ranks(name: str) -> bool:
 def is_read_by(name: str, rank: int, *, exact: bool) -> bool:
     """Whether a rank reads a file of `zero/` at a resume.
 
-    Args:
-        name: The file's name or path.
-        rank: The rank that resumes.
-        exact: Each rank reads back what it wrote; otherwise all read the states of all ranks.
+    If `exact`, each rank reads back what it wrote; otherwise all read the states of all ranks.
     """
     if is_of_all_ranks(name):
         return True

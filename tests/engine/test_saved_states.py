@@ -13,8 +13,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from refocused.engine.optimizer import OptimizerSettings
-from refocused.engine.resharding import reshard
-from refocused.engine.saved_states import KINDS, SavedStates
+from refocused.engine.resharding import KINDS, SavedStates, reshard
 from refocused.system.errors import CheckpointError
 
 # Two groups, as for the decay: sizes that no number of ranks below divides.
