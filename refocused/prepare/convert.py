@@ -1,11 +1,9 @@
-"""Any readable form to 1-D `.npy` shards with a manifest, file by file or packed to one size."""
+"""Convert any readable token files to 1-D `.npy` shards with a manifest, one each or packed."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,42 +19,25 @@ from refocused.data.formats.object_names import TOKEN_SUFFIXES, matches
 from refocused.data.formats.token_blocks import Ids, token_blocks
 from refocused.data.formats.token_layout import ID_KEYS, element_type, read_layout
 from refocused.data.manifest.select_files import check_chunks, is_megatron, named_tokenizer
-from refocused.data.manifest.shard_manifest import Manifest, write_manifest
+from refocused.data.manifest.shard_manifest import Manifest
 from refocused.prepare import pickled_arrays
 from refocused.prepare.document_streams import document_blocks, megatron_blocks
-from refocused.prepare.packing_state import (
-    Journal,
-    check_recipe,
-    finished_manifest,
-    keep_whole_shards,
-    manifest_of,
-    remove_leftovers,
-)
-from refocused.prepare.shard_packer import Cursor, ShardPacker, is_open_shard_whole
+from refocused.prepare.packing_state import Journal, manifest_of, pack_once, resume_packer
+from refocused.prepare.shard_packer import ShardPacker
 from refocused.system.errors import ShardError
-from refocused.system.locks import exclusive_folder
 
 STREAM = "convert"
 _NO_LIMIT = 1 << 62
 
-_log = logging.getLogger(__name__)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConvertRequest:
-    """What is wanted.
+    """What to make of the files."""
 
-    Attributes:
-        vocabulary: Ids must be below it; it decides between uint16 and uint32.
-        shard_tokens: Pack the files to shards of so many ids; None: one shard a file.
-        name: Start of the names of packed shards.
-        allow_pickle: Read arrays of Python objects, which can run code.
-    """
-
-    vocabulary: int
-    shard_tokens: int | None = None
-    name: str = "tokens"
-    allow_pickle: bool = False
+    vocabulary: int  # ids must be below it; it decides between uint16 and uint32
+    shard_tokens: int | None = None  # ids of a packed shard; None: one shard a file
+    name: str = "tokens"  # start of the names of packed shards
+    allow_pickle: bool = False  # read arrays of Python objects, which can run code
 
 
 def convert(
@@ -68,16 +49,16 @@ def convert(
     request: ConvertRequest,
     progress: Callable[[int, int], None],
 ) -> Manifest:
-    """Write every file of a source as 1-D `.npy`, padding left out, and a manifest, last.
+    """Write every file of a source as 1-D `.npy`, without padding, and a manifest, last.
 
-    Killed at any moment, the same call goes on from the file, or the shard, it was at.
+    After a kill at any moment, the same call goes on from the file, or the shard, it was at.
 
     Args:
         source: The files.
         target: Where shards go; empty, or of an earlier call with the same request.
         data: Patterns, and how files are read.
         work: Local folder for what is unfinished; removed at the end.
-        request: What is wanted.
+        request: What to make of them.
         progress: Called with bytes done and bytes in all, at the start and after each file.
 
     Raises:
@@ -91,71 +72,52 @@ def convert(
     tokenizer = data.tokenizer
     if tokenizer == "unknown":
         tokenizer = named_tokenizer(source, listing, names) or "unknown"
-    with exclusive_folder(work):
-        remove_leftovers(target, work)
-        check_recipe(target, _recipe([listing[name] for name in names], data, request))
-        manifest = finished_manifest(target)
-        if manifest is None:
-            with Journal(work / "journal.jsonl") as journal:
-                made = _Making(source, target, data, work, request, journal, listing, names)
-                made.run(progress)
-                dtype = element_type(request.vocabulary).name
-                manifest = manifest_of(journal.rows(STREAM), dtype=dtype, tokenizer=tokenizer)
-            write_manifest(target, manifest)
-        shutil.rmtree(work)
-    return manifest
+    making = _Making(source, target, data, work, request, listing, names)
+
+    def pack(journal: Journal) -> Manifest:
+        making.run(journal, progress)
+        return manifest_of(journal.shards(STREAM), tokenizer=tokenizer)
+
+    recipe = _recipe([listing[name] for name in names], data, request)
+    return pack_once(target, work, recipe, pack, dtype=element_type(request.vocabulary))
 
 
 @dataclasses.dataclass
 class _Making:
-    """One start of converting."""
-
     source: Bucket
     target: Bucket
     data: DataConfig
     work: Path
     request: ConvertRequest
-    journal: Journal
     listing: Mapping[str, BlobInfo]
     names: Sequence[str]
 
-    def run(self, progress: Callable[[int, int], None]) -> None:
-        packer = self._packer(self._start())
+    def run(self, journal: Journal, progress: Callable[[int, int], None]) -> None:
+        shard_tokens = self.request.shard_tokens
+        packer, _ = resume_packer(
+            journal,
+            STREAM,
+            self.target,
+            folder=self.work,
+            name=STREAM,
+            shard_name=self._shard_name,
+            shard_tokens=shard_tokens or _NO_LIMIT,
+            dtype=element_type(self.request.vocabulary),
+            begin_id=None,  # the files may have it before or between documents
+        )
         sizes = [self.listing[name].size for name in self.names]
-        if self.request.shard_tokens is None and not packer.cursor.offset:
+        if shard_tokens is None and not packer.cursor.offset:
             packer.end_shard()  # of a file that was whole when the earlier start was killed
         progress(sum(sizes[: packer.cursor.source]), sum(sizes))
         while packer.cursor.source < len(self.names):
             number = packer.cursor.source
             self._convert(self.names[number], packer)
             packer.end_source()
-            if self.request.shard_tokens is None:
+            if shard_tokens is None:
                 packer.end_shard()
             progress(sum(sizes[: number + 1]), sum(sizes))
         packer.end_shard()
         packer.close()
-
-    def _start(self) -> Cursor:
-        kept = keep_whole_shards(self.journal, STREAM, self.target)
-        cursor = self.journal.cursor(STREAM)
-        dtype = element_type(self.request.vocabulary)
-        if not is_open_shard_whole(self.work, STREAM, cursor, dtype=dtype):
-            _log.warning("the unfinished shard is damaged, and made again")
-            self.journal.rewind(STREAM, shards=kept)
-        return self.journal.cursor(STREAM)
-
-    def _packer(self, cursor: Cursor) -> ShardPacker:
-        return ShardPacker(
-            self.target,
-            folder=self.work,
-            name=STREAM,
-            shard_name=self._shard_name,
-            shard_tokens=self.request.shard_tokens or _NO_LIMIT,
-            dtype=element_type(self.request.vocabulary),
-            begin_id=None,  # whether it stands before or between documents is the files' affair
-            cursor=cursor,
-            note=lambda cursor, row: self.journal.note(STREAM, cursor, row),
-        )
 
     def _shard_name(self, number: int) -> str:
         if self.request.shard_tokens is not None:
@@ -175,7 +137,7 @@ class _Making:
                 )
             if len(ids):
                 packer.add(ids)
-        if not found:  # as training would; and shards are named by their number
+        if not found:  # training refuses it too, and shards are named by their number
             raise ShardError(f"{name}: it holds no tokens. Exclude it.")
 
     def _blocks(self, name: str) -> Iterator[Ids]:
@@ -199,7 +161,7 @@ class _Making:
                 yield from blocks if layout.separator_id is None else self._ended(blocks)
 
     def _ended(self, blocks: Iterator[Ids]) -> Iterator[Ids]:
-        """End a file of whole documents with a separator where another file is packed behind it."""
+        """End a file of documents with a separator where another may follow in the shard."""
         last_id = None
         for block in blocks:
             yield block
@@ -223,19 +185,15 @@ class _Making:
                 f"{name}: its pickled arrays cannot be read: {said[-1] if said else 'no reason'}. "
                 "Put its name in data.exclude."
             )
-        lengths = np.fromfile(self.work / "lengths", "<i8")
+        lengths, separator = np.fromfile(self.work / "lengths", "<i8"), self.data.separator_id
         with (self.work / "ids").open("rb") as file:
             yield from document_blocks(
-                file,
-                dtype=np.dtype("<i8"),
-                lengths=lengths,
-                separator_id=self.data.separator_id,
-                name=name,
+                file, dtype=lengths.dtype, lengths=lengths, separator_id=separator, name=name
             )
 
     @contextlib.contextmanager
     def _local(self, name: str) -> Iterator[Path]:
-        """Make an object a local file: its bytes are verified only when it is fetched whole."""
+        """Download an object, which verifies its bytes; give the path of a local one."""
         if isinstance(self.source, DirectoryBucket):
             yield Path(self.source.url) / name
             return
@@ -248,7 +206,7 @@ class _Making:
 
 
 def _names(listing: Mapping[str, BlobInfo], data: DataConfig, *, url: str) -> list[str]:
-    """Return the files to convert, in name order; of a pair, the `.bin`."""
+    """Return the files to convert, in name order; of Megatron's pairs, the `.bin`."""
     names = [
         name
         for name in sorted(listing)

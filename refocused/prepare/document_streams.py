@@ -1,8 +1,7 @@
-"""Documents that lie one after the other in a file, as blocks of ids with separators between."""
+"""Read documents that are contiguous in a file, as blocks of ids with separators between."""
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,30 +13,23 @@ import numpy.typing as npt
 from refocused.data.formats.token_blocks import BLOCK_IDS, Ids
 from refocused.system.errors import ShardError
 
-# Reads a pickled array of token lists, in a process of its own that does nothing else.
-#
-# Run as a program with the path of a `.npy` or `.npz`, the key order, and a folder: it writes `ids`
-# (int64, one after the other) and `lengths` (int64) there. A pickle can run any code: a process of
-# its own protects the memory of the one that asks, and nothing else.
-
-
 Lengths = npt.NDArray[np.int64]
 
 
 def document_blocks(
     file: BinaryIO, *, dtype: np.dtype[Any], lengths: Lengths, separator_id: int | None, name: str
 ) -> Iterator[Ids]:
-    """Yield all documents' ids in order.
+    """Yield all documents' ids in order, a separator between two unless the first ends with it.
 
     Args:
-        file: Open where the first id is.
+        file: Open at the first id.
         dtype: Element type as stored.
-        lengths: `(documents,)`: ids of each; empty documents are passed over.
-        separator_id: Id put between two documents, unless the first ends with it; None: none is.
+        lengths: `(documents,)`: ids of each; empty documents are skipped.
+        separator_id: The separator; None: there is none.
         name: Of the file, for messages.
 
     Raises:
-        ShardError: The file ends before, or an id is negative.
+        ShardError: The file is too short, or an id is negative.
     """
     filled = lengths[lengths > 0]
     first, last_id = 0, None
@@ -86,25 +78,26 @@ _HEADER = struct.Struct("<9sQBQQ")
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MegatronIndex:
-    """What an `.idx` says.
-
-    Attributes:
-        dtype: Element type of the `.bin`.
-        lengths: `(documents,)`: ids of each document.
-    """
-
-    dtype: np.dtype[Any]
-    lengths: Lengths
+_AGAIN = "Write the pair again, or put its names in data.exclude."
 
 
-def read_index(index: Path, content: Path, *, name: str) -> MegatronIndex:
-    """Read an `.idx` and compare it with its `.bin`.
+def megatron_blocks(
+    index: Path, content: Path, *, separator_id: int | None, name: str
+) -> Iterator[Ids]:
+    """Yield the ids of an `.idx` and its `.bin`, as `document_blocks` does.
 
     Raises:
-        ShardError: It is of another form or version, truncated, or does not fit the `.bin`.
+        ShardError: The index is of another format or version, truncated, or does not fit the
+            `.bin`, or an id is negative.
     """
+    dtype, lengths = _read_index(index, content, name=name)
+    with content.open("rb") as file:
+        yield from document_blocks(
+            file, dtype=dtype, lengths=lengths, separator_id=separator_id, name=name
+        )
+
+
+def _read_index(index: Path, content: Path, *, name: str) -> tuple[np.dtype[Any], Lengths]:
     size = index.stat().st_size
     with index.open("rb") as file:
         header = file.read(_HEADER.size)
@@ -137,22 +130,4 @@ def read_index(index: Path, content: Path, *, name: str) -> MegatronIndex:
         )
     if not boundaries or ends[0] != 0 or ends[-1] != sequences or np.any(np.diff(ends) < 0):
         raise ShardError(f"{name}: its document boundaries do not cover its sequences. {_AGAIN}")
-    return MegatronIndex(dtype, np.diff(starts[ends]))
-
-
-def megatron_blocks(
-    index: Path, content: Path, *, separator_id: int | None, name: str
-) -> Iterator[Ids]:
-    """Yield the ids of a pair, a separator between documents unless they end with it.
-
-    Raises:
-        ShardError: The index is wrong, or an id is negative.
-    """
-    found = read_index(index, content, name=name)
-    with content.open("rb") as file:
-        yield from document_blocks(
-            file, dtype=found.dtype, lengths=found.lengths, separator_id=separator_id, name=name
-        )
-
-
-_AGAIN = "Write the pair again, or put its names in data.exclude."
+    return dtype, np.diff(starts[ends])

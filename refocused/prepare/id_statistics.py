@@ -1,4 +1,4 @@
-"""Statistics of token ids as they go by: range, frequencies, documents and their duplicates."""
+"""Count token ids: range, frequencies, documents and their duplicates."""
 
 from __future__ import annotations
 
@@ -18,12 +18,7 @@ REMEMBERED_DOCUMENTS = 4_000_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Histogram:
-    """Counts between edges.
-
-    Attributes:
-        edges: One more than the counts; a bin holds its lower edge and not its upper one.
-        counts: What falls between.
-    """
+    """Counts between edges, of which there is one more; the upper edge is not in a bin."""
 
     edges: tuple[float, ...]
     counts: tuple[int, ...]
@@ -31,30 +26,17 @@ class Histogram:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IdStatistics:
-    """What was seen of the ids.
-
-    Attributes:
-        tokens: Ids seen.
-        min_id: Smallest; None: nothing was seen.
-        max_id: Largest; None: nothing was seen.
-        distinct_ids: Different ids.
-        most_frequent: The ten most frequent ids and their shares.
-        documents: Rows, or documents, of which the edges of files may make two; None: their ends
-            are not known.
-        duplicate_documents: Those that were seen before, token for token.
-        id_histogram: Tokens by id, in bins of equal width.
-        length_histogram: Documents by their tokens, in bins of equal ratio.
-    """
+    """Statistics of the ids that were read; what is not known is None."""
 
     tokens: int
     min_id: int | None
     max_id: int | None
     distinct_ids: int
-    most_frequent: tuple[tuple[int, float], ...]
-    documents: int | None
-    duplicate_documents: int | None
-    id_histogram: Histogram
-    length_histogram: Histogram
+    most_frequent: tuple[tuple[int, float], ...]  # the ten most frequent ids and their shares
+    documents: int | None  # or rows; the edges of files may make two of one
+    duplicate_documents: int | None  # that repeat an earlier one token for token
+    id_histogram: Histogram  # tokens by id, in bins of equal width
+    length_histogram: Histogram  # documents by their tokens, in bins of equal ratio
 
 
 class IdCounter:
@@ -69,7 +51,7 @@ class IdCounter:
         self._lengths: list[int] = []
         self._seen: set[bytes] = set()
         self._duplicates = 0
-        self._begin_document()
+        self.drop_document()
 
     @property
     def open_length(self) -> int:
@@ -98,21 +80,17 @@ class IdCounter:
         self._digest.update(ids.astype("<u4").tobytes())
 
     def end_document(self) -> None:
-        """Close the open document; an empty one is none."""
+        """Close the open document; an empty one does not count."""
         self._knows_documents = True
         if self._length and len(self._lengths) < REMEMBERED_DOCUMENTS:
             self._lengths.append(self._length)
             digest = self._digest.digest()
             self._duplicates += digest in self._seen
             self._seen.add(digest)
-        self._begin_document()
-
-    def drop_document(self) -> None:
-        """Forget the open document, whose end is not known."""
-        self._begin_document()
+        self.drop_document()
 
     def statistics(self) -> IdStatistics:
-        """Return what was seen so far."""
+        """Return the statistics so far."""
         known = self._knows_documents
         return IdStatistics(
             tokens=self._tokens,
@@ -126,7 +104,8 @@ class IdCounter:
             length_histogram=self._length_histogram(),
         )
 
-    def _begin_document(self) -> None:
+    def drop_document(self) -> None:
+        """Forget the open document, whose end is not known."""
         self._length = 0
         self._digest = hashlib.blake2b(digest_size=8)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,22 +11,24 @@ from typing import Any
 
 import numpy as np
 
-from refocused.bucket.bucket import Bucket
+from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.partial_files import disk_errors
 from refocused.config.data import DataConfig
-from refocused.data.formats.object_reader import ObjectReader
-from refocused.data.formats.token_blocks import Ids, token_blocks
-from refocused.data.formats.token_layout import vocabulary_for
-from refocused.data.manifest.select_files import named_tokenizer
-from refocused.prepare.id_statistics import Histogram, IdCounter, IdStatistics
-from refocused.prepare.report_headers import (
-    FileReport,
-    begin_id,
-    candidate_names,
-    prepared_facts,
-    read_headers,
+from refocused.data.formats.object_names import (
+    MANIFEST_NAME,
+    TEXT_SUFFIXES,
+    TOKEN_SUFFIXES,
+    matches,
 )
+from refocused.data.formats.object_reader import ObjectReader
+from refocused.data.formats.token_blocks import Ids, count_tokens, token_blocks
+from refocused.data.formats.token_layout import TokenLayout, read_layout, refusal, vocabulary_for
+from refocused.data.manifest.select_files import check_chunks, is_megatron, named_tokenizer
+from refocused.data.manifest.shard_manifest import build_manifest
+from refocused.prepare.id_statistics import Histogram, IdCounter, IdStatistics
+from refocused.prepare.packing_state import RECIPE_NAME
 from refocused.system.errors import ShardError
+from refocused.system.strict_json import MalformedError, parse_json_object
 
 SAMPLED_FILES = 64
 MUCH_PADDING = 0.2
@@ -34,57 +37,47 @@ _ROW_END = 1 << 40  # no id: it stands between the rows of padded files
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DataReport:
-    """What there is.
-
-    Attributes:
-        url: The source.
-        files: Token files that can be read.
-        kinds: Files of each form.
-        bytes: Of them.
-        tokens: Real tokens.
-        places: Ids stored, padding with them.
-        padding_fraction: Share of the places that is padding.
-        bytes_per_token: Stored bytes for each real token.
-        documents: Rows, or documents by the manifest; None: nobody knows.
-        tokenizer: Named by the manifest or metadata; None: nobody says.
-        sampled_files: Files whose tokens were read.
-        sampled_fraction: Share of the tokens that was read.
-        sample: What was seen in them.
-        problems: What keeps files from being used, each with its way out.
-        notes: What one should know.
-        unlisted: Those of the files that a run does not use, because `manifest.json` does not list
-            them.
-    """
+    """What a data set holds; what is not known is None."""
 
     url: str
-    files: int
-    kinds: Mapping[str, int]
+    files: int  # token files that can be read
+    kinds: Mapping[str, int]  # files of each format
     bytes: int
-    tokens: int
-    places: int
+    tokens: int  # without padding
+    places: int  # ids stored, with padding
     padding_fraction: float | None
     bytes_per_token: float | None
-    documents: int | None
-    tokenizer: str | None
-    sampled_files: int
-    sampled_fraction: float
+    documents: int | None  # rows, or documents by the manifest
+    tokenizer: str | None  # by the manifest or metadata
+    sampled_files: int  # whose tokens were read
+    sampled_fraction: float  # of the tokens
     sample: IdStatistics
-    problems: tuple[str, ...]
+    problems: tuple[str, ...]  # what keeps files from being used, each with its remedy
     notes: tuple[str, ...]
-    unlisted: int
+    unlisted: int  # files that a run does not use, because `manifest.json` does not list them
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _FileReport:
+    """What one file's headers say."""
+
+    blob: BlobInfo
+    layout: TokenLayout
+    tokens: int  # without padding
+    rows: int | None  # that hold tokens; None: the file is a stream
 
 
 def inspect_data(
     bucket: Bucket, data: DataConfig, *, sample_tokens: int, vocabulary: int | None = None
 ) -> DataReport:
-    """Look at a data set; nothing is downloaded whole.
+    """Inspect a data set, without downloading a file whole.
 
-    Headers are read of every file, tokens of up to 64 files spread over the set.
+    The headers of every file are read, and tokens of up to 64 files spread over the set.
 
     Args:
         bucket: The source.
         data: Patterns, `max_files`, and how files are read.
-        sample_tokens: Most tokens to read; as many as there are reads everything.
+        sample_tokens: Most tokens to read; with as many as there are, everything is read.
         vocabulary: Ids that the model knows; larger ones are a problem.
 
     Raises:
@@ -92,16 +85,20 @@ def inspect_data(
         ShardError: There is no file that looks like tokens or text.
     """
     listing = {blob.name: blob for blob in bucket.list()}
-    names = candidate_names(listing, data, url=bucket.url)
+    names = _candidate_names(listing, data, url=bucket.url)
     problems: list[str] = []
-    files = read_headers(bucket, [listing[name] for name in names], data, problems)
-    documents, tokenizer, unlisted = prepared_facts(bucket, listing, data, problems)
-    boundary = data.separator_id if data.separator_id is not None else begin_id(bucket, listing)
+    files = _read_headers(bucket, [listing[name] for name in names], data, problems)
+    documents, tokenizer, unlisted = _manifest_facts(bucket, listing, data, problems)
+    boundary = data.separator_id if data.separator_id is not None else _begin_id(bucket, listing)
     counter = IdCounter()
-    whole = _total(files) <= sample_tokens
-    chosen = files if whole else _spread(files, SAMPLED_FILES)
+    tokens = sum(file.tokens for file in files)
+    chosen, most = files, None
+    if tokens > sample_tokens:  # read some files, evenly spaced over all
+        count = min(SAMPLED_FILES, len(files))
+        numbers = np.unique(np.linspace(0, len(files) - 1, count).round().astype(int))
+        chosen = [files[int(number)] for number in numbers]
+        most = -(-sample_tokens // len(chosen))
     for file in chosen:
-        most = None if whole else -(-sample_tokens // len(chosen))
         try:
             _sample(bucket, file, counter, boundary=boundary, most=most)
         except ShardError as error:
@@ -112,25 +109,126 @@ def inspect_data(
             f"the id {sample.max_id:,} is in the data, and a vocabulary of {vocabulary:,} ends at "
             f"{vocabulary - 1:,}. {vocabulary_for(sample.max_id)}."
         )
-    if tokenizer is None:
-        tokenizer = named_tokenizer(bucket, listing, names)
-    report = _report(bucket.url, files, len(chosen), sample, documents, tokenizer, problems)
-    report = dataclasses.replace(report, unlisted=unlisted)
+    rows = [file.rows for file in files if file.rows is not None]
+    if documents is None and files and len(rows) == len(files):
+        documents = sum(rows)
+    places = sum(file.layout.ids.elements for file in files)
+    size = sum(file.blob.size for file in files)
+    real = sum(file.tokens - _separators(file) for file in files)
+    report = DataReport(
+        url=bucket.url,
+        files=len(files),
+        kinds=dict(Counter(file.layout.kind for file in files)),
+        bytes=size,
+        tokens=tokens,
+        places=places,
+        padding_fraction=1 - real / places if places else None,
+        bytes_per_token=size / tokens if tokens else None,
+        documents=documents,
+        tokenizer=named_tokenizer(bucket, listing, names) if tokenizer is None else tokenizer,
+        sampled_files=len(chosen),
+        sampled_fraction=min(sample.tokens / real, 1.0) if real else 0.0,
+        sample=sample,
+        problems=tuple(problems),
+        notes=(),
+        unlisted=unlisted,
+    )
     return dataclasses.replace(report, notes=tuple(_notes(report)))
 
 
-def _total(files: Sequence[FileReport]) -> int:
-    return sum(file.tokens for file in files)
+def _separators(file: _FileReport) -> int:
+    """Return the separators that reading puts between rows: they are stored nowhere."""
+    return 0 if file.layout.separator_id is None or file.rows is None else file.rows - 1
 
 
-def _spread(files: Sequence[FileReport], most: int) -> list[FileReport]:
-    """Return at most so many files, evenly spaced over all."""
-    chosen = np.unique(np.linspace(0, len(files) - 1, min(most, len(files))).round().astype(int))
-    return [files[int(number)] for number in chosen]
+def _candidate_names(listing: Mapping[str, BlobInfo], data: DataConfig, *, url: str) -> list[str]:
+    """Return the objects that look like tokens or text, in name order."""
+    names = [
+        name
+        for name in sorted(listing)
+        if name.endswith((*TOKEN_SUFFIXES, ".idx", *TEXT_SUFFIXES))
+        and (not data.include or matches(name, data.include))
+        and not matches(name, data.exclude)
+    ]
+    if not names:
+        raise ShardError(
+            f"{url}: neither tokens nor text among {len(listing):,} objects. Looked for "
+            f"{', '.join('*' + suffix for suffix in (*TOKEN_SUFFIXES, *TEXT_SUFFIXES))}, at any "
+            "depth. Correct the address, or --include and --exclude."
+        )
+    return names[: data.max_files]
+
+
+def _read_headers(
+    bucket: Bucket, blobs: Sequence[BlobInfo], data: DataConfig, problems: list[str]
+) -> list[_FileReport]:
+    """Read the headers of objects, many at once; add what is wrong with others to `problems`."""
+    names = {blob.name for blob in blobs}
+    refused = {
+        name for name in names if is_megatron(name, names) or not name.endswith(TOKEN_SUFFIXES)
+    }
+
+    def read(blob: BlobInfo) -> _FileReport | str:
+        try:
+            reader = ObjectReader(bucket, blob)
+            layout = read_layout(reader, name=blob.name, data=data)
+            count = count_tokens(reader, layout, name=blob.name)
+        except ShardError as error:
+            return str(error)
+        rows = count.rows
+        if rows is None and len(layout.ids.shape) == 2:
+            rows = layout.ids.shape[0]
+        return _FileReport(blob, layout, count.tokens, rows)
+
+    with concurrent.futures.ThreadPoolExecutor(data.fetch_threads, "headers") as pool:
+        found = list(pool.map(read, (blob for blob in blobs if blob.name not in refused)))
+    problems += [*_refusals(sorted(refused)), *(one for one in found if isinstance(one, str))]
+    return [one for one in found if isinstance(one, _FileReport)]
+
+
+def _refusals(names: Sequence[str]) -> list[str]:
+    """Return one problem for all files that are refused for the same reason."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(refusal(name).removeprefix(name), []).append(name)
+    problems = []
+    for reason, same in alike.items():
+        others = f" (and {len(same) - 1:,} more like it)" if len(same) > 1 else ""
+        problems.append(f"{same[0]}{others}{reason}")
+    return problems
+
+
+def _manifest_facts(
+    bucket: Bucket, listing: Mapping[str, BlobInfo], data: DataConfig, problems: list[str]
+) -> tuple[int | None, str | None, int]:
+    """Return a manifest's documents, its tokenizer, and the number of files it does not list."""
+    try:
+        check_chunks(bucket, listing, data=data)
+        if MANIFEST_NAME not in listing or matches(MANIFEST_NAME, data.exclude):
+            return None, None, 0
+        manifest = build_manifest(bucket, data, cache_file=None)
+    except ShardError as error:
+        problems.append(str(error))
+        return None, None, 0
+    counts = [shard.documents for shard in manifest.shards]
+    known = [count for count in counts if count is not None]
+    documents = sum(known) if len(known) == len(counts) else None
+    return documents, manifest.tokenizer, len(manifest.unlisted)
+
+
+def _begin_id(bucket: Bucket, listing: Mapping[str, BlobInfo]) -> int | None:
+    """Return the id that begins documents, where the recipe of our own preparation has it."""
+    if RECIPE_NAME not in listing:
+        return None
+    try:
+        found = parse_json_object(bucket.read(RECIPE_NAME)).get("end_of_text_id")
+    except MalformedError:  # some other program's file
+        return None
+    return found if isinstance(found, int) else None
 
 
 def _sample(
-    bucket: Bucket, file: FileReport, counter: IdCounter, *, boundary: int | None, most: int | None
+    bucket: Bucket, file: _FileReport, counter: IdCounter, *, boundary: int | None, most: int | None
 ) -> None:
     """Count a file's first `most` tokens, or all."""
     layout, row_length = file.layout, None
@@ -159,21 +257,12 @@ def _sample(
 
 
 def _add_documents(counter: IdCounter, ids: Ids, boundary: int) -> None:
-    for part in _parts(ids, np.flatnonzero(ids == boundary)):
-        if part is None:
-            counter.end_document()
-        else:
-            counter.add_to_document(part)
-
-
-def _parts(ids: Ids, ends: Ids) -> Iterator[Ids | None]:
-    """Yield what lies between boundaries, and None for each boundary."""
     start = 0
-    for end in ends:
-        yield ids[start:end]
-        yield None
-        start = end + 1
-    yield ids[start:]
+    for end in np.flatnonzero(ids == boundary):
+        counter.add_to_document(ids[start:end])
+        counter.end_document()
+        start = int(end) + 1
+    counter.add_to_document(ids[start:])
 
 
 def _add_rows(counter: IdCounter, ids: Ids, length: int) -> None:
@@ -183,49 +272,6 @@ def _add_rows(counter: IdCounter, ids: Ids, length: int) -> None:
         if counter.open_length == length:
             counter.end_document()
         ids = ids[len(row) :]
-
-
-def _report(
-    url: str,
-    files: Sequence[FileReport],
-    sampled_files: int,
-    sample: IdStatistics,
-    documents: int | None,
-    tokenizer: str | None,
-    problems: Sequence[str],
-) -> DataReport:
-    tokens = _total(files)
-    places = sum(file.layout.ids.elements for file in files)
-    size = sum(file.blob.size for file in files)
-    real = sum(file.tokens - _separators(file) for file in files)
-    rows = [file.rows for file in files if file.rows is not None]
-    if documents is None and files and len(rows) == len(files):
-        documents = sum(rows)
-    return DataReport(
-        url=url,
-        files=len(files),
-        kinds=dict(Counter(file.layout.kind for file in files)),
-        bytes=size,
-        tokens=tokens,
-        places=places,
-        padding_fraction=1 - real / places if places else None,
-        bytes_per_token=size / tokens if tokens else None,
-        documents=documents,
-        tokenizer=tokenizer,
-        sampled_files=sampled_files,
-        sampled_fraction=min(sample.tokens / real, 1.0) if real else 0.0,
-        sample=sample,
-        problems=tuple(problems),
-        notes=(),
-        unlisted=0,
-    )
-
-
-def _separators(file: FileReport) -> int:
-    """Return the separators that reading puts between rows: they are stored nowhere."""
-    if file.layout.separator_id is None or file.rows is None:
-        return 0
-    return file.rows - 1
 
 
 def _notes(report: DataReport) -> Iterator[str]:
@@ -255,11 +301,7 @@ def _notes(report: DataReport) -> Iterator[str]:
 
 
 def draw_report(report: DataReport, file: Path) -> None:
-    """Write two histograms as a PNG: tokens by id, and documents by length.
-
-    Raises:
-        BucketError: The file cannot be written.
-    """
+    """Write two histograms as a PNG: tokens by id, and documents by length."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")

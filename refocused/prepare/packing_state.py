@@ -2,37 +2,82 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any
+
+import numpy as np
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.partial_files import disk_errors
 from refocused.bucket.stored import is_stored
 from refocused.data.formats.object_names import MANIFEST_NAME
-from refocused.data.manifest.shard_manifest import Manifest, Shard, read_manifest
-from refocused.prepare.shard_packer import Cursor, ShardRow
+from refocused.data.manifest.shard_manifest import Manifest, Shard, read_manifest, write_manifest
+from refocused.prepare.shard_packer import Cursor, ShardPacker, is_open_shard_whole
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import ShardError
+from refocused.system.locks import exclusive_folder
 from refocused.system.strict_json import MalformedError, parse_json_object
 
 RECIPE_NAME = "recipe.json"
+_NOTED = ("name", "tokens", "size", "crc32c", "max_id", "documents")  # of a shard, in the journal
+
+_log = logging.getLogger(__name__)
 
 
-def check_recipe(bucket: Bucket, recipe: Mapping[str, object]) -> None:
-    """Write the recipe into an empty bucket, or find the same one there.
+def pack_once(
+    bucket: Bucket,
+    work: Path,
+    recipe: Mapping[str, object],
+    pack: Callable[[Journal], Manifest],
+    *,
+    dtype: np.dtype[Any],
+) -> Manifest:
+    """Pack a set and write its manifest, last; return that of a set that is finished already.
+
+    Args:
+        bucket: Where shards go; empty, or of an earlier call with the same recipe.
+        work: Local folder for what is unfinished; removed at the end.
+        recipe: What the shards follow from.
+        pack: Makes the shards, where an earlier call was killed from its journal on.
+        dtype: Element type of the shards.
 
     Raises:
-        ShardError: The bucket holds something else, or what another recipe made.
+        ShardError: The bucket holds something else, or a finished shard is missing or damaged.
     """
+    with exclusive_folder(work):
+        # What killed processes were writing: only the holder of the lock writes there.
+        leftovers = list(work.glob("*.part"))
+        if Path(bucket.url) == work.parent:
+            leftovers += work.parent.rglob(".*.part")
+        for path in leftovers:
+            path.unlink(missing_ok=True)
+        _check_recipe(bucket, recipe)
+        manifest = _finished_manifest(bucket)
+        if manifest is None:
+            with contextlib.closing(Journal(work / "journal.jsonl", dtype=dtype)) as journal:
+                manifest = pack(journal)
+            write_manifest(bucket, manifest)
+        shutil.rmtree(work)
+    return manifest
+
+
+def _check_recipe(bucket: Bucket, recipe: Mapping[str, object]) -> None:
+    """Write the recipe into an empty bucket, or find the same one there."""
     text = json.dumps(recipe, indent=1)
     if bucket.info(RECIPE_NAME) is None:
-        _check_empty(bucket)
+        first = next(iter(bucket.list()), None)
+        if first is not None:
+            raise ShardError(
+                f"{bucket.url}: it is not empty; it holds {first.name}. Name an empty place: "
+                "shards of two data sets must not mix."
+            )
         bucket.write(RECIPE_NAME, text.encode())
         return
     try:
@@ -44,84 +89,76 @@ def check_recipe(bucket: Bucket, recipe: Mapping[str, object]) -> None:
     wanted = json.loads(text)
     for key in {**there, **wanted}:
         if there.get(key) != wanted.get(key):
+            then, now = (
+                f"{len(value):,} {key}" if isinstance(value, list) else f"{key} = {value!r}"
+                for value in (there.get(key), wanted.get(key))
+            )
             raise ShardError(
-                f"{bucket.url}: it holds data that were made otherwise: {_difference(key, there)} "
-                f"there, {_difference(key, wanted)} now. Name an empty place, or the same "
-                "command as then."
+                f"{bucket.url}: it holds data that were made otherwise: {then} there, {now} now. "
+                "Name an empty place, or the same command as then."
             )
 
 
-def _check_empty(bucket: Bucket) -> None:
-    first = next(iter(bucket.list()), None)
-    if first is not None:
-        raise ShardError(
-            f"{bucket.url}: it is not empty; it holds {first.name}. Name an empty place: shards of "
-            "two data sets must not mix."
-        )
-
-
-def _difference(key: str, recipe: Mapping[str, object]) -> str:
-    value = recipe.get(key)
-    if isinstance(value, list):
-        return f"{len(value):,} {key}"
-    return f"{key} = {value!r}"
+def _finished_manifest(bucket: Bucket) -> Manifest | None:
+    if bucket.info(MANIFEST_NAME) is None:
+        return None
+    manifest = read_manifest(bucket)
+    for shard in manifest.shards:
+        if shard.crc32c is None or not is_stored(
+            bucket, shard.name, size=shard.size, crc32c=shard.crc32c
+        ):
+            raise ShardError(
+                f"{bucket.url}: it was finished, and now {shard.name} is missing or damaged. "
+                f"Remove {MANIFEST_NAME} there and run the same command again."
+            )
+    return manifest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class JournalLine:
-    """One step of a stream: the cursor after it, and the shard that it finished, if any."""
+class _Line:
+    """The cursor of a stream after a step, and the shard that the step finished, if any."""
 
     stream: str
     cursor: Cursor
-    row: ShardRow | None
+    shard: Shard | None
 
 
 class Journal:
-    """Appends lines to a file, and reads those of earlier starts; a torn last line is dropped.
+    """Appends what each stream has packed to a file, and reads it again; a torn line is dropped."""
 
-    Args:
-        path: The file; made when missing.
-    """
-
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, dtype: np.dtype[Any]) -> None:
+        """Open the file, or make it; all shards have one element type."""
         self._path = path
-        self._finished: dict[str, list[JournalLine]] = {}  # those with a shard
-        self._last: dict[str, JournalLine] = {}
+        self._dtype = dtype
+        self._finished: dict[str, list[_Line]] = {}  # those with a shard
+        self._last: dict[str, _Line] = {}
         with disk_errors(path):
             path.touch()
             content = path.read_bytes()
-            whole = content[: content.rfind(b"\n") + 1]
-            for line in whole.splitlines():
-                self._keep(_parsed(line))
+            for line in content[: content.rfind(b"\n") + 1].splitlines():
+                self._keep(self._parsed(line))
             self._rewrite()
             self._file = path.open("ab")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def cursor(self, stream: str) -> Cursor:
         """Return where a stream is: its last cursor, or the start."""
         return self._last[stream].cursor if stream in self._last else Cursor()
 
-    def rows(self, stream: str) -> list[ShardRow]:
+    def shards(self, stream: str) -> list[Shard]:
         """Return a stream's finished shards, in order."""
-        return [line.row for line in self._finished.get(stream, []) if line.row]
+        return [line.shard for line in self._finished.get(stream, []) if line.shard]
 
-    def note(self, stream: str, cursor: Cursor, row: ShardRow | None) -> None:
-        """Append a line; it is durable on return when it names a shard."""
-        line = JournalLine(stream, cursor, row)
+    def note(self, stream: str, cursor: Cursor, shard: Shard | None) -> None:
+        """Append a line; it is durable on return when it has a shard."""
+        line = _Line(stream, cursor, shard)
         with disk_errors(self._path):
             self._file.write(_text(line))
             self._file.flush()
-            if row is not None:
+            if shard is not None:
                 os.fsync(self._file.fileno())
         self._keep(line)
 
@@ -137,99 +174,80 @@ class Journal:
             self._rewrite()
             self._file = self._path.open("ab")
 
-    def _keep(self, line: JournalLine) -> None:
+    def _keep(self, line: _Line) -> None:
         self._last[line.stream] = line
-        if line.row is not None:
+        if line.shard is not None:
             self._finished.setdefault(line.stream, []).append(line)
 
     def _rewrite(self) -> None:
-        """Write the file anew with the lines that still say something."""
+        """Replace the file by the lines that still matter."""
         finished = [line for lines in self._finished.values() for line in lines]
-        lines = [*finished, *(line for line in self._last.values() if line.row is None)]
+        lines = [*finished, *(line for line in self._last.values() if line.shard is None)]
         replace_file(self._path, b"".join(map(_text, lines)), durable=True)
 
+    def _parsed(self, text: bytes) -> _Line:
+        content = parse_json_object(text)
+        row, shard = content["row"], None
+        if row is not None:
+            shard = Shard(**row, dtype=self._dtype.name, generation=None)
+        return _Line(content["stream"], Cursor(**content["cursor"]), shard)
 
-def _text(line: JournalLine) -> bytes:
-    return json.dumps(dataclasses.asdict(line)).encode() + b"\n"
+
+def _text(line: _Line) -> bytes:
+    row = None if line.shard is None else {name: getattr(line.shard, name) for name in _NOTED}
+    content = {"stream": line.stream, "cursor": dataclasses.asdict(line.cursor), "row": row}
+    return json.dumps(content).encode() + b"\n"
 
 
-def _parsed(line: bytes) -> JournalLine:
-    content = parse_json_object(line)
-    row = content["row"]
-    return JournalLine(
-        content["stream"], Cursor(**content["cursor"]), None if row is None else ShardRow(**row)
+def resume_packer(
+    journal: Journal,
+    stream: str,
+    bucket: Bucket,
+    *,
+    folder: Path,
+    name: str,
+    shard_name: Callable[[int], str],
+    shard_tokens: int,
+    dtype: np.dtype[Any],
+    begin_id: int | None,
+) -> tuple[ShardPacker, int]:
+    """Verify what a stream's journal names, and go on after it; see `ShardPacker`.
+
+    The first bad shard and what follows it are made again, and a damaged open shard.
+
+    Returns:
+        The packer, and the number of finished shards that are kept.
+    """
+    shards: Sequence[Shard] = journal.shards(stream)
+    kept = len(shards)
+    for number, shard in enumerate(shards):
+        assert shard.crc32c is not None  # the packer took it
+        if not is_stored(bucket, shard.name, size=shard.size, crc32c=shard.crc32c):
+            _log.warning("%s: it is missing or damaged, and made again", shard.name)
+            bucket.delete(shard.name)
+            journal.rewind(stream, shards=number)
+            kept = number
+            break
+    if not is_open_shard_whole(folder, name, journal.cursor(stream), dtype=dtype):
+        _log.warning("%s: the unfinished shard is damaged, and made again", name)
+        journal.rewind(stream, shards=kept)
+    packer = ShardPacker(
+        bucket,
+        folder=folder,
+        name=name,
+        shard_name=shard_name,
+        shard_tokens=shard_tokens,
+        dtype=dtype,
+        begin_id=begin_id,
+        cursor=journal.cursor(stream),
+        note=lambda cursor, shard: journal.note(stream, cursor, shard),
     )
-
-
-_log = logging.getLogger(__name__)
+    return packer, kept
 
 
 def manifest_of(
-    rows: Sequence[ShardRow], *, dtype: str, tokenizer: str, vocabulary: int | None = None
+    shards: Sequence[Shard], *, tokenizer: str, vocabulary: int | None = None
 ) -> Manifest:
     """Return the manifest of shards that were packed."""
-    shards = [
-        Shard(
-            name=row.name,
-            tokens=row.tokens,
-            dtype=dtype,
-            size=row.size,
-            crc32c=row.crc32c,
-            generation=None,
-            max_id=row.max_id,
-            documents=row.documents,
-        )
-        for row in rows
-    ]
     ordered = sorted(shards, key=lambda shard: shard.name)
     return Manifest(tuple(ordered), tokenizer, vocabulary=vocabulary)
-
-
-def keep_whole_shards(journal: Journal, stream: str, bucket: Bucket) -> int:
-    """Verify a stream's finished shards; forget the first bad one and what follows it.
-
-    Returns:
-        Shards that are kept.
-    """
-    rows = journal.rows(stream)
-    for number, row in enumerate(rows):
-        if not is_stored(bucket, row.name, size=row.size, crc32c=row.crc32c):
-            _log.warning("%s: it is missing or damaged, and made again", row.name)
-            bucket.delete(row.name)
-            journal.rewind(stream, shards=number)
-            return number
-    return len(rows)
-
-
-def remove_leftovers(bucket: Bucket, work: Path) -> None:
-    """Remove what killed processes were writing: only the holder of the lock writes there.
-
-    Args:
-        bucket: Where shards go.
-        work: The work folder, whose lock is held.
-    """
-    leftovers = list(work.glob("*.part"))
-    if Path(bucket.url) == work.parent:
-        leftovers += work.parent.rglob(".*.part")
-    for path in leftovers:
-        path.unlink(missing_ok=True)
-
-
-def finished_manifest(bucket: Bucket) -> Manifest | None:
-    """Return the manifest of a finished set whose shards are all right; None: it is not finished.
-
-    Raises:
-        ShardError: A shard is missing or damaged.
-    """
-    if bucket.info(MANIFEST_NAME) is None:
-        return None
-    manifest = read_manifest(bucket)
-    for shard in manifest.shards:
-        if shard.crc32c is None or not is_stored(
-            bucket, shard.name, size=shard.size, crc32c=shard.crc32c
-        ):
-            raise ShardError(
-                f"{bucket.url}: it was finished, and now {shard.name} is missing or damaged. "
-                f"Remove {MANIFEST_NAME} there and run the same command again."
-            )
-    return manifest

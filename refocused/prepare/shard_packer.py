@@ -1,4 +1,4 @@
-"""A stream of ids cut into shards of one size, so that it can go on after a kill at any moment."""
+"""Cut a stream of ids into shards of one size, resumable after a kill at any moment."""
 
 from __future__ import annotations
 
@@ -13,72 +13,31 @@ import numpy as np
 
 from refocused.bucket.bucket import BLOCK_BYTES, Bucket, crc32c_of, extended_crc32c
 from refocused.bucket.partial_files import disk_errors
+from refocused.data.manifest.shard_manifest import Shard
 from refocused.tokenizers.encoders import Ids
 
 HEADER_BYTES = 128  # of every .npy that numpy writes for one short shape
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ShardRow:
-    """A finished shard, as a manifest lists it.
-
-    Attributes:
-        name: Object name.
-        tokens: Ids in it.
-        size: Bytes.
-        crc32c: Checksum of the object.
-        max_id: Largest id.
-        documents: Documents that begin in it; None: nobody knows.
-    """
-
-    name: str
-    tokens: int
-    size: int
-    crc32c: int
-    max_id: int
-    documents: int | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Cursor:
-    """How far a stream is packed.
+    """How far a stream is packed."""
 
-    Attributes:
-        source: Number of the source (a task, or a file) that is being packed.
-        offset: Ids of it that are packed.
-        shard: Number of the open shard.
-        filled: Ids in the open shard.
-        crc32c: Checksum of the open shard's ids.
-        max_id: Largest of them.
-        documents: Documents that begin among them.
-    """
-
-    source: int = 0
-    offset: int = 0
-    shard: int = 0
-    filled: int = 0
-    crc32c: int = 0
-    max_id: int = 0
-    documents: int = 0
+    source: int = 0  # number of the task, or the file, that is being packed
+    offset: int = 0  # ids of it that are packed
+    shard: int = 0  # number of the open shard
+    filled: int = 0  # ids in the open shard
+    crc32c: int = 0  # of these ids
+    max_id: int = 0  # the largest of them
+    documents: int = 0  # that begin among them
 
 
 class ShardPacker:
     """Cuts one stream of ids into shards, and stores each when it is full.
 
-    The open shard is a local file. It may be ahead of the cursor that was noted last, and is cut
-    back to it on the next start; a shard that was stored but not noted is made and stored again,
-    which the bucket takes for done.
-
-    Args:
-        bucket: Where shards go.
-        folder: Local folder of the open shard.
-        name: Of the open shard's file, different for each stream of the folder.
-        shard_name: Returns the object name of a shard by its number.
-        shard_tokens: Ids of a full shard.
-        dtype: Element type, little-endian.
-        begin_id: Id that begins a document; None: documents are not known.
-        cursor: How far an earlier start was.
-        note: Told each new cursor, with the row of a shard that was finished; durable on return.
+    The open shard is a local file. It may be ahead of the last noted cursor, and the next start
+    cuts it back; a shard that was stored but not noted is made and stored again, which the bucket
+    accepts.
     """
 
     def __init__(
@@ -92,8 +51,21 @@ class ShardPacker:
         dtype: np.dtype[Any],
         begin_id: int | None,
         cursor: Cursor,
-        note: Callable[[Cursor, ShardRow | None], None],
+        note: Callable[[Cursor, Shard | None], None],
     ) -> None:
+        """Open the shard at the cursor.
+
+        Args:
+            bucket: Where shards go.
+            folder: Local folder of the open shard.
+            name: Of the open shard's file, different for each stream of the folder.
+            shard_name: Returns the object name of a shard by its number.
+            shard_tokens: Ids of a full shard.
+            dtype: Element type, little-endian.
+            begin_id: Id that begins a document; None: documents are not known.
+            cursor: How far an earlier start was.
+            note: Gets each new cursor and the shard that was finished; durable on return.
+        """
         self.cursor = cursor
         self._bucket = bucket
         self._shard_name = shard_name
@@ -117,12 +89,12 @@ class ShardPacker:
             self._append(ids[start : start + room])
             start += room
             if self.cursor.filled == self._shard_tokens:
-                self._finish()
+                self.end_shard()
 
     def end_source(self) -> None:
         """Note that a source is packed whole.
 
-        Nothing waits for the disk here: what a power cut takes is found by the cursor's checksum.
+        There is no fsync: the cursor's checksum finds what a power cut has lost.
         """
         with disk_errors(self._path):
             self._file.flush()
@@ -131,8 +103,34 @@ class ShardPacker:
 
     def end_shard(self) -> None:
         """Store the open shard as it is, unless it is empty."""
-        if self.cursor.filled:
-            self._finish()
+        done = self.cursor
+        if not done.filled:
+            return
+        header = io.BytesIO()
+        form = {"descr": self._dtype.str, "fortran_order": False, "shape": (done.filled,)}
+        np.lib.format.write_array_header_1_0(header, form)
+        with disk_errors(self._path):
+            self._file.seek(0)
+            self._file.write(header.getvalue())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            size, checksum = self._path.stat().st_size, crc32c_of(self._path)
+        shard = Shard(
+            name=self._shard_name(done.shard),
+            tokens=done.filled,
+            dtype=self._dtype.name,
+            size=size,
+            crc32c=checksum,
+            generation=None,
+            max_id=done.max_id,
+            documents=None if self._begin_id is None else done.documents,
+        )
+        self._bucket.upload(self._path, shard.name, crc32c=checksum)
+        self.cursor = Cursor(done.source, done.offset, shard=done.shard + 1)
+        self._note(self.cursor, shard)
+        with disk_errors(self._path):
+            self._file.close()
+            self._file = self._reopened()
 
     def close(self) -> None:
         """Close the open shard's file; it stays for the next start."""
@@ -153,29 +151,6 @@ class ShardPacker:
             documents=before.documents + begins,
         )
 
-    def _finish(self) -> None:
-        finished = self.cursor
-        with disk_errors(self._path):
-            self._file.seek(0)
-            self._file.write(_header(finished.filled, self._dtype))
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            size, checksum = self._path.stat().st_size, crc32c_of(self._path)
-        row = ShardRow(
-            name=self._shard_name(finished.shard),
-            tokens=finished.filled,
-            size=size,
-            crc32c=checksum,
-            max_id=finished.max_id,
-            documents=None if self._begin_id is None else finished.documents,
-        )
-        self._bucket.upload(self._path, row.name, crc32c=row.crc32c)
-        self.cursor = Cursor(finished.source, finished.offset, shard=finished.shard + 1)
-        self._note(self.cursor, row)
-        with disk_errors(self._path):
-            self._file.close()
-            self._file = self._reopened()
-
     def _reopened(self) -> BinaryIO:
         """Open the file of the open shard, cut to what the cursor knows."""
         if not self.cursor.filled:
@@ -183,7 +158,7 @@ class ShardPacker:
             file.write(bytes(HEADER_BYTES))
             return file
         file = self._path.open("rb+")
-        file.truncate(_open_bytes(self.cursor, self._dtype))
+        file.truncate(HEADER_BYTES + self.cursor.filled * self._dtype.itemsize)
         file.seek(0, os.SEEK_END)
         return file
 
@@ -195,7 +170,7 @@ def is_open_shard_whole(folder: Path, name: str, cursor: Cursor, *, dtype: np.dt
     path = _open_path(folder, name)
     if not path.exists():
         return False
-    left = _open_bytes(cursor, dtype) - HEADER_BYTES
+    left = cursor.filled * dtype.itemsize
     checksum = 0
     with path.open("rb") as file:
         file.seek(HEADER_BYTES)
@@ -207,14 +182,3 @@ def is_open_shard_whole(folder: Path, name: str, cursor: Cursor, *, dtype: np.dt
 
 def _open_path(folder: Path, name: str) -> Path:
     return folder / f"{name}.open"
-
-
-def _open_bytes(cursor: Cursor, dtype: np.dtype[Any]) -> int:
-    return HEADER_BYTES + cursor.filled * dtype.itemsize
-
-
-def _header(tokens: int, dtype: np.dtype[Any]) -> bytes:
-    file = io.BytesIO()
-    header = {"descr": dtype.str, "fortran_order": False, "shape": (tokens,)}
-    np.lib.format.write_array_header_1_0(file, header)
-    return file.getvalue()

@@ -1,4 +1,4 @@
-"""A folder made equal to a bucket: verified whole, and continued after a kill."""
+"""Make a folder equal to a bucket, or a bucket to a folder: compared by checksum, manifest last."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.object_files import object_files
 from refocused.bucket.partial_files import disk_errors, part_path
 from refocused.bucket.stored import stored_crc32c, with_checksum
-from refocused.bucket.transfer import Progress, download_many, map_in_threads
+from refocused.bucket.transfer import Progress, download_many, map_in_threads, upload_many
 from refocused.data.formats.object_names import (
     MANIFEST_NAME,
     METADATA_NAME,
@@ -25,52 +25,40 @@ from refocused.data.formats.object_names import (
     matches,
 )
 from refocused.system.atomic_files import replace_file
-from refocused.system.errors import ShardError
+from refocused.system.errors import BucketError, ShardError
 from refocused.system.locks import exclusive_folder
 from refocused.system.strict_json import MalformedError, parse_json_object
 
+# The modules of manifests take 0.3 s to import, and are imported where one is read.
+
 INDEX_FOLDER = ".sync"
 TICK_SECONDS = 0.5
+_NAMED = 5
 
-Shown = Callable[[int, int, str], None]
+Shown = Callable[[int, int, str], None]  # bytes done, bytes in all, and a note
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SyncResult:
-    """What was done.
+    """What was done."""
 
-    Attributes:
-        objects: Objects that are equal on both sides now.
-        bytes: Of them.
-        moved_objects: Those that this start moved.
-        moved_bytes: Of them.
-        size_only: Those that were moved and compared by size only: their source keeps no checksums.
-    """
-
-    objects: int
+    objects: int  # equal on both sides now
     bytes: int
-    moved_objects: int
+    moved_objects: int  # by this start
     moved_bytes: int
-    size_only: int = 0
+    size_only: int = 0  # moved, and compared by size only: their source keeps no checksums
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Selection:
-    """Which objects are meant.
+    """Which objects to sync, by glob patterns."""
 
-    Attributes:
-        include: Glob patterns; empty: all.
-        exclude: Glob patterns of those left out.
-        max_files: The first so many token and text files in name order; None: all. What else there
-            is comes with them.
-    """
-
-    include: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()  # empty: all
     exclude: tuple[str, ...] = ()
-    max_files: int | None = None
+    max_files: int | None = None  # first token and text files in name order; others come along
 
     def chosen(self, blobs: Iterable[BlobInfo]) -> list[BlobInfo]:
-        """Return the objects that are meant, in name order."""
+        """Return the objects to sync, in name order."""
         wanted = [
             blob
             for blob in sorted(blobs, key=lambda blob: blob.name)
@@ -85,21 +73,21 @@ class Selection:
 def sync_folder(
     bucket: Bucket, folder: Path, *, selection: Selection, threads: int, show: Shown
 ) -> SyncResult:
-    """Fetch what a folder lacks; what it has is compared by checksum, never by its name alone.
+    """Download what a folder lacks; what it has is compared by checksum, never by name alone.
 
-    A manifest comes last. When only some of its shards are fetched, the folder gets one of these.
+    A manifest comes last. When only some of its shards are selected, the folder gets one of these.
 
     Args:
         bucket: The source.
         folder: The target; made when missing.
         selection: Which objects.
         threads: Objects at once.
-        show: Called now and then with bytes done, bytes in all, and a note.
+        show: Called at intervals.
 
     Raises:
         BucketError: The source cannot be read, two objects would be one file, or the disk is full;
             what has arrived stays.
-        ShardError: Nothing is meant, or another process syncs to the folder.
+        ShardError: Nothing is selected, or another process syncs to the folder.
     """
     ours = f"{INDEX_FOLDER}/"  # objects of that name are the records of a sync to elsewhere
     listing = {blob.name: blob for blob in bucket.list() if not blob.name.startswith(ours)}
@@ -112,30 +100,49 @@ def sync_folder(
     chosen = _without_incomplete_chunks(chosen, listing)
     object_files((blob.name for blob in chosen), folder, where=bucket.url)
     data = [blob for blob in chosen if blob.name != MANIFEST_NAME]
+    has_manifest = len(data) < len(chosen)
     with exclusive_folder(folder / INDEX_FOLDER):
         data = map_in_threads(functools.partial(with_checksum, bucket), data, threads=threads)
         index = _Index(folder, bucket)
         there = map_in_threads(index.has, data, threads=threads)
         missing = [blob for blob, has in zip(data, there, strict=True) if not has]
-        lacking = {blob.name for blob in missing}
-        index.write([blob for blob in data if blob.name not in lacking])
-        has_manifest = MANIFEST_NAME in {blob.name for blob in chosen}
-        if has_manifest:  # its module takes 0.3 s to import: while bytes arrive
+        index.write([blob for blob, has in zip(data, there, strict=True) if has])
+        if has_manifest:  # imported while bytes arrive
             module = ("refocused.data.manifest.shard_manifest",)
             threading.Thread(target=importlib.import_module, args=module, daemon=True).start()
-        _fetch(bucket, missing, folder, data=data, threads=threads, show=show)
+        _download(bucket, missing, folder, data=data, threads=threads, show=show)
         index.write(data)
         if has_manifest:
-            _fetch_manifest(bucket, folder, {blob.name for blob in data})
+            _write_manifest(bucket, folder, {blob.name for blob in data})
     size_only = sum(blob.crc32c is None for blob in missing)
-    return dataclasses.replace(sync_result(data, missing), size_only=size_only)
+    return dataclasses.replace(_result(data, missing), size_only=size_only)
+
+
+def _is_data(name: str) -> bool:
+    return name.endswith((*TOKEN_SUFFIXES, ".idx", *TEXT_SUFFIXES))
+
+
+def _without_incomplete_chunks(
+    chosen: Sequence[BlobInfo], listing: Mapping[str, BlobInfo]
+) -> list[BlobInfo]:
+    """Leave out metadata that lists chunks which are not selected: they would be missed."""
+    names = {blob.name for blob in chosen}
+    incomplete = {
+        PurePosixPath(name).parent for name in listing if _is_data(name) and name not in names
+    }
+    return [
+        blob
+        for blob in chosen
+        if PurePosixPath(blob.name).name != METADATA_NAME
+        or PurePosixPath(blob.name).parent not in incomplete
+    ]
 
 
 class _Index:
-    """What the folder is known to hold: a row for each file, believed while its times stand.
+    """What the folder is known to hold: a row for each file, valid while its times stand.
 
-    A file without a row, or that changed since, is read and compared by checksum: a kill between a
-    file and its row costs a look, and no second download.
+    A file without a row, or changed since, is read and compared by checksum: a kill between a file
+    and its row costs a read, and no second download.
     """
 
     def __init__(self, folder: Path, bucket: Bucket) -> None:
@@ -147,7 +154,6 @@ class _Index:
             self._rows = parse_json_object(self._path.read_bytes())
 
     def has(self, blob: BlobInfo) -> bool:
-        """Whether the folder has an object's bytes."""
         path = self._folder / blob.name
         with disk_errors(path):
             if not path.is_file() or path.stat().st_size != blob.size:
@@ -155,12 +161,11 @@ class _Index:
         return self._checksum(path, blob.name) == stored_crc32c(self._bucket, blob)
 
     def write(self, blobs: Iterable[BlobInfo]) -> None:
-        """Keep rows of objects that the folder has, verified."""
+        """Replace the rows by those of objects that the folder has, verified."""
         rows = {}
         for blob in blobs:
             path = self._folder / blob.name
-            known = blob.crc32c
-            checksum = self._checksum(path, blob.name) if known is None else known
+            checksum = self._checksum(path, blob.name) if blob.crc32c is None else blob.crc32c
             rows[blob.name] = [blob.size, path.stat().st_mtime_ns, checksum]
         with disk_errors(self._path):
             replace_file(self._path, json.dumps(rows).encode())
@@ -173,7 +178,7 @@ class _Index:
         return crc32c_of(path)
 
 
-def _fetch(
+def _download(
     bucket: Bucket,
     missing: Sequence[BlobInfo],
     folder: Path,
@@ -184,7 +189,6 @@ def _fetch(
 ) -> None:
     total = sum(blob.size for blob in data)
     kept = total - sum(blob.size for blob in missing)
-    count = len(data) - len(missing)
     done = Progress(0, 0, 0, 0)
 
     def progress(now: Progress) -> None:
@@ -192,8 +196,11 @@ def _fetch(
         done = now
 
     def tick() -> None:
-        parts = sum(_size(part_path(folder / blob.name)) for blob in missing)
-        objects = f"{count + done.done_objects} of {len(data)} objects"
+        parts = 0
+        for blob in missing:
+            with contextlib.suppress(FileNotFoundError):
+                parts += part_path(folder / blob.name).stat().st_size
+        objects = f"{len(data) - len(missing) + done.done_objects} of {len(data)} objects"
         show(min(kept + done.done_bytes + parts, total), total, objects)
 
     with _ticking(tick):
@@ -202,7 +209,7 @@ def _fetch(
 
 @contextlib.contextmanager
 def _ticking(tick: Callable[[], None]) -> Iterator[None]:
-    """Call something at the start, now and then meanwhile, and at the end."""
+    """Call something at the start, at intervals, and at the end."""
     stopping = threading.Event()
 
     def run() -> None:
@@ -220,31 +227,8 @@ def _ticking(tick: Callable[[], None]) -> Iterator[None]:
     tick()
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-def _without_incomplete_chunks(
-    chosen: Sequence[BlobInfo], listing: Mapping[str, BlobInfo]
-) -> list[BlobInfo]:
-    """Leave out metadata that promise chunks which are not meant: they would be missed."""
-    names = {blob.name for blob in chosen}
-    left_out = {
-        PurePosixPath(name).parent for name in listing if _is_data(name) and name not in names
-    }
-    return [
-        blob
-        for blob in chosen
-        if PurePosixPath(blob.name).name != METADATA_NAME
-        or PurePosixPath(blob.name).parent not in left_out
-    ]
-
-
-def _fetch_manifest(bucket: Bucket, folder: Path, names: set[str]) -> None:
-    """Write the manifest of what the folder has of the source's shards."""
+def _write_manifest(bucket: Bucket, folder: Path, names: set[str]) -> None:
+    """Write the manifest of the source's shards that the folder has."""
     from refocused.data.manifest.shard_manifest import manifest_to_json, read_manifest
 
     manifest = read_manifest(bucket)
@@ -253,15 +237,93 @@ def _fetch_manifest(bucket: Bucket, folder: Path, names: set[str]) -> None:
     DirectoryBucket(folder).write(MANIFEST_NAME, text.encode(), overwrite=True)
 
 
-def _is_data(name: str) -> bool:
-    return name.endswith((*TOKEN_SUFFIXES, ".idx", *TEXT_SUFFIXES))
+def upload_folder(folder: Path, bucket: Bucket, *, threads: int, show: Shown) -> SyncResult:
+    """Upload a folder's files, its manifest last; existing objects are compared by checksum.
+
+    Args:
+        folder: The source; hidden and unfinished files are left out.
+        bucket: The target.
+        threads: Files at once.
+        show: Called after each file.
+
+    Raises:
+        ShardError: A file is not what the folder's manifest says; nothing is sent then.
+        BucketError: The folder or the bucket cannot be used; what has arrived stays. Or the bucket
+            has other bytes under a name; nothing is sent then.
+    """
+    source = DirectoryBucket(folder)
+    files = {blob.name: blob for blob in source.list()}
+    if not files:
+        raise ShardError(f"{folder}: it holds no files to upload. Correct the name.")
+
+    def checksum(name: str) -> int:
+        with disk_errors(folder / name):
+            return crc32c_of(folder / name)
+
+    sums = dict(zip(files, map_in_threads(checksum, list(files), threads=threads), strict=True))
+    if MANIFEST_NAME in files:
+        _check_manifest(source, files, sums)
+    missing = _missing(bucket, files, sums, threads=threads)
+    total = sum(blob.size for blob in files.values())
+    kept = total - sum(files[name].size for name in missing)
+
+    def progress(now: Progress) -> None:
+        done = len(files) - len(missing) + now.done_objects
+        show(kept + now.done_bytes, total, f"{done} of {len(files)} objects")
+
+    progress(Progress(0, 0, 0, 0))
+    sources = {name: folder / name for name in missing if name != MANIFEST_NAME}
+    upload_many(bucket, sources, threads=threads, progress=progress)
+    if MANIFEST_NAME in missing:
+        bucket.upload(folder / MANIFEST_NAME, MANIFEST_NAME)
+    return _result(list(files.values()), [files[name] for name in missing])
 
 
-def sync_result(blobs: Sequence[BlobInfo], moved: Sequence[BlobInfo]) -> SyncResult:
-    """Count objects, and those of them that were moved."""
-    return SyncResult(
-        objects=len(blobs),
-        bytes=sum(blob.size for blob in blobs),
-        moved_objects=len(moved),
-        moved_bytes=sum(blob.size for blob in moved),
-    )
+def _check_manifest(source: Bucket, files: Mapping[str, BlobInfo], sums: Mapping[str, int]) -> None:
+    from refocused.data.manifest.shard_manifest import read_manifest
+
+    wrong = [
+        shard.name
+        for shard in read_manifest(source).shards
+        if shard.name not in files
+        or files[shard.name].size != shard.size
+        or shard.crc32c not in (None, sums[shard.name])
+    ]
+    if wrong:
+        raise ShardError(
+            f"{source.url}: {len(wrong)} files are missing or not what {MANIFEST_NAME} says: "
+            f"{_some(wrong)}. Make or fetch them again; `prepare_data verify` says more."
+        )
+
+
+def _missing(
+    bucket: Bucket, files: Mapping[str, BlobInfo], sums: Mapping[str, int], *, threads: int
+) -> list[str]:
+    """Return the files that the bucket lacks; raise if it has others under their names."""
+    is_new = isinstance(bucket, DirectoryBucket) and not Path(bucket.url).is_dir()
+    there = {} if is_new else {blob.name: blob for blob in bucket.list()}
+
+    def is_other(name: str) -> bool:
+        if there[name].size != files[name].size:
+            return True
+        return stored_crc32c(bucket, there[name]) != sums[name]
+
+    both = [name for name in files if name in there]
+    differs = map_in_threads(is_other, both, threads=threads)
+    other = [name for name, differ in zip(both, differs, strict=True) if differ]
+    if other:
+        raise BucketError(
+            f"{bucket.url}: {len(other)} objects have other bytes than the files of their names: "
+            f"{_some(other)}. Objects are not overwritten: delete them, or name another place."
+        )
+    return [name for name in files if name not in there]
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _result(blobs: Sequence[BlobInfo], moved: Sequence[BlobInfo]) -> SyncResult:
+    sizes, moved_sizes = ([blob.size for blob in some] for some in (blobs, moved))
+    return SyncResult(len(sizes), sum(sizes), len(moved_sizes), sum(moved_sizes))

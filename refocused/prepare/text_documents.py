@@ -1,4 +1,4 @@
-"""The documents of text files, in pieces of bounded size."""
+"""Read the documents of text files, in pieces of bounded size."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ LONGEST_PACKED_CHARACTERS = 4 * 1024 * 1024  # of a document; a token may take 1
 BadText = Literal["refuse", "replace"]
 
 
+_REPLACE = "Correct the file, or put the replacement character in its place by --bad-text replace."
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """Some text of a document.
-
-    Attributes:
-        text: At least one character.
-        begins: Whether the document begins with it.
-    """
+    """Some text of a document, at least one character; `begins`: the first of its document."""
 
     text: str
     begins: bool
@@ -39,27 +37,24 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reading:
-    """How files become documents.
+    """How files become documents."""
 
-    Attributes:
-        field: Where `.jsonl` and `.parquet` keep the text.
-        separator: Line of a `.txt` file that stands between documents, without its line end; None:
-            the file is one document.
-        bad_text: What to do with text that is no Unicode.
-        cuts_at_spaces: Whether long documents may be cut before a lone space.
-    """
+    field: str = "text"  # where `.jsonl` and `.parquet` keep the text
+    separator: str | None = None  # line between the documents of a `.txt`; None: there is one
+    bad_text: BadText = "refuse"  # what to do with invalid Unicode
+    cuts_at_spaces: bool = True  # long documents may be cut before a lone space
 
-    field: str = "text"
-    separator: str | None = None
-    bad_text: BadText = "refuse"
-    cuts_at_spaces: bool = True
+    @property
+    def codec_errors(self) -> str:
+        """The error handler of a decoder."""
+        return "strict" if self.bad_text == "refuse" else "replace"
 
 
 def pieces(span: Span, reading: Reading) -> Iterator[Piece]:
-    """Yield the documents of a span in order; empty ones are passed over.
+    """Yield the documents of a span in order, without empty ones.
 
     Raises:
-        ShardError: The file is damaged, a line is no JSON or lacks the field, the text is no
+        ShardError: The file is damaged, a line is not JSON or lacks the field, the text is not
             Unicode, or a document that may not be cut is too long.
     """
     name = span.path.name
@@ -67,7 +62,7 @@ def pieces(span: Span, reading: Reading) -> Iterator[Piece]:
         yield from _cut(_fragments(span.path, reading), reading, path=span.path)
         return
     if name.endswith(".parquet"):
-        texts = column_texts(span.path, field=reading.field, start=span.start, end=span.end)
+        texts = column_texts(span, field=reading.field)
     else:
         texts = _line_texts(span, reading)
     if name.endswith((".parquet", ".gz")):
@@ -119,10 +114,10 @@ def _cut(fragments: Iterable[str | None], reading: Reading, *, path: Path) -> It
 
 
 def _last_place_to_cut(text: str) -> int:
-    """Return the last lone space between characters that are no white space; 0 when none.
+    """Return the last single space between characters that are not white space; 0: there is none.
 
-    No piece of GPT-2's pattern reaches over such a place from the left, and the one that follows
-    begins with the space, so that both sides are tokenised as if they were still together.
+    No match of GPT-2's pattern extends over such a place, and the next one begins with the space,
+    so that both sides have the tokens that they have together.
     """
     place = text.rfind(" ", 1, -1)
     while place > 0 and (text[place - 1].isspace() or text[place + 1].isspace()):
@@ -132,10 +127,10 @@ def _last_place_to_cut(text: str) -> int:
 
 def _fragments(path: Path, reading: Reading) -> Iterator[str | None]:
     if reading.separator is None:
-        yield from _decoded(path, reading.bad_text)
+        yield from _decoded(path, reading)
         return
     rest = ""
-    for block in _decoded(path, reading.bad_text):
+    for block in _decoded(path, reading):
         *lines, rest = (rest + block).split("\n")
         for line in lines:
             yield None if line.rstrip("\r") == reading.separator else f"{line}\n"
@@ -148,9 +143,9 @@ def _fragments(path: Path, reading: Reading) -> Iterator[str | None]:
         yield rest
 
 
-def _decoded(path: Path, bad_text: BadText) -> Iterator[str]:
+def _decoded(path: Path, reading: Reading) -> Iterator[str]:
     """Yield a UTF-8 file's text block by block, without a byte order mark."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")(_codec_errors(bad_text))
+    decoder = codecs.getincrementaldecoder("utf-8-sig")(reading.codec_errors)
     read = 0
     with path.open("rb") as file:
         while True:
@@ -159,7 +154,10 @@ def _decoded(path: Path, bad_text: BadText) -> Iterator[str]:
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                raise _no_unicode(path, read - waiting + error.start) from None
+                place = read - waiting + error.start
+                raise ShardError(
+                    f"{path}: the text is no UTF-8 at byte {place:,}. {_REPLACE}"
+                ) from None
             read += len(block)
             if text:
                 yield text
@@ -186,10 +184,7 @@ def _lines(
 ) -> Iterator[tuple[int, bytes]]:
     """Yield each line that begins in the span, with its offset.
 
-    Args:
-        file: Of lines.
-        span: Which of them.
-        most: Bytes that a packed file may unpack to; None: it is not packed.
+    A packed file may unpack to `most` bytes.
     """
     place = span.start
     spent = 0
@@ -216,7 +211,7 @@ def _lines(
 
 def _text_of(line: bytes, reading: Reading, *, where: str) -> str:
     try:
-        text = line.decode("utf-8", _codec_errors(reading.bad_text))
+        text = line.decode("utf-8", reading.codec_errors)
         content = parse_json(text, half_characters=True)
     except UnicodeDecodeError as error:
         raise ShardError(f"{where}: its byte {error.start:,} is no UTF-8. {_REPLACE}") from None
@@ -232,30 +227,14 @@ def _text_of(line: bytes, reading: Reading, *, where: str) -> str:
             f"{where}: it has no text under {reading.field!r}; it has {keys:.200}. Name where "
             "the text is by --field."
         )
-    return _whole_characters(found, reading.bad_text, where=where)
-
-
-def _whole_characters(text: str, bad_text: BadText, *, where: str) -> str:
-    """Deal with halves of characters (lone surrogates): JSON can spell them, Unicode cannot."""
-    if text.isascii():
-        return text
+    if found.isascii():
+        return found
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        if bad_text == "refuse":
+        found.encode()
+    except UnicodeEncodeError as error:  # half a character, which JSON can spell
+        if reading.bad_text == "refuse":
             raise ShardError(
                 f"{where}: its text has half a character at {error.start:,}. {_REPLACE}"
             ) from None
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
-_REPLACE = "Correct the file, or put the replacement character in its place by --bad-text replace."
-
-
-def _no_unicode(path: Path, place: int) -> ShardError:
-    return ShardError(f"{path}: the text is no UTF-8 at byte {place:,}. {_REPLACE}")
-
-
-def _codec_errors(bad_text: BadText) -> str:
-    return "strict" if bad_text == "refuse" else "replace"
+        return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return found

@@ -1,4 +1,4 @@
-"""The text files to tokenize, in spans that make one task each."""
+"""Find the text files to tokenize, and divide them into tasks."""
 
 from __future__ import annotations
 
@@ -12,55 +12,169 @@ from typing import Any
 from refocused.bucket.bucket import extended_crc32c
 from refocused.system.errors import ShardError
 
-_ROWS_AT_ONCE = 256
-# gzip and the codecs of parquet take real text to a tenth at most.
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+TASK_BYTES = 32 * 1024 * 1024  # about five seconds of one process
+EDGE_BYTES = 64 * 1024
+ROWS_AT_ONCE = 256
+# gzip and the codecs of parquet compress real text to a tenth at most.
 UNPACKED_RATIO = 32
 UNPACKED_BYTES = 16 * 1024 * 1024  # more, for small files
 BATCH_RATIO = 8  # bytes of the rows of a batch, to those that the file may unpack to
 
 
-def group_bytes(path: Path) -> list[int]:
-    """Return the bytes of each row group, unpacked, by the file's own account.
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextFile:
+    """One input."""
+
+    path: Path
+    size: int  # bytes
+    edges: int  # CRC-32C of both ends, which differs for a changed file of the same size
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """A part of a file: bytes, or row groups of a `.parquet`.
+
+    A line belongs to the span in which it begins.
+    """
+
+    path: Path
+    start: int = 0
+    end: int | None = None  # after the last; None: of the file
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """What one process does at a time."""
+
+    spans: tuple[Span, ...]
+    bytes: int  # of text, approximately
+
+
+def find_inputs(arguments: Sequence[str]) -> list[TextFile]:
+    """Return the named text files, and those below the named folders.
+
+    Files keep the order of the arguments; those of a folder are in name order, without hidden files
+    and others than text.
 
     Raises:
-        ShardError: The file is no parquet, or damaged.
+        ShardError: A name is missing, is no text, is named twice, or is of a bucket.
     """
-    with _opened(path) as file:
-        groups = range(file.metadata.num_row_groups)
-        return [file.metadata.row_group(number).total_byte_size for number in groups]
+    found = [path for argument in arguments for path in _files_of(argument)]
+    known: set[Path] = set()
+    for path in found:
+        real = path.resolve()
+        if real in known:
+            raise ShardError(f"{path}: it is named twice, and would be tokenised twice. Name once.")
+        known.add(real)
+    return [_described(path) for path in found]
 
 
-def column_texts(path: Path, *, field: str, start: int, end: int | None) -> Iterator[str | None]:
-    """Yield a column's texts, None where there is none.
+def _files_of(argument: str) -> list[Path]:
+    if "://" in argument:
+        raise ShardError(
+            f"{argument}: text is read from local files only. Fetch it first: "
+            f"refocused prepare_data sync {argument} FOLDER"
+        )
+    path, formats = Path(argument).expanduser(), ", ".join(f"*{suffix}" for suffix in SUFFIXES)
+    if path.is_dir():
+        files = [
+            one
+            for one in sorted(path.rglob("*"))
+            if one.name.endswith(SUFFIXES)
+            and one.is_file()
+            and not any(part.startswith(".") for part in one.relative_to(path).parts)
+        ]
+        if not files:
+            raise ShardError(f"{path}: no text is below it. Looked for {formats}.")
+        return files
+    if not path.is_file():
+        raise ShardError(f"{path}: there is no such file or folder. Correct the name.")
+    if not path.name.endswith(SUFFIXES):
+        raise ShardError(
+            f"{path}: it is of no known form of text. There are {formats}. Unpack or convert it."
+        )
+    return [path]
 
-    Args:
-        path: The file.
-        field: Name of the column.
-        start: First row group.
-        end: Row group after the last; None: all that follow.
+
+def _described(path: Path) -> TextFile:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            edges = extended_crc32c(0, file.read(EDGE_BYTES))
+            file.seek(max(size - EDGE_BYTES, 0))
+            edges = extended_crc32c(edges, file.read(EDGE_BYTES))
+    except OSError as error:
+        raise ShardError(f"{path}: {error.strerror}. Check its permissions.") from None
+    return TextFile(path, size, edges)
+
+
+def plan_tasks(files: Iterable[TextFile]) -> list[Task]:
+    """Group spans into tasks of about 32 MiB of text, in order.
+
+    Long `.jsonl` and `.parquet` files are divided. The plan depends on the files alone.
+
+    Raises:
+        ShardError: A `.parquet` file is damaged.
+    """
+    tasks: list[Task] = []
+    gathered: list[Span] = []
+    size = 0
+    for file in files:
+        for span, span_bytes in _spans(file):
+            gathered.append(span)
+            size += span_bytes
+            if size >= TASK_BYTES:
+                tasks.append(Task(tuple(gathered), size))
+                gathered, size = [], 0
+    return [*tasks, Task(tuple(gathered), size)] if gathered else tasks
+
+
+def _spans(file: TextFile) -> Iterator[tuple[Span, int]]:
+    """Yield a file's spans, each with its bytes of text, approximately."""
+    if file.size <= TASK_BYTES or file.path.name.endswith((".txt", ".gz")):
+        yield Span(file.path), file.size
+    elif file.path.name.endswith(".parquet"):
+        with _opened(file.path) as parquet:
+            metadata = parquet.metadata
+            for number in range(metadata.num_row_groups):
+                size = metadata.row_group(number).total_byte_size
+                yield Span(file.path, number, number + 1), size
+    else:
+        for start in range(0, file.size, TASK_BYTES):
+            end = min(start + TASK_BYTES, file.size)
+            yield Span(file.path, start, end), end - start
+
+
+def column_texts(span: Span, *, field: str) -> Iterator[str | None]:
+    """Yield a column's texts in the row groups of a `.parquet` span, None where there is none.
 
     Raises:
         ShardError: The file is damaged, or the column is missing or is no text.
     """
+    path = span.path
     with _opened(path) as file:
         _check_column(file.schema_arrow, field, path=path)
-        most, column = most_unpacked(path.stat().st_size), _column_number(file.schema, field)
-        for group in range(start, file.metadata.num_row_groups if end is None else end):
+        most = most_unpacked(path.stat().st_size)
+        columns = range(len(file.schema))
+        column = next(n for n in columns if file.schema.column(n).path == field)
+        end = file.metadata.num_row_groups if span.end is None else span.end
+        for group in range(span.start, end):
             unpacked = file.metadata.row_group(group).column(column).total_uncompressed_size
             if unpacked > most:
                 raise unpacks_too_far(path)
             # A text that is stored once may stand in every row.
-            rows = max(min(_ROWS_AT_ONCE, BATCH_RATIO * most // max(unpacked, 1)), 1)
-            batches = file.iter_batches(
+            rows = max(min(ROWS_AT_ONCE, BATCH_RATIO * most // max(unpacked, 1)), 1)
+            for batch in file.iter_batches(
                 rows, row_groups=[group], columns=[field], use_threads=False
-            )
-            for batch in batches:
+            ):
                 for text in batch.column(0):
                     yield text.as_py()
 
 
 def most_unpacked(size: int) -> int:
-    """Return the bytes of text that a packed file of a size may hold: real text is far below."""
+    """Return the most bytes of text that a packed file of a size may hold; real text has fewer."""
     return UNPACKED_BYTES + UNPACKED_RATIO * size
 
 
@@ -70,10 +184,6 @@ def unpacks_too_far(path: Path) -> ShardError:
         f"{path}: its {path.stat().st_size:,} bytes unpack to far more than text does. If it is "
         "right, write it unpacked (gunzip, or parquet without compression and dictionary)."
     )
-
-
-def _column_number(schema: Any, field: str) -> int:
-    return next(n for n in range(len(schema)) if schema.column(n).path == field)
 
 
 @contextlib.contextmanager
@@ -94,15 +204,16 @@ def _opened(path: Path) -> Iterator[Any]:
 def _check_column(schema: Any, field: str, *, path: Path) -> None:
     import pyarrow
 
-    if field not in schema.names:
+    count = schema.names.count(field)
+    if not count:
         raise ShardError(
             f"{path}: it has no column {field!r}; it has {', '.join(schema.names):.200}. Name the "
             "text's column by --field."
         )
-    if schema.names.count(field) > 1:
+    if count > 1:
         raise ShardError(
-            f"{path}: it has {schema.names.count(field)} columns {field!r}. Write it again with "
-            "one of them, or name another by --field."
+            f"{path}: it has {count} columns {field!r}. Write it again with one of them, or name "
+            "another by --field."
         )
     kind = schema.field(field).type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
@@ -110,150 +221,3 @@ def _check_column(schema: Any, field: str, *, path: Path) -> None:
             f"{path}: the column {field!r} holds {kind}, which is no text. Name the text's column "
             "by --field."
         )
-
-
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
-TASK_BYTES = 32 * 1024 * 1024  # about five seconds of one process
-_EDGE_BYTES = 64 * 1024
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TextFile:
-    """One input.
-
-    Attributes:
-        path: The file.
-        size: Bytes.
-        edges: CRC-32C of its first and last 64 KiB, by which another file of the same name and
-            size is told from it.
-    """
-
-    path: Path
-    size: int
-    edges: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Span:
-    """A part of a file that is read by itself.
-
-    Attributes:
-        path: The file.
-        start: First byte, or first row group of a `.parquet`. A line that begins before it belongs
-            to the span before.
-        end: Byte or row group after the last; None: all that follow.
-    """
-
-    path: Path
-    start: int = 0
-    end: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Task:
-    """What one process does at a time.
-
-    Attributes:
-        spans: In order.
-        bytes: Of text, roughly.
-    """
-
-    spans: tuple[Span, ...]
-    bytes: int
-
-
-def find_inputs(arguments: Sequence[str]) -> list[TextFile]:
-    """Return the text files that are meant: those named, and those below the folders named.
-
-    Files keep the order of the arguments; those of a folder are in name order, and what is no text
-    in it, or hidden, is passed over.
-
-    Raises:
-        ShardError: A name is missing, is no text, is named twice, or is of a bucket.
-    """
-    found = [path for argument in arguments for path in _files_of(argument)]
-    known: set[Path] = set()
-    for path in found:
-        real = path.resolve()
-        if real in known:
-            raise ShardError(f"{path}: it is named twice, and would be tokenised twice. Name once.")
-        known.add(real)
-    return [_described(path) for path in found]
-
-
-def plan_tasks(files: Iterable[TextFile]) -> list[Task]:
-    """Group spans into tasks of about 32 MiB of text, in order.
-
-    Long `.jsonl` and `.parquet` files are cut; other files are one span each. The plan depends on
-    the files alone.
-
-    Raises:
-        ShardError: A `.parquet` file is damaged.
-    """
-    tasks: list[Task] = []
-    gathered: list[Span] = []
-    size = 0
-    for file in files:
-        for span, span_bytes in _spans(file):
-            gathered.append(span)
-            size += span_bytes
-            if size >= TASK_BYTES:
-                tasks.append(Task(tuple(gathered), size))
-                gathered, size = [], 0
-    return [*tasks, Task(tuple(gathered), size)] if gathered else tasks
-
-
-def _files_of(argument: str) -> list[Path]:
-    if "://" in argument:
-        raise ShardError(
-            f"{argument}: text is read from local files only. Fetch it first: "
-            f"refocused prepare_data sync {argument} FOLDER"
-        )
-    path = Path(argument).expanduser()
-    if path.is_dir():
-        below = [one for one in sorted(path.rglob("*")) if one.name.endswith(SUFFIXES)]
-        files = [one for one in below if one.is_file() and not _is_hidden(one.relative_to(path))]
-        if not files:
-            raise ShardError(f"{path}: no text is below it. Looked for {_forms()}.")
-        return files
-    if not path.is_file():
-        raise ShardError(f"{path}: there is no such file or folder. Correct the name.")
-    if not path.name.endswith(SUFFIXES):
-        raise ShardError(
-            f"{path}: it is of no known form of text. There are {_forms()}. Unpack or convert it."
-        )
-    return [path]
-
-
-def _forms() -> str:
-    return ", ".join(f"*{suffix}" for suffix in SUFFIXES)
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _described(path: Path) -> TextFile:
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            edges = extended_crc32c(0, file.read(_EDGE_BYTES))
-            file.seek(max(size - _EDGE_BYTES, 0))
-            edges = extended_crc32c(edges, file.read(_EDGE_BYTES))
-    except OSError as error:
-        raise ShardError(f"{path}: {error.strerror}. Check its permissions.") from None
-    return TextFile(path, size, edges)
-
-
-def _spans(file: TextFile) -> Iterator[tuple[Span, int]]:
-    """Yield a file's spans, each with its bytes of text, roughly."""
-    if file.size <= TASK_BYTES or file.path.name.endswith((".txt", ".gz")):
-        yield Span(file.path), file.size
-    elif file.path.name.endswith(".parquet"):
-        for number, size in enumerate(group_bytes(file.path)):
-            yield Span(file.path, number, number + 1), size
-    else:
-        for start in range(0, file.size, TASK_BYTES):
-            end = min(start + TASK_BYTES, file.size)
-            yield Span(file.path, start, end), end - start

@@ -1,7 +1,8 @@
-"""One task of tokenising, in a process of its own: spans of text in, two files of ids out."""
+"""Tokenize one task in a process of its own: spans of text in, two files of ids out."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -12,8 +13,7 @@ from collections.abc import Iterable
 from multiprocessing import parent_process
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 
@@ -34,14 +34,7 @@ _BUFFERED_IDS = 1 << 18
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TaskSettings:
-    """What every task is done with.
-
-    Attributes:
-        tokenizer: Which one.
-        reading: How files become documents.
-        validation_ratio: Share of the documents for validation.
-        folder: Where results go.
-    """
+    """What all tasks share; `folder` gets the results."""
 
     tokenizer: TokenizerChoice
     reading: Reading
@@ -51,12 +44,7 @@ class TaskSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SplitFile:
-    """The ids of one task and split, raw and little-endian.
-
-    Attributes:
-        tokens: Ids in it.
-        crc32c: Checksum of it.
-    """
+    """The number and the checksum of a task's ids of one split, raw and little-endian."""
 
     tokens: int
     crc32c: int
@@ -64,7 +52,7 @@ class SplitFile:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TaskResult:
-    """What one task has made; its own file says that it is finished."""
+    """What a finished task has made."""
 
     train: SplitFile
     val: SplitFile
@@ -75,9 +63,9 @@ class TaskResult:
 
 
 def is_validation(text: str, *, ratio: float) -> bool:
-    """Whether a document is for validation, by a hash of its first 4,096 characters.
+    """Whether a document is for validation, by a hash of its beginning.
 
-    Equal documents are on one side, wherever they stand.
+    Equal documents are on one side.
     """
     start = text[:_HASHED_CHARACTERS].encode("utf-8", "surrogatepass")
     digest = hashlib.blake2b(start, digest_size=8).digest()
@@ -85,7 +73,7 @@ def is_validation(text: str, *, ratio: float) -> bool:
 
 
 def split_path(folder: Path, number: int, split: Split) -> Path:
-    """Return where a task's ids of a split are."""
+    """Return the file of a task's ids of a split."""
     return folder / f"task_{number:06d}.{split}"
 
 
@@ -104,14 +92,14 @@ def read_result(folder: Path, number: int) -> TaskResult | None:
 
 
 def remove_result(folder: Path, number: int) -> None:
-    """Remove a task's files, the one that says that it is finished first."""
+    """Remove a task's files, its result first."""
     _result_path(folder, number).unlink(missing_ok=True)
     for split in SPLITS:
         split_path(folder, number, split).unlink(missing_ok=True)
 
 
 class _SplitWriter:
-    """Writes the ids of a split under a name of this process, in blocks."""
+    """Writes the ids of a split in blocks, under a temporary name of this process."""
 
     def __init__(self, target: Path, dtype: np.dtype[Any]) -> None:
         self._target = target
@@ -134,15 +122,7 @@ class _SplitWriter:
         self._path.replace(self._target)
         return SplitFile(self._tokens, self._crc32c)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._file.close()
         self._path.unlink(missing_ok=True)
 
@@ -157,24 +137,20 @@ class _SplitWriter:
 
 
 class _StoppedError(Exception):
-    """The main process wants no more."""
+    """The main process has stopped."""
 
 
 class Worker:
-    """What one process keeps between tasks.
-
-    Args:
-        settings: Of all tasks.
-        stopping: Set when the main process wants no more; None where nobody asks.
-    """
+    """What one process keeps between tasks."""
 
     def __init__(self, settings: TaskSettings, stopping: Event | None = None) -> None:
+        """Open the tokenizer; the main process sets `stopping` to end tasks early."""
         self._settings = settings
         self._stopping = stopping
         self._tokenizer: Tokenizer = open_tokenizer(settings.tokenizer)
 
     def run(self, number: int, spans: Iterable[Span]) -> TaskResult:
-        """Tokenise spans; the file that says so is written last.
+        """Tokenize spans; the result is written last.
 
         Raises:
             ShardError: A file cannot be read, or the disk cannot be written.
@@ -191,8 +167,8 @@ class Worker:
         folder = self._settings.folder
         dtype = element_type(self._tokenizer.vocabulary)
         with (
-            _SplitWriter(split_path(folder, number, "train"), dtype) as train,
-            _SplitWriter(split_path(folder, number, "val"), dtype) as val,
+            contextlib.closing(_SplitWriter(split_path(folder, number, "train"), dtype)) as train,
+            contextlib.closing(_SplitWriter(split_path(folder, number, "val"), dtype)) as val,
         ):
             writer = train
             begin = np.array([self._tokenizer.end_of_text_id], dtype)
@@ -203,7 +179,8 @@ class Worker:
                         writer.add(begin)
                     writer.add(self._tokenizer.encode(piece.text))
             result = TaskResult(train.publish(), val.publish())
-        _write_result(folder, number, result)
+        text = json.dumps(dataclasses.asdict(result))
+        replace_file(_result_path(folder, number), text.encode(), rivals=True)
         return result
 
     def _validates(self, piece: Piece) -> bool:
@@ -213,7 +190,7 @@ class Worker:
 
 
 def start_worker(settings: TaskSettings, stopping: Event) -> None:
-    """Prepare a process of the pool: it ends with its parent and leaves Ctrl+C to it."""
+    """Prepare a process of the pool, which ends with its parent and leaves Ctrl+C to it."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -235,11 +212,6 @@ def _end_with_parent() -> None:
         # A pool's processes hold both ends of its queues, so they would wait for ever.
         parent.join()
         os._exit(1)
-
-
-def _write_result(folder: Path, number: int, result: TaskResult) -> None:
-    text = json.dumps(dataclasses.asdict(result))
-    replace_file(_result_path(folder, number), text.encode(), rivals=True)
 
 
 def _result_path(folder: Path, number: int) -> Path:

@@ -1,10 +1,10 @@
-"""Whether the files of a data set are what its manifest, or their own headers, say."""
+"""Compare the files of a data set with its manifest, or with their own headers."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.stored import stored_crc32c
@@ -14,34 +14,19 @@ from refocused.data.formats.object_reader import ObjectReader
 from refocused.data.formats.token_blocks import count_tokens, token_blocks
 from refocused.data.formats.token_layout import read_layout, vocabulary_for
 from refocused.data.manifest.select_files import chosen_names
-from refocused.data.manifest.shard_manifest import Manifest, Shard, read_manifest
+from refocused.data.manifest.shard_manifest import Shard, read_manifest
 from refocused.system.errors import RefocusedError, ShardError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found of one file.
-
-    Attributes:
-        name: The object.
-        size: Bytes of it, as listed; 0 when it is missing.
-        tokens: Real tokens; None: not counted.
-        max_id: Largest id; None: not read.
-        problem: What is wrong, and the way out; None: nothing.
-    """
+    """What was found of one file."""
 
     name: str
-    size: int
-    tokens: int | None
-    max_id: int | None
-    problem: str | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Wanted:
-    name: str
-    blob: BlobInfo | None
-    row: Shard | None  # of the manifest
+    size: int  # bytes, as listed; 0: it is missing
+    tokens: int | None = None  # without padding; None: not counted
+    max_id: int | None = None  # None: not read
+    problem: str | None = None  # with its remedy
 
 
 def verify_data(
@@ -52,10 +37,9 @@ def verify_data(
     vocabulary: int | None,
     progress: Callable[[int, int], None],
 ) -> list[Finding]:
-    """Check every file, several at once; return what was found, in name order.
+    """Verify every file, several at once; return the findings in name order.
 
-    Against a manifest: size and checksum, which a folder's files are read for. Without one:
-    headers.
+    With a manifest, size and checksum are compared; without one, the headers.
 
     Args:
         bucket: The source.
@@ -68,13 +52,22 @@ def verify_data(
         ShardError: There are no token files, or the manifest cannot be read.
         BucketError: The source cannot be listed.
     """
-    wanted = _wanted(bucket, data)
-    total = sum(one.blob.size for one in wanted if one.blob)
+    listing = {blob.name: blob for blob in bucket.list()}
+    rows: dict[str, Shard] | None = None
+    if MANIFEST_NAME in listing and not matches(MANIFEST_NAME, data.exclude):
+        rows = {shard.name: shard for shard in read_manifest(bucket).shards}
+    names = chosen_names(listing if rows is None else rows, data=data, url=bucket.url)
+    total = sum(listing[name].size for name in names if name in listing)
+
+    def find(name: str) -> Finding:
+        row = None if rows is None else rows[name]
+        return _found(bucket, name, listing.get(name), row, data, deep, vocabulary)
+
     findings: list[Finding] = []
     done = 0
     progress(done, total)
     with concurrent.futures.ThreadPoolExecutor(data.fetch_threads, "verify") as pool:
-        jobs = [pool.submit(_found, bucket, one, data, deep, vocabulary) for one in wanted]
+        jobs = [pool.submit(find, name) for name in names]
         try:
             for job in jobs:
                 findings.append(job.result())
@@ -85,32 +78,26 @@ def verify_data(
     return findings
 
 
-def _wanted(bucket: Bucket, data: DataConfig) -> list[_Wanted]:
-    listing = {blob.name: blob for blob in bucket.list()}
-    if MANIFEST_NAME not in listing or matches(MANIFEST_NAME, data.exclude):
-        names: Sequence[str] = chosen_names(listing, data=data, url=bucket.url)
-        return [_Wanted(name, listing[name], None) for name in names]
-    manifest: Manifest = read_manifest(bucket)
-    rows = {shard.name: shard for shard in manifest.shards}
-    names = chosen_names(rows, data=data, url=bucket.url)
-    return [_Wanted(name, listing.get(name), rows[name]) for name in names]
-
-
 def _found(
-    bucket: Bucket, wanted: _Wanted, data: DataConfig, deep: bool, vocabulary: int | None
+    bucket: Bucket,
+    name: str,
+    blob: BlobInfo | None,
+    row: Shard | None,
+    data: DataConfig,
+    deep: bool,
+    vocabulary: int | None,
 ) -> Finding:
-    blob = wanted.blob
     if blob is None:
         problem = "it is in the manifest and not in the listing. Upload it, or exclude it."
-        return Finding(wanted.name, 0, None, None, f"{wanted.name}: {problem}")
-    finding = Finding(blob.name, blob.size, None, None, None)
+        return Finding(name, 0, problem=f"{name}: {problem}")
+    finding = Finding(name, blob.size)
     try:
-        if wanted.row is not None:
-            _check_row(bucket, blob, wanted.row)
-            finding = dataclasses.replace(finding, tokens=wanted.row.tokens)
-        if deep or wanted.row is None:
+        if row is not None:
+            _check_row(bucket, blob, row)
+            finding = dataclasses.replace(finding, tokens=row.tokens)
+        if deep or row is None:
             finding = _read(bucket, blob, data, deep)
-            _check_tokens(finding, wanted.row, vocabulary)
+            _check_tokens(finding, row, vocabulary)
     except RefocusedError as error:
         return dataclasses.replace(finding, problem=str(error))
     return finding
@@ -137,13 +124,13 @@ def _read(bucket: Bucket, blob: BlobInfo, data: DataConfig, deep: bool) -> Findi
     layout = read_layout(reader, name=blob.name, data=data)
     if not deep:
         tokens = count_tokens(reader, layout, name=blob.name).tokens
-        return Finding(blob.name, blob.size, tokens, None, None)
+        return Finding(blob.name, blob.size, tokens)
     tokens, max_id = 0, 0
     for block in token_blocks(reader, layout, name=blob.name):
         if block.size:
             tokens += len(block)
             max_id = max(max_id, int(block.max()))
-    return Finding(blob.name, blob.size, tokens, max_id, None)
+    return Finding(blob.name, blob.size, tokens, max_id)
 
 
 def _check_tokens(finding: Finding, row: Shard | None, vocabulary: int | None) -> None:

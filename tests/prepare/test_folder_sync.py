@@ -21,8 +21,7 @@ from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.partial_files import part_path
 from refocused.bucket.stored import stored_crc32c
 from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest, write_manifest
-from refocused.prepare.folder_upload import upload_folder
-from refocused.prepare.sync import Selection, SyncResult, sync_folder
+from refocused.prepare.sync import Selection, SyncResult, sync_folder, upload_folder
 from refocused.system.errors import BucketError, ShardError
 
 REPOSITORY = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from refocused.prepare import document_streams as blocks_module
-from refocused.prepare.document_streams import megatron_blocks, read_index
+from refocused.prepare.document_streams import megatron_blocks
 from refocused.system.errors import ShardError
 
 CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -93,9 +93,9 @@ def test_cut_files_and_negative_ids_are_refused(tmp_path: Path) -> None:
     index, content = write_pair(tmp_path, [[[1, 2]], [[3]]])
     content.write_bytes(content.read_bytes()[:-1])
     with pytest.raises(ShardError, match="do not lie"):
-        read_index(index, content, name="m.bin")
+        read((index, content))
     index.write_bytes(index.read_bytes()[:20])
     with pytest.raises(ShardError, match="not as Megatron's index"):
-        read_index(index, content, name="m.bin")
+        read((index, content))
     with pytest.raises(ShardError, match="the id -1"):
         read(write_pair(tmp_path, [[[1, -1]]], code=4))

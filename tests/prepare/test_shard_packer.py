@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,8 +10,9 @@ from data.text_samples import stream
 from power_cut import Disk
 
 from refocused.bucket.folder import DirectoryBucket
+from refocused.data.manifest.shard_manifest import Shard
 from refocused.prepare.packing_state import Journal
-from refocused.prepare.shard_packer import Cursor, ShardPacker, ShardRow, is_open_shard_whole
+from refocused.prepare.shard_packer import Cursor, ShardPacker, is_open_shard_whole
 
 DTYPE = np.dtype("<u2")
 SOURCES = [np.arange(n * 100, n * 100 + 35) for n in range(6)]
@@ -20,13 +23,17 @@ class PowerCutError(Exception):
     pass
 
 
-def pack(folder: Path, *, cut_after: int = 10**9) -> list[ShardRow]:
+def opened(folder: Path) -> Any:
+    return contextlib.closing(Journal(folder / "work" / "journal.jsonl", dtype=DTYPE))
+
+
+def pack(folder: Path, *, cut_after: int = 10**9) -> list[Shard]:
     """Pack all sources, or until so many lines of the journal were written."""
     (folder / "work").mkdir(exist_ok=True)
-    with Journal(folder / "work" / "journal.jsonl") as journal:
+    with opened(folder) as journal:
         lines = 0
 
-        def note(cursor: Cursor, row: ShardRow | None) -> None:
+        def note(cursor: Cursor, row: Shard | None) -> None:
             nonlocal lines
             if lines == cut_after:
                 raise PowerCutError
@@ -50,7 +57,7 @@ def pack(folder: Path, *, cut_after: int = 10**9) -> list[ShardRow]:
             packer.end_source()
         packer.end_shard()
         packer.close()
-        return journal.rows("s")
+        return journal.shards("s")
 
 
 def test_a_stream_is_cut_into_shards_of_one_size(tmp_path: Path) -> None:
@@ -71,8 +78,8 @@ def test_finished_shards_and_what_is_known_of_them_survive_a_power_cut(
     assert pack(tmp_path) == rows  # a start reads the journal and writes it anew
     assert disk.exposed == []
     disk.cut(tmp_path / "work")
-    with Journal(tmp_path / "work" / "journal.jsonl") as journal:
-        assert journal.rows("s") == rows
+    with opened(tmp_path) as journal:
+        assert journal.shards("s") == rows
 
 
 @pytest.mark.parametrize("lines", range(11))
@@ -92,7 +99,7 @@ def test_a_damaged_open_shard_is_seen(tmp_path: Path, damage: str) -> None:
         pack(tmp_path, cut_after=1)
     work = tmp_path / "work"
     path = work / "s_train.open"
-    with Journal(work / "journal.jsonl") as journal:
+    with opened(tmp_path) as journal:
         cursor = journal.cursor("s")
     assert cursor.filled == 35
     assert is_open_shard_whole(work, "s_train", cursor, dtype=DTYPE)
@@ -109,11 +116,10 @@ def test_a_damaged_open_shard_is_seen(tmp_path: Path, damage: str) -> None:
 
 def test_a_journal_forgets_what_followed_a_shard(tmp_path: Path) -> None:
     rows = pack(tmp_path)
-    path = tmp_path / "work" / "journal.jsonl"
-    with Journal(path) as journal:
+    with opened(tmp_path) as journal:
         journal.rewind("s", shards=2)
-    with Journal(path) as journal:
-        assert journal.rows("s") == rows[:2]
+    with opened(tmp_path) as journal:
+        assert journal.shards("s") == rows[:2]
         assert (journal.cursor("s").shard, journal.cursor("s").filled) == (2, 0)
         journal.rewind("s", shards=0)
         assert journal.cursor("s") == Cursor()
@@ -124,8 +130,8 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "work" / "journal.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
-    with Journal(path) as journal:
-        assert journal.rows("s") == rows[:-1]
+    with opened(tmp_path) as journal:
+        assert journal.shards("s") == rows[:-1]
         journal.note("s", Cursor(), rows[-1])
-    with Journal(path) as journal:
-        assert journal.rows("s") == rows
+    with opened(tmp_path) as journal:
+        assert journal.shards("s") == rows

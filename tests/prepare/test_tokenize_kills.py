@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -8,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from data.text_samples import assert_prepared, files_of, random_texts, write_jsonl
 
@@ -51,7 +53,8 @@ class Job:
             return 0
         copy = self.folder / "journal.copy"
         copy.write_bytes(path.read_bytes())
-        with Journal(copy) as journal:
+        journal = Journal(copy, dtype=np.dtype("<u2"))
+        with contextlib.closing(journal):
             return min(journal.cursor(split).source for split in SPLITS)
 
     def shards(self) -> dict[str, tuple[int, int]]:

@@ -174,7 +174,7 @@ def run_upload(parser: Parser) -> None:
     add("target", metavar="URL", help="gs:// address, or a folder")
     _add_moving_options(parser)
     arguments = parser.read()
-    from refocused.prepare.folder_upload import upload_folder
+    from refocused.prepare.sync import upload_folder
 
     started = time.monotonic()
     bucket, target = place(arguments.target, arguments), arguments.target
