@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from refocused.checkpoints.resume.step_contents import checked_trainer
+from refocused.checkpoints.resume.comparison import checked_trainer
 from refocused.checkpoints.step.step_directory import read_mapping
 from refocused.evaluate.load_model import build_network, load_network
 from refocused.evaluate.model_weights import (

@@ -6,8 +6,15 @@ import pytest
 from checkpoints.step_samples import make_readable_step, make_step
 
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.checkpoints.resume.comparison import Difference, LossChange, compare, differences
-from refocused.checkpoints.resume.step_contents import StepContents, dotted, read_contents
+from refocused.checkpoints.resume.comparison import (
+    Difference,
+    LossChange,
+    StepContents,
+    compare,
+    differences,
+    dotted,
+    read_contents,
+)
 from refocused.system.errors import CheckpointError
 
 

@@ -14,6 +14,7 @@ from checkpoints.step_samples import START, flip_byte, make_step, mirrored, rese
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.resume.import_checkpoint import find_elsewhere
 from refocused.checkpoints.resume.resume_selection import select_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 from refocused.checkpoints.step.staging import remove_step
@@ -141,8 +142,8 @@ def test_a_copy_made_by_hand_out_of_the_bucket_is_a_checkpoint(
     there = tmp_path / "bucket" / "sample" / "checkpoints" / name_of(10)
     assert (there / COMMITTED).exists()
     shutil.copytree(there, tmp_path / "elsewhere" / name)
-    chosen = select_checkpoint(Catalog(local), str(tmp_path / "elsewhere" / name)).step
-    assert chosen is not None and chosen.step == 10
+    found = find_elsewhere(str(tmp_path / "elsewhere" / name), DirectoryBucket)
+    assert found.bring(tmp_path / "brought").step == 10
     shutil.copytree(there, local / name_of(10))
     chosen = select_checkpoint(Catalog(local), "auto").step
     assert chosen is not None and chosen.path.parent == local

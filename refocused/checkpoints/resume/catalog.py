@@ -1,4 +1,4 @@
-"""All steps of a run, on the disk and in the bucket together, and which one a person means."""
+"""All steps of a run, on the disk and in the bucket together, and which one a request means."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import dataclasses
 import datetime
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.transfer import Progress
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
-from refocused.checkpoints.resume.aliases import ROLES, by_role, is_role, tier_notes
 from refocused.checkpoints.resume.download import fetch_step
 from refocused.checkpoints.resume.step_state import (
     LEFT_BEHIND,
@@ -41,28 +40,28 @@ from refocused.checkpoints.step.step_directory import (
 from refocused.checkpoints.step.verify import FileProblem, verify
 from refocused.system.errors import CheckpointError
 
+# These names stand for whatever step has the role now; `epoch_00003` is one too.
+ROLES = ("latest", "best", "final", "latest_backup")
+_EPOCH = re.compile(r"epoch_(\d+)")
+_LIST = "python launch/checkpoints.py list"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CatalogEntry:
     """One step as both places know it.
 
     Attributes:
-        step: Optimizer updates done.
-        name: Directory name.
-        size: Bytes of its files; None: no manifest can be read.
-        created: When it was saved; None: no manifest can be read.
+        size: Bytes of its files; None, as `created`: no manifest can be read.
         local: `ok` (structure and sizes are right), `node N of M: its part` (that is right),
-            `broken: ...` or `-`.
+            `broken: ...`, `unreadable: ...` or `-`.
         bucket: `ok` (committed), `NN %` (of its bytes are there), `superseded` (training went on
             from an earlier step), `broken: ...` or `-`.
-        loss: Training loss of the step, in nats a token.
-        validation_loss: Validation loss, in nats a token.
+        loss: Training loss of the step, in nats a token, as `validation_loss`.
         bucket_bytes: Bytes of its objects in the bucket, whole or not.
-        tiers: Why it was saved; none when no manifest can be read.
+        tiers: The save reasons; none when no manifest can be read.
         notes: `latest`, `best`, `final`, `epoch E`, `emergency`, `incomplete: ...`.
         branch: Branch whose folder holds it.
         local_run_id: Identity of the run that saved the local one; empty in the first schema.
-        bucket_run_id: The same of the one in the bucket.
         alias: The other name it is found by, `checkpoint-epochE-stepN-filesF`.
         is_present: Whether it is on the run's present branch: only those are `latest` or `best`.
     """
@@ -95,27 +94,13 @@ class CatalogEntry:
         return self.local == WHOLE or is_part(self.local)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ResolvedStep:
-    """The step that a request means.
-
-    Attributes:
-        step: Optimizer updates done.
-        name: Its directory name.
-        path: Its local directory; None: it has to be fetched from the bucket.
-    """
-
-    step: int
-    name: str
-    path: Path | None
-
-
 class Catalog:
     """The steps of one run.
 
     Attributes:
         local: Folder of the step directories; need not exist.
-        remote: The same in the bucket; None: there is no mirror, or it is not asked.
+        remote: The same in the bucket; None: there is no mirror, or it is left out.
+        branch: The run's present branch, once the steps are listed.
     """
 
     def __init__(self, local: Path, mirror: Bucket | None = None, prefix: str = "") -> None:
@@ -125,29 +110,32 @@ class Catalog:
         self.branch = FIRST_BRANCH
 
     def entries(self) -> list[CatalogEntry]:
-        """Every checkpoint; those of the present branch last, by step ascending.
+        """List every checkpoint; those of the present branch last, by step ascending.
 
-        The present branch is then in `branch`: that of `state.json`, or that of the highest number.
+        The present branch is that of `state.json`, or that of the highest number.
 
         Raises:
             BucketError: The bucket cannot be listed.
         """
-        here = self.here()
-        there = self._there(here)
+        here, remote = self.here(), self.remote
+        there: dict[str, Found] = {}
+        if remote is not None:
+            for name, objects in remote.scan().items():
+                judged = judge_objects(remote, name, objects, here.get(name, Found()))
+                size = sum(blob.size for blob in objects.values())
+                there[name] = dataclasses.replace(judged, objects_bytes=size)
         places = {place: name for name in {*here, *there} if (place := parse_place(name))}
-        found = [
-            (name, here.get(name, Found()), there.get(name, Found()))
-            for _, name in sorted(places.items())
-        ]
+        names = [places[place] for place in sorted(places)]
+        found = [(name, here.get(name, Found()), there.get(name, Found())) for name in names]
         manifests = (local.manifest or remote.manifest for _, local, remote in reversed(found))
         newest = next(filter(None, manifests), None)
         known = recorded_branch(self.local.parent)
         self.branch = known or (branch_of(newest) if newest else FIRST_BRANCH)
         entries = [_entry(*one, on=self.branch) for one in found]
-        return _annotated(sorted(entries, key=lambda entry: entry.is_present))
+        return _marked(sorted(entries, key=lambda entry: entry.is_present))
 
     def local_only(self) -> Catalog:
-        """The same without the bucket."""
+        """Return the same without the bucket."""
         return Catalog(self.local)
 
     def problems(self, step: StepDirectory) -> list[FileProblem]:
@@ -158,27 +146,13 @@ class Catalog:
         """Judge every local checkpoint by its structure and sizes."""
         return {name: judge_directory(path) for name, path in checkpoint_paths(self.local).items()}
 
-    def _there(self, here: Mapping[str, Found]) -> dict[str, Found]:
-        """Judge every checkpoint of the bucket by its own manifest."""
-        if self.remote is None:
-            return {}
-        found = {}
-        for name, objects in self.remote.scan().items():
-            judged = judge_objects(self.remote, name, objects, here.get(name, Found()))
-            size = sum(blob.size for blob in objects.values())
-            found[name] = dataclasses.replace(judged, objects_bytes=size)
-        return found
-
-    def resolve(self, request: str) -> ResolvedStep:
-        """Find the step that `latest`, `best`, a number, a name or a path means.
+    def resolve(self, request: str) -> CatalogEntry:
+        """Find a usable step by role, number or name.
 
         Raises:
             CheckpointError: There is no such step, or it is broken; the nearest are named.
             BucketError: The bucket cannot be listed.
         """
-        if "/" in request and _requested_place(request) is None:
-            directory = read_step(Path(request).expanduser())
-            return ResolvedStep(directory.step, directory.name, directory.path)
         entries = self.entries()
         entry = self.find(request, entries)
         if not entry.usable:
@@ -186,21 +160,23 @@ class Catalog:
                 f"{entry.name} cannot be used: {'; '.join(entry.notes)}. "
                 f"{_nearest(request, entries)}"
             )
-        path = self.local / entry.name if entry.local == WHOLE else None
-        return ResolvedStep(entry.step, entry.name, path)
+        return entry
 
     def find(self, request: str, entries: Sequence[CatalogEntry]) -> CatalogEntry:
-        """Find a role such as `latest` or `best`, a number or a name among entries, usable or not.
+        """Find a role such as `latest`, a number or a name among entries, usable or not.
 
         Raises:
             CheckpointError: There is no such step; the nearest are named.
         """
-        if is_role(request):
-            chosen = by_role(request, entries)
-            if chosen is None:
-                raise CheckpointError(self._nothing(request))
+        role = "best" if request == "best_model" else request
+        if role in ROLES or _EPOCH.fullmatch(role):
+            if (chosen := _by_role(role, entries)) is None:
+                raise CheckpointError(self._nothing(role))
             return chosen
-        place, step = _requested_place(request), _requested_step(request)
+        match = re.fullmatch(r"branch-(\d+)/checkpoint_step_(\d+)", request)
+        place = (int(match[1]), int(match[2])) if match else None
+        plain = re.sub(r"[,_]", "", request)
+        step = int(plain) if plain.isdecimal() else parse_name(request)
         for entry in reversed(entries):  # the present branch comes first, and its step N is meant
             if (entry.branch, entry.step) == place or (place is None and entry.step == step):
                 if request.startswith("checkpoint-epoch") and entry.alias != request:
@@ -225,7 +201,7 @@ class Catalog:
         Args:
             name: Its directory name.
             threads: Downloads at once.
-            progress: Told how far the download is.
+            progress: Called during the download.
             replace: Download even when the local sizes are right, because a checksum was not.
 
         Raises:
@@ -244,20 +220,21 @@ class Catalog:
             self.remote, name, checkpoints=self.local, threads=threads, progress=progress
         )
 
-    def _nothing(self, request: str) -> str:
-        if request in ("best", "best_model"):
+    def _nothing(self, role: str) -> str:
+        places = self._places()
+        if role == "best":
             return (
-                f"No usable checkpoint in {self._places()} has a validation loss, so none is the "
-                "best. Choose latest, or a step: python launch/checkpoints.py list"
+                f"No usable checkpoint in {places} has a validation loss, so none is the best. "
+                f"Choose latest, or a step: {_LIST}"
             )
-        if request != "latest":
+        if role == "latest":
             return (
-                f"No usable checkpoint in {self._places()} is what {request} stands for. See what "
-                "each was saved for: python launch/checkpoints.py list"
+                f"There is no usable checkpoint in {places}. Start without one (--resume none), or "
+                "name another run or --bucket."
             )
         return (
-            f"There is no usable checkpoint in {self._places()}. "
-            "Start without one (--resume none), or name another run or --bucket."
+            f"No usable checkpoint in {places} is what {role} stands for. See what each was saved "
+            f"for: {_LIST}"
         )
 
     def _places(self) -> str:
@@ -284,16 +261,22 @@ def _entry(name: str, here: Found, there: Found, *, on: Branch) -> CatalogEntry:
         alias=manifest.alias if manifest else None,
         is_present=on.step_of(name) is not None,
     )
-    labels: tuple[str, ...] = ()
-    if manifest is not None and entry.usable:
-        labels = tier_notes(manifest.tiers, epoch=manifest.epoch)
+    notes = []
     if not entry.is_present:
-        labels = (f"branch {entry.branch}, which the run left; ignored by resume", *labels)
-    return dataclasses.replace(entry, notes=labels + _troubles(entry))
+        notes.append(f"branch {entry.branch}, which the run left; ignored by resume")
+    if manifest is not None and entry.usable:
+        texts = {tier: tier.value for tier in (SaveReason.FINAL, SaveReason.EMERGENCY)}
+        texts[SaveReason.EPOCH] = _epoch_note(manifest.epoch)
+        notes += [texts[tier] for tier in manifest.tiers if tier in texts]
+    return dataclasses.replace(entry, notes=(*notes, *_troubles(entry)))
 
 
-def _troubles(entry: CatalogEntry) -> tuple[str, ...]:
-    """What is wrong with a step, in one place or in both."""
+def _epoch_note(epochs: int) -> str:
+    return f"epoch {epochs}"  # complete ones
+
+
+def _troubles(entry: CatalogEntry) -> list[str]:
+    """Say what is wrong with a step, in one place or in both."""
     places = {"local": entry.local, "bucket": entry.bucket}
     broken = [
         f"{place}: {state.removeprefix('broken: ')}"
@@ -301,40 +284,43 @@ def _troubles(entry: CatalogEntry) -> tuple[str, ...]:
         if state.startswith(("broken", UNREADABLE))
     ]
     if entry.usable:
-        return tuple(broken)
+        return broken
     if entry.bucket == LEFT_BEHIND:
-        return ("superseded: training went on from an earlier step; ignored by resume",)
+        return ["superseded: training went on from an earlier step; ignored by resume"]
     if entry.bucket.endswith("%"):
         broken.append(f"bucket: {entry.bucket} of it")
     if is_part(entry.local):
         broken.append(f"local: {entry.local}")
-    return (f"incomplete: {', '.join(broken)}; ignored by resume",)
+    return [f"incomplete: {', '.join(broken)}; ignored by resume"]
 
 
-def _annotated(entries: Sequence[CatalogEntry]) -> list[CatalogEntry]:
-    usable = [entry for entry in entries if entry.usable and entry.is_present]
-    best = best_of({entry.step: entry.validation_loss for entry in usable})
-    latest = usable[-1].step if usable else None
-    marks = {"latest": latest, "best": best}
+def _marked(entries: Sequence[CatalogEntry]) -> list[CatalogEntry]:
+    """Note at the entries which of them are the latest and the best."""
+    usable = {entry.step: entry for entry in entries if entry.usable and entry.is_present}
+    best = best_of({step: entry.validation_loss for step, entry in usable.items()})
+    marks = {"latest": max(usable, default=None), "best": best}
     return [
         dataclasses.replace(
-            entry,
-            notes=tuple(note for note, at in marks.items() if entry.is_present and at == entry.step)
-            + entry.notes,
+            entry, notes=(*(note for note, at in marks.items() if at == entry.step), *entry.notes)
         )
+        if entry.is_present
+        else entry
         for entry in entries
     ]
 
 
-def _requested_place(request: str) -> tuple[int, int] | None:
-    """Return branch and step of a name that says both."""
-    match = re.fullmatch(r"branch-(\d+)/checkpoint_step_(\d+)", request)
-    return (int(match[1]), int(match[2])) if match else None
+def _by_role(role: str, entries: Sequence[CatalogEntry]) -> CatalogEntry | None:
+    """Return the usable step that has a role; None: no step has it.
 
-
-def _requested_step(request: str) -> int | None:
-    plain = re.sub(r"[,_]", "", request)
-    return int(plain) if plain.isdecimal() else parse_name(request)
+    `latest_backup` is the step before the latest; `epoch_00003` the one that was saved when three
+    passes over the data were complete.
+    """
+    usable = [entry for entry in entries if entry.usable and entry.is_present]
+    if role == "latest_backup":
+        return usable[-2] if len(usable) > 1 else None
+    epoch = _EPOCH.fullmatch(role)
+    note = role if epoch is None else _epoch_note(int(epoch[1]))
+    return next((entry for entry in reversed(usable) if note in entry.notes), None)
 
 
 def _nearest(request: str, entries: Sequence[CatalogEntry]) -> str:

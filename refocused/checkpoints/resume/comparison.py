@@ -1,28 +1,43 @@
-"""How two steps differ: how far they are, what they lost, and under which settings."""
+"""Two steps side by side: how far they are, what they lost, and under which settings."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from refocused.checkpoints.resume.step_contents import StepContents, dotted
+from refocused.bucket.bucket import extended_crc32c
+from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
+from refocused.checkpoints.resume.step_state import LEFT_BEHIND, WHOLE
+from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest
+from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, parse_mapping, read_step
+from refocused.system.errors import CheckpointError
 
-# Named in a manifest, but told elsewhere (files, losses) or of no use to a person.
-_UNTOLD = {"schema_version", "name", "files", "loss", "validation_loss"}
+# In a manifest, but shown elsewhere (files, losses) or of no use to a person.
+_NOT_SHOWN = {"schema_version", "name", "files", "loss", "validation_loss"}
 _LOSSES = ("loss", "validation_loss", "best_loss")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Difference:
-    """One fact that two steps tell differently.
+class StepContents:
+    """A step without its tensors.
 
     Attributes:
-        name: Dotted name.
-        a: What the first says.
-        b: What the second says.
-        only_in: The one that has it at all; None: both have.
+        where: Path or address it was read from.
+        manifest: Its manifest.
+        trainer: The training state: losses, position, time and money spent.
+        settings: Its run file, by dotted name.
     """
+
+    where: str
+    manifest: CheckpointManifest
+    trainer: dict[str, Any]
+    settings: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """A fact, by its dotted name, that differs, or that only one side has."""
 
     name: str
     a: Any
@@ -51,12 +66,72 @@ class Comparison:
     Attributes:
         facts: What differs of their manifests, and the time and money spent.
         losses: Their losses, equal ones too.
-        settings: What differs of the run files they were trained under.
+        settings: What differs of their run files.
     """
 
     facts: list[Difference]
     losses: list[LossChange]
     settings: list[Difference]
+
+
+def read_contents(catalog: Catalog, entry: CatalogEntry) -> StepContents:
+    """Read a step's small files, from the disk when it is whole there, else from the bucket.
+
+    Raises:
+        CheckpointError: It is whole in neither place, or one of these files is corrupt.
+        BucketError: The bucket cannot be read.
+    """
+    if entry.local == WHOLE:
+        step = read_step(catalog.local / entry.name)
+        return _contents(
+            str(step.path), step.manifest, lambda file: (step.path / file).read_bytes()
+        )
+    remote, name = catalog.remote, entry.name
+    if remote is None or entry.bucket not in (WHOLE, LEFT_BEHIND):
+        raise CheckpointError(
+            f"{name} cannot be read: {'; '.join(entry.notes)}. "
+            "Choose another: python launch/checkpoints.py list"
+        )
+    return _contents(
+        f"{remote.url}/{name}",
+        remote.manifest(name),
+        lambda file: remote.bucket.read(remote.object_name(name, file)),
+    )
+
+
+def _contents(
+    where: str, manifest: CheckpointManifest, read: Callable[[str], bytes]
+) -> StepContents:
+    def verified(file: str) -> dict[str, Any]:
+        content = read(file)
+        found, wanted = extended_crc32c(0, content), manifest.files[file].crc32c
+        if found != wanted:
+            raise CheckpointError(
+                f"{where}/{file} has CRC-32C {found:08x}, not {wanted:08x}: it is corrupt. See "
+                f"what else is: python launch/checkpoints.py verify --deep {manifest.step}"
+            )
+        return parse_mapping(content, where=f"{where}/{file}")
+
+    trainer = checked_trainer(verified("trainer.json"), where=where)
+    return StepContents(where, manifest, trainer, settings=dotted(verified("run.yaml")))
+
+
+def checked_trainer(trainer: dict[str, Any], *, where: str) -> dict[str, Any]:
+    """Return a training state whose figures, which commands print, are numbers.
+
+    Raises:
+        CheckpointError: One is missing, or something else.
+    """
+    names = ["best_loss", "best_step", "cost_usd"]  # unknown in some
+    odd = [name for name in names if not isinstance(trainer.get(name, ""), int | float | None)]
+    if not isinstance(trainer.get("seconds"), int | float):
+        odd.insert(0, "seconds")
+    if odd:
+        raise CheckpointError(
+            f"{where}: {odd[0]} of its trainer.json is {trainer.get(odd[0], 'missing')!r:.80}, and "
+            f"a number is wanted. {CHOOSE_ANOTHER}"
+        )
+    return trainer
 
 
 def compare(a: StepContents, b: StepContents) -> Comparison:
@@ -70,19 +145,27 @@ def compare(a: StepContents, b: StepContents) -> Comparison:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
-    """Return what two mappings tell differently, in the first one's order, then the second's."""
-    found = []
-    for name in [*a, *(name for name in b if name not in a)]:
-        if name not in b:
-            found.append(Difference(name, a[name], None, only_in="a"))
-        elif name not in a:
-            found.append(Difference(name, None, b[name], only_in="b"))
-        elif a[name] != b[name]:
-            found.append(Difference(name, a[name], b[name]))
-    return found
+    """Return what differs between two mappings, in the first one's order, then the second's."""
+    found = [
+        Difference(name, value, b.get(name), only_in=None if name in b else "a")
+        for name, value in a.items()
+        if name not in b or value != b[name]
+    ]
+    return found + [Difference(n, None, v, only_in="b") for n, v in b.items() if n not in a]
+
+
+def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings by dotted name: `{"run": {"name": 1}}` becomes `{"run.name": 1}`."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat |= {f"{name}.{below}": inner for below, inner in dotted(value).items()}
+        else:
+            flat[str(name)] = value
+    return flat
 
 
 def _facts(step: StepContents) -> dict[str, Any]:
-    manifest = dotted(step.manifest.model_dump(mode="json", exclude=_UNTOLD))
+    manifest = dotted(step.manifest.model_dump(mode="json", exclude=_NOT_SHOWN))
     spent = {name: step.trainer[name] for name in ("seconds", "cost_usd", "best_step")}
     return {**manifest, "bytes": step.manifest.total_bytes, **spent}

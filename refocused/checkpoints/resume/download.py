@@ -1,4 +1,4 @@
-"""Bringing one committed step from a bucket to the disk: all of it, verified, or nothing."""
+"""Download one committed step from a bucket: all of it, verified, or nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from pathlib import Path
 
 from refocused.bucket.bucket import BlobInfo, crc32c_of
 from refocused.bucket.transfer import Progress, download_many
-from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps, missing_files
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, Marker
 from refocused.checkpoints.step.staging import FETCH_LOCK, FETCH_SUFFIX, STAGING_PREFIX, remove_step
-from refocused.checkpoints.step.step_directory import PART, Part, StepDirectory, read_step
+from refocused.checkpoints.step.step_directory import (
+    CHOOSE_ANOTHER,
+    PART,
+    Part,
+    StepDirectory,
+    read_step,
+)
 from refocused.checkpoints.step.verify import describe, verify
 from refocused.system.atomic_files import fsync_directories, fsync_path, write_bytes_atomic
 from refocused.system.errors import (
@@ -40,8 +46,8 @@ def fetch_step(
 ) -> StepDirectory:
     """Download a committed step into `checkpoints`, replacing a directory of that name.
 
-    What an earlier, interrupted fetch left is kept where its checksum is right. The directory
-    gets its name only after every file of it agrees with the manifest.
+    What an interrupted download left is kept where its checksum is right. The directory gets its
+    name only after every file of it agrees with the manifest.
 
     Args:
         remote: Where the step is.
@@ -49,7 +55,7 @@ def fetch_step(
         checkpoints: Folder of the step directories.
         part: Fetch the files of this part only; None: all.
         threads: Downloads at once.
-        progress: Told how far the download is.
+        progress: Called during the download.
 
     Raises:
         CorruptCheckpointError: Its marker or its objects do not match its manifest.
@@ -64,14 +70,22 @@ def fetch_step(
             "Choose another step: python launch/checkpoints.py list"
         )
     checkpoints.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(checkpoints / FETCH_LOCK)
+    lock, final = FileLock(checkpoints / FETCH_LOCK), checkpoints / name
     waited = _wait_for(lock, checkpoints)
     try:
-        if waited and is_copy_of(checkpoints / name, marker):
-            return read_step(checkpoints / name)
+        if waited and is_copy_of(final, marker):
+            return read_step(final)
         stage = checkpoints / f"{STAGING_PREFIX}{name.replace('/', '-')}{FETCH_SUFFIX}"
-        step = _download(remote, name, stage, marker, part=part, threads=threads, progress=progress)
-        return _install(step, checkpoints / name, stage)
+        objects = remote.objects(name)
+        step = _staged(remote, name, stage, objects, marker, part)
+        wanted = [objects[problem.file] for problem in verify(step, deep=True, files=step.files)]
+        download_many(remote.bucket, wanted, stage, threads=threads, progress=progress)
+        if problems := verify(step, deep=True):
+            for problem in problems:
+                if (step.path / problem.file).is_file():
+                    (step.path / problem.file).unlink()
+            raise _broken(remote, name, describe(problems))
+        return _install(step, final, stage)
     finally:
         lock.release()
 
@@ -106,49 +120,31 @@ def is_copy_of(path: Path, marker: Marker | None) -> bool:
     return same and not verify(step, deep=True)
 
 
-def _download(
+def _staged(
     remote: RemoteSteps,
     name: str,
     stage: Path,
+    objects: dict[str, BlobInfo],
     marker: Marker,
-    *,
     part: Part | None,
-    threads: int,
-    progress: Callable[[Progress], None] | None,
 ) -> StepDirectory:
-    objects = remote.objects(name)
+    """Return the directory to download to, with manifest and marker, if the objects agree."""
     inner = stage / remote.object_name(name, "")
     if MANIFEST not in objects:
         raise _broken(remote, name, f"{MANIFEST} is missing")
     _fetch_manifest(remote, objects[MANIFEST], inner / MANIFEST, marker)
     for leftover in stage.rglob("[!.]*.part"):  # of a download by 0.1.0, whose part files had names
         leftover.unlink()
-    _say_part(inner / PART, part)
-    step = read_step(inner)
-    files = step.manifest.files
-    if (len(files), step.manifest.total_bytes) != (marker.files, marker.bytes):
-        raise _broken(remote, name, f"{COMMITTED} counts other files than {MANIFEST} lists")
-    lost = sorted(
-        file for file in files if file not in objects or objects[file].size != files[file].size
-    )
-    if lost:
-        raise _broken(remote, name, f"{lost[0]} is missing or cut ({len(lost)} such files)")
-    wanted = [objects[problem.file] for problem in verify(step, deep=True, files=step.files)]
-    download_many(remote.bucket, wanted, stage, threads=threads, progress=progress)
-    problems = verify(step, deep=True)
-    if problems:
-        for problem in problems:
-            if (inner / problem.file).is_file():
-                (inner / problem.file).unlink()
-        raise _broken(remote, name, describe(problems))
-    return step
-
-
-def _say_part(path: Path, part: Part | None) -> None:
     if part is None:
-        path.unlink(missing_ok=True)
+        (inner / PART).unlink(missing_ok=True)
     else:
-        write_bytes_atomic(path, part.model_dump_json().encode())
+        write_bytes_atomic(inner / PART, part.model_dump_json().encode())
+    step = read_step(inner)
+    if lost := sorted(missing_files(step.manifest.files, objects)):
+        raise _broken(
+            remote, name, f"{lost[0]} is missing, cut or changed ({len(lost)} such files)"
+        )
+    return step
 
 
 def _fetch_manifest(remote: RemoteSteps, blob: BlobInfo, target: Path, marker: Marker) -> None:
@@ -180,6 +176,5 @@ def _install(step: StepDirectory, final: Path, stage: Path) -> StepDirectory:
 
 def _broken(remote: RemoteSteps, name: str, what: str) -> CheckpointError:
     return CorruptCheckpointError(
-        f"{remote.url}/{name} is marked {COMMITTED} but damaged: {what}. "
-        "Choose another step: python launch/checkpoints.py list"
+        f"{remote.url}/{name} is marked {COMMITTED} but damaged: {what}. {CHOOSE_ANOTHER}"
     )

@@ -1,4 +1,4 @@
-"""A step that is not of this run's own folder or mirror: found by its address, and taken over."""
+"""A step from outside this run's own folder and mirror: found by its address, and taken over."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class ForeignStep:
 
     Attributes:
         where: Its path or address.
-        manifest: What it says of itself.
-        bring: Brings it, verified, into a folder; returns it there.
+        manifest: Its manifest, as it is there.
+        bring: Copies it, verified, into a folder; returns the copy.
     """
 
     where: str
@@ -58,7 +58,7 @@ class ForeignStep:
 
 
 def as_own(request: str, catalog: Catalog) -> str | None:
-    """Return a request in words that the run's own catalog knows; None when it is elsewhere.
+    """Return a request that the run's own catalog understands; None: the step is elsewhere.
 
     A path or an address of a step below the run's own folder or mirror becomes its name.
     """
@@ -97,12 +97,10 @@ def split_address(address: str) -> tuple[str, str | None]:
 
 
 def find_elsewhere(request: str, open_url: Callable[[str], Bucket]) -> ForeignStep:
-    """Find the step that a path or an address means.
-
-    It is a step, or the newest whole one in a folder of steps or of a run.
+    """Find a step, or the newest whole one in a folder of steps or of a run.
 
     Args:
-        request: The path, or an address with a scheme.
+        request: A path, or an address with a scheme.
         open_url: Opens an address.
 
     Raises:
@@ -115,11 +113,7 @@ def find_elsewhere(request: str, open_url: Callable[[str], Bucket]) -> ForeignSt
 
 
 def require_trust(manifest: CheckpointManifest, *, where: str, run: str, trusted: bool) -> None:
-    """Refuse a step that another run saved, unless that was said to be right.
-
-    Raises:
-        CheckpointError: It is of another run.
-    """
+    """Raise CheckpointError for a step that another run saved, unless the user trusts it."""
     if manifest.run == run or trusted:
         return
     raise CheckpointError(
@@ -130,9 +124,9 @@ def require_trust(manifest: CheckpointManifest, *, where: str, run: str, trusted
 
 
 def bring(found: ForeignStep, catalog: Catalog) -> StepDirectory:
-    """Return a verified copy of a step below the run's own, under a name that nothing takes.
+    """Return a verified copy of a step below the run's own, under a hidden name.
 
-    Where the run took the same step over before, that is it.
+    Where the run took the same step over before, that is returned.
 
     Raises:
         CheckpointError: It is corrupt, or the disk has no room.
@@ -163,7 +157,7 @@ def take_over(
         branch: The branch that training goes on with.
     """
     if not is_brought(brought.path):
-        return brought  # it has been the run's own for long
+        return brought  # an earlier start took it over
     stage = next(path for path in brought.path.parents if path.parent == checkpoints)
     name = branch.name_of(brought.step)
     final = checkpoints / name
@@ -207,8 +201,7 @@ def _in_folder(path: Path) -> ForeignStep:
     if step.part is not None:
         raise CheckpointError(
             f"{step.path} is no whole checkpoint ({step.part}). Resume from the run's mirror, or "
-            "bring the parts of all machines together in one folder, without "
-            f"{PART}, first."
+            f"bring the parts of all machines together in one folder, without {PART}, first."
         )
     return ForeignStep(
         str(step.path), step.manifest, lambda stage: _copied(step, stage / name_of(step.step))
@@ -239,7 +232,7 @@ def _copied(step: StepDirectory, target: Path) -> StepDirectory:
         for name in step.manifest.files:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             link_or_copy(step.path / name, target / name)
-        for name in (MANIFEST, COMMITTED):  # of the first schema there is no marker
+        for name in (MANIFEST, COMMITTED):  # the first schema has no marker
             if (step.path / name).exists():
                 shutil.copyfile(step.path / name, target / name)
                 fsync_path(target / name)
@@ -250,26 +243,21 @@ def _copied(step: StepDirectory, target: Path) -> StepDirectory:
             f"({error.filename}). Make room there, or choose another step."
         ) from error
     copy = StepDirectory(target, step.manifest)
-    problems = verify(copy, deep=True)
-    if problems:
+    if problems := verify(copy, deep=True):
         raise CheckpointError(f"{step.path} is corrupt: {describe(problems)}. Choose another step.")
     return copy
 
 
 def _in_bucket(url: str, open_url: Callable[[str], Bucket]) -> ForeignStep:
     above, name = split_address(url)
-    if name not in (None, "latest"):
-        return _remote_step(RemoteSteps(open_url(above), ""), str(name))
     bucket = open_url(above)
+    if name not in (None, "latest"):
+        return _remote_step(RemoteSteps(bucket, ""), str(name))
     for prefix in ("", "checkpoints"):
         remote = RemoteSteps(bucket, prefix)
-        whole = [
-            name
-            for name, objects in remote.scan().items()
-            if COMMITTED in objects and SUPERSEDED not in objects
-        ]
-        if whole:
-            return _remote_step(remote, whole[-1])
+        for name, objects in reversed(remote.scan().items()):
+            if COMMITTED in objects and SUPERSEDED not in objects:
+                return _remote_step(remote, name)
     run = url.removesuffix("/final_model")
     hint = (
         "" if run == url else f" An export has no optimizer states: try {run}/checkpoints/latest."
@@ -281,13 +269,12 @@ def _in_bucket(url: str, open_url: Callable[[str], Bucket]) -> ForeignStep:
 
 
 def _remote_step(remote: RemoteSteps, name: str) -> ForeignStep:
+    where = f"{remote.url}/{name}"
     if remote.marker(name) is None:
         raise CheckpointError(
-            f"{remote.url}/{name} has no {COMMITTED} object: it is not there, or its upload never "
-            "finished. Choose another step."
+            f"{where} has no {COMMITTED} object: it is not there, or its upload never finished. "
+            "Choose another step."
         )
     return ForeignStep(
-        f"{remote.url}/{name}",
-        remote.manifest(name),
-        lambda stage: fetch_step(remote, name, checkpoints=stage),
+        where, remote.manifest(name), lambda stage: fetch_step(remote, name, checkpoints=stage)
     )

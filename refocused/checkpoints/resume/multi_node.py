@@ -1,4 +1,4 @@
-"""Choosing a step where each machine has its part: rank 0 decides, and asks all of them."""
+"""Select a step where each machine has its part: rank 0 decides, and questions all of them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from refocused.bucket.transfer import Progress
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.download import fetch_step, is_copy_of
 from refocused.checkpoints.resume.step_state import UNREADABLE, WHOLE, Found, is_part
-from refocused.checkpoints.step.step_directory import Part, StepDirectory, read_step
+from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, Part, StepDirectory, read_step
 from refocused.checkpoints.step.verify import FileProblem, verify
 from refocused.system.errors import CheckpointError, RefocusedError
 from refocused.system.world import World
 
 T = TypeVar("T")
-Question = Callable[[Catalog, int], Any]  # of a machine's own catalog, and its number
+Question = Callable[[Catalog, int], T]  # of a machine's own catalog, and its number
 
 
 def decide_together(
@@ -24,7 +24,7 @@ def decide_together(
 ) -> T:
     """Let rank 0 decide with a catalog of what all machines hold; every rank must call.
 
-    Where all share one disk, it is the plain catalog, and nobody else is asked.
+    Where all share one disk, it is the plain catalog, and no other rank is questioned.
 
     Args:
         world: The ranks.
@@ -35,34 +35,32 @@ def decide_together(
         return world.on_rank_0(lambda: decide(open_catalog()))
     catalog = world.on_all_ranks(lambda: open_catalog() if world.is_storage_rank else None)
 
-    def ask_and_decide() -> T:
-        assert catalog is not None  # rank 0 keeps
+    def question_and_decide() -> T:
+        assert catalog is not None  # rank 0 is a storage rank
         try:
-            return decide(MachinesCatalog(catalog, world))
+            return decide(_MachinesCatalog(catalog, world))
         finally:
             world.broadcast(None)  # there is no further question
 
     if not world.is_rank_0:
         while (question := world.broadcast(None)) is not None:
             _answer(world, catalog, question)
-    return world.on_rank_0(ask_and_decide)
+    return world.on_rank_0(question_and_decide)
 
 
-class MachinesCatalog(Catalog):
+class _MachinesCatalog(Catalog):
     """What all machines of a run hold together; rank 0 has it while the others answer it."""
 
     def __init__(self, own: Catalog, world: World) -> None:
-        """Ask the others in place of `own`, the catalog of this machine."""
         self.local, self.remote, self.branch = own.local, own.remote, own.branch
         self._own = own
         self._world = world
 
     def local_only(self) -> Catalog:
-        """The same without the bucket."""
-        return MachinesCatalog(Catalog(self.local), self._world)
+        return _MachinesCatalog(Catalog(self.local), self._world)
 
     def problems(self, step: StepDirectory) -> list[FileProblem]:
-        """Let each machine read every byte of its part; return what is wrong with all of them."""
+        """Let each machine read every byte of its part."""
         found = self._ask(functools.partial(_problems, step.name))
         return [
             FileProblem(f"node {node}: {problem.file}", problem.problem)
@@ -78,7 +76,7 @@ class MachinesCatalog(Catalog):
         progress: Callable[[Progress], None] | None = None,
         replace: bool = False,
     ) -> StepDirectory:
-        """Let each machine fetch its part, unless it has it; arguments as of `Catalog`."""
+        """Let each machine fetch its part, unless it has it."""
         machines = self._world.storage_ranks
         self._ask(functools.partial(_fetch, name, machines=machines, threads=threads))
         return read_step(self.local / name)
@@ -89,53 +87,42 @@ class MachinesCatalog(Catalog):
         names = {name for look in looks for name in look}
         return {name: judge_parts([look.get(name) for look in looks]) for name in names}
 
-    def _ask(self, question: Callable[[Catalog, int], T]) -> list[T]:
-        """Return every machine's answer.
-
-        Raises:
-            RefocusedError: The first one that a machine answers with.
-        """
+    def _ask(self, question: Question[T]) -> list[T]:
         self._world.broadcast(question)
         return _answer(self._world, self._own, question)
 
 
 def judge_parts(parts: Sequence[Found | None]) -> Found:
-    """Judge a checkpoint by what each machine says of its part.
-
-    Args:
-        parts: What each machine found; None: nothing.
-    """
+    """Judge a checkpoint by what each machine found of its part; None: nothing."""
     there = [part for part in parts if part is not None]
     manifest = next((found.manifest for found in there if found.manifest is not None), None)
     for node, part in enumerate(parts):
         if part is None:
             return Found(f"broken: node {node} has no part of it", manifest)
-        state = part.state
-        if state.startswith(UNREADABLE):
-            return Found(f"{state} (node {node})", manifest)
-        if state != WHOLE and not is_part(state):
-            return Found(f"broken: node {node}: {state.removeprefix('broken: ')}", manifest)
+        if part.state.startswith(UNREADABLE):
+            return Found(f"{part.state} (node {node})", manifest)
+        if part.state != WHOLE and not is_part(part.state):
+            return Found(f"broken: node {node}: {part.state.removeprefix('broken: ')}", manifest)
     if len({found.manifest_crc32c for found in there}) > 1:
         return Found("broken: the machines hold different saves of it", manifest)
     states = {found.state for found in there}
-    if WHOLE in states or states == {
-        str(Part(node=n, nodes=len(parts))) for n in range(len(parts))
-    }:
+    nodes = len(parts)
+    if WHOLE in states or states == {str(Part(node=n, nodes=nodes)) for n in range(nodes)}:
         return Found(WHOLE, manifest, manifest_crc32c=there[0].manifest_crc32c)
     return Found(f"broken: the machines hold {', '.join(sorted(states))} alone", manifest)
 
 
-def _answer(world: World, catalog: Catalog | None, question: Question) -> list[Any]:
-    """Answer a question on every machine; return all answers on every rank."""
-    answer: Any = None
+def _answer(world: World, catalog: Catalog | None, question: Question[T]) -> list[T]:
+    """Answer on every machine; return all answers on every rank, or raise the first error."""
+    answer: T | None = None
     error: RefocusedError | None = None
     if catalog is not None:
         try:
             answer = question(catalog, world.storage_rank)
         except RefocusedError as raised:
             error = raised
-    told = world.gather((world.is_storage_rank, world.storage_rank, answer, error))
-    answers = sorted((one for one in told if one[0]), key=lambda one: one[1])
+    gathered = world.gather((world.is_storage_rank, world.storage_rank, answer, error))
+    answers: list[Any] = sorted((one for one in gathered if one[0]), key=lambda one: one[1])
     for _, node, _, failed in answers if world.is_rank_0 else ():
         if failed is not None:
             raise type(failed)(f"node {node}: {failed}")
@@ -155,7 +142,7 @@ def _fetch(name: str, catalog: Catalog, node: int, *, machines: int, threads: in
     if catalog.remote is None:
         raise CheckpointError(
             f"{name} is not whole on all machines and there is no mirror that has it. "
-            "Choose another step: python launch/checkpoints.py list"
+            f"{CHOOSE_ANOTHER}"
         )
     part = Part(node=node, nodes=machines)
     if not is_copy_of(catalog.local / name, catalog.remote.marker(name)):

@@ -12,7 +12,7 @@ from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
 from refocused.checkpoints.resume.step_state import ABSENT, LEFT_BEHIND, UNREADABLE, WHOLE
 from refocused.checkpoints.step.branches import Branch, branch_of, recorded_branch
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
-from refocused.checkpoints.step.verify import FileProblem, describe
+from refocused.checkpoints.step.verify import describe
 from refocused.system.errors import (
     BucketError,
     CheckpointError,
@@ -49,7 +49,7 @@ def select_checkpoint(catalog: Catalog, request: str) -> Selection:
 
     Args:
         catalog: Checkpoints on the disk and in the bucket.
-        request: `auto`, `latest`, `best`, `none`, a step, a name or a path.
+        request: `auto`, `latest`, `best`, `none`, a step or a name.
 
     Raises:
         CheckpointError: The requested checkpoint is missing or corrupt, none is usable, or another
@@ -58,124 +58,14 @@ def select_checkpoint(catalog: Catalog, request: str) -> Selection:
     """
     entries = list_checkpoints(catalog, request)
     present = present_branch(catalog, entries)
-    corrupt: list[str] = []
-    if request == "none":
-        step = None
-    elif request in ("auto", "latest"):
+    step, corrupt = None, list[str]()
+    if request in ("auto", "latest"):
         step = _newest(catalog, entries, corrupt, must_exist=request == "latest")
-    else:
-        step = _named(catalog, request)
+    elif request != "none":
+        remedy = " Choose another step, or --resume latest, which goes back to the newest good one."
+        step = _verified(catalog, catalog.resolve(request), remedy=remedy)
     branch = next_branch(present, entries, step, corrupt)
     return Selection(step, branch, tuple(catalog.local / name for name in corrupt))
-
-
-def next_branch(
-    present: Branch,
-    entries: Sequence[CatalogEntry],
-    step: StepDirectory | None,
-    corrupt: Sequence[str] = (),
-) -> Branch:
-    """Return the present branch, or a new one where that has checkpoints beyond a step.
-
-    Args:
-        present: The present branch.
-        entries: Every checkpoint of the run.
-        step: Where training goes on; None: from scratch.
-        corrupt: Names of checkpoints on the disk that give way to new ones of their step.
-    """
-    number = 0 if step is None else step.step
-    on_it = step is None or present.holder(number) == step.manifest.branch
-    later = [entry for entry in entries if entry.is_present and entry.step > number]
-    if step is None:
-        later = list(entries)
-    if on_it and not any(_exists(entry, corrupt) for entry in later):
-        return present
-    highest = max([present.number, *(entry.branch for entry in entries)])
-    base = present if on_it or step is None else branch_of(step.manifest)
-    forked = base.fork(None if step is None else number, number=highest + 1)
-    logger.info(
-        "  branch   %d of this run begins at step %d; later checkpoints of other branches stay as "
-        "they are",
-        forked.number,
-        number,
-    )
-    return forked.model_copy(update={"run_id": present.run_id})
-
-
-def _exists(entry: CatalogEntry, corrupt: Sequence[str]) -> bool:
-    """Whether a checkpoint was completed somewhere: an interrupted upload was not."""
-    there = entry.bucket != ABSENT and not entry.bucket.endswith("%")
-    here = entry.local != ABSENT and entry.name not in corrupt
-    return there or here
-
-
-def present_branch(catalog: Catalog, entries: Sequence[CatalogEntry]) -> Branch:
-    """Return the run's present branch with the identity of the run; a new one where it has none.
-
-    Args:
-        catalog: Checkpoints on the disk and in the bucket, listed.
-        entries: All of them.
-
-    Raises:
-        CheckpointError: The disk and the mirror hold different runs.
-    """
-    known = recorded_branch(catalog.local.parent)
-    here, there = (
-        next((found for entry in reversed(entries) if (found := getattr(entry, place))), "")
-        for place in ("local_run_id", "bucket_run_id")
-    )
-    own = (known.run_id if known is not None else "") or here
-    others = {entry.bucket_run_id for entry in entries} - {"", own}
-    if own and others and catalog.remote is not None:
-        raise CheckpointError(
-            f"{catalog.remote.url} holds checkpoints of another run of this name (id "
-            f"{min(others)}; the run in {catalog.local.parent} is {own}). Start this run with "
-            "another --run NAME or another checkpoint.mirror. To continue the run in the mirror "
-            f"instead, move {catalog.local.parent} away."
-        )
-    run_id = own or there or secrets.token_hex(8)
-    return catalog.branch.model_copy(update={"run_id": run_id})
-
-
-def _newest(
-    catalog: Catalog, entries: Sequence[CatalogEntry], corrupt: list[str], *, must_exist: bool
-) -> StepDirectory | None:
-    """Return the newest usable checkpoint; the corrupt ones before it on this disk are added."""
-    present = [entry for entry in entries if entry.is_present]
-    for entry in reversed(present):
-        if any(state.startswith(UNREADABLE) for state in (entry.local, entry.bucket)):
-            raise CheckpointUnavailableError(
-                f"{entry.name} cannot be read: {'; '.join(entry.notes)}. No damage is proven, so "
-                "no earlier checkpoint is taken. Repair this, or name a checkpoint with --resume."
-            )
-        try:
-            if entry.usable:
-                return _verified(catalog, entry)
-            _warn_skipped(entry)
-        except CorruptCheckpointError as error:
-            logger.warning("%s Trying the checkpoint before it.", error)
-        if entry.local != ABSENT:
-            corrupt.append(entry.name)
-    if present:
-        raise CorruptCheckpointError(
-            f"No usable checkpoint in {catalog.local}: all {len(present)} are corrupt (newest: "
-            f"{present[-1].name}, {'; '.join(present[-1].notes) or 'corrupt'}). Inspect them with "
-            "launch/checkpoints.py verify all, or start a new run with --run NAME."
-        )
-    if must_exist:
-        raise CheckpointError(
-            f"There is no checkpoint in {catalog.local} to resume from. Start with --resume auto "
-            "or none."
-        )
-    return None
-
-
-def _warn_skipped(entry: CatalogEntry) -> None:
-    """Report why a checkpoint is not tried; a mark of an earlier version needs no warning."""
-    if entry.bucket != LEFT_BEHIND or entry.local != ABSENT:
-        logger.warning(
-            "Skipping %s: %s. Trying the checkpoint before it.", entry.name, "; ".join(entry.notes)
-        )
 
 
 def list_checkpoints(catalog: Catalog, request: str = "none") -> list[CatalogEntry]:
@@ -207,56 +97,119 @@ def _answers(local: Catalog, entries: Sequence[CatalogEntry], request: str) -> b
     """Whether the local checkpoints answer a request; they cannot say which is the best."""
     if request in ("auto", "latest"):
         return any(entry.usable for entry in entries)
-    if request == "best":
-        return False
     try:
-        return request == "none" or local.resolve(request) is not None
+        return request == "none" or (request != "best" and local.resolve(request).usable)
     except CheckpointError:
         return False
 
 
-def _named(catalog: Catalog, request: str) -> StepDirectory:
-    found = catalog.resolve(request)
-    if found.path is None:
-        return _fetched(catalog, found.name)
-    step = read_step(found.path)
-    problems = catalog.problems(step)
-    own = found.path == catalog.local / found.name
-    if problems and own and _in_bucket(catalog, found.name):
-        return _fetched_again(catalog, step, found.name, problems)
-    if problems:
+def present_branch(catalog: Catalog, entries: Sequence[CatalogEntry]) -> Branch:
+    """Return the present branch of a listed catalog, with the run's identity, made where needed.
+
+    Raises:
+        CheckpointError: The disk and the mirror hold different runs.
+    """
+    known = recorded_branch(catalog.local.parent)
+    here = [entry.local_run_id for entry in entries if entry.local_run_id]
+    there = [entry.bucket_run_id for entry in entries if entry.bucket_run_id]
+    own = (known.run_id if known is not None else "") or "".join(here[-1:])
+    others = {*there} - {own}
+    if own and others and catalog.remote is not None:
         raise CheckpointError(
-            f"{step.path} is corrupt: {describe(problems)}. Choose another step, or --resume "
-            "latest, which goes back to the newest good one."
+            f"{catalog.remote.url} holds checkpoints of another run of this name (id "
+            f"{min(others)}; the run in {catalog.local.parent} is {own}). Start this run with "
+            "another --run NAME or another checkpoint.mirror. To continue the run in the mirror "
+            f"instead, move {catalog.local.parent} away."
         )
-    return step
+    run_id = own or "".join(there[-1:]) or secrets.token_hex(8)
+    return catalog.branch.model_copy(update={"run_id": run_id})
 
 
-def _in_bucket(catalog: Catalog, name: str) -> bool:
-    return any(entry.name == name and entry.bucket == WHOLE for entry in catalog.entries())
+def next_branch(
+    present: Branch,
+    entries: Sequence[CatalogEntry],
+    step: StepDirectory | None,
+    corrupt: Sequence[str] = (),
+) -> Branch:
+    """Return the present branch, or a new one where it would come upon existing checkpoints.
+
+    Args:
+        present: The present branch.
+        entries: Every checkpoint of the run.
+        step: Where training goes on; None: from scratch.
+        corrupt: Names of checkpoints on the disk that give way to new ones of their step.
+    """
+    number = 0 if step is None else step.step
+    on_it = step is None or present.holder(number) == step.manifest.branch
+    later = [e for e in entries if step is None or (e.is_present and e.step > number)]
+    if on_it and not any(_was_completed(entry, corrupt) for entry in later):
+        return present
+    highest = max([present.number, *(entry.branch for entry in entries)])
+    base = present if on_it or step is None else branch_of(step.manifest)
+    forked = base.fork(None if step is None else number, number=highest + 1)
+    logger.info(
+        "  branch   %d of this run begins at step %d; later checkpoints of other branches stay as "
+        "they are",
+        forked.number,
+        number,
+    )
+    return forked.model_copy(update={"run_id": present.run_id})
 
 
-def _verified(catalog: Catalog, entry: CatalogEntry) -> StepDirectory:
+def _was_completed(entry: CatalogEntry, corrupt: Sequence[str]) -> bool:
+    """Whether a checkpoint is somewhere; an interrupted upload does not count."""
+    there = entry.bucket != ABSENT and not entry.bucket.endswith("%")
+    return there or (entry.local != ABSENT and entry.name not in corrupt)
+
+
+def _newest(
+    catalog: Catalog, entries: Sequence[CatalogEntry], corrupt: list[str], *, must_exist: bool
+) -> StepDirectory | None:
+    """Return the newest usable checkpoint; the corrupt ones before it on this disk are added."""
+    present = [entry for entry in entries if entry.is_present]
+    for entry in reversed(present):
+        notes = "; ".join(entry.notes)
+        if any(state.startswith(UNREADABLE) for state in (entry.local, entry.bucket)):
+            raise CheckpointUnavailableError(
+                f"{entry.name} cannot be read: {notes}. No damage is proven, so no earlier "
+                "checkpoint is taken. Repair this, or name a checkpoint with --resume."
+            )
+        try:
+            if entry.usable:
+                return _verified(catalog, entry)
+            if entry.bucket != LEFT_BEHIND or entry.local != ABSENT:  # no news of an old mark
+                logger.warning(
+                    "Skipping %s: %s. Trying the checkpoint before it.", entry.name, notes
+                )
+        except CorruptCheckpointError as error:
+            logger.warning("%s Trying the checkpoint before it.", error)
+        if entry.local != ABSENT:
+            corrupt.append(entry.name)
+    if present:
+        raise CorruptCheckpointError(
+            f"No usable checkpoint in {catalog.local}: all {len(present)} are corrupt (newest: "
+            f"{present[-1].name}, {'; '.join(present[-1].notes) or 'corrupt'}). Inspect them with "
+            "launch/checkpoints.py verify all, or start a new run with --run NAME."
+        )
+    if must_exist:
+        raise CheckpointError(
+            f"There is no checkpoint in {catalog.local} to resume from. Start with --resume auto "
+            "or none."
+        )
+    return None
+
+
+def _verified(catalog: Catalog, entry: CatalogEntry, *, remedy: str = "") -> StepDirectory:
+    """Return a usable checkpoint, every byte right; downloaded where the disk has it not so."""
     if entry.local == WHOLE:
         step = read_step(catalog.local / entry.name)
         problems = catalog.problems(step)
         if not problems:
             return step
         if entry.bucket != WHOLE:
-            raise CorruptCheckpointError(f"{step.path} is corrupt: {describe(problems)}.")
-        return _fetched_again(catalog, step, entry.name, problems)
-    return _fetched(catalog, entry.name)
-
-
-def _fetched_again(
-    catalog: Catalog, step: StepDirectory, name: str, problems: Sequence[FileProblem]
-) -> StepDirectory:
-    logger.warning(
-        "%s is corrupt: %s. It is fetched from the bucket again.", step.path, describe(problems)
-    )
-    return _fetched(catalog, name)
-
-
-def _fetched(catalog: Catalog, name: str) -> StepDirectory:
-    logger.info("Fetching %s from the bucket", name)
-    return catalog.fetch(name, replace=True)
+            raise CorruptCheckpointError(f"{step.path} is corrupt: {describe(problems)}.{remedy}")
+        logger.warning(
+            "%s is corrupt: %s. It is fetched from the bucket again.", step.path, describe(problems)
+        )
+    logger.info("Fetching %s from the bucket", entry.name)
+    return catalog.fetch(entry.name, replace=True)

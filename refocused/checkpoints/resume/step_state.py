@@ -1,4 +1,4 @@
-"""What one place, the disk or the bucket, says of one step of a run."""
+"""What one place, the disk or the bucket, holds of one step of a run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from refocused.system.errors import CheckpointError, CorruptCheckpointError
 
 ABSENT = "-"
 WHOLE = "ok"
-LEFT_BEHIND = "superseded"  # by a mark of an earlier version
+LEFT_BEHIND = "superseded"  # by a mark of version 0.1
 UNREADABLE = "unreadable"  # which proves no damage
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """What one place says of one step.
+    """What one place holds of one step.
 
     Attributes:
         state: As in CatalogEntry.
@@ -52,53 +52,42 @@ def judge_directory(path: Path) -> Found:
         directory = read_step(path)
         problems = verify(directory, deep=False)
     except CheckpointError as error:
-        reason = str(error).split(". ")[0].replace(f"{path}/", "")
-        return Found(f"{_kind(error)}: {reason}")
+        return Found(f"{_kind(error)}: {str(error).split('. ')[0].replace(f'{path}/', '')}")
     state = WHOLE if directory.part is None else str(directory.part)
-    return Found(
-        f"broken: {describe(problems)}" if problems else state,
-        directory.manifest,
-        manifest_crc32c=crc32c_of(path / MANIFEST),
-    )
-
-
-def _kind(error: CheckpointError) -> str:
-    return "broken" if isinstance(error, CorruptCheckpointError) else UNREADABLE
+    crc32c = crc32c_of(path / MANIFEST)
+    state = f"broken: {describe(problems)}" if problems else state
+    return Found(state, directory.manifest, manifest_crc32c=crc32c)
 
 
 def judge_objects(
-    remote: RemoteSteps, name: str, objects: Mapping[str, BlobInfo], known: Found
+    remote: RemoteSteps, name: str, objects: Mapping[str, BlobInfo], local: Found
 ) -> Found:
-    """Compare the objects of one step with the manifest among them.
+    """Compare the objects of one step, by path below it, with the manifest among them.
 
-    Args:
-        remote: The steps of the bucket.
-        name: Directory name of the step.
-        objects: Its objects, by their names below it.
-        known: What the disk says of it. Its manifest saves reading the one in the bucket where the
-            listing shows that they are the same.
+    The local manifest saves reading the one in the bucket where the listing shows that they are
+    the same.
     """
     if MANIFEST not in objects:
         return Found(f"broken: {MANIFEST} is missing" if COMMITTED in objects else "0 %")
     try:
-        same = objects[MANIFEST].crc32c is not None and (
-            objects[MANIFEST].crc32c == known.manifest_crc32c
-        )
-        manifest = known.manifest if same and known.manifest else remote.manifest(name)
+        crc32c, manifest = objects[MANIFEST].crc32c, local.manifest
+        if manifest is None or crc32c is None or crc32c != local.manifest_crc32c:
+            manifest = remote.manifest(name)
         if SUPERSEDED in objects:
             return Found(LEFT_BEHIND, manifest)
         is_foreign = COMMITTED in objects and remote.marks_other_files(name, objects, manifest)
     except CheckpointError as error:
         return Found(f"{_kind(error)}: {error}")
-    missing = missing_files(manifest.files, objects)
-    lost = len(missing)
+    missing, files = missing_files(manifest.files, objects), manifest.files
     if COMMITTED not in objects:
-        lost_bytes = sum(manifest.files[file].size for file in missing)
-        right = manifest.total_bytes - lost_bytes
-        percent = 100 * right // max(manifest.total_bytes, 1)
-        return Found(f"{min(percent, 99)} %", manifest)
-    if lost:
-        return Found(f"broken: {lost} of {len(manifest.files)} files are lost", manifest)
+        there = manifest.total_bytes - sum(files[file].size for file in missing)
+        return Found(f"{min(100 * there // max(manifest.total_bytes, 1), 99)} %", manifest)
+    if missing:
+        return Found(f"broken: {len(missing)} of {len(files)} files are lost", manifest)
     if is_foreign:
         return Found(f"broken: {COMMITTED} belongs to other files", manifest)
     return Found(WHOLE, manifest)
+
+
+def _kind(error: CheckpointError) -> str:
+    return "broken" if isinstance(error, CorruptCheckpointError) else UNREADABLE

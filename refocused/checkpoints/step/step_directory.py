@@ -208,7 +208,9 @@ def _marked_manifest(path: Path, content: bytes) -> CheckpointManifest:
             "Choose another: python launch/checkpoints.py list"
         )
     if marker is not None and marker != manifest.marker(content):
-        raise CorruptCheckpointError(f"{marker_path} counts other files than {MANIFEST} lists.")
+        raise CorruptCheckpointError(
+            f"{marker_path} counts other files than {MANIFEST} lists. {CHOOSE_ANOTHER}"
+        )
     return manifest
 
 

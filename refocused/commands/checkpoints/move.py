@@ -89,7 +89,7 @@ def run_download(parser: Parser) -> None:
     found = catalog.resolve(_require_name(arguments.step))
     if arguments.to is not None:
         refuse_another(remote, catalog.local / found.name, found.name)
-    here = _whole_here(found.path) if found.path is not None else None
+    here = _whole_here(catalog.local / found.name) if found.local == "ok" else None
     step = here or fetch_shown(catalog, found.name, threads=arguments.threads)
     seconds = time.monotonic() - started
     files, size = len(step.manifest.files), step.manifest.total_bytes

@@ -25,8 +25,7 @@ from refocused.system.errors import RefocusedError
 
 if TYPE_CHECKING:
     from refocused.checkpoints.resume.catalog import CatalogEntry
-    from refocused.checkpoints.resume.comparison import Difference, LossChange
-    from refocused.checkpoints.resume.step_contents import StepContents
+    from refocused.checkpoints.resume.comparison import Difference, LossChange, StepContents
 
 _HEADINGS = ("STEP", "SAVED", "SIZE", "LOCAL", "BUCKET", "LOSS", "VALIDATION", "NOTE")
 _NAMED = 10
@@ -108,7 +107,7 @@ def run_info(parser: Parser) -> int:
     parser.add_argument("step", metavar="STEP", help=STEP_HELP)
     add_run_options(parser)
     arguments = parser.read()
-    from refocused.checkpoints.resume.step_contents import read_contents
+    from refocused.checkpoints.resume.comparison import read_contents
     from refocused.checkpoints.resume.step_state import LEFT_BEHIND
 
     (found,) = find_steps([arguments.step], arguments)
@@ -171,8 +170,7 @@ def run_compare(parser: Parser) -> int:
         parser.add_argument(name, metavar=name.upper(), help=text)
     add_run_options(parser)
     arguments = parser.read()
-    from refocused.checkpoints.resume.comparison import compare
-    from refocused.checkpoints.resume.step_contents import read_contents
+    from refocused.checkpoints.resume.comparison import compare, read_contents
 
     found = find_steps([arguments.a, arguments.b], arguments)
     a, b = (read_contents(step.catalog, step.entry) for step in found)
