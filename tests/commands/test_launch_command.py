@@ -22,7 +22,7 @@ from refocused.doctor.early import place_problems
 from refocused.monitor.sampler import gpu_reader
 from refocused.monitor.sampler.gpu_reader import NoGpusError
 from refocused.monitor.sampler.machine_readings import Memory
-from refocused.system.errors import ExitCode, RefocusedError
+from refocused.system.errors import ExitCode
 
 RUN = """
 run: {steps: 20, device: cpu}
@@ -34,88 +34,46 @@ optimizer: {lr: 3e-3}
 
 
 @pytest.mark.parametrize(
-    ("gpus", "environment", "expected"),
+    ("gpus", "environment", "options", "accelerator"),
     [
-        (8, {}, ["--num_gpus", "8"]),
-        (8, {"RANKS": "4"}, ["--num_gpus", "4"]),
-        (8, {"CUDA_VISIBLE_DEVICES": "4,5"}, []),
-        (8, {"RANKS": "2", "CUDA_VISIBLE_DEVICES": "4,5"}, ["--num_gpus", "2"]),
-        (0, {}, ["--num_gpus", "2"]),
-        (0, {"CUDA_VISIBLE_DEVICES": "0"}, ["--num_gpus", "2"]),
+        (8, {}, ["--num_gpus", "8"], None),
+        (8, {"RANKS": "4"}, ["--num_gpus", "4"], None),
+        (8, {"CUDA_VISIBLE_DEVICES": "4,5"}, [], None),
+        (8, {"RANKS": "2", "CUDA_VISIBLE_DEVICES": "4,5"}, ["--num_gpus", "2"], None),
+        (0, {"RANKS": "3"}, ["--num_gpus", "3"], None),
+        (0, {}, ["--num_gpus", "2"], "cpu"),  # so that DeepSpeed does not look for a GPU
+        (0, {"CUDA_VISIBLE_DEVICES": "0"}, ["--num_gpus", "2"], "cpu"),
     ],
 )
 def test_there_is_a_rank_for_each_gpu_that_may_be_used(
-    gpus: int, environment: dict[str, str], expected: list[str]
+    gpus: int, environment: dict[str, str], options: list[str], accelerator: str | None
 ) -> None:
     command = launch.deepspeed_command(environment, gpus=gpus)
-    assert command[1 : command.index("--master_port")] == expected
+    assert command[1 : command.index("--master_port")] == options
     assert command[0] == str(Path(sys.executable).with_name("deepspeed"))
-
-
-@pytest.mark.parametrize(
-    ("gpus", "environment", "accelerator"),
-    [(8, {}, None), (0, {}, "cpu"), (0, {"RANKS": "2"}, None)],
-)
-def test_without_a_gpu_deepspeed_is_told_not_to_look_for_one(
-    gpus: int, environment: dict[str, str], accelerator: str | None
-) -> None:
     chosen = launch.training_environment(environment, gpus=gpus)
-    assert chosen.get("DS_ACCELERATOR") == accelerator
-    assert chosen["PYTHONWARNINGS"] == "ignore"
+    assert (chosen.get("DS_ACCELERATOR"), chosen["PYTHONWARNINGS"]) == (accelerator, "ignore")
 
 
-def drivers(monkeypatch: pytest.MonkeyPatch, answer: list[None] | RefocusedError) -> list[str]:
-    """Stand in for the driver; return the list that notes each time it is asked."""
-    asked: list[str] = []
-
-    def capabilities() -> list[None]:
-        asked.append("")
-        if isinstance(answer, RefocusedError):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(launch, "gpu_capabilities", capabilities)
-    return asked
-
-
-def test_gpus_are_those_that_the_driver_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = drivers(monkeypatch, [None] * 8)
-    assert launch.usable_gpus(load_run("gpt2_124m")) == 8
-    assert launch.usable_gpus(load_run("gpt2_124m", ["run.device=cpu"])) == 0
-    assert len(asked) == 1  # for the CPU nobody has to ask
-
-
-def test_a_driver_at_fault_leaves_the_cpu_and_is_said(
+def test_gpus_are_those_that_the_driver_lists(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    drivers(monkeypatch, NoGpusError("The NVIDIA driver does not answer.", is_fault=True))
+    monkeypatch.setattr(launch, "gpu_capabilities", lambda: [None] * 8)
+    assert launch.usable_gpus(load_run("gpt2_124m")) == 8
+
+    def at_fault() -> list[None]:
+        raise NoGpusError("The NVIDIA driver does not answer.", is_fault=True)
+
+    monkeypatch.setattr(launch, "gpu_capabilities", at_fault)
+    assert launch.usable_gpus(load_run("gpt2_124m", ["run.device=cpu"])) == 0
+    assert capsys.readouterr().err == ""  # for the CPU the driver is not asked
     assert launch.usable_gpus(load_run("demo")) == 0
     assert capsys.readouterr().err == "WARN  The NVIDIA driver does not answer.\n"
-
-
-@pytest.mark.parametrize(
-    ("ranks", "told"),
-    [
-        ("", "124 M parameters on the CPU"),
-        ("4", "124 M parameters on the CPU"),
-        ("0", "RANKS=0: a whole number of at least 1"),
-        ("x", "RANKS=x: a whole number of at least 1"),
-    ],
-)
-def test_ranks_on_the_cpu_are_meant(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ranks: str, told: str
-) -> None:
-    drivers(monkeypatch, [])
-    monkeypatch.setenv("RANKS", ranks)
-    code = launch.main(["--config", "gpt2_124m", "run.device=auto"])
-    assert code == ExitCode.WRONG_USE
-    assert told in capsys.readouterr().err
 
 
 def test_a_launch_ends_where_the_driver_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch.StopSignals, "install", lambda self: None)
     monkeypatch.setattr(gpu_reader, "QUERY", ["sleep", "600"])
     monkeypatch.setattr(gpu_reader, "LIMIT_SECONDS", 0.5)
     file = tmp_path / "tiny.yaml"
@@ -124,48 +82,31 @@ def test_a_launch_ends_where_the_driver_hangs(
     assert "The NVIDIA driver did not answer" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--learning-rate", "3"], "unrecognized arguments"),
-        (["--grace", "soon"], "--grace"),
-        (["optimizer.lrr=1"], "Did you mean optimizer.lr?"),
-        (
-            ["model.vocabulary=50256", "data.tokenizer=gpt2"],
-            "= 50256 is less than the 50257 token ids",
-        ),
-    ],
-)
-def test_wrong_use_is_said_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
-) -> None:
-    file = tmp_path / "tiny.yaml"
-    file.write_text(RUN)
-    try:
-        code = launch.main(["--config", str(file), *arguments])
-    except SystemExit as ended:
-        code = int(str(ended.code))
-    assert code == ExitCode.WRONG_USE
-    assert told in capsys.readouterr().err
-
-
-def tokens(folder: Path, *, largest: int) -> str:
+def tokens(folder: Path, *, largest: int) -> Path:
     write_tokens(folder, shards=1, tokens=1000, vocabulary=largest + 1)
     np.save(folder / "last.npy", np.full(1000, largest, np.uint16))
-    return str(folder)
+    return folder
 
 
-def prepared(folder: Path, *, largest: int) -> str:
-    """Data whose manifest knows the largest id of each file; the last one has it."""
-    bucket = DirectoryBucket(Path(tokens(folder, largest=largest)))
+def prepared(folder: Path, *, largest: int) -> None:
+    """Make data whose manifest knows the largest id of each file; the last one has it."""
+    bucket = DirectoryBucket(tokens(folder, largest=largest))
     found = build_manifest(bucket, DataConfig(source=str(folder)), cache_file=None)
     known = [dataclasses.replace(one, max_id=9) for one in found.shards]
     known[0] = dataclasses.replace(known[0], max_id=largest)
     write_manifest(bucket, dataclasses.replace(found, shards=tuple(known)))
-    return str(folder)
 
 
+LARGE = "run.device=auto model.preset=gpt2_124m"
 MISTAKES: dict[str, tuple[str, str]] = {
+    "an option": ("--learning-rate 3", "unrecognized arguments"),
+    "a number": ("--grace soon", "--grace"),
+    "two run files": ("--config=test", "train: --config is given twice (tiny.yaml, then test). Ke"),
+    "a setting": ("optimizer.lrr=1", "Did you mean optimizer.lr?"),
+    "vocabulary": (
+        "model.vocabulary=50256 data.tokenizer=gpt2",
+        "= 50256 is less than the 50257 token ids",
+    ),
     "nowhere": ("data.source=nowhere", "data.source: nowhere: the folder does not exist"),
     "another cloud": ("data.source=s3://x/y", "data.source: 's3://x/y' is not a bucket this"),
     "a slash": ("data.source=gs:/bucket/x", "data.source: 'gs:/bucket/x' is not a bucket this"),
@@ -184,6 +125,10 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "model.preset=gpt2_1b batch.micro=8 model.sequence_length=2048",
         "10.0 GB of 10.0 GB are left. Take a machine with",
     ),
+    "a CPU": (LARGE, "124 M parameters on the CPU"),
+    "four on it": (f"RANKS=4 {LARGE}", "124 M parameters on the CPU"),
+    "no ranks": (f"RANKS=0 {LARGE}", "RANKS=0: a whole number of at least 1"),
+    "many ranks": (f"RANKS=x {LARGE}", "RANKS=x: a whole number of at least 1"),
 }
 
 
@@ -199,12 +144,17 @@ def test_a_mistake_that_is_known_at_once_starts_no_ranks(
     Path("tiny.yaml").write_text(RUN)
     Path("empty").mkdir()
     tokens(Path("tokens"), largest=511)
-    tokens(Path("large"), largest=600)
-    (Path("large") / "shard_000.npy").unlink()
+    (tokens(Path("large"), largest=600) / "shard_000.npy").unlink()
     prepared(Path("prepared"), largest=600)
     typed, message = MISTAKES[case]
     words = typed.split(" ", 1 if "mixture" in typed else -1)
-    assert launch.main(["--config", "tiny.yaml", *words]) == ExitCode.WRONG_USE
+    if words[0].startswith("RANKS="):
+        monkeypatch.setenv("RANKS", words.pop(0)[len("RANKS=") :])
+    try:
+        code = launch.main(["--config", "tiny.yaml", *words])
+    except SystemExit as ended:
+        code = int(str(ended.code))
+    assert code == ExitCode.WRONG_USE
     told = capsys.readouterr().err
     assert message in told and told.count("\n") == 1
     assert not Path("runs").exists()
@@ -219,13 +169,9 @@ def test_a_mistake_that_is_known_at_once_starts_no_ranks(
         (None, False),
     ],
 )
-@pytest.mark.parametrize("setting", ["data.source=gs://b42/x", "checkpoint.mirror=gs://b42/x"])
+@pytest.mark.parametrize("key", ["data.source", "checkpoint.mirror"])
 def test_only_a_name_that_does_not_exist_refuses_a_bucket(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    setting: str,
-    answer: OSError | None,
-    refused: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, answer: OSError | None, refused: bool
 ) -> None:
     def look_up(host: str, port: object) -> list[object]:
         assert host == "store.example"
@@ -239,18 +185,17 @@ def test_only_a_name_that_does_not_exist_refuses_a_bucket(
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     Path("tiny.yaml").write_text(RUN)
     tokens(Path("tokens"), largest=511)
-    loaded = load_run("tiny.yaml", [setting])
-    told = "DNS knows no host store.example. Check this machine's network and DNS"
-    key = setting.partition("=")[0]
+    loaded = load_run("tiny.yaml", [f"{key}=gs://b42/x"])
     found = place_problems(loaded)
     assert list(found) == ([key] if refused else [])
+    told = "DNS knows no host store.example. Check this machine's network and DNS"
     assert all(text.startswith(f"{key}: {told}") for text in found.values())
     if key == "checkpoint.mirror":  # with steps of its own a run goes on without its mirror
         assert not place_problems(loaded, resume="none")
         (tmp_path / "runs/tiny/checkpoints/checkpoint_step_10").mkdir(parents=True)
         assert not place_problems(loaded)
     monkeypatch.setenv("https_proxy", "http://proxy.example:3128")  # it looks names up itself
-    assert not place_problems(load_run("tiny.yaml", [setting]))
+    assert not place_problems(load_run("tiny.yaml", [f"{key}=gs://b42/x"]))
 
 
 def test_a_dns_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,14 +214,6 @@ def test_a_dns_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monkey
     over.set()
 
 
-def test_a_run_file_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        launch.main(["--config", "demo", "--grace", "9", "--config=test"])
-    assert ended.value.code == ExitCode.WRONG_USE
-    told = "train: --config is given twice (demo, then test). Keep one. See train --help.\n"
-    assert capsys.readouterr().err == told
-
-
 def test_help_shows_both_commands_and_needs_no_torch() -> None:
     program = (
         "import sys; from refocused.commands.launch import main; code = main(['--help']);"
@@ -286,13 +223,6 @@ def test_help_shows_both_commands_and_needs_no_torch() -> None:
     assert shown.returncode == 0, shown.stderr
     for option in ("--restarts", "--spot", "--grace", "--resume", "--max-steps"):
         assert option in shown.stdout
-
-
-def test_the_newest_step_is_that_on_the_disk(tmp_path: Path) -> None:
-    assert launch.newest_step(tmp_path) == 0
-    for name in ("checkpoint_step_950", "checkpoint_step_1000", "superseded-checkpoint_step_2000"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert launch.newest_step(tmp_path) == 1000
 
 
 @pytest.mark.slow
@@ -310,14 +240,12 @@ def test_a_summary_is_written_once_and_its_failure_is_one_line(
     tool.write_text("#!/bin/sh\necho one >&2\necho 'No room.' >&2\nexit 1\n")
     tool.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tool))
-    run = tmp_path / "run"
-    assert launch.summarize(run) == ""  # it never began
-    run.mkdir()
-    (run / "state.json").write_text("{}")
-    trouble = launch.summarize(run)
+    assert launch.summarize(tmp_path) == ""  # it never began
+    (tmp_path / "state.json").write_text("{}")
+    trouble = launch.summarize(tmp_path)
     assert "SUMMARY.md was not written (No room.)" in trouble and "\n" not in trouble
-    (run / "SUMMARY.md").touch()  # by rank 0, after the state
-    assert launch.summarize(run) == ""
+    (tmp_path / "SUMMARY.md").touch()  # by rank 0, after the state
+    assert launch.summarize(tmp_path) == ""
 
 
 def test_the_way_on_keeps_what_chose_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,182 +33,134 @@ batch: {micro: 2, accumulation: 2}
 data: {source: tokens}
 optimizer: {lr: 3e-3}
 """
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> str:
-    path = tmp_path / "tiny.yaml"
-    path.write_text(RUN)
-    return str(path)
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
-def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses that a silent rank makes, without their time."""
+def naps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses that a silent rank makes, without their time, beside the run file tiny.yaml."""
     taken: list[float] = []
     monkeypatch.setattr(train.time, "sleep", taken.append)
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(RUN)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return taken
 
 
-def printed(file: str, *argv: str) -> dict[str, Any]:
-    """The settings that the command line comes to."""
-    namespace = train.build_parser().read(["--config", file, *argv])
-    return train.load(namespace).config.model_dump()
-
-
-@pytest.mark.parametrize("option", ["--max-steps", "--max_steps"])
-def test_an_option_may_be_written_with_either_dash(file: str, option: str) -> None:
-    assert printed(file, option, "7")["run"]["steps"] == 7
-    assert printed(file, f"{option}=8")["run"]["steps"] == 8
-
-
-def test_the_launchers_option_is_taken_and_values_keep_their_underscores(file: str) -> None:
-    settings = printed(file, "--local_rank=1", "--run", "my_run", "--gcs_credentials=a_b.json")
-    assert settings["run"]["name"] == "my_run"
-    namespace = train.build_parser().read(["--gcs_credentials=a_b.json", "--local_rank", "1"])
-    assert str(namespace.gcs_credentials) == "a_b.json"
-
-
-def test_settings_may_stand_anywhere(file: str) -> None:
-    settings = printed(
-        file,
-        "optimizer.lr=2e-4",
-        "--max-steps",
-        "5",
-        "batch.micro=4",
-        "--resume",
-        "none",
-        "zero.stage=1",
-    )
-    assert settings["optimizer"]["lr"] == 2e-4
-    assert settings["batch"]["micro"] == 4
-    assert settings["zero"]["stage"] == 1
-    assert settings["run"]["steps"] == 5
-
-
 @pytest.mark.parametrize(
-    ("given", "resume", "overrides"),
+    ("typed", "expected"),
     [
-        ([], "auto", []),
-        (["--resume"], "latest", []),
-        (["--resume", "--max-steps", "5"], "latest", []),
-        (["--resume", "run.steps=9"], "latest", ["run.steps=9"]),
-        (["--resume_from_checkpoint", "runs/a.b/checkpoint-5"], "runs/a.b/checkpoint-5", []),
-        (["--resume-from-checkpoint=best", "run.steps=9"], "best", ["run.steps=9"]),
+        ("--max-steps 7", {"run.steps": 7}),
+        ("--max_steps 7", {"run.steps": 7}),
+        ("--max_steps=8", {"run.steps": 8}),
+        ("--max-steps 5 run.steps=9", {"run.steps": 5}),
+        ("--local_rank=1 --run my_run --gcs_credentials=a_b.json", {"run.name": "my_run"}),
         (
-            ["--resume", "gs://bucket/a=b/checkpoint_step_5"],
-            "gs://bucket/a=b/checkpoint_step_5",
-            [],
+            "optimizer.lr=2e-4 --max-steps 5 batch.micro=4 --resume none zero.stage=1",
+            {"optimizer.lr": 2e-4, "batch.micro": 4, "zero.stage": 1, "run.steps": 5},
         ),
     ],
 )
-def test_a_resume_is_understood_as_other_trainers_spell_it(
-    given: list[str], resume: str, overrides: list[str]
+def test_options_and_settings_stand_anywhere_and_change_the_run(
+    typed: str, expected: dict[str, Any]
 ) -> None:
-    namespace = train.read_arguments(given)
-    assert (namespace.resume, namespace.overrides) == (resume, overrides)
-
-
-def test_max_steps_wins_over_the_setting(file: str) -> None:
-    assert printed(file, "--max-steps", "5", "run.steps=9")["run"]["steps"] == 5
-
-
-def test_what_is_not_given_has_its_default() -> None:
-    namespace = train.build_parser().read([])
-    assert (namespace.config, namespace.resume, namespace.dry_run) == ("demo", "auto", False)
+    settings = train.load(train.read_arguments(["--config", "tiny.yaml", *typed.split()])).config
+    for name, value in expected.items():
+        section, _, key = name.partition(".")
+        assert getattr(getattr(settings, section), key) == value
 
 
 @pytest.mark.parametrize(
-    ("argv", "word"),
+    ("typed", "resume", "overrides"),
     [
-        (["--learning-rate", "3"], "--learning-rate"),
-        (["--max-steps", "many"], "many"),
-        (["-z"], "-z"),
+        ("", "auto", []),
+        ("--resume", "latest", []),
+        ("--resume --max-steps 5", "latest", []),
+        ("--resume run.steps=9", "latest", ["run.steps=9"]),
+        ("--resume_from_checkpoint runs/a.b/checkpoint-5", "runs/a.b/checkpoint-5", []),
+        ("--resume-from-checkpoint=best run.steps=9", "best", ["run.steps=9"]),
+        ("--resume gs://bucket/a=b/checkpoint_step_5", "gs://bucket/a=b/checkpoint_step_5", []),
     ],
 )
-def test_an_unknown_option_or_value_is_one_line_and_exit_code_2(
-    argv: list[str], word: str, capsys: pytest.CaptureFixture[str]
+def test_a_resume_is_understood_as_other_trainers_spell_it(
+    typed: str, resume: str, overrides: list[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        train.main(argv)
-    assert ended.value.code == ExitCode.WRONG_USE
-    told = capsys.readouterr().err
-    assert told.startswith("train: ") and word in told and told.endswith("See train --help.\n")
-    assert told.count("\n") == 1
+    namespace = train.read_arguments([*typed.split(), "--gcs_credentials=a_b.json"])
+    assert (namespace.resume, namespace.overrides) == (resume, overrides)
+    assert (namespace.config, namespace.dry_run) == ("demo", False)
+    assert str(namespace.gcs_credentials) == "a_b.json"  # values keep their underscores
 
 
-def test_other_ranks_keep_silent_until_rank_0_has_spoken(
-    monkeypatch: pytest.MonkeyPatch, naps: list[float], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        (
+            "--learning-rate 3",
+            "train: unrecognized arguments: --learning-rate. See train --help.\n",
+        ),
+        ("--max-steps many", "train: argument --max-steps: invalid int value: 'many'. See train"),
+        ("-z", "train: unrecognized arguments: -z. See train --help."),
+        *(
+            (word, f"command line: {word!r} is not understood. Settings are written section.key=va")
+            for word in ("lr=3", "3e-4", "optimizer.lr")
+        ),
+        (
+            "optimizer.lrr=1",
+            "command line: optimizer.lrr is not a setting. Did you mean optimizer.",
+        ),
+    ],
+)
+def test_wrong_use_is_one_line_by_rank_0(
+    typed: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture, naps: list[float]
 ) -> None:
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit) as ended:
-        train.main(["--learning-rate", "3"])
-    assert ended.value.code == ExitCode.WRONG_USE
-    assert capsys.readouterr().err == ""
+    for rank, said in (("0", told), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        try:
+            code = train.main(["--config", "tiny.yaml", *typed.split()])
+        except SystemExit as ended:
+            code = int(str(ended.code))
+        assert code == ExitCode.WRONG_USE
+        found = capsys.readouterr().err
+        assert found.startswith(said) and found.count("\n") == bool(said)
     assert naps == [arguments.SILENT_RANK_SECONDS]
 
 
-@pytest.mark.parametrize("word", ["lr=3", "3e-4", "optimizer lr=3", "optimizer.lr"])
-def test_what_is_no_setting_is_refused_with_an_example(
-    file: str, word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train.main(["--config", file, word]) == ExitCode.WRONG_USE
-    told = capsys.readouterr().err
-    assert told.startswith(f"command line: {word!r} is not understood.")
-    assert "optimizer.lr=2e-4" in told
-
-
-def test_all_that_is_wrong_is_said_at_once(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = train.main(["--config", file, "optimizer.lrr=1", "batch.micro=none"])
+def test_all_that_is_wrong_is_said_at_once(capsys: Capture) -> None:
+    code = train.main(["--config", "tiny.yaml", "optimizer.lrr=1", "batch.micro=none"])
     assert code == ExitCode.WRONG_USE
-    told = capsys.readouterr().err
-    assert told.splitlines() == [
+    assert capsys.readouterr().err.splitlines() == [
         "command line: optimizer.lrr is not a setting. Did you mean optimizer.lr?",
-        "command line: batch.micro = 'none': a number is wanted",
+        "command line: batch.micro = 'none': a whole number of at least 1 is wanted, or auto",
     ]
 
 
-def test_printed_settings_load_back_and_need_no_torch(tmp_path: Path, file: str) -> None:
+def test_printed_settings_load_back_and_need_no_torch(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     settings = ["optimizer.lr=1e-4", "precision.dtype=bf16"]
     code = (
         "import sys; from refocused.commands.train import main; "
         "code = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "--config", file, "--print-config", *settings],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    typed = ["--config", "tiny.yaml", "--print-config", *settings]
+    done = subprocess.run([sys.executable, "-c", code, *typed], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert '"train_batch_size": 4' in done.stdout
-    resolved = tmp_path / "resolved.yaml"
-    resolved.write_text(done.stdout)
+    Path("resolved.yaml").write_text(done.stdout)
     assert yaml.safe_load(done.stdout)["optimizer"]["lr"] == 1e-4
-    assert load_run(resolved).config == load_run(file, settings).config
-
-
-def test_only_rank_0_prints_the_settings(
-    file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    assert load_run("resolved.yaml").config == load_run("tiny.yaml", settings).config
     monkeypatch.setenv("RANK", "1")
-    assert train.main(["--config", file, "--print-config"]) == 0
-    assert capsys.readouterr().out == ""
-
-
-def marked(error: RefocusedError) -> RefocusedError:
-    error.on_every_rank = True
-    return error
+    assert (train.main(typed), capsys.readouterr().out) == (0, "")  # only rank 0 prints
 
 
 @pytest.mark.parametrize(
     ("rank", "local_rank", "error", "told"),
     [
-        (0, 0, marked(BucketError("down")), "down\n"),
-        (1, 1, marked(BucketError("down")), ""),
-        (2, 0, marked(BucketError("down")), ""),
+        (0, 0, BucketError("down").agreed(), "down\n"),
+        (1, 1, BucketError("down").agreed(), ""),
+        (2, 0, BucketError("down").agreed(), ""),
         (1, 1, BucketError("down"), "rank 1: down\n"),
         (0, 0, ConfigError("wrong"), "wrong\n"),
         (1, 1, ConfigError("wrong"), ""),
@@ -221,7 +173,7 @@ def test_an_error_is_said_by_whom_it_concerns(
     error: RefocusedError,
     told: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     code = train.report(error, rank)
@@ -249,12 +201,11 @@ def quiet_logger() -> Iterator[None]:
     ],
 )
 def test_every_end_has_its_code_and_its_words(
-    file: str,
     ending: ExitCode | BaseException,
     code: int,
     told: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
     quiet_logger: None,
 ) -> None:
     def run(*_: object) -> ExitCode:
@@ -264,10 +215,58 @@ def test_every_end_has_its_code_and_its_words(
 
     monkeypatch.setattr(refocused.system.world, "join_world", lambda asked: World())
     monkeypatch.setattr(refocused.train.lifecycle.run, "run", run)
-    monkeypatch.chdir(Path(file).parent)
     write_tokens(Path("tokens"), shards=1, tokens=100, vocabulary=512)
-    namespace = train.build_parser().read(["--config", file])
+    namespace = train.read_arguments(["--config", "tiny.yaml"])
     session = Session(Signals(speaks=False), Ancestors(None), Presence(None, 0), 0.0, 0.0, None)
     assert train.train_as_rank(train.load(namespace), namespace, 0, session) == code
     said = capsys.readouterr().err
     assert said.startswith(told) if told else said == ""
+
+
+@pytest.mark.parametrize(
+    "resume",
+    [
+        "--resume 100",
+        "--resume=none",
+        "--res best",
+        "--resume",
+        "--resume_from_checkpoint runs/a/checkpoint_step_5",
+        "",
+    ],
+)
+def test_the_command_to_go_on_does_not_go_back_again(resume: str) -> None:
+    typed = ["--local_rank=0", "--config", "demo", *resume.split(), "--run", "a b", "run.steps=9"]
+    assert train.resume_command(typed, ranks=2, ranks_here=2) == (
+        "deepspeed --num_gpus 2 launch/train.py --config demo --run 'a b' run.steps=9"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "runner", "environment", "expected"),
+    [
+        (1, "", {}, "python launch/train.py --config demo"),
+        (8, "", {}, "deepspeed --num_gpus 8 launch/train.py --config demo"),
+        (16, "", {}, "deepspeed --hostfile FILE launch/train.py --config demo"),
+        (8, "bash -c ls", {}, "deepspeed --num_gpus 8 launch/train.py --config demo"),
+        (
+            8,
+            "/v/bin/python /v/bin/deepspeed --include localhost:2,3 launch/train.py",
+            {"PATH": "/bin"},
+            "deepspeed --include localhost:2,3 launch/train.py",
+        ),
+        (
+            8,
+            "python .venv/bin/deepspeed launch/train.py --resume 5 --run a",
+            {"CUDA_VISIBLE_DEVICES": "4,5"},
+            "CUDA_VISIBLE_DEVICES=4,5 .venv/bin/deepspeed launch/train.py --run a",
+        ),
+    ],
+)
+def test_the_command_to_go_on_is_what_was_typed_where_that_can_be_seen(
+    ranks: int, runner: str, environment: dict[str, str], expected: str
+) -> None:
+    arguments = ["--local_rank=0", "--config", "demo"]
+    here = min(ranks, 8)
+    assert expected == train.resume_command(
+        arguments, ranks=ranks, ranks_here=here, runner=runner.split(), environment=environment
+    )
