@@ -16,6 +16,7 @@ from refocused.commands.run_selection import whole_steps
 from refocused.system.processes import this_process
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "monitor.py"
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -28,30 +29,36 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedRun:
     return run
 
 
-def test_once_prints_the_run_that_changed_last(
-    run: WatchedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_form_shows_the_runs_that_are_asked_for(run: WatchedRun, capsys: Capture) -> None:
     older = new_run(Path("runs"), "older")
-    older.begin(run="older")
+    older.begin(run="older", status="finished", exit_code=0)
     os.utime(older.folder / "state.json", (1, 1))
-    assert monitor.main(["--once"]) == 0
+    assert monitor.main(["--once"]) == 0  # the one that changed last
     out = capsys.readouterr().out
     assert out.startswith(" one  TRAINING  step 1,000/2,000 50.0%")
-    assert "48.4/79.6" in out
-    assert "older" not in out
-    assert "\x1b" not in out
-
-
-def test_list_and_json_tell_of_all_runs_that_are_asked_for(
-    run: WatchedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    new_run(Path("runs"), "older").begin(run="older", status="finished", exit_code=0)
+    assert "48.4/79.6" in out and "older" not in out and "\x1b" not in out
     assert monitor.main(["--list"]) == 0
     rows = capsys.readouterr().out.splitlines()
-    assert sorted(row.split()[0] for row in rows) == ["older", "one"]
+    assert [row.split()[0] for row in rows] == ["one", "older"]
     assert monitor.main(["--json", "one", "older"]) == 0
     records = json.loads(capsys.readouterr().out)
     assert [record["status"] for record in records] == ["training", "finished"]
+    for name, status in (("one", "TRAINING"), ("runs/one", "TRAINING"), ("soon", "STARTING")):
+        assert monitor.main(["--wait", "--once", name]) == 0
+        assert status in capsys.readouterr().out.splitlines()[0]
+    assert monitor.main(["onne"]) == 2
+    assert capsys.readouterr().err.startswith("onne: there is no such folder")
+    assert monitor.main(["--collect", "one", "two"]) == 2
+    assert "one folder" in capsys.readouterr().err
+
+
+def test_without_any_run_no_option_is_named_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert monitor.main([]) == 2
+    said = capsys.readouterr().err
+    assert "There is no run below" in said and "--" not in said
 
 
 @pytest.mark.parametrize(
@@ -76,30 +83,6 @@ def test_only_steps_with_a_manifest_are_whole(tmp_path: Path) -> None:
     assert whole_steps(tmp_path) == [10]
 
 
-def test_a_run_that_is_not_there_is_wrong_use(
-    run: WatchedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert monitor.main(["onne"]) == 2
-    assert capsys.readouterr().err.startswith("onne: there is no such folder")
-
-
-def test_without_any_run_no_option_is_named_that_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert monitor.main([]) == 2
-    said = capsys.readouterr().err
-    assert "There is no run below" in said and "--" not in said
-
-
-def test_a_run_that_is_waited_for_is_looked_for_where_it_will_be(
-    run: WatchedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, status in (("one", "TRAINING"), ("runs/one", "TRAINING"), ("soon", "STARTING")):
-        assert monitor.main(["--wait", "--once", name]) == 0
-        assert status in capsys.readouterr().out.splitlines()[0]
-
-
 def test_no_form_of_it_imports_torch_nor_writes(run: WatchedRun) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")}
     program = (
@@ -113,21 +96,36 @@ def test_no_form_of_it_imports_torch_nor_writes(run: WatchedRun) -> None:
     assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")} == before
 
 
-def test_a_locale_without_utf8_gets_ascii(run: WatchedRun) -> None:
+@pytest.mark.parametrize(
+    ("locale", "found"),
+    [({}, b"caf?"), ({"LC_ALL": "C"}, b"caf?"), ({"LC_ALL": "C.UTF-8"}, "caf\u00e9".encode())],
+)
+def test_a_locale_without_utf8_gets_ascii(
+    run: WatchedRun, locale: dict[str, str], found: bytes
+) -> None:
     run.line("events", time.time(), {"kind": "note", "text": "caf\u00e9"})
     bare = {name: os.environ[name] for name in os.environ if not name.startswith(("LC_", "LANG"))}
-    for locale, found in (
-        ({}, b"caf?"),
-        ({"LC_ALL": "C"}, b"caf?"),
-        ({"LC_ALL": "C.UTF-8"}, "caf\u00e9".encode()),
-    ):
-        done = subprocess.run(
-            [sys.executable, str(SCRIPT), "--once", "one"],
-            capture_output=True,
-            env={**bare, **locale},
-        )
-        assert done.returncode == 0, done.stderr
-        assert found in done.stdout
+    command = [sys.executable, str(SCRIPT), "--once", "one"]
+    done = subprocess.run(command, capture_output=True, env={**bare, **locale})
+    assert done.returncode == 0, done.stderr
+    assert found in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("encoding", "environment", "expected"),
+    [
+        ("UTF-8", {"LANG": "en_US.UTF-8"}, True),
+        ("UTF-8", {"LC_ALL": "C.UTF-8"}, True),
+        ("UTF-8", {"LC_CTYPE": "C.UTF-8", "LANG": "de_DE"}, True),
+        ("UTF-8", {"LC_CTYPE": "C.UTF-8"}, False),  # Python's own, in the C locale
+        ("UTF-8", {"LC_CTYPE": "C.UTF-8", "LANG": "C"}, False),
+        ("ISO-8859-1", {"LANG": "de_DE"}, False),
+    ],
+)
+def test_what_python_sets_for_itself_says_nothing_of_the_terminal(
+    encoding: str, environment: dict[str, str], expected: bool
+) -> None:
+    assert monitor.has_utf8_terminal(encoding, environment) is expected
 
 
 @pytest.mark.slow
@@ -150,25 +148,3 @@ def test_collect_samples_a_machine_until_it_is_interrupted(tmp_path: Path) -> No
     assert collecting.returncode == 0
     assert "until Ctrl+C" in said and "Traceback" not in said
     assert {json.loads(line)["kind"] for line in samples.read_text().splitlines()} >= {"system"}
-
-
-def test_collect_writes_to_one_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    assert monitor.main(["--collect", "one", "two"]) == 2
-    assert "one folder" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("encoding", "environment", "expected"),
-    [
-        ("UTF-8", {"LANG": "en_US.UTF-8"}, True),
-        ("UTF-8", {"LC_ALL": "C.UTF-8"}, True),
-        ("UTF-8", {"LC_CTYPE": "C.UTF-8", "LANG": "de_DE"}, True),
-        ("UTF-8", {"LC_CTYPE": "C.UTF-8"}, False),  # Python's own, in the C locale
-        ("UTF-8", {"LC_CTYPE": "C.UTF-8", "LANG": "C"}, False),
-        ("ISO-8859-1", {"LANG": "de_DE"}, False),
-    ],
-)
-def test_what_python_sets_for_itself_says_nothing_of_the_terminal(
-    encoding: str, environment: dict[str, str], expected: bool
-) -> None:
-    assert monitor.has_utf8_terminal(encoding, environment) is expected

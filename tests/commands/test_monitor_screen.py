@@ -32,11 +32,11 @@ def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         subprocess.run(["screen", "-S", session.name, "-X", "quit"], check=False)
 
 
-def stand_in(folder: Path, text: str) -> Path:
+def install(folder: Path, script: str) -> None:
+    """Put a stand-in for screen into a folder."""
     tool = folder / "screen"
-    tool.write_text(f"#!/bin/sh\n{text}\n")
+    tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
-    return tool
 
 
 def attached_to(name: str, *, until: Callable[[str], bool]) -> str:
@@ -102,37 +102,41 @@ def test_a_session_shows_the_run_from_before_its_beginning_to_its_end(
     raise AssertionError("the session did not end")
 
 
-def test_without_screen_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("stand_in", "told"),
+    [
+        (None, "screen is not installed"),
+        ("echo Cannot make directory; exit 1", "screen refuses (Cannot make directory)"),
+        ("exit 3", "screen refuses (exit 3)"),
+    ],
+)
+def test_a_screen_that_does_not_open_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: str | None, told: str
+) -> None:
+    if stand_in is not None:
+        install(tmp_path, stand_in)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "screen is not installed" in open_in_screen(Path("runs/one"))
-
-
-def test_a_screen_that_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(tmp_path, "echo Cannot make directory; exit 1")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert "screen refuses (Cannot make directory)" in open_in_screen(Path("runs/one"))
+    said = open_in_screen(Path("runs/one"))
+    assert told in said and "training goes on without it" in said and "\n" not in said
 
 
 def test_screen_is_told_to_speak_utf8_and_what_to_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LC_ALL", "C")
-    stand_in(tmp_path, f'echo "$LC_ALL" "$@" >> {tmp_path}/said')
+    install(tmp_path, f'echo "$LC_ALL" "$@" >> {tmp_path}/said')
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
-    open_in_screen(Path("runs") / "a b")
+    run = Path("runs") / "a b"
+    open_in_screen(run)
     listed, opened = (tmp_path / "said").read_text().splitlines()
-    name = session_name(Path("runs") / "a b")
-    assert listed == f"C -ls {name}"
-    assert opened.startswith(f"C.UTF-8 -U -T screen-256color -dmS {name} ")
-    assert opened.endswith(f"--wait {Path('runs').absolute()}/a b")
+    assert listed == f"C -ls {session_name(run)}"
+    assert opened.startswith(f"C.UTF-8 -U -T screen-256color -dmS {session_name(run)} ")
+    assert opened.endswith(f"--wait {run.absolute()}")
 
 
-def test_every_runs_name_is_one_of_a_session() -> None:
+def test_every_run_has_a_session_of_its_own(tmp_path: Path) -> None:
     assert re.fullmatch(r"monitor-gpt2-1b_v2-[0-9a-f]{6}", session_name(Path("runs/gpt2-1b.v2")))
     assert len(session_name(Path("x" * 200))) < 64
-
-
-def test_runs_of_one_name_in_two_folders_have_sessions_of_their_own(tmp_path: Path) -> None:
     here, there = tmp_path / "here" / "runs" / "one", tmp_path / "there" / "runs" / "one"
     assert session_name(here) != session_name(there)
     assert session_name(tmp_path / "a b") != session_name(tmp_path / "a_b")
