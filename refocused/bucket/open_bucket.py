@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.folder import DirectoryBucket
-from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.system.errors import BucketError
 
+if TYPE_CHECKING:
+    from refocused.bucket.gcs_errors import RetryPolicy
+
+# Of each scheme: the module and the class of its store, imported only for such an address.
+STORES = {"gs": ("refocused.bucket.gcs", "GcsBucket")}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://|(gs):")
 
 
@@ -33,8 +38,12 @@ def open_bucket(
         BucketError: The address is empty, of another scheme, or names no valid bucket.
     """
     scheme = _SCHEME.match(url)
-    if url.startswith("gs://"):
-        return GcsBucket(url, credentials_file=credentials_file, project=project, retry=retry)
+    if scheme and scheme[1] in STORES:
+        module, name = STORES[scheme[1]]
+        store: Bucket = getattr(importlib.import_module(module), name)(
+            url, credentials_file=credentials_file, project=project, retry=retry
+        )
+        return store
     if scheme or not url.strip():
         raise BucketError(
             f"{url!r} is not a bucket this program can use. Supported are gs://bucket/prefix "

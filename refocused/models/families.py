@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,9 +43,10 @@ def build_model(
     """
     import transformers
 
-    if document_id is not None and settings.get("model_type") not in MASKABLE:
+    kind = settings.get("model_type", "")
+    if document_id is not None and not (kind in FAMILIES and FAMILIES[kind].is_maskable):
         raise ConfigError(
-            f"data.mask_documents: a model of the family {settings.get('model_type')!r} carries "
+            f"data.mask_documents: a model of the family {kind!r} carries "
             "what it read from one document into the next. Leave mask_documents out."
         )
     config = transformers_config(settings, vocabulary=vocabulary, dropout=dropout)
@@ -97,7 +100,8 @@ def transformers_config(settings: Mapping[str, Any], *, vocabulary: int, dropout
     from transformers.activations import ACT2FN
 
     try:
-        config = FAMILIES[kind](named, dropout)
+        family = FAMILIES[kind]
+        config = family.find("Config")(**named | dict.fromkeys(family.dropouts, dropout))
         for name in ("hidden_act", "activation_function"):
             ACT2FN[getattr(config, name, "relu")]
     except Exception as error:  # transformers raises nothing narrower for a value of a wrong kind
@@ -112,52 +116,36 @@ def register_families() -> None:
     """Make our own families known to transformers' `Auto` classes; safe to call twice."""
     import transformers
 
-    from refocused.models.resonance.resonance import (
-        ResonanceConfig,
-        ResonanceForCausalLM,
-        ResonanceModel,
-    )
-    from refocused.models.ten.ten import TenConfig, TenForCausalLM, TenModel
-
-    for config, body, network in (
-        (ResonanceConfig, ResonanceModel, ResonanceForCausalLM),
-        (TenConfig, TenModel, TenForCausalLM),
-    ):
-        transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
-        transformers.AutoModel.register(config, body, exist_ok=True)
-        transformers.AutoModelForCausalLM.register(config, network, exist_ok=True)
+    for family in FAMILIES.values():
+        if family.module != "transformers":
+            config, body, network = map(family.find, ("Config", "Model", "ForCausalLM"))
+            transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
+            transformers.AutoModel.register(config, body, exist_ok=True)
+            transformers.AutoModelForCausalLM.register(config, network, exist_ok=True)
 
 
-def _gpt2(settings: dict[str, Any], dropout: float) -> Any:
-    import transformers
+@dataclasses.dataclass(frozen=True, slots=True)
+class Family:
+    """A model family: where its classes are, and which of its settings are dropouts.
 
-    dropouts = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-    return transformers.GPT2Config(**settings | dropouts)
+    Attributes:
+        prefix: Of the names of its classes in `module`.
+        is_maskable: Whether it can leave out earlier documents, as attention alone can.
+    """
 
+    prefix: str
+    dropouts: tuple[str, ...]
+    module: str = "transformers"
+    is_maskable: bool = False
 
-def _gpt_neox(settings: dict[str, Any], dropout: float) -> Any:
-    import transformers
-
-    dropouts = {"hidden_dropout": dropout, "attention_dropout": dropout}
-    return transformers.GPTNeoXConfig(**settings | dropouts)
-
-
-def _resonance(settings: dict[str, Any], dropout: float) -> Any:
-    from refocused.models.resonance.resonance import ResonanceConfig
-
-    return ResonanceConfig(**settings | {"dropout": dropout})
-
-
-def _ten(settings: dict[str, Any], dropout: float) -> Any:
-    from refocused.models.ten.ten import TenConfig
-
-    return TenConfig(**settings | {"hidden_dropout": dropout})
+    def find(self, suffix: str) -> Any:
+        """Return one of its classes; the module is imported only then."""
+        return getattr(importlib.import_module(self.module), self.prefix + suffix)
 
 
-FAMILIES: Mapping[str, Callable[[dict[str, Any], float], Any]] = {
-    "gpt2": _gpt2,
-    "gpt_neox": _gpt_neox,
-    "resonance": _resonance,
-    "ten": _ten,
+FAMILIES: Mapping[str, Family] = {
+    "gpt2": Family("GPT2", ("resid_pdrop", "embd_pdrop", "attn_pdrop"), is_maskable=True),
+    "gpt_neox": Family("GPTNeoX", ("hidden_dropout", "attention_dropout"), is_maskable=True),
+    "resonance": Family("Resonance", ("dropout",), "refocused.models.resonance.resonance"),
+    "ten": Family("Ten", ("hidden_dropout",), "refocused.models.ten.ten"),
 }
-MASKABLE = ("gpt2", "gpt_neox")  # attention alone can leave out earlier documents
