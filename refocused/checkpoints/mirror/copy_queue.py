@@ -55,11 +55,9 @@ def copy_order(
 
 @dataclasses.dataclass(slots=True)
 class _Known:
-    """A local step, until its manifest is another file.
+    """A local step, until its manifest is another file; `manifest` is None where it cannot be used.
 
-    Attributes:
-        manifest: None: it cannot be used.
-        outcome: `MIRRORED`, or why the step cannot be copied; None: it is to be copied.
+    The outcome is `MIRRORED`, or why the step cannot be copied; None: it is to be copied.
     """
 
     signature: Signature
@@ -68,14 +66,9 @@ class _Known:
 
 
 class LocalSteps:
-    """The step directories of a run, and what has become of each of them.
-
-    Attributes:
-        unwanted: Steps that the bucket need not get.
-    """
+    """The step directories of a run, and what has become of each of them."""
 
     def __init__(self, folder: Path, branch: Branch = FIRST_BRANCH) -> None:
-        """Look at the checkpoints of a branch in a folder."""
         self._folder = folder
         self._branch = branch
         self._known: dict[Path, _Known] = {}

@@ -27,21 +27,11 @@ REPORT_SECONDS = 1.0
 
 
 def verify_remote(remote: RemoteSteps, name: str, *, deep: bool) -> list[FileProblem]:
-    """Compare the objects of a step with its marker and its manifest.
+    """Compare the objects of a step with its marker and its manifest; return every problem by file.
 
     A listing gives sizes, and checksums where the store keeps them; only the marker and the
-    manifest are read. What an upload has not sent yet is no problem before the marker is there.
-
-    Args:
-        remote: The steps of the run.
-        name: The step's directory name.
-        deep: Read the objects that the store keeps no checksum of (those of a folder).
-
-    Returns:
-        Every problem found, by file name.
-
-    Raises:
-        BucketError: The bucket cannot be read.
+    manifest are read, and if `deep` the objects without a checksum (those of a folder). What an
+    upload has not sent yet is no problem before the marker is there.
     """
     objects = remote.objects(name)
     committed = COMMITTED in objects
@@ -113,18 +103,14 @@ class StepCopier:
     threads: int = 4
 
     def copy(self, step: StepDirectory) -> bool:
-        """Copy a step unless the bucket holds it.
+        """Copy a step unless the bucket holds it; return whether the bucket has the whole step.
 
         The manifest goes first: it says to which save the other objects belong, so that an
         interrupted copy can be continued. The marker goes last, after a fresh listing agreed, and
         only if the checkpoint is still here.
 
         Of a step in parts, each machine copies its own once the first one's manifest is there, and
-        the first one marks the whole. No machine waits here for another.
-
-        Returns:
-            Whether the bucket has the whole step; otherwise call again, since the copier was
-            stopped, or parts of other machines are missing.
+        the first one marks the whole. No machine waits here for another: call again after False.
 
         Raises:
             CheckpointError: The step is damaged or removed here, or the bucket holds another step
@@ -149,16 +135,9 @@ class StepCopier:
             return self._commit(step, marker)
 
     def repair(self, step: StepDirectory, damaged: Collection[str]) -> bool:
-        """Copy again what was damaged of a copy, marked or not; otherwise as `copy`.
+        """Copy again what was `damaged` of a copy, marked or not; otherwise as `copy`.
 
-        Args:
-            step: The whole step here.
-            damaged: Files of the copy that are not what they should be, as `verify_remote` says;
-                a listing alone cannot tell that in every store.
-
-        Raises:
-            CheckpointError: As `copy`.
-            BucketError: The bucket cannot be read or written.
+        `verify_remote` finds the damaged files; a listing alone cannot tell in every store.
         """
         name, remote = step.name, self.remote
         if self._is_ours(step):

@@ -41,7 +41,6 @@ class CheckpointMirror:
     """
 
     def __init__(self, settings: MirrorSettings) -> None:
-        """Prepare; nothing runs before `start`."""
         self._settings = settings
         self._files = settings.files
         self._process: ProcessIdentity | None = None
@@ -52,11 +51,7 @@ class CheckpointMirror:
         return self._process
 
     def start(self) -> None:
-        """Start the background process, which waits for one that is still finishing.
-
-        Raises:
-            CheckpointError: The process could not be started.
-        """
+        """Start the background process, which waits for one that is still finishing."""
         self._files.drain.unlink(missing_ok=True)
         self._files.status.unlink(missing_ok=True)  # retention may not act on an old mirror's word
         self._spawn()
@@ -99,12 +94,7 @@ class CheckpointMirror:
     def await_drain(
         self, request: DrainRequest | None, slice_s: float, progress: Progress | None = None
     ) -> bool | None:
-        """Wait for a while for the mirror to finish.
-
-        Args:
-            request: What `request_drain` gave.
-            slice_s: Longest wait of this call, in seconds.
-            progress: Called with the status every `POLL_SECONDS`.
+        """Wait for at most `slice_s` for the mirror to finish, calling `progress` meanwhile.
 
         Returns:
             Whether every committed step is in the bucket; None: it is too early to say.
@@ -154,10 +144,8 @@ class CheckpointMirror:
 class Mirroring:
     """Starts the mirrors, reports on them and waits for them.
 
-    Args:
-        mirror: This storage rank's; None on all other ranks, and where nothing is mirrored.
-        report: Takes the kind of an event and its text.
-        world: The ranks.
+    `mirror` is this storage rank's; None on all other ranks, and where nothing is mirrored.
+    `report` takes the kind of an event and its text.
     """
 
     def __init__(
@@ -203,12 +191,7 @@ class Mirroring:
             self._report("mirror_recovered", "mirror goes on: the bucket takes it again")
 
     def look_after(self, folder: Path, branch: Branch) -> str:
-        """Restart this rank's mirror if it died; return what the line about a save ends with.
-
-        Args:
-            folder: Of the steps.
-            branch: The branch that is copied.
-        """
+        """Restart this rank's mirror if it died; return what a save's line ends with."""
         if self._mirror is None:
             return ""
         self._mirror.ensure_alive()

@@ -45,7 +45,6 @@ class MirrorLoop:
     """One mirror at work; exits by itself after training has, or when it is asked to."""
 
     def __init__(self, settings: MirrorSettings) -> None:
-        """Open the bucket, without a request to it."""
         self._settings = settings
         self._files = settings.files
         self._stopping = False  # a plain flag: an Event's lock is not safe in a signal handler

@@ -138,10 +138,9 @@ class MirrorStatus(pydantic.BaseModel):
         return (self.last_error or "").startswith(BLOCKED)
 
     def progress(self, saved: Collection[int]) -> str:
-        """Say up to which step the bucket has the run, and what is left.
+        """Say up to which step the bucket has the run, and what is left of the `saved` local steps.
 
-        Args:
-            saved: The local steps; the newest may not be known to this status yet.
+        The newest of those may not be known to this status yet.
         """
         newest = max(self.mirrored, default=None)
         behind = len(set(saved) - {*self.mirrored, *self.unwanted, *self.failed})

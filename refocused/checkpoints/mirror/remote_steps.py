@@ -60,12 +60,7 @@ def missing_files(files: Mapping[str, FileRecord], objects: Objects) -> list[str
 
 
 class RemoteSteps:
-    """The step directories below one prefix of a bucket.
-
-    Attributes:
-        bucket: The object store.
-        url: Address of the prefix, for messages.
-    """
+    """The step directories below one prefix of a bucket, whose address is `url`."""
 
     def __init__(self, bucket: Bucket, prefix: str) -> None:
         """Look at `prefix` (with or without a slash at its end; empty is the bucket's root)."""
@@ -109,23 +104,14 @@ class RemoteSteps:
         }
 
     def marker(self, name: str) -> Marker | None:
-        """Read a step's marker; None: the step is not committed.
-
-        Raises:
-            CorruptCheckpointError: The object is no marker.
-        """
+        """Read a step's marker; None: the step is not committed."""
         address = self.object_name(name, COMMITTED)
         if self.bucket.info(address) is None:
             return None
         return parse_marker(self.bucket.read(address), where=f"{self.url}/{name}/{COMMITTED}")
 
     def manifest(self, name: str) -> CheckpointManifest:
-        """Read a step's manifest.
-
-        Raises:
-            CorruptCheckpointError: It is torn.
-            CheckpointError: Its schema is of a later version.
-        """
+        """Read a step's manifest; errors as of `parse_manifest`."""
         content = self.bucket.read(self.object_name(name, MANIFEST))
         return parse_manifest(content, where=f"{self.url}/{name}/{MANIFEST}")
 
@@ -134,9 +120,6 @@ class RemoteSteps:
 
         Two runs that meet under one name can leave that. A folder keeps no checksums to tell it by;
         there a download tells. The marker is read only where its checksum is not the expected one.
-
-        Raises:
-            CheckpointError: The object is no marker.
         """
         marker, listed = objects[COMMITTED], objects[MANIFEST]
         if marker.crc32c is None or listed.crc32c is None:
@@ -168,9 +151,7 @@ class RemoteSteps:
     def retract(self, name: str, *, also: Collection[str] = ()) -> None:
         """Remove a checkpoint, its marker first, and the files `also`; unlisted objects stay.
 
-        Raises:
-            CheckpointError: Its manifest cannot be used, so what belongs to it is not known.
-            BucketError: The bucket cannot be read or written.
+        Raises CheckpointError when its manifest cannot be used, so what belongs to it is not known.
         """
         self.unmark(name)
         objects = self.objects(name)
@@ -200,14 +181,7 @@ class RemoteRetention:
         self._manifests: dict[int, tuple[BlobInfo, CheckpointManifest | None]] = {}
 
     def steps(self, *, in_use: Collection[int] = ()) -> list[KeptStep]:
-        """List the steps; each manifest is read once.
-
-        Args:
-            in_use: Steps that are being copied, or are about to be.
-
-        Raises:
-            BucketError: The bucket cannot be read.
-        """
+        """List the steps, those `in_use` by a copy marked; each manifest is read once."""
         manifests, whole = {}, set()
         for name, objects in self._remote.scan().items():
             step = self._branch.step_of(name)
@@ -222,22 +196,14 @@ class RemoteRetention:
         return kept_steps(manifests, whole=whole, in_use=in_use)
 
     def thin_out(self, *, in_use: Collection[int] = ()) -> list[int]:
-        """Remove what is not kept, each step's marker first; return the removed steps.
-
-        Raises:
-            BucketError: The bucket cannot be read or written; what is half removed is unmarked.
-        """
+        """Remove what is not kept, each step's marker first; return the removed steps."""
         doomed = to_remove(self.steps(in_use=in_use), keep=self._keep)
         for step in doomed:
             self._remote.retract(self._branch.name_of(step))
         return doomed
 
     def unwanted(self, lacking: Mapping[int, CheckpointManifest]) -> set[int]:
-        """Return the steps of `lacking`, which only the disk has, that would be removed at once.
-
-        Raises:
-            BucketError: The bucket cannot be read.
-        """
+        """Return the steps of `lacking`, which only the disk has, that would be removed."""
         there = {step.step for step in self.steps() if step.verified}
         manifests = {step: self._manifests[step][1] for step in there} | dict(lacking)
         together = kept_steps(manifests, whole=set(manifests))

@@ -112,10 +112,8 @@ class Catalog:
     def entries(self) -> list[CatalogEntry]:
         """List every checkpoint; those of the present branch last, by step ascending.
 
-        The present branch is that of `state.json`, or that of the highest number.
-
-        Raises:
-            BucketError: The bucket cannot be listed.
+        The present branch is that of `state.json`, or that of the highest number. A bucket that
+        cannot be listed raises BucketError.
         """
         here, remote = self.here(), self.remote
         there: dict[str, Found] = {}
@@ -147,12 +145,7 @@ class Catalog:
         return {name: judge_directory(path) for name, path in checkpoint_paths(self.local).items()}
 
     def resolve(self, request: str) -> CatalogEntry:
-        """Find a usable step by role, number or name.
-
-        Raises:
-            CheckpointError: There is no such step, or it is broken; the nearest are named.
-            BucketError: The bucket cannot be listed.
-        """
+        """Find a usable step by role, number or name; CheckpointError names the nearest."""
         entries = self.entries()
         entry = self.find(request, entries)
         if not entry.usable:
@@ -165,8 +158,7 @@ class Catalog:
     def find(self, request: str, entries: Sequence[CatalogEntry]) -> CatalogEntry:
         """Find a role such as `latest`, a number or a name among entries, usable or not.
 
-        Raises:
-            CheckpointError: There is no such step; the nearest are named.
+        Raises CheckpointError when there is no such step; the nearest are named.
         """
         role = "best" if request == "best_model" else request
         if role in ROLES or _EPOCH.fullmatch(role):
@@ -198,15 +190,9 @@ class Catalog:
     ) -> StepDirectory:
         """Return a step's local directory, downloading it when it is absent or broken.
 
-        Args:
-            name: Its directory name.
-            threads: Downloads at once.
-            progress: Called during the download.
-            replace: Download even when the local sizes are right, because a checksum was not.
-
-        Raises:
-            CheckpointError: There is no mirror, or the step in it is not whole.
-            BucketError: The bucket cannot be read, or the disk has no room.
+        With `replace` it is downloaded even when the local sizes are right, because a checksum was
+        not. Raises CheckpointError when there is no mirror, or the step in it is not whole, and
+        BucketError when the bucket cannot be read, or the disk has no room.
         """
         path = self.local / name
         if not replace and judge_directory(path).state == WHOLE:

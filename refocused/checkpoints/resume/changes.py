@@ -109,19 +109,10 @@ def check_allowable(names: Iterable[str]) -> None:
 def changes_since(
     step: StepDirectory, *, facts: RunFacts, world_size: int, allowed: Collection[str]
 ) -> Changes:
-    """Compare a verified step with the run that resumes it.
+    """Compare a verified step with the run that resumes it on `world_size` ranks.
 
     Settings that change neither the model nor the order of the data take effect; the others are
-    refused unless they are allowed.
-
-    Args:
-        step: The step.
-        facts: What the run would write into its own steps.
-        world_size: Ranks of the run.
-        allowed: Names among `ALLOWABLE`.
-
-    Raises:
-        CheckpointError: Something differs that is not allowed, or that cannot be taken over.
+    refused with a CheckpointError unless they are allowed, by names among `ALLOWABLE`.
     """
     saved = step.manifest
     now = parse_mapping(facts.run_yaml, where="run.yaml")

@@ -15,19 +15,11 @@ from refocused.system.errors import CheckpointError
 
 # In a manifest, but shown elsewhere (files, losses) or of no use to a person.
 _NOT_SHOWN = {"schema_version", "name", "files", "loss", "validation_loss"}
-_LOSSES = ("loss", "validation_loss", "best_loss")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepContents:
-    """A step without its tensors.
-
-    Attributes:
-        where: Path or address it was read from.
-        manifest: Its manifest.
-        trainer: The training state: losses, position, time and money spent.
-        settings: Its run file, by dotted name.
-    """
+    """A step without its tensors: manifest, training state, and run file by dotted name."""
 
     where: str
     manifest: CheckpointManifest
@@ -47,27 +39,17 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LossChange:
-    """One loss of both steps, in nats a token; None is unknown."""
+    """One loss of both steps and how much the second is above the first, in nats a token."""
 
     name: str
     a: float | None
     b: float | None
-
-    @property
-    def change(self) -> float | None:
-        """How much the second is above the first."""
-        return None if self.a is None or self.b is None else self.b - self.a
+    change: float | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two steps side by side.
-
-    Attributes:
-        facts: What differs of their manifests, and the time and money spent.
-        losses: Their losses, equal ones too.
-        settings: What differs of their run files.
-    """
+    """What differs of two manifests, the losses of both, and what differs of the run files."""
 
     facts: list[Difference]
     losses: list[LossChange]
@@ -77,9 +59,7 @@ class Comparison:
 def read_contents(catalog: Catalog, entry: CatalogEntry) -> StepContents:
     """Read a step's small files, from the disk when it is whole there, else from the bucket.
 
-    Raises:
-        CheckpointError: It is whole in neither place, or one of these files is corrupt.
-        BucketError: The bucket cannot be read.
+    Raises CheckpointError when it is whole in neither place, or one of these files is corrupt.
     """
     if entry.local == WHOLE:
         step = read_step(catalog.local / entry.name)
@@ -117,11 +97,7 @@ def _contents(
 
 
 def checked_trainer(trainer: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """Return a training state whose figures, which commands print, are numbers.
-
-    Raises:
-        CheckpointError: One is missing, or something else.
-    """
+    """Return a training state; CheckpointError: a figure that commands print is no number."""
     names = ["best_loss", "best_step", "cost_usd"]  # unknown in some
     odd = [name for name in names if not isinstance(trainer.get(name, ""), int | float | None)]
     if not isinstance(trainer.get("seconds"), int | float):
@@ -137,10 +113,12 @@ def checked_trainer(trainer: dict[str, Any], *, where: str) -> dict[str, Any]:
 def compare(a: StepContents, b: StepContents) -> Comparison:
     """Put two steps side by side."""
     ours, theirs = ({**step.trainer, **step.manifest.model_dump()} for step in (a, b))
+    losses = []
+    for name in ("loss", "validation_loss", "best_loss"):
+        pair = ours[name], theirs[name]
+        losses.append(LossChange(name, *pair, None if None in pair else pair[1] - pair[0]))
     return Comparison(
-        facts=differences(_facts(a), _facts(b)),
-        losses=[LossChange(name, ours[name], theirs[name]) for name in _LOSSES],
-        settings=differences(a.settings, b.settings),
+        differences(_facts(a), _facts(b)), losses, differences(a.settings, b.settings)
     )
 
 

@@ -44,13 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForeignStep:
-    """One whole step somewhere else.
-
-    Attributes:
-        where: Its path or address.
-        manifest: Its manifest, as it is there.
-        bring: Copies it, verified, into a folder; returns the copy.
-    """
+    """One whole step somewhere else; `bring` copies it, verified, into a folder."""
 
     where: str
     manifest: CheckpointManifest
@@ -81,10 +75,7 @@ def split_address(address: str) -> tuple[str, str | None]:
     """Split the path or address of a checkpoint, or of what is in it, at its name.
 
     A listing prints `latest/` last, or what is inside of a checkpoint; those are understood too.
-
-    Returns:
-        The folder of the checkpoints and the name, which may be `latest`; None in place of the
-        name: the address holds none, and is returned whole.
+    The name is None, and the address returned whole, where it holds none.
     """
     parts = address.rstrip("/").split("/")
     for index in range(len(parts) - 1, 0, -1):
@@ -97,15 +88,9 @@ def split_address(address: str) -> tuple[str, str | None]:
 
 
 def find_elsewhere(request: str, open_url: Callable[[str], Bucket]) -> ForeignStep:
-    """Find a step, or the newest whole one in a folder of steps or of a run.
+    """Find a step, or the newest whole one in a folder of steps or of a run, by path or address.
 
-    Args:
-        request: A path, or an address with a scheme.
-        open_url: Opens an address.
-
-    Raises:
-        CheckpointError: No whole step is there.
-        BucketError: The bucket cannot be read.
+    Raises CheckpointError when no whole step is there.
     """
     if "://" in request:
         return _in_bucket(request.rstrip("/"), open_url)
@@ -126,11 +111,8 @@ def require_trust(manifest: CheckpointManifest, *, where: str, run: str, trusted
 def bring(found: ForeignStep, catalog: Catalog) -> StepDirectory:
     """Return a verified copy of a step below the run's own, under a hidden name.
 
-    Where the run took the same step over before, that is returned.
-
-    Raises:
-        CheckpointError: It is corrupt, or the disk has no room.
-        BucketError: It cannot be read.
+    Where the run took the same step over before, that is returned. Raises CheckpointError when it
+    is corrupt, or the disk has no room.
     """
     name = catalog.branch.name_of(found.manifest.step)
     if (catalog.local / name).exists() and _is_same(catalog.local / name, found.manifest):
@@ -148,14 +130,7 @@ def is_brought(path: Path) -> bool:
 def take_over(
     brought: StepDirectory, checkpoints: Path, *, run: str, branch: Branch
 ) -> StepDirectory:
-    """Make a checkpoint that `bring` returned the run's own, on a branch that it begins.
-
-    Args:
-        brought: The checkpoint.
-        checkpoints: Folder of the run's checkpoints.
-        run: The run's name, which the manifest gets.
-        branch: The branch that training goes on with.
-    """
+    """Make a checkpoint that `bring` returned the run's own, on the branch that it begins."""
     if not is_brought(brought.path):
         return brought  # an earlier start took it over
     stage = next(path for path in brought.path.parents if path.parent == checkpoints)

@@ -24,12 +24,8 @@ def decide_together(
 ) -> T:
     """Let rank 0 decide with a catalog of what all machines hold; every rank must call.
 
-    Where all share one disk, it is the plain catalog, and no other rank is questioned.
-
-    Args:
-        world: The ranks.
-        open_catalog: Opens the plain catalog of this rank's disk.
-        decide: Called on rank 0 alone; every rank gets its result or its error.
+    Where all share one disk, it is the plain catalog, and no other rank is questioned. Every rank
+    gets the decision or its error.
     """
     if world.storage_ranks == 1:
         return world.on_rank_0(lambda: decide(open_catalog()))
@@ -76,13 +72,11 @@ class _MachinesCatalog(Catalog):
         progress: Callable[[Progress], None] | None = None,
         replace: bool = False,
     ) -> StepDirectory:
-        """Let each machine fetch its part, unless it has it."""
         machines = self._world.storage_ranks
         self._ask(functools.partial(_fetch, name, machines=machines, threads=threads))
         return read_step(self.local / name)
 
     def here(self) -> dict[str, Found]:
-        """Judge the parts of every checkpoint together."""
         looks = self._ask(_look)
         names = {name for look in looks for name in look}
         return {name: judge_parts([look.get(name) for look in looks]) for name in names}

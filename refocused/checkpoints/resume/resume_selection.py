@@ -71,12 +71,7 @@ def select_checkpoint(catalog: Catalog, request: str) -> Selection:
 def list_checkpoints(catalog: Catalog, request: str = "none") -> list[CatalogEntry]:
     """List the checkpoints; the local ones alone where the bucket cannot be listed.
 
-    Args:
-        catalog: Checkpoints on the disk and in the bucket.
-        request: What has to be found among them.
-
-    Raises:
-        BucketError: It cannot be listed, and the local checkpoints do not answer the request.
+    Raises BucketError when it cannot be listed, and the local checkpoints do not answer `request`.
     """
     try:
         return catalog.entries()
@@ -106,8 +101,7 @@ def _answers(local: Catalog, entries: Sequence[CatalogEntry], request: str) -> b
 def present_branch(catalog: Catalog, entries: Sequence[CatalogEntry]) -> Branch:
     """Return the present branch of a listed catalog, with the run's identity, made where needed.
 
-    Raises:
-        CheckpointError: The disk and the mirror hold different runs.
+    Raises CheckpointError when the disk and the mirror hold different runs.
     """
     known = recorded_branch(catalog.local.parent)
     here = [entry.local_run_id for entry in entries if entry.local_run_id]
@@ -133,11 +127,7 @@ def next_branch(
 ) -> Branch:
     """Return the present branch, or a new one where it would come upon existing checkpoints.
 
-    Args:
-        present: The present branch.
-        entries: Every checkpoint of the run.
-        step: Where training goes on; None: from scratch.
-        corrupt: Names of checkpoints on the disk that give way to new ones of their step.
+    `corrupt` names checkpoints on the disk that give way to new ones of their step.
     """
     number = 0 if step is None else step.step
     on_it = step is None or present.holder(number) == step.manifest.branch
@@ -165,7 +155,7 @@ def _was_completed(entry: CatalogEntry, corrupt: Sequence[str]) -> bool:
 def _newest(
     catalog: Catalog, entries: Sequence[CatalogEntry], corrupt: list[str], *, must_exist: bool
 ) -> StepDirectory | None:
-    """Return the newest usable checkpoint; the corrupt ones before it on this disk are added."""
+    """Return the newest usable checkpoint; add the corrupt ones on the way to `corrupt`."""
     present = [entry for entry in entries if entry.is_present]
     for entry in reversed(present):
         notes = "; ".join(entry.notes)

@@ -26,13 +26,9 @@ UNREADABLE = "unreadable"  # which proves no damage
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """What one place holds of one step.
+    """What one place holds of one step; `state` is as in CatalogEntry.
 
-    Attributes:
-        state: As in CatalogEntry.
-        manifest: None: there is none that can be read.
-        objects_bytes: Bytes of its objects in the bucket.
-        manifest_crc32c: CRC-32C of the local manifest; None where it cannot be read.
+    The bytes are those of its objects in the bucket, the CRC-32C that of the local manifest.
     """
 
     state: str = ABSENT

@@ -16,10 +16,8 @@ from refocused.system.strict_json import parse_json_object
 class Branch(pydantic.BaseModel):
     """The steps that led to the present one; going back to an earlier one starts a new branch.
 
-    Attributes:
-        run_id: Identity of the run, random and made once; empty in the first schema.
-        number: 1 for the first branch of a run.
-        ancestry: For each ancestor, oldest first: its number, and the last step taken from it.
+    `run_id` is empty in the first schema. `ancestry` holds for each ancestor, oldest first, its
+    number and the last step taken from it.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")

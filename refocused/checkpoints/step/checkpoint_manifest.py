@@ -160,12 +160,8 @@ class CheckpointManifest(pydantic.BaseModel):
 class RunFacts:
     """What all checkpoints of a run have in common; see `CheckpointManifest`.
 
-    Attributes:
-        run_yaml: The resolved run file.
-        model_json: The model's shape in the transformers form.
-        tokenizer_json: The data's tokenizer as a `tokenizers` file; None: not saved.
-        data_fingerprint_by_size: The fingerprint that earlier versions gave the same data, from
-            names and sizes; None: they used the content too.
+    `tokenizer_json` is None where no tokenizer is saved, `data_fingerprint_by_size` the fingerprint
+    that earlier versions gave the same data, from names and sizes.
     """
 
     run: str
@@ -191,9 +187,8 @@ class RunFacts:
 def parse_manifest(content: bytes, *, where: str) -> CheckpointManifest:
     """Parse a `manifest.json` that `where` (a path or an address) holds.
 
-    Raises:
-        CorruptCheckpointError: The JSON is torn, or lacks or adds a field.
-        CheckpointError: Its schema is unknown to this version.
+    Raises CorruptCheckpointError when it is torn, or lacks or adds a field, and CheckpointError
+    when its schema is unknown to this version.
     """
     try:
         fields = parse_json(content)

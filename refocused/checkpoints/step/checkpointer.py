@@ -89,10 +89,10 @@ class Checkpointer:
         history: Path | None = None,
         least_bytes: int = 0,
     ) -> None:
-        """Save below a folder.
+        """Save below a folder, on the shared disk or on each storage rank's own.
 
         Args:
-            folder: Of all step directories, on the shared disk or on each storage rank's own.
+            folder: Of all step directories.
             world: The ranks.
             facts: What all checkpoints have in common.
             branch: The branch that training is on.
@@ -112,11 +112,7 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def prepare(self) -> None:
-        """Clean the folder, and make sure that it can be written and has room for a first save.
-
-        Raises:
-            ConfigError: On every rank: nothing that is trained could be saved.
-        """
+        """Clean the folder; ConfigError on every rank: no save could succeed."""
         self._world.on_storage_ranks(
             lambda: prepare_folder(self._folder, least_bytes=self._least_bytes)
         )
@@ -164,10 +160,8 @@ class Checkpointer:
     def finish(self, *, wait: bool) -> SavedStep | None:
         """Commit the step that was begun, once every rank has written its part.
 
-        Without such a step the ranks exchange nothing.
-
-        Args:
-            wait: Wait for the files; otherwise return None when a rank is still writing.
+        Without such a step the ranks exchange nothing. Unless `wait`, return None when a rank is
+        still writing.
         """
         if self._begun is None:
             return None
@@ -180,10 +174,7 @@ class Checkpointer:
     def load(self, owner: ShardOwner, step: StepDirectory, *, exact: bool) -> dict[str, Any]:
         """Load a verified step; return the content of its `trainer.json`.
 
-        Args:
-            owner: Takes the state.
-            step: The step.
-            exact: Every rank reads its own file; otherwise the states are divided anew.
+        If `exact`, every rank reads its own file; otherwise the states are divided anew.
         """
         rank = self._world.rank
         with assembled(step, self._world, exact=exact) as folder:

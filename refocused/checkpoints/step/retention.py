@@ -36,7 +36,6 @@ class KeptStep:
         tiers: The save reasons.
         mirrored: The bucket holds all of it, with its marker; None: no copy of it is wanted.
         skipped: The mirror puts newer steps first.
-        best: It has the lowest validation loss.
         in_use: Something is reading it: a resume, an export, an upload.
     """
 
@@ -50,18 +49,13 @@ class KeptStep:
 
 
 def to_remove(steps: Sequence[KeptStep], *, keep: int, disk_low: bool = False) -> list[int]:
-    """Choose the steps to remove, oldest first.
+    """Choose the steps to remove, oldest first, of all steps of one branch in one place.
 
     Kept are the newest two verified steps, the newest `keep` verified rolling ones, the newest
     verified emergency, every epoch's and the final one, the best, what is in use, what a mirror
     still has to copy, and broken steps newer than the oldest that is kept by its number. On a full
-    disk a step goes before the mirror has it, if the mirror has a newer one, or puts newer ones
-    first.
-
-    Args:
-        steps: All steps of one branch in one place, in any order.
-        keep: How many of the newest verified rolling ones stay.
-        disk_low: There may be no room for the next saves.
+    disk (`disk_low`) a step goes before the mirror has it, if the mirror has a newer one, or puts
+    newer ones first.
     """
     verified = sorted((step for step in steps if step.verified), key=lambda step: -step.step)
     if len(verified) < FEWEST:
@@ -162,22 +156,20 @@ def thin_out(
     status: Mirrored | None,
     disk_low: bool = False,
 ) -> list[str]:
-    """Remove the steps that retention does not keep, from every storage rank's disk.
+    """Remove the steps that retention does not keep, from every storage rank's disk; return them.
 
     The checkpoints of branches that the run has left go as soon as its own branch has `keep` ones
-    beyond the fork, or when the disk is low; those of epochs and the final one stay.
+    beyond the fork, or when the disk is low; those of epochs and the final one stay. All ranks
+    call; rank 0's `keep` and `disk_low` decide.
 
     Args:
         checkpoints: Folder of the step directories.
-        world: The ranks, all of which must call; rank 0's `keep` and `disk_low` decide.
+        world: The ranks.
         branch: The branch that the run is on.
         keep: Newest rolling steps that stay.
         mirrored: The run has a mirror; what that lacks stays.
         status: What the mirror reported last; None: nothing yet.
         disk_low: There may be no room for the next saves.
-
-    Returns:
-        Names of the checkpoints that were removed.
     """
 
     def look() -> list[KeptStep]:

@@ -43,11 +43,7 @@ def assembled(step: StepDirectory, world: World, *, exact: bool) -> Iterator[Pat
 
     It is the step directory itself, unless a machine lacks files that another has; then it is a
     folder of links and of what the others sent, which is removed afterwards. Every rank must call.
-
-    Args:
-        step: The step, of which every storage rank has a part.
-        world: The ranks.
-        exact: Each rank reads its own files; otherwise each reads all.
+    Each rank reads its own files if `exact`, otherwise all.
 
     Raises:
         CheckpointError: On every rank: no machine has a file that is needed, or there is no room.
@@ -76,14 +72,7 @@ def assembled(step: StepDirectory, world: World, *, exact: bool) -> Iterator[Pat
 def require_readable(step: StepDirectory, folder: Path, *, rank: int, exact: bool) -> None:
     """Open what a rank reads of a step before DeepSpeed's collectives, in which none may fail.
 
-    Args:
-        step: The step.
-        folder: Where its files are, see `assembled`.
-        rank: The rank that reads.
-        exact: It reads its own files; otherwise the states of all ranks.
-
-    Raises:
-        CheckpointError: A file cannot be loaded.
+    `folder` and `exact` are those of `assembled`.
     """
     own = ("trainer.json", rank_file(rank))
     files = step.manifest.files
@@ -97,13 +86,7 @@ def require_readable(step: StepDirectory, folder: Path, *, rank: int, exact: boo
 def wanted_files(
     manifest: CheckpointManifest, nodes: Sequence[int], *, exact: bool
 ) -> dict[int, frozenset[str]]:
-    """Return the files of a step that each machine's ranks read.
-
-    Args:
-        manifest: Of the step.
-        nodes: The machine of each rank.
-        exact: Each rank reads its own files; otherwise each reads all.
-    """
+    """Return the files that each machine's ranks read, given the machine of each rank."""
     files = manifest.files
     same_places = len(nodes) == manifest.world_size and all(
         files[rank_file(rank)].node == node for rank, node in enumerate(nodes)
@@ -120,11 +103,7 @@ def wanted_files(
 def plan_deliveries(
     held: Mapping[int, frozenset[str]], wanted: Mapping[int, frozenset[str]]
 ) -> list[Delivery]:
-    """Decide who sends which file to whom, given the files that each storage rank has and needs.
-
-    Raises:
-        CheckpointError: No machine has one of them.
-    """
+    """Decide who sends which file to whom, given what each storage rank has and needs."""
     deliveries = []
     for name in sorted(frozenset().union(*wanted.values())):
         lacking = frozenset(

@@ -41,14 +41,7 @@ class Staging:
     def __init__(
         self, checkpoints: Path, *, name: str, token: str, part: Part | None = None
     ) -> None:
-        """Choose the hidden name.
-
-        Args:
-            checkpoints: Folder of the step directories.
-            name: The checkpoint's directory name below that folder.
-            token: Unique to this attempt.
-            part: Whose files the directory gets; None: all.
-        """
+        """Choose the hidden name below `checkpoints`; `token` is unique to this attempt."""
         self.part = part
         self.final = checkpoints / name
         self.path = checkpoints / f"{STAGING_PREFIX}{self.final.name}-{token}"
@@ -60,26 +53,18 @@ class Staging:
             (self.path / folder).mkdir(parents=True)
 
     def describe(self, contents: Mapping[str, bytes], *, node: int) -> dict[str, FileRecord]:
-        """Write the step's descriptions by name; return all files beside the ranks' folders.
-
-        Raises:
-            OSError: The disk is full, read-only or failing.
-        """
+        """Write the step's descriptions by name; return all files beside the ranks' folders."""
         for name, content in contents.items():
             (self.path / name).write_bytes(content)
         return self._flushed(self.path.iterdir(), node)
 
     def unlisted(self, listed: Collection[str], *, node: int) -> dict[str, FileRecord]:
-        """Flush and return the files that no rank has listed; raises as `describe`."""
+        """Flush and return the files that no rank has listed."""
         paths = self.path.rglob("*")
         return self._flushed((path for path in paths if self._name(path) not in listed), node)
 
     def read_back(self, names: Iterable[str], *, rank: int) -> None:
-        """Open files that a rank wrote as a resume will.
-
-        Raises:
-            CheckpointError: One of them cannot be loaded.
-        """
+        """Open files that a rank wrote as a resume will."""
         try:
             for name in names:
                 require_content(self.path / name, name, step=parse_name(self.final.name) or 0)
@@ -92,9 +77,8 @@ class Staging:
     def seal(self, manifest: CheckpointManifest) -> None:
         """Write the manifest and then its marker; the writers have flushed the files.
 
-        Raises:
-            CheckpointError: A step of that name exists already, or a file of the manifest is
-                absent or has another size; the staging directory stays.
+        Raises CheckpointError when a step of that name exists already, or a file of the manifest is
+        absent or has another size; the staging directory stays.
         """
         if self.final.exists():
             raise CheckpointError(
@@ -254,10 +238,7 @@ def lack_of_room(checkpoints: Path, *, needed: int) -> str | None:
 def prepare_folder(checkpoints: Path, *, least_bytes: int) -> None:
     """Clean a folder, and make sure that a first save of at least `least_bytes` can succeed.
 
-    The caller holds the run's lock.
-
-    Raises:
-        ConfigError: Nothing that is trained could be saved.
+    The caller holds the run's lock. Raises ConfigError when nothing could be saved.
     """
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)

@@ -72,8 +72,7 @@ def rank_file(rank: int) -> str:
 class Part(pydantic.BaseModel):
     """The machine whose files a directory holds, where each machine keeps its own ranks' files.
 
-    Attributes:
-        nodes: Machines of the run; files of further machines are divided among them.
+    Files of machines beyond `nodes` are divided among those.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
@@ -97,10 +96,7 @@ class Part(pydantic.BaseModel):
 class StepDirectory:
     """One committed step, which never changes.
 
-    Attributes:
-        path: The directory.
-        manifest: Lists the files of all machines.
-        part: Whose files are in the directory; None: all.
+    The manifest lists the files of all machines; `part` says whose are here (None: all).
     """
 
     path: Path
@@ -160,10 +156,9 @@ class StepDirectory:
 def read_step(path: Path) -> StepDirectory:
     """Read the manifest of a committed step; `verify` looks at its files.
 
-    Raises:
-        CorruptCheckpointError: There is no such directory, or its manifest is missing, differs
-            from what its marker says, or is of another step than the directory's name.
-        CheckpointError: The manifest cannot be read, or its schema is of a later version.
+    Raises CorruptCheckpointError when there is no such directory, or its manifest is missing,
+    differs from its marker, or is of another step than the directory's name; CheckpointError when
+    it cannot be read, or its schema is of a later version.
     """
     manifest_path = path / MANIFEST
     try:
@@ -236,11 +231,7 @@ def read_error(path: Path, error: OSError) -> CheckpointError:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Read one of a checkpoint's descriptions: a JSON object, or a YAML mapping.
-
-    Raises:
-        CheckpointError: It cannot be read, or holds something else.
-    """
+    """Read one of a checkpoint's descriptions: a JSON object, or a YAML mapping."""
     try:
         return parse_mapping(path.read_bytes(), where=str(path))
     except OSError as error:
@@ -258,11 +249,7 @@ def parse_mapping(content: bytes | str, *, where: str) -> dict[str, Any]:
 
 
 def run_settings(step: StepDirectory) -> dict[str, dict[str, Any]]:
-    """Return the run file of a step by section; sections that it lacks are empty.
-
-    Raises:
-        CheckpointError: It cannot be read, or is of another form.
-    """
+    """Return the run file of a step by section; sections that it lacks are empty."""
     settings: collections.defaultdict[str, dict[str, Any]] = collections.defaultdict(dict)
     for name, section in read_mapping(step.run).items():
         if not isinstance(section, dict):
@@ -275,8 +262,7 @@ def run_settings(step: StepDirectory) -> dict[str, dict[str, Any]]:
 def in_use(path: Path) -> Iterator[None]:
     """Keep every process from removing a step while it is read; a lock ends with its process.
 
-    Raises:
-        OSError: The step has no manifest (any more).
+    Raises OSError when the step has no manifest (any more).
     """
     with (path / MANIFEST).open("rb") as manifest:
         with contextlib.suppress(OSError):  # a network disk without locks
@@ -287,11 +273,7 @@ def in_use(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unused(path: Path) -> Iterator[None]:
-    """Keep readers away from a step while it is removed.
-
-    Raises:
-        BlockingIOError: Something holds it.
-    """
+    """Keep readers away from a step while it is removed; BlockingIOError: something holds it."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(FileNotFoundError, PermissionError):
             manifest = stack.enter_context((path / MANIFEST).open("rb"))

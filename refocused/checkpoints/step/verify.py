@@ -45,7 +45,7 @@ def describe(problems: Sequence[FileProblem]) -> str:
 def verify(
     step: StepDirectory, *, deep: bool, files: Iterable[str] | None = None
 ) -> list[FileProblem]:
-    """Compare a step directory with its manifest.
+    """Compare a step directory with its manifest; return every problem, by file name.
 
     Args:
         step: The directory and its manifest.
@@ -53,9 +53,6 @@ def verify(
             compare sizes only, which does not find a flipped bit.
         files: Compare only the bytes of these files; None: of all that belong into the directory,
             and also look for required files that the manifest lacks and for files it does not list.
-
-    Returns:
-        Every problem found, by file name.
 
     Raises:
         CheckpointUnavailableError: A file cannot be read for a reason that proves no damage.
@@ -88,11 +85,7 @@ def unreadable(step: StepDirectory, files: Iterable[str] | None = None) -> list[
 
 
 def require_content(path: Path, name: str, *, step: int) -> None:
-    """Open one file, `name` below the directory of a step, as a resume does: not its tensors.
-
-    Raises:
-        CheckpointError: It cannot be loaded, or is of another step.
-    """
+    """Open one file as a resume does; CheckpointError: useless, or of another step."""
     found: object = step
     if name == "trainer.json":
         found = read_mapping(path).get("step")

@@ -175,8 +175,7 @@ def run_compare(parser: Parser) -> int:
     found = find_steps([arguments.a, arguments.b], arguments)
     a, b = (read_contents(step.catalog, step.entry) for step in found)
     comparison = compare(a, b)
-    losses = [dataclasses.asdict(loss) | {"change": loss.change} for loss in comparison.losses]
-    record = {"a": a.where, "b": b.where, **dataclasses.asdict(comparison), "losses": losses}
+    record = {"a": a.where, "b": b.where, **dataclasses.asdict(comparison)}
     print_result(record, [f"A  {a.where}", f"B  {b.where}"], as_json=arguments.json)
     if arguments.json:
         return max(step.outcome for step in found)
