@@ -1,4 +1,4 @@
-"""`launch/generate.py`: generate text from a checkpoint, a run or a model folder."""
+"""`launch/generate.py`: continue prompts with a checkpoint, a run or a model folder."""
 
 from __future__ import annotations
 
@@ -6,89 +6,35 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
-import json
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from refocused.commands.arguments import Parser, quiet_on_a_closed_pipe
+from refocused.commands.arguments import Parser, add_tokenizer_options, tokenizer_choice
 from refocused.commands.checkpoints.show import print_entries
-from refocused.commands.output import count
+from refocused.commands.evaluate.model import add_dtype_option, usual_dtype
+from refocused.commands.output import count, print_result
 from refocused.commands.run_selection import add_run_options, list_steps, model_source
-from refocused.system.errors import CheckpointError, ConfigError, ExitCode, RefocusedError
+from refocused.system.errors import CheckpointError, ConfigError, ExitCode
 
 if TYPE_CHECKING:
-    from refocused.evaluate.generation import Answer, Generated, Sampling
+    from refocused.evaluate.generation import Generated, Sampling
     from refocused.evaluate.load_model import LoadedModel
 
 
-def pick_step(arguments: argparse.Namespace) -> str:
-    """Show the steps of the run, here and in the bucket; return the request that was typed.
-
-    Args:
-        arguments: With the options of `add_run_options`, and perhaps `--local`.
-
-    Raises:
-        ConfigError: Nobody is at a terminal who could pick, or there is no such run.
-        CheckpointError: The run has no step.
-    """
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise ConfigError(
-            "No checkpoint is named. Give latest, best, a step, a path, a gs:// address, or the "
-            "folder of a model."
-        )
-    listing = list_steps(arguments)
-    if not listing.entries:
-        raise CheckpointError(f"{listing.run} has no checkpoint. Name another run: --run NAME")
-    arguments.run = str(listing.run)
-    print(f"run {listing.run}", file=sys.stderr)
-    print_entries(listing.entries, file=sys.stderr)
-    while True:
-        request = _asked("Which step? [latest] ") or "latest"
-        try:
-            listing.catalog.find(request, listing.entries)
-        except CheckpointError as error:
-            print(error, file=sys.stderr)
-            continue
-        return request
-
-
-def _asked(question: str) -> str:
-    """Ask on standard error, so that standard output holds only what is written."""
-    print(question, end="", file=sys.stderr, flush=True)
-    line = sys.stdin.readline()
-    if not line:
-        raise ConfigError("No step was picked.")
-    return line.strip().replace(",", "")
-
-
-def build_parser() -> Parser:
-    """Describe the command line."""
-    parser = Parser(
-        prog="generate",
-        description="Continue prompts with a model. Without a prompt, lines are read: at a "
-        "terminal one after another, otherwise as one text.",
-    )
+def _add_options(parser: Parser) -> None:
     add = parser.add_argument
-    add(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="latest, best, a step, a path, a gs:// address, a run, or a transformers folder "
-        "(default: a list to pick from)",
+    kinds = (
+        "latest, best, a step, a path, a gs:// address, a run, or a transformers folder (default: "
+        "a list to pick from)"
     )
+    add("model", nargs="?", metavar="MODEL", help=kinds)
     add("prompts", nargs="*", metavar="PROMPT", help="text to continue")
     add("--file", type=Path, metavar="FILE", help="a prompt: the whole file")
     add("--lines", type=Path, metavar="FILE", help="a prompt in every line")
-    add(
-        *("--tokens", "--max-tokens"),
-        type=count,
-        default=100,
-        metavar="N",
-        help="most tokens to write (100)",
-    )
+    most = "most tokens to write (100)"
+    add("--tokens", "--max-tokens", type=count, default=100, metavar="N", help=most)
     add("--temperature", type=float, default=0.8, help="0: the likeliest token always (0.8)")
     add("--top-k", type=int, default=40, metavar="N", help="of the N likeliest; 0: of all (40)")
     add("--top-p", type=float, default=1.0, metavar="P", help="of the likeliest that sum to P")
@@ -99,68 +45,59 @@ def build_parser() -> Parser:
     add("--stop", action="append", default=[], metavar="TEXT", help="end before it; repeatable")
     add("--batch", type=count, default=8, metavar="N", help="texts written at once (8)")
     add("--device", help="cpu, cuda, cuda:1 ... (default: cuda where there is one)")
-    add(
-        "--dtype",
-        choices=("bf16", "fp16", "fp32"),
-        help="(default: bf16 on GPUs that have it, fp16 on others, fp32 on CPUs)",
-    )
-    add(
-        "--tokenizer",
-        metavar="NAME",
-        help="bytes, gpt2, hub:MODEL or a tokenizer.json (default: its own)",
-    )
-    add("--bpe-folder", type=Path, metavar="DIR", help="vocab.bpe and encoder.json, for gpt2")
+    add_dtype_option(parser)
+    add_tokenizer_options(parser)
     add_run_options(parser)
-    return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
-    arguments = build_parser().read(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+def run_generate(parser: Parser) -> int:
+    """Write what follows prompts, or what is typed."""
+    _add_options(parser)
+    arguments = parser.read()
     try:
-        with quiet_on_a_closed_pipe():
-            return _run(arguments)
-    except RefocusedError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+        _write(arguments)
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    prompts = _prompts(arguments)
-    sampling = _sampling(arguments)
-    if prompts is None and arguments.json:
-        raise ConfigError("--json needs a prompt.")
-    if arguments.model is None:
-        arguments.model = pick_step(arguments)
-    model = _load(arguments)
-    if prompts is None:
-        _converse(model, sampling)
-        return ExitCode.OK
-    from refocused.evaluate.generation import generate
-
-    is_single = len(prompts) * sampling.samples == 1 and not arguments.json
-    if is_single:
-        _show(prompts[0])
-    found = generate(
-        model, prompts, sampling, batch=arguments.batch, show=_show if is_single else None
-    )
-    if arguments.json:
-        print(json.dumps(_record(model, prompts, sampling, found), indent=1))
-    else:
-        _print_answers(prompts, found, is_single=is_single)
-    _warn_of_length(model, found)
     return ExitCode.OK
 
 
-def _prompts(arguments: argparse.Namespace) -> list[str] | None:
-    """Return all prompts that were given; None: a person will type them.
+def _write(arguments: argparse.Namespace) -> None:
+    from refocused.evaluate.generation import Sampling, generate
 
-    Raises:
-        ConfigError: A file cannot be read, or has none.
-    """
+    prompts = _prompts(arguments)
+    sampling = Sampling(
+        tokens=arguments.tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        repetition_penalty=arguments.repetition_penalty,
+        seed=arguments.seed,
+        samples=arguments.samples,
+        stops=tuple(arguments.stop),
+    )
+    if prompts is None and arguments.json:
+        raise ConfigError("--json needs a prompt.")
+    if arguments.model is None:
+        arguments.model = _picked_step(arguments)
+    model = _load(arguments)
+    if prompts is None:
+        _converse(model, sampling)
+        return
+    is_single = len(prompts) * sampling.samples == 1 and not arguments.json
+    if is_single:
+        _show(prompts[0])
+    show = _show if is_single else None
+    found = generate(model, prompts, sampling, batch=arguments.batch, show=show)
+    if arguments.json:
+        print_result(_record(model, prompts, sampling, found), [], as_json=True)
+        _warn_of_length(model, found)
+    else:
+        _print_answers(model, prompts, found, is_single=is_single)
+
+
+def _prompts(arguments: argparse.Namespace) -> list[str] | None:
+    """Return all prompts that were given; None: a person will type them."""
     prompts = list(arguments.prompts)
     if arguments.file is not None:
         prompts.append(_text(arguments.file).removesuffix("\n"))
@@ -194,52 +131,50 @@ def _decoded(content: bytes, where: str) -> str:
         ) from None
 
 
-def _sampling(arguments: argparse.Namespace) -> Sampling:
-    from refocused.evaluate.generation import Sampling
-
-    return Sampling(
-        tokens=arguments.tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        min_p=arguments.min_p,
-        repetition_penalty=arguments.repetition_penalty,
-        seed=arguments.seed,
-        samples=arguments.samples,
-        stops=tuple(arguments.stop),
-    )
+def _picked_step(arguments: argparse.Namespace) -> str:
+    """List the run's checkpoints, here and in the bucket; return the request that is typed."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise ConfigError(
+            "No checkpoint is named. Give latest, best, a step, a path, a gs:// address, or the "
+            "folder of a model."
+        )
+    listing = list_steps(arguments)
+    if not listing.entries:
+        raise CheckpointError(f"{listing.run} has no checkpoint. Name another run: --run NAME")
+    arguments.run = str(listing.run)
+    print(f"run {listing.run}", file=sys.stderr)
+    print_entries(listing.entries, file=sys.stderr)
+    while True:
+        # On standard error, so that standard output holds only what is written.
+        print("Which step? [latest] ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            raise ConfigError("No step was picked.")
+        request = line.strip().replace(",", "") or "latest"
+        try:
+            listing.catalog.find(request, listing.entries)
+        except CheckpointError as error:
+            print(error, file=sys.stderr)
+            continue
+        return request
 
 
 def _load(arguments: argparse.Namespace) -> LoadedModel:
     import torch
 
-    from refocused.commands.evaluation_options import usual_dtype
     from refocused.evaluate.load_model import load_model
-    from refocused.tokenizers.encoders import TokenizerChoice
 
     source = model_source(arguments.model, arguments)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    _require(device)
-    named = arguments.tokenizer
-    if sys.stderr.isatty():
-        print(f"loading {source}", file=sys.stderr)
-    return load_model(
-        source,
-        dtype=arguments.dtype or usual_dtype(device),
-        device=device,
-        tokenizer=None if named is None else TokenizerChoice(named, arguments.bpe_folder),
-    )
-
-
-def _require(device: str) -> None:
-    """Refuse a device that is not there, before a model is read for it."""
-    import torch
-
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"--device {device}: {reason}. Name cpu, cuda or cuda:N.") from None
+    if sys.stderr.isatty():
+        print(f"loading {source}", file=sys.stderr)
+    dtype = arguments.dtype or usual_dtype(device)
+    return load_model(source, dtype=dtype, device=device, tokenizer=tokenizer_choice(arguments))
 
 
 def _converse(model: LoadedModel, sampling: Sampling) -> None:
@@ -248,6 +183,7 @@ def _converse(model: LoadedModel, sampling: Sampling) -> None:
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - makes `input` edit and remember lines
+    is_single = sampling.samples == 1
     for turn in itertools.count():
         try:
             prompt = input("> ")
@@ -256,12 +192,11 @@ def _converse(model: LoadedModel, sampling: Sampling) -> None:
             return
         if not prompt:
             continue
+        drawn = dataclasses.replace(sampling, seed=sampling.seed + turn)
+        show = _show if is_single else None
         try:
-            show = _show if sampling.samples == 1 else None
-            drawn = dataclasses.replace(sampling, seed=sampling.seed + turn)
             found = generate(model, [prompt], drawn, batch=sampling.samples, show=show)
-            _print_answers([prompt], found, is_single=sampling.samples == 1)
-            _warn_of_length(model, found)
+            _print_answers(model, [prompt], found, is_single=is_single)
         except ConfigError as error:
             print(error, file=sys.stderr)
         except KeyboardInterrupt:
@@ -272,7 +207,9 @@ def _show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _print_answers(prompts: Sequence[str], found: Generated, *, is_single: bool) -> None:
+def _print_answers(
+    model: LoadedModel, prompts: Sequence[str], found: Generated, *, is_single: bool
+) -> None:
     """Print the texts, unless the single one was shown while it was written, and the pace."""
     if is_single:
         print()
@@ -280,36 +217,33 @@ def _print_answers(prompts: Sequence[str], found: Generated, *, is_single: bool)
         for number, answer in enumerate(found.answers, 1):
             print(f"--- {number} ({answer.ended}, {answer.tokens} tokens)")
             print(prompts[answer.prompt] + answer.text)
-    print(pace_line(found), file=sys.stderr)
+    ended = f", ended by: {found.answers[0].ended}" if len(found.answers) == 1 else ""
+    print(
+        f"[{found.tokens:,} tokens in {found.seconds:.2f} s, {found.tokens_per_second:,.1f} "
+        f"tokens/s, first after {found.first_seconds:.2f} s{ended}]",
+        file=sys.stderr,
+    )
+    _warn_of_length(model, found)
 
 
 def _warn_of_length(model: LoadedModel, found: Generated) -> None:
-    """Say on standard error when a text went beyond what the model was trained on."""
+    """Warn when a text went beyond what the model was trained on."""
     line = model.beyond_training(found.longest)
     if line is not None:
         print(line, file=sys.stderr)
 
 
-def pace_line(found: Generated) -> str:
-    """Say how fast it was, and why a single text ended."""
-    ended = f", ended by: {found.answers[0].ended}" if len(found.answers) == 1 else ""
-    return (
-        f"[{found.tokens:,} tokens in {found.seconds:.2f} s, {found.tokens_per_second:,.1f} "
-        f"tokens/s, first after {found.first_seconds:.2f} s{ended}]"
-    )
-
-
 def _record(
     model: LoadedModel, prompts: Sequence[str], sampling: Sampling, found: Generated
 ) -> dict[str, Any]:
-    def as_record(answer: Answer) -> dict[str, Any]:
-        return dataclasses.asdict(answer) | {"prompt": prompts[answer.prompt]}
-
     return {
         "model": str(model.source),
         "facts": dict(model.facts),
         "sampling": dataclasses.asdict(sampling),
-        "answers": [as_record(answer) for answer in found.answers],
+        "answers": [
+            dataclasses.asdict(answer) | {"prompt": prompts[answer.prompt]}
+            for answer in found.answers
+        ],
         "tokens": found.tokens,
         "seconds": found.seconds,
         "first_seconds": found.first_seconds,

@@ -52,7 +52,7 @@ VERBS = {
         "inspect": ("prepare.token_files", "say what token files really hold"),
         "verify": ("prepare.token_files", "compare files with their manifest, or read them"),
         "manifest": ("prepare.manifest", "list the files with their tokens"),
-        "recommend": ("prepare_recommend", "propose a model and a run for a data set"),
+        "recommend": ("prepare.recommend", "propose a model and a run for a data set"),
         "sync": (
             "prepare.token_files",
             "fetch a bucket's files to a folder, and go on after a kill",
@@ -60,12 +60,19 @@ VERBS = {
         "upload": ("prepare.token_files", "store a folder's files in a bucket, the manifest last"),
     },
     "evaluate": {
-        "": ("evaluate_model", "measure a model by tasks and texts"),
-        "compare": ("evaluate_compare", "compare models by tasks, or by their speed"),
+        "": ("evaluate.model", "measure a model by tasks and texts"),
+        "compare": ("evaluate.compare", "compare models by tasks, or by their speed"),
         "spectrum": (
-            "evaluate_spectrum",
+            "evaluate.compare",
             "show and draw what a model without attention remembers, how long",
         ),
+    },
+    "generate": {
+        "": (
+            "generate",
+            "Continue prompts with a model. Without a prompt, lines are read: at a terminal one "
+            "after another, otherwise as one text.",
+        )
     },
     "estimate_cost": {
         "": (

@@ -15,7 +15,7 @@ from evaluate.harness import CONTEXT, SCORES, bytes_model
 from ranks import ROOT
 from safetensors.torch import load_file, save_file
 
-from refocused.commands.evaluation_options import usual_dtype
+from refocused.commands.evaluate.model import usual_dtype
 from refocused.commands.main import run_command
 
 main = functools.partial(run_command, "evaluate")

@@ -10,8 +10,8 @@ from end_to_end.forked import ForkedRanks
 from evaluate.harness import MODELS
 from ranks import Ended
 
-from refocused.commands.evaluate_compare import steps_of_one_run
-from refocused.commands.evaluate_model import Evaluated
+from refocused.commands.evaluate.compare import steps_of_one_run
+from refocused.commands.evaluate.model import Evaluated
 from refocused.commands.main import run_command
 from refocused.evaluate.comparison import SpeedRow, draw_scores, draw_speed, measure_speed
 from refocused.evaluate.multiple_choice import Measure

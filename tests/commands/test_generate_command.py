@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -17,7 +18,9 @@ from evaluate.small_models import small_model
 from fakes import Emulator
 from ranks import ROOT
 
-from refocused.commands.generate import build_parser, main
+from refocused.commands.main import run_command
+
+main = functools.partial(run_command, "generate")
 
 Capture = pytest.CaptureFixture[str]
 
@@ -80,9 +83,10 @@ def test_prompts_come_from_anywhere_and_are_written_together(
     assert capsys.readouterr().out.startswith("through a\npipe")
 
 
-def test_the_options_have_the_names_of_other_tools_too() -> None:
-    given = build_parser().read(["model", "a prompt", "--max_tokens", "9", "--n=2"])
-    assert (given.tokens, given.samples) == (9, 2)
+def test_the_options_have_the_names_of_other_tools_too(folder: Path, capsys: Capture) -> None:
+    assert main([str(folder), "a prompt", "--max_tokens", "9", "--n=2", "--json"]) == 0
+    answers = json.loads(capsys.readouterr().out)["answers"]
+    assert [answer["tokens"] for answer in answers] == [9, 9]
 
 
 def test_lines_that_are_typed_are_continued_one_by_one(
@@ -265,11 +269,11 @@ def test_a_step_is_picked_from_the_list(
     monkeypatch.setenv("TERM", "dumb")  # without bold headings
     asked: list[str] = []
 
-    def note(arguments: Any) -> Any:
-        asked.append(f"{arguments.run} {arguments.model}")
+    def note(request: str, arguments: Any) -> Any:
+        asked.append(f"{arguments.run} {request}")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "_load", note)
+    monkeypatch.setattr(generate, "model_source", note)
     for typed in (b"\n", b"7\n10\n"):
         give(monkeypatch, typed, at_terminal=True)
         assert main([]) == 130

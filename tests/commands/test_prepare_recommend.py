@@ -14,7 +14,7 @@ from data.text_samples import random_texts, tiny_bpe, word_file, write_jsonl
 from refocused.bucket.folder import DirectoryBucket
 from refocused.commands import train
 from refocused.commands.main import run_command
-from refocused.commands.prepare_recommend import validation_files
+from refocused.commands.prepare.recommend import validation_files
 from refocused.config.batch_plan import plan_batch
 from refocused.config.load_run import LoadedRun
 from refocused.system.world import World

@@ -22,7 +22,6 @@ from refocused.system.world import World
 from refocused.train.lifecycle.open_data import DataParts, build_data
 from refocused.train.step.evaluation import LossSums
 
-RUN_FILE = "run.yaml"
 NAME_TASKS = "Name at least one task: --tasks hellaswag=FILE.jsonl or --tasks FILE.txt."
 
 
@@ -32,8 +31,8 @@ def measure_validation(
     """Measure a model on the validation windows of its run; every rank must call.
 
     Raises:
-        RefocusedError: On every rank: the model is from no run, the run has no validation set, its
-            data cannot be read, or an option is given that only tasks have.
+        RefocusedError: On every rank: the model is not from a run, the run has no validation set,
+            its data cannot be read, or an option is given that only tasks have.
     """
     for option in ("context", "stride", "data"):
         if getattr(arguments, option) is not None:
@@ -73,12 +72,8 @@ def measure_validation(
 
 
 def _run_of(source: Path) -> RunConfig:
-    """Read the settings that a model was trained with.
-
-    Raises:
-        ConfigError: It is neither a checkpoint nor the final model of a run.
-    """
-    file = (source.parent if source.name == FOLDER else source) / RUN_FILE
+    """Read the settings of a model that is a checkpoint, or the final model, of a run."""
+    file = (source.parent if source.name == FOLDER else source) / "run.yaml"
     if not file.is_file():
         raise ConfigError(
             f"{source} is not from a run here, so that it has no validation set. {NAME_TASKS}"

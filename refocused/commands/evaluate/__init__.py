@@ -1,0 +1,1 @@
+"""`evaluate MODEL` and `evaluate VERB`: one function a verb."""

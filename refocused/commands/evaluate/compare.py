@@ -1,0 +1,232 @@
+"""`evaluate compare`, `spectrum`: models side by side, and what one without attention remembers."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from refocused.commands.arguments import Parser
+from refocused.commands.evaluate.model import (
+    Evaluated,
+    add_model_options,
+    evaluated,
+    measure_text,
+    ranks,
+    tasks_of,
+    usual_dtype,
+)
+from refocused.commands.output import check_picture, print_result, table, write_picture
+from refocused.commands.run_selection import add_run_options, list_steps, model_source
+from refocused.system.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from refocused.evaluate.comparison import SpeedRow
+    from refocused.evaluate.model_weights import Dtype
+    from refocused.evaluate.tasks import TaskFile
+    from refocused.system.world import World
+
+
+def run_compare(parser: Parser) -> None:
+    """Compare models by tasks, or by speed where none is named."""
+    parser.epilog = (
+        "With --tasks: scores of the models, of all steps of a run when none is named, and their "
+        "curve; several ranks share the work. Without: speed, on one rank, also of names in "
+        "config/models, with random weights."
+    )
+    add = parser.add_argument
+    add("models", nargs="*", metavar="MODEL", help="as for evaluate, or a name in config/models")
+    add("--lengths", type=_numbers, default=[128, 512], metavar="N,N", help="tokens (128,512)")
+    add("--batches", type=_numbers, default=[1, 4], metavar="N,N", help="prompts at once (1,4)")
+    add("--new-tokens", type=int, default=16, metavar="N", help="tokens to write; 0: none (16)")
+    _add_picture(parser, "draw the comparison")
+    add_model_options(parser)
+    arguments = parser.read()
+    check_picture(arguments.picture)
+    if arguments.tasks is None and not arguments.models:
+        raise ConfigError(
+            "compare: name models, as gpt2_124m ten_small; or with --tasks the steps of a run."
+        )
+    world = ranks(arguments.device)
+    if arguments.tasks is None:
+        _compare_speed(arguments, world)
+        return
+    tasks = world.on_all_ranks(lambda: tasks_of(arguments))
+    _compare_scores(arguments, tasks, world)
+    if world.world_size > 1:
+        world.leave()
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [int(part) for part in text.split(",")]
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: whole numbers from 1 are wanted, as 128,512")
+    return numbers
+
+
+def _add_picture(parser: Parser, what: str) -> None:
+    parser.add_argument("--picture", "--out", type=Path, metavar="FILE.png", help=what)
+
+
+def _print(
+    record: dict[str, Any],
+    lines: Sequence[str],
+    draw: Callable[[Path], None] | None,
+    arguments: argparse.Namespace,
+) -> None:
+    """Print what was measured, then draw it if `--picture` names a file and there is anything."""
+    file = arguments.picture
+    picture = {} if file is None else {"picture": str(file)}
+    print_result(picture | record, lines, as_json=arguments.json)
+    if file is not None and draw is not None:
+        write_picture(draw, file)
+        if not arguments.json:
+            print(f"{file}: drawn")
+
+
+def _compare_scores(arguments: argparse.Namespace, tasks: Sequence[TaskFile], world: World) -> None:
+    from refocused.evaluate.comparison import draw_scores
+
+    requests = arguments.models or world.on_rank_0(lambda: _steps_of_run(arguments))
+    found = {
+        request: evaluated(request, arguments, tasks, world, label=f"{request} ")
+        for request in requests
+    }
+    scores = {
+        request: {
+            f"{timed.result.task} {name}": measure
+            for timed in one.results
+            for name, measure in timed.result.measures.items()
+        }
+        for request, one in found.items()
+    }
+    names = list(dict.fromkeys(name for measures in scores.values() for name in measures))
+    rows = [
+        [request, *(measure_text(own[name]) if name in own else "-" for name in names)]
+        for request, own in scores.items()
+    ]
+    models = [
+        {"model": request, "step": one.head.get("step"), "tasks": one.records()}
+        for request, one in found.items()
+    ]
+
+    steps = steps_of_one_run(found)
+    draw = functools.partial(draw_scores, scores, steps=steps) if names else None
+    lines = table(rows, "MODEL", *names)
+    world.on_rank_0(lambda: _print({"models": models}, lines, draw, arguments))
+
+
+def _steps_of_run(arguments: argparse.Namespace) -> list[str]:
+    listing = list_steps(arguments)
+    arguments.run = str(listing.run)
+    steps = [str(entry.step) for entry in listing.entries if entry.usable and entry.is_present]
+    if not steps:
+        raise CheckpointError(
+            f"{listing.run} has no whole step to compare. Name models, or another --run."
+        )
+    return steps
+
+
+def steps_of_one_run(found: Mapping[str, Evaluated]) -> dict[str, int]:
+    """Return the step of each model; none where they are not all of one run: that is no curve."""
+    runs = {one.head.get("run") for one in found.values()}
+    if len(runs) > 1 or None in runs:
+        return {}
+    return {request: one.head["step"] for request, one in found.items()}
+
+
+def _compare_speed(arguments: argparse.Namespace, world: World) -> None:
+    from refocused.evaluate.comparison import draw_speed, measure_speed
+
+    world.on_all_ranks(lambda: _refuse_several(world))
+    dtype = arguments.dtype or usual_dtype(str(world.device))
+    rows: list[SpeedRow] = []
+    for request in arguments.models:
+        network = _network(request, arguments, dtype=dtype, device=str(world.device))
+        rows += measure_speed(
+            request,
+            network,
+            lengths=arguments.lengths,
+            batches=arguments.batches,
+            new_tokens=arguments.new_tokens,
+        )
+        del network
+    headings = ("MODEL", "PARAMETERS", "LENGTH", "BATCH", "LATENCY", "READ", "WRITTEN", "MEMORY")
+    lines = [*table(map(_speed_cells, rows), *headings), f"{dtype} on {world.device_name}"]
+    records = [dataclasses.asdict(row) for row in rows]
+    record = {"device": world.device_name, "rows": records}
+    _print(record, lines, functools.partial(draw_speed, rows), arguments)
+
+
+def _refuse_several(world: World) -> None:
+    if world.world_size > 1:
+        raise ConfigError(
+            f"compare: speed is measured by one process, and {world.world_size} ranks would share "
+            "cores and memory while they do. Start launch/evaluate.py without a launcher, or "
+            "compare by --tasks, which ranks share."
+        )
+
+
+def _speed_cells(row: SpeedRow) -> list[str]:
+    def text(value: float | None, form: str, unit: str) -> str:
+        return "-" if value is None else f"{value:{form}} {unit}"
+
+    return [
+        row.model,
+        f"{row.parameters:,}",
+        f"{row.length:,}",
+        f"{row.batch:,}",
+        text(row.latency_seconds, ".3f", "s"),
+        text(row.tokens_per_second, ",.0f", "tok/s"),
+        text(row.written_per_second, ",.1f", "tok/s"),
+        text(row.memory_gib, ".3f", "GiB"),
+    ]
+
+
+def _network(
+    request: str, arguments: argparse.Namespace, *, dtype: Dtype, device: str = "cpu"
+) -> Any:
+    """Load a model without its tokenizer, or make one of a shape in config/models."""
+    import torch
+
+    from refocused.config.load_run import find_config
+    from refocused.config.model_shape import load_shape
+    from refocused.evaluate.comparison import random_network
+    from refocused.evaluate.load_model import load_model
+
+    try:
+        file = find_config("models", request)
+    except ConfigError:
+        source = model_source(request, arguments)
+        return load_model(source, dtype=dtype, device=device, without_tokenizer=True).network
+    torch.manual_seed(0)
+    return random_network(load_shape(file), dtype=dtype).to(device)
+
+
+def run_spectrum(parser: Parser) -> None:
+    """Print the shortest, median and longest horizon of every part, and draw them if asked."""
+    parser.epilog = (
+        "A mode's horizon is the tokens after which it has forgotten 63 % of what it saw; those of "
+        "a scale of s tokens count its own."
+    )
+    model = "as for evaluate, or a name in config/models"
+    parser.add_argument("model", metavar="MODEL", help=model)
+    _add_picture(parser, "draw the horizons")
+    add_run_options(parser)
+    arguments = parser.read()
+    check_picture(arguments.picture)
+    from refocused.evaluate.comparison import draw_spectrum, spectra
+
+    modules = spectra(_network(arguments.model, arguments, dtype="fp32"))
+    parts: list[dict[str, Any]] = [{"part": one.name, **one.summary()} for one in modules]
+    rows = []
+    for part in parts:
+        horizons = [f"{part[f'{name}_tokens']:,.1f}" for name in ("shortest", "median", "longest")]
+        turns = [f"{part[f'{name}_frequency']:.2g}" for name in ("lowest", "median", "highest")]
+        rows.append((part["part"], str(part["modes"]), " ".join(horizons), " ".join(turns)))
+    lines = table(rows, "PART", "MODES", "HORIZON IN TOKENS", "RADIANS A TOKEN")
+    draw = functools.partial(draw_spectrum, modules, title=arguments.model)
+    _print({"parts": parts}, lines, draw, arguments)

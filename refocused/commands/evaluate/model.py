@@ -1,0 +1,239 @@
+"""`evaluate MODEL`: put tasks and texts to one model, or measure its run's validation loss."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from refocused.commands.arguments import Parser, add_tokenizer_options, tokenizer_choice
+from refocused.commands.output import count, duration_text, print_result
+from refocused.commands.run_selection import add_run_options, model_source
+from refocused.system.errors import ConfigError
+
+if TYPE_CHECKING:
+    from refocused.config.optimization import Dtype
+    from refocused.evaluate.load_model import LoadedModel
+    from refocused.evaluate.multiple_choice import Measure
+    from refocused.evaluate.score_model import TimedResult
+    from refocused.evaluate.tasks import TaskFile
+    from refocused.system.world import World
+
+TASKS_HELP = (
+    "hellaswag, piqa, arc_easy, arc_challenge, lambada, multiple_choice or perplexity, in --data "
+    "or as NAME=FILE; a .jsonl (ctx, endings, label; query, choices, gold; or context, "
+    "continuation); a .txt for perplexity; several with commas"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Where a model comes from and how it was measured, for JSON, and the results of each task."""
+
+    head: Mapping[str, Any]
+    results: Sequence[TimedResult]
+
+    def records(self) -> dict[str, Any]:
+        """Return the results by task, for JSON."""
+        return {
+            timed.result.task: {
+                **timed.result.as_record(),
+                "seconds": timed.seconds,
+                "items_per_second": timed.items_per_second,
+            }
+            for timed in self.results
+        }
+
+
+def add_model_options(parser: Parser) -> None:
+    """Add the options of tasks, of where and in what a model computes, and of its run."""
+    add = parser.add_argument
+    add("--tasks", metavar="NAMES", help=TASKS_HELP)
+    add("--data", type=Path, metavar="DIR", help="folder of the tasks' files")
+    add("--limit", type=count, metavar="N", help="the first N items, or windows of a text, alone")
+    add("--batch", type=count, default=16, metavar="N", help="endings or windows at once (16)")
+    seen = "tokens that the model sees at once (default: those it was trained on)"
+    add("--context", type=count, metavar="N", help=seen)
+    new = "new tokens of each window of a text (default: the whole context)"
+    add("--stride", type=count, metavar="N", help=new)
+    add_tokenizer_options(parser)
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(default: auto)")
+    add_dtype_option(parser)
+    add("--local-rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
+    add_run_options(parser)
+
+
+def add_dtype_option(parser: Parser) -> None:
+    """Add what a model computes in."""
+    usual = "(default: bf16 on GPUs that have it, fp16 on others, fp32 on CPUs)"
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help=usual)
+
+
+def run_evaluate(parser: Parser) -> None:
+    """Put all tasks to a model; print its scores."""
+    parser.epilog = (
+        "Without --tasks: the loss on the validation set of the model's run. `evaluate compare "
+        "--help`: several models. On several GPUs: deepspeed --num_gpus N launch/evaluate.py ..."
+    )
+    add = parser.add_argument
+    kinds = "a run, latest, best, a step, a path, a gs:// address, or a transformers folder"
+    add("model", metavar="MODEL", help=kinds)
+    chance = "of its shape, with random weights: what chance is"
+    add("--untrained", action="store_true", help=chance)
+    add_model_options(parser)
+    arguments = parser.read()
+    world = ranks(arguments.device)
+    tasks = world.on_all_ranks(lambda: tasks_of(arguments))
+    found = evaluated(arguments.model, arguments, tasks, world, is_untrained=arguments.untrained)
+    if world.is_rank_0:
+        record = {**found.head, "tasks": found.records()}
+        print_result(record, _lines(found), as_json=arguments.json)
+    if world.world_size > 1:
+        world.leave()
+
+
+def tasks_of(arguments: argparse.Namespace) -> list[TaskFile]:
+    """Find the tasks that `--tasks` names, at least one; none without it."""
+    from refocused.evaluate.tasks import find_tasks
+
+    if arguments.tasks is None:
+        return []
+    requests = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
+    if not requests:
+        raise ConfigError("--tasks: name at least one, as hellaswag=FILE.jsonl or a FILE.txt.")
+    return find_tasks(requests, data=arguments.data)
+
+
+def ranks(device: str) -> World:
+    """Join the ranks that a launcher started; without one, be the only rank."""
+    import torch
+
+    from refocused.system.world import World, choose_device, join_world
+
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        return join_world(device)
+    kind = choose_device(device, local_world_size=1, gpus=torch.cuda.device_count())
+    return World(device_kind=kind)
+
+
+def usual_dtype(device: str) -> Dtype:
+    """Return what a model computes in where no option says it: fp32 on CPUs."""
+    import torch
+
+    from refocused.estimate.precision import native_dtype
+
+    if not device.startswith("cuda"):
+        return "fp32"
+    return native_dtype(capability=torch.cuda.get_device_capability(device)).dtype
+
+
+def evaluated(
+    request: str,
+    arguments: argparse.Namespace,
+    tasks: Sequence[TaskFile],
+    world: World,
+    *,
+    is_untrained: bool = False,
+    label: str = "",
+) -> Evaluated:
+    """Put tasks to one model, then free its memory; every rank must call.
+
+    Args:
+        request: As `model_source` takes it.
+        arguments: How to load and to measure it.
+        tasks: Which; none: the validation set of its run.
+        world: The ranks that share the work.
+        is_untrained: Measure one of its shape with random weights.
+        label: What the line of progress begins with.
+
+    Raises:
+        RefocusedError: On every rank: there is no such model, or it cannot take a task.
+    """
+    from refocused.evaluate.load_model import load_model, untrained
+    from refocused.evaluate.score_model import Evaluation, Settings
+
+    source = world.on_rank_0(lambda: model_source(request, arguments))
+    dtype = arguments.dtype or usual_dtype(str(world.device))
+    model = world.on_all_ranks(
+        lambda: load_model(
+            source,
+            dtype=dtype,
+            device=str(world.device),
+            tokenizer=tokenizer_choice(arguments),
+            without_tokenizer=not tasks,
+        )
+    )
+    model = untrained(model) if is_untrained else model
+    if not tasks:
+        from refocused.commands.evaluate.validation import measure_validation
+
+        result = measure_validation(model, arguments, world)
+        context = model.trained_length or model.network.config.max_position_embeddings
+        return Evaluated(_head(model, context, world, dtype), [result])
+    settings = Settings(
+        limit=arguments.limit,
+        batch=arguments.batch,
+        context_tokens=arguments.context,
+        stride=arguments.stride,
+    )
+    evaluation = world.on_all_ranks(lambda: Evaluation(model, settings))
+    warning = model.beyond_training(evaluation.context_tokens)
+    if warning is not None and world.is_rank_0:
+        print(warning, file=sys.stderr)
+
+    def show(task: str, done: int, total: int) -> None:
+        """Move a line on a terminal; the last batch takes it away."""
+        if world.is_rank_0 and sys.stderr.isatty():
+            text = f"{label}{task} {done:,}/{total:,}"
+            sys.stderr.write(f"\r{text}" if done < total else f"\r{' ' * len(text)}\r")
+            sys.stderr.flush()
+
+    results = evaluation.run(tasks, world=world, progress=show)
+    return Evaluated(_head(model, evaluation.context_tokens, world, dtype), results)
+
+
+def _head(model: LoadedModel, context: int, world: World, dtype: str) -> dict[str, Any]:
+    return {
+        "model": str(model.source),
+        **{name: model.facts[name] for name in ("run", "step", "tokens") if name in model.facts},
+        "trained": model.is_trained,
+        "parameters": model.network.num_parameters(),
+        "context_tokens": context,
+        "trained_sequence_length": model.trained_length,
+        "dtype": dtype,
+        "device": world.device_name,
+        "ranks": world.world_size,
+    }
+
+
+def _lines(found: Evaluated) -> list[str]:
+    head = found.head
+    step = f", step {head['step']:,}" if "step" in head else ""
+    step = step or ("" if head["trained"] else ", untrained")
+    several = f", {head['ranks']} ranks" if head["ranks"] > 1 else ""
+    lines = [
+        f"{head['model']}{step}: {head['parameters']:,} parameters, context "
+        f"{head['context_tokens']:,}, {head['dtype']} on {head['device']}{several}"
+    ]
+    width = max(len(timed.result.task) for timed in found.results)
+    for timed in found.results:
+        result, rate = timed.result, f"{timed.items_per_second:,.1f}/s"
+        parts = [f"{result.task:<{width}}", f"{result.items:>6,} items"]
+        parts += [f"{name} {measure_text(one)}" for name, one in result.measures.items()]
+        parts.append(f"{duration_text(timed.seconds)} ({rate})")
+        if result.cut:
+            parts.append(f"{result.cut:,} contexts cut from the left")
+        if result.skipped:
+            parts.append(f"{result.skipped:,} skipped: an ending is longer than the context")
+        lines.append("  ".join(parts))
+    return lines
+
+
+def measure_text(measure: Measure) -> str:
+    """Spell a number with its standard error."""
+    error = measure.standard_error
+    return f"{measure.value:.4f}" + ("" if error is None else f" +- {error:.4f}")
