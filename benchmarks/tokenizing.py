@@ -150,7 +150,7 @@ def _measure_ours(path: Path, folder: Path) -> Record:
         done = [worker.run(number, task.spans) for number, task in enumerate(tasks)]
         seconds, used = time.perf_counter() - began, time.process_time() - cpu
     documents = sum(1 for _ in path.open())
-    return _rate(sum(r.train.tokens + r.val.tokens for r in done) - documents, seconds, used)
+    return _rate(sum(split.tokens for r in done for split in r.values()) - documents, seconds, used)
 
 
 def _measure_command(path: Path, folder: Path, processes: int) -> Record:

@@ -37,21 +37,13 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in evaluation mode, and where it comes from.
+    """A model in evaluation mode, and where it comes from."""
 
-    Attributes:
-        network: transformers' model, without padding rows.
-        tokenizer: transformers' tokenizer; None: it has none.
-        source: The folder.
-        facts: `FACTS` of its checkpoint; empty for a transformers folder.
-        is_trained: Its weights are those of the source, and not random.
-    """
-
-    network: Any
-    tokenizer: Any
-    source: Path
-    facts: Mapping[str, Any]
-    is_trained: bool = True
+    network: Any  # transformers' model, without padding rows
+    tokenizer: Any  # transformers' tokenizer; None: it has none
+    source: Path  # the folder
+    facts: Mapping[str, Any]  # `FACTS` of its checkpoint; empty for a transformers folder
+    is_trained: bool = True  # its weights are those of the source, and not random
 
     @property
     def trained_length(self) -> int | None:
@@ -86,14 +78,7 @@ def load_model(
     tokenizer: TokenizerChoice | None = None,
     without_tokenizer: bool = False,
 ) -> LoadedModel:
-    """Load a checkpoint, or a transformers folder, from the disk.
-
-    Args:
-        source: The folder.
-        dtype: What the weights are rounded to.
-        device: Where the model goes.
-        tokenizer: The tokenizer to take; None: the model's own.
-        without_tokenizer: Load no tokenizer.
+    """Load a checkpoint, or a transformers folder, with its own or a named tokenizer.
 
     Raises:
         CheckpointError: It is neither, or damaged, or has no tokenizer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -129,9 +130,6 @@ class TimedResult:
         return self.result.items / self.seconds if self.seconds > 0 else 0.0
 
 
-Progress = Callable[[str, int, int], None]
-
-
 class Evaluation:
     """A model with a tokenizer, ready for tasks; it sees `context_tokens` at once."""
 
@@ -156,7 +154,7 @@ class Evaluation:
         tasks: Sequence[TaskFile],
         *,
         world: World,
-        progress: Progress = lambda task, done, total: None,
+        progress: Callable[[str, int, int], None] = lambda task, done, total: None,
     ) -> list[TimedResult]:
         """Take all tasks; every rank must call, and gets all results.
 
@@ -165,8 +163,18 @@ class Evaluation:
         Raises:
             EvaluationError: On every rank, before any task begins: a file is invalid.
         """
-        prepared = world.on_all_ranks(lambda: [self._prepare(task) for task in tasks])
-        return [self._take(one, world, progress) for one in prepared]
+        results = []
+        for one in world.on_all_ranks(lambda: [self._prepare(task) for task in tasks]):
+            began = time.monotonic()
+            result = one.take(
+                self._scorer,
+                rows=self._settings.batch,
+                world=world,
+                progress=functools.partial(progress, one.task),
+            )
+            assert result is not None  # nothing stops it
+            results.append(TimedResult(result, time.monotonic() - began))
+        return results
 
     def _prepare(self, task: TaskFile) -> Examination:
         limit = self._settings.limit
@@ -175,17 +183,6 @@ class Evaluation:
             return perplexity.prepare(task.name, text, self._encoder, stride=stride, limit=limit)
         questions = read_questions(task, limit=limit)
         return multiple_choice.prepare(task.name, questions, self._encoder)
-
-    def _take(self, one: Examination, world: World, progress: Progress) -> TimedResult:
-        began = time.monotonic()
-        result = one.take(
-            self._scorer,
-            rows=self._settings.batch,
-            world=world,
-            progress=lambda done, total: progress(one.task, done, total),
-        )
-        assert result is not None  # nothing stops it
-        return TimedResult(result, time.monotonic() - began)
 
 
 def _context_of(model: LoadedModel, wanted: int | None) -> int:

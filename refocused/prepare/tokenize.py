@@ -211,7 +211,7 @@ class _Making:
         """Pack what is left of a task's split."""
         if packer.cursor.source > number:
             return
-        self.new_tokens += result.of(split).tokens - packer.cursor.offset
+        self.new_tokens += result[split].tokens - packer.cursor.offset
         path = split_path(self.work, number, split)
         with disk_errors(path), path.open("rb") as file:
             file.seek(packer.cursor.offset * self.dtype.itemsize)
@@ -221,10 +221,8 @@ class _Making:
 
 
 def _awaited(result: Future[TaskResult] | TaskResult) -> TaskResult:
-    if isinstance(result, TaskResult):
-        return result
     try:
-        return result.result()
+        return result.result() if isinstance(result, Future) else result
     except BrokenProcessPool:
         raise ShardError(
             "A worker process ended by itself, most likely killed for its memory. Name fewer "

@@ -50,16 +50,7 @@ class SplitFile:
     crc32c: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TaskResult:
-    """What a finished task has made."""
-
-    train: SplitFile
-    val: SplitFile
-
-    def of(self, split: Split) -> SplitFile:
-        """Return the file of a split."""
-        return self.train if split == "train" else self.val
+TaskResult = dict[Split, SplitFile]  # of a finished task
 
 
 def is_validation(text: str, *, ratio: float) -> bool:
@@ -81,12 +72,12 @@ def read_result(folder: Path, number: int) -> TaskResult | None:
     """Return the result of a finished task whose files are whole; None otherwise."""
     try:
         content = parse_json_object(_result_path(folder, number).read_bytes())
-        result = TaskResult(SplitFile(**content["train"]), SplitFile(**content["val"]))
+        result = {split: SplitFile(**content[split]) for split in SPLITS}
     except (FileNotFoundError, MalformedError, LookupError, TypeError):
         return None
     for split in SPLITS:
         path = split_path(folder, number, split)
-        if not path.exists() or crc32c_of(path) != result.of(split).crc32c:
+        if not path.exists() or crc32c_of(path) != result[split].crc32c:
             return None
     return result
 
@@ -178,8 +169,8 @@ class Worker:
                         writer = val if self._validates(piece) else train
                         writer.add(begin)
                     writer.add(self._tokenizer.encode(piece.text))
-            result = TaskResult(train.publish(), val.publish())
-        text = json.dumps(dataclasses.asdict(result))
+            result: TaskResult = {"train": train.publish(), "val": val.publish()}
+        text = json.dumps({split: dataclasses.asdict(made) for split, made in result.items()})
         replace_file(_result_path(folder, number), text.encode(), rivals=True)
         return result
 
