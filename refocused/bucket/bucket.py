@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import re
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import google_crc32c
 
 from refocused.system.errors import BucketError
 
-BLOCK_BYTES = 256 * 1024  # stays in the processor's cache, and is held once by each thread
+BLOCK_BYTES = 256 * 1024  # stays in the processor's cache; each thread holds one
 
 
 def crc32c_of(path: Path) -> int:
@@ -34,23 +33,6 @@ def extended_crc32c(checksum: int, content: bytes) -> int:
     return int(google_crc32c.extend(checksum, content))
 
 
-def crc32c_to_base64(checksum: int) -> str:
-    """Spell a checksum as Google Cloud Storage does: base64 of four big-endian bytes."""
-    return base64.b64encode(checksum.to_bytes(4, "big")).decode("ascii")
-
-
-def crc32c_from_base64(text: str) -> int:
-    """Read a checksum as Google Cloud Storage spells it.
-
-    Raises:
-        ValueError: It is not four bytes in base64.
-    """
-    content = base64.b64decode(text, validate=True)
-    if len(content) != 4:
-        raise ValueError(f"{text!r} is no CRC-32C")
-    return int.from_bytes(content, "big")
-
-
 LONGEST_PART_BYTES = 250  # of a name; file systems take 255, and local forms append a suffix
 TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{32}\.part")  # no object may have such a name
 _NO_TEXT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # controls, halves of characters
@@ -63,10 +45,10 @@ class BlobInfo:
     Attributes:
         name: Path below the bucket's prefix, with `/` between its parts.
         size: Bytes.
-        crc32c: CRC-32C (Castagnoli) of the whole content as an unsigned integer; None where the
-            store does not keep one (a folder does not).
-        generation: The store's version of the object (in a folder, when the file was last changed,
-            in ns since 1970); None where it is not known.
+        crc32c: CRC-32C of the whole content as an unsigned integer; None where the store does not
+            keep one (a folder does not).
+        generation: The store's version of the object (in a folder, the time of its last change, in
+            ns since 1970); None where it is not known.
     """
 
     name: str
@@ -85,7 +67,10 @@ class Bucket(Protocol):
     url: str
 
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
-        """Yield every object whose name starts with `prefix`, sorted by name, over all pages."""
+        """Yield every object whose name starts with the text `prefix`, sorted by name.
+
+        `step_5` also yields `step_50/...`; end it with `/` to mean a folder.
+        """
         ...
 
     def info(self, name: str) -> BlobInfo | None:
@@ -93,11 +78,11 @@ class Bucket(Protocol):
         ...
 
     def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
-        """Return `length` bytes from offset `start` (all that follow when None)."""
+        """Return `length` bytes from offset `start`; fewer when the object ends before."""
         ...
 
     def write(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
-        """Store a small object; an existing one of that name is kept unless `overwrite`."""
+        """Store a small object; other bytes of that name are an error unless `overwrite`."""
         ...
 
     def download(self, blob: BlobInfo, target: Path) -> int:
@@ -109,7 +94,10 @@ class Bucket(Protocol):
         ...
 
     def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
-        """Store a file under a new name; done already when the same bytes are there."""
+        """Store a file under a new name; done already when the same bytes are there.
+
+        `crc32c` is the checksum that the file must have, where it is known.
+        """
         ...
 
     def delete(self, name: str) -> None:
@@ -124,16 +112,9 @@ def checked_name(name: str, *, where: str) -> str:
         BucketError: The name is empty, absolute, holds `..`, a backslash, a NUL or a drive, has a
             part that is too long, holds control characters, or is one of our temporary names.
     """
-    path = PurePosixPath(name)
     parts = name.split("/")
-    if (
-        not name
-        or name.startswith("/")
-        or "\\" in name
-        or "\0" in name
-        or ":" in (path.parts[0] if path.parts else "")
-        or any(part in ("..", ".") for part in parts)
-    ):
+    leaves = not name or name.startswith("/") or not {".", ".."}.isdisjoint(parts)
+    if leaves or re.search(r"[\\\0]", name) or ":" in PurePosixPath(name).parts[0]:
         problem = "would be written outside its folder"
     elif _NO_TEXT.search(name):
         problem = "is no plain text"
@@ -147,3 +128,34 @@ def checked_name(name: str, *, where: str) -> str:
         f"{where}: the object name {name!r} {problem}. Rename the object in the bucket, or "
         "exclude it."
     )
+
+
+def described(size: int, crc32c: int | None) -> str:
+    """Return size and checksum as messages show them."""
+    return f"{size:,} bytes" + ("" if crc32c is None else f", crc32c {crc32c:#010x}")
+
+
+def require_same(address: str, *, there: tuple[int, int], here: tuple[int, int]) -> None:
+    """Check that an object has the size and checksum of what is to be stored.
+
+    Raises:
+        BucketError: It has others.
+    """
+    if there != here:
+        raise BucketError(
+            f"{address} already holds other bytes: {described(*there)} there, {described(*here)} "
+            "here. Objects are not overwritten: delete it first, or choose another name."
+        )
+
+
+def require_checksum(source: Path, *, found: int, expected: int | None) -> None:
+    """Check a file that was read against the checksum that it must have, where that is known.
+
+    Raises:
+        BucketError: It has another.
+    """
+    if expected not in (None, found):
+        raise BucketError(
+            f"{source}: crc32c {found:#010x} read, {expected:#010x} expected. "
+            "The file changed or is damaged; it was not stored."
+        )

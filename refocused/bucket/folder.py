@@ -9,7 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from refocused.bucket.bucket import BLOCK_BYTES, BlobInfo, checked_name, crc32c_of, extended_crc32c
+from refocused.bucket.bucket import (
+    BLOCK_BYTES,
+    BlobInfo,
+    checked_name,
+    crc32c_of,
+    described,
+    extended_crc32c,
+    require_checksum,
+    require_same,
+)
 from refocused.bucket.partial_files import PART_SUFFIX, PartFile, disk_errors, require_space
 from refocused.system.atomic_files import synchronize
 from refocused.system.errors import BucketError
@@ -24,9 +33,6 @@ class DirectoryBucket:
     Files whose name ends in `.part`, and files with a part of their path that starts with a dot,
     are temporary or private: they are never listed and cannot be written. Symbolic links to
     folders are not followed. A link that leaves the folder is refused.
-
-    Args:
-        path: The folder; writing makes it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,9 +41,6 @@ class DirectoryBucket:
 
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
         """Yield every object whose name starts with the text `prefix`, sorted by name.
-
-        `prefix` is plain text as in an object store: `step_5` also yields `step_50/...`; end it
-        with `/` to mean a folder.
 
         Raises:
             BucketError: The folder does not exist, or a link in it leaves it.
@@ -55,10 +58,7 @@ class DirectoryBucket:
     def info(self, name: str) -> BlobInfo | None:
         """Describe one object, or return None when there is none of that name."""
         path = self._path(name)
-        if _is_hidden(name) or not path.is_file():
-            return None
-        with disk_errors(path):
-            return _blob(name, path)
+        return None if _is_hidden(name) or not path.is_file() else _blob(name, path)
 
     def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
         """Return `length` bytes from offset `start`; fewer when the object ends before.
@@ -77,24 +77,17 @@ class DirectoryBucket:
         Raises:
             BucketError: Other bytes are there already, or the disk is full.
         """
-        target = self._writable_path(name)
-        checksum = extended_crc32c(0, content)
+        target, checksum = self._writable_path(name), extended_crc32c(0, content)
         if target.exists() and not overwrite:
             _require_same(target, len(content), checksum)
         else:
             with _temporary(target, needed_bytes=len(content)) as file:
                 file.write(content)
                 _publish(file, target, checksum, overwrite=overwrite)
-        with disk_errors(target):
-            return _blob(name, target)
+        return _blob(name, target)
 
     def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
         """Copy a file to a new name; done already when the same bytes are there.
-
-        Args:
-            source: The file to copy.
-            name: Its name in the bucket.
-            crc32c: Checksum that the file must have; None: whatever it has.
 
         Raises:
             BucketError: Other bytes are there already, the file is not what `crc32c` says, or the
@@ -107,15 +100,14 @@ class DirectoryBucket:
                 _require_same(target, size, crc32c_of(source) if crc32c is None else crc32c)
                 return _blob(name, target)
         with _temporary(target, needed_bytes=size) as file:
-            found = _copy(source, file)
-            if crc32c not in (None, found):
-                raise BucketError(
-                    f"{source}: crc32c {found:#010x} read, {crc32c:#010x} expected. "
-                    "The file changed or is damaged; it was not stored."
-                )
+            found = 0
+            with source.open("rb") as original:
+                while block := original.read(BLOCK_BYTES):
+                    found = extended_crc32c(found, block)
+                    file.write(block)
+            require_checksum(source, found=found, expected=crc32c)
             _publish(file, target, found, overwrite=False)
-        with disk_errors(target):
-            return _blob(name, target)
+        return _blob(name, target)
 
     def download(self, blob: BlobInfo, target: Path) -> int:
         """Copy an object to `target` through a temporary file; return its CRC-32C.
@@ -136,19 +128,19 @@ class DirectoryBucket:
             if part.size != blob.size or blob.crc32c not in (None, part.crc32c):
                 part.discard()
                 raise BucketError(
-                    f"{source}: {_described(part.size, part.crc32c)} read, "
-                    f"{_described(blob.size, blob.crc32c)} expected. The file changed or is "
+                    f"{source}: {described(part.size, part.crc32c)} read, "
+                    f"{described(blob.size, blob.crc32c)} expected. The file changed or is "
                     "damaged: restore it, or exclude it."
                 )
             part.publish()
         return part.crc32c
 
     def local_file(self, blob: BlobInfo) -> Path | None:
-        """Return the file that an object is, where a download would check no more than this does.
+        """Return an object's file, unless a download would check more than this does.
 
         None where `blob` has a checksum, which a download compares, and where the file is not the
-        one that was listed; a download then says what is wrong. Asked again after reading, it
-        tells whether the file changed meanwhile.
+        one that was listed; a download then says what is wrong. Called again after reading, it
+        shows whether the file changed meanwhile.
         """
         return self._path(blob.name) if self.info(blob.name) == blob else None
 
@@ -157,9 +149,11 @@ class DirectoryBucket:
         path = self._path(name)
         with disk_errors(path):
             path.unlink(missing_ok=True)
-        for folder in path.parents:
-            if folder == self._root or not _removed_if_empty(folder):
-                return
+        with contextlib.suppress(OSError):  # of the first folder that still holds something
+            for folder in path.parents:
+                if folder == self._root:
+                    return
+                folder.rmdir()
 
     def _below(self, start: Path) -> Iterator[BlobInfo]:
         for folder, folders, files in os.walk(start, onerror=_raise):
@@ -212,27 +206,21 @@ def _is_hidden(name: str) -> bool:
 
 def _blob(name: str, path: Path) -> BlobInfo:
     """Describe a file; the time of its last change tells it from another one of the same size."""
-    found = path.stat()
+    with disk_errors(path):
+        found = path.stat()
     return BlobInfo(name=name, size=found.st_size, generation=found.st_mtime_ns)
 
 
 def _raise(error: OSError) -> None:
-    # A folder that goes while it is listed holds nothing; any other failure is told.
+    # A folder that goes while it is listed holds nothing; any other failure is reported.
     if not isinstance(error, FileNotFoundError):
         raise error
 
 
-def _described(size: int, checksum: int | None) -> str:
-    return f"{size:,} bytes" + ("" if checksum is None else f", crc32c {checksum:#010x}")
-
-
-def _copy(source: Path, file: BinaryIO) -> int:
-    checksum = 0
-    with source.open("rb") as original:
-        while block := original.read(BLOCK_BYTES):
-            checksum = extended_crc32c(checksum, block)
-            file.write(block)
-    return checksum
+def _require_same(target: Path, size: int, checksum: int) -> None:
+    with disk_errors(target):
+        there = target.stat().st_size, crc32c_of(target)
+    require_same(str(target), there=there, here=(size, checksum))
 
 
 @contextlib.contextmanager
@@ -254,42 +242,18 @@ def _publish(file: BinaryIO, target: Path, checksum: int, *, overwrite: bool) ->
     file.flush()
     os.fsync(file.fileno())
     temporary = Path(file.name)
-    if overwrite:
-        temporary.replace(target)
-    elif not _linked(temporary, target):
-        _require_same(target, temporary.stat().st_size, checksum)
-    synchronize(target.parent)
-
-
-def _linked(temporary: Path, target: Path) -> bool:
-    """Give a file its final name unless that name is taken; say whether it was free."""
+    is_taken = False
     try:
-        target.hardlink_to(temporary)
+        if not overwrite:
+            target.hardlink_to(temporary)
     except FileExistsError:
-        return False
+        is_taken = True
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        if target.exists():
-            return False
+        overwrite, is_taken = True, target.exists()
+    if is_taken:
+        _require_same(target, temporary.stat().st_size, checksum)
+    elif overwrite:
         temporary.replace(target)
-    return True
-
-
-def _require_same(target: Path, size: int, checksum: int) -> None:
-    with disk_errors(target):
-        there, found = target.stat().st_size, crc32c_of(target)
-    if (there, found) != (size, checksum):
-        raise BucketError(
-            f"{target} already holds other bytes: {_described(there, found)} there, "
-            f"{_described(size, checksum)} here. Objects are not overwritten: delete it first, "
-            "or choose another name."
-        )
-
-
-def _removed_if_empty(folder: Path) -> bool:
-    try:
-        folder.rmdir()
-    except OSError:
-        return False
-    return True
+    synchronize(target.parent)

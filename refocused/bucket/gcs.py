@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,22 +10,14 @@ from refocused.bucket.bucket import BlobInfo, checked_name, extended_crc32c
 from refocused.bucket.gcs_client import GoogleConnection
 from refocused.bucket.gcs_errors import Fault, RefusedRequestError, RetryPolicy, fault_types
 from refocused.bucket.gcs_requests import GoogleRequests
-from refocused.bucket.google_upload import Content, bytes_content, file_content, store
-from refocused.bucket.media import read_media, stream_media
+from refocused.bucket.gcs_upload import Uploads
 from refocused.bucket.partial_files import PartFile, require_space
 from refocused.bucket.stored import crc32c_of_bytes, with_checksum
 from refocused.system.errors import BucketError
 
-_PAGE_OBJECTS = 1000  # the most that one page of a listing holds
 _FRESH_STARTS = 3  # after bytes that do not match their checksum
 _READ = "storage.objects.get"
 _ADDRESS = re.compile(r"gs://(?P<bucket>[a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(/(?P<prefix>.*))?")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Page:
-    blobs: tuple[BlobInfo, ...]
-    next_token: str | None
 
 
 class GcsBucket:
@@ -61,35 +52,33 @@ class GcsBucket:
                 f"{url!r} is not the address of a bucket. Write gs://bucket/prefix; a bucket's "
                 "name has 3 to 222 lower-case letters, digits, dashes, dots and underscores."
             )
-        prefix = (address["prefix"] or "").strip("/")
+        name, prefix = address["bucket"], (address["prefix"] or "").strip("/")
         self.url = url.rstrip("/")
+        connection = GoogleConnection(name, credentials_file=credentials_file, project=project)
         self._requests = GoogleRequests(
-            address["bucket"],
+            name,
             f"{prefix}/" if prefix else "",
-            connection=GoogleConnection(
-                address["bucket"], credentials_file=credentials_file, project=project
-            ),
+            connection=connection,
             policy=retry or RetryPolicy(),
+        )
+        self._uploads = Uploads(
+            self._requests, crc32c_of_object=lambda name: crc32c_of_bytes(self, name)
         )
 
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
-        """Yield every object whose name starts with the text `prefix`, sorted by name.
-
-        `prefix` is plain text: `step_5` also yields `step_50/...`; end it with `/` to mean a
-        folder.
-        """
+        """Yield every object whose name starts with the text `prefix`, sorted by name."""
         token = None
         while True:
-            page = self._page(prefix, token)
-            yield from page.blobs
-            if not page.next_token:
+            blobs, following = self._requests.page(prefix, token)
+            yield from blobs
+            if not following:
                 return
-            if page.next_token == token:
+            if following == token:
                 raise BucketError(
                     f"{self.url}: the store's listing does not go on: its page {token!r} names "
                     "itself as the next one. See the store's status, then run again."
                 )
-            token = page.next_token
+            token = following
 
     def info(self, name: str) -> BlobInfo | None:
         """Describe one object, or return None when there is none of that name."""
@@ -103,16 +92,22 @@ class GcsBucket:
         """
         if start or length is not None:
             return self._read_range(name, start=start, length=length)
-        blob = self._existing(name)
+        blob = self.info(name)
+        if blob is None:
+            raise BucketError(
+                f"{self._requests.address(name)}: there is no such object. "
+                f"List the bucket to see what it holds: gcloud storage ls {self.url}"
+            )
         for _ in range(_FRESH_STARTS + 1):
             content = self._read_range(name, start=0, length=blob.size, generation=blob.generation)
-            if len(content) == blob.size and _agrees(extended_crc32c(0, content), blob):
+            found = extended_crc32c(0, content)
+            if len(content) == blob.size and blob.crc32c in (None, found):
                 return content
-        raise self._corrupt(blob, extended_crc32c(0, content))
+        raise self._corrupt(blob, found)
 
     def write(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
         """Store a small object; an existing one stays as it is unless `overwrite`."""
-        return self._store(name, bytes_content(self._requests, name, content, overwrite=overwrite))
+        return self._uploads.store_bytes(name, content, overwrite=overwrite)
 
     def download(self, blob: BlobInfo, target: Path) -> int:
         """Fetch a whole object through a temporary file, resumed after faults; return its CRC-32C.
@@ -131,7 +126,7 @@ class GcsBucket:
             require_space(target.parent, needed_bytes=wanted.size - part.size)
             for _ in range(_FRESH_STARTS + 1):
                 self._receive(wanted, part)
-                if part.size == wanted.size and _agrees(part.crc32c, wanted):
+                if part.size == wanted.size and wanted.crc32c in (None, part.crc32c):
                     part.publish()
                     return part.crc32c
                 is_longer, found = part.size > wanted.size, part.crc32c
@@ -149,45 +144,13 @@ class GcsBucket:
         """Return None: no object of Google Cloud Storage is a file here."""
 
     def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
-        """Store a file under a new name; done already when the same bytes are there.
-
-        Args:
-            source: The file; it must not change meanwhile.
-            name: Its name in the bucket.
-            crc32c: Its checksum where that is known, which saves reading it twice.
-        """
+        """Store a file under a new name; done already when the same bytes are there."""
         checked_name(name, where=self.url)
-        content = file_content(self._requests, name, source, crc32c=crc32c)
-        return self._store(name, content)
+        return self._uploads.store_file(name, source, crc32c=crc32c)
 
     def delete(self, name: str) -> None:
         """Remove one object; absent is fine."""
         self._requests.delete(name)
-
-    def _store(self, name: str, content: Content) -> BlobInfo:
-        return store(
-            self._requests, name, content, stored_crc32c=lambda: crc32c_of_bytes(self, name)
-        )
-
-    def _existing(self, name: str) -> BlobInfo:
-        blob = self.info(name)
-        if blob is None:
-            raise BucketError(
-                f"{self._requests.address(name)}: there is no such object. "
-                f"List the bucket to see what it holds: gcloud storage ls {self.url}"
-            )
-        return blob
-
-    def _page(self, prefix: str, token: str | None) -> _Page:
-        def ask() -> _Page:
-            items, following = self._requests.page(prefix, token, objects=_PAGE_OBJECTS)
-            blobs = [self._requests.listed(item) for item in items]
-            return _Page(
-                blobs=tuple(blob for blob in blobs if blob is not None),
-                next_token=None if following is None else str(following),
-            )
-
-        return self._requests.ask(ask, prefix, permission="storage.objects.list")
 
     def _read_range(
         self, name: str, *, start: int, length: int | None, generation: int | None = None
@@ -197,7 +160,12 @@ class GcsBucket:
         end = None if length is None else start + length - 1
 
         def ask() -> bytes:
-            return read_media(self._requests, name, start=start, end=end, generation=generation)
+            content = bytearray()
+            for piece in self._requests.media(name, start=start, end=end, generation=generation):
+                content += piece
+                if length is not None and len(content) > length:
+                    raise ConnectionError("more bytes were answered than were asked for")
+            return bytes(content)
 
         try:
             return self._requests.ask(ask, name, permission=_READ)
@@ -215,8 +183,8 @@ class GcsBucket:
         while part.size < blob.size:
             before = part.size
             try:
-                for piece in stream_media(
-                    self._requests, blob.name, start=before, generation=blob.generation
+                for piece in self._requests.media(
+                    blob.name, start=before, generation=blob.generation
                 ):
                     part.write(piece[: blob.size + 1 - part.size])
                     if part.size > blob.size:
@@ -236,8 +204,3 @@ class GcsBucket:
             f"{_FRESH_STARTS + 1} times over, {expected} expected. The object or the way to it is "
             "damaged: restore the object, or exclude it."
         )
-
-
-def _agrees(found: int, blob: BlobInfo) -> bool:
-    """Whether bytes have an object's checksum, or it has none."""
-    return blob.crc32c in (None, found)

@@ -1,4 +1,4 @@
-"""Who asks Google Cloud Storage: credentials found once, and a client for each thread."""
+"""Access to Google Cloud Storage: credentials found once, and a client for each thread."""
 
 from __future__ import annotations
 
@@ -23,21 +23,16 @@ ANONYMOUS = "nobody (no credentials were found, so requests are anonymous)"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Credentials:
-    """What proves who asks.
-
-    Attributes:
-        google: The credentials as google-auth keeps them.
-        identity: Who that is, as an error message names them.
-    """
+    """Credentials as google-auth keeps them, and whose they are, for error messages."""
 
     google: Any
     identity: str
 
 
 class GoogleConnection:
-    """The way to one Google Cloud Storage bucket, safe to share between threads.
+    """Access to one bucket, safe to share between threads.
 
-    `google.cloud` is imported by the first request, not before. A client is never shared: its
+    `google.cloud` is imported by the first request that needs it. A client is never shared: its
     connection pool is not made for threads that fail halfway.
 
     Args:
@@ -49,17 +44,17 @@ class GoogleConnection:
     def __init__(
         self, bucket_name: str, *, credentials_file: Path | None, project: str | None
     ) -> None:
+        self.project = project
         self._bucket_name = bucket_name
         self._credentials_file = credentials_file
-        self.project = project
-        self._credentials: Credentials | None = None
+        self._found: Credentials | None = None
         self._lock = threading.Lock()
         self._thread = threading.local()
 
     @property
     def identity(self) -> str:
-        """Who asks, in words."""
-        return self._found_credentials().identity
+        """Whose credentials are used, in words."""
+        return self._credentials().identity
 
     @property
     def bucket(self) -> Any:
@@ -68,9 +63,7 @@ class GoogleConnection:
             from google.cloud import storage
 
             os.environ.setdefault(_NO_BACKGROUND_REQUESTS, "true")
-            client = storage.Client(
-                project=self.project, credentials=self._found_credentials().google
-            )
+            client = storage.Client(project=self.project, credentials=self._credentials().google)
             self._thread.bucket = client.bucket(self._bucket_name, user_project=self.project)
         return self._thread.bucket
 
@@ -80,21 +73,18 @@ class GoogleConnection:
         if not hasattr(self._thread, "session"):
             from google.auth.transport.requests import AuthorizedSession
 
-            self._thread.session = AuthorizedSession(self._found_credentials().google)
+            self._thread.session = AuthorizedSession(self._credentials().google)
         return self._thread.session
 
-    def _found_credentials(self) -> Credentials:
+    def _credentials(self) -> Credentials:
         with self._lock:
-            if self._credentials is None:
-                self._credentials = find_credentials(self._credentials_file)
-            return self._credentials
+            if self._found is None:
+                self._found = find_credentials(self._credentials_file)
+            return self._found
 
 
 def find_credentials(credentials_file: Path | None) -> Credentials:
     """Find credentials: the key file, else the emulator's none, else the environment's, else none.
-
-    Args:
-        credentials_file: Key file of a service account; None: look in the environment.
 
     Raises:
         BucketError: The key file is missing or is no key file.

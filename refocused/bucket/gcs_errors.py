@@ -15,7 +15,17 @@ from refocused.system.errors import BucketError
 
 logger = logging.getLogger(__name__)
 
-_TRANSIENT_STATUSES = frozenset({408, 429})
+_ROLES = {  # cloud.google.com/storage/docs/access-control/iam-roles
+    "storage.objects.get": "roles/storage.objectViewer",
+    "storage.objects.list": "roles/storage.objectViewer",
+    "storage.objects.create": "roles/storage.objectUser",
+    "storage.objects.delete": "roles/storage.objectUser",
+    "serviceusage.services.use": "roles/serviceusage.serviceUsageConsumer",
+}
+_PERMISSION = re.compile(r"\b(?:storage|serviceusage)\.\w+\.\w+")
+# urllib3 opens its messages with the connection: `HTTPSConnection(host=..., port=443): `.
+_CONNECTION = re.compile(r"^(?:\w+\([^)]*\)|<[^>]*>): ")
+_LONGEST_REASON = 300  # characters
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,6 +45,18 @@ class Fault:
     retry_after_s: float | None = None
 
 
+class RefusedRequestError(BucketError):
+    """A request that will fail again: its text says why and what to do.
+
+    `status` is the HTTP status, None when there was no answer.
+    """
+
+    def __init__(self, text: str, *, status: int | None = None) -> None:
+        # `status` has a default because ranks exchange errors by their text.
+        super().__init__(text)
+        self.status = status
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """Exponential back-off with full jitter, counted in failures without progress.
@@ -48,7 +70,7 @@ class RetryPolicy:
         initial_s: Ceiling of the first wait, in seconds; it doubles with each failure.
         longest_s: Longest wait, in seconds, whatever the store asks for.
         sleep: Waits for so many seconds; what it raises ends the operation.
-        tell: Told what failed, before each wait; from whichever thread that is.
+        tell: Called with what failed, before each wait; from whichever thread that is.
         draw: Returns a random number in [0, 1); not from Python's own generator, whose state
             belongs to the training and is saved with it: a fault of the network would change it.
     """
@@ -67,12 +89,7 @@ class RetryPolicy:
 
 
 class Attempts:
-    """The failures of one operation: waits after each, and gives up when there are too many.
-
-    Args:
-        policy: How often and how long.
-        what: The operation and its object, as an error message names them.
-    """
+    """The failures of one operation, which `what` names: waits after each, and gives up."""
 
     def __init__(self, policy: RetryPolicy, *, what: str) -> None:
         self._policy = policy
@@ -104,16 +121,11 @@ class Attempts:
         self._policy.sleep(wait)
 
 
-def is_transient_status(status: int) -> bool:
-    """Say whether an HTTP error status may pass: 408, 429 and 5xx."""
-    return status in _TRANSIENT_STATUSES or status >= 500
-
-
 def parsed_retry_after(header: str | None, *, now_s: float) -> float | None:
     """Return the seconds that a Retry-After header asks for (RFC 9110, 10.2.3).
 
     Args:
-        header: The header's text: a number of seconds or an HTTP date; None when absent.
+        header: A number of seconds or an HTTP date; None when absent.
         now_s: Seconds since 1970, for the form with a date.
     """
     if header is None:
@@ -129,35 +141,8 @@ def parsed_retry_after(header: str | None, *, now_s: float) -> float | None:
     return max(0.0, date_s - now_s)
 
 
-# cloud.google.com/storage/docs/access-control/iam-roles
-_ROLES = {
-    "storage.objects.get": "roles/storage.objectViewer",
-    "storage.objects.list": "roles/storage.objectViewer",
-    "storage.objects.create": "roles/storage.objectUser",
-    "storage.objects.delete": "roles/storage.objectUser",
-    "serviceusage.services.use": "roles/serviceusage.serviceUsageConsumer",
-}
-# urllib3 opens its messages with the connection: `HTTPSConnection(host=..., port=443): `.
-_CONNECTION = re.compile(r"^(?:\w+\([^)]*\)|<[^>]*>): ")
-_LONGEST_REASON = 300  # characters
-_PERMISSION = re.compile(r"\b(?:storage|serviceusage)\.\w+\.\w+")
-
-
-class RefusedRequestError(BucketError):
-    """A request that will fail again: its text says why and what to do.
-
-    Attributes:
-        status: HTTP status; None when there was no answer.
-    """
-
-    def __init__(self, text: str, *, status: int | None = None) -> None:
-        # `status` has a default because ranks tell each other of errors by their text.
-        super().__init__(text)
-        self.status = status
-
-
 def fault_types() -> tuple[type[Exception], ...]:
-    """Return the exceptions by which the client library tells that a request failed."""
+    """Return the exceptions by which the client library reports a failed request."""
     import http.client
 
     import requests
@@ -182,26 +167,26 @@ def fault_types() -> tuple[type[Exception], ...]:
 
 def fault_of(error: Exception) -> Fault:
     """Say what one of `fault_types` means."""
-    from google.auth.exceptions import GoogleAuthError
+    from google.auth.exceptions import GoogleAuthError, RefreshError, TransportError
 
     response = getattr(error, "response", None)
     if isinstance(error, GoogleAuthError):
-        return _fault_of_credentials(error)
+        # A token that cannot be had: often the network, but a revoked key stays revoked.
+        may_pass = isinstance(error, (RefreshError, TransportError))
+        transient = may_pass and "invalid_grant" not in str(error)
+        return Fault(_innermost(error), transient, status=None if transient else 401)
     if response is not None and response.status_code >= 400:
         return fault_of_response(response)
     # A broken connection, a time-out, or an answer that cannot be read: it may have been cut.
-    return Fault(reason=_innermost(error), transient=True)
+    return Fault(_innermost(error), transient=True)
 
 
 def _innermost(error: BaseException) -> str:
     """Return what went wrong without the layers above it: one short line."""
-    inner = error
-    while isinstance(told := inner.args[0] if inner.args else None, Exception):
-        inner = getattr(told, "reason", told)
-        if not isinstance(inner, Exception):
-            inner = told
-            break
-    return _printable(f"{type(inner).__name__}: {_CONNECTION.sub('', str(inner))}")
+    while isinstance(cause := next(iter(error.args), None), Exception):
+        reason = getattr(cause, "reason", None)
+        error = reason if isinstance(reason, Exception) else cause
+    return _printable(f"{type(error).__name__}: {_CONNECTION.sub('', str(error))}")
 
 
 def _printable(text: str) -> str:
@@ -211,15 +196,15 @@ def _printable(text: str) -> str:
 
 
 def fault_of_response(response: Any) -> Fault:
-    """Say what an answer with an error status means.
-
-    Args:
-        response: A `requests.Response`.
-    """
+    """Say what a `requests.Response` with an error status means, in the store's own words."""
     status = response.status_code
+    try:
+        message = str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        message = str(response.reason or response.text)
     return Fault(
-        reason=f"HTTP {status} {_message(response)}",
-        transient=is_transient_status(status),
+        reason=f"HTTP {status} {_printable(message)}",
+        transient=status in (408, 429) or status >= 500,
         status=status,
         retry_after_s=parsed_retry_after(response.headers.get("Retry-After"), now_s=time.time()),
     )
@@ -234,57 +219,26 @@ def refusal(fault: Fault, *, address: str, permission: str, identity: str) -> Re
         permission: What the request needs, such as `storage.objects.get`.
         identity: Who asked, in words.
     """
-    bucket = "/".join(address.split("/")[:3])
-    if fault.status == 401 and identity == ANONYMOUS:
-        fix = (
-            "No Google credentials were found, and this may not be read by everybody. Log in "
-            "(gcloud auth application-default login), or give the key file of a service account."
-        )
-    elif fault.status == 401:
-        fix = (
-            f"The credentials of {identity} were not accepted: they expired or were revoked. "
-            "Log in again (gcloud auth application-default login) or use a new key file."
-        )
-    elif fault.status == 403:
-        fix = _missing_permission(fault, bucket, permission, identity)
-    elif fault.status == 404:
-        fix = (
-            "There is no such bucket or object, or no longer (it was replaced after it was "
-            f"listed), or {identity} may not see it. "
-            f"Check the name: gcloud storage ls {bucket}"
-        )
-    else:
-        fix = f"{identity} asked. The store will answer the same again; see its message."
-    return RefusedRequestError(f"{address}: {fault.reason}. {fix}", status=fault.status)
-
-
-def _missing_permission(fault: Fault, bucket: str, permission: str, identity: str) -> str:
+    bucket, is_anonymous = "/".join(address.split("/")[:3]), identity == ANONYMOUS
     named = _PERMISSION.search(fault.reason)
     missing = named.group() if named else permission
     role = _ROLES.get(missing, "roles/storage.objectUser")
-    text = (
-        f"The permission {missing} is missing for {identity}. Grant the role {role}: "
-        f"gcloud storage buckets add-iam-policy-binding {bucket} --member=WHO --role={role}"
-    )
-    if identity == ANONYMOUS:
-        text += ". Or log in first: gcloud auth application-default login, or give a key file."
-    return text
-
-
-def _fault_of_credentials(error: Exception) -> Fault:
-    """A token that cannot be had: often the network, but a revoked key stays revoked."""
-    from google.auth.exceptions import RefreshError, TransportError
-
-    passing = isinstance(error, (RefreshError, TransportError)) and "invalid_grant" not in str(
-        error
-    )
-    return Fault(reason=_innermost(error), transient=passing, status=None if passing else 401)
-
-
-def _message(response: Any) -> str:
-    """Return the store's own words, one line."""
-    try:
-        text = str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        text = str(response.reason or response.text)
-    return _printable(text)
+    fixes = {
+        401: f"The credentials of {identity} were not accepted: they expired or were revoked. "
+        "Log in again (gcloud auth application-default login) or use a new key file.",
+        403: f"The permission {missing} is missing for {identity}. Grant the role {role}: "
+        f"gcloud storage buckets add-iam-policy-binding {bucket} --member=WHO --role={role}",
+        404: "There is no such bucket or object, or no longer (it was replaced after it was "
+        f"listed), or {identity} may not see it. Check the name: gcloud storage ls {bucket}",
+    }
+    if is_anonymous:
+        fixes[401] = (
+            "No Google credentials were found, and this may not be read by everybody. Log in "
+            "(gcloud auth application-default login), or give the key file of a service account."
+        )
+        fixes[403] += (
+            ". Or log in first: gcloud auth application-default login, or give a key file."
+        )
+    other = f"{identity} asked. The store will answer the same again; see its message."
+    fix = fixes.get(fault.status or 0, other)
+    return RefusedRequestError(f"{address}: {fault.reason}. {fix}", status=fault.status)

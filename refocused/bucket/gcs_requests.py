@@ -1,13 +1,15 @@
-"""One request to Google Cloud Storage, asked again while its fault may pass."""
+"""Requests to Google Cloud Storage, repeated while their fault may pass."""
 
 from __future__ import annotations
 
+import base64
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from refocused.bucket.bucket import BlobInfo, checked_name, crc32c_from_base64
+from refocused.bucket.bucket import BlobInfo, checked_name
 from refocused.bucket.gcs_client import GoogleConnection
 from refocused.bucket.gcs_errors import (
     Attempts,
@@ -25,26 +27,28 @@ TIMEOUT_S = (10.0, 60.0)  # connect, and silence between two pieces of an answer
 # What the library must not do by itself: its retries end 120 s after the call began, ignore
 # Retry-After and leave resumed downloads unchecked.
 ONCE = {"retry": None, "timeout": TIMEOUT_S}
+PIECE_BYTES = 256 * 1024  # the library hands on 8 KiB: half of the processor's time of a download
 _DESCRIBED = ("name", "size", "crc32c", "generation")  # what is read of an object's resource
-_OK = 200
-_STORE = "https://storage.googleapis.com"
+_PAGE_OBJECTS = 1000  # the most that one page of a listing holds
+_OK, _PARTIAL = 200, 206
+_RANGE = re.compile(r"bytes (\d+)-\d+/(?:\d+|\*)")
 
 
 class GoogleRequests:
-    """What every operation on the objects below one prefix needs.
+    """The requests about the objects below one prefix.
 
     Args:
         bucket_name: The bucket.
         root: Prefix of every object's name, empty or ending in `/`.
-        connection: Who asks.
+        connection: Credentials and connections.
         policy: How often and how long a fault is waited out.
     """
 
     def __init__(
         self, bucket_name: str, root: str, *, connection: GoogleConnection, policy: RetryPolicy
     ) -> None:
-        self.root = root
         self.connection = connection
+        self._root = root
         self._policy = policy
         self._address = f"gs://{bucket_name}/{root}"
         self._objects = f"/storage/v1/b/{bucket_name}/o"
@@ -53,69 +57,51 @@ class GoogleRequests:
         """Return `gs://bucket/prefix/name`."""
         return self._address + name
 
-    def blob(self, name: str, *, generation: int | None = None) -> Any:
+    def blob(self, name: str) -> Any:
         """Return this thread's `google.cloud.storage.Blob` of a name; nothing is asked.
 
         Raises:
             BucketError: The name would leave its folder once it is downloaded.
         """
         checked_name(name, where=self._address)
-        return self.connection.bucket.blob(self.root + name, generation=generation)
+        return self.connection.bucket.blob(self._root + name)
 
-    def media_url(self, name: str) -> str:
-        """Return the URL of an object's bytes; raises as `blob` does."""
-        return f"{_endpoint()}/download{self._path(name)}"
+    def page(self, prefix: str, token: str | None) -> tuple[list[BlobInfo], str | None]:
+        """Return the objects of one page of a listing, and the token of the next page.
 
-    def parameters(self, **chosen: str | int | None) -> dict[str, str]:
-        """Return a query: what is not None, and the project that pays."""
-        named = chosen | {"userProject": self.connection.project}
-        return {key: str(value) for key, value in named.items() if value is not None}
-
-    def page(self, prefix: str, token: str | None, *, objects: int) -> tuple[list[object], object]:
-        """Ask once for a page of a listing; return its objects' resources, and the next token.
-
-        Raises:
-            Exception: One of `fault_types`.
+        An object that the listing describes in part is asked for by itself; the console's
+        "folders", whose names end in `/`, are left out.
         """
-        query = self.parameters(
-            prefix=self.root + prefix,
+        query = self._query(
+            prefix=self._root + prefix,
             pageToken=token,
-            maxResults=objects,
+            maxResults=_PAGE_OBJECTS,
             fields=f"items({','.join(_DESCRIBED)}),nextPageToken",
         )
-        page = self._resource(self._objects, query)
-        items = page.get("items", []) if isinstance(page, Mapping) else None
-        if not isinstance(page, Mapping) or not isinstance(items, list):
-            raise ConnectionError("the store's answer is no listing")
-        return items, page.get("nextPageToken")
 
-    def listed(self, fields: object) -> BlobInfo | None:
-        """Describe an object of a listing; None when it is gone, or is the console's "folder".
+        def ask() -> tuple[list[BlobInfo], str | None]:
+            page = self._resource(self._objects, query)
+            items = page.get("items", []) if isinstance(page, Mapping) else None
+            if not isinstance(page, Mapping) or not isinstance(items, list):
+                raise ConnectionError("the store's answer is no listing")
+            found = [self._listed(item) for item in items]
+            following = page.get("nextPageToken")
+            return [one for one in found if one], None if following is None else str(following)
 
-        One that the listing describes in part is asked for by itself.
+        return self.ask(ask, prefix, permission="storage.objects.list")
 
-        Raises:
-            ConnectionError: It has no name.
-            BucketError: Its own description is not whole either.
-        """
+    def _listed(self, fields: object) -> BlobInfo | None:
         name = fields.get("name") if isinstance(fields, Mapping) else None
-        if not isinstance(name, str) or not name.startswith(self.root):
+        if not isinstance(name, str) or not name.startswith(self._root):
             raise ConnectionError("the store's listing holds an object without a name")
         if name.endswith("/"):
             return None
         try:
-            return self.described_in(fields)
+            return self.described(fields)
         except ConnectionError:
-            return self.info(name.removeprefix(self.root))
+            return self.info(name.removeprefix(self._root))
 
-    def described(self, blob: Any) -> BlobInfo:
-        """Describe a blob by the metadata that were received; errors are `described_in`'s."""
-        try:
-            return self.described_in({field: getattr(blob, field) for field in _DESCRIBED})
-        except (AttributeError, TypeError, ValueError):
-            raise ConnectionError("the store's answer describes no object") from None
-
-    def described_in(self, fields: object) -> BlobInfo:
+    def described(self, fields: object) -> BlobInfo:
         """Describe an object by its resource in the store's JSON; it may have no checksum.
 
         Raises:
@@ -124,7 +110,7 @@ class GoogleRequests:
         if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
             raise ConnectionError("the store's answer describes no object")
         return BlobInfo(
-            name=fields["name"].removeprefix(self.root),
+            name=fields["name"].removeprefix(self._root),
             size=_number(fields, "size"),
             crc32c=_checksum(fields.get("crc32c")),
             generation=_number(fields, "generation"),
@@ -136,13 +122,14 @@ class GoogleRequests:
         Raises:
             BucketError: The store describes it without a size or a generation.
         """
+        path, query = self._path(name), self._query(fields=",".join(_DESCRIBED))
 
         def ask() -> BlobInfo:
-            fields = self._resource(self._path(name), self.parameters(fields=",".join(_DESCRIBED)))
+            fields = self._resource(path, query)
             try:
-                return self.described_in(fields)
+                return self.described(fields)
             except ConnectionError as error:
-                if isinstance(fields, Mapping) and fields.get("name") == self.root + name:
+                if isinstance(fields, Mapping) and fields.get("name") == self._root + name:
                     raise RefusedRequestError(
                         f"{self.address(name)}: {error}. Write the object again, or exclude it."
                     ) from None
@@ -157,7 +144,7 @@ class GoogleRequests:
 
     def delete(self, name: str) -> None:
         """Remove an object; absent is fine."""
-        path, query = self._path(name), self.parameters()
+        path, query = self._path(name), self._query()
         try:
             self.ask(
                 lambda: self._answer("DELETE", path, query),
@@ -167,6 +154,41 @@ class GoogleRequests:
         except RefusedRequestError as refused:
             if refused.status != 404:
                 raise
+
+    def media(
+        self, name: str, *, start: int, end: int | None = None, generation: int | None = None
+    ) -> Iterator[bytes]:
+        """Ask once for the bytes `start` to `end` (inclusive) of an object; yield them.
+
+        See cloud.google.com/storage/docs/json_api/v1/objects/get.
+
+        Raises:
+            Exception: One of `fault_types`; what came before it has been yielded.
+        """
+        from requests import RequestException
+
+        is_part = bool(start) or end is not None
+        headers = {"Accept-Encoding": "gzip"}  # an object stored in gzip comes as it is stored
+        if is_part:
+            headers["Range"] = f"bytes={start}-{'' if end is None else end}"
+        with self.connection.session.get(
+            f"{_endpoint()}/download{self._path(name)}",
+            params=self._query(alt="media", generation=generation),
+            headers=headers,
+            stream=True,
+            timeout=TIMEOUT_S,
+        ) as answer:
+            if not answer.ok:
+                _ = answer.content  # says why, and is read while the connection is there
+                answer.raise_for_status()
+            if answer.status_code not in (_OK, _PARTIAL):
+                raise RequestException(
+                    f"HTTP {answer.status_code}, which holds no part of the object"
+                )
+            if is_part and not _is_from(start, answer):
+                raise RequestException("another part of the object was answered than was asked for")
+            while piece := answer.raw.read1(PIECE_BYTES, decode_content=False):
+                yield piece
 
     def ask(self, ask: Callable[[], Answer], name: str, *, permission: str) -> Answer:
         """Return a request's answer.
@@ -200,16 +222,16 @@ class GoogleRequests:
 
     def refused(self, fault: Fault, name: str, *, permission: str) -> RefusedRequestError:
         """Build the error of a fault that will not pass."""
-        return refusal(
-            fault,
-            address=self.address(name),
-            permission=permission,
-            identity=self.connection.identity,
-        )
+        address, identity = self.address(name), self.connection.identity
+        return refusal(fault, address=address, permission=permission, identity=identity)
 
     def _path(self, name: str) -> str:
         checked_name(name, where=self._address)
-        return f"{self._objects}/{quote(self.root + name, safe='')}"
+        return f"{self._objects}/{quote(self._root + name, safe='')}"
+
+    def _query(self, **chosen: str | int | None) -> dict[str, str]:
+        named = chosen | {"userProject": self.connection.project}
+        return {key: str(value) for key, value in named.items() if value is not None}
 
     def _resource(self, path: str, query: Mapping[str, str]) -> object:
         """Ask once for something that the store describes in JSON."""
@@ -228,7 +250,16 @@ class GoogleRequests:
 
 
 def _endpoint() -> str:
-    return os.environ.get("STORAGE_EMULATOR_HOST") or _STORE
+    return os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com"
+
+
+def _is_from(start: int, answer: Any) -> bool:
+    """Whether an answer begins at a byte; some proxies answer a part with status 200."""
+    told = answer.headers.get("Content-Range")
+    if told is None:
+        return bool(answer.status_code == _PARTIAL)
+    found = _RANGE.fullmatch(told)
+    return found is not None and found[1].lstrip("0") == str(start).lstrip("0")
 
 
 def _number(fields: Mapping[str, object], name: str) -> int:
@@ -239,10 +270,18 @@ def _number(fields: Mapping[str, object], name: str) -> int:
     return int(text)
 
 
+def crc32c_to_base64(checksum: int) -> str:
+    """Spell a checksum as Google Cloud Storage does: base64 of four big-endian bytes."""
+    return base64.b64encode(checksum.to_bytes(4, "big")).decode("ascii")
+
+
 def _checksum(text: object) -> int | None:
     if text is None:
         return None
     try:
-        return crc32c_from_base64(str(text))
+        content = base64.b64decode(str(text), validate=True)
     except ValueError:
-        raise ConnectionError("the store describes it with no readable crc32c") from None
+        content = b""
+    if len(content) != 4:
+        raise ConnectionError("the store describes it with no readable crc32c")
+    return int.from_bytes(content, "big")

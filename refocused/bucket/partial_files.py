@@ -9,7 +9,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from refocused.bucket.bucket import crc32c_of, extended_crc32c
@@ -46,8 +45,7 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(existing_folder(folder)).free
 
 
-def no_space(folder: Path, *, needed_bytes: int) -> BucketError:
-    """Build the error of a full disk, with what is needed and what is free, in bytes."""
+def _no_space(folder: Path, needed_bytes: int) -> BucketError:
     return BucketError(
         f"No space left in {folder}: {needed_bytes:,} bytes needed, "
         f"{free_bytes(folder):,} free. Free some space, or choose a folder on another disk."
@@ -61,7 +59,7 @@ def require_space(folder: Path, *, needed_bytes: int) -> None:
         BucketError: It cannot; the text holds both numbers.
     """
     if needed_bytes > free_bytes(folder):
-        raise no_space(folder, needed_bytes=needed_bytes)
+        raise _no_space(folder, needed_bytes)
 
 
 @contextlib.contextmanager
@@ -70,13 +68,13 @@ def disk_errors(path: Path, *, needed_bytes: int = 0) -> Iterator[None]:
 
     Args:
         path: The file being read or written.
-        needed_bytes: Bytes that must still be written, told when the disk is full.
+        needed_bytes: Bytes that must still be written, for the message of a full disk.
     """
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise no_space(path.parent, needed_bytes=needed_bytes) from error
+            raise _no_space(path.parent, needed_bytes) from error
         raise BucketError(
             f"{path}: {error.strerror or error}. "
             "Check that the folder exists, may be written by this user, and is not on a "
@@ -103,10 +101,8 @@ class PartFile:
     def __init__(self, target: Path, *, total_bytes: int, resume: bool) -> None:
         self.target = target
         self.path = part_path(target)
-        self.size = 0
-        self.crc32c = 0
+        self.size = self.crc32c = self._sent_to_disk = 0
         self._total_bytes = total_bytes
-        self._sent_to_disk = 0
         with disk_errors(self.path, needed_bytes=total_bytes):
             target.parent.mkdir(parents=True, exist_ok=True)
             kept = self.path.stat().st_size if resume and self.path.exists() else 0
@@ -118,27 +114,21 @@ class PartFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def write(self, content: bytes) -> int:
-        """Append bytes; return how many."""
+    def write(self, content: bytes) -> None:
+        """Append bytes."""
         with disk_errors(self.path, needed_bytes=self._total_bytes - self.size):
             view = memoryview(content)
             while view:
                 view = view[self._file.write(view) :]
         self.crc32c = extended_crc32c(self.crc32c, content)
         self.size += len(content)
-        if self.size - self._sent_to_disk >= WRITE_BACK_BYTES:
-            started = self._sent_to_disk
-            begin_write_back(self._file.fileno(), started, self.size - started)
+        unsent = self.size - self._sent_to_disk
+        if unsent >= WRITE_BACK_BYTES:
+            begin_write_back(self._file.fileno(), self._sent_to_disk, unsent)
             self._sent_to_disk = self.size
-        return len(content)
 
     def restart(self) -> None:
         """Throw away what was received."""

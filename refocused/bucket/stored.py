@@ -26,21 +26,13 @@ def with_checksum(bucket: Bucket, blob: BlobInfo) -> BlobInfo:
 
 
 def stored_crc32c(bucket: Bucket, blob: BlobInfo) -> int:
-    """Return an object's CRC-32C: the store's own, or that of its bytes where it keeps none.
-
-    Raises:
-        BucketError: The object cannot be read.
-    """
+    """Return an object's CRC-32C: the store's own, or that of its bytes where it keeps none."""
     known = with_checksum(bucket, blob).crc32c
     return crc32c_of_bytes(bucket, blob.name) if known is None else known
 
 
 def crc32c_of_bytes(bucket: Bucket, name: str) -> int:
-    """Read an object from its start to its end; return its CRC-32C.
-
-    Raises:
-        BucketError: The object cannot be read.
-    """
+    """Read an object from its start to its end; return its CRC-32C."""
     checksum = start = 0
     while block := bucket.read(name, start=start, length=READ_BYTES):
         checksum = extended_crc32c(checksum, block)
@@ -55,14 +47,11 @@ def is_stored(bucket: Bucket, name: str, *, size: int, crc32c: int) -> bool:
 
 
 def known_content(bucket: Bucket, blob: BlobInfo) -> tuple[int | None, int | None]:
-    """Return what is soon known of the content of an object that was listed without a checksum.
+    """Return what can be known quickly of the content of an object listed without a checksum.
 
     Returns:
         The checksum that the store has of it, or None and that of blocks of it: 8 of 16 KiB, evenly
         spaced from its first byte to its last; all of it where it is not longer.
-
-    Raises:
-        BucketError: The object cannot be read.
     """
     path = bucket.local_file(blob)
     if path is None and (known := with_checksum(bucket, blob).crc32c) is not None:

@@ -7,14 +7,15 @@ import concurrent.futures
 import dataclasses
 import functools
 import queue
+import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from refocused.bucket.bucket import BlobInfo, Bucket, checked_name
-from refocused.bucket.object_files import object_files
-from refocused.bucket.partial_files import disk_errors, part_path, require_space
+from refocused.bucket.partial_files import disk_errors, existing_folder, part_path, require_space
 from refocused.system.errors import BucketError
 
 Item = TypeVar("Item")
@@ -34,12 +35,6 @@ class Progress:
     total_bytes: int
     done_objects: int
     total_objects: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Job:
-    name: str
-    size: int
 
 
 def download_many(
@@ -64,14 +59,12 @@ def download_many(
             it; or objects failed: the first are named and all counted; those that arrived stay.
     """
     targets = object_files((blob.name for blob in blobs), folder, where=bucket.url)
-    kept_bytes = sum(_part_bytes(target) for target in targets.values())
-    total_bytes = sum(blob.size for blob in blobs)
-    require_space(folder, needed_bytes=max(0, total_bytes - kept_bytes))
-    work = {
-        _Job(name=blob.name, size=blob.size): _download_call(bucket, blob, targets[blob.name])
-        for blob in blobs
-    }
-    _run_all(work, f"downloads from {bucket.url}", threads=threads, progress=progress)
+    parts = [part for target in targets.values() if (part := part_path(target)).exists()]
+    needed_bytes = sum(blob.size for blob in blobs) - sum(part.stat().st_size for part in parts)
+    require_space(folder, needed_bytes=max(0, needed_bytes))
+    calls = [functools.partial(bucket.download, blob, targets[blob.name]) for blob in blobs]
+    sizes = [blob.size for blob in blobs]
+    _run_all(calls, sizes, f"downloads from {bucket.url}", threads=threads, progress=progress)
     return [targets[blob.name] for blob in blobs]
 
 
@@ -94,30 +87,31 @@ def upload_many(
         BucketError: A name or a file is wrong (nothing is sent then), or objects failed: the
             first are named and all counted; those that were stored stay.
     """
-    work: dict[_Job, Callable[[], BlobInfo]] = {}
+    calls, sizes = [], []
     for name, source in sources.items():
         checked_name(name, where=bucket.url)
         with disk_errors(source):
-            job = _Job(name=name, size=source.stat().st_size)
-        work[job] = _upload_call(bucket, source, name)
-    stored = _run_all(work, f"uploads to {bucket.url}", threads=threads, progress=progress)
-    return [stored[name] for name in sources]
+            sizes.append(source.stat().st_size)
+        calls.append(functools.partial(bucket.upload, source, name))
+    return _run_all(calls, sizes, f"uploads to {bucket.url}", threads=threads, progress=progress)
 
 
-def _part_bytes(target: Path) -> int:
-    part = part_path(target)
-    return part.stat().st_size if part.exists() else 0
+def map_in_threads(
+    function: Callable[[Item], Result], items: Sequence[Item], *, threads: int
+) -> list[Result]:
+    """Return the results of a function in the order of its arguments; raise its first error."""
+    results: dict[int, Result] = {}
+
+    def ended(index: int, outcome: concurrent.futures.Future[Result]) -> bool:
+        results[index] = outcome.result()
+        return True
+
+    calls = [functools.partial(function, item) for item in items]
+    _run_in_threads(calls, threads=threads, ended=ended)
+    return [results[index] for index in range(len(items))]
 
 
-def _download_call(bucket: Bucket, blob: BlobInfo, target: Path) -> Callable[[], int]:
-    return lambda: bucket.download(blob, target)
-
-
-def _upload_call(bucket: Bucket, source: Path, name: str) -> Callable[[], BlobInfo]:
-    return lambda: bucket.upload(source, name)
-
-
-def run_in_threads(
+def _run_in_threads(
     calls: Sequence[Callable[[], Result]],
     *,
     threads: int,
@@ -171,63 +165,102 @@ def run_in_threads(
                 worker.join()
 
 
-def map_in_threads(
-    function: Callable[[Item], Result], items: Sequence[Item], *, threads: int
-) -> list[Result]:
-    """Return the results of a function in the order of its arguments; raise its first error."""
-    results: dict[int, Result] = {}
-
-    def ended(index: int, outcome: concurrent.futures.Future[Result]) -> bool:
-        results[index] = outcome.result()
-        return True
-
-    calls = [functools.partial(function, item) for item in items]
-    run_in_threads(calls, threads=threads, ended=ended)
-    return [results[index] for index in range(len(items))]
-
-
 def _run_all(
-    work: Mapping[_Job, Callable[[], Result]],
+    calls: Sequence[Callable[[], Result]],
+    sizes: Sequence[int],
     what: str,
     *,
     threads: int,
     progress: Callable[[Progress], None] | None,
-) -> dict[str, Result]:
-    """Run every job; return the results by object name, or raise one error for all failures."""
-    jobs = list(work)
-    total_bytes = sum(job.size for job in jobs)
-    done_bytes = 0
-    results: dict[str, Result] = {}
+) -> list[Result]:
+    """Return the results of all calls in their order, or raise one error for all failures."""
+    done_bytes, total_bytes = 0, sum(sizes)
+    results: dict[int, Result] = {}
     failures: list[BucketError] = []
 
     def ended(index: int, outcome: concurrent.futures.Future[Result]) -> bool:
         nonlocal done_bytes
-        job = jobs[index]
         try:
-            results[job.name] = outcome.result()
+            results[index] = outcome.result()
         except BucketError as error:
             failures.append(error)
             return len(failures) < _MOST_FAILURES
-        done_bytes += job.size
+        done_bytes += sizes[index]
         if progress is not None:
-            progress(Progress(done_bytes, total_bytes, len(results), len(jobs)))
+            progress(Progress(done_bytes, total_bytes, len(results), len(calls)))
         return True
 
-    run_in_threads(list(work.values()), threads=threads, ended=ended)
-    if failures:
-        raise _combined(failures, what, total=len(work), done=len(results))
-    return results
-
-
-def _combined(failures: Sequence[BucketError], what: str, *, total: int, done: int) -> BucketError:
-    if total == 1:
-        return failures[0]
-    named = "\n".join(f"  {error}" for error in failures[:_NAMED_FAILURES])
-    more = len(failures) - _NAMED_FAILURES
-    untried = total - done - len(failures)
-    return BucketError(
-        f"{len(failures)} of {total} {what} failed"
+    _run_in_threads(calls, threads=threads, ended=ended)
+    if not failures:
+        return [results[index] for index in range(len(calls))]
+    if len(calls) == 1:
+        raise failures[0]
+    untried, more = len(calls) - len(results) - len(failures), len(failures) - _NAMED_FAILURES
+    raise BucketError(
+        f"{len(failures)} of {len(calls)} {what} failed"
         + (f" ({untried} more were not begun or not waited for)" if untried else "")
-        + f":\n{named}"
+        + ":"
+        + "".join(f"\n  {error}" for error in failures[:_NAMED_FAILURES])
         + (f"\n  and {more} more" if more > 0 else "")
     )
+
+
+def object_files(names: Iterable[str], folder: Path, *, where: str) -> dict[str, Path]:
+    """Return the file below a folder that each object becomes; the folder need not exist.
+
+    `a//b` becomes `a/b`. Names that differ only in case or in their Unicode form are refused where
+    the folder's file system takes them for one.
+
+    Args:
+        names: Names of objects, each once.
+        folder: Where the files go.
+        where: The bucket, for messages.
+
+    Raises:
+        BucketError: A name cannot be a file's, two objects would be one file, or one would be a
+            folder of the other.
+    """
+    paths = {name: PurePosixPath(checked_name(name, where=where)) for name in names}
+    clash = _clash(paths, lambda text: unicodedata.normalize("NFC", text).casefold())
+    if clash is not None:  # seldom: only then is the file system tried
+        clash = _clash(paths, _form_on(folder))
+    if clash is not None:
+        name, other, what = clash
+        raise BucketError(
+            f"{where}: the objects {name!r} and {other!r} cannot both be files below {folder}: "
+            f"{what}. Rename one of them in the bucket, or exclude it."
+        )
+    return {name: folder / path for name, path in paths.items()}
+
+
+def _clash(
+    paths: Mapping[str, PurePosixPath], form: Callable[[str], str]
+) -> tuple[str, str, str] | None:
+    """Return two names that cannot both be files, and why; `form` is what tells paths apart."""
+    owners: dict[str, str] = {}
+    for name, path in paths.items():
+        other = owners.setdefault(form(str(path)), name)
+        if other != name:
+            return other, name, "both would be the same file"
+    for name, path in paths.items():
+        for folder in path.parents[:-1]:
+            other = owners.get(form(str(folder)), name)
+            if other != name:
+                return other, name, "the first would be a file, and the folder of the second"
+    return None
+
+
+def _form_on(folder: Path) -> Callable[[str], str]:
+    """Return what the file system of a folder, which need not exist, tells names apart by."""
+    start = existing_folder(folder)
+    with disk_errors(start), tempfile.TemporaryDirectory(dir=start, prefix=".names-") as trial:
+        for name in ("a", "\u00e9"):  # the second is e with an acute accent, as one character
+            Path(trial, name).touch()
+        one_case = Path(trial, "A").exists()
+        one_form = Path(trial, "e\u0301").exists()
+
+    def form(text: str) -> str:
+        text = unicodedata.normalize("NFC", text) if one_form else text
+        return text.casefold() if one_case else text
+
+    return form

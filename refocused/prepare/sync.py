@@ -13,10 +13,15 @@ from pathlib import Path, PurePosixPath
 
 from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of
 from refocused.bucket.folder import DirectoryBucket
-from refocused.bucket.object_files import object_files
 from refocused.bucket.partial_files import disk_errors, part_path
 from refocused.bucket.stored import stored_crc32c, with_checksum
-from refocused.bucket.transfer import Progress, download_many, map_in_threads, upload_many
+from refocused.bucket.transfer import (
+    Progress,
+    download_many,
+    map_in_threads,
+    object_files,
+    upload_many,
+)
 from refocused.data.formats.object_names import (
     MANIFEST_NAME,
     METADATA_NAME,

@@ -16,10 +16,11 @@ import requests
 import urllib3
 from requests.adapters import HTTPAdapter
 
-from refocused.bucket import google_upload, resumable_upload
-from refocused.bucket.bucket import BlobInfo, crc32c_to_base64, extended_crc32c
+from refocused.bucket import gcs_upload
+from refocused.bucket.bucket import BlobInfo, extended_crc32c
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.gcs_errors import RetryPolicy
+from refocused.bucket.gcs_requests import crc32c_to_base64
 from refocused.system.errors import BucketError
 
 ANSWERS = int(os.environ.get("REFOCUSED_ANSWERS", "2000"))
@@ -112,8 +113,8 @@ def test_answers_of_every_kind_end_in_a_result_or_a_named_error(
     operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
-    monkeypatch.setattr(resumable_upload, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(google_upload, "_SMALL_BYTES", 50 if operation == "large" else 1000)
+    monkeypatch.setattr(gcs_upload, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(gcs_upload, "SMALL_BYTES", 50 if operation == "large" else 1000)
     (tmp_path / "source").write_bytes(CONTENT)
     store = Store()
     monkeypatch.setattr(HTTPAdapter, "send", lambda adapter, asked, **_: store.send(adapter, asked))

@@ -5,13 +5,7 @@ import random
 
 import pytest
 
-from refocused.bucket.gcs_errors import (
-    Attempts,
-    Fault,
-    RetryPolicy,
-    is_transient_status,
-    parsed_retry_after,
-)
+from refocused.bucket.gcs_errors import Attempts, Fault, RetryPolicy, parsed_retry_after
 from refocused.system.errors import BucketError
 
 PASSING = Fault(reason="HTTP 503", transient=True, status=503)
@@ -66,16 +60,6 @@ def test_progress_starts_the_count_again() -> None:
     for _ in range(5):
         attempts.wait_after(PASSING)
         attempts.progressed()
-
-
-@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
-def test_these_statuses_may_pass(status: int) -> None:
-    assert is_transient_status(status)
-
-
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 410, 412])
-def test_these_statuses_stay(status: int) -> None:
-    assert not is_transient_status(status)
 
 
 @pytest.mark.parametrize(

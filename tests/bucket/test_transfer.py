@@ -11,9 +11,8 @@ from fakes import Emulator, Fault, Request
 from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.object_files import object_files
 from refocused.bucket.partial_files import part_path
-from refocused.bucket.transfer import Progress, download_many, upload_many
+from refocused.bucket.transfer import Progress, download_many, object_files, upload_many
 from refocused.system.errors import BucketError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from refocused.bucket.bucket import BlobInfo, Bucket
-from refocused.bucket.object_files import object_files
+from refocused.bucket.transfer import object_files
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import (
     METADATA_NAME,
