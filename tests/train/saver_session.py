@@ -81,7 +81,9 @@ class Session:
         self.throughput = Throughput(self.clock)
         self.reporter = FakeReporter(self.log)
         self.saver = Saver(
-            Checkpointer(folder, world=world, facts=FACTS, branch=branch, least_bytes=least_bytes),
+            checkpointer=Checkpointer(
+                folder, world=world, facts=FACTS, branch=branch, least_bytes=least_bytes
+            ),
             compare=functools.partial(
                 changes_since, facts=FACTS, world_size=world.world_size, allowed=()
             ),

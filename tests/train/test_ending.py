@@ -1,6 +1,9 @@
+"""How a run ends: exit codes, the last lines, the wait for the mirror."""
+
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -10,10 +13,11 @@ from checkpoints.step_samples import make_step
 from run_fakes import FakeReporter, FakeSaver, FakeStop, Log, parts_of
 
 from refocused.checkpoints.mirror.mirror_status import MirrorStatus
-from refocused.config.outputs import CheckpointConfig
+from refocused.config.outputs import CheckpointConfig, CostConfig
 from refocused.evaluate.final_model import FinalModel, FinalModelAnswer
 from refocused.system.errors import ExitCode
 from refocused.system.processes import this_process
+from refocused.train.lifecycle.job import Job, Request
 from refocused.train.lifecycle.shutdown import (
     INTERRUPTED_DRAIN_S,
     REPORT_AGAIN_S,
@@ -102,19 +106,26 @@ def end(
     mirror: str | None = "gs://bucket/runs",
     final: FakeFinalModel | None = None,
 ) -> ExitCode:
-    parts = parts_of(saver.log, saver=saver, reporter=EndingReporter(saver.log))
     settings = CheckpointConfig(mirror=mirror, drain_minutes=2.0)
-    outcome = Outcome(state, stopped)
-    return finish(
-        parts,
-        outcome,
-        cast("StopRequest", FakeStop(saver.log)),
-        sample=sample,
+    config = types.SimpleNamespace(checkpoint=settings, cost=CostConfig())
+    command = "deepspeed launch/train.py --max-steps 6"  # reached: another takes its place
+    job = Job(
+        cast("Any", types.SimpleNamespace(config=config)),
+        Request("auto", dry_run=False, credentials_file=None, project=None, command=command),
+        planned=cast("Any", None),
+        world=cast("Any", None),
         folder=Path("runs/sample"),
-        settings=settings,
-        command="deepspeed launch/train.py --max-steps 6",  # reached: another takes its place
-        final_model=cast("FinalModel | None", final),
     )
+    writer = types.SimpleNamespace(write=lambda engine, stopping: sample)
+    parts = parts_of(
+        saver.log,
+        saver=saver,
+        reporter=EndingReporter(saver.log),
+        sampler=None if sample is None else writer,
+    )
+    stop = cast("StopRequest", FakeStop(saver.log))
+    final_model = cast("FinalModel | None", final)
+    return finish(job, parts, Outcome(state, stopped), stop, final_model=final_model)
 
 
 @pytest.mark.parametrize(
@@ -135,11 +146,10 @@ def test_the_exit_code_says_how_it_ended(
     log: Log = []
     assert end(EndingSaver(log, **changes), stopped=stopped) == code
     status = "stopped" if stopped else "finished"
-    mirrored = changes.get("mirrored", True)
     facts = {"exit_code": code, "stopped_by": stopped.name if stopped else None}
     assert log == [
         f"{status}: ",
-        f"state {status} {facts | {'mirrored': mirrored}}",
+        f"state {status} {facts | {'mirrored': changes.get('mirrored', True)}}",
         f"trackers end {int(code)} within {5 if stopped else 30}",
         "closed",
     ]
@@ -190,44 +200,59 @@ def test_an_interrupted_run_does_not_wait_for_its_mirror_as_long() -> None:
     assert (finished.may_be_given_up, interrupted.may_be_given_up) == (True, False)
 
 
-def test_the_summary_of_a_finished_run(caplog: pytest.LogCaptureFixture) -> None:
-    end(EndingSaver([]), sample="def f():\n    pass")
-    assert [record.message for record in caplog.records] == [
-        "done  step 6 of 6, 48,000 tokens, 12.5 min, $12.35",
-        "      best validation loss 2.0000 (perplexity 7.39) at step 4",
-        "      checkpoint runs/sample/checkpoints/checkpoint_step_6",
-        "      mirror gs://bucket/runs: everything is there",
-        "      sample of what it writes:",
-        "      | def f():",
-        "      |     pass",
-        "      train on: deepspeed launch/train.py --max-steps N",
-    ]
+STOPPED = TrainState(step=5, tokens=40_000, seconds=30.0)
+THERE = "      mirror gs://bucket/runs: everything is there"
 
 
-def test_the_summary_tells_what_the_mirror_skipped(caplog: pytest.LogCaptureFixture) -> None:
-    end(EndingSaver([], skipped_uploads=3))
-    assert "everything is there but 3 older steps that newer ones replace" in caplog.text
-
-
-def test_the_summary_of_a_stopped_run_whose_upload_goes_on(
+@pytest.mark.parametrize(
+    ("saver", "settings", "lines"),
+    [
+        (
+            {},
+            {"sample": "def f():\n    pass"},
+            [
+                "done  step 6 of 6, 48,000 tokens, 12.5 min, $12.35",
+                "      best validation loss 2.0000 (perplexity 7.39) at step 4",
+                "      checkpoint runs/sample/checkpoints/checkpoint_step_6",
+                THERE,
+                "      sample of what it writes:",
+                "      | def f():",
+                "      |     pass",
+                "      train on: deepspeed launch/train.py --max-steps N",
+            ],
+        ),
+        ({"skipped_uploads": 3}, {}, [f"{THERE} but 3 older steps that newer ones replace"]),
+        (
+            {"mirrored": False, "saved_step": 5},
+            {"stopped": StopReason.STOP_FILE, "state": STOPPED},
+            [
+                "done  step 5 of 6, 40,000 tokens, 30 s | stopped by the STOP file",
+                "      checkpoint runs/sample/checkpoints/checkpoint_step_5",
+                "      mirror gs://bucket/runs: NOT complete yet, see runs/sample/mirror.json; the "
+                "upload goes on in the background",
+                "      resume: deepspeed launch/train.py --max-steps 6",
+            ],
+        ),
+        (
+            {"last_save_failed": True, "saved_step": 4},
+            {"mirror": None, "state": STOPPED, "stopped": StopReason.BUDGET},
+            [
+                "done  step 5 of 6, 40,000 tokens, 30 s | stopped by cost.budget_usd",
+                "      the last step is NOT saved (see the warnings above)",
+                "      resume: raise cost.budget_usd, then deepspeed launch/train.py --max-steps 6",
+            ],
+        ),
+    ],
+    ids=["finished", "skipped", "stopped", "unsaved"],
+)
+def test_the_last_lines(
+    saver: dict[str, Any],
+    settings: dict[str, Any],
+    lines: list[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    state = TrainState(step=5, tokens=40_000, seconds=30.0)
-    saver = EndingSaver([], mirrored=False, saved_step=5)
-    end(saver, stopped=StopReason.STOP_FILE, state=state)
-    assert [record.message for record in caplog.records] == [
-        "done  step 5 of 6, 40,000 tokens, 30 s | stopped by the STOP file",
-        "      checkpoint runs/sample/checkpoints/checkpoint_step_5",
-        "      mirror gs://bucket/runs: NOT complete yet, see runs/sample/mirror.json; the upload "
-        "goes on in the background",
-        "      resume: deepspeed launch/train.py --max-steps 6",
-    ]
-
-
-def test_an_unsaved_last_step_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    end(EndingSaver([], saved_step=4, last_save_failed=True), mirror=None)
-    assert "      the last step is NOT saved (see the warnings above)" in caplog.messages
-    assert not any("mirror" in message for message in caplog.messages)
+    end(EndingSaver([], **saver), **settings)
+    assert lines == (caplog.messages if len(lines) > 1 else caplog.messages[3:4])
 
 
 def status(done: int, *waiting: int, error: str | None = None) -> MirrorStatus:
@@ -258,8 +283,7 @@ class Waiting:
 
     def __init__(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
         make_step(folder, 20)
-        self.folder, self.caplog = folder, caplog
-        self.now = 100.0
+        self.caplog, self.now = caplog, 100.0
         self.progress = DrainProgress(folder, 600.0, lambda: self.now)
 
     def hears(self, status: MirrorStatus | None, seconds: float) -> list[str]:
@@ -268,7 +292,7 @@ class Waiting:
         for _ in range(round(seconds * 5)):
             self.progress(status)
             self.now += 0.2
-        return self.caplog.messages
+        return [message.strip() for message in self.caplog.messages]
 
 
 @pytest.fixture
@@ -276,51 +300,36 @@ def waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Waiting:
     return Waiting(tmp_path, caplog)
 
 
+DOWN = status(0, 20, error="HTTP 503")
+
+
 def test_what_holds_up_the_mirror_is_told_soon_and_then_now_and_again(waiting: Waiting) -> None:
-    down = status(0, 20, error="asking gs://b: HTTP 503")
-    assert waiting.hears(down, REPORT_SOON_S - 1.0) == []
-    assert waiting.hears(down, REPORT_AGAIN_S) == [
-        "      waiting for the mirror, for at most 9.9 min more: nothing mirrored yet, 1 behind, "
-        "last error: asking gs://b: HTTP 503"
+    assert waiting.hears(DOWN, REPORT_SOON_S - 1.0) == []
+    assert waiting.hears(DOWN, REPORT_AGAIN_S) == [
+        "waiting for the mirror, for at most 9.9 min more: nothing mirrored yet, 1 behind, "
+        "last error: HTTP 503"
     ]
-    assert len(waiting.hears(down, 3 * REPORT_AGAIN_S)) == 3
+    assert len(waiting.hears(DOWN, 3 * REPORT_AGAIN_S)) == 3
 
 
 def test_a_wait_for_a_dead_bucket_says_what_it_may_cost_and_what_bounds_it(
     waiting: Waiting,
 ) -> None:
-    waiting.progress = DrainProgress(
-        waiting.folder,
-        600.0,
-        lambda: waiting.now,
-        per_hour_usd=30.0,
-        setting="checkpoint.drain_minutes",
-    )
-    [said] = waiting.hears(status(0, 20, error="HTTP 503"), 10.0)
+    waiting.progress.per_hour_usd, waiting.progress.setting = 30.0, "checkpoint.drain_minutes"
+    [said] = waiting.hears(DOWN, 10.0)
     assert "for at most 9.9 min more ($4.97; set by checkpoint.drain_minutes): nothing" in said
 
 
 def test_an_outage_that_ends_and_comes_again_is_told_again(waiting: Waiting) -> None:
-    down = status(0, 20, error="HTTP 503")
-    assert len(waiting.hears(down, 10.0)) == 1
-    assert waiting.hears(status(500, 20), 10.0) == ["      upload of step 20: 50 % (1 waiting)"]
-    assert len(waiting.hears(down, 10.0)) == 1
+    assert len(waiting.hears(DOWN, 10.0)) == 1
+    assert waiting.hears(status(500, 20), 10.0) == ["upload of step 20: 50 % (1 waiting)"]
+    assert len(waiting.hears(DOWN, 10.0)) == 1
 
 
-@pytest.mark.parametrize(
-    ("told", "said"),
-    [
-        (None, "it has reported nothing yet, see logs/mirror.log"),
-        (status(0), "nothing mirrored yet, 1 behind"),  # it has not seen the last step
-    ],
-)
-def test_a_mirror_that_says_nothing_of_the_last_step_is_told(
-    waiting: Waiting, told: MirrorStatus | None, said: str
-) -> None:
-    [line] = waiting.hears(told, 10.0)
-    assert line.endswith(said)
-
-
-def test_an_upload_that_takes_long_is_not_silent(waiting: Waiting) -> None:
+def test_a_mirror_without_news_or_with_a_long_upload_is_not_silent(waiting: Waiting) -> None:
+    [line] = waiting.hears(None, 10.0)
+    assert line.endswith("it has reported nothing yet, see logs/mirror.log")
     lines = waiting.hears(status(500, 20), 2.5 * REPORT_AGAIN_S)
-    assert [line.strip()[:7] for line in lines] == ["upload ", "waiting", "waiting"]
+    assert [line[:7] for line in lines] == ["upload ", "waiting", "waiting"]
+    # It has not seen the last step.
+    assert waiting.hears(status(0), 10.0)[0].endswith("nothing mirrored yet, 1 behind")

@@ -65,8 +65,8 @@ def test_a_limit_is_obeyed_and_a_person_counts_more(tmp_path: Path) -> None:
     signals = Signals(speaks=False)
     stop = request(tmp_path, signals=signals)
     given = [StopReason.NONE]
-    stop.obey(lambda: StopReason.NONE)
-    stop.obey(lambda: given[0])
+    stop.limits.append(lambda: StopReason.NONE)
+    stop.limits.append(lambda: given[0])
     assert stop.agreed() is StopReason.NONE
     given[0] = StopReason.BUDGET
     assert stop.agreed() is StopReason.BUDGET
@@ -81,7 +81,7 @@ def test_limits_are_asked_on_rank_0_alone(tmp_path: Path) -> None:
 
     def action(world: World) -> StopReason:
         stop = request(tmp_path, world)
-        stop.obey(lambda: asked.append(world.rank) or StopReason.TIME_LIMIT)  # type: ignore[func-returns-value]
+        stop.limits.append(lambda: asked.append(world.rank) or StopReason.TIME_LIMIT)  # type: ignore[func-returns-value]
         return stop.agreed()
 
     assert results(on_two_ranks(action)) == [StopReason.TIME_LIMIT] * 2

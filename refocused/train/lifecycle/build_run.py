@@ -153,7 +153,7 @@ def _saver(
     )
     mirror = _mirror(job, branch) if world.is_storage_rank else None
     return Saver(
-        Checkpointer(
+        checkpointer=Checkpointer(
             job.checkpoints,
             world=world,
             facts=facts,

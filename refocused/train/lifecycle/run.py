@@ -186,9 +186,11 @@ def _end_dry_run(job: Job, parts: Parts, state: TrainState, stop: StopRequest) -
 def _obey_limits(config: RunConfig, parts: Parts, stop: StopRequest, session: Session) -> None:
     hours, budget = config.run.time_limit_hours, config.cost.budget_usd
     if hours is not None:
-        stop.obey(time_limit(hours, began_seconds=session.began_seconds, clock=time.monotonic))
+        stop.limits.append(
+            time_limit(hours, began_seconds=session.began_seconds, clock=time.monotonic)
+        )
     if budget is not None:
-        stop.obey(
+        stop.limits.append(
             budget_limit(
                 budget,
                 spent_usd=parts.reporter.spent_usd,
@@ -231,9 +233,6 @@ def _train_and_finish(
         outcome = train(parts, state, stop)
         session.signals.notices = ENDING
         session.presence.report(reason=outcome.stopped.name)
-        sample = None
-        if parts.sampler is not None and not outcome.stopped:
-            sample = parts.sampler.write(parts.engine, stopping=stop.agreed)
         final_model = prepare_final_model(
             job.folder,
             config.checkpoint,
@@ -241,17 +240,7 @@ def _train_and_finish(
             credentials_file=job.request.credentials_file,
             project=job.request.project,
         )
-        return shutdown.finish(
-            parts,
-            outcome,
-            stop,
-            sample=sample,
-            folder=job.folder,
-            settings=config.checkpoint,
-            command=job.request.command,
-            final_model=final_model,
-            per_hour_usd=config.cost.per_hour_usd,
-        )
+        return shutdown.finish(job, parts, outcome, stop, final_model=final_model)
     except BaseException as error:
         code = error.exit_code if isinstance(error, RefocusedError) else ExitCode.FAILED
         reporter.write_failure(state, error, code)

@@ -16,6 +16,7 @@ from refocused.config.prices import cost_usd
 from refocused.evaluate.final_model import FinalModel
 from refocused.metrics.step_metrics import dollars, duration, perplexity
 from refocused.system.errors import ExitCode
+from refocused.train.lifecycle.job import Job
 from refocused.train.lifecycle.launch_session import write_summary
 from refocused.train.step.loop import Outcome
 from refocused.train.step.parts import Parts
@@ -33,54 +34,39 @@ REPORT_AGAIN_S = 60.0  # a wait that is silent for longer looks like one that ha
 
 
 def finish(
-    parts: Parts,
-    outcome: Outcome,
-    stop: StopRequest,
-    *,
-    sample: str | None,
-    folder: Path,
-    settings: CheckpointConfig,
-    command: str,
-    final_model: FinalModel | None = None,
-    per_hour_usd: float | None = None,
+    job: Job, parts: Parts, outcome: Outcome, stop: StopRequest, *, final_model: FinalModel | None
 ) -> ExitCode:
     """Export, wait for the mirror, report how the run ended and where its time went.
 
-    Args:
-        parts: The run's parts.
-        outcome: How training ended.
-        stop: Ends the wait for the mirror too, which then goes on by itself.
-        sample: The last text sample, if the run has a prompt.
-        folder: The run's folder.
-        settings: How long to wait for the mirror.
-        command: Resumes the run.
-        final_model: Made of a finished run; None: nothing is made.
-        per_hour_usd: Price of the machine while it waits for the mirror; None: unknown.
+    A stop ends the wait for the mirror too, which then goes on by itself. `final_model` is made of
+    a finished run, if it is not None.
     """
-    stopped, exporting = outcome.stopped, None
+    stopped, config, sample = outcome.stopped, job.loaded.config, None
+    if parts.sampler is not None and not stopped:
+        sample = parts.sampler.write(parts.engine, stopping=stop.agreed)
+    exporting = None
     if not stopped and parts.saver.saved_step == outcome.state.step:
         exporting = final_model
     if exporting is not None:
         exporting.begin(outcome.state.step)
-    timeout_s = INTERRUPTED_DRAIN_S if stopped else settings.drain_minutes * 60
+    timeout_s = INTERRUPTED_DRAIN_S if stopped else config.checkpoint.drain_minutes * 60
     progress = DrainProgress(
-        folder / "checkpoints",
+        job.checkpoints,
         timeout_s,
-        per_hour_usd=per_hour_usd,
+        per_hour_usd=config.cost.per_hour_usd,
         setting=None if stopped else "checkpoint.drain_minutes",
     )
     given_up = () if stopped else (stop.agreed,)
     mirrored = parts.saver.mirror.drain(timeout_s, progress, *given_up)
     code = stopped.exit_code if mirrored or stopped else ExitCode.NOT_MIRRORED
     if exporting is not None:
-        code = max(code, _await_export(parts, exporting, stop, settings), key=_SEVERITY.index)
+        own = _await_export(parts, exporting, stop, config.checkpoint)
+        code = max(code, own, key=_SEVERITY.index)
     if parts.saver.last_save_failed:
         code = ExitCode.FAILED
     outcome = dataclasses.replace(outcome, state=parts.reporter.end(outcome.state))
     if parts.world.is_rank_0:
-        for line in _last_lines(
-            parts, outcome, sample, folder, settings, command, mirrored=mirrored
-        ):
+        for line in _last_lines(job, parts, outcome, sample, mirrored=mirrored):
             logger.info("%s", line)
     status = "stopped" if stopped else "finished"
     parts.reporter.event(status, "", step=outcome.state.step, exit_code=code)
@@ -95,7 +81,7 @@ def finish(
         code, limit_seconds=TRACKERS_END_S if stopped else FINISHED_TRACKERS_END_S
     )
     parts.reporter.close()
-    trouble = write_summary(folder) if parts.world.is_rank_0 else ""
+    trouble = write_summary(job.folder) if parts.world.is_rank_0 else ""
     if trouble:
         logger.warning("%s", trouble)
     return code
@@ -118,10 +104,11 @@ def _await_export(
     return code
 
 
+@dataclasses.dataclass
 class DrainProgress:
     """Logs every ten percent of an upload; soon what holds up the mirror, and that again.
 
-    Args:
+    Attributes:
         checkpoints: The folder of the local steps.
         timeout_s: Longest wait, in seconds.
         clock: Monotonic seconds.
@@ -129,21 +116,15 @@ class DrainProgress:
         setting: The setting that bounds the wait, if one does.
     """
 
-    def __init__(
-        self,
-        checkpoints: Path,
-        timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        per_hour_usd: float | None = None,
-        setting: str | None = None,
-    ) -> None:
-        self._checkpoints = checkpoints
-        self._clock = clock
-        self._per_hour_usd = per_hour_usd
-        self._setting = setting
-        self._ends_at = clock() + timeout_s
-        self._logged_at = clock()
+    checkpoints: Path
+    timeout_s: float
+    clock: Callable[[], float] = time.monotonic
+    per_hour_usd: float | None = None
+    setting: str | None = None
+
+    def __post_init__(self) -> None:
+        self._logged_at = self.clock()
+        self._ends_at = self._logged_at + self.timeout_s
         self._logged_tenth = -1
         self._logged_trouble = False
 
@@ -158,37 +139,32 @@ class DrainProgress:
                 waiting = status.waiting
                 self._log(f"upload of step {waiting[0]:,}: {10 * tenth} % ({len(waiting)} waiting)")
         soon = not goes_on and not self._logged_trouble
-        if self._clock() - self._logged_at >= (REPORT_SOON_S if soon else REPORT_AGAIN_S):
+        if self.clock() - self._logged_at >= (REPORT_SOON_S if soon else REPORT_AGAIN_S):
             self._log_waiting(status)
             self._logged_trouble = not goes_on
 
     def _log_waiting(self, status: MirrorStatus | None) -> None:
         text = "it has reported nothing yet, see logs/mirror.log"
         if status is not None:
-            text = status.progress(saved_steps(self._checkpoints))
-        left_s = max(0.0, self._ends_at - self._clock())
-        price = cost_usd(left_s, self._per_hour_usd)
+            text = status.progress(saved_steps(self.checkpoints))
+        left_s = max(0.0, self._ends_at - self.clock())
+        price = cost_usd(left_s, self.per_hour_usd)
         known = [f"${price:,.2f}"] if price is not None else []
-        known += [f"set by {self._setting}"] if self._setting is not None else []
+        known += [f"set by {self.setting}"] if self.setting is not None else []
         more = f"{duration(left_s)} more" + (f" ({'; '.join(known)})" if known else "")
         self._log(f"waiting for the mirror, for at most {more}: {text}")
 
     def _log(self, text: str) -> None:
-        self._logged_at = self._clock()
+        self._logged_at = self.clock()
         logger.info("      %s", text)
 
 
 def _last_lines(
-    parts: Parts,
-    outcome: Outcome,
-    sample: str | None,
-    folder: Path,
-    settings: CheckpointConfig,
-    command: str,
-    *,
-    mirrored: bool,
+    job: Job, parts: Parts, outcome: Outcome, sample: str | None, *, mirrored: bool
 ) -> list[str]:
     state, stopped = outcome.state, outcome.stopped
+    folder, command = job.folder, job.request.command
+    mirror = job.loaded.config.checkpoint.mirror
     lines = [
         f"done  step {state.step:,} of {parts.total_steps:,}, {state.tokens:,} tokens, "
         f"{duration(state.seconds)}{dollars(state.cost_usd, before=', ')}"
@@ -206,13 +182,13 @@ def _last_lines(
         lines.append(f"      checkpoint {folder}/checkpoints/checkpoint_step_{state.step}")
     elif parts.saver.last_save_failed:
         lines.append("      the last step is NOT saved (see the warnings above)")
-    if settings.mirror is not None:
+    if mirror is not None:
         skipped = parts.saver.mirror.skipped_uploads
         lines.append(
-            f"      mirror {settings.mirror}: everything is there"
+            f"      mirror {mirror}: everything is there"
             + (f" but {skipped} older steps that newer ones replace" if skipped else "")
             if mirrored
-            else f"      mirror {settings.mirror}: NOT complete yet, see {folder}/mirror.json; the "
+            else f"      mirror {mirror}: NOT complete yet, see {folder}/mirror.json; the "
             "upload goes on in the background"
         )
     if sample is not None:

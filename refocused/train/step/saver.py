@@ -31,56 +31,36 @@ from refocused.train.step.state import TrainState
 logger = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(kw_only=True)
 class Saver:
     """Saves the state, keeps the mirror running and removes old steps; all ranks call together.
 
-    Args:
-        checkpointer: Writes step directories.
+    Attributes:
         compare: Compares a step with this run; raises if it cannot be resumed.
         folder: Of the step directories.
         branch: The branch that training continues.
-        engine: What is saved.
-        mirror: The background copy.
-        settings: How many steps to keep, how many failures to tolerate.
         files_done: Token files of the epoch that are consumed at a state.
-
-    Attributes:
         saved_step: The newest step that this run saved or resumed from; None: there is none.
         loaded_loss: Record of the loaded checkpoint, if it has one.
         loaded_changed: Whether the user allowed a change from the settings of that checkpoint.
     """
 
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        *,
-        compare: Callable[[StepDirectory], Changes],
-        folder: Path,
-        branch: Branch = FIRST_BRANCH,
-        engine: Engine,
-        mirror: Mirroring,
-        settings: CheckpointConfig,
-        reporter: Reporter,
-        throughput: Throughput,
-        world: World,
-        files_done: Callable[[TrainState], int],
-    ) -> None:
-        self._checkpointer = checkpointer
-        self._compare = compare
-        self._folder = folder
-        self._branch = branch
-        self._engine = engine
-        self.mirror = mirror
-        self._settings = settings
-        self._reporter = reporter
-        self._throughput = throughput
-        self._world = world
-        self._files_done = files_done
-        self._failures = 0
-        self._stall_seconds = 0.0
-        self.saved_step: int | None = None
-        self.loaded_loss: SavedLoss | None = None
-        self.loaded_changed = False
+    checkpointer: Checkpointer
+    compare: Callable[[StepDirectory], Changes]
+    folder: Path
+    branch: Branch = FIRST_BRANCH
+    engine: Engine
+    mirror: Mirroring
+    settings: CheckpointConfig
+    reporter: Reporter
+    throughput: Throughput
+    world: World
+    files_done: Callable[[TrainState], int]
+    saved_step: int | None = None
+    loaded_loss: SavedLoss | None = None
+    loaded_changed: bool = False
+    _failures: int = 0
+    _stall_seconds: float = 0.0
 
     def begin(self) -> None:
         """Check that the state can be saved, and start the background copy.
@@ -88,7 +68,7 @@ class Saver:
         Raises:
             ConfigError: On every rank: a disk cannot be written, or has no room for a first save.
         """
-        self._checkpointer.prepare()
+        self.checkpointer.prepare()
         self.mirror.start()
 
     def save(
@@ -108,25 +88,25 @@ class Saver:
         self._finish_the_one_before(state.step)
         if self.saved_step == state.step:
             return state
-        if any(self._world.on_storage_ranks(self._clean_a_low_disk)):
+        if any(self.world.on_storage_ranks(self._clean_a_low_disk)):
             self._thin_out(keep=FEWEST, disk_low=True)
-        state = self._world.broadcast(self._reporter.booked(state))
-        loss = measure_saved_loss(self._engine, self._world)
-        record, files_done = state.as_record(), self._files_done(state)
+        state = self.world.broadcast(self.reporter.booked(state))
+        loss = measure_saved_loss(self.engine, self.world)
+        record, files_done = state.as_record(), self.files_done(state)
         record["saved_loss"] = None if loss is None else loss.model_dump(mode="json")
         saved = None
         try:
-            if self._settings.in_background and not wait:
-                self._checkpointer.begin(self._engine, record, files_done=files_done, tiers=reasons)
+            if self.settings.in_background and not wait:
+                self.checkpointer.begin(self.engine, record, files_done=files_done, tiers=reasons)
             else:
-                saved = self._checkpointer.save(
-                    self._engine, record, files_done=files_done, tiers=reasons
+                saved = self.checkpointer.save(
+                    self.engine, record, files_done=files_done, tiers=reasons
                 )
         except CheckpointError as error:
-            self._throughput.lap("save")
+            self.throughput.lap("save")
             self._bear(error)
             return state
-        self._stall_seconds = self._throughput.lap("save")
+        self._stall_seconds = self.throughput.lap("save")
         if saved is not None:
             self._complete(saved)
         return state
@@ -139,12 +119,12 @@ class Saver:
         Raises:
             CheckpointError: On every rank, after `checkpoint.max_failed_saves` failures in a row.
         """
-        if self._checkpointer.begun_step is None:
+        if self.checkpointer.begun_step is None:
             return
         try:
-            saved = self._checkpointer.finish(wait=wait)
+            saved = self.checkpointer.finish(wait=wait)
         except CheckpointError as error:
-            self._throughput.lap("save", continued=True)
+            self.throughput.lap("save", continued=True)
             self._bear(error)
             return
         if saved is not None:
@@ -169,24 +149,24 @@ class Saver:
             CheckpointError: On every rank: it cannot be resumed under this run's settings.
         """
         with in_use(step.path):
-            changes = self._world.on_all_ranks(lambda: self._compare(step))
+            changes = self.world.on_all_ranks(lambda: self.compare(step))
             for line in changes.lines():
-                self._reporter.event("differs", f"  differs  {line}")
+                self.reporter.event("differs", f"  differs  {line}")
             for text in changes.allowed:
                 logger.warning("%s", text)
-            record = self._checkpointer.load(self._engine, step, exact=changes.way == "exact")
-            self.loaded_loss = self._world.on_all_ranks(lambda: read_saved_loss(record))
+            record = self.checkpointer.load(self.engine, step, exact=changes.way == "exact")
+            self.loaded_loss = self.world.on_all_ranks(lambda: read_saved_loss(record))
             self.loaded_changed = bool(changes.allowed)
-            state = self._world.on_all_ranks(lambda: TrainState.from_record(record))
+            state = self.world.on_all_ranks(lambda: TrainState.from_record(record))
         if changes.new_data:
             state = dataclasses.replace(state, position=Position())
-        if step.path.resolve() == (self._folder / step.name).resolve():
+        if step.path.resolve() == (self.folder / step.name).resolve():
             self.saved_step = state.step
         return state
 
     def bring_back_history(self, step: StepDirectory) -> None:
         """Restore the losses before a resumed step, if the run's folder has none."""
-        self._checkpointer.bring_back_history(step)
+        self.checkpointer.bring_back_history(step)
 
     @property
     def last_save_failed(self) -> bool:
@@ -199,20 +179,20 @@ class Saver:
         def rename() -> None:
             for path in corrupt:
                 if path.exists():  # on this disk
-                    self._reporter.event(
+                    self.reporter.event(
                         "set_aside",
                         f"  aside    {path.name} is corrupt and is now {set_aside(path).name}; "
                         "remove it when you do not need it",
                     )
 
-        self._world.on_storage_ranks(rename)
+        self.world.on_storage_ranks(rename)
 
     def _finish_the_one_before(self, step: int) -> None:
         """Wait for the background save: its memory is needed."""
         self.commit()
-        unfinished = self._checkpointer.begun_step
+        unfinished = self.checkpointer.begun_step
         if unfinished is not None and unfinished != step:
-            self._reporter.event(
+            self.reporter.event(
                 "save_late",
                 f"save {unfinished:>7,} is still being written, and step {step:,} waits for it to "
                 "be saved; a longer checkpoint.interval or a faster disk avoids that",
@@ -223,8 +203,8 @@ class Saver:
     def _clean_a_low_disk(self) -> bool:
         """Return whether this disk lacks room for another save; leftovers are removed then."""
         with contextlib.suppress(OSError):  # the save that follows reports what is wrong
-            if disk_is_low(self._folder, self._branch, saves=FREE_SPACE_FACTOR):
-                clean_leftovers(self._folder)
+            if disk_is_low(self.folder, self.branch, saves=FREE_SPACE_FACTOR):
+                clean_leftovers(self.folder)
                 return True
         return False
 
@@ -232,9 +212,9 @@ class Saver:
         self._failures += 1
         # The next save would be written, and could not be loaded, in the same way.
         is_unreadable = isinstance(error, UnreadableFileError)
-        given_up = is_unreadable or self._failures >= self._settings.max_failed_saves
+        given_up = is_unreadable or self._failures >= self.settings.max_failed_saves
         text = "" if given_up else f"{error} Training goes on."
-        self._reporter.event("save_failed", text, error=str(error))
+        self.reporter.event("save_failed", text, error=str(error))
         if given_up:
             raise CheckpointError(
                 f"The run stops, since its checkpoints cannot be loaded. {error}"
@@ -247,22 +227,22 @@ class Saver:
         """Keep the mirrors running, remove old steps, and report what the save cost."""
         step, size = saved.step.step, saved.step.manifest.total_bytes
         self._failures, self.saved_step = 0, step
-        seen = self._world.on_storage_ranks(
+        seen = self.world.on_storage_ranks(
             lambda: (
-                self.mirror.look_after(self._folder, self._branch),
-                disk_is_low(self._folder, self._branch),
+                self.mirror.look_after(self.folder, self.branch),
+                disk_is_low(self.folder, self.branch),
             )
         )
-        self._thin_out(keep=self._settings.keep, disk_low=any(low for _, low in seen))
+        self._thin_out(keep=self.settings.keep, disk_low=any(low for _, low in seen))
         upload, *others = (text for text, _ in seen)
         for node, text in enumerate(others, 1):
             if "last error" in text:
                 upload += f" | node {node}: {text.removeprefix(' | ')}"
-        stall = self._stall_seconds + self._throughput.lap("save", continued=True)
+        stall = self._stall_seconds + self.throughput.lap("save", continued=True)
         local = duration(stall)
-        if self._settings.in_background:
+        if self.settings.in_background:
             local = f"{duration(saved.write_seconds)}, stall {local}"
-        self._reporter.event(
+        self.reporter.event(
             "save",
             f"save {step:>7,} local {local}{upload}",
             step=step,
@@ -270,7 +250,7 @@ class Saver:
             write_seconds=saved.write_seconds,
             bytes=size,
         )
-        self._reporter.performance(
+        self.reporter.performance(
             "save",
             step,
             save_stall_seconds=stall,
@@ -281,9 +261,9 @@ class Saver:
 
     def _thin_out(self, *, keep: int, disk_low: bool) -> None:
         thin_out(
-            self._folder,
-            self._world,
-            branch=self._branch,
+            self.folder,
+            self.world,
+            branch=self.branch,
             keep=keep,
             mirrored=self.mirror.exists,
             status=self.mirror.status(),

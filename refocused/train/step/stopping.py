@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Callable
 from pathlib import Path
@@ -48,36 +49,32 @@ _TEXTS = {
 }
 
 
+@dataclasses.dataclass
 class StopRequest:
-    """Collects reasons to stop on this rank and agrees on them with the others."""
+    """Collects reasons to stop on this rank and agrees on them with the others.
 
-    def __init__(
-        self,
-        world: World,
-        *,
-        stop_file: Path | None,
-        signalled: Callable[[], bool],
-        orphaned: Callable[[], bool],
-    ) -> None:
-        """Watch for a file on any storage rank's disk, for signals, and for the launcher's end."""
-        self._world = world
-        self._stop_file = stop_file
-        self._signalled = signalled
-        self._orphaned = orphaned
-        self._limits: list[Callable[[], StopReason]] = []
-        self._reason = StopReason.NONE
+    Attributes:
+        stop_file: Its existence, on any storage rank's disk, is a reason.
+        signalled: Whether a signal asked this process to stop.
+        orphaned: Whether the processes that started this one are gone.
+        limits: Further reasons; called on rank 0.
+    """
 
-    def obey(self, limit: Callable[[], StopReason]) -> None:
-        """Also stop when this function, called on rank 0, returns a reason."""
-        self._limits.append(limit)
+    world: World
+    _: dataclasses.KW_ONLY
+    stop_file: Path | None
+    signalled: Callable[[], bool]
+    orphaned: Callable[[], bool]
+    limits: list[Callable[[], StopReason]] = dataclasses.field(default_factory=list)
+    _reason: StopReason = StopReason.NONE
 
     def agreed(self) -> StopReason:
         """Return why to stop, the same on every rank; every rank must call at the same place."""
-        if self._signalled():
+        if self.signalled():
             self._reason = StopReason.SIGNAL
         if self._reason is StopReason.NONE:
             self._reason = self._seen()
-        return StopReason(int(self._world.largest([self._reason])[0]))
+        return StopReason(int(self.world.largest([self._reason])[0]))
 
     def leave_if_asked(self) -> None:
         """End a run that has not begun to train.
@@ -94,13 +91,13 @@ class StopRequest:
             )
 
     def _seen(self) -> StopReason:
-        if self._orphaned():
+        if self.orphaned():
             return StopReason.PARENT_GONE
-        if self._world.is_storage_rank and self._stop_file is not None and self._stop_file.exists():
+        if self.world.is_storage_rank and self.stop_file is not None and self.stop_file.exists():
             return StopReason.STOP_FILE
-        if not self._world.is_rank_0:
+        if not self.world.is_rank_0:
             return StopReason.NONE
-        return max((limit() for limit in self._limits), default=StopReason.NONE)
+        return max((limit() for limit in self.limits), default=StopReason.NONE)
 
 
 def time_limit(
