@@ -24,7 +24,6 @@ Ids = npt.NDArray[Any]
 BYTES = "bytes"
 BYTES_END_OF_TEXT = 256
 BYTES_VOCABULARY = 257
-
 GPT2 = "gpt2"
 VOCABULARIES = {BYTES: BYTES_VOCABULARY, GPT2: 50_257}  # of the tokenizers known by name
 HUB = "hub:"
@@ -42,19 +41,13 @@ USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]
 
 
 class Tokenizer(Protocol):
-    """Turns text into ids.
+    """Turns text into ids."""
 
-    Attributes:
-        name: What manifests call it.
-        vocabulary: One more than the largest id.
-        end_of_text_id: Id put before each document; text never encodes to it.
-        cuts_at_spaces: Whether text that is cut before a lone space, between two characters that
-            are no white space, encodes to the same ids as uncut text.
-    """
-
-    name: str
-    vocabulary: int
-    end_of_text_id: int
+    name: str  # in manifests
+    vocabulary: int  # one more than the largest id
+    end_of_text_id: int  # put before each document; text never encodes to it
+    # Whether text that is cut before a lone space, between two characters that are no white space,
+    # encodes to the same ids as uncut text.
     cuts_at_spaces: bool
 
     def encode(self, text: str) -> Ids:
@@ -83,6 +76,11 @@ class TokenizerChoice:
         folder = None if data.bpe_folder is None else Path(data.bpe_folder).expanduser()
         return cls(data.tokenizer, bpe_folder=folder)
 
+    @property
+    def is_known_by_name(self) -> bool:
+        """Whether its name alone says what it is: bytes, and GPT-2's own without files."""
+        return self.name == BYTES or (self.name == GPT2 and self.bpe_folder is None)
+
 
 def open_tokenizer(choice: TokenizerChoice) -> Tokenizer:
     """Build a tokenizer; only one of the hub is fetched, and only once.
@@ -97,26 +95,43 @@ def open_tokenizer(choice: TokenizerChoice) -> Tokenizer:
     return FileTokenizer(tokenizers_file(choice), end_of_text=choice.end_of_text)
 
 
+def vocabulary_of(choice: TokenizerChoice) -> int:
+    """Return one more than a tokenizer's largest id; raises as `open_tokenizer`."""
+    if choice.is_known_by_name:
+        return VOCABULARIES[choice.name]
+    if choice.name == GPT2:
+        return GptTokenizer(bpe_folder(choice)).vocabulary
+    file = tokenizers_file(choice)
+    return _size(load_content(_content(file), where=file))
+
+
+def identity_of(choice: TokenizerChoice) -> str:
+    """Return the name under which the manifest of its data knows a tokenizer.
+
+    A file's is that of its content, so that it may lie anywhere. Raises as `open_tokenizer`.
+    """
+    if choice.is_known_by_name:
+        return choice.name
+    if choice.name == GPT2:
+        return GptTokenizer(bpe_folder(choice)).name
+    return _file_identity(_content(tokenizers_file(choice)))
+
+
 def tokenizers_file(choice: TokenizerChoice) -> Path:
-    """Return the file of the `tokenizers` library that is meant.
+    """Return the file of the `tokenizers` library that is meant, from the hub if need be.
 
     Raises:
         ShardError: There is none.
     """
-    if choice.name.startswith(HUB):
-        return _hub_file(choice.name)
-    file = Path(choice.name).expanduser()
-    if not file.is_file():
+    name = choice.name
+    if not name.startswith(HUB):
+        file = Path(name).expanduser()
+        if file.is_file():
+            return file
         raise ShardError(
-            f"tokenizer {choice.name!r}: there is no such file, and it is neither {GPT2} nor "
-            f"{BYTES}. Name one of the two, a tokenizer.json of the tokenizers library, or "
-            f"{HUB}MODEL."
+            f"tokenizer {name!r}: there is no such file, and it is neither {GPT2} nor {BYTES}. "
+            f"Name one of the two, a tokenizer.json of the tokenizers library, or {HUB}MODEL."
         )
-    return file
-
-
-def _hub_file(name: str) -> Path:
-    """Return the copy here of a model's tokenizer, fetched from the hub where there is none."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -133,39 +148,6 @@ def _hub_file(name: str) -> Path:
             f"tokenizer {name!r}: the hub gave no tokenizer.json ({reason}). Check the name and "
             "the connection, or put the file here and name its path."
         ) from None
-
-
-def vocabulary_of(choice: TokenizerChoice) -> int:
-    """Return one more than a tokenizer's largest id; GPT-2's own needs no files for that.
-
-    Raises:
-        ShardError: Its files are missing or damaged.
-    """
-    if choice.name == BYTES or (choice.name == GPT2 and choice.bpe_folder is None):
-        return VOCABULARIES[choice.name]
-    if choice.name == GPT2:
-        return GptTokenizer(bpe_folder(choice)).vocabulary
-    return _size(load_file(tokenizers_file(choice)))
-
-
-def identity_of(choice: TokenizerChoice) -> str:
-    """Return the name under which the manifest of its data knows a tokenizer.
-
-    A file's is that of its content, so that it may lie anywhere.
-
-    Raises:
-        ShardError: Its files are missing or damaged.
-    """
-    if choice.name == BYTES or (choice.name == GPT2 and choice.bpe_folder is None):
-        return choice.name
-    if choice.name == GPT2:
-        return GptTokenizer(bpe_folder(choice)).name
-    return file_identity(tokenizers_file(choice))
-
-
-def file_identity(file: Path) -> str:
-    """Name a file of the `tokenizers` library by its content."""
-    return f"tokenizer-{hashlib.sha256(_content(file)).hexdigest()[:8]}"
 
 
 class BytesTokenizer:
@@ -198,7 +180,12 @@ class GptTokenizer:
         digests = tuple(hashlib.sha256(content).hexdigest() for content in contents)
         self.name = GPT2 if digests == _GPT2_DIGESTS else f"bpe-{digests[0][:8]}"
         try:
-            ranks = _merge_ranks(contents[0].decode())
+            # tiktoken's own reader keeps a copy of each file in the temporary folder.
+            spelt = spelt_bytes()
+            ranks = {bytes([byte]): rank for rank, byte in enumerate(spelt.values())}
+            for line in contents[0].decode().splitlines()[1:]:
+                first, second = line.split()
+                ranks.setdefault(bytes(spelt[letter] for letter in first + second), len(ranks))
             encoder = parse_json_object(contents[1])
             self.end_of_text_id = int(encoder[END_OF_TEXT])
         except (ValueError, KeyError, TypeError) as error:
@@ -235,15 +222,26 @@ class FileTokenizer:
     def __init__(self, file: Path, *, end_of_text: str | None) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallel part
         self._file = file
-        self.name = file_identity(file)
-        self._tokenizer = load_file(file)
+        content = _content(file)
+        self.name = _file_identity(content)
+        self._tokenizer = load_content(content, where=file)
         # A file may carry the truncation and the special-token rules of its last use.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocabulary = _size(self._tokenizer)
-        self.end_of_text_id = _end_of_text_id(ids, wanted=end_of_text, file=file)
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        wanted = USUAL_ENDS if end_of_text is None else (end_of_text,)
+        end = next((token for token in wanted if token in ids), None)
+        if end is None:
+            raise ShardError(
+                f"{file}: it has no token {end_of_text!r}. Name one that it has by --end-of-text."
+                if end_of_text is not None
+                else f"{file}: it has none of the usual end-of-text tokens "
+                f"({', '.join(USUAL_ENDS)}). Name the token that separates documents by "
+                "--end-of-text."
+            )
+        self.end_of_text_id = int(ids[end])
 
     def encode(self, text: str) -> Ids:
         """Return the ids; special tokens are neither added nor recognised in the text."""
@@ -280,46 +278,7 @@ def bpe_folder(choice: TokenizerChoice) -> Path:
     return folder
 
 
-def _how_to_get_files(folder: Path) -> str:
-    files = " ".join(
-        f"-o {shlex.quote(str(folder / name))} {_GPT2_URL}/{there}"
-        for name, there in zip(BPE_FILES, _GPT2_NAMES_THERE, strict=True)
-    )
-    return (
-        f"Download the two files that were published with GPT-2:\ncurl -L --create-dirs {files}\n"
-        f"and name their folder: --bpe-folder {shlex.quote(str(folder))}, or data.bpe_folder in a "
-        "run file."
-    )
-
-
-def _content(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise ShardError(f"{file}: {error.strerror}. Check its permissions.") from None
-
-
-def _merge_ranks(vocab_bpe: str) -> dict[bytes, int]:
-    """Return the rank of each token: single bytes in GPT-2's order, then the merges.
-
-    tiktoken's own loader keeps copies of files by their path in the temporary folder and never
-    looks again whether they changed, so it is not used.
-    """
-    spelt = spelt_bytes()
-    ranks = {bytes([byte]): rank for rank, byte in enumerate(spelt.values())}
-    for line in vocab_bpe.splitlines()[1:]:
-        first, second = line.split()
-        merged = bytes(spelt[character] for character in first + second)
-        ranks.setdefault(merged, len(ranks))
-    return ranks
-
-
-def load_file(file: Path) -> Any:
-    """Open a file of the `tokenizers` library; raises as `load_content`."""
-    return load_content(_content(file), where=str(file))
-
-
-def load_content(content: bytes, *, where: str) -> Any:
+def load_content(content: bytes, *, where: object) -> Any:
     """Return the tokenizer that a file of the `tokenizers` library holds.
 
     Raises:
@@ -345,22 +304,29 @@ def tokenizer_faults(where: object) -> Iterator[None]:
         ) from None
 
 
+def _how_to_get_files(folder: Path) -> str:
+    files = " ".join(
+        f"-o {shlex.quote(str(folder / name))} {_GPT2_URL}/{there}"
+        for name, there in zip(BPE_FILES, _GPT2_NAMES_THERE, strict=True)
+    )
+    return (
+        f"Download the two files that were published with GPT-2:\ncurl -L --create-dirs {files}\n"
+        f"and name their folder: --bpe-folder {shlex.quote(str(folder))}, or data.bpe_folder in a "
+        "run file."
+    )
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ShardError(f"{file}: {error.strerror}. Check its permissions.") from None
+
+
+def _file_identity(content: bytes) -> str:
+    return f"tokenizer-{hashlib.sha256(content).hexdigest()[:8]}"
+
+
 def _size(tokenizer: Any) -> int:
     """Return one more than the largest id; ids may have gaps."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-
-def _end_of_text_id(ids: dict[str, int], *, wanted: str | None, file: Path) -> int:
-    if wanted is not None:
-        if wanted not in ids:
-            raise ShardError(
-                f"{file}: it has no token {wanted!r}. Name one that it has by --end-of-text."
-            )
-        return ids[wanted]
-    for token in USUAL_ENDS:
-        if token in ids:
-            return ids[token]
-    raise ShardError(
-        f"{file}: it has none of the usual end-of-text tokens ({', '.join(USUAL_ENDS)}). Name the "
-        "token that separates documents by --end-of-text."
-    )

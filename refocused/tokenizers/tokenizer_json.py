@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,8 @@ def tokenizer_file(choice: TokenizerChoice, *, vocabulary: int) -> bytes:
     It gives text the ids that `open_tokenizer` gives it, but for the spelling of special tokens in
     a text, which it takes for those tokens, as transformers do.
 
-    Args:
-        choice: Which tokenizer, and where its files are.
-        vocabulary: Ids that the model knows.
-
     Raises:
-        ShardError: Its files are missing or damaged, or it has ids that the model does not know.
+        ShardError: Its files are missing or damaged, or it has ids beyond the model's `vocabulary`.
     """
     if choice.name == BYTES:
         content = _bytes_file()
@@ -52,11 +47,7 @@ def tokenizer_file(choice: TokenizerChoice, *, vocabulary: int) -> bytes:
 
 
 def check_vocabulary(content: bytes, *, vocabulary: int, where: str) -> None:
-    """Refuse a tokenizer that is of another model.
-
-    Raises:
-        ShardError: It has ids that the model does not know.
-    """
+    """Raise `ShardError` if a tokenizer has ids that the model does not know."""
     ids = load_content(content, where=where).get_vocab(with_added_tokens=True)
     largest = max(ids.values(), default=-1)
     if largest >= vocabulary:
@@ -105,12 +96,9 @@ def _finished(tokenizer: Any, *, end_of_text_id: int, splits_words: bool) -> byt
 
 
 def as_transformers(content: bytes, *, end_of_text_id: int | None, max_length: int) -> Any:
-    """Make transformers' tokenizer of a `tokenizer.json`.
+    """Make transformers' tokenizer of a `tokenizer.json`, for sequences of up to `max_length`.
 
-    Args:
-        content: Of the file.
-        end_of_text_id: Id that separates documents; None: the usual token for it, if there is one.
-        max_length: Longest sequence of the model.
+    Without an `end_of_text_id`, the usual token separates documents, if there is one.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -119,7 +107,11 @@ def as_transformers(content: bytes, *, end_of_text_id: int | None, max_length: i
     inner.no_padding()
     # What it puts around a text was not put around the documents that the model was trained on.
     inner.post_processor = None
-    end = _end_of_text(inner.get_vocab(with_added_tokens=True), end_of_text_id)
+    ids = inner.get_vocab(with_added_tokens=True)
+    ends = [token for token in USUAL_ENDS if token in ids]
+    if end_of_text_id is not None:
+        ends = [token for token, number in ids.items() if number == end_of_text_id]
+    end = ends[0] if ends else None
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / TOKENIZER_FILE
         inner.save(str(file))
@@ -131,9 +123,3 @@ def as_transformers(content: bytes, *, end_of_text_id: int | None, max_length: i
             model_max_length=max_length,
             clean_up_tokenization_spaces=False,
         )
-
-
-def _end_of_text(ids: Mapping[str, int], wanted: int | None) -> str | None:
-    if wanted is not None:
-        return next((token for token, number in ids.items() if number == wanted), None)
-    return next((token for token in USUAL_ENDS if token in ids), None)

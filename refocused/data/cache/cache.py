@@ -37,8 +37,8 @@ def threads_for(bucket: Bucket, most: int, *, cores: int) -> int:
 class ShardCache:
     """The local shards of one data set, on one machine.
 
-    Each rank has one; that of local rank 0 fetches, the others read what it brings. Several
-    threads may use one.
+    Each rank has one; that of local rank 0 fetches, the others read what it brings. Several threads
+    may use one.
 
     Args:
         bucket: The source.
@@ -48,10 +48,6 @@ class ShardCache:
         vocabulary: Ids that the model knows.
         fetches: Whether this process fetches.
         silence_seconds: How long the fetcher may write no heartbeat before it counts as gone.
-
-    Attributes:
-        names: The files of each shard, for messages.
-        vocabulary: Ids that the model knows.
 
     Raises:
         ShardError: The manifest names an id outside the vocabulary, or the folder cannot be made.
@@ -113,8 +109,7 @@ class ShardCache:
     def plan(self, needed: Sequence[int]) -> None:
         """Replace the plan: the shards to make and keep local, in order of use.
 
-        The others are closed; their files are evicted when the limit requires it, the ones planned
-        longest ago first.
+        The others are closed, and evicted when the limit requires it, oldest plan first.
 
         Raises:
             ShardError: They and the pinned ones do not fit into `data.disk_limit_gb`.
@@ -127,11 +122,7 @@ class ShardCache:
             self._open = {index: file for index, file in self._open.items() if index in kept}
 
     def pin(self, indices: Iterable[int]) -> None:
-        """Keep shards for good, beside every plan.
-
-        Raises:
-            ShardError: They and the plan do not fit into `data.disk_limit_gb`.
-        """
+        """Keep shards for good, beside every plan; raises as `plan`."""
         with self._queue.changed:
             pinned = {*self._queue.pinned, *indices}
             self._require_limit({*self._queue.planned, *pinned})
@@ -188,7 +179,6 @@ class ShardCache:
             )
 
     def _wait_for(self, index: int) -> TokenFile:
-        """Ask for a shard, here or in the process that fetches, until it is local."""
         watch = FetcherWatch(
             self._files,
             name=self._local.manifest.shards[index].name,

@@ -20,21 +20,13 @@ UNLED_SECONDS = 2.0  # longer than a second fetcher takes to follow the first
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The fetcher's last sign of life.
-
-    Attributes:
-        pid: Its process.
-        time: When it was written, in seconds since 1970.
-        progress: A number that changes whenever bytes or shards arrive.
-        error: Why it has given up; None while it works.
-        trouble: The last failure that it is retrying.
-    """
+    """The fetcher's last sign of life."""
 
     pid: int
-    time: float
-    progress: int = 0
-    error: str | None = None
-    trouble: str | None = None
+    time: float  # seconds since 1970
+    progress: int = 0  # changes whenever bytes or shards arrive
+    error: str | None = None  # why it has given up
+    trouble: str | None = None  # the last failure, which it is retrying
 
 
 class FetcherFiles:
@@ -100,13 +92,7 @@ class FetcherWatch:
     """Watches the fetcher of another process while a rank waits for one shard.
 
     A process that died is noticed within two seconds, by its lock; one that hangs, or never
-    started, by its silence.
-
-    Args:
-        files: The fetcher's files.
-        name: The shard, for messages.
-        started: When this run began, in seconds since 1970.
-        silence_seconds: How long the fetcher may write no heartbeat.
+    started, by its silence. `started` is when this run began, in seconds since 1970.
     """
 
     def __init__(

@@ -19,18 +19,6 @@ class FetchQueue:
     """The state of each shard, and the order in which missing ones are fetched.
 
     Shared by the cache and its fetch threads, which hold `changed` around every access.
-
-    Args:
-        bytes_of: Local bytes of a shard.
-
-    Attributes:
-        changed: Notified when a shard's state changes.
-        present: Shards that are local.
-        busy: Shards being fetched.
-        planned: Shards in order of use.
-        pinned: Shards kept beside every plan.
-        asked_here: Shards that a thread of this process waits for.
-        asked_elsewhere: Shards that other processes wait for.
     """
 
     def __init__(self, bytes_of: Callable[[int], int]) -> None:
@@ -66,11 +54,8 @@ class FetchQueue:
     def following(self, *, now: float, shared: Collection[int] = ()) -> int | None:
         """Return the shard to work on: asked for, in use, pinned, then the rest of the plan.
 
-        So the whole bandwidth goes to what is needed first.
-
-        Args:
-            now: Time by the clock of the pauses.
-            shared: Shards being fetched that another thread can help with.
+        So the whole bandwidth goes to what is needed first. `now` is by the clock of the pauses;
+        another thread can help with `shared` shards.
         """
         for index in (*self._asked, *self.planned[:2], *sorted(self.pinned), *self.planned[2:]):
             begun = index in self.present or index in self.busy
@@ -116,19 +101,12 @@ class FetchQueue:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FetchAhead:
-    """How far beyond the blocks in use shards are fetched, and the room for all of them.
+    """How far beyond the blocks in use shards are fetched, and the room for all of them."""
 
-    Attributes:
-        shards: At least so many (`data.fetch_ahead_shards`), as far as there is room.
-        seconds: Or those of so much training (`data.fetch_ahead_seconds`), if that is more.
-        bytes: At most so many ahead (`data.fetch_ahead_gb`); None: no limit.
-        room_bytes: At most so many in all: `data.disk_limit_gb` less the pinned; None: no limit.
-    """
-
-    shards: int
-    seconds: float | None = None
-    bytes: int | None = None
-    room_bytes: int | None = None
+    shards: int  # at least so many (`data.fetch_ahead_shards`), as far as there is room
+    seconds: float | None = None  # of training, if that is more (`data.fetch_ahead_seconds`)
+    bytes: int | None = None  # most ahead (`data.fetch_ahead_gb`)
+    room_bytes: int | None = None  # most in all: `data.disk_limit_gb` less the pinned
 
 
 class ShardPlanner:
@@ -254,7 +232,6 @@ class ShardPlanner:
         return True
 
     def _shards_of_seconds(self) -> int:
-        """Return the shards that training uses in the seconds to fetch ahead; 0 when unknown."""
         steps = self._steps_taken - 1
         if self._limits.seconds is None or self._first_step is None or steps < 1:
             return 0

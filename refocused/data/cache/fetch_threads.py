@@ -45,10 +45,6 @@ class Fetcher:
         queue: What is wanted; shared with the cache.
         limit_bytes: Most that the local shards may take; None: what is free but 5 % of the disk.
         threads: Downloads at once.
-
-    Attributes:
-        leads: Whether it holds the lock.
-        failure: Why it has given up; the heartbeat says it to other processes.
     """
 
     def __init__(
@@ -100,7 +96,6 @@ class Fetcher:
         self.leads = False
 
     def _coordinate(self) -> None:
-        """Take the lock; then write heartbeats and collect requests until the end."""
         try:
             self._lead()
             beaten = 0.0
@@ -240,11 +235,7 @@ class Fetcher:
                 self._changed.notify_all()
 
     def _make_room(self, index: int) -> None:
-        """Evict what the limit and the disk require; the shard itself is counted as busy.
-
-        Raises:
-            ShardError: The disk has no room for the download and the local form.
-        """
+        """Evict what the limit and the disk require; the shard itself is counted as busy."""
         local, shard = self._local, self._local.manifest.shards[index]
         needed = shard.size + local.bytes(index)
         with self._changed:

@@ -35,11 +35,7 @@ def local_bytes(shard: Shard, *, vocabulary: int) -> int:
 
 
 def check_vocabulary(shard: Shard, max_id: int, *, vocabulary: int) -> None:
-    """Refuse a shard whose largest id has no embedding in the model.
-
-    Raises:
-        ShardError: The largest id is not below `vocabulary`.
-    """
+    """Raise `ShardError` if a shard's largest id has no embedding in the model."""
     if max_id >= vocabulary:
         raise ShardError(
             f"{shard.name}: its largest id is {max_id:,}, and the model's vocabulary ends at "
@@ -65,7 +61,8 @@ def write_local_form(
 
     Raises:
         ShardError: A file is refused or corrupt, differs from the manifest in its number of tokens
-            or its reading, or holds an id outside the vocabulary.
+        or
+            its reading, or holds an id outside the vocabulary.
     """
     dtype = np.dtype(local_dtype(shard, vocabulary=vocabulary)).newbyteorder("<")
     if len(sources) == 1:

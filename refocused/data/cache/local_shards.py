@@ -37,14 +37,6 @@ class TokenFile:
     that fails is an error that names the shard, where a map ends the process by a signal. A file
     that is removed meanwhile stays readable.
 
-    Args:
-        path: The local file.
-        name: The shard, for messages.
-
-    Attributes:
-        count: Tokens in it.
-        dtype: Their type: uint16 or uint32.
-
     Raises:
         FileNotFoundError: It is not there.
         ShardError: It is no `.npy`.
@@ -89,30 +81,16 @@ class TokenFile:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LocalRow:
-    """What is known of one local file; written after it, so that the file is whole.
+    """What is known of one local file; written after it, so that the file is whole."""
 
-    Attributes:
-        source: Digest of what it came from, and of the type that it has here.
-        size: Bytes of the local file.
-        crc32c: Checksum of the local file.
-        max_id: Largest id in it.
-    """
-
-    source: str
-    size: int
-    crc32c: int
-    max_id: int
+    source: str  # digest of what it came from, and of the type that it has here
+    size: int  # bytes of the local file
+    crc32c: int  # of the local file
+    max_id: int  # largest id in it
 
 
 class LocalShards:
-    """The folder of one data set's local shards.
-
-    Args:
-        cache: Folder of all data sets (`data.cache`).
-        manifest: The shards.
-        data: How files are read.
-        vocabulary: Ids that the model knows.
-    """
+    """The folder of one data set's local shards, below `data.cache`."""
 
     def __init__(
         self, cache: Path, *, manifest: Manifest, data: DataConfig, vocabulary: int

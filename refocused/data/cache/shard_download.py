@@ -64,10 +64,8 @@ class ShardDownload:
     def begin(self, *, ranges: int) -> None:
         """Divide the work into jobs, for any thread and in any order.
 
-        A file that an earlier attempt brought is not downloaded again.
-
-        Args:
-            ranges: Into how many a large lone file is split; 1: it comes whole.
+        A large lone file is split into `ranges`; the others come whole. A file that an earlier
+        attempt brought is not downloaded again.
         """
         shard = self._shard
         files, size = shard.files, shard.size
@@ -105,11 +103,7 @@ class ShardDownload:
         return True
 
     def run(self) -> None:
-        """Do jobs until none is left or running.
-
-        Raises:
-            Exception: The first failure of a job, or the reason of `cancel`.
-        """
+        """Do jobs until none is left or running; raise the first failure."""
         while self.help():
             pass
         with self._changed:

@@ -48,19 +48,12 @@ _MALFORMED = (ValueError, TypeError, SyntaxError, tokenize.TokenError, Recursion
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """A row-major tensor inside a `.pt` file.
+    """A row-major tensor inside a `.pt` file; its shape is not yet compared with the storage."""
 
-    Attributes:
-        storage: Name of its storage: the zip member `<folder>/data/<storage>`.
-        dtype: Element type, in the byte order of the file.
-        shape: Shape, not yet compared with the storage's length.
-        first: Elements of the storage before the tensor's first.
-    """
-
-    storage: str
-    dtype: np.dtype[Any]
+    storage: str  # the zip member is `<folder>/data/<storage>`
+    dtype: np.dtype[Any]  # in the byte order of the file
     shape: tuple[int, ...]
-    first: int
+    first: int  # elements of the storage before the tensor's first
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -129,17 +122,11 @@ def _tensor(value: Any, *, big_endian: bool) -> TensorHeader:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NpyHeader:
-    """What a `.npy` header says.
-
-    Attributes:
-        dtype: Element type.
-        shape: Shape, not yet compared with the file's length.
-        bytes: Length of the header, magic included.
-    """
+    """What a `.npy` header says; its shape is not yet compared with the file's length."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    bytes: int
+    bytes: int  # of the header, magic included
 
 
 class PickledArrayError(ShardError):

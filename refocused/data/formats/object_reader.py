@@ -132,11 +132,7 @@ def opened_zip(file: ByteSource, *, name: str) -> Iterator[zipfile.ZipFile]:
 
 
 def checked_member(archive: zipfile.ZipFile, member: str, *, name: str) -> zipfile.ZipInfo:
-    """Return a member's entry if the size it claims is possible.
-
-    Raises:
-        ShardError: It claims more bytes than its compressed ones can hold.
-    """
+    """Return a member's entry; raise `ShardError` if it claims more than its bytes can hold."""
     info = archive.getinfo(member)
     if info.file_size > info.compress_size * LARGEST_RATIO:
         raise ShardError(

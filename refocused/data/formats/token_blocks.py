@@ -25,15 +25,10 @@ Kept = npt.NDArray[np.bool]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenCount:
-    """What a file holds.
+    """What a file holds."""
 
-    Attributes:
-        tokens: Real tokens, separators included, padding not.
-        rows: Rows with at least one token, where rows are padded; None: a stream or full rows.
-    """
-
-    tokens: int
-    rows: int | None
+    tokens: int  # separators included, padding not
+    rows: int | None  # with at least one token, where rows are padded; None: a stream or full rows
 
 
 def count_tokens(file: ByteSource, layout: TokenLayout, *, name: str) -> TokenCount:
@@ -143,10 +138,7 @@ def _row_blocks(
 
 
 def _kept(tells: Ids, layout: TokenLayout, *, name: str) -> Kept:
-    """Return which ids of a block of rows are tokens, as lengths, mask or the ids themselves tell.
-
-    Shape (rows, columns).
-    """
+    """Return which ids of some rows are tokens, by lengths, mask or the ids: (rows, columns)."""
     if layout.lengths:
         lengths = _checked_lengths(tells, layout, name=name)
         return np.arange(layout.ids.shape[1]) < lengths[:, None]

@@ -28,19 +28,12 @@ LARGEST_PICKLE_BYTES = 1_000_000  # the pickle of a bare tensor has about 150
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayPlace:
-    """A C-ordered array of integers in a file.
+    """A C-ordered array of integers in a file."""
 
-    Attributes:
-        member: Name of the zip member that holds it; None: the file itself.
-        offset: Bytes before the first element, in the member or the file.
-        dtype: Element type as stored.
-        shape: `(n,)` or `(rows, columns)`.
-    """
-
-    member: str | None
-    offset: int
+    member: str | None  # name of the zip member that holds it; None: the file itself
+    offset: int  # bytes before the first element, in the member or the file
     dtype: np.dtype[Any]
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # (n,) or (rows, columns)
 
     @property
     def elements(self) -> int:
@@ -50,23 +43,14 @@ class ArrayPlace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """How the tokens of one file are read.
-
-    Attributes:
-        kind: The file's form.
-        ids: The token ids.
-        lengths: `(rows,)`: real tokens of each row, on its left.
-        mask: Same shape as `ids`: 1 where there is a token.
-        pad_id: Id whose trailing run in each row is padding.
-        separator_id: Id put between rows that hold tokens.
-    """
+    """How the tokens of one file are read."""
 
     kind: Literal["npy", "npz", "pt", "llm.c", "raw"]
     ids: ArrayPlace
-    lengths: ArrayPlace | None = None
-    mask: ArrayPlace | None = None
-    pad_id: int | None = None
-    separator_id: int | None = None
+    lengths: ArrayPlace | None = None  # (rows,): real tokens of each row, on its left
+    mask: ArrayPlace | None = None  # 1 where there is a token
+    pad_id: int | None = None  # id whose trailing run in each row is padding
+    separator_id: int | None = None  # id put between rows that hold tokens
 
     @property
     def padded(self) -> bool:
@@ -122,7 +106,8 @@ def read_layout(file: ByteSource, *, name: str, data: DataConfig) -> TokenLayout
 
     Raises:
         ShardError: The form is refused, a header lies, the ids are no whole numbers, or documents
-            are to be masked and nothing would tell where a row ends.
+        are
+            to be masked and nothing would tell where a row ends.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -151,10 +136,7 @@ def read_layout(file: ByteSource, *, name: str, data: DataConfig) -> TokenLayout
 
 
 def _checked_place(place: ArrayPlace, *, what: str, room: int) -> ArrayPlace:
-    """Return an array's place if it is one of ids that fills the room from its offset on.
-
-    A trailing axis of size 1 of three is dropped.
-    """
+    """Check that an array's ids fill the room from its offset on; drop a third axis of size 1."""
     dtype, given = place.dtype, place.shape
     shape = given[:2] if len(given) == 3 and given[2] == 1 else given
     place = dataclasses.replace(place, shape=shape)

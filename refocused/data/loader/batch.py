@@ -24,21 +24,21 @@ STAGED_TOKENS = 1 << 17  # read before they are widened: 256 KiB of uint16
 class Batch:
     """The rows of one pass on one rank.
 
-    Inputs and labels are views of the same rows: a token is widened to int64, and copied to a
-    GPU, once.
+    Inputs and labels are views of the same rows: a token is widened to int64, and copied to a GPU,
+    once.
 
     Attributes:
         input_ids: What the model reads: shape [micro, sequence_length], int64; zeros in the rows
-            that only fill up a validation batch.
+        that
+            only fill up a validation batch.
         labels: The label of position t, token t + 1 of the text: the shape of `input_ids`;
             `IGNORED_LABEL` in the rows that only fill up, and where documents are masked and the
             next token begins another one.
-        shards: Shape [rows]: index of the shard of each row that holds a window.
-        windows: Shape [rows]: index of that window in its shard.
-        names: Names of all shards of the manifest.
-        source: Source of a mixture that all rows are from, where they are of one.
-        counted_labels: Labels that are not ignored, where documents are masked and rows differ in
-            it; None: all of a training batch.
+        shards: Shape [rows]: index of the shard of each row that holds a window. windows: Shape
+        [rows]: index of that window in its shard. names: Names of all shards of the manifest.
+        source: Source of a mixture that all rows are from, where they are of one. counted_labels:
+        Labels that are not ignored, where documents are masked and rows differ in it;
+            None: all of a training batch.
     """
 
     input_ids: torch.Tensor
@@ -69,7 +69,8 @@ class Passes:
 
     Attributes:
         tokens: Shape [passes, micro, sequence_length + 1], int64, contiguous: the windows, each
-            with the token that follows it.
+        with
+            the token that follows it.
         masked_labels: Shape [passes, micro, sequence_length]: the labels, where some of them are
             `IGNORED_LABEL`. None: every token is the label of the one before it.
         shards: Shape [passes, rows], rows at most micro: index of each window's shard.
@@ -102,11 +103,10 @@ class BatchReader:
     """Reads windows out of local shards into tensors.
 
     Args:
-        cache: Gives the local shards.
-        sequence_length: Tokens a window trains on.
-        pin: Make page-locked tensors, from which a copy to a GPU runs beside the computation.
-        document_id: Id that begins each document and is no label, so that nothing is learned
-            across a border; None: every token is a label.
+        cache: Gives the local shards. sequence_length: Tokens a window trains on. pin: Make
+        page-locked tensors, from which a copy to a GPU runs beside the computation. document_id: Id
+        that begins each document and is no label, so that nothing is learned across a
+            border; None: every token is a label.
     """
 
     def __init__(

@@ -29,21 +29,13 @@ WINDOWS_AT_ONCE = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StepWindows:
-    """One optimizer step as one rank sees it.
+    """One optimizer step as one rank sees it."""
 
-    Attributes:
-        shards: Shape [accumulation, micro]: index of the shard of each of the rank's windows.
-        windows: Same shape: index of each window in its shard.
-        first_block: Block of the stream that holds the first window of the step, of any rank.
-        last_block: Block that holds the last one.
-        after: Position when the step is done.
-    """
-
-    shards: NDArray[np.int64]
-    windows: NDArray[np.int64]
-    first_block: int
+    shards: NDArray[np.int64]  # [accumulation, micro]: shard of each of the rank's windows
+    windows: NDArray[np.int64]  # [accumulation, micro]: index of each window in its shard
+    first_block: int  # that holds the first window of the step, of any rank
     last_block: int
-    after: Position
+    after: Position  # when the step is done
 
 
 def steps_from(
@@ -90,29 +82,17 @@ def _numbers_from(
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Loader:
-    """Gives one rank its batches, from any position of the stream on.
-
-    Attributes:
-        order: The order of training.
-        cache: The node's shards.
-        plan: The batch of one step.
-        rank: This rank, below `plan.world_size`.
-        ahead: How far ahead shards are fetched.
-        pin: Make page-locked tensors; needs a GPU.
-        document_id: Id that begins each document, where they are masked.
-        copier: Copies batches to the GPU ahead of their use; None: they stay where they are read.
-        clock: Seconds from any origin; measures waiting.
-    """
+    """Gives one rank its batches, from any position of the stream on."""
 
     order: Order | Mixture
     cache: ShardCache
     plan: BatchPlan
-    rank: int
+    rank: int  # below `plan.world_size`
     ahead: FetchAhead
-    pin: bool = False
-    document_id: int | None = None
-    copier: DeviceCopier | None = None
-    clock: Callable[[], float] = time.perf_counter
+    pin: bool = False  # make page-locked tensors; needs a GPU
+    document_id: int | None = None  # begins each document, where they are masked
+    copier: DeviceCopier | None = None  # None: batches stay where they are read
+    clock: Callable[[], float] = time.perf_counter  # measures waiting
 
     def batches_from(self, position: Position) -> BatchStream:
         """Start reading at a position; close the stream when it is no longer used."""
@@ -135,9 +115,6 @@ class Loader:
         Every rank yields equally many batches, because under ZeRO-3 each pass gathers parameters
         from all ranks. Rows that are missing at the end have input 0 and ignored labels; a whole
         batch of them is possible, so losses must be summed and counted, not averaged by batch.
-
-        Raises:
-            ShardError: A shard does not become local.
         """
         reader, micro = self.reader(), self.plan.micro
         for start in range(0, len(chosen.windows), micro * self.plan.world_size):
@@ -179,15 +156,12 @@ class BatchStream:
     def next_step(self, patience_seconds: float | None = None) -> list[Batch] | None:
         """Return this rank's micro-batches of the next step, in the order of accumulation.
 
-        Args:
-            patience_seconds: How long to wait for them; None: until they are there.
-
-        Returns:
-            None when they are not there in time: call again, or stop.
+        None if they are not there within `patience_seconds`: call again, or stop.
 
         Raises:
             RefocusedError: What the reading thread met (a `ShardError`, for example), after the
-                steps that it had handed over before.
+            steps that
+                it had handed over before.
             RuntimeError: The stream was closed.
         """
         self._planner.trained()

@@ -19,28 +19,18 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Copies:
-    """Batches on their way to the device.
-
-    Attributes:
-        batches: With tensors on the device, not to be read before `DeviceCopier.hand_over`.
-        memory: The tensors there that those are views of.
-        arrived: CUDA event after the last copy.
-    """
+    """Batches on their way to the device, not to be read before `DeviceCopier.hand_over`."""
 
     batches: list[Batch]
-    memory: list[torch.Tensor]
-    arrived: Any
+    memory: list[torch.Tensor]  # the tensors there that the batches are views of
+    arrived: Any  # CUDA event after the last copy
 
 
 class DeviceCopier:
     """Copies page-locked batches beside the computation.
 
-    One thread begins copies, another one hands them over to the stream that it computes on; none
-    of them waits on the CPU.
-
-    Args:
-        device: The GPU.
-        cuda: What torch does with it; tests put something else here.
+    One thread begins copies, another one hands them over to the stream that it computes on; none of
+    them waits on the CPU. `cuda` is what torch does with the GPU; tests put something else here.
     """
 
     def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
@@ -73,12 +63,10 @@ class DeviceCopier:
 
 
 class ReadAhead(Generic[T]):
-    """Items of an iterator, the next few of them made by a thread of its own.
+    """Items of an iterator, the next few (`ready`) made by a thread of its own.
 
-    Args:
-        items: Has no end, or marks its last item itself.
-        ready: Items that are made before one of them is taken.
-        taken: Called by `take` with each item, before another one may be made.
+    The iterator has no end, or marks its last item itself. `take` calls `taken` with each item,
+    before another one may be made.
     """
 
     def __init__(

@@ -25,12 +25,7 @@ _CHUNK = re.compile(r"(?P<folder>(?:.*/)?)chunk_(?P<number>[0-9]{6,})\.pt")
 
 
 def build_run_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Path | None) -> Manifest:
-    """Describe the shards of a run: the token files of a source, with chunks packed.
-
-    Raises:
-        ShardError: As `build_manifest`.
-        BucketError: As `build_manifest`.
-    """
+    """Describe the shards of a run, with chunks packed; raises as `build_manifest`."""
     manifest = build_manifest(bucket, data, cache_file=cache_file)
     if unlisted := manifest.unlisted:
         _log.warning(
@@ -50,13 +45,6 @@ def pack_chunks(manifest: Manifest, data: DataConfig) -> Manifest:
     one out changes one pack. Within a pack, what is local as one are chunks whose numbers follow
     one another, because a window runs over their borders; and chunks that train and chunks that
     validate are kept apart. Padded rows are documents, not a stream, and stay as they are.
-
-    Args:
-        manifest: One shard for each file.
-        data: Says which files validate.
-
-    Returns:
-        The manifest of the packed shards, in name order.
     """
     folders: dict[str, dict[int, Shard]] = defaultdict(dict)
     shards = []
@@ -110,12 +98,7 @@ def _without_source(name: str) -> str:
 
 
 class MixedBucket:
-    """The buckets of a mixture as one `Bucket`, each below the name of its source.
-
-    Attributes:
-        sources: The buckets by source.
-        url: All their addresses, for messages.
-    """
+    """The buckets of a mixture as one `Bucket`, each below the name of its source."""
 
     def __init__(self, sources: Mapping[str, Bucket]) -> None:
         self.sources = {name: sources[name] for name in sorted(sources)}
@@ -194,10 +177,7 @@ def build_mixed_manifest(
 
 
 def split_by_source(manifest: Manifest) -> dict[str, tuple[int, Manifest]]:
-    """Return each source's first index in a mixture's manifest, and its shards by their own names.
-
-    The shards of one source stand together.
-    """
+    """Return each source's first index in a mixture's manifest, and its shards by own names."""
     parts = {}
     indexed = enumerate(manifest.shards)
     for source, group in itertools.groupby(indexed, lambda numbered: source_of(numbered[1].name)):

@@ -31,18 +31,11 @@ NAMED_GAPS = 5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValidationSplit:
-    """What to put into the data section.
+    """What to put into the data section."""
 
-    Attributes:
-        files: Names of the files kept; empty: they are too few or too large for the share.
-        fraction: Share of the windows to keep instead; 0 where `files` says it.
-        tokens: Tokens of the files kept, or that share of all.
-        total_tokens: Tokens of all files.
-    """
-
-    files: tuple[str, ...]
-    fraction: float
-    tokens: int
+    files: tuple[str, ...]  # empty: they are too few or too large for the share
+    fraction: float  # of the windows, instead; 0 where `files` says it
+    tokens: int  # of the files kept, or that share of all
     total_tokens: int
 
 
@@ -137,14 +130,9 @@ def is_skipped(shard: Shard, data: DataConfig) -> bool:
 
 
 def chosen_names(names: Collection[str], *, data: DataConfig, url: str) -> list[str]:
-    """Return the token files that a run uses, in name order.
+    """Return those of the objects `names` that a run uses, in name order.
 
     `data.max_files` counts training files only; validation files are always kept.
-
-    Args:
-        names: Every object of the source.
-        data: The patterns and the number.
-        url: The source, for messages.
 
     Raises:
         ShardError: Nothing is left, a pattern fits nothing, or a chosen form is refused.

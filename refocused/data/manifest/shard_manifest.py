@@ -39,36 +39,21 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shard:
-    """One file of tokens, or several short ones that are local as one.
+    """One file of tokens, or several short ones that are local as one."""
 
-    Attributes:
-        name: Object name below the source; of several, a name that says which.
-        tokens: Real tokens: no padding, separators between rows included.
-        dtype: Narrowest local element type that surely holds the ids: `uint16` or `uint32`.
-        size: Bytes of the object, or of all.
-        crc32c: Checksum of the object; None where the store keeps none.
-        generation: The store's version of the object; None where it is not known. It does not
-            count when shards are compared: a copy has another one.
-        max_id: Largest id, when known before the file arrives.
-        documents: Documents in it, when known.
-        pad_id: Id whose trailing run in each row was taken for padding; None: none is.
-        separator_id: Id put between rows; None: none is.
-        parts: The files that it is packed from, in order; empty: it is one file.
-        sample: Checksum of blocks of an object whose own is not known; None: it was not read.
-    """
-
-    name: str
-    tokens: Whole
-    dtype: str
+    name: str  # below the source; of several, a name that says which
+    tokens: Whole  # real ones: no padding, separators between rows included
+    dtype: str  # narrowest local type that surely holds the ids: uint16 or uint32
     size: Whole
-    crc32c: Whole | None
+    crc32c: Whole | None  # of the object; None where the store keeps none
+    # the store's version; a copy has another one
     generation: int | None = dataclasses.field(compare=False)
-    max_id: Whole | None = None
-    documents: Whole | None = None
-    pad_id: int | None = None
-    separator_id: int | None = None
-    parts: tuple[Shard, ...] = ()
-    sample: int | None = None
+    max_id: Whole | None = None  # when known before the file arrives
+    documents: Whole | None = None  # when known
+    pad_id: int | None = None  # id whose trailing run in each row was taken for padding
+    separator_id: int | None = None  # id put between rows
+    parts: tuple[Shard, ...] = ()  # the files that it is packed from, in order
+    sample: int | None = None  # checksum of blocks of an object whose own is not known
 
     __pydantic_config__ = pydantic.ConfigDict(extra="forbid")
 
@@ -111,19 +96,14 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """All shards in name order.
+    """All shards in name order; an index into them names a shard everywhere."""
 
-    Attributes:
-        shards: One for each file, or, for a run, as `pack_chunks` makes them of files; an index
-            into them names a shard everywhere.
-        tokenizer: Name of the tokenizer that made the tokens.
-        unlisted: Token files beside a `manifest.json` that does not list them: they are not used.
-        vocabulary: Token ids that the tokenizer has; None: unknown.
-    """
-
+    # one for each file, or, for a run, as `pack_chunks` makes them of files
     shards: tuple[Shard, ...]
-    tokenizer: str
+    tokenizer: str  # that made the tokens
+    # token files beside a `manifest.json` that does not list them; not used
     unlisted: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    # token ids that the tokenizer has
     vocabulary: int | None = dataclasses.field(default=None, compare=False)
 
     @functools.cached_property
@@ -164,12 +144,7 @@ def build_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Path | None)
     """Describe the token files of a source without downloading them.
 
     A `manifest.json` in the source is believed once the listing agrees with it; otherwise headers
-    are read by ranges, many files at once.
-
-    Args:
-        bucket: The source.
-        data: Patterns, `max_files`, and how files are read.
-        cache_file: Where counts are kept for the next start; None: nowhere.
+    are read by ranges, many files at once, and counts are kept in `cache_file` for the next start.
 
     Raises:
         ShardError: No token files, a refused form, or objects that do not fit the manifest.
@@ -226,11 +201,7 @@ def manifest_to_json(manifest: Manifest) -> str:
 
 
 def manifest_from_json(text: bytes | str, *, where: str) -> Manifest:
-    """Read the text of a `manifest.json`.
-
-    Raises:
-        ShardError: It is of another schema, or incomplete.
-    """
+    """Read a `manifest.json`; raise `ShardError` if it is of another schema, or incomplete."""
     try:
         content = parse_json_object(text)
         if content["schema"] != SCHEMA:
@@ -266,11 +237,7 @@ def read_manifest(bucket: Bucket) -> Manifest:
 
 
 def check_tokenizer(manifest: Manifest, data: DataConfig, *, url: str) -> None:
-    """Refuse data of another tokenizer than `data.tokenizer` names.
-
-    Raises:
-        ShardError: The manifest names another one.
-    """
+    """Raise `ShardError` if the data are of another tokenizer than `data.tokenizer` names."""
     named = data.tokenizer
     if named not in ("unknown", manifest.tokenizer):
         with contextlib.suppress(ShardError):  # a tokenizer that cannot be read keeps its name

@@ -19,12 +19,8 @@ def decide_vocabulary(
     """Return the run with a number of token ids in place of `model.vocabulary: auto`.
 
     It is the size of `data.tokenizer`; where that is unknown, the one that the `manifest.json` of
-    the data gives; where there is none, that of `model.preset`.
-
-    Args:
-        loaded: The run.
-        open_source: Opens a source of the data; None: neither the data nor the Hugging Face hub
-            are asked, and where they would have to be, `auto` stays.
+    the data gives; where there is none, that of `model.preset`. Without `open_source`, neither the
+    data nor the Hugging Face hub are asked, and where they would have to be, `auto` stays.
 
     Raises:
         ConfigError: A setting does not fit that number.
@@ -46,9 +42,7 @@ def decide_vocabulary(
 def require_room_for_tokenizer(loaded: LoadedRun, *, fetch: bool) -> None:
     """Refuse a vocabulary without all ids of the tokenizer, unless nothing but its name is known.
 
-    Args:
-        loaded: The run.
-        fetch: Whether a tokenizer of the Hugging Face hub may be fetched; if not, it is not read.
+    A tokenizer of the Hugging Face hub is read only if it may be fetched.
 
     Raises:
         ConfigError: There are too few ids.
@@ -77,10 +71,7 @@ def tokenizer_vocabulary(data: DataConfig) -> int | None:
 def _manifest_vocabulary(
     data: DataConfig, open_source: Callable[[str], Bucket], *, least: int
 ) -> int:
-    """Return the size of the tokenizer that the manifests of the data name.
-
-    Where they name none, it is `least`, or enough for the largest id that they know.
-    """
+    """Return the size of the tokenizer that the manifests name, or enough for the ids they know."""
     sizes, ids = [0], [0]
     for source in [data.of_source(name) for name in data.mixture] or [data]:
         bucket = open_source(str(source.source))

@@ -26,9 +26,6 @@ def shares_of(weights: Mapping[str, float]) -> dict[str, int]:
 
     After one window each, the next always goes to the source with the largest quotient of its
     weight and twice its windows plus one (Sainte-Lague), which gives whole shares exactly.
-
-    Args:
-        weights: Positive, of any sum; at most 1,024 of them.
     """
     exact = {name: Fraction(str(weights[name])) for name in sorted(weights)}
     counts = dict.fromkeys(exact, 1)
@@ -44,18 +41,11 @@ def source_seed(seed: int, name: str) -> int:
 
 
 def interleaved(counts: Sequence[int]) -> NDArray[np.int64]:
-    """Spread sources over one period as evenly as can be.
+    """Spread S sources, with `counts` places each, over one period as evenly as can be.
 
-    Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980): of the sources
-    that are behind by 1 / (2S - 2) or more, the one comes next that would first be behind by more
-    than 1 - 1 / (2S - 2). So after any number of places no source is off its share by more than
-    that.
-
-    Args:
-        counts: Places of each of S sources, of the sum P.
-
-    Returns:
-        Shape [P]: the source at each place.
+    Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980): of the sources that
+    are behind by 1 / (2S - 2) or more, the one comes next that would first be behind by more than
+    1 - 1 / (2S - 2). So after any number of places no source is off its share by more than that.
     """
     period, finest = sum(counts), max(1, 2 * len(counts) - 2)
     latest = period * (finest - 1)
@@ -80,11 +70,6 @@ class Mixture:
     Window k of the stream comes from the source at place k mod 1,024 of a period that repeats;
     neither ranks nor micro-batches nor accumulation change it.
 
-    Args:
-        orders: The order of each source, by name; their ranges name shards of one manifest.
-        weights: Of the same names.
-        seed: Of the run.
-
     Attributes:
         orders: The order of each source, in the order of names.
         shares: Windows of each source in a period.
@@ -108,16 +93,11 @@ class Mixture:
 
 
 class MixedStream:
-    """The windows of a mixture from a position on. `Mixture.stream_from` makes it.
+    """The windows of a mixture from a position on, with the methods of `Order`.
 
-    Its methods are those of `Order`. Its blocks are single windows, by their numbers: each source
-    changes its own blocks at places of its own. The windows of skipped shards are left out; the
-    next ones of the stream, of any source, take their places.
-
-    Attributes:
-        windows_per_epoch: Windows within which no source is passed over more than about once.
-        shard_count: Shards with windows to train on.
-        skipped: Shards that nothing is trained on.
+    Its blocks are single windows, by their numbers: each source changes its own blocks at places of
+    its own. The windows of skipped shards are left out; the next ones of the stream, of any source,
+    take their places. Within `windows_per_epoch` no source is passed over more than about once.
     """
 
     def __init__(

@@ -21,13 +21,9 @@ POWERS_OF_TWO = np.int64(1) << np.arange(63, dtype=np.int64)
 
 
 def hashed(key: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return 64 evenly spread bits for each value under a key.
+    """Return 64 evenly spread bits for each value: SplitMix64's output of that number under a key.
 
-    This is output number `value` of SplitMix64 seeded with `key`.
-
-    Args:
-        key: Shape [1] or that of `values`; never a bare scalar, which would warn on overflow.
-        values: Any shape.
+    `key` has shape [1] or that of `values`; a bare scalar would warn on overflow.
     """
     mixed = values * GAMMA
     mixed += key
@@ -60,13 +56,8 @@ def permuted(
 
     A Feistel network permutes the smallest power of two that holds the size; results outside are
     sent through again until they fall inside (cycle walking: Black and Rogaway, "Ciphers with
-    Arbitrary Finite Domains", CT-RSA 2002). Fewer than two passes are expected, since the power
-    of two is less than twice the size.
-
-    Args:
-        values: Shape [n].
-        sizes: Shape [n], the size of each value's own domain, at least 1.
-        keys: Shape [n], the key of each value's permutation.
+    Arbitrary Finite Domains", CT-RSA 2002). Fewer than two passes are expected, since the power of
+    two is less than twice the size. All arguments have shape [n].
     """
     bits = np.searchsorted(POWERS_OF_TWO, sizes).astype(np.uint64)
     places = _feistel(values.astype(np.uint64), bits=bits, keys=keys).astype(np.int64)

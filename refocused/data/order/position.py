@@ -11,18 +11,11 @@ from refocused.system.errors import CheckpointError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Position:
-    """How much of the stream all ranks together have consumed.
+    """How much of the stream all ranks together have consumed."""
 
-    Attributes:
-        epoch: Whole passes over the training windows that are finished; of a mixture, by every
-            source.
-        windows: Windows of the present pass that are consumed; of a mixture, all since the run
-            began.
-        sources: Of a mixture, the windows consumed of each source since the run began.
-    """
-
-    epoch: int = 0
-    windows: int = 0
+    epoch: int = 0  # whole passes that are finished; of a mixture, by every source
+    windows: int = 0  # consumed in the present pass; of a mixture, since the run began
+    # of a mixture: windows consumed of each since the run began
     sources: Mapping[str, int] | None = None
 
     def to_dict(self) -> dict[str, Any]:

@@ -32,23 +32,14 @@ SHARE_MARGIN = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """The windows of one source.
+    """The windows of one source."""
 
-    Attributes:
-        name: Its name in the mixture; None for the only source of a run without one.
-        share: Windows of it in 1,024.
-        train: The windows that train, by shards of the run's manifest.
-        kept: Windows kept for validation.
-        validation: Those of them that are validated on.
-        skipped: Shards of the run's manifest that `data.skip` leaves out, of all sources.
-    """
-
-    name: str | None
-    share: int
-    train: Sequence[WindowRange]
-    kept: int
-    validation: ValidationWindows
-    skipped: frozenset[int] = frozenset()
+    name: str | None  # None for the only source of a run without a mixture
+    share: int  # windows of it in 1,024
+    train: Sequence[WindowRange]  # by shards of the run's manifest
+    kept: int  # windows kept for validation
+    validation: ValidationWindows  # those of them that are validated on
+    skipped: frozenset[int] = frozenset()  # shards that `data.skip` leaves out, of all sources
 
     @property
     def windows(self) -> int:
@@ -68,12 +59,6 @@ def split_sources(
 
     A validation takes its windows from the sources by their shares, at least one from each that
     keeps any.
-
-    Args:
-        manifest: All shards.
-        data: The data section.
-        sequence_length: Tokens of a window.
-        evaluation_windows: Windows of one validation.
 
     Raises:
         ShardError: A pattern names no shard, or no window is left to train or to validate on.
@@ -183,12 +168,7 @@ def most_bytes_of_a_step(
 
     Steps are looked at wherever they may begin, since a resume with another batch shifts them: of
     those that begin in a block the one that begins with its last window reaches farthest.
-
-    Args:
-        order: Of one source.
-        step_windows: Its windows in a step.
-        windows: Those of the whole run.
-        shard_bytes: Local size of every shard of the manifest.
+    `step_windows` and `windows` are those of one source in a step and in the run.
     """
     most, per_epoch = 0, order.blocks_per_epoch
     if step_windows - 2 < order.smallest_block:

@@ -24,12 +24,7 @@ RANGE_ORDER, WINDOW_ORDER = 0, 1
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Located:
-    """Windows found by their numbers; all arrays have the shape of the numbers.
-
-    Attributes:
-        shards: Index of each window's shard in the manifest.
-        windows: Index of each window in its shard.
-    """
+    """Windows found by their numbers: each one's shard in the manifest, and its index there."""
 
     shards: NDArray[np.int64]
     windows: NDArray[np.int64]
@@ -37,31 +32,23 @@ class Located:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Layout:
-    """One epoch: its ranges in order, where each and where each block of them begins.
+    """One epoch: its ranges in order, where each and where each block of them begins."""
 
-    Attributes:
-        ranges: Shape [ranges]: indices of the ranges, in order of use.
-        range_starts: Shape [ranges + 1]: windows before each range, and all.
-        block_starts: Shape [blocks + 1]: windows before each block, and all.
-        window_key: Shape [1]: from it follows the key of each block.
-    """
-
-    ranges: NDArray[np.int64]
-    range_starts: NDArray[np.int64]
-    block_starts: NDArray[np.int64]
-    window_key: NDArray[np.uint64]
+    ranges: NDArray[np.int64]  # [ranges]: indices, in order of use
+    range_starts: NDArray[np.int64]  # [ranges + 1]: windows before each range, and all
+    block_starts: NDArray[np.int64]  # [blocks + 1]: windows before each block, and all
+    window_key: NDArray[np.uint64]  # [1]: from it follows the key of each block
 
 
 class Order:
     """Every window once an epoch, shuffled so that a few shards at a time are enough.
 
-    An epoch puts the ranges into an order of its own and cuts them into blocks; inside a block
-    the windows of all its ranges are shuffled together. Everything follows from the arguments
-    and the epoch, by integer arithmetic alone: neither ranks, nor threads, nor versions of
-    numpy change it.
+    An epoch puts the ranges into an order of its own and cuts them into blocks; inside a block the
+    windows of all its ranges are shuffled together. Everything follows from the arguments and the
+    epoch, by integer arithmetic alone: neither ranks, nor threads, nor versions of numpy change it.
 
-    The stream is epoch after epoch: window `k` of epoch `e` has the number
-    `e * windows_per_epoch + k`. Blocks too are counted on from epoch to epoch.
+    The stream is epoch after epoch: window `k` of epoch `e` has the number `e * windows_per_epoch +
+    k`. Blocks too are counted on from epoch to epoch.
 
     Args:
         ranges: The training windows, at least one range.
@@ -69,11 +56,6 @@ class Order:
         block_shards: Ranges in a block (the last block of an epoch may have fewer).
         skipped: Shards that nothing is trained on. Their windows keep their numbers, so that the
             order and every position in it stay what they are without a skip.
-
-    Attributes:
-        windows_per_epoch: Windows of all ranges.
-        blocks_per_epoch: Blocks of them.
-        shard_count: Shards with windows to train on.
     """
 
     def __init__(

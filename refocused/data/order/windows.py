@@ -25,13 +25,8 @@ NAMES_SHOWN = 5  # enough to see how the files are named
 class WindowRange:
     """Neighbouring windows of one shard.
 
-    Window `i` of a shard covers its tokens `[i * T, i * T + T + 1)`, `T` being the sequence
-    length: neighbours share one token, so every token but the shard's first is a label once.
-
-    Attributes:
-        shard: Index of the shard in the manifest.
-        first: Index of the first window in the shard.
-        count: Windows, at least 1.
+    Window `i` of a shard covers its tokens `[i * T, i * T + T + 1)`, `T` being the sequence length:
+    neighbours share one token, so every token but the shard's first is a label once.
     """
 
     shard: int
@@ -66,12 +61,9 @@ def split_windows(
 ) -> Split:
     """Divide all windows into those that train and those that validate.
 
-    Args:
-        manifest: The shards.
-        sequence_length: Tokens a window trains on.
-        validation_files: Glob patterns of shard names; these shards validate, whole.
-        validation_fraction: When no file is named: this share of the windows, rounded up to a
-            whole window, is taken from the end in name order, and may begin inside a shard.
+    The shards that `validation_files` (glob patterns) name validate, whole. When none is named,
+    `validation_fraction` of the windows, rounded up to a whole window, is taken from the end in
+    name order, and may begin inside a shard.
 
     Raises:
         ShardError: A pattern names no shard, or no window is left to train or to validate on.
@@ -161,12 +153,9 @@ def _too_short(shards: Sequence[Shard], sequence_length: int) -> str:
 
 
 class ValidationWindows:
-    """A fixed choice of windows.
+    """A fixed choice of windows: `windows` of the ranges, evenly spaced, or all if there are fewer.
 
-    Args:
-        ranges: The windows kept for validation.
-        windows: How many of them to take, evenly spaced; all when there are fewer.
-        skipped: Shards whose windows are left out after that, so that the others stay the same.
+    Those of `skipped` shards are left out after that, so that the others stay the same.
 
     Attributes:
         shards: Shape [windows]: index of each chosen window's shard.
