@@ -8,8 +8,13 @@ from typing import Any, cast
 
 import numpy as np
 
+from refocused.config.batch_plan import BatchPlan
 from refocused.data.cache.fetch_plan import FetchAhead, ShardPlanner
 from refocused.data.cache.local_shards import TokenFile
+from refocused.data.loader.loader import Loader
+from refocused.data.order.mixture_order import Mixture
+from refocused.data.order.window_order import Order
+from refocused.data.order.windows import split_windows
 from refocused.system.errors import ShardError
 
 SHARD_STRIDE = 1000  # token t of shard s is s * SHARD_STRIDE + t: every token says where it is from
@@ -42,7 +47,7 @@ class FolderCache:
         self.vocabulary = vocabulary
         self.names = [shard.name for shard in manifest.shards]
         self.plans: list[list[int]] = []
-        self.opened: set[int] = set()
+        self.reads = 0
         self.broken: int | None = None
         self.late: int | None = None
         self.arrived = threading.Event()
@@ -55,7 +60,6 @@ class FolderCache:
 
     def plan(self, needed: Sequence[int]) -> None:
         self.plans.append(list(needed))
-        self.opened &= set(needed)
 
     def local_bytes(self, index: int) -> int:
         return 2 * self._manifest.shards[index].tokens
@@ -69,8 +73,28 @@ class FolderCache:
             self.arrived.wait()
         if self.plans and index not in self.plans[-1]:
             raise ShardError(f"shard {index} was opened, but the plan is {self.plans[-1]}")
-        self.opened.add(index)
+        self.reads += 1
         return TokenFile(self._folder / name, name=name)
+
+
+def order_of(manifest: FakeManifest, *, sequence_length: int = 4, block_shards: int = 2) -> Order:
+    split = split_windows(cast("Any", manifest), sequence_length=sequence_length)
+    return Order(split.train, seed=5, block_shards=block_shards)
+
+
+def loader_of(
+    cache: FolderCache,
+    order: Order | Mixture,
+    *,
+    micro=2,
+    accumulation=2,
+    world_size=1,
+    rank=0,
+    **others,
+) -> Loader:
+    """A loader of windows of 4 tokens."""
+    plan = BatchPlan(micro, accumulation, world_size, others.pop("sequence_length", 4))
+    return Loader(order, cast("Any", cache), plan=plan, rank=rank, ahead=FetchAhead(1), **others)
 
 
 class PlannedCache:

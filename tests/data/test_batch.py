@@ -108,25 +108,11 @@ def test_missing_rows_are_ignored_by_the_loss(cache, manifest):
     assert torch.allclose(loss, alone)
 
 
-def test_a_batch_is_not_overwritten_by_later_ones(cache, manifest):
-    reader = BatchReader(cache, sequence_length=8)
-    first = read_one(reader, [0], [0], micro=1)
-    for window in range(1, 4):
-        read_one(reader, [0], [window], micro=1)
-    assert first.input_ids.tolist() == [list(range(8))]
-
-
 def test_describe_names_files_and_draws_runs_together(cache, manifest):
     batch = read_one(
         BatchReader(cache, sequence_length=2), [1, 0, 1, 1, 1], [12, 3, 10, 4, 11], micro=6
     )
     assert batch.describe() == "part_0.npy window 3; part_1.npy windows 4, 10-12"
-
-
-def test_a_shard_that_cannot_be_had_stops_the_read(cache, manifest):
-    cache.broken = 1
-    with pytest.raises(ShardError, match=r"part_1\.npy is broken"):
-        read_one(BatchReader(cache, sequence_length=8), [1], [0], micro=1)
 
 
 def test_where_a_masked_document_ends_there_is_no_label(tmp_path, manifest):

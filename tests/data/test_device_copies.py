@@ -7,18 +7,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from fake_cache import FakeManifest, FolderCache
+from fake_cache import FakeManifest, FolderCache, loader_of, order_of
 
-from refocused.config.batch_plan import BatchPlan
-from refocused.data.cache.fetch_plan import FetchAhead
 from refocused.data.loader.batch import Batch, Passes
 from refocused.data.loader.loader import STEPS_READY, Loader
 from refocused.data.loader.prefetch import Copies, DeviceCopier
 from refocused.data.order.position import Position
-from refocused.data.order.window_order import Order
-from refocused.data.order.windows import split_windows
 
 GPU = torch.device("cuda", 1)
+MANIFEST = FakeManifest.of(45, 60, 33)
 
 
 class FakeCuda:
@@ -77,33 +74,22 @@ class FakeTensor:
         return [f"{self.name} {number}" for number in range(2)]
 
 
-def two_passes(cuda: FakeCuda, *, masked: bool = False) -> Any:
+@pytest.mark.parametrize("masked", [False, True])
+def test_copies_run_on_their_own_stream_and_the_computation_waits_for_them_on_the_device(masked):
+    cuda = FakeCuda()
+    copier = DeviceCopier(GPU, cuda=cuda)
     none = np.empty((2, 0), np.int64)
+    kinds = ["tokens", "labels"] if masked else ["tokens"]
     tokens, labels = (cast("Any", FakeTensor(cuda, kind)) for kind in ("tokens", "labels"))
-    return Passes(tokens, labels if masked else None, none, none, ())
-
-
-def test_copies_run_on_their_own_stream_and_the_computation_waits_for_them_on_the_device():
-    cuda = FakeCuda()
-    copier = DeviceCopier(GPU, cuda=cuda)
-    copies = copier.begin(two_passes(cuda))
-    assert cuda.log == ["copying: copy tokens", "copying: event"]
+    copies = copier.begin(Passes(tokens, labels if masked else None, none, none, ()))
+    assert cuda.log == [*(f"copying: copy {kind}" for kind in kinds), "copying: event"]
     cuda.log.clear()
     batches: list[Any] = copier.hand_over(copies)
-    assert cuda.log == ["computing: wait for event of copying", "computing: uses tokens there"]
+    uses = [f"computing: uses {kind} there" for kind in kinds]
+    assert cuda.log == ["computing: wait for event of copying", *uses]
     assert [batch.input_ids for batch in batches] == ["tokens there[:-1] 0", "tokens there[:-1] 1"]
-    assert [batch.labels for batch in batches] == ["tokens there[1:] 0", "tokens there[1:] 1"]
-
-
-def test_masked_labels_are_copied_and_kept_too():
-    cuda = FakeCuda()
-    copier = DeviceCopier(GPU, cuda=cuda)
-    copies = copier.begin(two_passes(cuda, masked=True))
-    assert cuda.log == ["copying: copy tokens", "copying: copy labels", "copying: event"]
-    cuda.log.clear()
-    batches: list[Any] = copier.hand_over(copies)
-    assert cuda.log[1:] == ["computing: uses tokens there", "computing: uses labels there"]
-    assert [batch.labels for batch in batches] == ["labels there 0", "labels there 1"]
+    copied = "labels there" if masked else "tokens there[1:]"
+    assert [batch.labels for batch in batches] == [f"{copied} 0", f"{copied} 1"]
 
 
 class RecordingCopier:
@@ -122,18 +108,9 @@ class RecordingCopier:
         return copies.batches
 
 
-def loader_of(folder: Any, copier: Any, *, pin: bool = False) -> Loader:
-    manifest = FakeManifest.of(45, 60, 33)
-    order = Order(split_windows(manifest, sequence_length=4).train, seed=5, block_shards=3)
-    return Loader(
-        order,
-        FolderCache(folder, manifest),
-        plan=BatchPlan(2, 2, 1, 4),
-        rank=0,
-        ahead=FetchAhead(1),
-        pin=pin,
-        copier=copier,
-    )
+def loader_with(folder: Any, copier: Any, *, pin: bool = False) -> Loader:
+    cache = FolderCache(folder, MANIFEST)
+    return loader_of(cache, order_of(MANIFEST, block_shards=3), copier=copier, pin=pin)
 
 
 def tokens(loader: Loader, steps: int) -> list[Any]:
@@ -146,7 +123,7 @@ def tokens(loader: Loader, steps: int) -> list[Any]:
 
 def test_a_stream_copies_ahead_in_its_own_thread_and_hands_over_in_order(tmp_path):
     copier = RecordingCopier()
-    assert tokens(loader_of(tmp_path, copier), 6) == tokens(loader_of(tmp_path, None), 6)
+    assert tokens(loader_with(tmp_path, copier), 6) == tokens(loader_with(tmp_path, None), 6)
     here = threading.current_thread().name
     assert copier.handed == [(number, here) for number in range(6)]
     assert copier.begun[:6] == [(number, "read ahead") for number in range(6)]
@@ -159,14 +136,14 @@ def test_a_copy_that_cannot_be_begun_is_raised_where_it_is_waited_for(tmp_path):
             raise RuntimeError("CUDA error: out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        tokens(loader_of(tmp_path, Broken()), 1)
+        tokens(loader_with(tmp_path, Broken()), 1)
 
 
 @pytest.mark.gpu
 def test_batches_on_a_gpu_are_those_on_the_cpu(tmp_path):
     device = torch.device("cuda", 0)
-    here = tokens(loader_of(tmp_path, None), 200)
-    stream = loader_of(tmp_path, DeviceCopier(device), pin=True).batches_from(Position())
+    here = tokens(loader_with(tmp_path, None), 200)
+    stream = loader_with(tmp_path, DeviceCopier(device), pin=True).batches_from(Position())
     busy = torch.randn(2048, 2048, device=device)
     with contextlib.closing(stream):
         there = []

@@ -6,13 +6,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from fake_cache import SHARD_STRIDE, FakeManifest, FolderCache, wanted
+from fake_cache import SHARD_STRIDE, FakeManifest, FolderCache, loader_of, wanted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refocused.config.batch_plan import BatchPlan
-from refocused.data.cache.fetch_plan import FetchAhead
-from refocused.data.loader.loader import Loader
 from refocused.data.order.mixture_order import PERIOD, Mixture, interleaved, shares_of, source_seed
 from refocused.data.order.position import Position
 from refocused.data.order.window_order import Order
@@ -202,8 +199,9 @@ MANIFEST = FakeManifest.of(
 )
 
 
-def tokens_of(cache: FolderCache, position: Position, *, steps: int, rank=0, plan: BatchPlan):
-    loader = Loader(mixture_of(block_shards=1), cache, plan=plan, rank=rank, ahead=FetchAhead(1))
+def tokens_of(cache: FolderCache, position: Position, *, steps: int, **plan: int):
+    order = mixture_of(block_shards=1)
+    loader = loader_of(cache, order, sequence_length=SEQUENCE_LENGTH, **plan)
     with contextlib.closing(loader.batches_from(position)) as stream:
         read = [
             [row for batch in stream.next_step() for row in batch.input_ids.tolist()]
@@ -214,9 +212,7 @@ def tokens_of(cache: FolderCache, position: Position, *, steps: int, rank=0, pla
 
 def test_a_loader_reads_the_windows_of_a_mixture_with_few_shards_planned(tmp_path):
     cache = FolderCache(tmp_path, MANIFEST)  # refuses what was not planned
-    read, position = tokens_of(
-        cache, Position(), steps=150, plan=BatchPlan(4, 2, 1, SEQUENCE_LENGTH)
-    )
+    read, position = tokens_of(cache, Position(), steps=150, micro=4)
     expected = [
         [shard * SHARD_STRIDE + window * SEQUENCE_LENGTH + t for t in range(SEQUENCE_LENGTH)]
         for shard, window in windows_from(Position(), 1200, block_shards=1)
@@ -229,10 +225,11 @@ def test_a_loader_reads_the_windows_of_a_mixture_with_few_shards_planned(tmp_pat
 
 def test_another_number_of_ranks_and_another_micro_batch_go_on_with_the_same_stream(tmp_path):
     cache = FolderCache(tmp_path, MANIFEST)
-    whole, _ = tokens_of(cache, Position(), steps=40, plan=BatchPlan(8, 2, 1, SEQUENCE_LENGTH))
-    _, saved = tokens_of(cache, Position(), steps=23, plan=BatchPlan(4, 1, 4, SEQUENCE_LENGTH))
-    plan = BatchPlan(2, 4, 2, SEQUENCE_LENGTH)
+    whole, _ = tokens_of(cache, Position(), steps=40, micro=8)
+    plan = {"micro": 4, "accumulation": 1, "world_size": 4}
+    _, saved = tokens_of(cache, Position(), steps=23, **plan)
     position = Position.from_dict(saved.to_dict())
-    ranks = [tokens_of(cache, position, steps=17, rank=rank, plan=plan)[0] for rank in range(2)]
+    plan = {"micro": 2, "accumulation": 4, "world_size": 2}
+    ranks = [tokens_of(cache, position, steps=17, rank=rank, **plan)[0] for rank in range(2)]
     for before, *after in zip(whole[23:], *ranks, strict=True):
         assert sorted(before) == sorted(itertools.chain(*after))

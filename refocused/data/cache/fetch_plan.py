@@ -145,7 +145,6 @@ class ShardPlanner:
         self._steps_read = self._steps_taken = self._steps_trained = 0
         self._moved_on = threading.Condition()
         self._closed = False
-        self._fits: tuple[int, int] | None = None
         self._planned_for: tuple[int, int, int] | None = None
         self._planned: list[int] | None = None
 
@@ -223,13 +222,10 @@ class ShardPlanner:
 
     def _has_room(self, first_block: int, last_block: int) -> bool:
         oldest = first_block if self._oldest is None else self._oldest
-        if self._limits.room_bytes is None or (oldest, last_block) == self._fits:
+        if self._limits.room_bytes is None:
             return True
         in_use = set(self._stream.shards_between(oldest, last_block))
-        if sum(map(self._cache.local_bytes, in_use)) > self._limits.room_bytes:
-            return False
-        self._fits = oldest, last_block
-        return True
+        return sum(map(self._cache.local_bytes, in_use)) <= self._limits.room_bytes
 
     def _shards_of_seconds(self) -> int:
         steps = self._steps_taken - 1

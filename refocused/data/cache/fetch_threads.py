@@ -36,15 +36,8 @@ _log = logging.getLogger(__name__)
 class Fetcher:
     """Makes the shards of a queue local, in its order, within the byte limit.
 
-    It works only while it holds the folder's lock, and waits while another process does.
-
-    Args:
-        bucket: Where shards come from.
-        local: Where they go.
-        files: Shared with the processes that read.
-        queue: What is wanted; shared with the cache.
-        limit_bytes: Most that the local shards may take; None: what is free but 5 % of the disk.
-        threads: Downloads at once.
+    It works only while it holds the folder's lock, and waits while another process does. Without
+    `limit_bytes`, shards may take what is free but 5 % of the disk.
     """
 
     def __init__(

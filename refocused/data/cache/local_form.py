@@ -47,17 +47,10 @@ def check_vocabulary(shard: Shard, max_id: int, *, vocabulary: int) -> None:
 def write_local_form(
     sources: Sequence[Path], target: Path, *, shard: Shard, data: DataConfig, vocabulary: int
 ) -> int:
-    """Turn downloaded files into the local form of one shard; return its largest id.
+    """Turn the downloaded `shard.files` into the local form; return its largest id.
 
     A lone file that has the form already is moved, not copied; otherwise `sources` stay. `target`
     may be left half written on an error.
-
-    Args:
-        sources: The local copies of `shard.files`, in order.
-        target: The local form.
-        shard: What the manifest says of them.
-        data: How files are read.
-        vocabulary: Ids that the model knows.
 
     Raises:
         ShardError: A file is refused or corrupt, differs from the manifest in its number of tokens

@@ -27,12 +27,8 @@ class PassingError(BucketError):
 class ShardDownload:
     """The download of one shard: its owner calls `begin`, `run`, `finish`; others may `help`.
 
-    Args:
-        bucket: Where it comes from.
-        local: Where it goes.
-        index: Which one.
-        folder: Existing folder for unfinished files, on the same disk.
-        changed: Guards the jobs, and is notified when one ends.
+    Unfinished files lie in `folder`, on the disk of the local shards. `changed` guards the jobs,
+    and is notified when one ends.
     """
 
     def __init__(

@@ -25,29 +25,17 @@ class Batch:
     """The rows of one pass on one rank.
 
     Inputs and labels are views of the same rows: a token is widened to int64, and copied to a GPU,
-    once.
-
-    Attributes:
-        input_ids: What the model reads: shape [micro, sequence_length], int64; zeros in the rows
-        that
-            only fill up a validation batch.
-        labels: The label of position t, token t + 1 of the text: the shape of `input_ids`;
-            `IGNORED_LABEL` in the rows that only fill up, and where documents are masked and the
-            next token begins another one.
-        shards: Shape [rows]: index of the shard of each row that holds a window. windows: Shape
-        [rows]: index of that window in its shard. names: Names of all shards of the manifest.
-        source: Source of a mixture that all rows are from, where they are of one. counted_labels:
-        Labels that are not ignored, where documents are masked and rows differ in it;
-            None: all of a training batch.
+    once. Label t is token t + 1 of the text; `IGNORED_LABEL` in the rows that only fill up a
+    validation batch, and where documents are masked and the next token begins another one.
     """
 
-    input_ids: torch.Tensor
-    labels: torch.Tensor
-    shards: NDArray[np.int64]
-    windows: NDArray[np.int64]
-    names: Sequence[str]
-    source: str | None = None
-    counted_labels: int | None = None
+    input_ids: torch.Tensor  # [micro, sequence_length], int64; zeros in the rows that only fill up
+    labels: torch.Tensor  # the same shape
+    shards: NDArray[np.int64]  # [rows]: shard of each row that holds a window
+    windows: NDArray[np.int64]  # [rows]: index of that window in its shard
+    names: Sequence[str]  # of all shards of the manifest
+    source: str | None = None  # of a mixture that all rows are from
+    counted_labels: int | None = None  # those not ignored, where documents are masked; None: all
 
     def describe(self) -> str:
         """Name the windows for a message: `a.npy windows 17, 90-92; b.npy window 4`."""
@@ -65,26 +53,16 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Passes:
-    """The rows of several passes in one piece of memory, read and copied together.
+    """The rows of several passes in one piece of memory, read and copied together."""
 
-    Attributes:
-        tokens: Shape [passes, micro, sequence_length + 1], int64, contiguous: the windows, each
-        with
-            the token that follows it.
-        masked_labels: Shape [passes, micro, sequence_length]: the labels, where some of them are
-            `IGNORED_LABEL`. None: every token is the label of the one before it.
-        shards: Shape [passes, rows], rows at most micro: index of each window's shard.
-        windows: Same shape: index of each window in its shard.
-        names: Names of all shards of the manifest.
-        counted_labels: Of each pass, where documents are masked.
-    """
-
+    # [passes, micro, sequence_length + 1], int64, contiguous: each window and the next token
     tokens: torch.Tensor
+    # [passes, micro, sequence_length]; None: every token is a label
     masked_labels: torch.Tensor | None
-    shards: NDArray[np.int64]
-    windows: NDArray[np.int64]
+    shards: NDArray[np.int64]  # [passes, rows], rows at most micro
+    windows: NDArray[np.int64]  # [passes, rows]
     names: Sequence[str]
-    counted_labels: Sequence[int] | None = None
+    counted_labels: Sequence[int] | None = None  # of each pass, where documents are masked
 
     def batches(self) -> list[Batch]:
         """Return each pass; views of all are made in one call, which is much of their cost."""

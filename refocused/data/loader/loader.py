@@ -126,9 +126,8 @@ class Loader:
 class BatchStream:
     """Batches step by step, read ahead by one thread. `Loader.batches_from` makes it.
 
-    Attributes:
-        position: Position after the steps that were handed out.
-        wait_seconds: Time that `next_step` has waited for batches, in all.
+    `position` is that after the steps handed out; `wait_seconds` is the time that `next_step` has
+    waited, in all.
     """
 
     def __init__(self, loader: Loader, position: Position) -> None:

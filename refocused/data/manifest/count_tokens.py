@@ -40,11 +40,8 @@ def survey(
 ) -> list[HeaderFacts]:
     """Return the facts of each object, in the order given.
 
-    Objects that the cache file knows, by name, size, CRC-32C and generation, are not read.
-
-    Raises:
-        ShardError: Some files are refused; up to five are named.
-        BucketError: An object cannot be read.
+    Objects that the cache file knows, by name, size, CRC-32C and generation, are not read. Raises
+    `ShardError` if files are refused, naming up to five, and `BucketError` if one cannot be read.
     """
     known = {} if cache_file is None else _read_cache(cache_file)
     keys = [_key(blob, data) for blob in blobs]

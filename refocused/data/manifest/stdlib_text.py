@@ -27,12 +27,8 @@ def prepare_stdlib(
 
     Ids 0 to 255 are the bytes of the text, 256 stands before each file. One file in twenty, by a
     hash of its name, goes to `stdlib_val_NNNNNN.npy`, the others to `stdlib_train_NNNNNN.npy`; the
-    manifest is written last. The same Python gives the same bytes.
-
-    Args:
-        bucket: Where the shards go.
-        shard_tokens: Tokens of a shard; the last of each kind is shorter.
-        max_tokens: Most tokens in all, of which 5 % are for validation; None: all there are.
+    manifest is written last. The same Python gives the same bytes. Of `max_tokens`, 5 % are for
+    validation.
 
     Raises:
         BucketError: The bucket cannot be written.

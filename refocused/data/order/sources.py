@@ -78,16 +78,9 @@ def split_sources(
     sources = []
     for name, (first, own) in split_by_source(manifest).items():
         try:
-            split = _split(own, data.of_source(name), sequence_length)
+            split = _split(own, data.of_source(name), sequence_length, first_shard=first)
         except ShardError as error:
             raise ShardError(f"data.mixture.{name}: {error}") from None
-        # Its shards are numbered from the beginning of the whole manifest.
-        split = Split(
-            *(
-                tuple(dataclasses.replace(one, shard=one.shard + first) for one in ranges)
-                for ranges in (split.train, split.validation)
-            )
-        )
         windows = max(1, round(evaluation_windows * shares[name] / PERIOD))
         sources.append(_source(name, shares[name], split, windows, skipped))
     return sources
@@ -105,14 +98,8 @@ def order_sources(
 ) -> Order | Mixture:
     """Return the order of the only source, or of all woven together.
 
-    Args:
-        sources: The windows of each.
-        data: The data section.
-        seed: Of the order.
-        step_windows: Windows of a step, of all ranks.
-        steps: Of the whole run.
-        shard_bytes: Local size of every shard of the manifest.
-        room_bytes: Most that the shards of training may take on disk; None: no limit.
+    A step has `step_windows` windows over all ranks. `shard_bytes` are the local sizes of the
+    manifest's shards, of which those that train may take `room_bytes` on disk.
 
     Raises:
         ShardError: Two blocks of each source, or those of a step, do not fit into the room.
@@ -227,12 +214,15 @@ def files_done(order: Order, consumed: int) -> int:
     return block % order.blocks_per_epoch * order.block_shards
 
 
-def _split(manifest: Manifest, data: DataConfig, sequence_length: int) -> Split:
+def _split(
+    manifest: Manifest, data: DataConfig, sequence_length: int, *, first_shard: int = 0
+) -> Split:
     return split_windows(
         manifest,
         sequence_length=sequence_length,
         validation_files=data.validation_files,
         validation_fraction=data.validation_fraction,
+        first_shard=first_shard,
     )
 
 

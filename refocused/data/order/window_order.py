@@ -180,12 +180,12 @@ def choose_block_shards(
 
     Args:
         setting: `data.block_shards`; 0 chooses 16, or as many of the largest shards as fit into
-            half the room, at least 1.
-        sources: The training windows of each source.
-        shard_bytes: Local size of every shard of the manifest, in its order.
-        room_bytes: Most that the shards of training may take on disk: `data.disk_limit_gb` less
-            the shards that are pinned; None: no limit. The free space of the disk must not be
-            given here, or a resume would go on in another order.
+        half
+            the room, at least 1.
+        sources: The training windows of each source. shard_bytes: Local size of every shard of the
+        manifest, in its order. room_bytes: Most that the shards of training may take on disk. Never
+        the free space of the disk,
+            or a resume would go on in another order.
 
     Raises:
         ShardError: Two blocks of the largest shards do not fit into the room.

@@ -58,12 +58,13 @@ def split_windows(
     sequence_length: int,
     validation_files: Sequence[str] = (),
     validation_fraction: float = 0.0,
+    first_shard: int = 0,
 ) -> Split:
     """Divide all windows into those that train and those that validate.
 
     The shards that `validation_files` (glob patterns) name validate, whole. When none is named,
     `validation_fraction` of the windows, rounded up to a whole window, is taken from the end in
-    name order, and may begin inside a shard.
+    name order, and may begin inside a shard. The shards are numbered from `first_shard` on.
 
     Raises:
         ShardError: A pattern names no shard, or no window is left to train or to validate on.
@@ -71,11 +72,13 @@ def split_windows(
     shards = manifest.shards
     named = _named_shards(shards, validation_files)
     counts = [windows_of(shard.tokens, sequence_length=sequence_length) for shard in shards]
-    everything = [WindowRange(index, 0, count) for index, count in enumerate(counts) if count]
+    everything = [
+        WindowRange(shard, 0, count) for shard, count in enumerate(counts, first_shard) if count
+    ]
     if validation_files:
         split = Split(
-            tuple(one for one in everything if one.shard not in named),
-            tuple(one for one in everything if one.shard in named),
+            tuple(one for one in everything if one.shard - first_shard not in named),
+            tuple(one for one in everything if one.shard - first_shard in named),
         )
     else:
         # The decimal that the user wrote: in floats 0.07 * 100 is a little more than 7.
