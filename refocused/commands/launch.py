@@ -70,10 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.OK
     wanted = train.read_arguments(arguments)
     try:
-        loaded = _checked(train.load(wanted))  # wrong use is reported before anything starts
+        loaded = train.load(wanted)
         gpus = usable_gpus(loaded)
-        if not wanted.print_config:
-            _refuse_early(loaded, wanted, gpus=gpus)
+        _check(loaded, wanted, gpus=gpus)
     except RefocusedError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -93,26 +92,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return launches.until_the_end(restarts=own.restarts)
 
 
-def _checked(loaded: LoadedRun) -> LoadedRun:
-    """Return a run whose vocabulary holds the ids of its tokenizer, where that can be read here.
+def _check(loaded: LoadedRun, wanted: argparse.Namespace, *, gpus: int) -> None:
+    """Refuse what cannot start before ranks take their time to find out.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: Everything that was found.
     """
     from refocused.data.manifest.vocabulary import decide_vocabulary, require_room_for_tokenizer
 
     with contextlib.suppress(ShardError):  # rank 0 reads it, maybe on another machine
         require_room_for_tokenizer(loaded, fetch=False)
         loaded = decide_vocabulary(loaded)
-    return loaded
-
-
-def _refuse_early(loaded: LoadedRun, wanted: argparse.Namespace, *, gpus: int) -> None:
-    """Refuse what cannot start before ranks take their time to find out.
-
-    Raises:
-        ConfigError: Everything that was found.
-    """
+    if wanted.print_config:
+        return
     device = loaded.config.run.device
     if device == "cuda" and not gpus:
         raise ConfigError(
@@ -183,20 +175,14 @@ class Launches:
 
     def _launch(self) -> Verdict:
         environment = training_environment(os.environ, gpus=self.gpus)
-        command = deepspeed_command(environment, gpus=self.gpus)
+        command = [*deepspeed_command(environment, gpus=self.gpus), str(SCRIPT), *self.arguments]
         launch = Launch.create(
             began_seconds=self.began_seconds,
             grace_seconds=self.grace_seconds,
             command=self.resume_command,
         )
         try:
-            verdict = Supervisor(
-                launch,
-                [*command, str(SCRIPT), *self.arguments],
-                environment=environment,
-                signals=self.signals,
-                say=say,
-            ).run()
+            verdict = Supervisor(launch, command, environment, self.signals, say).run()
             if any(note.training for note in launch.notes()):
                 # What was asked for is done: to resume from there once more would lose steps.
                 self.arguments = without_resume(self.arguments)

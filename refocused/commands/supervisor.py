@@ -57,6 +57,7 @@ class Verdict:
     crashed: bool = False
 
 
+@dataclasses.dataclass
 class Supervisor:
     """Starts `deepspeed`, sends signals to all ranks at once, and kills what does not end.
 
@@ -65,20 +66,13 @@ class Supervisor:
     reaches them, and the ranks get their signals from here. `say` prints a line for a person.
     """
 
-    def __init__(
-        self,
-        launch: Launch,
-        command: Sequence[str],
-        *,
-        environment: Mapping[str, str],
-        signals: StopSignals,
-        say: Callable[[str], None],
-    ) -> None:
-        self._launch = launch
-        self._command = command
-        self._environment = {**environment, **launch.environment}
-        self._signals = signals
-        self._say = say
+    launch: Launch
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    signals: StopSignals
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._sent: dict[int, int] = {}  # signals sent to each rank
         self._abandoned: float | None = None  # when the command was seen to have ended
         self._rank_ended: float | None = None  # when the first rank was
@@ -88,10 +82,13 @@ class Supervisor:
     def run(self) -> Verdict:
         """Start the launch and wait until nothing of it is left."""
         with subprocess.Popen(
-            self._command, env=self._environment, stdin=subprocess.DEVNULL, start_new_session=True
+            self.command,
+            env={**self.environment, **self.launch.environment},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         ) as runner:
             while not self._over(runner):
-                notes, now = self._launch.notes(), time.monotonic()
+                notes, now = self.launch.notes(), time.monotonic()
                 if self._abandoned is None and runner.poll() is not None:
                     self._abandoned = now
                 if self._rank_ended is None and any(not note.alive for note in notes):
@@ -99,8 +96,8 @@ class Supervisor:
                 self._send_signals(runner, notes)
                 self._say_alarms(notes)
                 ends = deadline(
-                    self._signals.times,
-                    grace_seconds=self._launch.grace_seconds,
+                    self.signals.times,
+                    grace_seconds=self.launch.grace_seconds,
                     abandoned=self._abandoned,
                     rank_ended=self._rank_ended,
                 )
@@ -108,9 +105,9 @@ class Supervisor:
                     self._kill(notes)
                 time.sleep(POLL_SECONDS)
         return judge(
-            self._launch.notes(),
+            self.launch.notes(),
             launcher_code=runner.returncode,
-            signals=len(self._signals.times),
+            signals=len(self.signals.times),
             killed=self._killed,
         )
 
@@ -118,15 +115,15 @@ class Supervisor:
         """Whether nothing of the launch is left; what ranks left behind is killed first."""
         if runner.poll() is None:
             return False
-        left = [process.pid for process in marked_processes(self._launch.folder)]
+        left = [process.pid for process in marked_processes(self.launch.folder)]
         launching = any(b"deepspeed.launcher" in _command_line(pid) for pid in left)
-        if not launching and not any(note.alive for note in self._launch.notes()):
+        if not launching and not any(note.alive for note in self.launch.notes()):
             _kill_all(left)
         return not left
 
     def _send_signals(self, runner: subprocess.Popen[bytes], notes: Sequence[RankNote]) -> None:
         """Send each rank every signal once; SIGTERM if the command ended and left the ranks."""
-        wanted, number = len(self._signals.times), self._signals.last_number
+        wanted, number = len(self.signals.times), self.signals.last_number
         if self._abandoned is not None and not wanted:
             wanted, number = 1, signal.SIGTERM
         if wanted and not any(note.run for note in notes):
@@ -151,18 +148,18 @@ class Supervisor:
             self._events.records()
         for record in self._events.records():
             if (line := alarm_line(record)) is not None:
-                self._say(line)
+                self.say(line)
 
     def _kill(self, notes: Sequence[RankNote]) -> None:
         if not self._killed:
             alive = ", ".join(str(note.rank) for note in notes if note.alive)
             ranks = f" (ranks {alive})" if alive else ""
-            self._say(f"Grace period expired; killing the remaining processes{ranks}.")
+            self.say(f"Grace period expired; killing the remaining processes{ranks}.")
         self._killed = True
         self._kill_marked()
 
     def _kill_marked(self) -> None:
-        _kill_all([process.pid for process in marked_processes(self._launch.folder)])
+        _kill_all([process.pid for process in marked_processes(self.launch.folder)])
 
 
 def _send(pid: int, number: int) -> None:

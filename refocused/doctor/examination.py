@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
-from refocused.bucket.gcs_client import ANONYMOUS, find_credentials
+from refocused.bucket.gcs_client import find_credentials
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
 from refocused.bucket.partial_files import free_bytes
@@ -60,6 +60,7 @@ class Examination:
         self._fails = False
         self._unreadable: set[str] = set()  # settings whose place has failed a check
         self._tokens: int | None = None
+        self._choice: Choice | None = None
 
     def findings(self) -> Iterator[Finding]:
         """Yield each finding as it comes."""
@@ -81,12 +82,7 @@ class Examination:
         memory_bytes = gpu_checks.smallest_memory_bytes(gpus.samples) if device == "cuda" else None
         yield from self._compiling(device)
         yield from gpu_checks.judge_gpus(gpus, wanted=self.gpus, device=wanted)
-        choice = None
-        for one in self._plan(gpus, device=device, ranks=ranks, memory_bytes=memory_bytes):
-            if isinstance(one, Finding):
-                yield one
-            else:
-                choice = one
+        yield from self._plan(gpus, device=device, ranks=ranks, memory_bytes=memory_bytes)
         machine = machine_checks.probe_machine()
         yield from machine_checks.judge_machine(machine, ranks=ranks, device=device)
         if self.loaded.config.precision.dtype != "auto":
@@ -102,8 +98,8 @@ class Examination:
         yield from self._places()
         yield from self._store()
         yield from self._data()
-        if choice is not None:
-            needs = run_fits.disk_needs(self.loaded, choice, ranks=ranks, tokens=self._tokens)
+        if self._choice is not None:
+            needs = run_fits.disk_needs(self.loaded, self._choice, ranks=ranks, tokens=self._tokens)
             for shared in machine_checks.needs_by_disk(list(needs)):
                 yield machine_checks.judge_disk(shared, free=free_bytes(shared[0].folder))
         if not self.is_quick:
@@ -125,8 +121,8 @@ class Examination:
 
     def _plan(
         self, gpus: gpu_checks.Gpus, *, device: Device, ranks: int, memory_bytes: float | None
-    ) -> Iterator[Finding | Choice]:
-        """Decide the precision, and yield findings and how the run is spread over its ranks."""
+    ) -> Iterator[Finding]:
+        """Decide the precision, and how the run is spread over its ranks."""
         native = native_dtype(
             capability=(gpus.capability or BF16_CAPABILITY) if device == "cuda" else None,
             cpu_flags=cpu_flags(),
@@ -148,7 +144,7 @@ class Examination:
         yield run_fits.judge_plan(
             self.loaded, choice, ranks=ranks, memory_bytes=memory_bytes, gpu=gpu
         )
-        yield choice
+        self._choice = choice
 
     def _places(self) -> Iterator[Finding]:
         """Check the places as a start does; what fails here is not checked again."""
@@ -175,10 +171,7 @@ class Examination:
             return
         if asks or not remote:
             yield storage.judge_credentials(
-                identity=identity,
-                anonymous=identity == ANONYMOUS,
-                writes=MIRROR in remote,
-                key=self.credentials_file if asks else None,
+                identity, writes=MIRROR in remote, key=self.credentials_file if asks else None
             )
         for setting, data in sources.items():
             if not _will_be_made(data) and setting not in self._unreadable:
@@ -195,22 +188,15 @@ class Examination:
 
     def _rights(self, setting: str, url: str) -> Iterator[Finding]:
         config, wanted = self.loaded.config, {"list", "read"}
-        try:
-            if setting == MIRROR:
-                prefix = prefix_of(config.run.name)
-                rights = storage.probe_mirror(self._open(url), setting, prefix=prefix)
-                wanted |= (
-                    {"write"} if config.checkpoint.keep_remote == "all" else {"write", "delete"}
-                )
-            else:
-                rights = storage.probe_source(self._open(url), setting)
-        except BucketError as error:  # the address is none
-            found = [Finding("bucket", "fail", f"{setting}: {error}")]
+        if setting == MIRROR:
+            prefix = prefix_of(config.run.name)
+            rights = storage.probe_mirror(self._open(url), setting, prefix=prefix)
+            wanted |= {"write"} if config.checkpoint.keep_remote == "all" else {"write", "delete"}
         else:
-            found = list(storage.judge_rights(rights, wanted=wanted))
-        if any(finding.level == "fail" for finding in found):
-            self._unreadable.add(setting)
-        yield from found
+            rights = storage.probe_source(self._open(url), setting)
+        for finding in storage.judge_rights(rights, wanted=wanted):
+            self._unreadable |= {setting} if finding.level == "fail" else set()
+            yield finding
 
     def _data(self) -> Iterator[Finding]:
         """Look at each source's files."""
@@ -256,12 +242,12 @@ class Examination:
                 # Only what training would fetch goes to the run's own cache, where it finds it.
                 places = [f"data.source={folder / 'source'}", f"data.cache={folder / 'cache'}"]
             task = RankTask(
+                folder=folder,
                 device=config.run.device,
                 payload_bytes=payload if ranks > 1 else 0,
                 config=self.config,
                 overrides=(*self.overrides, *places),
                 name=self.name,
-                folder=folder / "run",
                 credentials_file=self.credentials_file,
                 project=self.project,
             )

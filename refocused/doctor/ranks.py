@@ -14,7 +14,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -39,24 +38,30 @@ LINK_BYTES_PER_SECOND = 25e9
 REACHED_SHARE = 0.4
 LEAST_PCIE_BYTES_PER_SECOND = 2e9
 REPEATS = 10
+LATE = "nothing came of it in time"
 
 
 class RankTask(pydantic.BaseModel):
     """What the ranks do: sum `payload_bytes` (0: nothing), make a step of `config` (None: none).
 
-    `overrides` and `name` are those of the command line; `folder` stands in for the run's.
+    `overrides` and `name` are those of the command line. `folder` takes what the ranks print, and
+    the run.
     """
 
     model_config = pydantic.ConfigDict(frozen=True)
 
+    folder: Path
     device: str
     payload_bytes: int
-    config: str | None
-    overrides: tuple[str, ...]
-    name: str | None
-    folder: Path
-    credentials_file: Path | None
-    project: str | None
+    config: str | None = None
+    overrides: tuple[str, ...] = ()
+    name: str | None = None
+    credentials_file: Path | None = None
+    project: str | None = None
+
+    def log(self, rank: int | str, stream: str) -> Path:
+        """Return the file of a rank's `out` or `err`."""
+        return self.folder / f"{rank}.{stream}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,20 +134,7 @@ def judge_step(outcome: RanksOutcome) -> Finding:
 def run_ranks(
     task: RankTask, *, ranks: int, longest_seconds: float = LONGEST_SECONDS
 ) -> RanksOutcome:
-    """Start so many ranks on this machine and wait for them; none is left behind."""
-    with tempfile.TemporaryDirectory(prefix="refocused-doctor-") as name:
-        logs = Path(name)
-        with _started(task, ranks=ranks, logs=logs) as processes:
-            ended = _wait(processes, until=time.monotonic() + longest_seconds)
-        codes = [process.returncode for process in processes]
-        return _outcome(logs, codes=codes, ended=ended, sums=task.payload_bytes > 0)
-
-
-@contextlib.contextmanager
-def _started(
-    task: RankTask, *, ranks: int, logs: Path
-) -> Iterator[Sequence[subprocess.Popen[bytes]]]:
-    """Start the ranks as a launcher does; whatever happens, they have ended afterwards."""
+    """Start ranks on this machine as a launcher does and wait for them; none is left behind."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -159,7 +151,7 @@ def _started(
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in map(str, range(ranks)):
-            with (logs / f"{rank}.out").open("wb") as out, (logs / f"{rank}.err").open("wb") as err:
+            with task.log(rank, "out").open("wb") as out, task.log(rank, "err").open("wb") as err:
                 process = subprocess.Popen(
                     command,
                     env={**environment, "RANK": rank, "LOCAL_RANK": rank},
@@ -169,15 +161,14 @@ def _started(
                     start_new_session=True,
                 )
             processes.append(process)
-        yield processes
+        has_ended = _wait(processes, until=time.monotonic() + longest_seconds)
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # and what it has started, as compilers
         for process in processes:
-            process.wait()
-            assert process.stdin is not None
-            process.stdin.close()
+            process.communicate()
+    return _outcome(task, [process.returncode for process in processes], has_ended=has_ended)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], *, until: float) -> bool:
@@ -193,14 +184,14 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], *, until: float) -> bool
     return has_failed
 
 
-def _outcome(logs: Path, *, codes: Sequence[int], ended: bool, sums: bool) -> RanksOutcome:
+def _outcome(task: RankTask, codes: Sequence[int], *, has_ended: bool) -> RanksOutcome:
     """Read what the ranks have reported; a failure that another caused comes last."""
     ranks = len(codes)
-    told = [_records(logs / f"{rank}.out") for rank in range(ranks)]
-    results = {one["what"]: one for one in told[0] if one["what"] != "failed"}
+    reports = [list(_records(task.log(rank, "out"))) for rank in range(ranks)]
+    results = {one["what"]: one for one in reports[0] if one["what"] != "failed"}
     failures = [
         (bool(one["is_echo"]), rank, one)
-        for rank, records in enumerate(told)
+        for rank, records in enumerate(reports)
         for one in records
         if one["what"] == "failed"
     ]
@@ -208,16 +199,15 @@ def _outcome(logs: Path, *, codes: Sequence[int], ended: bool, sums: bool) -> Ra
         _, rank, first = min(failures, key=lambda one: one[:2])
         where = "" if rank == 0 or f"rank {rank}" in first["text"] else f"rank {rank}: "
         return RanksOutcome(ranks, results, first["doing"], where + first["text"])
-    dead = next((rank for rank in range(ranks) if codes[rank]), None)
-    if ended and dead is None:
+    dead = next((rank for rank in range(ranks) if codes[rank]), 0)
+    if has_ended and not codes[dead]:
         return RanksOutcome(ranks, results)
-    text = "nothing came of it in time" if not ended else f"rank {dead} {_end(codes[dead or 0])}"
-    lines = (logs / f"{dead if ended else 0}.err").read_text(errors="replace").split("\n")
-    last = " / ".join([line.strip() for line in lines if line.strip()][-3:])[-SHOWN_CHARACTERS:]
-    doing = "allreduce" if sums and "allreduce" not in results else "step"
-    if "joined" not in results:
-        doing = "join"
-    return RanksOutcome(ranks, results, doing, f"{text}. Last words: {last or 'none'}")
+    dead, text = (dead, f"rank {dead} {_end(codes[dead])}") if has_ended else (0, LATE)
+    lines = [line.strip() for line in task.log(dead, "err").read_text(errors="replace").split("\n")]
+    last = " / ".join([line for line in lines if line][-3:])[-SHOWN_CHARACTERS:] or "none"
+    doing = "allreduce" if task.payload_bytes and "allreduce" not in results else "step"
+    doing = doing if "joined" in results else "join"
+    return RanksOutcome(ranks, results, doing, f"{text}. Last words: {last}")
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:
@@ -310,7 +300,7 @@ def _step(task: RankTask, config: str, world: World) -> dict[str, Any]:
         command="doctor",
     )
     loaded, session = load_run(config, task.overrides, name=task.name), begin_session(world.rank)
-    step = take_trial_step(loaded, request, world, session, folder=task.folder)
+    step = take_trial_step(loaded, request, world, session, folder=task.folder / "run")
     return dataclasses.asdict(step)
 
 

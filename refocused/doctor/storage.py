@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from refocused.bucket.bucket import Bucket
+from refocused.bucket.gcs_client import ANONYMOUS
 from refocused.bucket.gcs_errors import RefusedRequestError
 from refocused.config.data import DataConfig
 from refocused.doctor.finding import Finding
@@ -194,13 +195,11 @@ def judge_rights(rights: Rights, *, wanted: Collection[str]) -> Iterator[Finding
         yield Finding("bucket", "ok", text)
 
 
-def judge_credentials(
-    *, identity: str | None, anonymous: bool, writes: bool, key: Path | None
-) -> Finding:
+def judge_credentials(identity: str | None, *, writes: bool, key: Path | None) -> Finding:
     """Report who reads, and perhaps writes, `gs://`; `identity` is None where nobody has to."""
     if identity is None:
         return Finding("credentials", "ok", "none are needed: source and mirror are folders")
-    if anonymous and writes:
+    if identity == ANONYMOUS and writes:
         text = f"{identity}, and the mirror has to be written"
         fix = "gcloud auth application-default login, or --gcs-credentials KEY.json."
         return Finding("credentials", "fail", text, fix)

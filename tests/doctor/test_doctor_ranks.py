@@ -64,18 +64,8 @@ def test_step() -> None:
     assert (failed.level, failed.text) == ("fail", "no step: Out of GPU memory on rank 3")
 
 
-def task(folder: Path, **facts: object) -> RankTask:
-    given = {
-        "device": "cpu",
-        "payload_bytes": 2**16,
-        "config": None,
-        "overrides": (),
-        "name": None,
-        "folder": folder,
-        "credentials_file": None,
-        "project": None,
-    }
-    return RankTask.model_validate(given | facts)
+def task(folder: Path, **facts: Any) -> RankTask:
+    return RankTask(**{"folder": folder, "device": "cpu", "payload_bytes": 2**16, **facts})
 
 
 @pytest.mark.slow

@@ -98,10 +98,7 @@ def test_credentials(
 ) -> None:
     key = tmp_path / "key.json"
     key.touch(mode)
-    finding = judge_credentials(
-        identity=identity, anonymous=identity == ANONYMOUS, writes=writes, key=key
-    )
-    assert finding.level == level
+    assert judge_credentials(identity, writes=writes, key=key).level == level
 
 
 def test_wandb() -> None:
