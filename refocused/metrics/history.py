@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from refocused.metrics.jsonl import as_record, number, whole_number
 
 logger = logging.getLogger(__name__)
 
-HISTORY = "training_metrics.jsonl"
+HISTORY = "training_metrics.jsonl"  # in a checkpoint
+METRICS_FILE = Path("logs") / HISTORY  # in a run's folder
 MOST_BYTES = 4 * 1024 * 1024  # some 10,000 lines
 
 
@@ -37,23 +38,20 @@ def end_of(file: Path) -> bytes | None:
 
 
 def bring_back(kept: Path, file: Path, *, step: int) -> bool:
-    """Begin an empty or missing file with the end that a step keeps; return whether that was done.
+    """Fill an empty or missing metrics file from a checkpoint; return whether that was done.
 
-    A disk that does not take it costs the history alone, and a warning.
+    A disk that refuses it costs the history alone, and a warning.
     """
     if file.exists() and file.stat().st_size:
         return False
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("ab") as lines:  # who has it open appends behind
+        with file.open("ab") as lines:  # a process that has it open appends behind
             lines.write(kept.read_bytes())
     except OSError as error:
         logger.warning("The losses before step %d are not in %s: %s.", step, file, error)
         return False
     return True
-
-
-METRICS_FILE = Path("logs") / "training_metrics.jsonl"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,11 +64,7 @@ class LossPoint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPoint:
-    """What a screen needs of one logged step; the names are those of `StepMetrics`.
-
-    Attributes:
-        time: When it was logged, in Unix seconds.
-    """
+    """One logged step, with the names of `StepMetrics`; `time` is in Unix seconds."""
 
     step: int
     time: float | None = None
@@ -93,19 +87,14 @@ _MEASURED = tuple(field.name for field in dataclasses.fields(StepPoint))[2:]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LossHistory:
-    """The losses of the present branch, ascending by step.
-
-    Attributes:
-        training: Loss of the steps that were logged.
-        validation: Mean loss on the validation windows.
-    """
+    """The losses of the present branch, ascending by step."""
 
     training: list[LossPoint]
     validation: list[LossPoint]
 
     @property
     def best(self) -> LossPoint | None:
-        """The lowest validation loss, the earliest where two are equal; None: there is none."""
+        """The lowest validation loss, the earliest of equal ones; None: there is none."""
         measured = [(point.loss, point) for point in self.validation if point.loss is not None]
         return min(measured, key=lambda pair: pair[0])[1] if measured else None
 
@@ -114,18 +103,18 @@ class MetricsTimeline:
     """The records of the present branch: the later record of a step wins.
 
     A record of an earlier step than the last means that training went back. What lies beyond it
-    belongs to a branch that was left, even before the new one reaches that step.
+    belongs to another branch, even before the new one reaches that step.
     """
 
     def __init__(self, *, last: int | None = None) -> None:
-        """Begin; of the logged steps the `last` ones are kept, None: all."""
+        """Begin; only the `last` logged steps are kept, None: all."""
         self._last = last
         self._steps: dict[int, StepPoint] = {}
         self._validations: dict[int, LossPoint] = {}
         self._newest = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take the next line of the metrics file; one that is of no step is passed over."""
+        """Take the next line of the metrics file; others than steps and validations are skipped."""
         kind, step = record.get("kind"), whole_number(record, "step")
         if kind not in ("step", "validation") or step is None:
             return
@@ -134,13 +123,14 @@ class MetricsTimeline:
                 for left in [other for other in found if other > step]:
                     del found[left]
         self._newest = step
-        if kind == "step":
-            self._steps.pop(step, None)  # so that the order stays that of the steps
-            self._steps[step] = step_point(record)
-            if self._last is not None and len(self._steps) > self._last:
-                del self._steps[next(iter(self._steps))]
-        else:
+        if kind == "validation":
             self._validations[step] = LossPoint(step, number(record, "validation_loss"))
+            return
+        self._steps.pop(step, None)  # so that the order stays that of the steps
+        measured = {name: number(record, name) for name in _MEASURED}
+        self._steps[step] = StepPoint(step, unix_time(record.get("time")), **measured)
+        if self._last is not None and len(self._steps) > self._last:
+            del self._steps[next(iter(self._steps))]
 
     @property
     def steps(self) -> list[StepPoint]:
@@ -150,20 +140,13 @@ class MetricsTimeline:
     @property
     def losses(self) -> LossHistory:
         """The losses, ascending by step."""
-        return LossHistory(
-            [LossPoint(point.step, point.loss) for point in self._steps.values()], self.validations
-        )
+        steps = self._steps.values()
+        return LossHistory([LossPoint(point.step, point.loss) for point in steps], self.validations)
 
     @property
     def validations(self) -> list[LossPoint]:
         """The validations, ascending by step."""
         return sorted(self._validations.values(), key=lambda point: point.step)
-
-
-def step_point(record: Mapping[str, Any]) -> StepPoint:
-    """Return a step's record as a point; a field that is no number is unknown."""
-    measured = {name: number(record, name) for name in _MEASURED}
-    return StepPoint(record["step"], unix_time(record.get("time")), **measured)
 
 
 def unix_time(value: object) -> float | None:
@@ -175,8 +158,8 @@ def unix_time(value: object) -> float | None:
     return moment.timestamp() if moment.tzinfo else None
 
 
-def read_timeline(file: Path) -> MetricsTimeline:
-    """Read a metrics file; a line that a crash tore is left out.
+def read_history(file: Path) -> LossHistory:
+    """Read the losses of a metrics file, without lines that a crash tore.
 
     Raises:
         OSError: It cannot be read.
@@ -184,24 +167,6 @@ def read_timeline(file: Path) -> MetricsTimeline:
     timeline = MetricsTimeline()
     with file.open("rb") as lines:
         for line in lines:
-            record = as_record(line)
-            if record is not None:
+            if (record := as_record(line)) is not None:
                 timeline.add(record)
-    return timeline
-
-
-def read_history(file: Path) -> LossHistory:
-    """Read the losses of a metrics file; a line that a crash tore is left out.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    return read_timeline(file).losses
-
-
-def loss_history(records: Iterable[Mapping[str, Any]]) -> LossHistory:
-    """Return the losses of the branch that records end on."""
-    timeline = MetricsTimeline()
-    for record in records:
-        timeline.add(record)
     return timeline.losses

@@ -1,8 +1,7 @@
-"""JSON lines files that survive a crash: writing, following, reading."""
+"""Write, follow and read JSON files that survive a crash."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import errno
@@ -10,21 +9,73 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from refocused.system.atomic_files import replace_file
 from refocused.system.strict_json import MalformedError, parse_json_object
 
+logger = logging.getLogger(__name__)
+
 Record = dict[str, Any]
+
+
+class JsonLines:
+    """A file of one JSON object a line.
+
+    A line goes out in one write with O_APPEND, so that readers and other writers see whole lines.
+    A full disk loses lines, not the run: one warning, and the file goes on when there is room.
+    """
+
+    def __init__(self, path: Path, *, compact: bool = False) -> None:
+        """Open a file for appending, and end a line that a crash had torn.
+
+        Args:
+            path: The file; its folder is made.
+            compact: Write no spaces: for what grows fast.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._separators = (",", ":") if compact else None
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        size = os.fstat(self._file).st_size
+        self._torn = bool(size) and os.pread(self._file, 1, size - 1) != b"\n"
+        self._failing = False
+
+    def write(self, record: Mapping[str, object]) -> bool:
+        """Append a record with the time of day, `time`, in UTC; NaN and infinity become null.
+
+        Returns:
+            Whether there was room for all of it.
+        """
+        known = {"time": utc_now(), **_finite(record)}
+        line = json.dumps(known, default=str, separators=self._separators).encode() + b"\n"
+        content = b"\n" + line if self._torn else line
+        reason = "there is no room for a whole line"
+        try:
+            written = os.write(self._file, content)
+        except OSError as error:
+            written, reason = 0, error.strerror or str(error)
+        if written == len(content):
+            self._torn = self._failing = False
+            return True
+        self._torn = self._torn or written > 0
+        if not self._failing:
+            logger.warning("%s: %s. Lines are lost until it can be written.", self._path, reason)
+        self._failing = True
+        return False
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
 
 
 class JsonLinesTail:
     """Follows one file of one JSON object a line.
 
-    What is not a whole record is left out: a line that a crash tore, bytes that are no text. A
-    last line without its end waits for it. A file that was replaced or cut is read anew.
+    Torn lines and bytes that are no text are skipped. A last line without its end is read when it
+    is whole. A file that was replaced or cut is read from its begin.
     """
 
     def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
@@ -32,8 +83,7 @@ class JsonLinesTail:
 
         Args:
             path: It may not exist yet.
-            last_bytes: Of a file that is already longer, only so much of the end is read; None:
-                all of it.
+            last_bytes: Read only so much of the end of a file that is already longer; None: all.
         """
         self._path = path
         self._last_bytes = last_bytes
@@ -50,7 +100,7 @@ class JsonLinesTail:
                 file.seek(self._offset)
                 content = file.read(status.st_size - self._offset)
         except OSError:
-            return []  # it is not there yet, or its disk is away for now
+            return []  # it does not exist yet, or its disk is away for now
         self.read_bytes += len(content)
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
@@ -58,7 +108,7 @@ class JsonLinesTail:
         return [record for line in lines[begins_inside:] if (record := as_record(line)) is not None]
 
     def _find_place(self, file_id: tuple[int, int], size: int) -> bool:
-        """Set where to read on; say whether that is inside a line."""
+        """Set where to read on; return whether that is inside a line."""
         if file_id == self._file_id and size >= self._offset:
             return False
         self._file_id, self._offset = file_id, 0
@@ -77,11 +127,11 @@ def as_record(line: bytes) -> Record | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SmallFile:
-    """What a small file holds.
+    """A file of one JSON object.
 
     Attributes:
-        content: Its object; None: it is not there, or cannot be read.
-        trouble: Why it cannot be read; None: it can, or it is not there.
+        content: Its object; None: it does not exist, or cannot be read.
+        trouble: Why it cannot be read; None: it can, or it does not exist.
     """
 
     content: Record | None = None
@@ -99,37 +149,12 @@ def read_small(path: Path) -> SmallFile:
     if not content.strip(b" \t\r\n\0"):  # zeros are what a crash of the machine leaves
         return SmallFile(trouble="it is empty")
     record = as_record(content)
-    if record is None:
-        return SmallFile(trouble="it is torn, or no JSON object")
-    return SmallFile(record)
+    return SmallFile(record, None if record is not None else "it is torn, or no JSON object")
 
 
 def read_json(path: Path) -> Record | None:
-    """Return the object that a small file holds; None: it is not there or holds none."""
+    """Return the object in a small file; None: it does not exist or holds none."""
     return read_small(path).content
-
-
-class ReplacedFile:
-    """A small file that is replaced whole; read when it is another one than before.
-
-    What cannot be read leaves what was known; {} at first.
-    """
-
-    def __init__(self, path: Path, *, read: Callable[[Path], Record | None] = read_json) -> None:
-        """Read nothing yet; `read` returns None for what cannot be read."""
-        self._path = path
-        self._read = read
-        self._seen: tuple[int, int] | None = None
-        self._content: Record = {}
-
-    def content(self) -> Record:
-        """Return what it holds now."""
-        with contextlib.suppress(OSError):
-            found = self._path.stat()
-            seen = (found.st_ino, found.st_mtime_ns)
-            if seen != self._seen and (content := self._read(self._path)) is not None:
-                self._content, self._seen = content, seen
-        return self._content
 
 
 def number(record: Mapping[str, Any], name: str) -> float | None:
@@ -152,82 +177,27 @@ def text(record: Mapping[str, Any], name: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-logger = logging.getLogger(__name__)
-
-
-class JsonLines:
-    """A file of one JSON object a line.
-
-    A line goes out in one write with O_APPEND, so that readers and other writers see whole lines;
-    after a rewind the later line of a step wins. A disk that is full loses lines, not the run: one
-    warning, and the file goes on when there is room.
-    """
-
-    def __init__(self, path: Path, *, compact: bool = False) -> None:
-        """Open a file for appending, ending a line that a crash had torn.
-
-        Args:
-            path: The file; its folder is made.
-            compact: Write no spaces: for what grows fast.
-        """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        self._compact = compact
-        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        size = os.fstat(self._file).st_size
-        self._torn = bool(size) and os.pread(self._file, 1, size - 1) != b"\n"
-        self._failing = False
-
-    def write(self, record: Mapping[str, object]) -> bool:
-        """Append a record with the time of day, `time`, in UTC; NaN and infinity become null.
-
-        Returns:
-            Whether there was room for all of it.
-        """
-        known = {"time": utc_now(), **_known(record)}
-        separators = (",", ":") if self._compact else None
-        line = json.dumps(known, default=str, separators=separators).encode() + b"\n"
-        content = b"\n" + line if self._torn else line
-        reason = "there is no room for a whole line"
-        try:
-            written = os.write(self._file, content)
-        except OSError as error:
-            written, reason = 0, error.strerror or str(error)
-        if written == len(content):
-            self._torn = self._failing = False
-            return True
-        self._torn = self._torn or written > 0
-        if not self._failing:
-            logger.warning("%s: %s. Lines are lost until it can be written.", self._path, reason)
-        self._failing = True
-        return False
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._file)
-
-
 def write_state(path: Path, state: Mapping[str, object]) -> None:
     """Replace a small JSON file so that a reader sees the old or the new one, never a part.
 
-    Where the disk is full, it is overwritten in one write.
+    On a full disk it is overwritten in place, in one write.
     """
-    text = json.dumps({"updated": utc_now(), **_known(state)}, indent=1, default=str) + "\n"
-    content = text.encode()
+    known = {"updated": utc_now(), **_finite(state)}
+    content = (json.dumps(known, indent=1, default=str) + "\n").encode()
     try:
         replace_file(path, content, rivals=True)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) and _fits_in_place(path, content):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and _overwrite(path, content):
             return
         # The old one still stands, with its time.
         logger.warning("%s was not renewed: %s.", path, error.strerror)
 
 
-def _fits_in_place(path: Path, content: bytes) -> bool:
-    """Overwrite a file inside the blocks that it has; return whether that was possible.
+def _overwrite(path: Path, content: bytes) -> bool:
+    """Write into the blocks that a file already has.
 
-    A full disk has no room for a second file, and a run that fails there has to say so: without
-    its last state it looks as if it had been killed.
+    A run that fails on a full disk must still say so: its last state alone would look as if it had
+    been killed.
     """
     try:
         with path.open("r+b", buffering=0) as file:
@@ -246,12 +216,12 @@ def utc_now() -> str:
     return now.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _known(record: Mapping[str, object]) -> dict[str, object]:
-    """Return a record with None for the numbers that JSON does not know, at any depth."""
-    return {name: _known_value(value) for name, value in record.items()}
+def _finite(record: Mapping[str, object]) -> dict[str, object]:
+    """Replace the numbers that JSON does not know by None, at any depth."""
+    return {name: _finite_value(value) for name, value in record.items()}
 
 
-def _known_value(value: object) -> object:
+def _finite_value(value: object) -> object:
     if isinstance(value, Mapping):
-        return _known(value)
+        return _finite(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value

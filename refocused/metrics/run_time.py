@@ -1,4 +1,4 @@
-"""Where each second of a run went, over all its sessions, as its own file tells it."""
+"""Where each second of a run went, over all its sessions, from its performance file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FINISHED = "finished"  # true in the last line of a session that made the run's 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimeSpent:
-    """Seconds by what they were spent on, as rank 0 saw them; together they are all that passed.
+    """Seconds by use, as rank 0 saw them; together they are all that passed.
 
     Attributes:
         start_up_seconds: From the session's begin to its first step: imports, data, the model, a
@@ -25,7 +25,7 @@ class TimeSpent:
         update_seconds: In the optimizer's part of steps, on the device.
         data_wait_seconds: Waiting for batches while the device had nothing to do.
         save_stall_seconds: In which training stood still for a save.
-        validation_seconds: In validations, tasks and samples.
+        validation_seconds: In validations, tasks and text samples.
         ending_seconds: After the last step: the sample, the export, the wait for the mirror.
         other_seconds: What is left: log lines, agreements between ranks, Python.
     """
@@ -51,30 +51,29 @@ class TimeSpent:
 
     @property
     def computing_seconds(self) -> float:
-        """What steps themselves took."""
+        """The steps themselves."""
         return self.forward_backward_seconds + self.update_seconds
 
     def as_record(self) -> dict[str, float]:
-        """Return the fields under their own names, for JSON."""
+        """Return the fields for JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> TimeSpent:
-        """Read a record's fields; what is no number counts as nothing."""
+        """Read a record's fields; what is not a number counts as 0."""
         return cls(*(number(record, name) or 0.0 for name in cls.__dataclass_fields__))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunTime:
-    """What became of the time since a run's first start.
+    """The time since a run's first start.
 
     Attributes:
         sessions: How often it was started.
         spent: Of all sessions.
-        redone_seconds: Computing of steps that a rewind threw away: they were made again.
+        redone_seconds: Computing of steps that a rewind threw away.
         later_start_up_seconds: Of all sessions but the first; part of `spent`.
-        away_seconds: Between sessions, but not after the run had finished; a session ends with
-            its last line.
+        away_seconds: Between sessions, but not after the run had finished.
         seconds_trained: Of all sessions, as the run itself counts them.
         cost_usd: Of that time; None while no price is known.
     """
@@ -94,12 +93,12 @@ class RunTime:
 
     @property
     def restart_seconds(self) -> float:
-        """What interruptions took, beside the steps that were made again."""
+        """Cost of interruptions, without the steps that were made again."""
         return self.away_seconds + self.later_start_up_seconds
 
     @property
     def productive_seconds(self) -> float:
-        """What computing the steps took that the run has kept."""
+        """Computing of the steps that the run has kept."""
         return self.spent.computing_seconds - self.redone_seconds
 
     @property
@@ -111,8 +110,7 @@ class RunTime:
     def shares(self) -> dict[str, float]:
         """Return the share of each use in the time since the first start; together they are 1."""
         spent, elapsed = self.spent, self.elapsed_seconds or 1.0
-        computing = spent.computing_seconds or 1.0
-        kept = self.productive_seconds / computing
+        kept = self.productive_seconds / (spent.computing_seconds or 1.0)
         seconds = {
             "forward/backward": spent.forward_backward_seconds * kept,
             "update": spent.update_seconds * kept,
@@ -128,97 +126,72 @@ class RunTime:
         return {name: value / elapsed for name, value in seconds.items()}
 
     def as_line(self) -> str:
-        """Return the line a person reads: the goodput, and every use of a thousandth or more."""
+        """Return one line for a person: the goodput, and every use of a thousandth or more."""
         shares = " | ".join(
             f"{name} {share:.1%}" for name, share in self.shares().items() if share >= 0.001
         )
         return f"goodput {self.goodput_fraction or 0.0:.1%}: {shares}"
 
 
-class RunTimeReader:
-    """Adds up the lines of `performance_metrics.jsonl`, in their order.
-
-    A `session` line opens a session at the step that it goes on from: what was computed beyond it
-    was lost. A `time` line tells of the seconds since the line before it.
-    """
-
-    def __init__(self) -> None:
-        self.found = RunTime()
-        self._made: list[_Made] = []
-        self._ended: float | None = None
-        self._is_finished = False
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Take the next line; one that is about something else is passed over."""
-        step = whole_number(record, "step")
-        if step is None:
-            return
-        if record.get("kind") == "session":
-            self._begin(record, step)
-        elif record.get("kind") == "time":
-            self._go_on(record, step)
-
-    def _begin(self, record: Mapping[str, Any], step: int) -> None:
-        found, spent = self.found, TimeSpent.from_record(record)
-        kept = [one.until(step) for one in self._made]
-        lost = sum(one.seconds for one in self._made) - sum(one.seconds for one in kept)
-        self._made = [one for one in kept if one.last > one.first]
-        away, now = 0.0, unix_time(record.get("time"))
-        if self._ended is not None and now is not None and not self._is_finished:
-            away = max(0.0, now - spent.total_seconds - self._ended)
-        self._add(
-            record,
-            spent,
-            sessions=found.sessions + 1,
-            redone_seconds=found.redone_seconds + lost,
-            later_start_up_seconds=found.later_start_up_seconds
-            + (spent.start_up_seconds if found.sessions else 0.0),
-            away_seconds=found.away_seconds + away,
-        )
-
-    def _go_on(self, record: Mapping[str, Any], step: int) -> None:
-        spent, first = TimeSpent.from_record(record), whole_number(record, "first_step")
-        if first is not None and first < step:
-            self._made.append(_Made(first, step, spent.computing_seconds))
-        self._add(record, spent)
-
-    def _add(self, record: Mapping[str, Any], spent: TimeSpent, **changes: Any) -> None:
-        found = self.found
-        self._ended = unix_time(record.get("time")) or self._ended
-        self._is_finished = record.get(FINISHED) is True
-        trained, cost = number(record, "seconds_trained"), number(record, "cost_usd")
-        self.found = dataclasses.replace(
-            found,
-            spent=found.spent + spent,
-            seconds_trained=found.seconds_trained if trained is None else trained,
-            cost_usd=found.cost_usd if cost is None else cost,
-            **changes,
-        )
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Made:
-    """Steps after `first` up to `last`, and what computing them took."""
+class _Steps:
+    """Computing of the steps after `first` up to `last`."""
 
     first: int
     last: int
     seconds: float
 
-    def until(self, step: int) -> _Made:
-        """Return what a rewind to a step leaves of it, at an even pace."""
+    def until(self, step: int) -> _Steps:
+        """What a rewind to a step leaves of them, at an even pace."""
         last = max(self.first, min(self.last, step))
         share = (last - self.first) / (self.last - self.first)
-        return _Made(self.first, last, self.seconds * share)
+        return _Steps(self.first, last, self.seconds * share)
 
 
 def run_time(records: Iterable[Mapping[str, Any]]) -> RunTime:
-    """Return what records tell of a run's time."""
-    reader = RunTimeReader()
+    """Add up the lines of a performance file, in their order.
+
+    A `session` line opens a session at the step that it continues from: what was computed beyond
+    that step was lost. A `time` line holds the seconds since the line before it.
+    """
+    found, made = RunTime(), list[_Steps]()
+    ended: float | None = None
+    is_finished = False
     for record in records:
-        reader.add(record)
-    return reader.found
+        kind, step = record.get("kind"), whole_number(record, "step")
+        if kind not in ("session", "time") or step is None:
+            continue
+        spent, now = TimeSpent.from_record(record), unix_time(record.get("time"))
+        if kind == "session":
+            kept = [one.until(step) for one in made]
+            lost = sum(one.seconds for one in made) - sum(one.seconds for one in kept)
+            made = [one for one in kept if one.last > one.first]
+            away = 0.0
+            if ended is not None and now is not None and not is_finished:
+                away = max(0.0, now - spent.total_seconds - ended)
+            start_up = spent.start_up_seconds if found.sessions else 0.0
+            found = dataclasses.replace(
+                found,
+                sessions=found.sessions + 1,
+                redone_seconds=found.redone_seconds + lost,
+                later_start_up_seconds=found.later_start_up_seconds + start_up,
+                away_seconds=found.away_seconds + away,
+            )
+        else:
+            first = whole_number(record, "first_step")
+            if first is not None and first < step:
+                made.append(_Steps(first, step, spent.computing_seconds))
+        ended, is_finished = now or ended, record.get(FINISHED) is True
+        trained, cost = number(record, "seconds_trained"), number(record, "cost_usd")
+        found = dataclasses.replace(
+            found,
+            spent=found.spent + spent,
+            seconds_trained=found.seconds_trained if trained is None else trained,
+            cost_usd=found.cost_usd if cost is None else cost,
+        )
+    return found
 
 
 def read_run_time(run: Path) -> RunTime:
-    """Read what a run's own file tells; nothing where there is none."""
+    """Read a run's performance file; zero where there is none."""
     return run_time(JsonLinesTail(run / PERFORMANCE_FILE).records())

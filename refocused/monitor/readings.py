@@ -1,155 +1,108 @@
-"""The records of `logs/gpu_metrics*.jsonl` and of alarms in `logs/events*.jsonl`: their fields.
+"""GPU and machine readings and alarms: their fields, and how their files are read.
 
-A machine writes every few seconds one line for each of its GPUs and one for itself. The run's first
-machine writes `gpu_metrics.jsonl`, machine N of those behind it `gpu_metrics-node-N.jsonl`, since
-appending is not safe for several machines in one file; `events.jsonl` is named alike. Each line
-begins with `time` (see `jsonl.JsonLines`) and `kind`, and is whole.
+Every few seconds each machine writes one line for each of its GPUs and one for itself, to
+`logs/gpu_metrics.jsonl`, machine N of several to `gpu_metrics-node-N.jsonl`, since appending is not
+safe for several machines in one file. Alarms go to `events.jsonl`, named alike.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import statistics
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from refocused.metrics.history import unix_time
+from refocused.metrics.jsonl import JsonLinesTail, Record, number
+from refocused.metrics.jsonl import as_record as parse_line
+
 Severity = Literal["warning", "critical"]
+
+MOST_BYTES = 32 << 20  # parsed of one file, about a second's work: a part of a longer one
+BLOCK_LINES = 64  # kept or skipped together
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GpuSample:
-    """One GPU at one time; None: the GPU, its driver or its mode does not tell.
-
-    Attributes:
-        host: Name of the machine.
-        index: NVML's number of the GPU on its machine, in the order of the PCI bus.
-        uuid: What identifies it; None: it was lost before it could be asked.
-        name: As the driver gives it.
-        local_rank: Of the rank that has it by CUDA_VISIBLE_DEVICES; None: it is not of this run.
-        lost: It has fallen off the bus; every measurement is then None.
-        utilization_fraction: Share of the time in which any kernel ran.
-        memory_used_gib: Allocated by anyone, in GiB.
-        memory_total_gib: Its memory, in GiB.
-        temperature_celsius: Of the chip.
-        slowdown_celsius: Of the chip, from where on it slows itself down.
-        memory_temperature_celsius: Of the HBM.
-        power_watts: Drawn now.
-        power_limit_watts: What it may draw.
-        sm_clock_mhz: Of the multiprocessors.
-        sm_clock_max_mhz: The highest one.
-        memory_clock_mhz: Of the memory.
-        throttle_reasons: Why the clock is lowered, where that is no good sign: `hw_slowdown`,
-            `sw_thermal`, `hw_thermal`, `hw_power_brake`. At its power limit a GPU is busy, not ill.
-        clock_event_bits: All of NVML's reasons as it gives them.
-        ecc_corrected: Memory errors corrected since the driver was loaded.
-        ecc_uncorrected: Memory errors that were not.
-        remapped_rows: Memory rows replaced by spare ones, in the GPU's life.
-        remap_pending: A row waits for a reset of the GPU to be replaced.
-        remap_failed: A row could not be replaced: the GPU is to be exchanged.
-        nvlinks_active: NVLinks that are up.
-        nvlinks_total: NVLinks that the GPU has.
-        nvlink_errors: Errors on all of them, since the driver was loaded.
-        nvlink_sent_gib_per_second: Over all of them, mean of about half a minute.
-        nvlink_received_gib_per_second: Over all of them, mean of about half a minute.
-        pcie_generation: Of the link to the host now; an idle one is lower.
-        pcie_generation_max: That the GPU and its slot allow.
-        pcie_width: Lanes of that link now.
-        pcie_width_max: Lanes that the GPU and its slot allow.
-        pcie_replays: Packets repeated on it, since the driver was loaded.
-        mig: Whether it is cut into slices.
-        processes: Those that have memory on it, by process id: GiB, None where unknown.
-    """
+    """One GPU at one time; None: the GPU, its driver or its mode does not tell."""
 
     kind: ClassVar[str] = "gpu"
 
     host: str
-    index: int
+    index: int  # NVML's number of the GPU, in the order of the PCI bus
     uuid: str | None = None
     name: str | None = None
-    local_rank: int | None = None
-    lost: bool = False
-    utilization_fraction: float | None = None
-    memory_used_gib: float | None = None
+    local_rank: int | None = None  # by CUDA_VISIBLE_DEVICES; None: no rank of this run has it
+    lost: bool = False  # it has fallen off the bus; all measurements are None
+    utilization_fraction: float | None = None  # share of the time in which any kernel ran
+    memory_used_gib: float | None = None  # by any process
     memory_total_gib: float | None = None
     temperature_celsius: int | None = None
-    slowdown_celsius: int | None = None
+    slowdown_celsius: int | None = None  # from where on the chip slows itself down
     memory_temperature_celsius: int | None = None
     power_watts: float | None = None
     power_limit_watts: float | None = None
     sm_clock_mhz: int | None = None
     sm_clock_max_mhz: int | None = None
     memory_clock_mhz: int | None = None
-    throttle_reasons: tuple[str, ...] | None = None
-    clock_event_bits: int | None = None
-    ecc_corrected: int | None = None
+    throttle_reasons: tuple[str, ...] | None = None  # `hw_slowdown`, `sw_thermal`, `hw_thermal`,
+    # `hw_power_brake`; not the power limit, at which a GPU is busy and healthy
+    clock_event_bits: int | None = None  # all of NVML's reasons for a lower clock
+    ecc_corrected: int | None = None  # since the driver was loaded, as `ecc_uncorrected`
     ecc_uncorrected: int | None = None
-    remapped_rows: int | None = None
-    remap_pending: bool | None = None
-    remap_failed: bool | None = None
+    remapped_rows: int | None = None  # of memory, replaced by spare ones in the GPU's life
+    remap_pending: bool | None = None  # until the GPU is reset
+    remap_failed: bool | None = None  # no spare rows: the GPU must be exchanged
     nvlinks_active: int | None = None
     nvlinks_total: int | None = None
-    nvlink_errors: int | None = None
-    nvlink_sent_gib_per_second: float | None = None
+    nvlink_errors: int | None = None  # on all links, since the driver was loaded
+    nvlink_sent_gib_per_second: float | None = None  # over all links, mean of half a minute
     nvlink_received_gib_per_second: float | None = None
-    pcie_generation: int | None = None
+    pcie_generation: int | None = None  # now; that of an idle GPU is lower
     pcie_generation_max: int | None = None
-    pcie_width: int | None = None
+    pcie_width: int | None = None  # lanes now
     pcie_width_max: int | None = None
-    pcie_replays: int | None = None
-    mig: bool | None = None
-    processes: dict[int, float | None] | None = None
+    pcie_replays: int | None = None  # repeated packets since the driver was loaded
+    mig: bool | None = None  # cut into slices
+    processes: dict[int, float | None] | None = None  # GiB by process id; None: unknown
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SystemSample:
-    """One machine at one time; None: unknown.
-
-    Attributes:
-        host: Its name.
-        gpus: GPUs that NVML counts; None: there is no NVML.
-        gpu_note: Why there are no lines of GPUs, where there are none.
-        cpu_fraction: Share of all cores' time that was used since the last sample.
-        cpu_cores: Cores that the system has.
-        load_1m: Processes that ran or wanted to, mean of a minute.
-        memory_used_gib: Memory that is not available any more, in GiB.
-        memory_total_gib: The machine's, or the container's where that is less, in GiB.
-        swap_used_gib: In GiB.
-        disk_free_gib: On the disk of the run's folder, for us, in GiB.
-        disk_total_gib: Of that disk, in GiB.
-        disk_read_mib_per_second: From all disks, since the last sample.
-        disk_written_mib_per_second: To all disks, since the last sample.
-        network_received_mib_per_second: Over all devices but the loopback, since the last sample.
-        network_sent_mib_per_second: Over all devices but the loopback, since the last sample.
-    """
+    """One machine at one time; None: unknown. Rates are since the last reading."""
 
     kind: ClassVar[str] = "system"
 
     host: str
-    gpus: int | None = None
-    gpu_note: str | None = None
-    cpu_fraction: float | None = None
+    gpus: int | None = None  # that NVML counts; None: there is no NVML
+    gpu_note: str | None = None  # why there are no GPU readings
+    cpu_fraction: float | None = None  # of all cores' time
     cpu_cores: int | None = None
     load_1m: float | None = None
-    memory_used_gib: float | None = None
-    memory_total_gib: float | None = None
+    memory_used_gib: float | None = None  # not available to processes any more
+    memory_total_gib: float | None = None  # of the machine, or of the container if that is less
     swap_used_gib: float | None = None
-    disk_free_gib: float | None = None
+    disk_free_gib: float | None = None  # for us, on the disk of the run's folder
     disk_total_gib: float | None = None
-    disk_read_mib_per_second: float | None = None
+    disk_read_mib_per_second: float | None = None  # all disks
     disk_written_mib_per_second: float | None = None
-    network_received_mib_per_second: float | None = None
+    network_received_mib_per_second: float | None = None  # all devices but the loopback
     network_sent_mib_per_second: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AlarmEvent:
-    """An alarm that begins or ends: a line of `events.jsonl`.
+    """An alarm that begins or ends; `alarm` and `subject` name it.
 
     Attributes:
-        alarm: Which rule (`gpu_temperature`).
-        subject: Whom it is about (`node1 GPU 5`, `run`); with `alarm` it names one alarm.
-        raised: Whether it begins; the line with False ends it.
+        alarm: The rule (`gpu_temperature`).
+        subject: What it is about (`node1 GPU 5`, `run`).
+        raised: Whether it begins.
         severity: `critical`: somebody should act now.
-        text: What a person reads.
-        host: Of the machine that saw it.
+        text: For a person.
+        host: The machine that noticed it.
     """
 
     kind: ClassVar[str] = "alarm"
@@ -166,3 +119,98 @@ def as_record(sample: GpuSample | SystemSample | AlarmEvent) -> dict[str, Any]:
     """Return a sample's line: its kind, and its fields under their own names."""
     names = sample.__slots__  # dataclasses.asdict copies deeply, at ten times the cost
     return {"kind": sample.kind, **{name: getattr(sample, name) for name in names}}
+
+
+class SamplesTail:
+    """Follows one file of readings; completes the short lines of version 0.1.
+
+    A line with `host` is whole. A short one holds the fields that have changed since the line
+    before of the same GPU (`index`; the machine has none).
+    """
+
+    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
+        """Read nothing yet; see `JsonLinesTail`."""
+        self._tail = JsonLinesTail(path, last_bytes=last_bytes)
+        self._latest: dict[tuple[str, str], Record] = {}
+
+    def records(self) -> list[Record]:
+        """Return the new lines, whole; those before a GPU's first whole one are left out."""
+        found = []
+        for line in self._tail.records():
+            key = str(line.get("kind")), str(line.get("index"))
+            if "host" in line:
+                self._latest[key] = line
+            elif key in self._latest:
+                self._latest[key] = {**self._latest[key], **line}
+            else:
+                continue
+            found.append(self._latest[key])
+        return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GpuMinute:
+    """All GPUs of a run in one minute, of its machines where their ranks are not known.
+
+    Attributes:
+        time: Its beginning, in Unix seconds.
+        utilization_fraction: Mean over the GPUs; None here and below: unknown.
+        hottest_celsius: Of any GPU.
+        power_watts: Mean of a GPU.
+        memory_gib: The most that any GPU had in use.
+    """
+
+    time: float
+    utilization_fraction: float | None
+    hottest_celsius: float | None
+    power_watts: float | None
+    memory_gib: float | None
+
+
+def read_gpu_minutes(logs: Path) -> list[GpuMinute]:
+    """Read the readings of all machines in a run's folder of logs."""
+    files = sorted(logs.glob("gpu_metrics*.jsonl"))
+    return gpu_minutes(record for file in files for record in _some_records(file))
+
+
+def gpu_minutes(records: Iterable[Record]) -> list[GpuMinute]:
+    """Gather GPU readings by the minute, ascending."""
+    by_minute: dict[float, list[Record]] = collections.defaultdict(list)
+    for record in records:
+        at = unix_time(record.get("time"))
+        if record.get("kind") == GpuSample.kind and at is not None:
+            by_minute[at // 60 * 60].append(record)
+    minutes = []
+    for minute, samples in sorted(by_minute.items()):
+        of_run = [one for one in samples if one.get("local_rank") is not None] or samples
+        busy, celsius, watts, gib = (
+            [value for one in of_run if (value := number(one, name)) is not None]
+            for name in (
+                "utilization_fraction",
+                "temperature_celsius",
+                "power_watts",
+                "memory_used_gib",
+            )
+        )
+        minutes.append(
+            GpuMinute(
+                minute,
+                statistics.fmean(busy) if busy else None,
+                max(celsius, default=None),
+                statistics.fmean(watts) if watts else None,
+                max(gib, default=None),
+            )
+        )
+    return minutes
+
+
+def _some_records(file: Path) -> Iterator[Record]:
+    """Yield the records of a file, or of evenly spread blocks of a long one."""
+    try:
+        share = file.stat().st_size // MOST_BYTES + 1
+        with file.open("rb") as lines:
+            for place, line in enumerate(lines):
+                if place // BLOCK_LINES % share == 0 and (record := parse_line(line)) is not None:
+                    yield record
+    except OSError:  # its disk went away: show what was read
+        return

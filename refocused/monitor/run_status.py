@@ -1,103 +1,29 @@
-"""The status of a run at one moment, and how long it has been silent."""
+"""The status of a run at one moment, computed from what its files say."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from refocused.metrics.history import LossPoint, StepPoint
+from refocused.config.prices import cost_usd
+from refocused.metrics.history import LossHistory, LossPoint, StepPoint, unix_time
+from refocused.metrics.jsonl import number, text, whole_number
 from refocused.monitor.readings import GpuSample, SystemSample
+from refocused.monitor.run_reader import RECENT_STEPS, Alarm, Event, Mirror, RunFiles
 
 LATE_MEDIANS = 5
 SHORTEST_WAIT_SECONDS = 120.0  # a validation and a save may lie between two log lines
-FIRST_STEP_SECONDS = 1800.0  # which compiles, and waits for the first shards
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Silence:
-    """The time since the last logged step.
-
-    Attributes:
-        seconds: How long it is.
-        longest_seconds: How long it may be.
-    """
-
-    seconds: float
-    longest_seconds: float
-
-    @property
-    def is_too_long(self) -> bool:
-        """Whether the next step is late."""
-        return self.seconds > self.longest_seconds
-
-
-def silence(logged: Sequence[float], *, began: float, now: float) -> Silence:
-    """Return the silence of a run that trains.
-
-    Args:
-        logged: When steps of this session were logged, ascending, in Unix seconds.
-        began: Since when a first step is waited for, where there is none.
-        now: In Unix seconds.
-    """
-    return Silence(max(0.0, now - (logged[-1] if logged else began)), longest_seconds(logged))
-
-
-def longest_seconds(logged: Sequence[float]) -> float:
-    """Return how long after the last logged step the next one is late; arguments as above."""
-    gaps = [after - before for before, after in itertools.pairwise(logged)]
-    if len(gaps) < 3:
-        return FIRST_STEP_SECONDS
-    return max(LATE_MEDIANS * statistics.median(gaps), 1.5 * max(gaps), SHORTEST_WAIT_SECONDS)
-
+FIRST_STEP_SECONDS = 1800.0  # it compiles, and waits for the first shards
 
 Status = Literal[
     "starting", "training", "silent", "finished", "stopped", "failed", "crashed", "unknown"
 ]
-Liveness = Literal["alive", "gone", "elsewhere"]
 LIVE: tuple[Status, ...] = ("starting", "training", "silent")
 ENDED_EARLY: tuple[Status, ...] = ("stopped", "failed", "crashed")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Alarm:
-    """An alarm that was raised and has not ended.
-
-    Attributes:
-        name: Which rule.
-        subject: Whom it is about.
-        critical: Somebody should act now.
-        text: What a person reads.
-        time: When it began, in Unix seconds.
-    """
-
-    name: str
-    subject: str
-    critical: bool
-    text: str
-    time: float | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happened.
-
-    Attributes:
-        time: In Unix seconds.
-        kind: The run's word for it.
-        text: What a person reads.
-    """
-
-    time: float | None
-    kind: str
-    text: str
-
-    @property
-    def is_trouble(self) -> bool:
-        """Whether it is a warning or a failure."""
-        return self.kind.endswith(("failed", "warning")) or self.kind == "alarm"
+_ENDED: dict[str, Status] = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,11 +31,11 @@ class Saves:
     """What would be left if the machine went now.
 
     Attributes:
-        newest_step: The last step directory on the disk; None: there is none.
+        newest_step: Of the last checkpoint on the disk; None: there is none.
         seconds_ago: Since it was saved.
         steps_at_risk: Steps made since.
         seconds_at_risk: Of training that would be lost.
-        local: Step directories on the disk.
+        local: Checkpoints on the disk.
     """
 
     newest_step: int | None
@@ -120,32 +46,11 @@ class Saves:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Mirror:
-    """The copy of the checkpoints elsewhere, as `mirror.json` tells of it.
-
-    Attributes:
-        bucket: Address it copies to.
-        newest_step: The last step that is whole there.
-        waiting: Steps that are not yet.
-        uploading_fraction: Of the step being copied.
-        failed: Steps that cannot be copied.
-        last_error: Why the last attempt failed.
-    """
-
-    bucket: str
-    newest_step: int | None
-    waiting: int
-    uploading_fraction: float | None
-    failed: int
-    last_error: str | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class LocalShards:
-    """The shards on the run's first machine, as `state.json` tells of them.
+    """The shards on the run's first machine.
 
     Attributes:
-        local: Shards on its disk.
+        local: On its disk.
         total: Of the data.
         ready: Of those that come next, the local ones up to the first that is not.
     """
@@ -157,20 +62,15 @@ class LocalShards:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunView:
-    """A run at one moment; None is unknown.
-
-    While it trains, the times and the money go on since its last line.
+    """A run at one moment; None is unknown. Times and money of a live run go on since its last line.
 
     Attributes:
-        name: Of the run.
-        status: `silent`: it trains but has written nothing for long; `crashed`: it says that it
-            trains and is gone.
-        host: Where it trains.
-        exit_code: Of the command, once it has ended.
-        note: What else is to be known of the status: why it failed, what cannot be read.
-        last_step: The figures of the last logged step; None before this session's first.
+        status: `silent`: it trains but has logged nothing for long; `crashed`: its state says that
+            it trains and its process is gone.
+        note: More about the status: why it failed, what cannot be read.
+        last_step: The last logged step; None before this session's first.
         silent_seconds: Since its last line.
-        resumes_from: Of a run that ended early: the step of the checkpoint that it would go on
+        resumes_from: Of a run that ended early: the step of the checkpoint that it would resume
             from, 0: anew. The time and the money left are those from there on.
         ends: When it will be done, in Unix seconds.
     """
@@ -224,8 +124,180 @@ class RunView:
 
     def as_record(self) -> dict[str, Any]:
         """Return the fields for JSON, without the curves."""
-        curves = {"steps", "validations"}
-        plain = dataclasses.replace(self, steps=(), validations=())
-        return {
-            name: value for name, value in dataclasses.asdict(plain).items() if name not in curves
-        }
+        record = dataclasses.asdict(dataclasses.replace(self, steps=(), validations=()))
+        del record["steps"], record["validations"]
+        return record
+
+
+def view_of(found: RunFiles, *, now: float) -> RunView:
+    """Compute a run's status; `now` is in Unix seconds."""
+    state = _state(found)
+    step = whole_number(state, "step") or 0
+    updated = unix_time(state.get("updated"))
+    status = _status(found, state, now=now)
+    # A session writes the state once before its first logged step, without a speed.
+    has_begun = state.get("status") != "training" or "tokens_per_second" in state
+    last = found.steps[-1] if found.steps and has_begun else None
+    passed = max(0.0, now - updated) if status in LIVE and updated is not None else 0.0
+    settings = found.settings.get("cost")
+    cost = settings if isinstance(settings, dict) else {}
+    price = number(cost, "per_hour_usd")
+    resumes_from = left = None
+    if status in ENDED_EARLY:
+        resumes_from = found.resume_step
+        left = seconds_left(found.steps, resumes_from=resumes_from)
+    elif last and status in LIVE:
+        left = seconds_left([last], passed=passed)
+    trained, spent = number(state, "seconds"), number(state, "cost_usd")
+    return RunView(
+        name=text(state, "run") or found.name,
+        status=status,
+        host=text(state, "host"),
+        exit_code=whole_number(state, "exit_code"),
+        note=_note(found, status),
+        step=step,
+        total_steps=whole_number(state, "total_steps"),
+        tokens=whole_number(state, "tokens"),
+        loss=number(state, "loss"),
+        validation_loss=number(state, "validation_loss"),
+        best_loss=number(state, "best_loss"),
+        best_step=whole_number(state, "best_step"),
+        last_step=last,
+        silent_seconds=None if updated is None else max(0.0, now - updated),
+        seconds_trained=None if trained is None else trained + passed,
+        cost_usd=None if spent is None else spent + (cost_usd(passed, price) or 0.0),
+        seconds_left=left,
+        cost_left_usd=cost_usd(left, price),
+        resumes_from=resumes_from,
+        budget_usd=number(cost, "budget_usd"),
+        ends=now + left if left is not None and status in LIVE else None,
+        saves=_saves(found, step, last, now=now),
+        mirror=found.mirror,
+        shards=_shards(state),
+        gpus=found.gpus,
+        systems=found.systems,
+        samples_age_seconds=None if found.sampled is None else max(0.0, now - found.sampled),
+        alarms=found.alarms,
+        events=found.events,
+        steps=found.steps,
+        validations=found.validations,
+    )
+
+
+def _state(found: RunFiles) -> Mapping[str, Any]:
+    """Return `state.json`, or what the other files say while it cannot be read."""
+    if found.state_trouble is None:
+        return found.state or {}
+    run = found.settings.get("run")
+    best = LossHistory([], list(found.validations)).best
+    last = found.steps[-1] if found.steps else StepPoint(0)
+    return {
+        "step": last.step,
+        "total_steps": whole_number(run, "steps") if isinstance(run, dict) else None,
+        "loss": last.loss,
+        "best_loss": None if best is None else best.loss,
+        "best_step": None if best is None else best.step,
+        "seconds": last.seconds_trained,
+        "cost_usd": last.cost_usd,
+    }
+
+
+def _status(found: RunFiles, state: Mapping[str, Any], *, now: float) -> Status:
+    if found.state_trouble is not None:
+        return "unknown"
+    if found.state is None:
+        return "starting"
+    written = text(state, "status")
+    if written != "training":
+        return _ENDED.get(written or "", "unknown")
+    if found.liveness == "gone":
+        return "crashed"
+    updated = unix_time(state.get("updated"))
+    if updated is None or state.get("step") == state.get("total_steps"):
+        return "training"  # after the last step the model is written, which logs nothing
+    logged = logged_times(found.steps, since=unix_time(state.get("session_began")) or 0.0)
+    silent_seconds = now - (logged[-1] if logged else updated)
+    return "silent" if silent_seconds > longest_silence(logged) else "training"
+
+
+def logged_times(steps: Sequence[StepPoint], *, since: float) -> list[float]:
+    """Return when the last steps of a session that began then were logged, in Unix seconds."""
+    times = [step.time for step in steps[-RECENT_STEPS:] if step.time is not None]
+    return [time for time in times if time >= since]
+
+
+def longest_silence(logged: Sequence[float]) -> float:
+    """Return how many seconds after the last logged step the next one is late."""
+    gaps = [after - before for before, after in itertools.pairwise(logged)]
+    if len(gaps) < 3:
+        return FIRST_STEP_SECONDS
+    return max(LATE_MEDIANS * statistics.median(gaps), 1.5 * max(gaps), SHORTEST_WAIT_SECONDS)
+
+
+def seconds_left(
+    steps: Sequence[StepPoint], *, passed: float = 0.0, resumes_from: int | None = None
+) -> float | None:
+    """Return the time left by what training expected at its last line; None: unknown, or over.
+
+    Args:
+        steps: The logged steps.
+        passed: Seconds since the last one, of a run that trains.
+        resumes_from: Of a run that ended early: the step that it would resume from. Those after it
+            are to be made again, at the mean pace of the last lines.
+    """
+    if not steps or steps[-1].seconds_left is None:
+        return None
+    left = steps[-1].seconds_left - passed
+    if resumes_from is not None:
+        left += (steps[-1].step - resumes_from) * (mean_step_seconds(steps[-RECENT_STEPS:]) or 0.0)
+    return left if left >= 0 else None
+
+
+def mean_step_seconds(steps: Sequence[StepPoint]) -> float | None:
+    """Return the mean time of a step over some lines; None: unknown."""
+    found = [one.step_seconds for one in steps if one.step_seconds is not None]
+    return statistics.fmean(found) if found else None
+
+
+def mean_tokens_per_second(steps: Sequence[StepPoint]) -> float | None:
+    """Return the tokens of some lines by the time that they took; None: unknown."""
+    found = [speed for one in steps if (speed := one.tokens_per_second or 0.0) > 0]
+    return statistics.harmonic_mean(found) if found else None
+
+
+def _note(found: RunFiles, status: Status) -> str:
+    state = found.state or {}
+    if found.state_trouble is not None:
+        return f"state.json cannot be read: {found.state_trouble}"
+    if status == "unknown":
+        return f"state.json names no status that is known: {state.get('status')!r}"
+    if status == "starting":
+        return "no step yet"
+    if status == "crashed":
+        return "without a word"
+    if status == "failed":
+        errors = [event.text for event in found.events if event.kind == "failed"]
+        return errors[-1].partition("\n")[0] if errors else ""
+    if status == "stopped":
+        return f"by {str(state.get('stopped_by') or 'a wish').lower().replace('_', ' ')}"
+    return f"on {state.get('host')}, seen from afar" if found.liveness == "elsewhere" else ""
+
+
+def _saves(found: RunFiles, step: int, last: StepPoint | None, *, now: float) -> Saves:
+    newest = max(found.saved_steps, default=None)
+    steps = max(0, step - (newest or 0))
+    pace = last.step_seconds if last is not None else None
+    return Saves(
+        newest_step=newest,
+        seconds_ago=None if found.saved_time is None else max(0.0, now - found.saved_time),
+        steps_at_risk=steps,
+        seconds_at_risk=None if pace is None else steps * pace,
+        local=len(found.saved_steps),
+    )
+
+
+def _shards(state: Mapping[str, Any]) -> LocalShards | None:
+    local, total = whole_number(state, "shards_local"), whole_number(state, "shards_total")
+    if local is None or total is None:
+        return None
+    return LocalShards(local, total, whole_number(state, "shards_ready") or 0)

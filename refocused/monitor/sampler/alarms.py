@@ -1,15 +1,15 @@
 """When an alarm begins and ends: a pure function of what was read, and of when.
 
-A rule reads a measurement as bad, good, or between the two. Between, an alarm stays what it is:
-a value that wavers around one limit would otherwise raise and end it again and again. A rule may
-also ask that a reading lasts before it counts.
+A rule reads a measurement as bad, good, or between the two. Between, an alarm stays what it is, so
+that a value near a limit does not raise and end it again and again. A rule may also require that a
+reading lasts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from refocused.monitor.readings import AlarmEvent, Severity
 
@@ -19,13 +19,13 @@ Key = tuple[str, str]  # the alarm and its subject
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reading:
-    """What a rule says of one subject at one time.
+    """What a rule finds of one subject at one time.
 
     Attributes:
         alarm: Name of the rule.
-        subject: Whom it is about.
+        subject: What it is about.
         level: How it is.
-        text: What a person reads when an alarm begins or ends here, with the value.
+        text: For a person, when an alarm begins or ends here; holds the value.
         severity: `critical`: somebody should act now.
         raised_after_seconds: How long it must have been bad before the alarm begins.
         cleared_after_seconds: How long it must have been good before the alarm ends.
@@ -40,35 +40,54 @@ class Reading:
     cleared_after_seconds: float = 0.0
 
 
+def bad_if(
+    alarm: str, subject: str, is_bad: bool | None, text: str, **options: Any
+) -> list[Reading]:
+    """Return a reading that is bad or good; none for an unknown one."""
+    if is_bad is None:
+        return []
+    return [Reading(alarm, subject, "bad" if is_bad else "good", text, **options)]
+
+
+def bad_above(
+    alarm: str, subject: str, value: float | None, limits: tuple[float, float], **options: Any
+) -> list[Reading]:
+    """Return the reading of a value, bad from the first limit on, good up to the lower second."""
+    if value is None:
+        return []
+    bad, good = limits
+    level: Level = "bad" if value >= bad else "good" if value <= good else "between"
+    return [Reading(alarm, subject, level, **options)]
+
+
+def bad_below(
+    alarm: str, subject: str, value: float | None, limits: tuple[float, float], **options: Any
+) -> list[Reading]:
+    """Return the reading of a value, bad down from the first limit, good from the higher second."""
+    bad, good = limits
+    negative = None if value is None else -value
+    return bad_above(alarm, subject, negative, (-bad, -good), **options)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Standing:
-    """Where an alarm stands.
+    """State of an alarm.
 
     Attributes:
         raised: Whether it has begun.
-        turned: Since when readings say the opposite of that, in seconds; None: they do not.
+        turned: Since when readings say the opposite, in seconds; None: they do not.
     """
 
     raised: bool = False
     turned: float | None = None
 
 
-def level_above(value: float, *, bad: float, good: float) -> Level:
-    """Return how a value is that should be low: bad from one limit on, good up to a lower one."""
-    return "bad" if value >= bad else "good" if value <= good else "between"
-
-
-def level_below(value: float, *, bad: float, good: float) -> Level:
-    """Return how a value is that should be high: bad down from one limit, good from a higher."""
-    return "bad" if value <= bad else "good" if value >= good else "between"
-
-
 def judge(
     standings: Mapping[Key, Standing], readings: Iterable[Reading], *, now: float, host: str
 ) -> tuple[dict[Key, Standing], list[AlarmEvent]]:
-    """Return where every alarm stands after these readings, and those that begin or end.
+    """Return the state of every alarm after these readings, and those that begin or end.
 
-    An alarm without a reading stays: a GPU that is lost has no temperature any more.
+    An alarm without a reading stays: a lost GPU has no temperature any more.
 
     Args:
         standings: What the last call returned; empty at first.
@@ -81,32 +100,11 @@ def judge(
         key = (reading.alarm, reading.subject)
         before = after.get(key, Standing())
         after[key] = _next(before, reading, now)
-        if after[key].raised != before.raised:
-            events.append(_event(reading, raised=after[key].raised, host=host))
+        raised = after[key].raised
+        if raised != before.raised:
+            text = reading.text if raised else f"over: {reading.text}"
+            events.append(AlarmEvent(*key, raised, reading.severity, text, host))
     return after, events
-
-
-def still_raised(records: Iterable[Mapping[str, object]], *, host: str) -> list[AlarmEvent]:
-    """Return the ends of all alarms that lines of `events.jsonl` have begun and not ended.
-
-    Whoever watches anew, maybe on another machine, ends them first and then looks for itself:
-    of what nobody reads any more, none would ever end.
-
-    Args:
-        records: The lines, in order.
-        host: Of the machine that watches now.
-    """
-    raised: dict[Key, AlarmEvent] = {}
-    for record in records:
-        if record.get("kind") != AlarmEvent.kind:
-            continue
-        key = (str(record.get("alarm")), str(record.get("subject")))
-        raised.pop(key, None)
-        if record.get("raised"):
-            severity: Severity = "critical" if record.get("severity") == "critical" else "warning"
-            text = "over: watched anew, since training was started again"
-            raised[key] = AlarmEvent(*key, False, severity, text, host)
-    return list(raised.values())
 
 
 def _next(before: Standing, reading: Reading, now: float) -> Standing:
@@ -123,12 +121,24 @@ def _next(before: Standing, reading: Reading, now: float) -> Standing:
     return Standing(not before.raised)
 
 
-def _event(reading: Reading, *, raised: bool, host: str) -> AlarmEvent:
-    return AlarmEvent(
-        alarm=reading.alarm,
-        subject=reading.subject,
-        raised=raised,
-        severity=reading.severity,
-        text=reading.text if raised else f"over: {reading.text}",
-        host=host,
-    )
+def still_raised(records: Iterable[Mapping[str, object]], *, host: str) -> list[AlarmEvent]:
+    """Return the ends of all alarms that lines of `events.jsonl` have begun and not ended.
+
+    A new sampler, maybe on another machine, ends them before it looks for itself: an alarm of
+    something that is not read any more would never end.
+
+    Args:
+        records: The lines, in order.
+        host: Of the machine that watches now.
+    """
+    raised: dict[Key, AlarmEvent] = {}
+    for record in records:
+        if record.get("kind") != AlarmEvent.kind:
+            continue
+        key = (str(record.get("alarm")), str(record.get("subject")))
+        raised.pop(key, None)
+        if record.get("raised"):
+            severity: Severity = "critical" if record.get("severity") == "critical" else "warning"
+            text = "over: watched anew, since training was started again"
+            raised[key] = AlarmEvent(*key, False, severity, text, host)
+    return list(raised.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import subprocess
@@ -16,106 +15,36 @@ import pynvml
 
 from refocused.monitor.readings import GpuSample
 from refocused.monitor.sampler.nvml_fields import (
-    LINK_RECEIVED,
-    LINK_SENT,
     LostError,
     constants,
-    fields,
     health,
-    link_health,
+    link_traffic_kib,
     measured,
 )
 from refocused.system.errors import RefocusedError
 
-PCI_BUS_ORDER = "PCI_BUS_ID"
+SLOW_SECONDS = 30.0  # between queries of what rarely changes, is many values or a mean
+LIMIT_SECONDS = 120.0  # without persistence mode eight GPUs take tens of seconds to wake
+QUERY = [sys.executable, "-P", "-m", "refocused.monitor.sampler.gpu_reader"]
 
-
-def local_ranks(
-    gpus: Sequence[tuple[str | None, str | None]],
-    *,
-    visible: str | None,
-    cuda_order: str | None,
-    ranks: int,
-) -> list[int | None]:
-    """Return the local rank of each GPU; None: it is nobody's, or that cannot be known.
-
-    Local rank N uses CUDA's device N, and CUDA numbers what CUDA_VISIBLE_DEVICES names. NVML
-    numbers in the order of the PCI bus. CUDA does so too where it is told to; else it begins with
-    the fastest, which is the same order when all are of one kind.
-
-    Args:
-        gpus: UUID and name of each, in NVML's order; None: unknown.
-        visible: CUDA_VISIBLE_DEVICES; None: it is not set.
-        cuda_order: CUDA_DEVICE_ORDER; None: it is not set.
-        ranks: Of the run, on this machine.
-    """
-    devices = visible_devices(gpus, visible=visible, cuda_order=cuda_order)[:ranks]
-    owners: list[int | None] = [None] * len(gpus)
-    for rank, index in enumerate(devices):
-        if index is not None:
-            owners[index] = rank
-    return owners
-
-
-def visible_devices(
-    gpus: Sequence[tuple[str | None, str | None]], *, visible: str | None, cuda_order: str | None
-) -> list[int | None]:
-    """Return NVML's number of each of CUDA's devices; None: which one it is cannot be known.
-
-    As CUDA does it: a word is a number or the beginning of one UUID; what follows a word that
-    names no GPU is not seen, and a GPU that is named twice hides all.
-    """
-    kinds = {name for _, name in gpus if name is not None}
-    same_order = cuda_order == PCI_BUS_ORDER or len(kinds) <= 1
-    if visible is None:
-        return [index if same_order else None for index in range(len(gpus))]
-    found: list[int | None] = []
-    for word in (part.strip() for part in visible.split(",")):
-        if word.isdecimal() and int(word) < len(gpus):
-            found.append(int(word) if same_order else None)
-        elif word.startswith("GPU-") and len(meant := _by_uuid(gpus, word)) == 1:
-            found.append(meant[0])
-        else:
-            break
-    known = [index for index in found if index is not None]
-    return [] if len(set(known)) < len(known) else found
-
-
-def _by_uuid(gpus: Sequence[tuple[str | None, str | None]], beginning: str) -> list[int]:
-    return [index for index, (uuid, _) in enumerate(gpus) if (uuid or "").startswith(beginning)]
-
-
-SLOW_SECONDS = 30.0
+Identity = tuple[str | None, str | None]  # UUID and name of a GPU; None: unknown
+Capability = tuple[int, int]
 
 
 class NoGpusError(RefocusedError):
-    """NVIDIA's library cannot be used; the text says why, and what to do where that is a fault.
+    """NVIDIA's library cannot be used; the text says why, and what to do about a fault.
 
     Attributes:
         is_fault: There should be GPUs; without a driver at all there are none.
     """
 
     def __init__(self, text: str, *, is_fault: bool) -> None:
-        """Say why."""
         super().__init__(text)
         self.is_fault = is_fault
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Gpu:
-    """A GPU, and what of it never changes.
-
-    Attributes:
-        handle: NVML's; None: it was lost before it could be opened.
-        facts: Fields of its sample.
-    """
-
-    handle: Any
-    facts: Mapping[str, Any]
-
-
 class GpuReader:
-    """Reads all GPUs of this machine, as often as it is asked."""
+    """Reads all GPUs of this machine."""
 
     def __init__(
         self,
@@ -126,7 +55,7 @@ class GpuReader:
         ranks: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the library, and ask what does not change.
+        """Open the library, and query what does not change.
 
         Args:
             host: Name of this machine.
@@ -136,25 +65,23 @@ class GpuReader:
             clock: Monotonic seconds.
 
         Raises:
-            NoGpusError: There is no driver, or it cannot be talked to.
+            NoGpusError: There is no driver, or it does not answer.
         """
-        count = open_library()
         self._clock = clock
-        self._counted: dict[int, tuple[float, int | None, int | None]] = {}
-        self._slow_values: dict[int, tuple[float | None, Mapping[str, Any]]] = {}
-        gpus = [_opened(index) for index in range(count)]
+        # By index: NVML's handle (None: lost before it could be opened), and constant fields.
+        gpus = [_opened(index) for index in range(open_library())]
         owners = local_ranks(
-            [(gpu.facts.get("uuid"), gpu.facts.get("name")) for gpu in gpus],
+            [(facts.get("uuid"), facts.get("name")) for _, facts in gpus],
             visible=visible,
             cuda_order=cuda_order,
             ranks=ranks,
         )
         self._gpus = [
-            dataclasses.replace(
-                gpu, facts={**gpu.facts, "host": host, "index": index, "local_rank": owner}
-            )
-            for index, (gpu, owner) in enumerate(zip(gpus, owners, strict=True))
+            (handle, {**facts, "host": host, "index": index, "local_rank": owner})
+            for index, ((handle, facts), owner) in enumerate(zip(gpus, owners, strict=True))
         ]
+        self._slow_values: dict[int, tuple[float, Mapping[str, Any]]] = {}
+        self._traffic: dict[int, tuple[float, tuple[int | None, int | None]]] = {}
 
     @property
     def count(self) -> int:
@@ -163,59 +90,113 @@ class GpuReader:
 
     def samples(self) -> list[GpuSample]:
         """Return a sample of each GPU now, in NVML's order."""
-        return [self._sample(gpu) for gpu in self._gpus]
+        return [self._sample(handle, facts) for handle, facts in self._gpus]
 
     def close(self) -> None:
         """Close the library."""
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
 
-    def _sample(self, gpu: _Gpu) -> GpuSample:
-        if gpu.handle is None:
-            return GpuSample(**gpu.facts, lost=True)
+    def _sample(self, handle: Any, facts: Mapping[str, Any]) -> GpuSample:
+        if handle is None:
+            return GpuSample(**facts, lost=True)
         try:
-            return GpuSample(**gpu.facts, **measured(gpu.handle), **self._slow(gpu))
+            return GpuSample(**facts, **measured(handle), **self._slow(handle, facts))
         except LostError:
-            self._slow_values.pop(gpu.facts["index"], None)
-            return GpuSample(**gpu.facts, lost=True)
+            self._slow_values.pop(facts["index"], None)
+            return GpuSample(**facts, lost=True)
 
-    def _slow(self, gpu: _Gpu) -> Mapping[str, Any]:
-        """Return what rarely changes, is many values or a mean: asked every `SLOW_SECONDS`."""
-        now, index = self._clock(), gpu.facts["index"]
-        asked, values = self._slow_values.get(index, (None, {}))
-        if asked is None or now - asked >= SLOW_SECONDS:
-            count = gpu.facts.get("nvlinks_total") or 0
-            values = {**health(gpu.handle), **link_health(gpu.handle, count)}
-            if count:
-                values |= self._traffic(gpu)
-            self._slow_values[index] = (now, values)
+    def _slow(self, handle: Any, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+        now, index = self._clock(), facts["index"]
+        if index in self._slow_values and now - self._slow_values[index][0] < SLOW_SECONDS:
+            return self._slow_values[index][1]
+        links = facts.get("nvlinks_total") or 0
+        values = health(handle, links)
+        if links:
+            sent, received = self._link_rates(index, now, link_traffic_kib(handle))
+            values["nvlink_sent_gib_per_second"] = sent
+            values["nvlink_received_gib_per_second"] = received
+        self._slow_values[index] = now, values
         return values
 
-    def _traffic(self, gpu: _Gpu) -> dict[str, float | None]:
-        """Return what went over the NVLinks, as a mean since it was last asked."""
-        found = fields(gpu.handle, [LINK_SENT, LINK_RECEIVED])
-        sent, received = self._rates(
-            gpu.facts["index"], found.get(LINK_SENT), found.get(LINK_RECEIVED)
-        )
-        return {"nvlink_sent_gib_per_second": sent, "nvlink_received_gib_per_second": received}
-
-    def _rates(
-        self, index: int, sent_kib: int | None, received_kib: int | None
-    ) -> tuple[float | None, float | None]:
+    def _link_rates(
+        self, index: int, now: float, kib: tuple[int | None, int | None]
+    ) -> list[float | None]:
         """Return GiB a second since the last call, from what was ever sent and received."""
-        now, before = self._clock(), self._counted.get(index)
-        self._counted[index] = (now, sent_kib, received_kib)
-        if before is None or now <= before[0]:
-            return None, None
-        seconds = now - before[0]
-        return _rate(before[1], sent_kib, seconds), _rate(before[2], received_kib, seconds)
+        began, before = self._traffic.get(index, (now, kib))
+        self._traffic[index] = now, kib
+        return [_rate(*pair, now - began) for pair in zip(before, kib, strict=True)]
+
+
+def _rate(before_kib: int | None, now_kib: int | None, seconds: float) -> float | None:
+    if before_kib is None or now_kib is None or now_kib < before_kib or seconds <= 0:
+        return None
+    return round((now_kib - before_kib) / 2**20 / seconds, 3)
+
+
+def _opened(index: int) -> tuple[Any, dict[str, Any]]:
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    except pynvml.NVMLError:
+        return None, {}
+    facts: dict[str, Any] = {}
+    with contextlib.suppress(LostError):
+        facts.update(constants(handle))  # what was answered before it was lost stays
+    return handle, facts
+
+
+def local_ranks(
+    gpus: Sequence[Identity], *, visible: str | None, cuda_order: str | None, ranks: int
+) -> list[int | None]:
+    """Return the local rank of each GPU; None: no rank has it, or that cannot be known.
+
+    Local rank N uses CUDA's device N; arguments as in `visible_devices`.
+    """
+    devices = visible_devices(gpus, visible=visible, cuda_order=cuda_order)[:ranks]
+    owners: list[int | None] = [None] * len(gpus)
+    for rank, index in enumerate(devices):
+        if index is not None:
+            owners[index] = rank
+    return owners
+
+
+def visible_devices(
+    gpus: Sequence[Identity], *, visible: str | None, cuda_order: str | None
+) -> list[int | None]:
+    """Return NVML's number of each of CUDA's devices; None: which one it is cannot be known.
+
+    NVML numbers GPUs in the order of the PCI bus. CUDA does so too with CUDA_DEVICE_ORDER set to
+    PCI_BUS_ID; else it begins with the fastest, which is the same order when all are of one kind.
+    A word of CUDA_VISIBLE_DEVICES is a number or the beginning of one UUID; CUDA ignores what
+    follows a word that names no GPU, and a GPU that is named twice hides all.
+
+    Args:
+        gpus: In NVML's order.
+        visible: CUDA_VISIBLE_DEVICES; None: it is not set.
+        cuda_order: CUDA_DEVICE_ORDER; None: it is not set.
+    """
+    kinds = {name for _, name in gpus if name is not None}
+    same_order = cuda_order == "PCI_BUS_ID" or len(kinds) <= 1
+    if visible is None:
+        return [index if same_order else None for index in range(len(gpus))]
+    found: list[int | None] = []
+    for word in (part.strip() for part in visible.split(",")):
+        named = [index for index, (uuid, _) in enumerate(gpus) if (uuid or "").startswith(word)]
+        if word.isdecimal() and int(word) < len(gpus):
+            found.append(int(word) if same_order else None)
+        elif word.startswith("GPU-") and len(named) == 1:
+            found.append(named[0])
+        else:
+            break
+    known = [index for index in found if index is not None]
+    return [] if len(set(known)) < len(known) else found
 
 
 def open_library() -> int:
     """Open NVIDIA's library; return how many GPUs it knows.
 
     Raises:
-        NoGpusError: There is no driver, or it cannot be used.
+        NoGpusError: There is no driver, or it does not answer.
     """
     try:
         pynvml.nvmlInit()
@@ -227,51 +208,40 @@ def open_library() -> int:
                 "watched.",
                 is_fault=False,
             ) from error
-        raise NoGpusError(_fault(error), is_fault=True) from error
+        what = {
+            pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "its library and its kernel module are of "
+            "different versions, as after an update without a restart. Restart the machine",
+            pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "its kernel module is not loaded. Restart the "
+            "machine, or install the driver again",
+            pynvml.NVML_ERROR_NO_PERMISSION: "this user may not open it. Give it access to "
+            "/dev/nvidiactl",
+        }.get(error.value, f"{error}. See what nvidia-smi says")
+        raise NoGpusError(
+            f"The NVIDIA driver does not answer: {what}. Until then no GPU can be used.",
+            is_fault=True,
+        ) from error
 
 
-def _fault(error: Any) -> str:
-    """Say why a driver that is there does not answer, and what helps."""
-    what = {
-        pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "its library and its kernel module are of "
-        "different versions, as after an update without a restart. Restart the machine",
-        pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "its kernel module is not loaded. Restart the "
-        "machine, or install the driver again",
-        pynvml.NVML_ERROR_NO_PERMISSION: "this user may not open it. Give it access to "
-        "/dev/nvidiactl",
-    }.get(error.value, f"{error}. See what nvidia-smi says")
-    return f"The NVIDIA driver does not answer: {what}. Until then no GPU can be used."
+def driver_versions() -> tuple[str | None, tuple[int, int] | None]:
+    """Return the driver's version and the newest CUDA that it runs; None: unknown.
 
-
-def _opened(index: int) -> _Gpu:
-    """Open a GPU, and ask what never changes; one that is gone has no handle."""
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    except pynvml.NVMLError:
-        return _Gpu(None, {})
-    facts: dict[str, Any] = {}
-    with contextlib.suppress(LostError):
-        facts.update(constants(handle))  # what was told before it was lost stays
-    return _Gpu(handle, facts)
-
-
-def _rate(before_kib: int | None, now_kib: int | None, seconds: float) -> float | None:
-    if before_kib is None or now_kib is None or now_kib < before_kib:
-        return None
-    return round((now_kib - before_kib) / 2**20 / seconds, 3)
-
-
-LIMIT_SECONDS = 120.0  # without persistence mode eight GPUs take tens of seconds to wake
-QUERY = [sys.executable, "-P", "-m", "refocused.monitor.sampler.gpu_reader"]
-
-Capability = tuple[int, int]
+    The library must be open.
+    """
+    driver: str | None = None
+    cuda: tuple[int, int] | None = None
+    with contextlib.suppress(pynvml.NVMLError):
+        driver = str(pynvml.nvmlSystemGetDriverVersion())
+    with contextlib.suppress(pynvml.NVMLError):
+        number = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())  # 12080 is 12.8
+        cuda = (number // 1000, number % 1000 // 10)
+    return driver, cuda
 
 
 def gpu_capabilities() -> list[Capability | None]:
-    """Return the compute capability of each GPU of this machine; None: the GPU does not tell.
+    """Return the compute capability of each GPU of this machine; None: unknown.
 
-    Another process queries the driver: a driver that hangs takes its caller along. That process
-    is not waited for, because SIGKILL may not end it either.
+    Another process queries the driver, since a driver that hangs takes its caller along. After the
+    time limit that process is abandoned: SIGKILL may not end it either.
 
     Raises:
         NoGpusError: The driver is there and cannot be used.
@@ -305,23 +275,7 @@ def gpu_capabilities() -> list[Capability | None]:
     return [None if one is None else (one[0], one[1]) for one in found["capabilities"]]
 
 
-def driver_versions() -> tuple[str | None, tuple[int, int] | None]:
-    """Return the driver's version and the newest CUDA that it runs; None: it does not tell.
-
-    `GpuReader` has opened the library.
-    """
-    driver: str | None = None
-    cuda: tuple[int, int] | None = None
-    with contextlib.suppress(pynvml.NVMLError):
-        driver = str(pynvml.nvmlSystemGetDriverVersion())
-    with contextlib.suppress(pynvml.NVMLError):
-        number = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())  # 12080 is 12.8
-        cuda = (number // 1000, number % 1000 // 10)
-    return driver, cuda
-
-
-def _answer() -> dict[str, Any]:
-    """Query the driver in this process."""
+def _query_driver() -> dict[str, Any]:
     try:
         count = open_library()
     except NoGpusError as error:
@@ -339,4 +293,4 @@ def _capability(index: int) -> Capability | None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_answer()))
+    print(json.dumps(_query_driver()))

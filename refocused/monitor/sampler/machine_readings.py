@@ -8,14 +8,14 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
 from refocused.monitor.readings import SystemSample
 
+GIB, MIB = 2**30, 2**20
 _PROC, _CONTROL_GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-# The files of the limit and of what counts against it, in version 2 and 1.
+# The files of a control group's limit and of what counts against it, in version 2 and 1.
 _VERSION_2 = ("memory.max", "memory.current")
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 _PAGE_CACHE = ("active_file", "inactive_file")
@@ -26,8 +26,8 @@ class Memory:
     """Memory in bytes.
 
     Attributes:
-        total: Of the machine, or the container's limit where that is less.
-        available: What processes may still take; page cache goes for them.
+        total: Of the machine, or the container's limit if that is less.
+        available: What processes may still take, page cache included.
         swap_used: Of the machine.
     """
 
@@ -37,17 +37,30 @@ class Memory:
 
 
 def memory_now(proc: Path = _PROC, groups: Path = _CONTROL_GROUPS) -> Memory:
-    """Read what there is now: of the machine, or within the tightest control group around us."""
-    memory = _of_machine((proc / "meminfo").read_text())
-    for folder, limit, used in _groups_around_us(proc, groups):
-        memory = within_group(memory, folder, limit=limit, used=used)
+    """Read the memory of the machine, or of the tightest control group around this process."""
+    machine, swap = psutil.virtual_memory(), psutil.swap_memory()
+    memory = Memory(machine.total, machine.available, swap.used)
+    for folder, (limit, used) in _groups_around_us(proc, groups):
+        try:
+            most = (folder / limit).read_text().strip()
+            if not most.isdecimal():  # `max` in version 2
+                continue
+            # Page cache counts against the limit, and goes when memory is needed.
+            taken = int((folder / used).read_text()) - _page_cache(folder / "memory.stat")
+        except OSError:
+            continue
+        memory = dataclasses.replace(
+            memory,
+            total=min(memory.total, int(most)),
+            available=min(memory.available, max(0, int(most) - taken)),
+        )
     return memory
 
 
-def _groups_around_us(proc: Path, groups: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yield the folder of each control group that holds this process, the outermost last.
+def _groups_around_us(proc: Path, groups: Path) -> Iterator[tuple[Path, tuple[str, str]]]:
+    """Yield the folder and files of each control group that holds us, the outermost last.
 
-    In a container the path may be the host's, of which only the outermost folder is to be seen.
+    In a container the path may be the host's, of which only the outermost folder is visible.
     """
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
@@ -62,41 +75,9 @@ def _groups_around_us(proc: Path, groups: Path) -> Iterator[tuple[Path, str, str
         mount, files = mounts[name]
         folder = mount / path.lstrip("/")
         for group in (folder, *folder.parents):
-            yield (group, *files)
+            yield group, files
             if group == mount:
                 break
-
-
-def within_group(memory: Memory, folder: Path, *, limit: str, used: str) -> Memory:
-    """Return what a control group leaves of the machine's memory; all, where it has no limit.
-
-    Args:
-        memory: The machine's.
-        folder: Of the control group.
-        limit: File of its limit in bytes; in version 2 `max` is none.
-        used: File of the bytes that count against the limit; page cache does too, and can go.
-    """
-    try:
-        most = (folder / limit).read_text().strip()
-        if not most.isdecimal():
-            return memory
-        taken = int((folder / used).read_text()) - _page_cache(folder / "memory.stat")
-    except OSError:
-        return memory
-    return dataclasses.replace(
-        memory,
-        total=min(memory.total, int(most)),
-        available=min(memory.available, max(0, int(most) - taken)),
-    )
-
-
-def _of_machine(meminfo: str) -> Memory:
-    kib = {
-        name: int(value.split()[0])
-        for name, _, value in (line.partition(":") for line in meminfo.splitlines())
-    }
-    swap = kib.get("SwapTotal", 0) - kib.get("SwapFree", 0)
-    return Memory(kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024, swap * 1024)
 
 
 def _page_cache(statistics: Path) -> int:
@@ -107,18 +88,6 @@ def _page_cache(statistics: Path) -> int:
         if name.removeprefix("total_") in _PAGE_CACHE:
             found[name.removeprefix("total_")] = int(value)
     return sum(found.values())
-
-
-GIB, MIB = 2**30, 2**20
-
-
-class _Traffic(NamedTuple):
-    """Bytes since the machine was started; None: unknown."""
-
-    disk_read: int | None
-    disk_written: int | None
-    received: int | None
-    sent: int | None
 
 
 class SystemReader:
@@ -142,8 +111,7 @@ class SystemReader:
             gpu_note: Why there are none.
             clock: Monotonic seconds.
         """
-        self._folder = folder
-        self._host = host
+        self._folder, self._host = folder, host
         self._gpus, self._gpu_note = gpus, gpu_note
         self._clock = clock
         psutil.cpu_percent()  # what the next call counts from
@@ -152,14 +120,16 @@ class SystemReader:
     def sample(self) -> SystemSample:
         """Return the state now."""
         now, traffic = self._clock(), _traffic()
-        seconds = now - self._at
         read, written, received, sent = (
-            _rate(before, after, seconds)
+            _rate(before, after, now - self._at)
             for before, after in zip(self._traffic, traffic, strict=True)
         )
         self._at, self._traffic = now, traffic
         memory = memory_now()
-        free, total = self._disk()
+        try:
+            disk = shutil.disk_usage(self._folder)
+        except OSError:  # the folder has gone
+            disk = None
         return SystemSample(
             host=self._host,
             gpus=self._gpus,
@@ -170,28 +140,21 @@ class SystemReader:
             memory_used_gib=round((memory.total - memory.available) / GIB, 3),
             memory_total_gib=round(memory.total / GIB, 3),
             swap_used_gib=round(memory.swap_used / GIB, 3),
-            disk_free_gib=free,
-            disk_total_gib=total,
+            disk_free_gib=None if disk is None else round(disk.free / GIB, 3),
+            disk_total_gib=None if disk is None else round(disk.total / GIB, 3),
             disk_read_mib_per_second=read,
             disk_written_mib_per_second=written,
             network_received_mib_per_second=received,
             network_sent_mib_per_second=sent,
         )
 
-    def _disk(self) -> tuple[float | None, float | None]:
-        """Return what is free for us, and the whole, in GiB; None: the folder has gone."""
-        try:
-            usage = shutil.disk_usage(self._folder)
-        except OSError:
-            return None, None
-        return round(usage.free / GIB, 3), round(usage.total / GIB, 3)
 
-
-def _traffic() -> _Traffic:
+def _traffic() -> tuple[int | None, int | None, int, int]:
+    """Return bytes read, written, received and sent since the machine was started."""
     disks = psutil.disk_io_counters(nowrap=False)  # None in some containers
     devices = psutil.net_io_counters(pernic=True, nowrap=False)
     outside = [device for name, device in devices.items() if name != "lo"]
-    return _Traffic(
+    return (
         disks.read_bytes if disks else None,
         disks.write_bytes if disks else None,
         sum(device.bytes_recv for device in outside),

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pydantic
 
 from refocused.config.outputs import CostConfig, LogConfig
-from refocused.monitor.sampler.sampler_process import SamplerError, start_sampler
-from refocused.system.processes import ProcessIdentity, this_process
-from refocused.system.world import World
+from refocused.system.errors import RefocusedError
+from refocused.system.processes import ProcessIdentity, start_detached, this_process
+
+if TYPE_CHECKING:
+    from refocused.system.world import World
+
+
+class SamplerError(RefocusedError):
+    """The sampler could not be started; training goes on without it."""
 
 
 class SamplerSettings(pydantic.BaseModel):
@@ -19,16 +27,14 @@ class SamplerSettings(pydantic.BaseModel):
 
     Attributes:
         run: The run's folder.
-        training: The machine's first rank; when it is gone, the sampler ends. None: nothing of a
-            run is watched, and the sampler goes on until it is interrupted.
-        interval_seconds: Time between two samples.
-        node: This machine's number among those of the run; the first also watches the run itself.
+        training: The machine's first rank, with which the sampler ends. None: no run is watched,
+            and the sampler goes on until it is interrupted.
+        interval_seconds: Between two readings.
+        node: This machine's number among those of the run; 0 also watches the run itself.
         ranks: Of the run, on this machine.
         visible_devices: CUDA_VISIBLE_DEVICES of the ranks; None: it is not set.
         cuda_order: CUDA_DEVICE_ORDER of the ranks; None: it is not set.
-        per_hour_usd: Price of the machines; None: unknown.
-        budget_usd: What the run may cost; None: no limit.
-        credit_usd: What was on the provider's account; None: unknown.
+        cost: What alarms compare the run's cost with.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
@@ -40,9 +46,7 @@ class SamplerSettings(pydantic.BaseModel):
     ranks: int = 1
     visible_devices: str | None = None
     cuda_order: str | None = None
-    per_hour_usd: float | None = None
-    budget_usd: float | None = None
-    credit_usd: float | None = None
+    cost: CostConfig = CostConfig()
 
     @pydantic.field_validator("run")
     @classmethod
@@ -56,22 +60,22 @@ class SamplerSettings(pydantic.BaseModel):
 
     @property
     def samples(self) -> Path:
-        """Where the samples go."""
+        """The file of readings."""
         return self._log("gpu_metrics", ".jsonl")
 
     @property
     def events(self) -> Path:
-        """Where alarms go; the first machine's beside what the trainer tells."""
+        """The file of alarms; the first machine's is also the trainer's."""
         return self._log("events", ".jsonl")
 
     @property
     def log(self) -> Path:
-        """Where the sampler's process says what it has to say."""
+        """The output of the sampler's process."""
         return self._log("sampler", ".log")
 
     @property
     def alarm_log(self) -> Path:
-        """The log that a person reads: alarms are said there too."""
+        """The log that a person reads, which repeats the alarms."""
         return self.run / "logs" / "training.log" if self.node == 0 else self.log
 
     @property
@@ -94,10 +98,10 @@ def start_sampling(
 ) -> None:
     """Start the sampler of this machine, if the run has any; every rank may call.
 
-    One that cannot be started is told and missed: the run goes on.
+    If it cannot be started, that is reported and the run goes on.
 
     Args:
-        folder: The run's.
+        folder: The run's folder.
         world: The ranks.
         report: Takes the kind of an event and its text.
         log: How often to sample.
@@ -105,9 +109,8 @@ def start_sampling(
     """
     if not log.sample_seconds or not world.is_local_rank_0:
         return
-    settings = sampler_settings(folder, world, log=log, cost=cost, environment=os.environ)
     try:
-        start_sampler(settings)
+        start_sampler(sampler_settings(folder, world, log=log, cost=cost, environment=os.environ))
     except SamplerError as error:
         report("sampler_failed", str(error))
 
@@ -115,7 +118,7 @@ def start_sampling(
 def sampler_settings(
     folder: Path, world: World, *, log: LogConfig, cost: CostConfig, environment: Mapping[str, str]
 ) -> SamplerSettings:
-    """Return what the sampler of this rank's machine is told."""
+    """Return the settings of the sampler on this rank's machine."""
     return SamplerSettings(
         run=folder,
         training=this_process(),
@@ -124,7 +127,23 @@ def sampler_settings(
         ranks=world.local_world_size if world.device_kind == "cuda" else 0,
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         cuda_order=environment.get("CUDA_DEVICE_ORDER"),
-        per_hour_usd=cost.per_hour_usd,
-        budget_usd=cost.budget_usd,
-        credit_usd=cost.credit_usd,
+        cost=cost,
     )
+
+
+def start_sampler(settings: SamplerSettings) -> int:
+    """Start a machine's sampler; return its process id.
+
+    It outlives any rank but ends with the one in its settings.
+
+    Raises:
+        SamplerError: It could not be started.
+    """
+    module, argument = "refocused.monitor.sampler.sampler_process", settings.model_dump_json()
+    try:
+        return start_detached(module, argument, log=settings.log)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SamplerError(
+            f"The sampler of GPUs and machine could not be started ({error}); its output is in "
+            f"{settings.log}. Training goes on without its figures and alarms."
+        ) from error

@@ -1,7 +1,9 @@
-"""The live screen: looks at the runs' files every few seconds, and at nothing else."""
+"""The live screen: reads the runs' files every few seconds, and nothing else."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -11,17 +13,17 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
 from textual.screen import ModalScreen
-from textual.widget import Widget
 from textual.widgets import OptionList, Static
+from textual_plotext import PlotextPlot
 
-from refocused.monitor.run_reader import RunFollower
-from refocused.monitor.run_status import RunView
-from refocused.monitor.screen.dashboard_chart import Curve, Point, draw_curve
-from refocused.monitor.screen.dashboard_gpus import gpu_lines
+from refocused.monitor.run_reader import RunReader
+from refocused.monitor.run_status import RunView, view_of
+from refocused.monitor.screen.pictures import Line, is_empty, limits, line_of
 from refocused.monitor.screen.run_lines import (
     alarm_lines,
     event_lines,
     fitted,
+    gpu_lines,
     head_lines,
     run_rows,
     shown,
@@ -29,19 +31,33 @@ from refocused.monitor.screen.run_lines import (
 
 KEYS = " q quit  r runs  n next run  z newest part of the curves"
 ALARMS_SHOWN = 3  # in a line each; the table of GPUs shows the others' notes
-ALARM_ROWS = 4  # that they may have where all are shown whole
+ALARM_ROWS = 4  # where all alarms are shown whole
 NEWEST_SHARE = 0.1  # of the logged steps
 NEWEST_POINTS = 20  # at least
+MARK_DISTANCE = 6  # characters between two marks, at least
+LABEL_WIDTH = 8
+MOST_POINTS = 400  # of a curve: two for each column of a wide terminal
+_ASCII_FRAME = str.maketrans("\u2502\u2524", "||")
 
 
-class CurveWidget(Widget):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Curve:
+    """A line over steps, and single points drawn over it; `form` is that of the values' labels."""
+
+    title: str
+    line: Line
+    marks: Line = ([], [])
+    form: str = ".4f"
+
+
+class CurvePlot(PlotextPlot):
     """One curve, drawn into the room that there is."""
 
     def __init__(self, *, name: str, ascii_only: bool) -> None:
-        """Draw nothing yet."""
         super().__init__(id=name, classes="curve")
+        self.theme = "clear"
         self._ascii_only = ascii_only
-        self._curve = Curve(name, (), ())
+        self._curve = Curve(name, ([], []))
 
     def show(self, curve: Curve) -> None:
         """Draw another curve."""
@@ -50,11 +66,33 @@ class CurveWidget(Widget):
 
     def render(self) -> Text:
         """Return the drawing."""
-        size = self.size
-        lines = draw_curve(
-            self._curve, width=size.width, height=size.height, ascii_only=self._ascii_only
-        )
-        return Text("\n").join(lines[: size.height])
+        curve, size, plot = self._curve, self.size, self.plt
+        if is_empty(curve.line) and is_empty(curve.marks):
+            return Text(f"{curve.title}\n\n  no values yet", style="dim")
+        if size.width < 2 * LABEL_WIDTH or size.height < 3:
+            return Text(curve.title)
+        plot.clear_figure()
+        plot.title(curve.title)
+        plot.xaxes(False, False)
+        plot.yaxes(True, False)
+        low, high = limits(curve.line, curve.marks)
+        plot.ylim(low, high)
+        labels = [format(one, curve.form)[:LABEL_WIDTH].rjust(LABEL_WIDTH) for one in (low, high)]
+        plot.yticks([low, high], labels)
+        ends = [place for line in (curve.line, curve.marks) for place in line[0]]
+        first, last = min(ends), max(ends)
+        plot.xticks([first, last], [f"{first:,.0f}", f"{last:,.0f}"])
+        columns = size.width - LABEL_WIDTH - 1
+        places, values = curve.line
+        plot.plot(places, values, marker="*" if self._ascii_only else "braille", color="cyan")
+        stride = math.ceil(len(curve.marks[0]) * MARK_DISTANCE / columns) or 1
+        places, values = (side[::-1][::stride] for side in curve.marks)  # with the newest one
+        plot.scatter(places, values, marker="o" if self._ascii_only else "dot", color="orange")
+        drawn = super().render()
+        assert isinstance(drawn, Text)
+        if self._ascii_only:
+            drawn.plain = drawn.plain.translate(_ASCII_FRAME)
+        return drawn
 
 
 class RunsScreen(ModalScreen[int | None]):
@@ -113,7 +151,7 @@ class Dashboard(App[None]):
 
     def __init__(
         self,
-        followers: Sequence[RunFollower],
+        readers: Sequence[RunReader],
         *,
         interval_seconds: float,
         ascii_only: bool = False,
@@ -122,13 +160,13 @@ class Dashboard(App[None]):
         """Prepare to show runs, the first of them at first.
 
         Args:
-            followers: Of at least one run.
+            readers: Of at least one run.
             interval_seconds: Between two looks.
             ascii_only: Draw with ASCII characters only.
             clock: Unix seconds.
         """
         super().__init__(ansi_color=True)
-        self._followers = followers
+        self._readers = readers
         self._interval_seconds = interval_seconds
         self._ascii_only = ascii_only
         self._clock = clock
@@ -143,8 +181,8 @@ class Dashboard(App[None]):
         yield Static(id="alarms")
         with Container(id="body"):
             with Container(id="curves"):
-                yield CurveWidget(name="loss", ascii_only=self._ascii_only)
-                yield CurveWidget(name="speed", ascii_only=self._ascii_only)
+                yield CurvePlot(name="loss", ascii_only=self._ascii_only)
+                yield CurvePlot(name="speed", ascii_only=self._ascii_only)
             with Container(id="side"):
                 yield Static(id="gpus")
                 yield Static(id="events")
@@ -158,7 +196,7 @@ class Dashboard(App[None]):
     def look(self) -> None:
         """Read what is new and show it."""
         now = self._clock()
-        view = self._followers[self._shown].view(now=now)
+        view = view_of(self._readers[self._shown].read(), now=now)
         self._write("head", head_lines(view, width=self.size.width))
         self._write("alarms", alarms_shown(view, now=now, width=self.size.width))
         self._write("gpus", gpu_lines(view))
@@ -177,11 +215,11 @@ class Dashboard(App[None]):
 
     def action_next_run(self) -> None:
         """Show the next run."""
-        self._show_run((self._shown + 1) % len(self._followers))
+        self._show_run((self._shown + 1) % len(self._readers))
 
     def action_choose_run(self) -> None:
         """Show the list of the runs."""
-        views = [follower.view(now=self._clock()) for follower in self._followers]
+        views = [view_of(reader.read(), now=self._clock()) for reader in self._readers]
         rows = shown(run_rows(views), ascii_only=self._ascii_only)
         self.push_screen(RunsScreen(rows, chosen=self._shown), self._show_run)
 
@@ -212,8 +250,8 @@ class Dashboard(App[None]):
             return
         self._drawn = drawn
         loss, speed = curves_of(view, newest_only=self._zoomed)
-        self.query_one("#loss", CurveWidget).show(loss)
-        self.query_one("#speed", CurveWidget).show(speed)
+        self.query_one("#loss", CurvePlot).show(loss)
+        self.query_one("#speed", CurvePlot).show(speed)
 
 
 def alarms_shown(view: RunView, *, now: float, width: int) -> list[Text]:
@@ -234,23 +272,16 @@ def alarms_shown(view: RunView, *, now: float, width: int) -> list[Text]:
 
 
 def curves_of(view: RunView, *, newest_only: bool = False) -> tuple[Curve, Curve]:
-    """Return the curves of loss and of speed.
-
-    Args:
-        view: The run.
-        newest_only: Show only the last tenth of the logged steps.
-    """
-    steps = view.steps
+    """Return the curves of loss and of speed, of all logged steps or of their last tenth."""
+    steps, validations = view.steps, view.validations
     if newest_only:
         steps = steps[-max(NEWEST_POINTS, round(len(steps) * NEWEST_SHARE)) :]
-    first = steps[0].step if steps else 0
-    places = [point.step for point in steps]
-    marks: list[Point] = [
-        (point.step, point.loss) for point in view.validations if point.step >= first
-    ]
-    losses = [point.loss for point in steps]
-    speeds = [point.tokens_per_second for point in steps]
+        first = steps[0].step if steps else 0
+        validations = [point for point in validations if point.step >= first]
+    marks = line_of(validations, "step", "loss")
+    losses = line_of(steps, "step", "loss", most=MOST_POINTS)
+    speeds = line_of(steps, "step", "tokens_per_second", most=MOST_POINTS)
     return (
-        Curve("loss (line) and validation (dots)", places, losses, marks, "{:.4f}".format),
-        Curve("tokens a second", places, speeds, (), "{:,.0f}".format),
+        Curve("loss (line) and validation (dots)", losses, marks),
+        Curve("tokens a second", speeds, form=",.0f"),
     )

@@ -1,4 +1,4 @@
-"""What a person reads of a run, as lines: the same ones for one print and for the live screen."""
+"""A run as lines of text, the same ones for one print and for the live screen."""
 
 from __future__ import annotations
 
@@ -9,19 +9,12 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from refocused.metrics.step_metrics import dollars, duration
-from refocused.monitor.readings import SystemSample
-from refocused.monitor.run_status import Alarm, Event, RunView, Status
-from refocused.monitor.screen.dashboard_gpus import gpu_lines
-from refocused.monitor.screen.dashboard_words import (
-    moment,
-    percent,
-    stale_text,
-    time_text,
-    tokens_text,
-    value,
-)
+from refocused.monitor.readings import GpuSample, SystemSample
+from refocused.monitor.run_reader import Alarm, Event
+from refocused.monitor.run_status import RunView, Status
 
-TROUBLE_ROWS = 3  # of what a run failed with
+TROUBLE_ROWS = 3  # for the reason of a failure
+STALE_SAMPLE_SECONDS = 60.0
 STATUS_STYLES: dict[Status, str] = {
     "starting": "cyan",
     "training": "bold green",
@@ -32,59 +25,95 @@ STATUS_STYLES: dict[Status, str] = {
     "crashed": "bold red",
     "unknown": "yellow",
 }
-_TROUBLES: tuple[Status, ...] = ("failed", "unknown")  # whose notes are sentences
+_TROUBLES: tuple[Status, ...] = ("failed", "unknown")  # their notes are sentences
+_GPU_ROW = " {:<3} {:>4}  {:>11}  {:>4}  {:>7}  {:>9}  {:>5}  {:>3}  "
+_GPU_HEAD = _GPU_ROW.format("GPU", "util", "memory GiB", "temp", "power W", "SM MHz", "link", "ECC")
+_THROTTLES = {  # the worst first
+    "hw_thermal": "HW THERMAL",
+    "hw_power_brake": "POWER BRAKE",
+    "sw_thermal": "THERMAL",
+    "hw_slowdown": "HW SLOWDOWN",
+}
 
 
-def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
-    """Return the run, its figures, its time and money, what is saved, its data, the machine.
+def percent(share: float | None) -> str:
+    """Format a share; a question mark where it is unknown."""
+    return "?" if share is None else f"{share:.1%}"
 
-    Args:
-        view: The run.
-        width: Characters of a line, at which sentences go on in the next; None: no limit.
-    """
+
+def value(number: float | None, form: str) -> str:
+    """Format a number; a dash where it is unknown."""
+    return "-" if number is None else format(number, form)
+
+
+def time_text(seconds: float | None) -> str:
+    """Format a time span; a dash where it is unknown."""
+    return "-" if seconds is None else duration(seconds)
+
+
+def moment(unix_seconds: float) -> str:
+    """Format a time of day in UTC."""
+    when = datetime.datetime.fromtimestamp(unix_seconds, datetime.UTC)
+    return f"{when:%a %d %b %H:%M} UTC"
+
+
+def tokens_text(tokens: int) -> str:
+    """Format a number of tokens: whole below a million, then in millions and billions."""
+    if tokens < 10**6:
+        return f"{tokens:,} tokens"
+    return f"{tokens / 1e6:.3g} M tokens" if tokens < 10**9 else f"{tokens / 1e9:.4g} B tokens"
+
+
+def all_lines(view: RunView, *, now: float, events: int) -> list[Text]:
+    """Return everything, for one print."""
     return [
-        _run_line(view),
-        *_trouble_lines(view, width),
-        _figures_line(view),
-        _money_line(view),
-        _saves_line(view),
-        *_mirror_error_lines(view),
-        *_data_lines(view),
-        _machine_line(view),
+        *head_lines(view),
+        *alarm_lines(view.alarms, now=now, live=not view.has_ended),
+        *gpu_lines(view),
+        *event_lines(view.events, count=events),
     ]
 
 
+def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
+    """Return the run, its figures, its time and money, its checkpoints, its data, the machine.
+
+    Args:
+        view: The run.
+        width: Characters of a line, at which sentences are wrapped; None: no limit.
+    """
+    lines = [_run_line(view)]
+    if view.note and view.status in _TROUBLES:
+        rows = _wrapped(view.note, None if width is None else width - 1)
+        if len(rows) > TROUBLE_ROWS:  # the last one is visibly cut at the edge
+            rows = [*rows[: TROUBLE_ROWS - 1], " ".join(rows[TROUBLE_ROWS - 1 :])]
+        lines += [Text(f" {row}", style=STATUS_STYLES[view.status]) for row in rows]
+    lines += [_figures_line(view), _money_line(view), _saves_line(view)]
+    if view.mirror is not None and view.mirror.last_error:
+        lines.append(Text(f" mirror's last error: {view.mirror.last_error}", style="red"))
+    return [*lines, *_data_lines(view), _machine_line(view)]
+
+
+def _wrapped(words: str, width: int | None) -> list[str]:
+    return textwrap.wrap(words, max(20, width)) if width is not None else [words]
+
+
 def _run_line(view: RunView) -> Text:
-    line = Text(f" {view.name}  ", style="bold").append(
-        view.status.upper(), style=STATUS_STYLES[view.status]
+    line = Text.assemble(
+        (f" {view.name}  ", "bold"), (view.status.upper(), STATUS_STYLES[view.status])
     )
     silent = None if view.silent_seconds is None else f"{duration(view.silent_seconds)} ago"
     if view.has_ended and silent is not None:
-        line.append(f" {silent}", style="not bold")
-    line.append(f"  step {view.step:,}", style="not bold")
+        line.append(f" {silent}")
+    line.append(f"  step {view.step:,}")
     if view.total_steps:
-        line.append(f"/{view.total_steps:,} {percent(view.progress_fraction)}", style="not bold")
+        line.append(f"/{view.total_steps:,} {percent(view.progress_fraction)}")
     if view.exit_code is not None and not view.is_live:
-        line.append(f"  exit code {view.exit_code}", style="not bold")
+        line.append(f"  exit code {view.exit_code}")
     if view.note and view.status not in _TROUBLES:
-        line.append(f"  {view.note}", style="not bold")
+        line.append(f"  {view.note}")
     elif view.is_live and silent is not None:
-        line.append(f"  last line {silent}", style="not bold dim")
+        line.append(f"  last line {silent}", style="dim")
     return line
-
-
-def _trouble_lines(view: RunView, width: int | None) -> list[Text]:
-    """Return what is too long to stand behind the status."""
-    if not view.note or view.status not in _TROUBLES:
-        return []
-    rows = _rows(view.note, None if width is None else width - 1)
-    if len(rows) > TROUBLE_ROWS:  # the last one is cut at the edge, visibly
-        rows = [*rows[: TROUBLE_ROWS - 1], " ".join(rows[TROUBLE_ROWS - 1 :])]
-    return [Text(f" {row}", style=STATUS_STYLES[view.status]) for row in rows]
-
-
-def _rows(words: str, width: int | None) -> list[str]:
-    return textwrap.wrap(words, max(20, width)) if width is not None else [words]
 
 
 def _figures_line(view: RunView) -> Text:
@@ -107,7 +136,10 @@ def _money_line(view: RunView) -> Text:
     if view.budget_usd is not None:
         parts[0] += f" of ${view.budget_usd:,.0f}"
     if view.seconds_left is not None:
-        begin = "" if view.resumes_from is None else f" from {_checkpoint(view.resumes_from)} on"
+        begin = ""
+        if view.resumes_from is not None:
+            place = f"checkpoint {view.resumes_from:,}" if view.resumes_from else "the start"
+            begin = f" from {place} on"
         parts.append(f"left {duration(view.seconds_left)}{dollars(view.cost_left_usd)}{begin}")
     if view.ends is not None:
         parts.append(f"ends {moment(view.ends)}")
@@ -122,12 +154,13 @@ def _saves_line(view: RunView) -> Text:
         line.append(f"{saves.newest_step:,}")
     if saves.steps_at_risk:
         fate = "lost" if view.has_ended else "at risk"
-        line.append(f"  {fate} {saves.steps_at_risk:,} steps{_equals(saves.seconds_at_risk)}")
+        risk = saves.seconds_at_risk
+        span = "" if risk is None else f" = {duration(risk)}"
+        line.append(f"  {fate} {saves.steps_at_risk:,} steps{span}")
     mirror = view.mirror
     if mirror is None:
         return line.append("  no mirror", style="dim")
-    line.append("  mirror ")
-    line.append("empty" if mirror.newest_step is None else f"{mirror.newest_step:,}")
+    line.append(f"  mirror {'empty' if mirror.newest_step is None else f'{mirror.newest_step:,}'}")
     if mirror.waiting:
         line.append(f", {mirror.waiting} behind", style="yellow" if mirror.last_error else "")
         if mirror.uploading_fraction is not None:
@@ -135,12 +168,6 @@ def _saves_line(view: RunView) -> Text:
     if mirror.failed:
         line.append(f", {mirror.failed} cannot be copied", style="red")
     return line
-
-
-def _mirror_error_lines(view: RunView) -> list[Text]:
-    if view.mirror is None or not view.mirror.last_error:
-        return []
-    return [Text(f" mirror's last error: {view.mirror.last_error}", style="red")]
 
 
 def _data_lines(view: RunView) -> list[Text]:
@@ -160,7 +187,7 @@ def _machine_line(view: RunView) -> Text:
     if last is not None and last.gpu_memory_fraction is not None:
         parts.append(f"GPU peak {last.gpu_memory_fraction:.0%}")
     line = Text(" ")
-    if age := stale_text(view.samples_age_seconds):
+    if age := _stale_text(view.samples_age_seconds):
         line.append(f"{age}: ", style="yellow" if view.is_live else "dim")
     return line.append("  ".join(parts or ["no samples of the machine"]))
 
@@ -176,82 +203,102 @@ def _system_text(system: SystemSample, *, named: bool) -> str:
     return "  ".join(parts)
 
 
+def _stale_text(age_seconds: float | None) -> str:
+    is_stale = age_seconds is not None and age_seconds > STALE_SAMPLE_SECONDS
+    return f"{time_text(age_seconds)} ago" if is_stale else ""
+
+
+def gpu_lines(view: RunView) -> list[Text]:
+    """Return the table of GPUs, or one line that there is none."""
+    if not view.gpus:
+        notes = [system.gpu_note for system in view.systems if system.gpu_note]
+        return [Text(f" {notes[0] if notes else 'no GPU samples'}", style="dim")]
+    several = len({gpu.host for gpu in view.gpus}) > 1
+    head = Text(_GPU_HEAD + (_stale_text(view.samples_age_seconds) or "note"), style="bold")
+    return [head, *(_gpu_line(gpu, host=gpu.host if several else "") for gpu in view.gpus)]
+
+
+def _gpu_line(gpu: GpuSample, *, host: str) -> Text:
+    trouble = gpu_trouble(gpu)
+    if gpu.lost:
+        return Text(f" {gpu.index:<3} LOST   {trouble} {host}", style="bold red")
+    row = _GPU_ROW.format(
+        gpu.index,
+        value(gpu.utilization_fraction, ".0%"),
+        f"{value(gpu.memory_used_gib, '.1f')}/{value(gpu.memory_total_gib, '.1f')}",
+        f"{value(gpu.temperature_celsius, '.0f')} C",
+        f"{value(gpu.power_watts, '.0f')}/{value(gpu.power_limit_watts, '.0f')}",
+        f"{value(gpu.sm_clock_mhz, '.0f')}/{value(gpu.sm_clock_max_mhz, '.0f')}",
+        f"{value(gpu.nvlinks_active, '.0f')}/{value(gpu.nvlinks_total, '.0f')}",
+        value(gpu.ecc_uncorrected, ".0f"),
+    )
+    return Text.assemble(row, (f"{trouble} " if trouble else "", "bold red"), (host, "dim"))
+
+
+def gpu_trouble(gpu: GpuSample) -> str:
+    """Return what is wrong with a GPU in few words; empty: nothing known."""
+    throttled = [
+        words for name, words in _THROTTLES.items() if name in (gpu.throttle_reasons or ())
+    ]
+    troubles = ["fallen off the bus"] if gpu.lost else []
+    troubles += throttled[:1]
+    if gpu.ecc_uncorrected:
+        troubles.append("memory errors")
+    if gpu.remap_failed or gpu.remap_pending:
+        troubles.append("row remap failed" if gpu.remap_failed else "row remap pending")
+    return "; ".join(troubles)
+
+
 def alarm_lines(
     alarms: Sequence[Alarm], *, now: float, live: bool, width: int | None = None
 ) -> list[Text]:
-    """Return a line for each alarm; of a run that has ended they are history.
+    """Return a line for each alarm; those of a run that has ended are history.
 
     Args:
         alarms: The critical ones first.
         now: Unix seconds.
         live: Whether the run may still be helped.
-        width: Characters of a line, at which an alarm goes on in the next; None: no limit.
+        width: Characters of a line, at which an alarm is wrapped; None: no limit.
     """
     lines = []
     for alarm in alarms:
-        label = Text(f" {'ALARM' if alarm.critical else 'WARN '} ", style=_alarm_style(alarm, live))
-        room = None if width is None else width - label.cell_len - 1
-        first, *others = _rows(f"{_since(alarm, now)}{alarm.text}", room)
-        lines.append(label.append(f" {first}", style="not reverse"))
-        lines += [
-            Text(f"{'':8}{row}", style=_alarm_style(alarm, live, label=False)) for row in others
-        ]
+        style = ("bold red" if alarm.critical else "bold yellow") if live else "dim"
+        label = " ALARM " if alarm.critical else " WARN  "
+        since = "" if alarm.time is None else f"{duration(max(0.0, now - alarm.time))}  "
+        first, *others = _wrapped(since + alarm.text, None if width is None else width - 8)
+        reverse = "reverse " if live and alarm.critical else ""
+        lines.append(Text.assemble((label, reverse + style), (f" {first}", style)))
+        lines += [Text(f"{'':8}{row}", style=style) for row in others]
     return lines
-
-
-def _alarm_style(alarm: Alarm, live: bool, *, label: bool = True) -> str:
-    if not live:
-        return "dim"
-    if not alarm.critical:
-        return "bold yellow"
-    return "bold reverse red" if label else "bold red"
-
-
-def _since(alarm: Alarm, now: float) -> str:
-    return "" if alarm.time is None else f"{duration(max(0.0, now - alarm.time))}  "
 
 
 def event_lines(events: Sequence[Event], *, count: int) -> list[Text]:
     """Return the last events, the newest below."""
-    shown = list(events)[-count:] if count > 0 else []
-    return [
-        Text(f" {_clock(event.time)} ", style="dim").append(
-            event.text, style="not dim yellow" if event.is_trouble else "not dim"
-        )
-        for event in shown
-    ]
+    lines = []
+    for event in list(events)[-count:] if count > 0 else []:
+        clock = "--:--:--"
+        if event.time is not None:
+            clock = f"{datetime.datetime.fromtimestamp(event.time, datetime.UTC):%H:%M:%S}"
+        style = "yellow" if event.is_trouble else ""
+        lines.append(Text.assemble((f" {clock} ", "dim"), (event.text, style)))
+    return lines
 
 
 def run_rows(views: Sequence[RunView]) -> list[Text]:
     """Return one line a run."""
-    width = max((len(view.name) for view in views), default=0)
-    return [
-        Text(f" {view.name:<{width}}  ")
-        .append(f"{view.status:<8}", style=STATUS_STYLES[view.status])
-        .append(f"  step {view.step:,}")
-        .append(f"/{view.total_steps:,}" if view.total_steps else "")
-        .append(f"  loss {value(view.loss, '.4f')}")
-        .append(f"  left {duration(view.seconds_left)}" if view.seconds_left is not None else "")
-        .append(f"  {view.note}" if view.status in _TROUBLES and view.note else "")
-        for view in views
-    ]
-
-
-def all_lines(view: RunView, *, now: float, events: int) -> list[Text]:
-    """Return everything, for one print."""
-    return [
-        *head_lines(view),
-        *alarm_lines(view.alarms, now=now, live=not view.has_ended),
-        *gpu_lines(view),
-        *event_lines(view.events, count=events),
-    ]
+    width, rows = max((len(view.name) for view in views), default=0), []
+    for view in views:
+        total = f"/{view.total_steps:,}" if view.total_steps else ""
+        left = "" if view.seconds_left is None else f"  left {duration(view.seconds_left)}"
+        note = f"  {view.note}" if view.status in _TROUBLES and view.note else ""
+        figures = f"  step {view.step:,}{total}  loss {value(view.loss, '.4f')}{left}{note}"
+        status = (f"{view.status:<8}", STATUS_STYLES[view.status])
+        rows.append(Text.assemble(f" {view.name:<{width}}  ", status, figures))
+    return rows
 
 
 def shown(lines: Sequence[Text], *, ascii_only: bool) -> list[Text]:
-    """Return lines as they may go to a terminal: what would steer it becomes a question mark.
-
-    Names and messages of files could hold anything.
-    """
+    """Return lines without characters that could steer a terminal: names may hold anything."""
     for line in lines:
         line.plain = "".join(
             sign if sign.isprintable() and (sign.isascii() or not ascii_only) else "?"
@@ -265,26 +312,11 @@ def fitted(line: Text, width: int, *, ascii_only: bool) -> Text:
 
     Args:
         line: What is to be shown.
-        width: Characters that there is room for; 0: it is not known yet.
-        ascii_only: Only ASCII may be used.
+        width: Characters of a line; 0: unknown yet.
+        ascii_only: Use only ASCII.
     """
     if not width or line.cell_len <= width:
         return line
     mark = "..." if ascii_only else "\u2026"
     line.truncate(max(0, width - len(mark)))
     return line.append(mark)
-
-
-def _checkpoint(step: int) -> str:
-    """Name what a run would go on from."""
-    return f"checkpoint {step:,}" if step else "the start"
-
-
-def _equals(seconds: float | None) -> str:
-    return "" if seconds is None else f" = {duration(seconds)}"
-
-
-def _clock(unix_seconds: float | None) -> str:
-    if unix_seconds is None:
-        return "--:--:--"
-    return f"{datetime.datetime.fromtimestamp(unix_seconds, datetime.UTC):%H:%M:%S}"
