@@ -31,8 +31,7 @@ from monitor_screen import cpu_seconds, resident_mib, screen_cost
 from monitor_steps import LOG_STEPS, step_cost
 
 from refocused.metrics.jsonl import JsonLines, write_state
-from refocused.monitor.sampler.sampler_process import start_sampler
-from refocused.monitor.sampler.start_sampler import SamplerSettings
+from refocused.monitor.sampler.start_sampler import SamplerSettings, start_sampler
 from refocused.system.processes import identify
 
 sys.path.insert(0, str(ROOT / "tests" / "monitoring"))

@@ -40,7 +40,8 @@ from refocused.data.manifest.shard_manifest import (
 )
 from refocused.engine.state_files import read_state
 from refocused.evaluate.tasks import FORMS, TaskFile, read_questions
-from refocused.monitor.run_reader import RunFollower
+from refocused.monitor.run_reader import RunReader
+from refocused.monitor.run_status import view_of
 from refocused.prepare.text_documents import Reading, pieces
 from refocused.prepare.text_inputs import Span
 from refocused.system.errors import RefocusedError
@@ -190,8 +191,7 @@ def test_the_files_of_a_run(folder: Path, content: bytes, line: bytes) -> None:
     for name in ("metrics.jsonl", "events.jsonl", "gpu_metrics.jsonl"):
         (folder / "logs" / name).write_bytes(line + b"\n")
     recorded_branch(folder)
-    follower = RunFollower(folder, liveness=lambda _: None, saved_steps=lambda _: [])
-    follower.view(now=1e9)
+    view_of(RunReader(folder).read(), now=1e9)
 
 
 @fuzzed

@@ -25,8 +25,8 @@ from refocused.commands.run_selection import RUNS, find_run, whole_steps
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError
 
 if TYPE_CHECKING:
-    from refocused.monitor.run_reader import RunFollower
-    from refocused.monitor.run_status import Liveness
+    from refocused.monitor.run_reader import RunReader
+    from refocused.monitor.run_status import RunView
 
 INTERVAL_SECONDS = 2.5
 EVENTS_PRINTED = 5
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from refocused.monitor.screen.live_screen import Dashboard
 
         Dashboard(
-            [_follower(folder) for folder in folders],
+            [_reader(folder) for folder in folders],
             interval_seconds=arguments.interval,
             ascii_only=_is_ascii_only(arguments),
         ).run()
@@ -145,7 +145,7 @@ def _summarize(folders: Sequence[Path]) -> int:
     now = time.time()
     for folder in folders:
         try:
-            files = write_summary(folder, _follower(folder).view(now=now), now=now)
+            files = write_summary(folder, _view(folder, now), now=now)
         except OSError as error:
             raise RefocusedError(
                 f"{folder}: its summary cannot be written ({error.strerror}). Make room there."
@@ -156,7 +156,7 @@ def _summarize(folders: Sequence[Path]) -> int:
 
 def _print(folders: Sequence[Path], arguments: argparse.Namespace) -> int:
     now = time.time()
-    views = [_follower(folder).view(now=now) for folder in folders]
+    views = [_view(folder, now) for folder in folders]
     if arguments.json:
         records = [view.as_record() for view in views]
         print(json.dumps(records[0] if len(records) == 1 else records, indent=1))
@@ -174,22 +174,16 @@ def _print(folders: Sequence[Path], arguments: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def _follower(folder: Path) -> RunFollower:
-    from refocused.monitor.run_reader import RunFollower
+def _reader(folder: Path) -> RunReader:
+    from refocused.monitor.run_reader import RunReader
 
-    return RunFollower(folder, liveness=liveness, saved_steps=whole_steps)
+    return RunReader(folder, saved_steps=whole_steps)
 
 
-def liveness(state: Mapping[str, Any]) -> Liveness | None:
-    """Return whether the process that wrote a state still runs; None: the state names none."""
-    from refocused.system.processes import ProcessIdentity
+def _view(folder: Path, now: float) -> RunView:
+    from refocused.monitor.run_status import view_of
 
-    if state.get("host", socket.gethostname()) != socket.gethostname():
-        return "elsewhere"
-    pid, started = state.get("pid"), state.get("pid_started")
-    if not isinstance(pid, int) or not isinstance(started, int):
-        return None
-    return "alive" if ProcessIdentity(pid=pid, started=started).alive else "gone"
+    return view_of(_reader(folder).read(), now=now)
 
 
 def _is_ascii_only(arguments: argparse.Namespace) -> bool:
@@ -270,6 +264,7 @@ def run_stop(parser: Parser) -> int:
     add("--now", action="store_true", help=lost)
     arguments = parser.read()
     from refocused.metrics.jsonl import read_json, read_small
+    from refocused.monitor.run_reader import liveness_of
 
     if arguments.run:
         folder = find_run(arguments.run, option=None)
@@ -285,7 +280,7 @@ def run_stop(parser: Parser) -> int:
             else f"{folder}/state.json cannot be read ({found.trouble}). If the run trains all the "
             f"same, `touch {folder}/STOP` lets it save and stop."
         )
-    if liveness(state) == "elsewhere":
+    if liveness_of(state) == "elsewhere":
         host = state["host"]
         if arguments.now or arguments.wait:
             raise ConfigError(f"{folder}: it trains on {host}; --now and --wait work there.")
@@ -311,7 +306,9 @@ def run_stop(parser: Parser) -> int:
 
 def _trains(state: Mapping[str, Any]) -> bool:
     """Whether the run's rank 0 lives and has not said that it ended."""
-    return state.get("status") == "training" and liveness(state) == "alive"
+    from refocused.monitor.run_reader import liveness_of
+
+    return state.get("status") == "training" and liveness_of(state) == "alive"
 
 
 if __name__ == "__main__":

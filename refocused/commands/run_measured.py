@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import socket
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,13 @@ from refocused.commands.output import count_text
 from refocused.commands.run_selection import whole_steps
 from refocused.config.load_run import read_run
 from refocused.config.prices import cost_usd, usd_per_million_tokens
-from refocused.metrics.history import METRICS_FILE, MetricsTimeline, StepPoint
-from refocused.metrics.jsonl import JsonLinesTail, Record, number, read_json, read_small
+from refocused.metrics.history import METRICS_FILE, StepPoint
+from refocused.metrics.jsonl import JsonLinesTail, Record, number
 from refocused.metrics.run_time import PERFORMANCE_FILE, RunTime, run_time
 from refocused.metrics.step_metrics import duration
-from refocused.monitor.run_findings import (
-    RECENT_STEPS,
-    mean_step_seconds,
-    mean_tokens_per_second,
-    resume_step,
-    seconds_left,
-)
+from refocused.monitor.run_reader import RunReader
+from refocused.monitor.run_status import mean_step_seconds, mean_tokens_per_second, seconds_left
 from refocused.system.errors import RefocusedError
-from refocused.system.processes import ProcessIdentity
 
 _NEEDED = {"run", "step", "total_steps", "tokens", "seconds", "cost_usd", "updated"}
 
@@ -71,12 +64,12 @@ def measure(
     Raises:
         RefocusedError: The folder holds no run that has trained.
     """
-    found = read_small(run / "state.json")
-    state = found.content
-    if found.trouble is not None:
+    found = RunReader(run, saved_steps=whole_steps, recent_only=True).read()
+    state = found.state
+    if found.state_trouble is not None:
         raise RefocusedError(
-            f"{run}/state.json cannot be read: {found.trouble}. `launch/monitor.py {run} --once` "
-            "shows what the run's other files say."
+            f"{run}/state.json cannot be read: {found.state_trouble}. `launch/monitor.py {run} "
+            "--once` shows what the run's other files say."
         )
     if state is None or not state.keys() >= _NEEDED:
         raise RefocusedError(
@@ -86,17 +79,13 @@ def measure(
     config = read_run(run / "run.yaml")
     records = JsonLinesTail(run / PERFORMANCE_FILE).records()
     metrics = JsonLinesTail(run / METRICS_FILE).records()
-    timeline = MetricsTimeline()
-    for record in metrics:
-        timeline.add(record)
+    status = str(state.get("status", "unknown"))
     return _figures(
         state,
-        status=_status(state),
-        checkpoint_step=resume_step(
-            whole_steps(run / "checkpoints"), read_json(run / "mirror.json")
-        ),
+        status="crashed" if status == "training" and found.liveness == "gone" else status,
+        checkpoint_step=found.resume_step,
         used=run_time(records),
-        steps=timeline.steps,
+        steps=found.steps,
         validation_seconds=_mean(metrics, "validation", "seconds"),
         save_seconds=_mean(records, "save", "save_stall_seconds"),
         per_hour_usd=per_hour_usd or config.cost.per_hour_usd,
@@ -106,7 +95,7 @@ def measure(
 
 
 def _figures(
-    state: dict[str, Any],
+    state: Mapping[str, Any],
     *,
     status: str,
     checkpoint_step: int,
@@ -141,8 +130,8 @@ def _figures(
         usd_per_million_tokens=usd_per_million_tokens(cost, tokens),
         goodput_fraction=used.goodput_fraction,
         time_line=used.as_line() if used.sessions else "",
-        step_seconds=mean_step_seconds(steps[-RECENT_STEPS:]),
-        tokens_per_second=mean_tokens_per_second(steps[-RECENT_STEPS:]),
+        step_seconds=mean_step_seconds(steps),
+        tokens_per_second=mean_tokens_per_second(steps),
         validation_seconds=validation_seconds,
         save_seconds=save_seconds,
         resumes_from=resumes_from,
@@ -172,17 +161,6 @@ def _budget_step(
         return total
     share = min(1.0, (budget_usd - cost) / left)
     return step + int((total - step) * share)
-
-
-def _status(state: dict[str, Any]) -> str:
-    """Return the run's status; one whose process is gone without a word has crashed."""
-    status = str(state.get("status", "unknown"))
-    if status != "training" or state.get("host") != socket.gethostname():
-        return status
-    process = ProcessIdentity.model_validate(
-        {"pid": state.get("pid", 0), "started": state.get("pid_started", 0)}
-    )
-    return status if process.alive else "crashed"
 
 
 def _unix_seconds(moment: str) -> float:

@@ -10,20 +10,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from refocused.config.yaml_source import parse_yaml_mapping
-from refocused.metrics.history import (
-    METRICS_FILE,
-    LossPoint,
-    MetricsTimeline,
-    StepPoint,
-    unix_time,
-)
+from refocused.metrics.history import METRICS_FILE, LossPoint, MetricsTimeline, StepPoint, unix_time
 from refocused.metrics.jsonl import JsonLinesTail, Record, number, read_json, read_small, text
 from refocused.monitor.readings import AlarmEvent, GpuSample, SamplesTail, SystemSample
 from refocused.system.processes import ProcessIdentity
 from refocused.system.strict_json import MalformedError
 
 RECENT_STEPS = 51  # logged steps: the last one, and 50 to compare it with
-METRICS_BYTES = 1 << 16  # of the end of the metrics file: more than the recent steps
+METRICS_BYTES = 1 << 17  # of the end of the metrics file: more than the recent steps
 SAMPLES_BYTES = 1 << 20  # of the end of a file of readings: some minutes of eight GPUs
 EVENTS_KEPT = 50
 OLD_SAMPLE_SECONDS = 60.0  # before the newest one: that GPU or machine is of an earlier session
@@ -167,7 +161,7 @@ class RunReader:
         Args:
             folder: The run's folder.
             saved_steps: Lists the steps in a folder of checkpoints.
-            recent_only: Read the state, the mirror and the last logged steps alone.
+            recent_only: Read the state, the mirror, checkpoints and the last logged steps alone.
         """
         self.folder = folder
         self._saved_steps = saved_steps
@@ -199,6 +193,7 @@ class RunReader:
             state_trouble=state.trouble,
             mirror=None if self._mirror is None else Mirror.from_record(self._mirror),
             steps=self._timeline.steps,
+            saved_steps=self._saved_steps(self.folder / "checkpoints"),
             liveness=None if self._state is None else liveness_of(self._state),
         )
         return found if self._recent_only else self._with_the_rest(found)
@@ -206,13 +201,14 @@ class RunReader:
     def _with_the_rest(self, found: RunFiles) -> RunFiles:
         self._read_logs("events*.jsonl", JsonLinesTail, self._take_event)
         self._read_logs("gpu_metrics*.jsonl", _last_samples, self._take_sample)
-        sampled = max((at for at, _ in (*self._gpus.values(), *self._systems.values())), default=None)
+        sampled = max(
+            (at for at, _ in (*self._gpus.values(), *self._systems.values())), default=None
+        )
         oldest = (sampled or 0.0) - OLD_SAMPLE_SECONDS
         return dataclasses.replace(
             found,
             settings=self._read_settings(),
             validations=self._timeline.validations,
-            saved_steps=self._saved_steps(self.folder / "checkpoints"),
             saved_time=self._saved_time,
             gpus=[one for _, (at, one) in sorted(self._gpus.items()) if at >= oldest],
             systems=[one for _, (at, one) in sorted(self._systems.items()) if at >= oldest],
@@ -277,7 +273,7 @@ def event_of(record: Record) -> Event | None:
 
 
 def liveness_of(state: Mapping[str, Any]) -> Liveness | None:
-    """Return whether the process that wrote a `state.json` runs; None: it does not say who it is."""
+    """Return whether the process that wrote a `state.json` runs; None: it names none."""
     if state.get("host", socket.gethostname()) != socket.gethostname():
         return "elsewhere"
     pid, started = state.get("pid"), state.get("pid_started")

@@ -62,7 +62,7 @@ class LocalShards:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunView:
-    """A run at one moment; None is unknown. Times and money of a live run go on since its last line.
+    """A run at one moment; None is unknown. Time and money of a live run go on from its last line.
 
     Attributes:
         status: `silent`: it trains but has logged nothing for long; `crashed`: its state says that

@@ -13,6 +13,7 @@ from monitor.watched_run import GPU, WatchedRun, new_run
 
 from refocused.commands import monitor
 from refocused.commands.run_selection import whole_steps
+from refocused.monitor.run_reader import liveness_of
 from refocused.system.processes import this_process
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "monitor.py"
@@ -73,7 +74,7 @@ def test_without_any_run_no_option_is_named_that_is_not_there(
 def test_the_process_of_a_state_is_looked_for(
     state: dict[str, object], expected: str | None
 ) -> None:
-    assert monitor.liveness(state) == expected
+    assert liveness_of(state) == expected
 
 
 def test_only_steps_with_a_manifest_are_whole(tmp_path: Path) -> None:

@@ -1,72 +1,165 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from checkpoints.fake_owner import FACTS, FakeOwner
 
-from refocused.metrics.history import LossHistory, LossPoint, loss_history, read_history
+from refocused.checkpoints.step.checkpointer import Checkpointer
+from refocused.checkpoints.step.step_directory import StepDirectory, read_step
+from refocused.checkpoints.step.verify import verify
+from refocused.data.order.position import Position
+from refocused.metrics import history as history_module
+from refocused.metrics.history import (
+    HISTORY,
+    LossHistory,
+    LossPoint,
+    MetricsTimeline,
+    end_of,
+    read_history,
+)
 from refocused.metrics.jsonl import JsonLines
-from refocused.monitor.screen.pictures import draw_history
+from refocused.system.world import World
+from refocused.train.step.state import TrainState
+
+Record = dict[str, Any]
 
 
-def steps(*pairs: tuple[int, float | None]) -> list[dict[str, object]]:
+def steps(*pairs: tuple[int, float | None]) -> list[Record]:
     return [{"kind": "step", "step": step, "loss": loss} for step, loss in pairs]
 
 
-def validation(step: int, loss: float | None) -> dict[str, object]:
+def validation(step: int, loss: float | None) -> Record:
     return {"kind": "validation", "step": step, "validation_loss": loss}
 
 
-def seen(history: LossHistory) -> list[tuple[int, float | None]]:
-    return [(point.step, point.loss) for point in history.training]
+def losses(records: list[Record]) -> LossHistory:
+    timeline = MetricsTimeline()
+    for record in records:
+        timeline.add(record)
+    return timeline.losses
 
 
-def test_steps_and_validations_are_told_apart() -> None:
-    history = loss_history([*steps((10, 3.0), (20, 2.5)), validation(20, 2.6), *steps((30, 2.4))])
-    assert seen(history) == [(10, 3.0), (20, 2.5), (30, 2.4)]
-    assert history.validation == [LossPoint(20, 2.6)]
+def history(*training: tuple[int, float | None], validation: list[LossPoint]) -> LossHistory:
+    return LossHistory([LossPoint(step, loss) for step, loss in training], validation)
 
 
-def test_after_a_rewind_the_later_line_of_a_step_wins() -> None:
-    history = loss_history(steps((10, 3.0), (20, 2.5), (10, 3.1), (20, 2.7), (30, 2.4)))
-    assert seen(history) == [(10, 3.1), (20, 2.7), (30, 2.4)]
-
-
-def test_what_lies_beyond_a_rewind_belongs_to_a_way_that_was_left() -> None:
-    records = [*steps((10, 3.0), (20, 2.5)), validation(20, 2.0), *steps((30, 2.2), (15, 2.8))]
-    history = loss_history(records)
-    assert seen(history) == [(10, 3.0), (15, 2.8)]
-    assert history.validation == []
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        (
+            [*steps((10, 3.0), (20, 2.5)), validation(20, 2.6), *steps((30, 2.4))],
+            history((10, 3.0), (20, 2.5), (30, 2.4), validation=[LossPoint(20, 2.6)]),
+        ),
+        (  # after a rewind the later line of a step wins
+            steps((10, 3.0), (20, 2.5), (10, 3.1), (20, 2.7), (30, 2.4)),
+            history((10, 3.1), (20, 2.7), (30, 2.4), validation=[]),
+        ),
+        (  # what lies beyond a rewind belongs to another branch
+            [*steps((10, 3.0), (20, 2.5)), validation(20, 2.0), *steps((30, 2.2), (15, 2.8))],
+            history((10, 3.0), (15, 2.8), validation=[]),
+        ),
+    ],
+)
+def test_the_losses_are_those_of_the_present_branch(
+    records: list[Record], expected: LossHistory
+) -> None:
+    assert losses(records) == expected
 
 
 def test_the_best_is_the_lowest_finite_validation() -> None:
     records = [validation(10, 2.5), validation(20, None), validation(30, 2.1), validation(40, 2.3)]
-    assert loss_history(records).best == LossPoint(30, 2.1)
-    assert loss_history(records[1:2]).best is None
+    assert losses(records).best == LossPoint(30, 2.1)
+    assert losses(records[1:2]).best is None
 
 
 def test_a_torn_line_and_other_records_are_left_out(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
+    with pytest.raises(FileNotFoundError):
+        read_history(file)
     lines = JsonLines(file)
-    lines.write(steps((1, 3.0))[0])
-    lines.write({"kind": "note", "step": 5})
-    lines.write(steps((2, float("nan")))[0])
+    for record in (*steps((1, 3.0)), {"kind": "note", "step": 5}, *steps((2, float("nan")))):
+        lines.write(record)
     lines.close()
     with file.open("ab") as torn:
         torn.write(json.dumps(steps((3, 1.0))[0]).encode()[:20])
-    assert seen(read_history(file)) == [(1, 3.0), (2, None)]
+    assert read_history(file) == history((1, 3.0), (2, None), validation=[])
 
 
-def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        read_history(tmp_path / "none.jsonl")
+LINES = b"".join(b'{"kind": "step", "step": %d, "loss": 2.5}\n' % step for step in range(1, 11))
 
 
-@pytest.mark.parametrize(
-    "records", [steps((1, 3.0), (2, None), (3, 2.5)), [validation(1, 2.0)], [validation(1, None)]]
-)
-def test_every_history_can_be_drawn(tmp_path: Path, records: list[dict[str, object]]) -> None:
-    file = tmp_path / "new" / "loss.png"
-    draw_history(loss_history(records), file, title="one")
-    assert file.read_bytes().startswith(b"\x89PNG")
+@pytest.fixture
+def metrics(tmp_path: Path) -> Path:
+    path = tmp_path / "run" / "logs" / "training_metrics.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(LINES)
+    return path
+
+
+def checkpointer(metrics: Path, *, run: str = FACTS.run) -> Checkpointer:
+    facts = dataclasses.replace(FACTS, run=run)
+    return Checkpointer(metrics.parents[1] / "steps", world=World(), facts=facts, history=metrics)
+
+
+@pytest.fixture
+def step(metrics: Path) -> StepDirectory:
+    state = TrainState(step=10, tokens=1, position=Position(0, 1), loss=2.5)
+    saved = checkpointer(metrics).save(FakeOwner(), state.as_record(), files_done=0)
+    return read_step(saved.step.path)
+
+
+def resumed(step: StepDirectory, elsewhere: Path, *, run: str = FACTS.run) -> None:
+    checkpointer(elsewhere, run=run).bring_back_history(step)
+
+
+def test_a_checkpoint_vouches_for_the_history_that_it_keeps(step: StepDirectory) -> None:
+    assert (step.path / HISTORY).read_bytes() == LINES
+    assert HISTORY in step.manifest.files
+    assert verify(step, deep=True) == []
+
+
+def test_a_resume_brings_the_history_where_there_is_none(
+    step: StepDirectory, metrics: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "other" / "logs" / "training_metrics.jsonl"
+    checkpointer(elsewhere).load(FakeOwner(), step, exact=True)
+    assert not elsewhere.exists()  # loading alone brings none
+    resumed(step, elsewhere, run="branch")
+    assert not elsewhere.exists()  # nor is another run's taken
+    resumed(step, elsewhere)
+    assert elsewhere.read_bytes() == LINES
+    elsewhere.write_bytes(b"")
+    resumed(step, elsewhere)
+    assert elsewhere.read_bytes() == LINES
+    metrics.write_bytes(LINES + b"later\n")
+    resumed(step, metrics)
+    assert metrics.read_bytes() == LINES + b"later\n"  # what is there stays as it is
+
+
+def test_a_disk_that_refuses_it_costs_the_history_alone(
+    step: StepDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    resumed(step, tmp_path / "file" / "logs" / "training_metrics.jsonl")
+    assert "The losses before step 10 are not in" in caplog.text
+
+
+def test_only_whole_lines_of_the_end_are_kept(
+    metrics: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = LINES.splitlines(keepends=True)
+    with metrics.open("ab") as file:
+        file.write(b'{"kind": "st')  # torn by a crash
+    assert end_of(metrics) == LINES
+    monkeypatch.setattr(history_module, "MOST_BYTES", 3 * len(last[-1]))
+    assert end_of(metrics) == b"".join(last[-2:])
+    metrics.write_bytes(LINES)
+    assert end_of(metrics) == b"".join(last[-3:])
+    metrics.write_bytes(b"{")
+    assert end_of(metrics) is None
+    metrics.unlink()
+    assert end_of(metrics) is None

@@ -1,57 +1,77 @@
 from __future__ import annotations
 
-import pytest
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+import pytest
+from monitor.watched_run import GPU
+
+from refocused.config.outputs import CostConfig
+from refocused.metrics.history import StepPoint
+from refocused.monitor.readings import GpuSample, SystemSample
+from refocused.monitor.run_reader import Mirror, RunFiles
+from refocused.monitor.sampler.alarm_rules import (
+    DiskPoint,
+    gpu_readings,
+    hours_until_full,
+    system_readings,
+)
 from refocused.monitor.sampler.alarms import (
     Key,
     Level,
     Reading,
     Standing,
+    bad_above,
+    bad_below,
     judge,
-    level_above,
-    level_below,
     still_raised,
 )
+from refocused.monitor.sampler.run_alarms import is_training, run_readings
 
 
-def told(levels: list[Level], *, raised_after: float = 0, cleared_after: float = 0) -> list[str]:
-    """What is told of one alarm whose readings come a second apart."""
+def by_alarm(readings: Iterable[Reading], subject: str | None = None) -> dict[str, Reading]:
+    """Readings of a subject by the name of their alarm, of which each may have one."""
+    found = [one for one in readings if subject in (None, one.subject)]
+    named = {one.alarm: one for one in found}
+    assert len(named) == len(found)
+    return named
+
+
+def texts(levels: list[Level], *, raised_after: float = 0, cleared_after: float = 0) -> list[str]:
+    """The events of one alarm whose readings come a second apart."""
     standings: dict[Key, Standing] = {}
-    lines = []
+    found = []
+    delays = {"raised_after_seconds": raised_after, "cleared_after_seconds": cleared_after}
     for second, level in enumerate(levels):
-        reading = Reading(
-            "heat",
-            "GPU 5",
-            level,
-            f"text {second}",
-            raised_after_seconds=raised_after,
-            cleared_after_seconds=cleared_after,
-        )
+        reading = Reading("heat", "GPU 5", level, f"text {second}", **delays)
         standings, events = judge(standings, [reading], now=float(second), host="here")
-        lines += [event.text for event in events]
-    return lines
+        found += [event.text for event in events]
+    return found
 
 
-def test_an_alarm_begins_and_ends_once() -> None:
-    assert told(["good", "bad", "bad", "bad", "good", "good"]) == ["text 1", "over: text 4"]
+@pytest.mark.parametrize(
+    ("levels", "delays", "expected"),
+    [
+        # An alarm begins and ends once.
+        ("good bad bad bad good good", {}, ["text 1", "over: text 4"]),
+        # A value that wavers around a limit changes nothing.
+        ("bad between bad between bad", {}, ["text 0"]),
+        ("good between good between", {}, []),
+        # A reading must last.
+        ("bad bad good bad bad", {"raised_after": 2}, []),
+        ("bad between bad bad", {"raised_after": 2}, []),
+        ("bad bad bad bad", {"raised_after": 2}, ["text 2"]),
+        ("bad good good bad good good good", {"cleared_after": 2}, ["text 0", "over: text 6"]),
+    ],
+)
+def test_when_an_alarm_begins_and_ends(
+    levels: str, delays: dict[str, float], expected: list[str]
+) -> None:
+    assert texts(levels.split(), **delays) == expected  # type: ignore[arg-type]
 
 
-def test_a_value_that_wavers_around_a_limit_tells_nothing_new() -> None:
-    assert told(["bad", "between", "bad", "between", "bad"]) == ["text 0"]
-    assert told(["good", "between", "good", "between"]) == []
-
-
-def test_a_reading_must_last() -> None:
-    assert told(["bad", "bad", "good", "bad", "bad"], raised_after=2) == []
-    assert told(["bad", "between", "bad", "bad"], raised_after=2) == []
-    assert told(["bad", "bad", "bad", "bad"], raised_after=2) == ["text 2"]
-    assert told(["bad", "good", "good", "bad", "good", "good", "good"], cleared_after=2) == [
-        "text 0",
-        "over: text 6",
-    ]
-
-
-def test_subjects_are_told_apart_and_without_a_reading_an_alarm_stays() -> None:
+def test_subjects_are_kept_apart_and_without_a_reading_an_alarm_stays() -> None:
     bad = [Reading("heat", gpu, "bad", gpu, "critical") for gpu in ("GPU 1", "GPU 2")]
     standings, events = judge({}, bad, now=0, host="here")
     assert [(event.subject, event.raised, event.severity) for event in events] == [
@@ -71,8 +91,9 @@ def test_subjects_are_told_apart_and_without_a_reading_an_alarm_stays() -> None:
     [(79, "good", "bad"), (80, "good", "bad"), (83, "between", "between"), (85, "bad", "good")],
 )
 def test_levels(value: float, above: Level, below: Level) -> None:
-    assert level_above(value, bad=85, good=80) == above
-    assert level_below(value, bad=80, good=85) == below
+    assert bad_above("heat", "x", value, (85, 80), text="")[0].level == above
+    assert bad_below("speed", "x", value, (80, 85), text="")[0].level == below
+    assert bad_above("heat", "x", None, (85, 80), text="") == []
 
 
 def test_what_an_earlier_start_has_left_raised() -> None:
@@ -87,3 +108,309 @@ def test_what_an_earlier_start_has_left_raised() -> None:
         ("b", False, "node2"),
         ("c", False, "node2"),
     ]
+
+
+COOL = dataclasses.replace(
+    GPU,
+    uuid="GPU-5c0ffee0-0000-4000-8000-000000000005",
+    name="NVIDIA H100 80GB HBM3",
+    temperature_celsius=61,
+    slowdown_celsius=87,
+    memory_temperature_celsius=70,
+    power_watts=540.2,
+    sm_clock_mhz=1305,
+    remap_pending=False,
+    remap_failed=False,
+    pcie_width=16,
+)
+
+
+def gpu(index: int, **changes: Any) -> GpuSample:
+    return dataclasses.replace(COOL, index=index, local_rank=index, **changes)
+
+
+def test_nothing_is_wrong_with_a_busy_gpu() -> None:
+    found = list(gpu_readings([gpu(0), gpu(1), gpu(2)], is_training=True))
+    assert {reading.level for reading in found} == {"good"}
+    assert len({reading.alarm for reading in found}) == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "alarm", "level", "words"),
+    [
+        ({"lost": True}, "gpu_lost", "bad", "node1 GPU 1 (GPU-5c0ffee0"),
+        ({"lost": True, "uuid": None}, "gpu_lost", "bad", "of unknown UUID"),
+        ({"temperature_celsius": 85}, "gpu_temperature", "bad", "85 C; it slows down at 87 C"),
+        ({"temperature_celsius": 84}, "gpu_temperature", "between", ""),
+        ({"temperature_celsius": 80}, "gpu_temperature", "good", ""),
+        ({"temperature_celsius": 93, "slowdown_celsius": 98}, "gpu_temperature", "between", ""),
+        ({"temperature_celsius": 85, "slowdown_celsius": None}, "gpu_temperature", "bad", "87 C"),
+        ({"memory_temperature_celsius": 95}, "gpu_memory_temperature", "bad", "95 C"),
+        ({"memory_temperature_celsius": 91}, "gpu_memory_temperature", "between", ""),
+        (
+            {"throttle_reasons": ("hw_thermal",), "temperature_celsius": 88},
+            "gpu_throttle",
+            "bad",
+            "node1 GPU 1 hw thermal: 1305 of 1980 MHz, 88 C",
+        ),
+        ({"ecc_uncorrected": 2}, "gpu_ecc", "bad", "2 memory errors"),
+        ({"ecc_corrected": 9000}, "gpu_ecc", "good", ""),
+        ({"remap_failed": True}, "gpu_remap_failed", "bad", "exchanged"),
+        ({"remap_pending": True}, "gpu_remap_pending", "bad", "reset"),
+        ({"nvlinks_active": 17}, "gpu_nvlink", "bad", "17 NVLinks that are up, others have 18"),
+        ({"pcie_width": 8}, "gpu_pcie", "bad", "8 PCIe lanes, others have 16"),
+        ({"pcie_generation": 1}, "gpu_pcie", "good", ""),  # an idle link saves power
+        ({"power_limit_watts": 500.0}, "gpu_power_limit", "bad", "500 W, others of its kind 700"),
+        ({"power_watts": 771.0}, "gpu_power", "bad", "771 W of 700 W"),
+        ({"power_watts": 705.0}, "gpu_power", "good", ""),
+        ({"utilization_fraction": 0.3}, "gpu_idle", "bad", "busy 30% of the time"),
+        ({"utilization_fraction": 0.4}, "gpu_idle", "between", ""),
+        # A GPU of another kind is no measure.
+        ({"name": "NVIDIA L4", "pcie_width": 8}, "gpu_pcie", "good", ""),
+        ({"name": "L4", "power_limit_watts": 600.0}, "gpu_power_limit", "good", ""),
+    ],
+)
+def test_a_gpu_among_healthy_ones(
+    changes: dict[str, Any], alarm: str, level: str, words: str
+) -> None:
+    found = list(gpu_readings([gpu(0), gpu(1, **changes), gpu(2)], is_training=True))
+    reading = by_alarm(found, "node1 GPU 1")[alarm]
+    assert reading.level == level
+    assert words in reading.text
+    for other in ("node1 GPU 0", "node1 GPU 2"):
+        assert by_alarm(found, other)[alarm].level == "good"
+
+
+def test_what_all_gpus_lack_is_how_the_machine_is_built() -> None:
+    changes = {"nvlinks_active": 0, "pcie_width": 8, "power_limit_watts": 350.0}
+    gpus = [gpu(index, power_watts=300.0, **changes) for index in range(4)]
+    assert {one.level for one in gpu_readings(gpus, is_training=True)} == {"good"}
+
+
+def test_only_gpus_that_should_work_are_idle() -> None:
+    idle = gpu(0, utilization_fraction=0.0)
+    assert by_alarm(gpu_readings([idle], is_training=True))["gpu_idle"].level == "bad"
+    assert by_alarm(gpu_readings([idle], is_training=False))["gpu_idle"].level == "good"
+    nobodys = dataclasses.replace(idle, local_rank=None)
+    assert "gpu_idle" not in by_alarm(gpu_readings([nobodys], is_training=True))
+
+
+def test_what_is_unknown_is_no_alarm_and_no_all_clear() -> None:
+    for lost in (False, True):
+        unknown = GpuSample(host="node1", index=0, lost=lost)
+        assert set(by_alarm(gpu_readings([unknown], is_training=True))) == {"gpu_lost"}
+    assert by_alarm(system_readings(SystemSample(host="node1"), [])) == {}
+
+
+def falling(start_gib: float, gib_per_hour: float, *, hours: float) -> list[DiskPoint]:
+    """A disk that fills evenly, seen once a minute."""
+    minutes = range(round(60 * hours) + 1)
+    return [(60.0 * m, start_gib - gib_per_hour * m / 60) for m in minutes]
+
+
+@pytest.mark.parametrize(
+    ("disk", "hours"),
+    [
+        ([], None),
+        (falling(100, 20, hours=1), 4.0),
+        (falling(100, 20, hours=0.3), None),  # too short to tell a trend from a save
+        (falling(100, -5, hours=1), None),
+        (falling(100, 0, hours=1), None),
+        (falling(100, 10, hours=3), 7.0),
+        ([(0.0, 900.0), (3600.0, 100.0), (7200.0, 50.0)], 1.0),  # only the last hour counts
+    ],
+)
+def test_hours_until_a_disk_is_full(disk: list[DiskPoint], hours: float | None) -> None:
+    assert hours_until_full(disk) == (None if hours is None else pytest.approx(hours))
+
+
+@pytest.mark.parametrize(
+    ("alarm", "facts", "level"),
+    [
+        ("disk_full", {"disk_free_gib": 4.9, "disk_total_gib": 100}, "bad"),
+        ("disk_full", {"disk_free_gib": 8.0, "disk_total_gib": 100}, "between"),
+        ("disk_full", {"disk_free_gib": 11.0, "disk_total_gib": 100}, "good"),
+        ("disk_full", {"disk_free_gib": 19.0, "disk_total_gib": 1000}, "bad"),
+        ("disk_filling", {"disk_free_gib": 19.0, "disk_total_gib": 1000}, "good"),
+        ("memory", {"memory_used_gib": 95.0, "memory_total_gib": 100.0}, "bad"),
+        ("memory", {"memory_used_gib": 92.0, "memory_total_gib": 100.0}, "between"),
+        ("memory", {"memory_used_gib": 90.0, "memory_total_gib": 100.0}, "good"),
+    ],
+)
+def test_disk_and_memory(alarm: str, facts: dict[str, Any], level: str) -> None:
+    assert by_alarm(system_readings(SystemSample("node1", **facts), []))[alarm].level == level
+
+
+@pytest.mark.parametrize(("hours", "level"), [(2.9, "bad"), (4.0, "between"), (7.0, "good")])
+def test_a_filling_disk_says_for_how_long_there_is_room(hours: float, level: str) -> None:
+    disk = falling(60 * (hours + 1), 60, hours=1)
+    system = SystemSample(host="node1", disk_free_gib=disk[-1][1], disk_total_gib=1000)
+    reading = by_alarm(system_readings(system, disk))["disk_filling"]
+    assert reading.level == level
+    assert f"full in {hours} h" in reading.text
+
+
+BEGAN = 1_000_000.0
+MIRROR = Mirror("gs://b", None, 0, None, 0, None, heartbeat=BEGAN + 600, drained=False)
+
+
+def logged(count: int, *, gap: float = 10.0, last_loss: float | None = 2.9) -> list[StepPoint]:
+    """Steps that were logged evenly; their losses waver by 0.05 around 2.9."""
+    steps = [
+        StepPoint(10 * n, BEGAN + gap * n, 2.9 + 0.05 * (-1) ** n) for n in range(1, count + 1)
+    ]
+    return [*steps[:-1], dataclasses.replace(steps[-1], loss=last_loss)]
+
+
+def readings(
+    steps: Sequence[StepPoint],
+    *,
+    after: float = 5.0,
+    alive: bool = True,
+    mirror: Mirror | None = None,
+    cost: CostConfig | None = None,
+    **state: Any,
+) -> dict[str, Reading]:
+    """What the rules find of a run so many seconds after its last step."""
+    step = steps[-1].step if steps else 0
+    known = {"status": "training", "step": step, "total_steps": 100_000, **state}
+    now = (steps[-1].time or BEGAN) + after if steps else BEGAN + after
+    run = RunFiles("one", state=known, steps=steps, mirror=mirror)
+    found = run_readings(run, cost or CostConfig(), began=BEGAN, alive=alive, now=now)
+    return by_alarm(found)
+
+
+def test_nothing_is_wrong_with_a_run_that_goes_on() -> None:
+    cost = CostConfig(per_hour_usd=8.0, budget_usd=50.0, credit_usd=50.0)
+    steps = logged(60)
+    steps[-1] = dataclasses.replace(steps[-1], cost_left_usd=5.0)
+    found = readings(steps, mirror=MIRROR, cost=cost, cost_usd=10.0)
+    assert {reading.level for reading in found.values()} == {"good"}
+    assert len(found) == 11
+
+
+def test_a_run_that_hangs() -> None:
+    steps = logged(30, gap=60)
+    assert readings(steps, after=299)["no_step"].level == "good"
+    reading = readings(steps, after=301)["no_step"]
+    assert (reading.level, reading.severity) == ("bad", "critical")
+    assert "step 300 was logged 5.0 min ago" in reading.text
+
+
+@pytest.mark.parametrize(
+    "state", [{"status": "finished"}, {"status": "stopped"}, {"step": 100_000}, {"status": None}]
+)
+def test_a_run_that_need_not_step(state: dict[str, Any]) -> None:
+    assert readings(logged(30), after=1e5, **state)["no_step"].level == "good"
+
+
+def test_the_steps_of_earlier_sessions_are_long_ago() -> None:
+    earlier = [dataclasses.replace(one, time=(one.time or 0) - 1e6) for one in logged(30)]
+    assert readings(earlier, after=1e6)["no_step"].level == "good"
+
+
+@pytest.mark.parametrize(
+    ("steps", "alive", "state", "expected"),
+    [
+        (logged(3), True, {}, True),
+        (logged(3), False, {}, False),
+        (logged(3), True, {"status": "finished"}, False),
+        (logged(3), True, {"step": 9}, False),  # the last one
+        ([StepPoint(3, BEGAN - 1000)], True, {}, False),  # of an earlier session
+        ([], True, {}, False),
+    ],
+)
+def test_whether_a_run_takes_steps(
+    steps: list[StepPoint], alive: bool, state: dict[str, Any], expected: bool
+) -> None:
+    known = {"status": "training", "step": 3, "total_steps": 9, **state}
+    run = RunFiles("one", state=known, steps=steps)
+    assert is_training(run, began=BEGAN, alive=alive) == expected
+    assert not is_training(RunFiles("one"), began=BEGAN, alive=True)
+
+
+def test_a_run_that_was_killed() -> None:
+    found = readings(logged(3), alive=False)
+    assert found["run_died"].level == "bad"
+    assert "no_step" not in found
+    for status in ("finished", "stopped", "failed"):
+        assert readings(logged(3), alive=False, status=status)["run_died"].level == "good"
+
+
+@pytest.mark.parametrize(
+    ("loss", "level"), [(3.5, "bad"), (3.25, "between"), (3.0, "good"), (1.0, "good")]
+)
+def test_a_loss_that_jumps(loss: float, level: str) -> None:
+    reading = readings(logged(51, last_loss=loss))["loss_spike"]
+    assert reading.level == level
+    assert f"{loss:.4f}, the median of the 50 logged before it" in reading.text
+
+
+def test_losses_that_waver_much_or_are_few_make_no_spike() -> None:
+    noisy = [StepPoint(n, BEGAN + n, 3.0 + (-1) ** n) for n in range(50)]
+    assert readings([*noisy, StepPoint(50, BEGAN + 50, 5.0)])["loss_spike"].level == "good"
+    assert "loss_spike" not in readings(logged(10, last_loss=9.0))
+
+
+def test_a_loss_that_is_not_finite() -> None:
+    found = readings(logged(51, last_loss=None))
+    assert (found["non_finite"].level, found["non_finite"].severity) == ("bad", "critical")
+    assert "loss_spike" not in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "alarm", "level"),
+    [
+        ({"waiting": 3}, "mirror_behind", "bad"),
+        ({"waiting": 2}, "mirror_behind", "between"),
+        ({"last_error": "503"}, "mirror_failing", "bad"),
+        ({"heartbeat": BEGAN - 1000}, "mirror_silent", "bad"),
+        # One that has finished says nothing while the model is exported.
+        ({"heartbeat": BEGAN - 1000, "drained": True}, "mirror_silent", "good"),
+    ],
+)
+def test_the_mirror(changes: dict[str, Any], alarm: str, level: str) -> None:
+    mirror = dataclasses.replace(MIRROR, **changes)
+    assert readings(logged(10), mirror=mirror)[alarm].level == level
+    for silent in (None, dataclasses.replace(mirror, heartbeat=None)):
+        found = readings(logged(10), mirror=silent)
+        assert not any(name.startswith("mirror") for name in found)
+
+
+def test_what_was_wrong_with_a_run_is_over_when_it_has_ended_well() -> None:
+    ended = {"status": "finished", "step": 100_000, "mirror": MIRROR}
+    found = readings(logged(30), alive=False, **ended)
+    for alarm in ("no_step", "mirror_behind", "mirror_failing", "mirror_silent"):
+        assert found[alarm].level == "good"
+    late = readings(logged(30), alive=False, after=1e5, **ended)
+    assert "A rank may hang" not in late["no_step"].text
+    # Of a new session that has written nothing yet, the mirror's last words are of the one before.
+    assert "mirror_silent" not in readings([], status="finished", mirror=MIRROR, after=1e5)
+
+
+@pytest.mark.parametrize(
+    ("spent", "levels"), [(79.0, ("good", "good")), (80.0, ("bad", "good")), (96.0, ("bad", "bad"))]
+)
+def test_the_budget(spent: float, levels: tuple[str, str]) -> None:
+    found = readings([], cost=CostConfig(per_hour_usd=8.0, budget_usd=100.0), cost_usd=spent)
+    assert (found["budget_80"].level, found["budget_95"].level) == levels
+
+
+@pytest.mark.parametrize(
+    ("spent", "left", "short", "ending"),
+    [
+        (10.0, 85.0, "good", "good"),
+        (10.0, 88.0, "between", "good"),
+        (10.0, 90.0, "bad", "good"),
+        (81.0, 30.0, "bad", "between"),
+        (85.0, 10.0, "good", "bad"),
+        (101.0, 5.0, "bad", "bad"),
+    ],
+)
+def test_the_credit(spent: float, left: float, short: str, ending: str) -> None:
+    steps = [StepPoint(1, BEGAN, 3.0, cost_left_usd=left)]
+    cost = CostConfig(per_hour_usd=8.0, credit_usd=100.0)
+    found = readings(steps, cost=cost, cost_usd=spent)
+    assert (found["credit_short"].level, found["credit_ending"].level) == (short, ending)
+    found = readings(steps, cost_usd=spent)  # without prices there is no alarm
+    assert not any(name.startswith(("budget", "credit")) for name in found)

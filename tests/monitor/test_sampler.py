@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -13,12 +14,13 @@ import pynvml
 import pytest
 from nvml_machine import Machine
 
+from refocused.config.outputs import CostConfig, LogConfig
 from refocused.metrics.jsonl import JsonLines, write_state
-from refocused.monitor.sampler import alarm_rules, gpu_reader
+from refocused.monitor.sampler import alarm_rules, gpu_reader, start_sampler
 from refocused.monitor.sampler.sampler import Sampler, take_turn
-from refocused.monitor.sampler.sampler_process import SamplerError, start_sampler
 from refocused.monitor.sampler.start_sampler import SamplerSettings
 from refocused.system.processes import ProcessIdentity, identify, this_process
+from refocused.system.world import World
 
 LONG_S = 60.0
 
@@ -169,15 +171,6 @@ def rank() -> Iterator[Rank]:
     started.kill()
 
 
-@pytest.fixture
-def stand_in_for_children(
-    nvml_library: Path, eight_gpus: Machine, monkeypatch: pytest.MonkeyPatch
-) -> Machine:
-    """Eight GPUs that the sampler's process finds too."""
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(nvml_library.parent))
-    return eight_gpus
-
-
 def await_lines(file: Path, count: int) -> list[dict[str, Any]]:
     deadline = time.monotonic() + LONG_S
     while len(found := lines(file)) < count:
@@ -194,14 +187,14 @@ def await_end(pid: int) -> None:
 
 
 def test_the_process_ends_with_its_rank_and_says_that_it_was_killed(
-    tmp_path: Path, stand_in_for_children: Machine, rank: Rank
+    tmp_path: Path, eight_gpus: Machine, rank: Rank
 ) -> None:
     write_state(tmp_path / "state.json", {"status": "training", "step": 12})
     chosen = settings(tmp_path, rank.identity)
-    pid = start_sampler(chosen)
+    pid = start_sampler.start_sampler(chosen)
     assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == "1"  # no rank's
     await_lines(chosen.samples, 18)
-    stand_in_for_children.gpu(7, lost=1)
+    eight_gpus.gpu(7, lost=1)
     found = await_lines(chosen.events, 1)
     assert (found[0]["alarm"], found[0]["raised"]) == ("gpu_lost", True)
     rank.kill()
@@ -214,15 +207,13 @@ def test_the_process_ends_with_its_rank_and_says_that_it_was_killed(
 
 
 @pytest.mark.slow
-def test_of_two_on_a_machine_one_samples(
-    tmp_path: Path, stand_in_for_children: Machine, rank: Rank
-) -> None:
+def test_of_two_on_a_machine_one_samples(tmp_path: Path, eight_gpus: Machine, rank: Rank) -> None:
     """The sampler of a start that was killed ends; that of the next one goes on for it."""
     later = Rank()
-    first = start_sampler(settings(tmp_path, rank.identity))
+    first = start_sampler.start_sampler(settings(tmp_path, rank.identity))
     file = settings(tmp_path).samples
     await_lines(file, 9)
-    second = start_sampler(settings(tmp_path, later.identity))
+    second = start_sampler.start_sampler(settings(tmp_path, later.identity))
     os.kill(first, signal.SIGSTOP)
     count = len(lines(file))
     time.sleep(0.5)
@@ -246,7 +237,53 @@ def test_without_a_rank_nothing_is_said_of_a_run(tmp_path: Path, eight_gpus: Mac
     assert alarms(tmp_path) == [("gpu_lost", "7", True)]
 
 
-def test_a_sampler_that_cannot_be_started(tmp_path: Path) -> None:
+GPU_RANK = World(world_size=16, local_world_size=8, device_kind="cuda")
+
+
+def start(world: World, folder: Path, *, seconds: float = 5.0) -> list[str]:
+    """Start sampling as training does; return what is reported."""
+    reports: list[str] = []
+    start_sampler.start_sampling(
+        folder,
+        world,
+        report=lambda kind, text: reports.append(f"{kind}: {text}"),
+        log=LogConfig(sample_seconds=seconds),
+        cost=CostConfig(),
+    )
+    return reports
+
+
+def test_a_sampler_that_cannot_be_started_is_reported_and_training_goes_on(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("in the way")
-    with pytest.raises(SamplerError, match="Training goes on without"):
-        start_sampler(settings(tmp_path))
+    [report] = start(World(), tmp_path)
+    assert report.startswith("sampler_failed: The sampler of GPUs and machine")
+    assert "Training goes on without" in report
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "seconds", "count"), [(0, 5.0, 1), (1, 5.0, 0), (0, 0.0, 0)]
+)
+def test_each_machines_first_rank_starts_one_where_it_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_rank: int, seconds: float, count: int
+) -> None:
+    started: list[SamplerSettings] = []
+    monkeypatch.setattr(start_sampler, "start_sampler", started.append)
+    world = dataclasses.replace(GPU_RANK, local_rank=local_rank)
+    assert start(world, tmp_path, seconds=seconds) == []
+    assert len(started) == count
+
+
+@pytest.mark.parametrize(("device", "ranks"), [("cuda", 8), ("cpu", 0)])
+def test_the_settings_of_a_machines_sampler(tmp_path: Path, device: str, ranks: int) -> None:
+    cost = CostConfig(per_hour_usd=24, budget_usd=400, credit_usd=500)
+    found = start_sampler.sampler_settings(
+        tmp_path,
+        dataclasses.replace(GPU_RANK, rank=8, node=1, device_kind=device),
+        log=LogConfig(sample_seconds=2),
+        cost=cost,
+        environment={"CUDA_VISIBLE_DEVICES": "1,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+    )
+    assert found.training == this_process()
+    assert (found.node, found.ranks, found.interval_seconds, found.cost) == (1, ranks, 2, cost)
+    assert (found.visible_devices, found.cuda_order) == ("1,0", "PCI_BUS_ID")
+    assert SamplerSettings.model_validate_json(found.model_dump_json()) == found

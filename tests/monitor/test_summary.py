@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 from monitor.watched_run import GPU, NOW, WatchedRun, new_run
 
-from refocused.monitor.screen.pictures import thinned
-from refocused.monitor.screen.summary import counts, write_summary
+from refocused.metrics.history import LossHistory, LossPoint
+from refocused.monitor.screen.pictures import draw_history, limits, line_of
+from refocused.monitor.screen.summary import write_summary
 
 PNG = b"\x89PNG"
 
 
 def summary_of(run: WatchedRun) -> dict[str, str]:
     """Write the summary and return the rows of its Markdown."""
-    write_summary(run.folder, run.follower().view(now=NOW), now=NOW)
+    write_summary(run.folder, run.view(), now=NOW)
     lines = (run.folder / "SUMMARY.md").read_text().splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
     return {cell[0]: cell[1] for cell in cells if len(cell) == 2}
@@ -37,6 +38,7 @@ def run(tmp_path: Path) -> WatchedRun:
 
 
 def test_the_rows_say_what_the_files_say(run: WatchedRun) -> None:
+    run.line("events", NOW, {"text": "of no kind"})
     rows = summary_of(run)
     assert rows["status"] == "finished, exit code 0"
     assert rows["steps"] == "2,000 of 2,000 (100.0%)"
@@ -100,15 +102,39 @@ def test_of_a_run_of_which_little_is_known_there_is_a_summary_too(
     assert (run.folder / "summary.png").read_bytes().startswith(PNG)
 
 
-def test_events_are_counted_by_what_they_tell_of() -> None:
-    found = counts([{"kind": "alarm", "raised": True}, {"kind": "alarm"}, {"text": "x"}])
-    assert (found.sessions, found.saves, found.stall_seconds, found.alarms) == (0, 0, None, 1)
+@pytest.mark.parametrize(
+    "history",
+    [
+        LossHistory([LossPoint(1, 3.0), LossPoint(2, None), LossPoint(3, 2.5)], []),
+        LossHistory([], [LossPoint(1, 2.0)]),
+        LossHistory([], [LossPoint(1, None)]),
+    ],
+)
+def test_every_history_can_be_drawn(tmp_path: Path, history: LossHistory) -> None:
+    file = tmp_path / "new" / "loss.png"
+    draw_history(history, file, title="one")
+    assert file.read_bytes().startswith(PNG)
+
+
+def points(*values: float | None) -> list[LossPoint]:
+    return [LossPoint(step, value) for step, value in enumerate(values, 1)]
 
 
 def test_a_long_line_is_thinned_by_means_and_keeps_its_gaps() -> None:
-    assert thinned([(1, 2.0), (2, math.nan)])[0] == [1, 2]
-    places, values = thinned([(place, float(place % 2)) for place in range(3000)])
-    assert len(places) == 1000
+    places, values = line_of(points(2.0, None, math.nan), "step", "loss")
+    assert (places, values[0]) == ([1, 2, 3], 2.0)
+    assert all(map(math.isnan, values[1:]))
+    places, values = line_of(points(*(float(n % 2) for n in range(3000))), "step", "loss")
+    assert (len(places), places[-1]) == (1000, 3000)
     assert values[0] == pytest.approx(1 / 3)
-    _, values = thinned([(place, math.nan) for place in range(2000)])
+    _, values = line_of(points(*[None] * 2000), "step", "loss")
     assert all(map(math.isnan, values))
+
+
+def test_the_first_steps_do_not_set_the_scale() -> None:
+    falling = [100.0] * 3 + [3.0 - step / 100 for step in range(3, 100)]
+    low, high = limits(line_of(points(*falling), "step", "loss"), ([], []))
+    assert (low, high) == (pytest.approx(2.01 - 0.047), pytest.approx(2.95 + 0.047))
+    few = line_of(points(100.0, 3.0, None), "step", "loss")
+    assert limits(few)[1] > 100
+    assert limits(line_of(points(2.0), "step", "loss")) == (pytest.approx(1.98), 2.02)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from refocused.monitor.readings import AlarmEvent, GpuSample, SystemSample, as_record
-from refocused.monitor.run_reader import RunFollower
+from refocused.monitor.run_reader import RunReader
+from refocused.monitor.run_status import RunView, view_of
 
 NOW = 1_800_000_000.0
 STEP_SECONDS = 1.5
@@ -82,19 +83,16 @@ class WatchedRun:
         }
         (self.folder / "state.json").write_text(json.dumps(content))
 
+    def mirror(self, **facts: Any) -> None:
+        (self.folder / "mirror.json").write_text(json.dumps({"bucket": "gs://b", **facts}))
+
     def gpus(self, *gpus: GpuSample, age: float = 5.0) -> None:
         for sample in (*gpus, SYSTEM):
             self.line("gpu_metrics", NOW - age, as_record(sample))
 
     def alarm(self, *, raised: bool = True, critical: bool = True, name: str = "gpu_lost") -> None:
-        event = AlarmEvent(
-            alarm=name,
-            subject="node1 GPU 7",
-            raised=raised,
-            severity="critical" if critical else "warning",
-            text=f"GPU 7: {name}",
-            host="node1",
-        )
+        severity = "critical" if critical else "warning"
+        event = AlarmEvent(name, "node1 GPU 7", raised, severity, f"GPU 7: {name}", host="node1")
         self.line("events", NOW - 120, as_record(event))
 
     def line(self, name: str, at: float, record: dict[str, Any]) -> None:
@@ -103,14 +101,20 @@ class WatchedRun:
         with file.open("a") as lines:
             lines.write(json.dumps({"time": iso(at), **record}) + "\n")
 
-    def follower(self, *, alive: bool = True) -> RunFollower:
-        return RunFollower(
+    def reader(self) -> RunReader:
+        return RunReader(
             self.folder,
-            liveness=lambda _state: "alive" if alive else "gone",
             saved_steps=lambda folder: [
                 int(path.name.rpartition("_")[2]) for path in folder.glob("*")
             ],
         )
+
+    def view(self, *, after: float = 0.0, alive: bool = True) -> RunView:
+        """The run as a new reader finds it so many seconds after `NOW`."""
+        found = self.reader().read()
+        if found.state is not None:
+            found = dataclasses.replace(found, liveness="alive" if alive else "gone")
+        return view_of(found, now=NOW + after)
 
 
 def iso(at: float) -> str:

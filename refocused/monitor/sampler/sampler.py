@@ -80,8 +80,9 @@ class Sampler:
         try:
             gpus = self._gpus.samples() if self._gpus is not None else []
             system, run = self._system.sample(), self._run.read()
-            for sample in (*gpus, system):
-                self._samples.write(as_record(sample))
+            for gpu in gpus:
+                self._samples.write(as_record(gpu))
+            self._samples.write(as_record(system))
             readings = self._readings(gpus, system, run)
             self._standings, events = judge(
                 self._standings, readings, now=time.monotonic(), host=self._host

@@ -282,6 +282,6 @@ def curves_of(view: RunView, *, newest_only: bool = False) -> tuple[Curve, Curve
     losses = line_of(steps, "step", "loss", most=MOST_POINTS)
     speeds = line_of(steps, "step", "tokens_per_second", most=MOST_POINTS)
     return (
-        Curve("loss (line) and validation (dots)", losses, marks),
+        Curve("loss (line), validation (dots)", losses, marks),
         Curve("tokens a second", speeds, form=",.0f"),
     )

@@ -7,12 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from refocused.monitor.sampler.machine_readings import (
-    Memory,
-    SystemReader,
-    memory_now,
-    within_group,
-)
+from refocused.monitor.sampler.machine_readings import Memory, SystemReader, memory_now
 
 MIB = 2**20
 
@@ -44,8 +39,8 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> Counters:
     return made
 
 
-def test_rates_since_the_last_sample(tmp_path: Path, counters: Counters) -> None:
-    times = iter([100.0, 102.0, 106.0])
+def test_rates_are_since_the_last_reading(tmp_path: Path, counters: Counters) -> None:
+    times = iter([100.0, 102.0, 106.0, 108.0])
     reader = SystemReader(tmp_path, host="here", clock=lambda: next(times))
     counters.disk = (8 * MIB, 20 * MIB)
     counters.network = {"lo": (99, 99), "eth0": (2 * MIB, 4 * MIB), "eth1": (2 * MIB, 0)}
@@ -54,17 +49,10 @@ def test_rates_since_the_last_sample(tmp_path: Path, counters: Counters) -> None
     assert first.network_received_mib_per_second == 2
     assert first.network_sent_mib_per_second == 2
     assert second.disk_written_mib_per_second == 0
-
-
-def test_a_device_that_has_gone_gives_no_rate(tmp_path: Path, counters: Counters) -> None:
-    times = iter([100.0, 102.0, 104.0])
-    counters.network["eth1"] = (50 * MIB, 0)
-    reader = SystemReader(tmp_path, host="here", clock=lambda: next(times))
-    del counters.network["eth1"]
+    del counters.network["eth1"]  # a device that has gone gives no rate
     counters.disk = None
-    sample = reader.sample()
-    assert sample.network_received_mib_per_second is None
-    assert sample.disk_read_mib_per_second is None
+    third = reader.sample()
+    assert third.network_received_mib_per_second is third.disk_read_mib_per_second is None
 
 
 def test_this_machine(tmp_path: Path) -> None:
@@ -76,28 +64,10 @@ def test_this_machine(tmp_path: Path) -> None:
     assert sample.disk_free_gib is not None and sample.disk_total_gib is not None
     assert 0 < sample.disk_free_gib <= sample.disk_total_gib
     assert (sample.gpus, sample.gpu_note) == (None, "none")
-
-
-def test_a_folder_that_has_gone(tmp_path: Path) -> None:
-    sample = SystemReader(tmp_path / "gone", host="here").sample()
-    assert sample.disk_free_gib is sample.disk_total_gib is None
-
-
-def test_the_memory_of_a_container(tmp_path: Path) -> None:
-    machine = Memory(total=1000, available=700, swap_used=0)
-    (tmp_path / "max").write_text("400\n")
-    (tmp_path / "now").write_text("390\n")
-    (tmp_path / "memory.stat").write_text("anon 90\nactive_file 100\ninactive_file 200\nfile 300")
-    found = within_group(machine, tmp_path, limit="max", used="now")
-    assert found == Memory(total=400, available=310, swap_used=0)
-
-
-@pytest.mark.parametrize("limit", ["max\n", None])
-def test_a_container_without_a_limit(tmp_path: Path, limit: str | None) -> None:
-    machine = Memory(total=1000, available=700, swap_used=0)
-    if limit is not None:
-        (tmp_path / "max").write_text(limit)
-    assert within_group(machine, tmp_path, limit="max", used="now") == machine
+    gone = SystemReader(tmp_path / "gone", host="here").sample()
+    assert gone.disk_free_gib is gone.disk_total_gib is None
+    memory = memory_now()
+    assert 0 < memory.available < memory.total <= psutil.virtual_memory().total
 
 
 @pytest.mark.parametrize(
@@ -115,20 +85,22 @@ def test_a_container_without_a_limit(tmp_path: Path, limit: str | None) -> None:
     ],
 )
 def test_the_limit_of_any_group_around_us_counts(
-    tmp_path: Path, groups: str, folder: str, limit: str, used: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, folder: str, limit: str, used: str
 ) -> None:
+    machine = types.SimpleNamespace(total=65_536, available=61_440)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+    monkeypatch.setattr(psutil, "swap_memory", lambda: types.SimpleNamespace(used=7))
     proc, mount = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal: 64 kB\nMemAvailable: 60 kB\n")
     (proc / "self" / "cgroup").write_text(groups)
     (mount / folder).mkdir(parents=True)
-    assert memory_now(proc, mount) == Memory(total=65_536, available=61_440, swap_used=0)
+    unlimited = Memory(total=65_536, available=61_440, swap_used=7)
+    assert memory_now(proc, mount) == unlimited
+    (mount / folder / used).write_text("30720\n")
+    # Page cache counts against the limit, and goes when memory is needed.
+    cache = "anon 90\nactive_file 1024\ninactive_file 20480\nfile 300\n"
+    (mount / folder / "memory.stat").write_text(cache)
+    (mount / folder / limit).write_text("max\n")
+    assert memory_now(proc, mount) == unlimited
     (mount / folder / limit).write_text("40960\n")
-    (mount / folder / used).write_text("10240\n")
-    (mount / folder / "memory.stat").write_text("inactive_file 1024\n")
-    assert memory_now(proc, mount) == Memory(total=40_960, available=31_744, swap_used=0)
-
-
-def test_the_machines_own_memory() -> None:
-    memory = memory_now()
-    assert 0 < memory.available < memory.total <= psutil.virtual_memory().total
+    assert memory_now(proc, mount) == Memory(total=40_960, available=31_744, swap_used=7)

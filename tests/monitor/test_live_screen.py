@@ -12,9 +12,7 @@ from rich.text import Text
 from textual.pilot import Pilot
 from textual.widgets import Static
 
-from refocused.monitor.screen import live_screen
-from refocused.monitor.screen.dashboard_chart import Curve, draw_curve
-from refocused.monitor.screen.live_screen import Dashboard
+from refocused.monitor.screen.live_screen import CurvePlot, Dashboard
 
 Story = Callable[[Dashboard, Pilot[None]], Awaitable[None]]
 
@@ -30,7 +28,7 @@ def watch(
 
     async def session() -> None:
         app = Dashboard(
-            [run.follower() for run in runs],
+            [run.reader() for run in runs],
             interval_seconds=1000,
             ascii_only=ascii_only,
             clock=lambda: NOW,
@@ -150,13 +148,14 @@ def test_what_has_not_changed_is_not_drawn_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = full_run(tmp_path)
-    drawn: list[str] = []
+    drawn: list[str | None] = []
+    render = CurvePlot.render
 
-    def draw(curve: Curve, **sizes: Any) -> list[Text]:
-        drawn.append(curve.title)
-        return draw_curve(curve, **sizes)
+    def draw(plot: CurvePlot) -> Text:
+        drawn.append(plot.id)
+        return render(plot)
 
-    monkeypatch.setattr(live_screen, "draw_curve", draw)
+    monkeypatch.setattr(CurvePlot, "render", draw)
 
     async def story(app: Dashboard, pilot: Pilot[None]) -> None:
         update, updated = Static.update, list[str | None]()
@@ -177,7 +176,7 @@ def test_what_has_not_changed_is_not_drawn_again(
         run.metrics([1010], last=1010)
         app.look()
         await pilot.pause()
-        assert len(drawn) == 2
+        assert sorted(filter(None, drawn)) == ["loss", "speed"]
 
     watch([run], story)
 

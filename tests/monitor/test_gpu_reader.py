@@ -1,0 +1,332 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pynvml
+import pytest
+from nvml_machine import GIB, Machine, uuid
+
+from refocused.monitor.sampler import gpu_reader
+from refocused.monitor.sampler.gpu_reader import (
+    SLOW_SECONDS,
+    GpuReader,
+    NoGpusError,
+    driver_versions,
+    gpu_capabilities,
+    local_ranks,
+    visible_devices,
+)
+from refocused.system.errors import RefocusedError
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def reader(eight_gpus: Machine, clock: Clock) -> Iterator[GpuReader]:
+    opened = GpuReader(host="node1", ranks=8, clock=clock)
+    yield opened
+    opened.close()
+
+
+def test_a_healthy_gpu(reader: GpuReader) -> None:
+    found = reader.samples()[3]
+    expected = {
+        "host": "node1",
+        "index": 3,
+        "local_rank": 3,
+        "uuid": uuid(3),
+        "name": "NVIDIA H100 80GB HBM3",
+        "lost": False,
+        "utilization_fraction": 0.97,
+        "memory_used_gib": 48,
+        "memory_total_gib": 80,
+        "temperature_celsius": 61,
+        "slowdown_celsius": 87,
+        "memory_temperature_celsius": 70,
+        "power_watts": 640.5,
+        "power_limit_watts": 700,
+        "sm_clock_mhz": 1755,
+        "sm_clock_max_mhz": 1980,
+        "memory_clock_mhz": 2619,
+        "clock_event_bits": 0x4,
+        "throttle_reasons": (),  # the power limit is none
+        "ecc_corrected": 0,
+        "ecc_uncorrected": 0,
+        "remapped_rows": 0,
+        "remap_pending": False,
+        "remap_failed": False,
+        "nvlinks_active": 18,
+        "nvlinks_total": 18,
+        "nvlink_errors": 0,
+        "nvlink_sent_gib_per_second": None,
+        "nvlink_received_gib_per_second": None,
+        "pcie_generation": 5,
+        "pcie_generation_max": 5,
+        "pcie_width": 16,
+        "pcie_width_max": 16,
+        "pcie_replays": 0,
+        "mig": False,
+        "processes": {4711: 47.0},
+    }
+    assert {name: getattr(found, name) for name in found.__slots__} == expected
+
+
+@pytest.mark.parametrize(
+    ("bits", "names"),
+    [
+        (0x8, ("hw_slowdown",)),
+        (0x20, ("sw_thermal",)),
+        (0x44, ("hw_thermal",)),
+        (0x80, ("hw_power_brake",)),
+        (0x1 | 0x2 | 0x10 | 0x100, ()),
+        (0xFF, ("hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake")),
+    ],
+)
+def test_reasons_to_throttle(
+    eight_gpus: Machine, reader: GpuReader, bits: int, names: tuple[str, ...]
+) -> None:
+    eight_gpus.gpu(5, clock_events=bits)
+    assert reader.samples()[5].throttle_reasons == names
+    assert reader.samples()[4].throttle_reasons == ()
+
+
+def test_errors_of_the_memory(eight_gpus: Machine, reader: GpuReader) -> None:
+    ecc = {"ecc_corrected": 12, "ecc_uncorrected": 3}
+    remapped = {"remapped_corrected": 1, "remapped_uncorrected": 2}
+    eight_gpus.gpu(2, **ecc, **remapped, remap_pending=1, remap_failed=1)
+    found = reader.samples()[2]
+    assert (found.ecc_corrected, found.ecc_uncorrected, found.remapped_rows) == (12, 3, 3)
+    assert found.remap_pending
+    assert found.remap_failed
+
+
+def test_a_gpu_that_is_lost_is_still_known(eight_gpus: Machine, reader: GpuReader) -> None:
+    assert reader.samples()[7].pcie_width == 16
+    eight_gpus.gpu(7, lost=1)
+    *others, lost = reader.samples()
+    assert lost.lost
+    assert (lost.uuid, lost.name, lost.local_rank) == (uuid(7), "NVIDIA H100 80GB HBM3", 7)
+    assert lost.temperature_celsius is lost.processes is lost.utilization_fraction is None
+    assert not any(sample.lost for sample in others)
+    eight_gpus.gpu(7, lost=0, pcie_width=8)
+    back = reader.samples()[7]
+    assert (back.lost, back.pcie_width) == (False, 8)  # what rarely changes is queried anew
+
+
+def test_a_gpu_that_was_lost_before_does_not_hide_whose_the_others_are(eight_gpus: Machine) -> None:
+    eight_gpus.gpu(0, gone=1)
+    first, second, *_ = GpuReader(host="node1", ranks=8).samples()
+    assert first.lost
+    assert first.uuid is None
+    assert (second.index, second.local_rank, second.lost) == (1, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("fact", "fields"),
+    [
+        ("utilization", ["utilization_fraction"]),
+        ("memory_used", ["memory_used_gib", "memory_total_gib"]),
+        ("temperature", ["temperature_celsius"]),
+        ("slowdown", ["slowdown_celsius"]),
+        ("power", ["power_watts"]),
+        ("power_limit", ["power_limit_watts"]),
+        ("sm_clock", ["sm_clock_mhz"]),
+        ("clock_events", ["clock_event_bits", "throttle_reasons"]),
+        ("ecc_corrected", ["ecc_corrected"]),
+        ("ecc_uncorrected", ["ecc_uncorrected"]),
+        ("remapped_corrected", ["remapped_rows", "remap_pending", "remap_failed"]),
+        ("pcie_replays", ["pcie_replays"]),
+        ("mig", ["mig"]),
+        ("field_82", ["memory_temperature_celsius"]),
+        ("field_91", ["nvlinks_total", "nvlinks_active", "nvlink_errors"]),  # has no NVLink
+    ],
+)
+def test_what_is_not_supported_is_unknown_and_hides_nothing_else(
+    eight_gpus: Machine, fact: str, fields: list[str]
+) -> None:
+    def unknown() -> set[str]:
+        sample = GpuReader(host="node1", ranks=8).samples()[1]
+        return {name for name in sample.__slots__ if getattr(sample, name) is None}
+
+    before = unknown()
+    eight_gpus.gpu(1, **{fact: None})
+    assert unknown() - before == set(fields)
+
+
+def test_what_rarely_changes_is_queried_rarely(
+    eight_gpus: Machine, reader: GpuReader, clock: Clock
+) -> None:
+    reader.samples()
+    eight_gpus.gpu(2, remap_pending=1, field_165_0=0, temperature=70)
+    clock.now += SLOW_SECONDS - 1
+    early = reader.samples()[2]
+    clock.now += 1
+    late = reader.samples()[2]
+    assert (early.remap_pending, early.nvlinks_active, early.temperature_celsius) == (False, 18, 70)
+    assert (late.remap_pending, late.nvlinks_active) == (True, 17)
+
+
+def test_traffic_and_errors_of_nvlink(eight_gpus: Machine, reader: GpuReader, clock: Clock) -> None:
+    assert reader.samples()[0].nvlink_sent_gib_per_second is None
+    kib = {"field_138": 90 * 2**20, "field_139": 60 * 2**20}
+    eight_gpus.gpu(0, **kib, field_52=2, field_59=1, field_165_4=0)
+    clock.now += SLOW_SECONDS
+    found = reader.samples()[0]
+    assert found.nvlink_sent_gib_per_second == 3
+    assert found.nvlink_received_gib_per_second == 2
+    assert found.nvlink_errors == 3
+    assert (found.nvlinks_active, found.nvlinks_total) == (17, 18)
+    eight_gpus.gpu(0, field_138=100)  # a counter that began anew gives no rate
+    clock.now += SLOW_SECONDS
+    assert reader.samples()[0].nvlink_sent_gib_per_second is None
+
+
+def test_the_memory_of_a_process_may_be_unknown(eight_gpus: Machine, reader: GpuReader) -> None:
+    eight_gpus.gpu(0, process=f"17 {pynvml.NVML_VALUE_NOT_AVAILABLE_ulonglong.value}")
+    eight_gpus.gpu(1, process=None)
+    eight_gpus.gpu(2, process=f"17 {GIB // 2}")
+    assert [sample.processes for sample in reader.samples()[:3]] == [{17: None}, {}, {17: 0.5}]
+
+
+def test_the_ranks_gpus_by_cuda_visible_devices(eight_gpus: Machine) -> None:
+    reader = GpuReader(host="node1", visible=f"{uuid(6)},2", ranks=2)
+    owners = {sample.index: sample.local_rank for sample in reader.samples()}
+    assert {index: rank for index, rank in owners.items() if rank is not None} == {6: 0, 2: 1}
+
+
+ALIKE = [("GPU-aa00", "H100"), ("GPU-ab00", "H100"), ("GPU-bb00", "H100"), ("GPU-cc00", "H100")]
+MIXED = [("GPU-aa00", "L4"), ("GPU-ab00", "H100")]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "cuda_order", "expected"),
+    [
+        (ALIKE, None, None, [0, 1, 2, 3]),
+        (ALIKE, "", None, []),
+        (ALIKE, "2,0", None, [2, 0]),
+        (ALIKE, " 3 , 1 ", None, [3, 1]),
+        (ALIKE, "GPU-bb00,GPU-aa00", None, [2, 0]),
+        (ALIKE, "GPU-bb,1", None, [2, 1]),
+        (ALIKE, "GPU-a,1", None, []),  # two begin so
+        (ALIKE, "1,-1,2", None, [1]),  # what follows a word that names none is not seen
+        (ALIKE, "1,9,2", None, [1]),
+        (ALIKE, "1,1", None, []),
+        (ALIKE, "0,GPU-aa", None, []),
+        (ALIKE, "MIG-aa00,1", None, []),
+        # Numbers say nothing where kinds differ and CUDA begins with the fastest.
+        (MIXED, "0,1", None, [None, None]),
+        (MIXED, None, "FASTEST_FIRST", [None, None]),
+        (MIXED, "1,0", "PCI_BUS_ID", [1, 0]),
+        (MIXED, "GPU-ab,GPU-aa", None, [1, 0]),
+        ([(None, None), *ALIKE[1:]], "0,1", None, [0, 1]),  # an unknown name is no other kind
+    ],
+)
+def test_devices_as_cuda_numbers_them(
+    gpus: list[tuple[str | None, str | None]],
+    visible: str | None,
+    cuda_order: str | None,
+    expected: list[int | None],
+) -> None:
+    assert visible_devices(gpus, visible=visible, cuda_order=cuda_order) == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "owners"),
+    [
+        ("3,1", 2, [None, 1, None, 0]),
+        (None, 2, [0, 1, None, None]),
+        ("3,1", 4, [None, 1, None, 0]),
+        ("0", 0, [None] * 4),
+    ],
+)
+def test_owners(visible: str | None, ranks: int, owners: list[int | None]) -> None:
+    assert local_ranks(ALIKE, visible=visible, cuda_order=None, ranks=ranks) == owners
+
+
+def test_versions_are_read_or_unknown(eight_gpus: Machine) -> None:
+    pynvml.nvmlInit()
+    try:
+        assert driver_versions() == (None, None)
+        eight_gpus.driver(driver="570.86.15", cuda=12080)
+        assert driver_versions() == ("570.86.15", (12, 8))
+        eight_gpus.driver(cuda=13010)
+        assert driver_versions() == ("570.86.15", (13, 1))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def test_another_process_counts_the_gpus(eight_gpus: Machine) -> None:
+    assert gpu_capabilities() == [None] * 8  # the stand-in tells no capability
+    for index in range(7):
+        eight_gpus.gpu(index, capability=90)
+    eight_gpus.gpu(7, capability=75)
+    assert gpu_capabilities() == [(9, 0)] * 7 + [(7, 5)]
+    eight_gpus.gpu(3, lost=1)
+    assert gpu_capabilities()[3] is None
+
+
+@pytest.mark.parametrize(
+    ("driver", "words"),
+    [
+        ({"init": pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH}, "Restart the machine"),
+        ({"init": pynvml.NVML_ERROR_DRIVER_NOT_LOADED}, "kernel module is not loaded"),
+        ({"init": pynvml.NVML_ERROR_UNKNOWN}, "nvidia-smi"),
+        ({"count": 999}, "nvidia-smi"),
+    ],
+)
+def test_a_driver_that_does_not_answer_is_a_fault(
+    eight_gpus: Machine, driver: dict[str, int], words: str
+) -> None:
+    eight_gpus.driver(**driver)
+    with pytest.raises(NoGpusError, match=words) as caught:
+        GpuReader(host="node1")
+    assert caught.value.is_fault
+    with pytest.raises(NoGpusError, match=words) as caught:
+        gpu_capabilities()
+    assert caught.value.is_fault
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "words"),
+    [
+        ("import time; time.sleep(600)", RefocusedError, r"not answer within 1 s.*run\.device=cpu"),
+        ("import os; os.abort()", NoGpusError, "ended with code -6"),
+    ],
+)
+def test_a_driver_that_hangs_or_crashes_harms_its_own_process_alone(
+    monkeypatch: pytest.MonkeyPatch, program: str, kind: type[RefocusedError], words: str
+) -> None:
+    monkeypatch.setattr(gpu_reader, "QUERY", [sys.executable, "-c", program])
+    monkeypatch.setattr(gpu_reader, "LIMIT_SECONDS", 1.0)
+    began = time.monotonic()
+    with pytest.raises(kind, match=words):
+        gpu_capabilities()
+    assert time.monotonic() - began < 60
+
+
+def test_a_machine_without_a_driver_has_no_gpus_and_no_fault() -> None:
+    program = (
+        "import pynvml, refocused.monitor.sampler.gpu_reader as gpu\n"
+        "pynvml.CDLL = lambda name: (_ for _ in ()).throw(OSError(name))\n"
+        "try: gpu.GpuReader(host='here')\n"
+        "except gpu.NoGpusError as error: print(error.is_fault, error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("False This machine has no NVIDIA driver")
+    assert gpu_capabilities() == []
