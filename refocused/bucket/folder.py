@@ -20,7 +20,7 @@ from refocused.bucket.bucket import (
     require_same,
 )
 from refocused.bucket.partial_files import PART_SUFFIX, PartFile, disk_errors, require_space
-from refocused.system.atomic_files import synchronize
+from refocused.system.atomic_files import fsync_path
 from refocused.system.errors import BucketError
 
 # What link() answers on file systems that have no hard links (exFAT, many FUSE mounts).
@@ -256,4 +256,4 @@ def _publish(file: BinaryIO, target: Path, checksum: int, *, overwrite: bool) ->
         _require_same(target, temporary.stat().st_size, checksum)
     elif overwrite:
         temporary.replace(target)
-    synchronize(target.parent)
+    fsync_path(target.parent)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from refocused.bucket.bucket import crc32c_of, extended_crc32c
-from refocused.system.atomic_files import begin_write_back, synchronize
+from refocused.system.atomic_files import begin_write_back, fsync_path
 from refocused.system.errors import BucketError
 
 PART_SUFFIX = ".part"
@@ -143,7 +143,7 @@ class PartFile:
             os.fsync(self._file.fileno())
             self._file.close()
             self.path.replace(self.target)
-            synchronize(self.target.parent)
+            fsync_path(self.target.parent)
 
     def discard(self) -> None:
         """Remove the temporary file."""

@@ -20,13 +20,13 @@ def replace_file(
 ) -> None:
     """Give a file new content; when this raises, the old one still stands.
 
-    The temporary file is hidden and lies beside it. Its name is fixed, so that what a killed
-    writer left is taken over by the next one.
+    A reader sees all of the old or all of the new. The temporary file is hidden and lies beside
+    it. Its name is fixed, so that the next writer takes over what a killed one left.
 
     Args:
         path: The file; its folder exists.
         content: All of it.
-        durable: On return it survives a power cut, by its new content.
+        durable: On return the new content survives a power cut.
         rivals: Other processes may replace it at the same time: the last one wins, whole. The
             temporary name is then this process's own.
 
@@ -47,10 +47,25 @@ def replace_file(
             temporary.unlink()
         raise
     if durable:
-        synchronize(path.parent)
+        fsync_path(path.parent)
 
 
-def synchronize(path: Path) -> None:
+def write_bytes_atomic(path: Path, content: bytes) -> None:
+    """Replace a file durably; a path has one writer at a time."""
+    replace_file(path, content, durable=True)
+
+
+def write_json_atomic(path: Path, content: object) -> None:
+    """Replace a file by `content` as indented JSON, durably; a path has one writer at a time.
+
+    Raises:
+        ValueError: `content` holds NaN or an infinity, which JSON has no form for.
+    """
+    text = json.dumps(content, indent=1, allow_nan=False)
+    replace_file(path, (text + "\n").encode(), durable=True)
+
+
+def fsync_path(path: Path) -> None:
     """Push a file's bytes, or a folder's names, to the disk.
 
     A new name survives a power cut only after this was done to its folder.
@@ -62,8 +77,14 @@ def synchronize(path: Path) -> None:
         os.close(descriptor)
 
 
+def fsync_directories(root: Path) -> None:
+    """Push the names below `root`, and those in it, to the disk; innermost first."""
+    for folder, _, _ in os.walk(root, topdown=False):
+        fsync_path(Path(folder))
+
+
 def begin_write_back(descriptor: int, start: int, size: int) -> None:
-    """Let the kernel write a part of a file to the disk, where it can be asked to; do not wait.
+    """Let the kernel begin to write a part of a file to the disk, and do not wait.
 
     Only a hint: what it cannot do, and what fails in it, is left to `fsync`.
     """
@@ -80,45 +101,8 @@ def _sync_file_range() -> Callable[..., int] | None:
     return cast("Callable[..., int] | None", function)
 
 
-def fsync_path(path: Path) -> None:
-    """Push a file's bytes, or a directory's names, to the disk."""
-    synchronize(path)
-
-
-def fsync_directories(root: Path) -> None:
-    """Push the names below `root`, and those in it, to the disk; innermost first."""
-    below = [path for path in root.rglob("*") if path.is_dir()]
-    for directory in sorted(below, key=lambda path: len(path.parts), reverse=True):
-        fsync_path(directory)
-    fsync_path(root)
-
-
-def write_bytes_atomic(path: Path, content: bytes) -> None:
-    """Replace a file by new content: a reader sees all of the old or all of the new.
-
-    The hidden temporary name is fixed, so that a writer killed here leaves one file that the next
-    write takes over; a path has therefore one writer at a time.
-    """
-    replace_file(path, content, durable=True)
-
-
-def write_json_atomic(path: Path, content: object) -> None:
-    """Replace a file by `content` as indented JSON, as `write_bytes_atomic` does.
-
-    Raises:
-        ValueError: `content` holds NaN or an infinity, which JSON has no form for.
-    """
-    text = json.dumps(content, indent=1, allow_nan=False)
-    write_bytes_atomic(path, (text + "\n").encode())
-
-
 def replace_folder(fresh: Path, folder: Path) -> None:
-    """Give a finished folder its name; one that has it goes first, and is removed after that.
-
-    Args:
-        fresh: The new folder, beside the other.
-        folder: The name.
-    """
+    """Give a finished folder its name, beside it; one that has it is removed after that."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)  # of a replacement that was killed
     if folder.exists():

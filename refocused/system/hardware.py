@@ -1,7 +1,4 @@
-"""What is known of a GPU by its name, and of the processor by its flags.
-
-An unknown GPU is None, never taken for another one.
-"""
+"""Facts of GPUs by their names, and the processor's flags; an unknown GPU has no facts."""
 
 from __future__ import annotations
 
@@ -16,25 +13,15 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """What the maker's data sheet says of one GPU.
+    """What the maker's data sheet says of one GPU."""
 
-    Attributes:
-        name: Short name.
-        bf16_flops: Peak of dense bf16 matrix products with float32 sums, in FLOP/s. Data sheets
-            print twice this, "with sparsity".
-        memory_gib: Memory that the driver reports, in GiB.
-        memory_bytes_per_second: Bandwidth of its memory.
-        link_bytes_per_second: To the other GPUs of the machine, each way: NVLink's where the form
-            factor has it on board, else PCIe's.
-        host_bytes_per_second: To the host, each way: PCIe's.
-    """
-
-    name: str
-    bf16_flops: float
-    memory_gib: float
+    name: str  # short name
+    bf16_flops: float  # dense bf16 products with float32 sums; sheets print twice this (sparse)
+    memory_gib: float  # as the driver reports it
     memory_bytes_per_second: float
+    # To the other GPUs of the machine, each way: NVLink's where it is on board, else PCIe's.
     link_bytes_per_second: float
-    host_bytes_per_second: float
+    host_bytes_per_second: float  # each way: PCIe's
 
 
 _FACTS = (
@@ -65,21 +52,16 @@ _DRIVER_NAMES = {
 
 
 def gpu_facts(name: str) -> GpuFacts | None:
-    """Return the facts of a GPU.
+    """Return the facts of a GPU by its name from the driver, or its short one; None: unknown.
 
-    Args:
-        name: As the driver gives it (`NVIDIA H100 80GB HBM3`), or short (`H100 SXM`). Case,
-            spaces and dashes do not matter. The whole name must be known: a slice of a GPU
-            (`... MIG 1g.10gb`) or a laptop's is another GPU.
+    Case, spaces and dashes do not matter. The whole name must be known: a slice of a GPU
+    (`... MIG 1g.10gb`) or a laptop's is another GPU.
     """
     return _BY_KEY.get(_key(name))
 
 
 def named_gpu(name: str) -> GpuFacts:
-    """Return the facts of the GPU that `--gpu` names.
-
-    Args:
-        name: As for `gpu_facts`, or the first words of a short name: `H100` is the `H100 SXM`.
+    """Return the facts of the GPU that `--gpu` names, also by first words (`H100`: `H100 SXM`).
 
     Raises:
         ConfigError: The GPU is unknown.
@@ -93,13 +75,9 @@ def named_gpu(name: str) -> GpuFacts:
     if len(chosen) == 1:
         return chosen[0]
     raise ConfigError(
-        f"--gpu {name!r} is not a known GPU. Choose one of: {', '.join(known_gpus())}."
+        f"--gpu {name!r} is not a known GPU. "
+        f"Choose one of: {', '.join(facts.name for facts in _FACTS)}."
     )
-
-
-def known_gpus() -> list[str]:
-    """Return the short names of all GPUs with facts."""
-    return [facts.name for facts in _FACTS]
 
 
 def cpu_flags() -> frozenset[str]:

@@ -44,19 +44,16 @@ class FileLock:
             self._descriptor = None
 
 
-LOCK_NAME = "lock"
-
-
 @contextlib.contextmanager
 def exclusive_folder(folder: Path) -> Iterator[None]:
     """Make a folder and hold its lock.
 
     Raises:
-        ShardError: Another process holds it.
-        ShardError: The folder cannot be made.
+        ShardError: Another process holds it, or the folder cannot be made.
     """
+    file = folder / "lock"
+    lock = FileLock(file)
     try:
-        lock = FileLock(folder / LOCK_NAME)
         is_ours = lock.acquire()
     except OSError as error:
         raise ShardError(f"{folder}: cannot be written ({error.strerror}).") from error
@@ -68,12 +65,7 @@ def exclusive_folder(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        _remove_if_unused(folder)
+        if list(folder.glob("*")) == [file]:  # leave nothing where nothing was begun
+            file.unlink()
+            folder.rmdir()
         lock.release()
-
-
-def _remove_if_unused(folder: Path) -> None:
-    """Leave nothing where nothing was begun."""
-    if [path.name for path in folder.glob("*")] == [LOCK_NAME]:
-        (folder / LOCK_NAME).unlink()
-        folder.rmdir()

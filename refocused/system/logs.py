@@ -14,22 +14,8 @@ class _ScreenFormatter(logging.Formatter):
     """Bare lines for a person; warnings carry their level."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = record.getMessage()
-        if record.levelno >= logging.ERROR:
-            return f"ERROR {text}"
-        if record.levelno >= logging.WARNING:
-            return f"WARN  {text}"
-        return text
-
-
-class _FileFormatter(logging.Formatter):
-    """UTC time, who says it and level before each message."""
-
-    converter = staticmethod(time.gmtime)
-
-    def __init__(self, who: str) -> None:
-        super().__init__(f"%(asctime)s.%(msecs)03dZ {who} %(levelname)s %(message)s")
-        self.datefmt = "%Y-%m-%dT%H:%M:%S"
+        marks = {logging.WARNING: "WARN  ", logging.ERROR: "ERROR "}
+        return f"{marks.get(record.levelno, '')}{record.getMessage()}"
 
 
 class _LogFile(logging.FileHandler):
@@ -42,10 +28,7 @@ class _LogFile(logging.FileHandler):
 
 def start_screen(rank: int) -> None:
     """Send log lines to the screen: results on stdout, warnings on stderr, of rank 0 alone."""
-    root = logging.getLogger(LOGGER_NAME)
-    root.setLevel(logging.INFO)
-    root.propagate = False
-    root.handlers.clear()
+    root = _fresh_root()
     root.addHandler(logging.NullHandler())  # without any, Python prints warnings by itself
     if rank == 0:
         out = logging.StreamHandler(sys.stdout)
@@ -55,33 +38,37 @@ def start_screen(rank: int) -> None:
         for handler in (out, err):
             handler.setFormatter(_ScreenFormatter())
             root.addHandler(handler)
-    quieten_libraries()
+    for name in ("DeepSpeed", "torch", "transformers", "google", "urllib3"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def start_files(folder: Path, rank: int) -> None:
     """Also write `rank-N.log`, and on rank 0 `training.log`, into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = [f"rank-{rank}.log"] + (["training.log"] if rank == 0 else [])
-    for name in names:
+    for name in [f"rank-{rank}.log"] + (["training.log"] if rank == 0 else []):
         _write_to(folder / name, who=f"rank {rank}")
 
 
 def start_file_of(who: str, file: Path) -> None:
     """Write a file, and nothing else, from a process that is no rank; `who` opens its lines."""
+    _fresh_root()
+    _write_to(file, who=who)
+
+
+def _fresh_root() -> logging.Logger:
     root = logging.getLogger(LOGGER_NAME)
     root.setLevel(logging.INFO)
     root.propagate = False
     root.handlers.clear()
-    _write_to(file, who=who)
+    return root
 
 
 def _write_to(file: Path, *, who: str) -> None:
+    """Open each line with the UTC time, `who` and the level."""
+    form = logging.Formatter(
+        f"%(asctime)s.%(msecs)03dZ {who} %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S"
+    )
+    form.converter = time.gmtime
     handler = _LogFile(file, encoding="utf-8")
-    handler.setFormatter(_FileFormatter(who))
+    handler.setFormatter(form)
     logging.getLogger(LOGGER_NAME).addHandler(handler)
-
-
-def quieten_libraries() -> None:
-    """Keep the libraries' own chatter below warnings off the screen."""
-    for name in ("DeepSpeed", "torch", "transformers", "google", "urllib3"):
-        logging.getLogger(name).setLevel(logging.WARNING)

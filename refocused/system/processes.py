@@ -1,8 +1,8 @@
 """Start a process that outlives its starter, and recognize a process after its id was reused.
 
 DeepSpeed's launcher ends a rank together with every descendant it has, in whatever session; only
-a process whose parent has gone (parent 1) is none. So what is started here forks once, says the
-child's pid on its stdout and ends; the child does the work.
+a process whose parent has gone (parent 1) is none. So what is started here forks once, prints the
+child's pid and exits; the child does the work.
 """
 
 from __future__ import annotations
@@ -21,17 +21,12 @@ _STATE, _START_TIME = 0, 19
 
 
 class ProcessIdentity(pydantic.BaseModel):
-    """One process of this machine, past or present.
-
-    Attributes:
-        pid: Its process id.
-        started: When it started, in clock ticks since the machine did.
-    """
+    """One process of this machine, past or present."""
 
     model_config = pydantic.ConfigDict(frozen=True)
 
     pid: int
-    started: int
+    started: int  # in clock ticks since the machine started
 
     @property
     def alive(self) -> bool:
@@ -40,7 +35,7 @@ class ProcessIdentity(pydantic.BaseModel):
 
 
 def identify(pid: int) -> ProcessIdentity | None:
-    """The process that has a pid now, or None when there is none or it is a zombie."""
+    """Return the process that has a pid now; None when there is none or it is a zombie."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -52,7 +47,7 @@ def identify(pid: int) -> ProcessIdentity | None:
 
 
 def this_process() -> ProcessIdentity:
-    """The process that asks."""
+    """Return the process that calls this."""
     identity = identify(os.getpid())
     assert identity is not None  # it runs
     return identity
@@ -64,23 +59,19 @@ LONGEST_START_SECONDS = 60.0
 
 
 def start_detached(module: str, argument: str, *, log: Path) -> int:
-    """Start `python -m MODULE ARGUMENT`, which calls `detach` first; wait until it has.
+    """Start `python -m MODULE ARGUMENT`, which calls `detach` first; return its process id.
 
     It sees no GPU, belongs to no launch, whose supervisor would end it, and finds this package
-    from any folder.
-
-    Args:
-        module: Full name of the module.
-        argument: Given to it.
-        log: Gets what it prints.
-
-    Returns:
-        Its process id.
+    from any folder. What it prints goes to `log`.
 
     Raises:
         OSError: It could not be started, or its log not be written.
         subprocess.SubprocessError: It ended, or took too long, before it was detached.
     """
+    paths = [str(Path(refocused.__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    environment = {name: value for name, value in os.environ.items() if name != LAUNCH_VARIABLE}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    environment["CUDA_VISIBLE_DEVICES"] = ""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         starter = subprocess.run(
@@ -89,7 +80,7 @@ def start_detached(module: str, argument: str, *, log: Path) -> int:
             stdout=subprocess.PIPE,
             stderr=file,
             start_new_session=True,
-            env=_detached_environment(),
+            env=environment,
             timeout=LONGEST_START_SECONDS,
             check=True,
         )
@@ -104,10 +95,3 @@ def detach() -> None:
         os._exit(0)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     os.nice(19)
-
-
-def _detached_environment() -> dict[str, str]:
-    root = str(Path(refocused.__file__).parents[1])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {name: value for name, value in os.environ.items() if name != LAUNCH_VARIABLE}
-    return {**own, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from typing import Any
 
 DEEPEST = 100  # levels; what was parsed may be walked by recursion
@@ -77,16 +76,13 @@ _UNIQUE_NAMES = json.JSONDecoder(parse_int=_whole_number, object_pairs_hook=_uni
 
 
 def _check_depth(value: object) -> None:
+    """Refuse a value that nests too deep; a scalar is a level below what holds it."""
     level = [value]
     for _ in range(DEEPEST + 1):
-        level = [below for one in level for below in _children(one)]
-        if not level:
+        below: list[object] = []
+        for one in level:
+            below += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        if not below:
             return
+        level = below
     raise RecursionError
-
-
-def _children(value: object) -> Iterable[object]:
-    """Yield a value's members; a scalar has none, and is a level below what holds it."""
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()

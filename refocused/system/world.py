@@ -1,4 +1,4 @@
-"""The ranks of a run and what they tell each other outside of training itself."""
+"""The ranks of a run and the messages between them outside of training itself."""
 
 from __future__ import annotations
 
@@ -28,23 +28,16 @@ class World:
 
     Messages of the control plane (flags, names, errors) go over gloo on the CPU, so that they
     need no GPU and may wait for a slow disk without tripping NCCL's watchdog.
-
-    Attributes:
-        rank: Number of this process among all, from 0.
-        local_rank: Number of this process on its machine.
-        world_size: Processes of the run.
-        local_world_size: Processes of the run on this machine.
-        node: Number of this machine among those of the run, from 0.
-        storage_ranks: Ranks that write the run's files: 1 on a shared disk, else one a machine.
-        device_kind: What training computes on.
     """
 
     rank: int = 0
-    local_rank: int = 0
+    local_rank: int = 0  # number of this process on its machine
     world_size: int = 1
-    local_world_size: int = 1
-    node: int = 0
-    storage_ranks: int = 1
+    local_world_size: int = 1  # processes of the run on this machine
+    node: int = 0  # number of this machine among those of the run
+    storage_ranks: int = (
+        1  # ranks that write the run's files: 1 on a shared disk, else one a machine
+    )
     device_kind: DeviceKind = "cpu"
     _control: Any = None
 
@@ -53,9 +46,8 @@ class World:
         """The device of this rank."""
         import torch
 
-        if self.device_kind == "cuda":
-            return torch.device("cuda", self.local_rank)
-        return torch.device("cpu")
+        is_cuda = self.device_kind == "cuda"
+        return torch.device("cuda", self.local_rank) if is_cuda else torch.device("cpu")
 
     @property
     def device_name(self) -> str:
@@ -66,7 +58,7 @@ class World:
 
     @property
     def is_rank_0(self) -> bool:
-        """Whether this is the rank that decides and speaks."""
+        """Whether this is the rank that decides and prints."""
         return self.rank == 0
 
     @property
@@ -126,12 +118,7 @@ class World:
 
     def on_all_ranks(self, action: Callable[[], T]) -> T:
         """Do the same on every rank; when one fails, all raise the first failing rank's error."""
-        error: RefocusedError | None = None
-        result: T | None = None
-        try:
-            result = action()
-        except RefocusedError as raised:
-            error = raised
+        result, error = _outcome(action)
         self.raise_together(error)
         return result  # type: ignore[return-value]
 
@@ -141,17 +128,14 @@ class World:
 
     def on_storage_ranks(self, action: Callable[[], T]) -> list[T]:
         """Do something once per disk; all ranks get every storage rank's result, or an error."""
-        error: RefocusedError | None = None
-        results: list[T] = []
-        if self.is_storage_rank:
-            try:
-                results.append(action())
-            except RefocusedError as raised:
-                error = raised
-        told = self.gather((error, self.storage_rank, results))
-        self._raise_first([failed for failed, _, _ in told])
-        by_rank = sorted(((rank, found) for _, rank, found in told), key=lambda one: one[0])
-        return [result for _, found in by_rank for result in found]
+        result, error = _outcome(action) if self.is_storage_rank else (None, None)
+        told = self.gather((error, self.storage_rank, self.is_storage_rank, result))
+        self._raise_first([failed for failed, *_ in told])
+        by_rank = sorted(
+            ((rank, found) for _, rank, has_acted, found in told if has_acted),
+            key=lambda one: one[0],
+        )
+        return [found for _, found in by_rank]  # type: ignore[misc]
 
     def raise_together(self, error: RefocusedError | None) -> None:
         """Raise on every rank when at least one rank brings an error."""
@@ -166,7 +150,7 @@ class World:
             raise shared
 
     def leave(self) -> None:
-        """Wait for all ranks, then close the GPUs' connections."""
+        """Wait for all ranks, then close the connections of the GPUs."""
         self.barrier()
         if self.device_kind == "cuda":
             import torch.distributed as dist
@@ -174,12 +158,19 @@ class World:
             dist.destroy_process_group()
 
 
+def _outcome(action: Callable[[], T]) -> tuple[T | None, RefocusedError | None]:
+    try:
+        return action(), None
+    except RefocusedError as error:
+        return None, error
+
+
 def ranks_from_environment(environment: dict[str, str]) -> World:
-    """Read what a launcher says; without one this is the only rank."""
+    """Read the launcher's variables; without a launcher this is the only rank."""
     size = int(environment.get("WORLD_SIZE", "1"))
     rank = int(environment.get("RANK", "0"))
     local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or size
-    # What DeepSpeed's launcher and torchrun call the machine's number.
+    # The machine's number by DeepSpeed's launcher, or by torchrun.
     node = environment.get("CROSS_RANK") or environment.get("GROUP_RANK")
     return World(
         rank=rank,
@@ -242,9 +233,7 @@ def join_world(asked_device: str) -> World:
 def _take_cores(alone: World, near: Sequence[frozenset[int]]) -> None:
     """Keep a rank to its share of the cores, or every rank's CPU Adam would take all of them.
 
-    Args:
-        alone: The ranks; this one is pinned.
-        near: Cores beside each GPU of this machine; empty where unknown.
+    `near` are the cores beside each GPU of this machine; empty where unknown.
     """
     import torch
 
@@ -258,33 +247,25 @@ def _take_cores(alone: World, near: Sequence[frozenset[int]]) -> None:
 
 
 def _cores_near(gpu: int) -> frozenset[int]:
-    """Return the cores of a GPU's NUMA node, as the kernel lists them; empty: not known."""
+    """Return the cores of a GPU's NUMA node, as the kernel lists them (`0-3,8`); empty: unknown."""
     import torch
 
     place: Any = torch.cuda.get_device_properties(gpu)  # the stub lacks the address
     address = f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0"
     try:
-        return parse_cores((PCI_DEVICES / address / "local_cpulist").read_text())
+        text = (PCI_DEVICES / address / "local_cpulist").read_text().strip()
+        ranges = [part.partition("-") for part in text.split(",") if part]
+        return frozenset(
+            core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)
+        )
     except (OSError, ValueError):
         return frozenset()
-
-
-def parse_cores(text: str) -> frozenset[int]:
-    """Read the kernel's form of a set of cores, `0-3,8`.
-
-    Raises:
-        ValueError: It has another form.
-    """
-    ranges = [part.partition("-") for part in text.strip().split(",") if part]
-    return frozenset(
-        core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)
-    )
 
 
 def lost_connection(error: Exception) -> TrainingError | None:
     """Say what a broken connection between ranks means; None when the error is another one.
 
-    gloo tells it as a plain RuntimeError, which its source file's name gives away.
+    gloo raises a plain RuntimeError, which its source file's name gives away.
     """
     import torch.distributed as dist
 
@@ -306,11 +287,5 @@ def _complete_environment() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    os.environ.update(
-        RANK="0",
-        LOCAL_RANK="0",
-        WORLD_SIZE="1",
-        LOCAL_WORLD_SIZE="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    only = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(only, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

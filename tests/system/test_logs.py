@@ -36,28 +36,18 @@ def speak() -> None:
     logger.error("it broke")
 
 
-def test_the_first_ranks_screen_has_bare_results_and_marked_warnings(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("rank", "out", "err"),
+    [(0, "step 1\n", "WARN  disk is nearly full\nERROR it broke\n"), (1, "", "")],
+)
+def test_only_rank_0_prints_bare_results_and_marked_warnings_once(
+    capsys: pytest.CaptureFixture[str], rank: int, out: str, err: str
 ) -> None:
-    logs.start_screen(0)
+    logs.start_screen(rank)
+    logs.start_screen(rank)
     speak()
     shown = capsys.readouterr()
-    assert shown.out == "step 1\n"
-    assert shown.err == "WARN  disk is nearly full\nERROR it broke\n"
-
-
-def test_other_ranks_say_nothing_on_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.start_screen(1)
-    speak()
-    shown = capsys.readouterr()
-    assert (shown.out, shown.err) == ("", "")
-
-
-def test_starting_twice_does_not_say_everything_twice(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.start_screen(0)
-    logs.start_screen(0)
-    speak()
-    assert capsys.readouterr().out == "step 1\n"
+    assert (shown.out, shown.err) == (out, err)
 
 
 def test_lines_in_files_carry_time_rank_and_level(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from refocused.system.world import (
     choose_device,
     join_world,
     lost_connection,
-    parse_cores,
     ranks_from_environment,
 )
 
@@ -40,21 +39,21 @@ def both(found: list[dict[str, Any]], name: str) -> Any:
 
 
 @pytest.mark.slow
-def test_each_rank_knows_its_place(found: list[dict[str, Any]]) -> None:
+def test_ranks_exchange_values_and_act_alone_or_together(found: list[dict[str, Any]]) -> None:
     assert [rank["world"] for rank in found] == [[0, 0, 2, 2], [1, 1, 2, 2]]
-
-
-@pytest.mark.slow
-def test_values_reach_every_rank(found: list[dict[str, Any]]) -> None:
     assert both(found, "gather") == [{"rank": 0}, {"rank": 1}]
     assert both(found, "broadcast") == "from 0"
     assert both(found, "broadcast of rank 1") == "from 1"
     assert both(found, "largest") == [1.0, 0.0, 2.5]
     assert both(found, "total") == [3.0, 1.0]
+    assert [rank["together"]["result"] for rank in found] == ["made by 0", "made by 1"]
+    assert both(found, "nothing to raise") == {"result": None}
+    assert both(found, "first does") == {"result": "made by 0"}
+    assert [rank["acted in the end"] - rank["acted so far"] for rank in found] == [2, 0]
 
 
 @pytest.mark.slow
-def test_an_error_on_one_rank_is_raised_on_both_with_that_rank_named(
+def test_an_error_is_raised_on_every_rank_with_the_first_failing_rank_named(
     found: list[dict[str, Any]],
 ) -> None:
     assert both(found, "together, rank 1 fails") == {
@@ -63,29 +62,9 @@ def test_an_error_on_one_rank_is_raised_on_both_with_that_rank_named(
         "on_every_rank": True,
     }
     assert both(found, "raise together")["error"] == "rank 1: mine"
-
-
-@pytest.mark.slow
-def test_an_error_on_rank_0_needs_no_name_and_comes_first(found: list[dict[str, Any]]) -> None:
     wanted = {"error": "broken by 0", "kind": "ShardError", "on_every_rank": True}
-    assert both(found, "together, rank 0 fails") == wanted
-    assert both(found, "together, both fail") == wanted
-    assert both(found, "first does, and fails") == wanted
-
-
-@pytest.mark.slow
-def test_without_an_error_nothing_is_raised(found: list[dict[str, Any]]) -> None:
-    assert [rank["together"] for rank in found] == [
-        {"result": "made by 0"},
-        {"result": "made by 1"},
-    ]
-    assert both(found, "nothing to raise") == {"result": None}
-
-
-@pytest.mark.slow
-def test_only_the_first_rank_does_what_it_does_alone(found: list[dict[str, Any]]) -> None:
-    assert both(found, "first does") == {"result": "made by 0"}
-    assert [rank["acted in the end"] - rank["acted so far"] for rank in found] == [2, 0]
+    for name in ("together, rank 0 fails", "together, both fail", "first does, and fails"):
+        assert both(found, name) == wanted
 
 
 @pytest.mark.slow
@@ -156,11 +135,12 @@ def test_a_keepers_error_reaches_every_rank_with_its_name() -> None:
     assert ranks_from_environment({}) == World()
 
 
-def test_the_device_is_chosen() -> None:
-    assert choose_device("auto", local_world_size=2, gpus=0) == "cpu"
-    assert choose_device("auto", local_world_size=2, gpus=2) == "cuda"
-    assert choose_device("cuda", local_world_size=2, gpus=8) == "cuda"
-    assert choose_device("cpu", local_world_size=2, gpus=8) == "cpu"
+@pytest.mark.parametrize(
+    ("asked", "ranks", "gpus", "kind"),
+    [("auto", 2, 0, "cpu"), ("auto", 2, 2, "cuda"), ("cuda", 2, 8, "cuda"), ("cpu", 2, 8, "cpu")],
+)
+def test_the_device_is_chosen(asked: str, ranks: int, gpus: int, kind: str) -> None:
+    assert choose_device(asked, local_world_size=ranks, gpus=gpus) == kind
 
 
 @pytest.mark.parametrize("asked", ["auto", "cuda"])
@@ -171,65 +151,50 @@ def test_more_ranks_than_gpus_are_refused_with_the_numbers(asked: str) -> None:
         "8 ranks were started on this machine, and it has 4 GPUs that torch can see. "
         "Start with --num_gpus 4, or set run.device=cpu for a trial without GPUs."
     )
-
-
-def test_a_machine_without_gpus_is_named_as_such() -> None:
     with pytest.raises(ConfigError, match=r"torch sees no GPU .*\(2 ranks.*nvidia-smi.*device=cpu"):
         choose_device("cuda", local_world_size=2, gpus=0)
 
 
-@pytest.mark.parametrize(("size", "bound"), [("1", None), ("2", "cuda:1")])
-def test_a_gpu_is_bound_where_there_are_others_to_connect_to(
-    size: str, bound: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    joined: list[Any] = []
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": size}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("torch.cuda.set_device", joined.append)
-    monkeypatch.setattr("refocused.system.world._cores_near", lambda gpu: frozenset())
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(
-        "torch.distributed.init_process_group", lambda kind, device_id: joined.append(device_id)
-    )
-    monkeypatch.setattr("torch.distributed.new_group", lambda backend, timeout: backend)
-    world = join_world("auto")
-    assert (world.device_kind, world._control) == ("cuda", "gloo")
-    assert joined[0] == 1
-    assert (joined[1] and str(joined[1])) == bound
-
-
-def test_the_kernels_form_of_a_set_of_cores() -> None:
-    assert parse_cores("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert parse_cores("\n") == frozenset()
-    with pytest.raises(ValueError, match="invalid literal"):
-        parse_cores("all")
-
-
-def test_each_rank_takes_its_share_of_the_cores_near_its_gpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Four GPUs on two NUMA nodes; the kernel does not say where the last one's is."""
-    lists = {"0000:01:00.0": "0-7", "0000:02:00.0": "0-7", "0000:81:00.0": "8-15"}
-    for address, cores in lists.items():
-        (tmp_path / address).mkdir()
-        (tmp_path / address / "local_cpulist").write_text(f"{cores}\n")
-    buses = [0x01, 0x02, 0x81, 0x82]
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """What joining sets on a machine of four GPUs on two NUMA nodes; the last one's is unknown."""
+    buses, told = [0x01, 0x02, 0x81, 0x82], []
+    for bus, cores in {"01": "0-3,4-6,7", "02": "0-7", "81": "8-15", "82": "all"}.items():
+        (tmp_path / f"0000:{bus}:00.0").mkdir()
+        (tmp_path / f"0000:{bus}:00.0" / "local_cpulist").write_text(f"{cores}\n")
     monkeypatch.setattr(world, "PCI_DEVICES", tmp_path)
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
         lambda gpu: types.SimpleNamespace(pci_domain_id=0, pci_bus_id=buses[gpu], pci_device_id=0),
     )
-    near = [world._cores_near(gpu) for gpu in range(4)]
-    taken: dict[str, Any] = {}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", told.append)
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda _, device_id: told.append(str(device_id))
+    )
+    monkeypatch.setattr(torch.distributed, "new_group", lambda backend, timeout: backend)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(12)})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: told.append(cores))
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {*range(12)})
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: taken.update(cores=cores))
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: taken.update(threads=count))
-    wanted = [({*range(8)}, 4), ({*range(8)}, 4), ({8, 9, 10, 11}, 4), (None, 3)]
-    for rank, (cores, threads) in enumerate(wanted):
-        taken.clear()
-        world._take_cores(World(rank, rank, 4, 4), near)
-        assert taken.get("cores") == cores
-        assert taken["threads"] == threads
+    return told
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "expected"),
+    [
+        (1, 0, [{*range(8)}, 8, 0, "None"]),  # alone there is nobody to connect to
+        (4, 0, [{*range(8)}, 4, 0, "cuda:0"]),
+        (4, 1, [{*range(8)}, 4, 1, "cuda:1"]),
+        (4, 2, [{8, 9, 10, 11}, 4, 2, "cuda:2"]),
+        (4, 3, [3, 3, "cuda:3"]),
+    ],
+)
+def test_each_rank_takes_its_gpu_and_its_share_of_the_cores_near_it(
+    monkeypatch: pytest.MonkeyPatch, joined: list[Any], size: int, rank: int, expected: list[Any]
+) -> None:
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}.items():
+        monkeypatch.setenv(name, str(value))
+    assert join_world("auto").device_kind == "cuda"
+    assert joined == expected

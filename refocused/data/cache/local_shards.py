@@ -19,7 +19,7 @@ from refocused.data.cache.local_form import check_vocabulary, local_bytes, local
 from refocused.data.formats.array_headers import read_npy_header
 from refocused.data.manifest.run_manifest import source_of
 from refocused.data.manifest.shard_manifest import Manifest
-from refocused.system.atomic_files import replace_file, synchronize
+from refocused.system.atomic_files import fsync_path, replace_file
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import parse_json_object
 
@@ -136,13 +136,13 @@ class LocalShards:
         The row comes last, for it lets others open the file. It is not flushed: where a power cut
         empties it, the file counts as not local.
         """
-        synchronize(file)
+        fsync_path(file)
         row = LocalRow(self._source(index), file.stat().st_size, crc32c_of(file), max_id)
         target = self.path(index)
         target.parent.mkdir(parents=True, exist_ok=True)
         self._row_path(index).unlink(missing_ok=True)
         file.replace(target)
-        synchronize(target.parent)  # the row's name must not be on the disk before the file's
+        fsync_path(target.parent)  # the row's name must not be on the disk before the file's
         replace_file(self._row_path(index), json.dumps(dataclasses.asdict(row)).encode())
 
     def remove(self, index: int) -> None:

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from refocused.system import atomic_files
-from refocused.system.atomic_files import begin_write_back, replace_file
+from refocused.system.atomic_files import (
+    begin_write_back,
+    replace_file,
+    replace_folder,
+    write_json_atomic,
+)
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -63,16 +67,25 @@ def test_what_a_killed_writer_left_is_taken_over(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_kernel_is_asked_in_a_way_that_it_understands(tmp_path: Path) -> None:
-    sync = atomic_files._sync_file_range()
-    assert sync is not None  # on Linux
+def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    write_json_atomic(path, {"loss": 1.0})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json_atomic(path, {"loss": float("nan")})
+    assert path.read_text() == '{\n "loss": 1.0\n}\n'
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_hint_that_cannot_be_taken_is_none(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file:
-        file.write(os.urandom(1 << 20))
-        file.flush()
-        assert sync(file.fileno(), 0, 1 << 20, atomic_files._SYNC_FILE_RANGE_WRITE) == 0
-
-
-def test_a_hint_that_cannot_be_taken_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+        begin_write_back(file.fileno(), 0, 10)
     begin_write_back(-1, 0, 10)  # no such file
-    monkeypatch.setattr(atomic_files, "_sync_file_range", lambda: None)
-    begin_write_back(-1, 0, 10)
+
+
+def test_a_folder_takes_a_name_from_another_whatever_was_killed_before(tmp_path: Path) -> None:
+    for name in ("model", "fresh", ".model.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"of {name}").touch()
+    replace_folder(tmp_path / "fresh", tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["of fresh"]
