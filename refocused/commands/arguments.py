@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import logging
 import os
@@ -12,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from refocused.commands.output import count
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from refocused.config.data import DataConfig
     from refocused.tokenizers.encoders import TokenizerChoice
 
+T = TypeVar("T")
 SILENT_RANK_SECONDS = 3.0  # the launcher kills everybody once one rank ends: rank 0 speaks first
 
 
@@ -172,6 +174,12 @@ def place(url: str, arguments: argparse.Namespace) -> Bucket:
     return open_bucket(
         url, credentials_file=arguments.gcs_credentials, project=arguments.gcp_project
     )
+
+
+def chosen(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
+    """Make a dataclass of the options named as its fields, and of `others`."""
+    names = {field.name for field in dataclasses.fields(kind)} - set(others)  # type: ignore[arg-type]
+    return kind(**{name: getattr(arguments, name) for name in names}, **others)
 
 
 def add_tokenizer_options(parser: Parser) -> None:

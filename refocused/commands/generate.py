@@ -7,11 +7,11 @@ import contextlib
 import dataclasses
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from refocused.commands.arguments import Parser, add_tokenizer_options, tokenizer_choice
+from refocused.commands.arguments import Parser, add_tokenizer_options, chosen, tokenizer_choice
 from refocused.commands.checkpoints.show import print_entries
 from refocused.commands.evaluate.model import add_dtype_option, usual_dtype
 from refocused.commands.output import count, print_result
@@ -50,32 +50,21 @@ def _add_options(parser: Parser) -> None:
     add_run_options(parser)
 
 
-def run_generate(parser: Parser) -> int:
+def run_generate(parser: Parser) -> int | None:
     """Write what follows prompts, or what is typed."""
     _add_options(parser)
-    arguments = parser.read()
     try:
-        _write(arguments)
+        _write(parser.read())
+        return None
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
-    return ExitCode.OK
 
 
 def _write(arguments: argparse.Namespace) -> None:
     from refocused.evaluate.generation import Sampling, generate
 
     prompts = _prompts(arguments)
-    sampling = Sampling(
-        tokens=arguments.tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        min_p=arguments.min_p,
-        repetition_penalty=arguments.repetition_penalty,
-        seed=arguments.seed,
-        samples=arguments.samples,
-        stops=tuple(arguments.stop),
-    )
+    sampling = chosen(Sampling, arguments, stops=tuple(arguments.stop))
     if prompts is None and arguments.json:
         raise ConfigError("--json needs a prompt.")
     if arguments.model is None:
@@ -100,33 +89,28 @@ def _prompts(arguments: argparse.Namespace) -> list[str] | None:
     """Return all prompts that were given; None: a person will type them."""
     prompts = list(arguments.prompts)
     if arguments.file is not None:
-        prompts.append(_text(arguments.file).removesuffix("\n"))
+        prompts.append(_text(arguments.file.expanduser().read_bytes, arguments.file))
     if arguments.lines is not None:
-        lines = [line for line in _text(arguments.lines).splitlines() if line]
+        text = _text(arguments.lines.expanduser().read_bytes, arguments.lines)
+        lines = [line for line in text.splitlines() if line]
         if not lines:
             raise ConfigError(f"{arguments.lines}: there is no prompt in it. Write one in a line.")
         prompts += lines
     if not prompts and not sys.stdin.isatty():
-        prompts.append(_decoded(sys.stdin.buffer.read(), "standard input").removesuffix("\n"))
+        prompts.append(_text(sys.stdin.buffer.read, "standard input"))
     if "" in prompts:
         raise ConfigError("A prompt is empty. Write something that can be continued.")
     return prompts or None
 
 
-def _text(file: Path) -> str:
+def _text(read: Callable[[], bytes], where: Path | str) -> str:
     try:
-        content = file.expanduser().read_bytes()
+        return read().decode().removesuffix("\n")
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}. Name a file that can be read.") from None
-    return _decoded(content, str(file))
-
-
-def _decoded(content: bytes, where: str) -> str:
-    try:
-        return content.decode()
+        raise ConfigError(f"{where}: {error.strerror}. Name a file that can be read.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{where}: byte {error.start:,} is no UTF-8 ({content[error.start]:#04x}). "
+            f"{where}: byte {error.start:,} is no UTF-8 ({error.object[error.start]:#04x}). "
             "Convert it, for example: iconv -f latin1 -t utf-8"
         ) from None
 

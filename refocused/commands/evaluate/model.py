@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from refocused.commands.arguments import Parser, add_tokenizer_options, tokenizer_choice
+from refocused.commands.arguments import Parser, add_tokenizer_options, chosen, tokenizer_choice
 from refocused.commands.output import count, duration_text, print_result
 from refocused.commands.run_selection import add_run_options, model_source
 from refocused.system.errors import ConfigError
@@ -142,16 +142,8 @@ def evaluated(
 ) -> Evaluated:
     """Put tasks to one model, then free its memory; every rank must call.
 
-    Args:
-        request: As `model_source` takes it.
-        arguments: How to load and to measure it.
-        tasks: Which; none: the validation set of its run.
-        world: The ranks that share the work.
-        is_untrained: Measure one of its shape with random weights.
-        label: What the line of progress begins with.
-
-    Raises:
-        RefocusedError: On every rank: there is no such model, or it cannot take a task.
+    Without tasks, measure the validation set of its run. `is_untrained` takes random weights of its
+    shape. `label` begins the line of progress. Errors are raised on every rank.
     """
     from refocused.evaluate.load_model import load_model, untrained
     from refocused.evaluate.score_model import Evaluation, Settings
@@ -174,12 +166,7 @@ def evaluated(
         result = measure_validation(model, arguments, world)
         context = model.trained_length or model.network.config.max_position_embeddings
         return Evaluated(_head(model, context, world, dtype), [result])
-    settings = Settings(
-        limit=arguments.limit,
-        batch=arguments.batch,
-        context_tokens=arguments.context,
-        stride=arguments.stride,
-    )
+    settings = chosen(Settings, arguments, context_tokens=arguments.context)
     evaluation = world.on_all_ranks(lambda: Evaluation(model, settings))
     warning = model.beyond_training(evaluation.context_tokens)
     if warning is not None and world.is_rank_0:

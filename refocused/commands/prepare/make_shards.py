@@ -14,6 +14,7 @@ from refocused.commands.arguments import (
     Parser,
     add_credentials,
     add_reading_options,
+    chosen,
     data_settings,
     place,
 )
@@ -103,17 +104,11 @@ def run_tokenize(parser: Parser) -> None:
     from refocused.tokenizers.encoders import TokenizerChoice
 
     work = _work_folder(arguments)
-    request = TokenizeRequest(
-        tokenizer=TokenizerChoice(
-            arguments.tokenizer, bpe_folder=arguments.bpe_folder, end_of_text=arguments.end_of_text
-        ),
-        shard_tokens=arguments.shard_tokens,
-        validation_ratio=arguments.val_ratio,
-        name=arguments.name,
-        field=arguments.field,
-        separator=arguments.separator,
-        bad_text=arguments.bad_text,
+    tokenizer = TokenizerChoice(
+        arguments.tokenizer, bpe_folder=arguments.bpe_folder, end_of_text=arguments.end_of_text
     )
+    share = arguments.val_ratio
+    request = chosen(TokenizeRequest, arguments, tokenizer=tokenizer, validation_ratio=share)
     bucket = place(arguments.out, arguments)
     inputs = find_inputs(arguments.inputs)
     started = time.monotonic()
@@ -202,12 +197,7 @@ def run_convert(parser: Parser) -> None:
             place(arguments.out, arguments),
             data=data,
             work=work,
-            request=ConvertRequest(
-                vocabulary=arguments.vocabulary,
-                shard_tokens=arguments.shard_tokens,
-                name=arguments.name,
-                allow_pickle=arguments.allow_pickle,
-            ),
+            request=chosen(ConvertRequest, arguments),
             progress=show,
         )
     record = {
