@@ -64,9 +64,9 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     arguments = build_parser().read(argv)
-    if arguments.collect:
-        return _collect(arguments.run, interval_seconds=arguments.interval)
     try:
+        if arguments.collect:
+            return _collect(arguments.run, interval_seconds=arguments.interval)
         folders = [_folder(name, must_exist=not arguments.wait) for name in arguments.run]
         is_named, folders = bool(folders), folders or _runs_by_age()
         with quiet_on_a_closed_pipe():
@@ -113,29 +113,28 @@ def _collect(named: Sequence[str], *, interval_seconds: float) -> int:
     from refocused.monitor.sampler.start_sampler import SamplerSettings
 
     if len(named) > 1:
-        print(f"--collect writes to one folder, not to {', '.join(named)}.", file=sys.stderr)
-        return ExitCode.WRONG_USE
+        raise ConfigError(f"--collect writes to one folder, not to {', '.join(named)}.")
     folder = find_run(named[0], must_exist=False) if named else SAMPLES / socket.gethostname()
     settings = SamplerSettings(
         run=folder, training=None, interval_seconds=interval_seconds, ranks=0
     )
-    trouble = f"{folder}: another process samples this machine into it. Name another folder."
     try:
         settings.samples.parent.mkdir(parents=True, exist_ok=True)
-        sampler = Sampler(settings) if take_turn(settings) else None
+        if not take_turn(settings):
+            raise RefocusedError(
+                f"{folder}: another process samples this machine into it. Name another folder."
+            )
+        sampler = Sampler(settings)
     except OSError as error:
-        sampler = None
-        trouble = f"{folder} cannot be written: {error.strerror}. Name another."
-    if sampler is None:
-        print(trouble, file=sys.stderr)
-        return ExitCode.FAILED
+        raise RefocusedError(
+            f"{folder} cannot be written: {error.strerror}. Name another."
+        ) from error
     print(
         f"{settings.samples}: a sample every {interval_seconds:g} s until Ctrl+C. "
         f"See them: python launch/monitor.py {folder}",
         file=sys.stderr,
     )
-    with contextlib.suppress(KeyboardInterrupt):
-        sampler.run()
+    sampler.run()
     return ExitCode.OK
 
 

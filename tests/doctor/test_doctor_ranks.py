@@ -11,7 +11,6 @@ from ranks import free_port
 
 from refocused.doctor.ranks import RanksOutcome, RankTask, judge_allreduce, judge_step, run_ranks
 
-SUM = {"is_right": True, "payload_bytes": 2**28, "seconds": 1e-3}
 STEP = {
     "untrained_loss": 10.8,
     "loss": 10.7,
@@ -28,9 +27,10 @@ STEP = {
 }
 
 
-def summed(bus_gb_per_second: float, **facts: object) -> RanksOutcome:
-    told = {**SUM, "bus_bytes_per_second": bus_gb_per_second * 1e9, **facts}
-    return RanksOutcome(8, {"allreduce": told})
+def summed(bus_gb_per_second: float, *, is_right: bool = True) -> RanksOutcome:
+    facts = {"is_right": is_right, "payload_bytes": 2**28, "seconds": 1e-3}
+    facts["bus_bytes_per_second"] = bus_gb_per_second * 1e9
+    return RanksOutcome(8, {"allreduce": facts})
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,9 @@ def test_real_ranks_that_fail_are_told_of_and_leave_nothing(tmp_path: Path) -> N
 def test_a_rank_ends_with_the_doctor_that_started_it(tmp_path: Path) -> None:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    waiting = subprocess.Popen(
-        [sys.executable, "-m", "refocused.doctor.ranks", task(tmp_path).model_dump_json()],
-        stdin=subprocess.PIPE,
-        env={**os.environ, **alone, **address},
-    )
+    command = [sys.executable, "-m", "refocused.doctor.ranks", task(tmp_path).model_dump_json()]
+    environment = {**os.environ, **alone, **address}
+    waiting = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     with pytest.raises(subprocess.TimeoutExpired):
         waiting.wait(2)
     assert waiting.stdin is not None

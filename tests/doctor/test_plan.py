@@ -29,6 +29,10 @@ from refocused.prepare.inspect_data import DataReport, inspect_data
 from refocused.system.hardware import named_gpu
 
 NO_BF16 = NativeDtype("fp32", "the processor has no bf16 instructions")
+OFFLOADED = (
+    *("zero.offload_optimizer=cpu", "zero.offload_parameters=cpu"),
+    *("precision.dtype=bf16", "checkpoint.async=true"),
+)
 
 
 @pytest.mark.parametrize(
@@ -50,36 +54,29 @@ def fast(*settings: str) -> LoadedRun:
     return load_run("gpt2_1b_8xh100_fast", ["batch.micro=4", *settings])
 
 
-def planned(loaded: LoadedRun, *, memory_bytes: float | None, ranks: int = 8) -> Finding:
-    choice = plan_choice(loaded, ranks=ranks, memory_bytes=memory_bytes)
-    return judge_plan(loaded, choice, ranks=ranks, memory_bytes=memory_bytes)
+def planned(
+    loaded: LoadedRun, memory_bytes: float | None, *, gpu: str = "", ranks: int = 8
+) -> Finding:
+    choice = plan_choice(loaded, ranks=8, memory_bytes=memory_bytes)
+    facts = named_gpu(gpu) if gpu else None
+    return judge_plan(loaded, choice, ranks=ranks, memory_bytes=memory_bytes, gpu=facts)
 
 
-def test_the_plan_says_what_a_step_should_take_on_a_known_gpu() -> None:
+def test_the_plan_of_a_step() -> None:
     loaded = fast()
-    choice = plan_choice(loaded, ranks=8, memory_bytes=80e9)
-    found = judge_plan(loaded, choice, ranks=8, memory_bytes=80e9, gpu=named_gpu("H100 SXM"))
+    found = planned(loaded, 80e9, gpu="H100 SXM")
     assert re.search(r"; expected: 1\.\d+ s a step, [\d,]+ tokens/s, MFU 4\d%", found.text)
-    assert "expected" not in planned(loaded, memory_bytes=80e9).text
-    found = judge_plan(loaded, choice, ranks=3, memory_bytes=80e9, gpu=named_gpu("H100 SXM"))
+    found = planned(loaded, 80e9, gpu="H100 SXM", ranks=3)
     assert found.level == "fail" and "not a multiple" in found.text
-
-
-def test_plan_of_a_shipped_run() -> None:
-    loaded = fast()
     needed = plan_choice(loaded, ranks=8, memory_bytes=80e9).memory.peak
-    assert planned(loaded, memory_bytes=80e9).level == "ok"
-    assert planned(loaded, memory_bytes=None).level == "ok"
-    assert planned(loaded, memory_bytes=needed * 1.02).level == "warn"
-    finding = planned(loaded, memory_bytes=needed * 0.9)
+    assert planned(loaded, 80e9).level == planned(loaded, None).level == "ok"
+    assert "expected" not in planned(loaded, 80e9).text
+    assert planned(loaded, needed * 1.02).level == "warn"
+    finding = planned(loaded, needed * 0.9)
     assert finding.level == "fail"
     settings = str(finding.fix).removeprefix("It fits with: ").split()
-    mended = fast(*settings)
-    assert planned(mended, memory_bytes=needed * 0.9).level != "fail"
-
-
-def test_an_offload_without_need_is_told() -> None:
-    finding = planned(load_run("gpt2_1b_8xh100"), memory_bytes=80e9)
+    assert planned(fast(*settings), needed * 0.9).level != "fail"
+    finding = planned(load_run("gpt2_1b_8xh100"), 80e9)
     assert finding.level == "warn" and "the offload is not needed" in finding.text
 
 
@@ -95,8 +92,7 @@ def test_the_host_holds_offloads_and_copies_of_all_its_ranks() -> None:
     offloaded = host("zero.offload_optimizer=cpu", device="cuda", ranks=8)
     parameters = 759_905_280 + 48 * 1536
     assert bare.building == 8 * 4 * parameters  # each rank builds the whole model
-    assert bare.tensors == 0
-    assert (bare.copies, copied.copies) == (0, 12 * parameters)
+    assert (bare.tensors, bare.copies, copied.copies) == (0, 0, 12 * parameters)
     assert copied.total == bare.total  # no copy is made before the model is spread
     assert host("zero.offload_optimizer=cpu", device="cuda").tensors == 20 * parameters
     assert offloaded.tensors == 20 * parameters < offloaded.building
@@ -104,28 +100,26 @@ def test_the_host_holds_offloads_and_copies_of_all_its_ranks() -> None:
 
 
 def test_a_cpu_computes_in_the_hosts_memory() -> None:
-    run = fast()
-    memory = plan_choice(run, ranks=2, memory_bytes=None).memory
+    memory = plan_choice(fast(), ranks=2, memory_bytes=None).memory
     assert host(device="cpu").tensors == 2 * memory.peak
     assert host(device="cpu").temporaries == 2 * (memory.peak - memory.states)
     assert host(device="cuda").temporaries == 0
-    offloaded = host("zero.offload_optimizer=cpu", device="cpu")
-    assert offloaded.tensors > 20 * 759_905_280
+    assert host("zero.offload_optimizer=cpu", device="cpu").tensors > 20 * 759_905_280
 
 
-OFFLOADED = (
-    *("zero.offload_optimizer=cpu", "zero.offload_parameters=cpu"),
-    *("precision.dtype=bf16", "checkpoint.async=true"),
-)
-
-
-def shortage(*settings: str, left: float, ranks: int = 2) -> Finding | None:
+def shortage(
+    *settings: str,
+    left: float,
+    ranks: int = 2,
+    device: Device = "cpu",
+    gpu_bytes: float | None = None,
+) -> Finding | None:
     return host_shortage(
         fast(*settings),
         ranks=ranks,
         ranks_here=ranks,
-        device="cpu",
-        gpu_bytes=None,
+        device=device,
+        gpu_bytes=gpu_bytes,
         memory=Memory(total=int(left), available=int(left), swap_used=0),
     )
 
@@ -147,8 +141,7 @@ def test_settings_that_are_named_fit(left: float) -> None:
     for part in {setting.partition("=")[0].partition("_")[0] for setting in settings}:
         fewer = [one for one in settings if not one.startswith(part)]  # each is needed
         assert shortage(*OFFLOADED, *fewer, left=left, ranks=ranks) is not None
-    steps = fast(*OFFLOADED, *settings).config.batch
-    before = fast(*OFFLOADED).config.batch
+    steps, before = (fast(*OFFLOADED, *more).config.batch for more in (settings, ()))
     if before.accumulation is not None:
         assert isinstance(before.micro, int) and isinstance(steps.micro, int)
         assert steps.accumulation is not None
@@ -161,26 +154,21 @@ def test_a_run_that_fits_to_the_byte_is_not_refused() -> None:
     assert shortage(left=total - 1) is not None
 
 
-def test_gpus_that_are_not_known_yet_are_not_planned_for() -> None:
-    """An offload may be what makes the run fit its GPUs."""
-    run = fast("zero.offload_optimizer=cpu", "checkpoint.async=true")
-
-    def fix(left: float, gpu_bytes: float | None) -> str:
-        found = host_shortage(
-            run,
-            ranks=2,
-            ranks_here=2,
-            device="cuda",
-            gpu_bytes=gpu_bytes,
-            memory=Memory(int(left), int(left), 0),
-        )
-        assert found is not None
-        return str(found.fix)
-
-    assert fix(20e9, None) == "It fits with: checkpoint.async=false"
-    assert fix(12e9, None).startswith("Take a machine with")
-    assert "zero.offload_optimizer=none" in fix(12e9, 80e9)
-    assert fix(12e9, 10e9).startswith("Take a machine with")
+@pytest.mark.parametrize(
+    ("left", "gpu_bytes", "fix"),
+    [
+        (20e9, None, "It fits with: checkpoint.async=false"),
+        (12e9, None, "Take a machine with"),  # an offload may be what makes it fit its GPUs
+        (12e9, 80e9, "It fits with: checkpoint.async=false zero.offload_optimizer=none"),
+        (12e9, 10e9, "Take a machine with"),
+    ],
+)
+def test_gpus_that_are_not_known_yet_are_not_planned_for(
+    left: float, gpu_bytes: float | None, fix: str
+) -> None:
+    settings = ("zero.offload_optimizer=cpu", "checkpoint.async=true")
+    found = shortage(*settings, left=left, device="cuda", gpu_bytes=gpu_bytes)
+    assert found is not None and str(found.fix).startswith(fix)
 
 
 def test_what_lies_there_already_needs_no_room(tmp_path: Path) -> None:
@@ -207,17 +195,20 @@ def test_what_lies_there_already_needs_no_room(tmp_path: Path) -> None:
 
 def looked_at(folder: Path, *, vocabulary: int = 512) -> tuple[list[Finding], DataReport]:
     data = load_run(folder / "tiny.yaml").config.data
-    report = inspect_data(
-        DirectoryBucket(folder / "tokens"), data, sample_tokens=10_000, vocabulary=vocabulary
-    )
+    bucket = DirectoryBucket(folder / "tokens")
+    report = inspect_data(bucket, data, sample_tokens=10_000, vocabulary=vocabulary)
     return list(judge_data(report, vocabulary=vocabulary, setting="data.source")), report
 
 
-@pytest.mark.parametrize(("vocabulary", "level"), [(512, "ok"), (50_257, "warn")])
-def test_ids_against_the_vocabulary(tmp_path: Path, vocabulary: int, level: str) -> None:
+def test_ids_and_problems_of_the_data(tmp_path: Path) -> None:
     tiny_run(tmp_path)
-    (finding,), _ = looked_at(tmp_path, vocabulary=vocabulary)
-    assert finding.level == level
+    for vocabulary, level in ((512, "ok"), (50_257, "warn")):
+        (finding,), report = looked_at(tmp_path, vocabulary=vocabulary)
+        assert finding.level == level
+    bad = dataclasses.replace(report, problems=tuple(f"file {n} is torn" for n in range(9)))
+    findings = list(judge_data(bad, vocabulary=512, setting="data.source"))
+    assert [one.level for one in findings] == ["fail"] * (NAMED_PROBLEMS + 1)
+    assert "and 6 more problems" in findings[-1].text
 
 
 def test_files_that_the_manifest_does_not_list_are_a_warning(tmp_path: Path) -> None:
@@ -231,15 +222,6 @@ def test_files_that_the_manifest_does_not_list_are_a_warning(tmp_path: Path) -> 
     assert finding.level == "warn"
     assert f"3 of {report.files} token files are not used" in finding.text
     assert f"manifest {bucket.url} --update" in str(finding.fix)
-
-
-def test_many_problems_are_few_lines(tmp_path: Path) -> None:
-    tiny_run(tmp_path)
-    _, report = looked_at(tmp_path)
-    bad = dataclasses.replace(report, problems=tuple(f"file {n} is torn" for n in range(9)))
-    findings = list(judge_data(bad, vocabulary=512, setting="data.source"))
-    assert [one.level for one in findings] == ["fail"] * (NAMED_PROBLEMS + 1)
-    assert "and 6 more problems" in findings[-1].text
 
 
 def test_sources_of_a_mixture(tmp_path: Path) -> None:

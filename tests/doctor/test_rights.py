@@ -97,7 +97,8 @@ def test_credentials(
     tmp_path: Path, identity: str | None, writes: bool, mode: int, level: str
 ) -> None:
     key = tmp_path / "key.json"
-    key.touch(mode)
+    key.touch()
+    key.chmod(mode)
     assert judge_credentials(identity, writes=writes, key=key).level == level
 
 
