@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from refocused.checkpoints.mirror.mirror import CheckpointMirror
 from refocused.checkpoints.mirror.mirror_status import MirrorSettings, MirrorStatus
@@ -14,7 +15,7 @@ from refocused.checkpoints.step.branches import checkpoint_paths
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.checkpoints.step.verify import verify
-from refocused.system.processes import ProcessIdentity, this_process
+from refocused.system.processes import this_process
 
 PREFIX = "sample/checkpoints"
 PATIENCE_SECONDS = 30
@@ -28,15 +29,15 @@ def drain(
     return bool(mirror.await_drain(mirror.request_drain(timeout_s), timeout_s, progress))
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
+def until(condition: Callable[[], object], patience_s: float = PATIENCE_SECONDS) -> None:
+    deadline = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.005)
 
 
 class Place:
-    """A run with its bucket, and the mirrors between them."""
+    """A run with its bucket, a folder, and the mirrors between them."""
 
     def __init__(self, root: Path) -> None:
         self.run = root / "run"
@@ -45,57 +46,59 @@ class Place:
         self.checkpoints.mkdir(parents=True)
         self.mirrors: list[CheckpointMirror] = []
 
-    def mirror(
-        self,
-        training: ProcessIdentity | None = None,
-        drain_seconds: float = 20.0,
-        keep_remote: int | None = None,
-    ) -> CheckpointMirror:
-        mirror = CheckpointMirror(
-            MirrorSettings(
-                run=self.run,
-                bucket=str(self.bucket),
-                prefix=PREFIX,
-                training=training or this_process(),
-                drain_seconds=drain_seconds,
-                scan_seconds=0.05,
-                longest_wait_seconds=0.2,
-                keep_remote=keep_remote,
-            )
-        )
+    def mirror(self, **settings: Any) -> CheckpointMirror:
+        """Start a mirror."""
+        usual: dict[str, Any] = {
+            "run": self.run,
+            "bucket": str(self.bucket),
+            "prefix": PREFIX,
+            "training": this_process(),
+            "drain_seconds": 20.0,
+            "scan_seconds": 0.05,
+            "longest_wait_seconds": 0.2,
+        }
+        mirror = CheckpointMirror(MirrorSettings(**usual | settings))
         self.mirrors.append(mirror)
+        mirror.start()
         return mirror
+
+    def close(self) -> None:
+        """Let the bucket refuse everything, until `open`."""
+        self.bucket.write_text("a file where the folder should be")
+
+    def open(self) -> None:
+        self.bucket.unlink()
 
     def status(self) -> MirrorStatus:
         status = self.mirrors[-1].status()
         assert status is not None
         return status
 
-    def says(self, condition: Callable[[MirrorStatus], object]) -> Callable[[], object]:
-        def asked() -> object:
-            status = self.mirrors[-1].status()
-            return status is not None and condition(status)
+    def says(self, condition: Callable[[MirrorStatus], object]) -> None:
+        """Wait until the newest mirror reports something."""
+        until(lambda: (status := self.mirrors[-1].status()) is not None and condition(status))
 
-        return asked
+    def has_mirrored(self, *steps: int) -> None:
+        self.says(lambda status: status.mirrored == steps and status.last_error is None)
 
     def committed(self) -> list[int]:
         """The marked steps of the bucket, each of which must be whole."""
-        root = self.bucket / PREFIX
         steps = []
-        for path in checkpoint_paths(root).values():
+        for path in checkpoint_paths(self.bucket / PREFIX).values():
             if (path / COMMITTED).exists():
                 assert verify(read_step(path), deep=True) == []
                 steps.append(read_step(path).step)
         return steps
 
-    def kill(self) -> None:
-        status = self.mirrors[-1].status()
-        if status is not None and status.alive:
-            os.kill(status.process.pid, signal.SIGKILL)
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """End the newest mirror, and wait for its end."""
+        process = self.status().process
+        if process.alive:
+            os.kill(process.pid, number)
+        until(lambda: not process.alive, 15.0)  # a request is tried for 30 s and more
 
     def end(self) -> None:
         """Leave no process behind."""
         for mirror in self.mirrors:
-            process = mirror.process
-            if process is not None and process.alive:
-                os.kill(process.pid, signal.SIGKILL)
+            if mirror.process is not None and mirror.process.alive:
+                os.kill(mirror.process.pid, signal.SIGKILL)

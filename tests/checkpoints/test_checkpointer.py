@@ -1,9 +1,12 @@
+"""Saves and loads of all ranks: at once and in the background, committed by all or by none."""
+
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,19 +14,22 @@ from typing import Any
 import pytest
 from checkpoints.fake_owner import FACTS, FakeOwner
 from checkpoints.step_samples import reseal
-from thread_ranks import on_two_ranks, results
+from thread_ranks import Ended, on_two_ranks, results
 
 from refocused.checkpoints.resume.changes import changes_since
+from refocused.checkpoints.step.branches import step_paths
 from refocused.checkpoints.step.checkpoint_manifest import RunFacts
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.checkpoints.step.verify import verify
 from refocused.data.order.position import Position
-from refocused.engine.state_files import UnreadableFileError
+from refocused.engine.engine import ShardsWritten
+from refocused.engine.state_files import UnreadableFileError, read_state
 from refocused.system.errors import CheckpointError
 from refocused.system.world import World
 from refocused.train.step.state import TrainState
 
+NAME = "checkpoint_step_10"
 STATE = TrainState(
     step=10,
     tokens=1234,
@@ -35,6 +41,7 @@ STATE = TrainState(
     seconds=9.0,
     validation_step=10,
 )
+SAVED_HOW = pytest.mark.parametrize("in_background", [False, True], ids=["at once", "behind"])
 
 
 def save(
@@ -43,26 +50,48 @@ def save(
     owner: FakeOwner | None = None,
     facts: RunFacts = FACTS,
     world: World | None = None,
+    in_background: bool = False,
     **changes: Any,
 ) -> Path:
     checkpointer = Checkpointer(folder, world=world or World(), facts=facts)
-    state = dataclasses.replace(STATE, **changes)
-    return checkpointer.save(owner or FakeOwner(), state.as_record(), files_done=4).step.path
+    record = dataclasses.replace(STATE, **changes).as_record()
+    if not in_background:
+        return checkpointer.save(owner or FakeOwner(), record, files_done=4).step.path
+    checkpointer.begin(owner or FakeOwner(), record, files_done=4)
+    try:
+        saved = checkpointer.finish(wait=True)
+    finally:
+        assert checkpointer.begun_step is None  # the next save may begin
+    assert saved is not None and saved.write_seconds > 0
+    return saved.step.path
+
+
+def save_on_two(folder: Path, *owners: FakeOwner, in_background: bool = False) -> list[Ended]:
+    def action(world: World) -> Path:
+        owner = owners[world.rank] if owners else FakeOwner(world.rank)
+        return save(folder, owner=owner, world=world, in_background=in_background)
+
+    return on_two_ranks(action)
 
 
 def load(folder: Path, *, owner: FakeOwner | None = None, facts: RunFacts = FACTS) -> Any:
     owner = owner or FakeOwner()
     checkpointer = Checkpointer(folder, world=World(), facts=facts)
-    step = read_step(folder / "checkpoint_step_10")
+    step = read_step(folder / NAME)
     exact = changes_since(step, facts=facts, world_size=1, allowed=()).way == "exact"
     record = checkpointer.load(owner, step, exact=exact)
     return TrainState.from_record(record), owner.loaded
 
 
-def test_what_is_saved_comes_back(tmp_path: Path) -> None:
-    path = save(tmp_path, owner=FakeOwner(content=b"trained"))
-    assert path == tmp_path / "checkpoint_step_10"
+def left_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_is_saved_comes_back_to_any_run_and_version(tmp_path: Path) -> None:
+    assert save(tmp_path, owner=FakeOwner(content=b"trained")) == tmp_path / NAME
     assert load(tmp_path) == (STATE, b"trained")
+    facts = dataclasses.replace(FACTS, run="other", versions={"torch": "2.99"})
+    assert load(tmp_path, facts=facts)[0] == STATE
 
 
 def test_the_manifest_tells_all_about_the_step_and_every_file_in_it(tmp_path: Path) -> None:
@@ -74,7 +103,7 @@ def test_the_manifest_tells_all_about_the_step_and_every_file_in_it(tmp_path: Pa
         "run_id": "",
         "branch": 1,
         "ancestry": (),
-        "name": "checkpoint_step_10",
+        "name": NAME,
         "step": 10,
         "epoch": 1,
         "files_done": 4,
@@ -112,37 +141,27 @@ def test_the_tokenizer_travels_in_the_step(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite_is_saved_and_counts_as_none(tmp_path: Path) -> None:
     save(tmp_path, validation_loss=float("nan"))
-    assert read_step(tmp_path / "checkpoint_step_10").manifest.validation_loss is None
+    assert read_step(tmp_path / NAME).manifest.validation_loss is None
 
 
 def test_both_ranks_write_into_one_step(tmp_path: Path) -> None:
-    def action(world: World) -> Path:
-        owner = FakeOwner(world.rank, content=b"part %d" % world.rank)
-        return save(tmp_path, owner=owner, world=world)
-
-    assert results(on_two_ranks(action)) == [tmp_path / "checkpoint_step_10"] * 2
-    step = read_step(tmp_path / "checkpoint_step_10")
+    assert results(save_on_two(tmp_path)) == [tmp_path / NAME] * 2
+    step = read_step(tmp_path / NAME)
     assert {"zero/rank_0.pt", "zero/rank_1.pt"} < set(step.manifest.files)
     assert step.manifest.world_size == 2
     assert verify(step, deep=True) == []
 
 
-def left_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
+@SAVED_HOW
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_full_disk_on_one_rank_fails_the_save_on_both_and_leaves_nothing(
-    tmp_path: Path, failing: int
+    tmp_path: Path, failing: int, in_background: bool
 ) -> None:
-    def action(world: World) -> Path:
-        owner = FakeOwner(world.rank, disk_is_full=world.rank == failing)
-        return save(tmp_path, owner=owner, world=world)
-
-    for ended in on_two_ranks(action):
+    owners = [FakeOwner(rank, disk_is_full=rank == failing) for rank in range(2)]
+    for ended in save_on_two(tmp_path, *owners, in_background=in_background):
         assert isinstance(ended.error, CheckpointError)
         message = str(ended.error)
-        assert message.startswith("checkpoint_step_10 was not saved: No space left on device (")
+        assert message.startswith(f"{NAME} was not saved: No space left on device (")
         assert f"zero/rank_{failing}.pt; " in message
         assert " GB free)" in message
         assert "Make room on that disk, or lower checkpoint.keep" in message
@@ -157,9 +176,9 @@ def test_a_file_that_did_not_reach_the_disk_whole_fails_the_save(tmp_path: Path)
 
 def test_a_saved_step_is_never_rewritten(tmp_path: Path) -> None:
     save(tmp_path, owner=FakeOwner(content=b"first"))
-    with pytest.raises(CheckpointError, match="checkpoint_step_10 exists already"):
+    with pytest.raises(CheckpointError, match=f"{NAME} exists already"):
         save(tmp_path, owner=FakeOwner(content=b"second"))
-    assert left_in(tmp_path) == ["checkpoint_step_10"]
+    assert left_in(tmp_path) == [NAME]
     assert load(tmp_path)[1] == b"first"
 
 
@@ -174,20 +193,16 @@ def test_a_save_that_will_not_fit_is_not_begun(
     with pytest.raises(CheckpointError, match=r"_step_20 was not saved: .* lower") as told:
         checkpointer.save(FakeOwner(), later, files_done=0)
     assert str(tmp_path) in str(told.value)
-    assert left_in(tmp_path) == ["checkpoint_step_10"]
+    assert left_in(tmp_path) == [NAME]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=130_000))
     assert checkpointer.save(FakeOwner(), later, files_done=0).step.path.exists()
 
 
 def test_a_folder_that_cannot_be_made_fails_the_save_on_both_ranks(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-
-    def action(world: World) -> Path:
-        return save(tmp_path / "file" / "checkpoints", owner=FakeOwner(world.rank), world=world)
-
-    for ended in on_two_ranks(action):
+    for ended in save_on_two(tmp_path / "file" / "checkpoints"):
         assert isinstance(ended.error, CheckpointError), ended.error
-        assert "checkpoint_step_10 was not saved: Not a directory" in str(ended.error)
+        assert f"{NAME} was not saved: Not a directory" in str(ended.error)
 
 
 def test_a_disk_that_refuses_the_clean_up_too_fails_the_save_on_both_ranks(
@@ -198,35 +213,116 @@ def test_a_disk_that_refuses_the_clean_up_too_fails_the_save_on_both_ranks(
 
     monkeypatch.setattr(os, "unlink", refuse)
     monkeypatch.setattr(os, "rmdir", refuse)
-
-    def action(world: World) -> Path:
-        owner = FakeOwner(world.rank, disk_is_full=world.rank == 1)
-        return save(tmp_path, owner=owner, world=world)
-
-    for ended in on_two_ranks(action):
+    for ended in save_on_two(tmp_path, FakeOwner(0), FakeOwner(1, disk_is_full=True)):
         assert isinstance(ended.error, CheckpointError), ended.error
         assert "No space left on device" in str(ended.error)
     assert [name[:5] for name in left_in(tmp_path)] == [".tmp-"]  # the next start removes it
 
 
-@pytest.mark.parametrize("in_background", [False, True])
+@SAVED_HOW
 def test_a_file_that_cannot_be_read_back_fails_the_save_on_both_ranks(
     tmp_path: Path, in_background: bool
 ) -> None:
-    def action(world: World) -> object:
-        checkpointer = Checkpointer(tmp_path, world=world, facts=FACTS)
-        owner = FakeOwner(world.rank, writes_an_object=world.rank == 1)
-        if not in_background:
-            return checkpointer.save(owner, STATE.as_record(), files_done=0)
-        checkpointer.begin(owner, STATE.as_record(), files_done=0)
-        return checkpointer.finish(wait=True)
-
-    for ended in on_two_ranks(action):
+    owners = FakeOwner(0), FakeOwner(1, writes_an_object=True)
+    for ended in save_on_two(tmp_path, *owners, in_background=in_background):
         assert isinstance(ended.error, UnreadableFileError), ended.error
         text = str(ended.error)
-        assert "checkpoint_step_10 was not saved, since what rank 1 wrote cannot" in text
+        assert f"{NAME} was not saved, since what rank 1 wrote cannot" in text
         assert "zero/rank_1.pt cannot be loaded: it holds pathlib" in text
     assert left_in(tmp_path) == []
+
+
+@dataclasses.dataclass
+class Destroyer(FakeOwner):
+    """Puts a folder in the place of a description."""
+
+    def save_shards(self, folder: Path) -> ShardsWritten:
+        written = super().save_shards(folder)
+        (folder / "trainer.json").mkdir()
+        return written
+
+
+def test_a_step_that_cannot_be_described_fails_on_both_ranks(tmp_path: Path) -> None:
+    for ended in save_on_two(tmp_path, Destroyer(0), FakeOwner(1)):
+        assert isinstance(ended.error, CheckpointError)
+        assert "Is a directory" in str(ended.error)
+    assert left_in(tmp_path) == []
+
+
+@dataclasses.dataclass
+class UnevenOwner(FakeOwner):
+    """Rank 1 writes only after rank 0 has written everything, and looks what is visible then."""
+
+    first_is_done: threading.Event = dataclasses.field(default_factory=threading.Event)
+    visible: list[Path] = dataclasses.field(default_factory=list)
+    fails: bool = False
+
+    def save_shards(self, folder: Path) -> ShardsWritten:
+        if self.rank == 1:
+            assert self.first_is_done.wait(20)
+            self.visible += step_paths(folder.parent).values()
+            if self.fails:
+                raise ZeroDivisionError("a defect on one rank")
+        written = super().save_shards(folder)
+        if self.rank == 0:
+            self.first_is_done.set()
+        return written
+
+
+def test_the_commit_waits_for_a_slow_rank(tmp_path: Path) -> None:
+    first = UnevenOwner(0)
+    second = UnevenOwner(1, first_is_done=first.first_is_done)
+    (path, _) = results(save_on_two(tmp_path, first, second))
+    assert second.visible == []
+    assert verify(read_step(path), deep=True) == []
+
+
+def test_a_defect_on_one_rank_ends_both_and_shows_no_step(tmp_path: Path) -> None:
+    first = UnevenOwner(0)
+    second = UnevenOwner(1, first_is_done=first.first_is_done, fails=True)
+    one, other = save_on_two(tmp_path, first, second)
+    assert isinstance(other.error, ZeroDivisionError)
+    assert isinstance(one.error, threading.BrokenBarrierError)  # the lost connection's stand-in
+    assert step_paths(tmp_path) == {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Silent(World):
+    """Ranks that may not exchange anything."""
+
+    def gather(self, value: Any) -> list[Any]:
+        raise AssertionError("something was exchanged")
+
+    def largest(self, numbers: Any) -> list[float]:
+        raise AssertionError("something was exchanged")
+
+
+def test_without_a_save_nothing_is_exchanged(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, world=Silent(world_size=2), facts=FACTS)
+    assert checkpointer.begun_step is None
+    assert checkpointer.finish(wait=False) is None
+    assert checkpointer.finish(wait=True) is None
+
+
+def test_a_step_is_there_when_the_slowest_rank_has_written(tmp_path: Path) -> None:
+    may_write = threading.Event()
+
+    def action(world: World) -> None:
+        owner = FakeOwner(world.rank, may_write=may_write if world.rank == 1 else None)
+        checkpointer = Checkpointer(tmp_path, world=world, facts=FACTS)
+        checkpointer.begin(owner, STATE.as_record(), files_done=0)
+        owner.content = b"step 11"  # what is saved is the state at the time of the copy
+        assert checkpointer.begun_step == 10
+        assert checkpointer.finish(wait=False) is None
+        assert step_paths(tmp_path) == {}
+        world.barrier()
+        may_write.set()
+        assert checkpointer.finish(wait=True) is not None
+
+    results(on_two_ranks(action))
+    assert verify(read_step(tmp_path / NAME), deep=True) == []
+    for rank in range(2):
+        assert read_state(tmp_path / NAME / f"zero/rank_{rank}.pt")["weights"] == "weights"
 
 
 @pytest.mark.parametrize("ranks", [2, 1], ids=["exact", "resharded"])
@@ -234,14 +330,13 @@ def test_a_file_that_one_rank_cannot_load_is_named_before_any_rank_loads(
     tmp_path: Path, ranks: int
 ) -> None:
     shard = "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    results(on_two_ranks(lambda world: save(tmp_path, owner=FakeOwner(world.rank), world=world)))
-    reseal(tmp_path / "checkpoint_step_10", shard, b"no such file")
+    results(save_on_two(tmp_path))
+    reseal(tmp_path / NAME, shard, b"no such file")
     owners = [FakeOwner(rank) for rank in range(ranks)]
 
     def action(world: World) -> object:
-        step = read_step(tmp_path / "checkpoint_step_10")
         checkpointer = Checkpointer(tmp_path, world=world, facts=FACTS)
-        return checkpointer.load(owners[world.rank], step, exact=ranks == 2)
+        return checkpointer.load(owners[world.rank], read_step(tmp_path / NAME), exact=ranks == 2)
 
     errors = [one.error for one in on_two_ranks(action)] if ranks == 2 else []
     if ranks == 1:
@@ -250,13 +345,13 @@ def test_a_file_that_one_rank_cannot_load_is_named_before_any_rank_loads(
         errors = [told.value]
     for error in errors:
         assert isinstance(error, CheckpointError), error
-        assert f"checkpoint_step_10 cannot be loaded: {shard} cannot be" in str(error)
+        assert f"{NAME} cannot be loaded: {shard} cannot be" in str(error)
         assert str(error).startswith("rank 1: ") is (ranks == 2)
     assert [owner.loaded for owner in owners] == [None] * ranks
 
 
 def test_ranks_that_did_not_save_it_divide_a_step_anew(tmp_path: Path) -> None:
-    results(on_two_ranks(lambda world: save(tmp_path, owner=FakeOwner(world.rank), world=world)))
+    results(save_on_two(tmp_path))
     load(tmp_path, owner=(owner := FakeOwner()))
     assert owner.resharded_from == 2
     save(tmp_path / "alone")
@@ -264,17 +359,15 @@ def test_ranks_that_did_not_save_it_divide_a_step_anew(tmp_path: Path) -> None:
     assert owner.resharded_from is None
 
 
-def test_what_is_loaded_has_to_be_of_the_manifests_step(tmp_path: Path) -> None:
-    class Lost(FakeOwner):
-        def load_shards(self, folder: Path) -> None:
-            self.steps_made = 9
+@dataclasses.dataclass
+class Behind(FakeOwner):
+    """Has made fewer steps than the checkpoint says."""
 
+    def load_shards(self, folder: Path) -> None:
+        self.steps_made = 9
+
+
+def test_what_is_loaded_has_to_be_of_the_manifests_step(tmp_path: Path) -> None:
     save(tmp_path)
     with pytest.raises(CheckpointError, match=r"step 10, and .* has made 9 updates"):
-        load(tmp_path, owner=Lost())
-
-
-def test_another_runs_name_or_version_does_not_matter(tmp_path: Path) -> None:
-    save(tmp_path)
-    facts = dataclasses.replace(FACTS, run="other", versions={"torch": "2.99"})
-    assert load(tmp_path, facts=facts)[0] == STATE
+        load(tmp_path, owner=Behind())

@@ -1,7 +1,8 @@
-"""The mirror's process: how it starts, what it outlives, and when it ends."""
+"""The mirror's process: what it copies, in which order, what it outlives, and when it ends."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -12,22 +13,56 @@ from pathlib import Path
 
 import pytest
 from checkpoints.mirrored_run import PREFIX, Place, drain, until
-from checkpoints.step_samples import make_step
+from checkpoints.step_samples import flip_byte, make_step
+from checkpoints.two_machines import Machines
+from thread_ranks import results
 
+from refocused.bucket.folder import DirectoryBucket
+from refocused.checkpoints.mirror.copy_step import verify_remote
 from refocused.checkpoints.mirror.mirror import START_ATTEMPTS
+from refocused.checkpoints.mirror.mirror_loop import wait_seconds
 from refocused.checkpoints.mirror.mirror_status import MirrorStatus
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps, is_refusal
+from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.branches import step_paths
-from refocused.system.errors import CheckpointError
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
+from refocused.checkpoints.step.staging import remove_step
+from refocused.system.errors import BucketError, CheckpointError
 from refocused.system.processes import identify
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 
 
-def test_new_steps_are_copied_and_the_queue_is_finished_at_the_end(place: Place) -> None:
-    make_step(place.checkpoints, 10)
+def test_waits_double_up_to_the_longest_and_a_refusal_waits_that_at_once() -> None:
+    waits = [wait_seconds(failures, refused=False, longest=5.0) for failures in (1, 2, 3, 4, 5000)]
+    assert waits == [1.0, 2.0, 4.0, 5.0, 5.0]
+    assert wait_seconds(1, refused=True, longest=5.0) == 5.0
+
+
+def test_a_refusal_is_known_by_its_cause() -> None:
+    refused = BucketError("cannot write")
+    refused.__cause__ = PermissionError(13, "Permission denied")
+    assert is_refusal(refused)
+    assert not is_refusal(BucketError("given up after 10 attempts"))
+
+
+def test_the_mirror_loads_no_torch() -> None:
+    code = (
+        "import sys, refocused.checkpoints.mirror.mirror; "
+        "import refocused.checkpoints.mirror.mirror_loop, "
+        "refocused.checkpoints.resume.catalog; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+@slow
+def test_new_steps_are_copied_and_the_queue_is_finished_at_the_end(
+    place: Place, tmp_path: Path
+) -> None:
+    step = make_step(place.checkpoints, 10)
     mirror = place.mirror()
-    mirror.start()
-    until(place.says(lambda status: status.mirrored == (10,)))
+    place.has_mirrored(10)
     make_step(place.checkpoints, 20)
     make_step(place.checkpoints, 30)
     assert drain(mirror)
@@ -35,11 +70,14 @@ def test_new_steps_are_copied_and_the_queue_is_finished_at_the_end(place: Place)
     status = place.status()
     assert (status.mirrored, status.waiting, status.last_error) == ((10, 20, 30), (), None)
     until(lambda: not status.alive)
+    other = Catalog(tmp_path / "other machine", DirectoryBucket(place.bucket), PREFIX)
+    assert other.fetch("checkpoint_step_10").manifest == step.manifest
 
 
+@slow
 def test_the_mirror_is_no_descendant_of_the_trainer_and_of_low_priority(place: Place) -> None:
-    place.mirror().start()
-    until(place.says(lambda status: status.alive))
+    place.mirror()
+    place.says(lambda status: status.alive)
     pid = place.status().process.pid
     with subprocess.Popen(["sleep", "60"]) as child:
         assert child.pid in _descendants(os.getpid())
@@ -54,57 +92,46 @@ def _descendants(pid: int) -> set[int]:
     return {int(child) for child in children}.union(*(_descendants(int(c)) for c in children))
 
 
-def test_the_mirror_loads_no_torch() -> None:
-    code = (
-        "import sys, refocused.checkpoints.mirror.mirror; "
-        "import refocused.checkpoints.mirror.mirror_loop, "
-        "refocused.checkpoints.resume.catalog; print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
-
-
+@slow
 def test_one_mirror_at_a_time_works_on_a_run(place: Place) -> None:
-    first, second = place.mirror(), place.mirror()
-    first.start()
-    until(place.says(lambda status: status.alive))
+    place.mirror()
+    place.says(lambda status: status.alive)
     working = place.status().process
-    second.start()
+    place.mirror()
     time.sleep(0.5)  # time for the second to take over, if it could
-    until(place.says(lambda status: status.alive))
+    place.says(lambda status: status.alive)
     assert place.status().process == working
     os.kill(working.pid, signal.SIGKILL)
-    until(place.says(lambda status: status.alive and status.process != working))
+    place.says(lambda status: status.alive and status.process != working)
     make_step(place.checkpoints, 10)
-    until(place.says(lambda status: status.mirrored == (10,)))
+    place.has_mirrored(10)
 
 
+@slow
 def test_what_an_earlier_mirror_said_about_another_bucket_does_not_count(place: Place) -> None:
     make_step(place.checkpoints, 10)
     mirror = place.mirror()
-    mirror.start()
     assert drain(mirror)
     place.bucket = place.bucket.with_name("another")
-    other = place.mirror()
-    assert mirror.status() is not None
-    assert other.status() is None
-    other.start()
-    until(place.says(lambda status: status.mirrored == (10,)))
+    place.close()
+    place.mirror()
+    place.says(lambda status: status.waiting == (10,))
+    assert mirror.status() is None
+    place.open()
+    place.has_mirrored(10)
     assert place.committed() == [10]
 
 
+@slow
 def test_kill_9_at_any_moment_marks_nothing_that_is_not_whole(place: Place) -> None:
     mirror = place.mirror()
-    mirror.start()
-    generator = random.Random(1)
-    partial = 0
+    generator, partial = random.Random(1), 0
     for step in range(1, 13):
         make_step(place.checkpoints, step, size=1_500_000, tiers=["epoch"])  # none is skipped
         begun = place.bucket / PREFIX / f"checkpoint_step_{step}"
         until(begun.exists)
         time.sleep(generator.uniform(0.0, 0.03))
         place.kill()
-        until(lambda: not place.status().alive)
         partial += len(step_paths(place.bucket / PREFIX)) - len(place.committed())
         assert mirror.ensure_alive()
     assert partial > 0  # otherwise the kills hit nothing
@@ -112,6 +139,7 @@ def test_kill_9_at_any_moment_marks_nothing_that_is_not_whole(place: Place) -> N
     assert place.committed() == list(range(1, 13))
 
 
+@slow
 @pytest.mark.parametrize("kills", [2, 3])
 def test_a_mirror_killed_while_it_starts_is_started_again(
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kills: int
@@ -124,71 +152,69 @@ def test_a_mirror_killed_while_it_starts_is_started_again(
     interpreter.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(interpreter))
     make_step(place.checkpoints, 10)
-    mirror = place.mirror()
     if kills < START_ATTEMPTS:
-        mirror.start()
-        assert drain(mirror)
+        assert drain(place.mirror())
         assert place.committed() == [10]
     else:
         with pytest.raises(CheckpointError, match=r"SIGKILL.*mirror\.log"):
-            mirror.start()
+            place.mirror()
 
 
-def test_sigterm_ends_it_and_the_next_start_goes_on(place: Place) -> None:
+@slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_has_ended_is_started_again_for_what_is_left(
+    place: Place, number: signal.Signals
+) -> None:
     make_step(place.checkpoints, 10)
     mirror = place.mirror()
-    mirror.start()
-    until(place.says(lambda status: status.mirrored == (10,)))
-    os.kill(place.status().process.pid, signal.SIGTERM)
-    until(lambda: not place.status().alive)
+    place.has_mirrored(10)
+    place.kill(number)
     make_step(place.checkpoints, 20)
-    mirror.start()
-    until(place.says(lambda status: status.mirrored == (10, 20)))
+    assert drain(mirror)
+    assert place.committed() == [10, 20]
 
 
+@slow
 def test_it_finishes_the_queue_when_training_dies_and_then_ends(place: Place) -> None:
     with subprocess.Popen(["sleep", "60"]) as training:
-        place.mirror(identify(training.pid)).start()
-        until(place.says(lambda status: status.alive))
+        place.mirror(training=identify(training.pid))
+        place.says(lambda status: status.alive)
         make_step(place.checkpoints, 10, size=500_000)
         training.kill()
     until(lambda: not place.status().alive)
     assert place.committed() == [10]
 
 
+@slow
 def test_its_time_after_training_is_bounded(place: Place) -> None:
-    place.bucket.write_text("a file where the folder should be")
+    place.close()
     make_step(place.checkpoints, 10)
     with subprocess.Popen(["sleep", "60"]) as training:
-        place.mirror(identify(training.pid), drain_seconds=0.3).start()
-        until(place.says(lambda status: status.last_error))
+        place.mirror(training=identify(training.pid), drain_seconds=0.3)
+        place.says(lambda status: status.last_error)
         training.kill()
     until(lambda: not place.status().alive)
     assert "with steps to copy" in str(place.status().last_error)
     assert place.status().waiting == (10,)
 
 
-def test_drain_gives_up_when_its_time_is_over(place: Place) -> None:
-    place.bucket.write_text("a file where the folder should be")
-    make_step(place.checkpoints, 10)
+@slow
+def test_an_unusable_bucket_is_told_and_its_repair_is_found_out(place: Place) -> None:
+    place.close()
     mirror = place.mirror()
-    mirror.start()
-    until(place.says(lambda status: status.waiting))
+    place.says(lambda status: status.blocked)  # before the first step
+    make_step(place.checkpoints, 10)
+    place.says(lambda status: status.waiting == (10,))
+    assert not mirror.ensure_alive()
     seen: list[MirrorStatus | None] = []
-    assert not drain(mirror, 1.0, seen.append)
+    assert not drain(mirror, 1.0, seen.append)  # its time is over
     assert seen[-1] is not None and seen[-1].waiting == (10,)
-
-
-def test_drain_starts_a_mirror_that_has_died(place: Place) -> None:
-    mirror = place.mirror()
-    mirror.start()
-    until(place.says(lambda status: status.alive))
-    place.kill()
-    make_step(place.checkpoints, 10)
-    assert drain(mirror)
+    place.open()
+    place.has_mirrored(10)
     assert place.committed() == [10]
 
 
+@slow
 @pytest.mark.parametrize("text", ["a person's notes", "the words of another version"])
 def test_a_readme_with_other_words_is_left_alone_and_nothing_fails(place: Place, text: str) -> None:
     """Found: nothing was mirrored any more."""
@@ -196,8 +222,136 @@ def test_a_readme_with_other_words_is_left_alone_and_nothing_fails(place: Place,
     readme.parent.mkdir(parents=True)
     readme.write_text(text)
     make_step(place.checkpoints, 10)
-    mirror = place.mirror()
-    mirror.start()
-    assert drain(mirror)
+    assert drain(place.mirror())
     assert place.committed() == [10]
     assert readme.read_text() == text
+
+
+@slow
+def test_a_mirror_far_behind_takes_the_newest_and_skips_what_it_replaces(place: Place) -> None:
+    place.close()
+    make_step(place.checkpoints, 10, tiers=["epoch"])
+    for step in (20, 30, 40, 9500, 10000):
+        make_step(place.checkpoints, step)
+    mirror = place.mirror()
+    place.says(lambda status: status.blocked)
+    status = place.status()
+    assert (status.waiting, status.skipped) == ((10000, 9500, 10), (40, 30, 20))
+    behind = f"nothing mirrored yet, 2 behind, last error: {status.last_error}"
+    assert status.progress([10, 10000]) == behind
+    (place.run / "mirror.drain").write_text("x")  # at the end nobody waits for what is skipped
+    place.says(lambda now: now.heartbeat > status.heartbeat)
+    place.open()
+    assert drain(mirror)
+    assert place.committed() == [10, 9500, 10000]
+    assert place.status().progress([10, 9500, 10000]) == "mirrored up to step 10,000"
+
+
+@slow
+def test_what_was_skipped_is_copied_once_nothing_newer_waits(place: Place) -> None:
+    for step in (10, 20, 30, 40):
+        make_step(place.checkpoints, step)
+    place.mirror()
+    place.has_mirrored(10, 20, 30, 40)
+    assert place.committed() == [10, 20, 30, 40]
+
+
+@slow
+def test_the_newest_few_stay_in_the_bucket_and_the_pointer_names_the_newest(place: Place) -> None:
+    for step in (10, 20, 30, 40):
+        make_step(place.checkpoints, step, tiers=["epoch" if step == 10 else "rolling"])
+    mirror = place.mirror(keep_remote=2)
+    place.says(lambda status: {10, 30, 40} <= set(status.mirrored))
+    make_step(place.checkpoints, 9500)
+    place.has_mirrored(10, 40, 9500)
+    assert drain(mirror)
+    assert place.committed() == [10, 40, 9500]
+    assert {20, 30} <= {*place.status().unwanted, *place.status().skipped}
+    pointer = json.loads((place.bucket / PREFIX / "latest" / "pointer.json").read_text())
+    assert pointer == {"name": "checkpoint_step_9500", "step": 9500}
+    names = sorted(path.name for path in (place.bucket / PREFIX).iterdir())
+    assert names[-1] == "latest"  # what `ls | tail -1` shows
+    again = place.mirror(keep_remote=2)  # a new start does not send again what was removed
+    assert drain(again)
+    assert place.committed() == [10, 40, 9500]
+
+
+@slow
+def test_a_step_saved_again_never_replaces_a_complete_copy(place: Place) -> None:
+    old = make_step(place.checkpoints, 10)
+    mirror = place.mirror()
+    place.has_mirrored(10)
+    remove_step(old.path)
+    make_step(place.checkpoints, 10, seed=99, created="2027-01-01T00:00:00Z")
+    make_step(place.checkpoints, 20)
+    assert not drain(mirror)
+    assert "is another checkpoint" in place.status().failed[10]
+    remote = RemoteSteps(DirectoryBucket(place.bucket), PREFIX)
+    assert remote.manifest("checkpoint_step_10") == old.manifest
+    assert place.committed() == [10, 20]
+
+
+@slow
+def test_a_damaged_step_is_told_and_does_not_hold_up_the_others(place: Place) -> None:
+    flip_byte(make_step(place.checkpoints, 10).trainer)
+    make_step(place.checkpoints, 20)
+    mirror = place.mirror()
+    place.says(lambda status: status.mirrored == (20,) and status.failed)
+    assert "trainer.json has CRC-32C" in place.status().failed[10]
+    assert not drain(mirror)
+    assert place.committed() == [20]
+
+
+@slow
+def test_a_step_removed_while_it_is_copied_is_no_failure_and_gets_no_marker(place: Place) -> None:
+    place.mirror()
+    step = make_step(place.checkpoints, 10, size=4_000_000)
+    until((place.bucket / PREFIX / "checkpoint_step_10" / "manifest.json").exists)
+    remove_step(step.path)
+    make_step(place.checkpoints, 20)
+    place.says(lambda status: 20 in status.mirrored)
+    assert place.status().failed == {}
+    assert place.status().alive
+    assert set(place.committed()) <= {10, 20}  # 10 only when all of it had been read before
+
+
+@slow
+def test_a_machine_whose_mirror_was_killed_is_waited_for(place: Place, tmp_path: Path) -> None:
+    machines = Machines(tmp_path)
+    results(machines.save(10))
+    remote = RemoteSteps(DirectoryBucket(place.bucket), PREFIX)
+
+    def objects(step: int) -> set[str]:
+        return set(remote.objects(f"checkpoint_step_{step}")) if place.bucket.exists() else set()
+
+    settings = {"drain_seconds": 60.0, "scan_seconds": 0.02, "keep_remote": 1, "nodes": 2}
+    first, second = (
+        place.mirror(run=machines.folders[node].parent, node=node, **settings) for node in range(2)
+    )
+    until(lambda: COMMITTED in objects(10))
+    place.kill()
+    results(machines.save(20))
+    until(lambda: "zero/rank_0.pt" in objects(20))
+    request = first.request_drain(60)
+    assert first.await_drain(request, 0.5) is None  # it does not end without the other
+    assert "zero/rank_1.pt" not in objects(20) and COMMITTED not in objects(20)
+
+    assert second.ensure_alive()
+    assert first.await_drain(request, 60) is True
+    assert drain(second, 60)
+    for step in (10, 20):
+        assert COMMITTED in objects(step)
+        assert verify_remote(remote, f"checkpoint_step_{step}", deep=True) == []
+    assert [mirror.status().mirrored for mirror in (first, second) if mirror.status()] == [
+        (10, 20)
+    ] * 2
+
+
+@slow
+def test_a_run_that_goes_on_on_fewer_machines_does_not_wait_for_the_others(
+    place: Place, tmp_path: Path
+) -> None:
+    machines = Machines(tmp_path)
+    results(machines.save(10))
+    assert drain(place.mirror(run=machines.folders[0].parent)) is False
+    assert "is node 0 of 2: its part, and the run is on 1 now" in place.status().failed[10]

@@ -1,0 +1,380 @@
+"""What a resume takes: damage is found, named and gone round; what passes is waited out."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from checkpoints.step_samples import START, flip_byte, make_step, mirrored, reseal, state_file
+
+from refocused.bucket.bucket import BlobInfo, crc32c_of
+from refocused.bucket.folder import DirectoryBucket
+from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.resume.import_checkpoint import find_elsewhere
+from refocused.checkpoints.resume.resume_selection import select_checkpoint
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
+from refocused.checkpoints.step.staging import remove_step
+from refocused.checkpoints.step.step_directory import name_of, read_step
+from refocused.checkpoints.step.verify import verify
+from refocused.system.errors import (
+    BucketError,
+    CheckpointError,
+    CheckpointUnavailableError,
+    CorruptCheckpointError,
+)
+from refocused.system.locks import FileLock
+
+pytestmark = pytest.mark.usefixtures("heard")
+
+PREFIX = "sample/checkpoints"
+OPTIMIZER = "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+RANK = "ranks/rank_00001.pt"
+BY_ITSELF = pytest.mark.parametrize("request_", ["auto", "latest"])
+
+
+@pytest.fixture
+def catalog(local: Path, bucket: DirectoryBucket) -> Catalog:
+    return Catalog(local, bucket, PREFIX)
+
+
+def chosen(catalog: Catalog, request: str = "auto") -> int | None:
+    step = select_checkpoint(catalog, request).step
+    if step is None:
+        return None
+    assert step.path.parent == catalog.local
+    assert verify(step, deep=True) == []
+    return step.step
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_new_run_starts_from_scratch_unless_a_step_is_insisted_on(local: Path) -> None:
+    assert chosen(Catalog(local), "auto") is None
+    assert chosen(Catalog(local), "none") is None
+    with pytest.raises(
+        CheckpointError, match=r"There is no checkpoint in .* --resume auto or none"
+    ):
+        select_checkpoint(Catalog(local), "latest")
+
+
+@pytest.mark.parametrize(
+    ("request_", "step"),
+    [
+        ("auto", 10_000),
+        ("latest", 10_000),
+        ("best", 9500),
+        ("9500", 9500),
+        ("checkpoint_step_9500", 9500),
+        ("checkpoint-epoch0-step9500-files950", 9500),
+        ("none", None),
+    ],
+)
+def test_the_newest_is_taken_unless_another_is_named(
+    local: Path, request_: str, step: int | None
+) -> None:
+    make_step(local, 9500, validation_loss=2.0)
+    make_step(local, 10_000, validation_loss=3.0, created=START - datetime.timedelta(days=400))
+    assert chosen(Catalog(local), request_) == step
+    with pytest.raises(CheckpointError, match="9500"):
+        select_checkpoint(Catalog(local), "9501")
+    with pytest.raises(CheckpointError, match=r"step_9500 is checkpoint-epoch0-step9500-files950"):
+        select_checkpoint(Catalog(local), "checkpoint-epoch1-step9500-files950")
+
+
+def test_a_step_saved_by_a_clock_that_went_back_is_still_the_newest(local: Path) -> None:
+    make_step(local, 10)
+    make_step(local, 20, created=START - datetime.timedelta(days=400))
+    assert chosen(Catalog(local)) == 20
+
+
+@pytest.mark.parametrize("content", ["checkpoint_step_5", "", "checkpoint_step_99"])
+def test_a_file_called_latest_means_nothing(local: Path, content: str) -> None:
+    make_step(local, 5)
+    make_step(local, 10)
+    (local / "latest").write_text(content)
+    assert chosen(Catalog(local), "latest") == 10
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def rewrite_schema(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 99}))
+
+
+def empty_directory(path: Path) -> None:
+    shutil.rmtree(path.parent)
+    path.parent.mkdir()
+
+
+DAMAGES = {
+    "an optimizer shard is missing": (OPTIMIZER, Path.unlink),
+    "a rank's own state is missing": (RANK, Path.unlink),
+    "a shard is cut in half": (OPTIMIZER, truncate),
+    "a shard is empty": (OPTIMIZER, empty),
+    "one byte of a shard is flipped": (OPTIMIZER, flip_byte),
+    "one byte of a rank's own state is flipped": (RANK, flip_byte),
+    "one byte of the training state is flipped": ("trainer.json", flip_byte),
+    "the manifest is missing": ("manifest.json", Path.unlink),
+    "the manifest is torn": ("manifest.json", truncate),
+    "the manifest is empty": ("manifest.json", empty),
+    "the manifest is of another version": ("manifest.json", rewrite_schema),
+    "the directory is empty": ("manifest.json", empty_directory),
+}
+DAMAGED = pytest.mark.parametrize(("file", "spoil"), DAMAGES.values(), ids=DAMAGES)
+
+
+@DAMAGED
+@BY_ITSELF
+def test_a_damaged_newest_step_is_named_and_the_one_before_is_taken(
+    local: Path,
+    file: str,
+    spoil: Callable[[Path], object],
+    request_: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make_step(local, 9500)
+    spoil(make_step(local, 10_000).path / file)
+    assert chosen(Catalog(local), request_) == 9500
+    (told,) = warnings(caplog)
+    assert "checkpoint_step_10000" in told and file in told
+    assert "Trying the checkpoint before it." in told
+
+
+@DAMAGED
+def test_a_damaged_step_that_was_named_is_refused(
+    local: Path, file: str, spoil: Callable[[Path], object]
+) -> None:
+    make_step(local, 9500)
+    spoil(make_step(local, 10_000).path / file)
+    with pytest.raises(CheckpointError, match=r"checkpoint_step_10000") as told:
+        select_checkpoint(Catalog(local), "10000")
+    assert file in str(told.value)
+    if spoil is flip_byte:
+        assert "--resume latest, which goes back to the newest good one" in str(told.value)
+
+
+# Content that was written so: size and checksum are right.
+UNUSABLE = {
+    "no file of torch": (OPTIMIZER, b"", "cannot be loaded: "),
+    "a shard without states": (OPTIMIZER, state_file({}), "holds no mapping with optimizer_state"),
+    "a rank's state that is a list": (RANK, state_file([1]), "holds no mapping"),
+    "the weights of another step": (
+        "zero/mp_rank_00_model_states.pt",
+        state_file({"global_steps": 7}),
+        "is of step 7, not of step 10000",
+    ),
+    "the training state of another step": (
+        "trainer.json",
+        b'{"step": 7}',
+        "is of step 7, not of step 10000",
+    ),
+    "a training state without a step": ("trainer.json", b"{}", "is of step None, not of step"),
+    "a training state that is no JSON": ("trainer.json", b"{", "is no JSON"),
+}
+
+
+@pytest.mark.parametrize(("file", "content", "problem"), UNUSABLE.values(), ids=UNUSABLE)
+def test_a_step_that_cannot_be_loaded_is_named_and_the_one_before_is_taken(
+    local: Path, file: str, content: bytes, problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_step(local, 9500)
+    reseal(make_step(local, 10_000).path, file, content)
+    assert chosen(Catalog(local)) == 9500
+    (told,) = warnings(caplog)
+    assert f"checkpoint_step_10000 is corrupt: {file} {problem}" in told
+    with pytest.raises(CheckpointError, match=r"checkpoint_step_10000 is corrupt"):
+        select_checkpoint(Catalog(local), "10000")
+
+
+@BY_ITSELF
+def test_a_run_whose_every_step_is_corrupt_does_not_start_anew_by_itself(
+    local: Path, request_: str
+) -> None:
+    for step in (10, 20):
+        flip_byte(make_step(local, step).path / OPTIMIZER)
+    with pytest.raises(CheckpointError, match="all 2 are corrupt") as told:
+        select_checkpoint(Catalog(local), request_)
+    assert "checkpoint_step_20" in str(told.value)
+    assert "start a new run with --run NAME" in str(told.value)
+
+
+def test_every_flipped_bit_of_a_local_manifest_is_found(local: Path) -> None:
+    """Found: 11.7 % of them passed, and some of those ended the start with other advice."""
+    path = make_step(local, 20).path / "manifest.json"
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(CorruptCheckpointError):
+            read_step(path.parent)
+    path.write_bytes(content)
+    assert read_step(path.parent).step == 20
+
+
+def test_a_step_that_only_the_bucket_has_is_fetched(
+    catalog: Catalog, local: Path, bucket: DirectoryBucket
+) -> None:
+    make_step(local, 10)
+    for step in (20, 30):
+        remove_step(mirrored(bucket, make_step(local, step)).path)
+    assert chosen(catalog, "20") == 20
+    assert chosen(catalog) == 30
+
+
+@pytest.mark.parametrize("request_", ["auto", "20"])
+def test_a_step_that_is_corrupt_here_and_whole_in_the_bucket_is_fetched_again(
+    catalog: Catalog,
+    local: Path,
+    bucket: DirectoryBucket,
+    request_: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make_step(local, 10)
+    flip_byte(mirrored(bucket, make_step(local, 20)).path / OPTIMIZER)
+    assert chosen(catalog, request_) == 20
+    (told,) = warnings(caplog)
+    assert "checkpoint_step_20 is corrupt" in told
+    assert "fetched from the bucket again" in told
+
+
+def test_a_step_that_is_corrupt_here_and_in_the_bucket_gives_way_to_the_one_before(
+    catalog: Catalog, local: Path, bucket: DirectoryBucket
+) -> None:
+    make_step(local, 10)
+    flip_byte(mirrored(bucket, make_step(local, 20)).path / OPTIMIZER)
+    flip_byte(Path(bucket.url) / PREFIX / "checkpoint_step_20" / OPTIMIZER)
+    assert chosen(catalog) == 10
+
+
+def test_a_wrong_digit_in_a_local_manifest_does_not_condemn_the_copy_in_the_bucket(
+    catalog: Catalog, local: Path, bucket: DirectoryBucket
+) -> None:
+    """Found: the bucket was judged by the local manifest, and the step before was taken."""
+    make_step(local, 10)
+    manifest = mirrored(bucket, make_step(local, 20)).path / "manifest.json"
+    record = json.loads(manifest.read_text())
+    record["files"]["trainer.json"]["crc32c"] ^= 1
+    manifest.write_text(json.dumps(record))
+    assert chosen(catalog) == 20
+    assert [entry.bucket for entry in catalog.entries()] == ["-", "ok"]
+
+
+@pytest.mark.parametrize("name", [name_of(10), "my copy"])
+def test_a_copy_made_by_hand_out_of_the_bucket_is_a_checkpoint(
+    tmp_path: Path, local: Path, bucket: DirectoryBucket, name: str
+) -> None:
+    mirrored(bucket, make_step(local, 10))
+    remove_step(local / name_of(10))
+    there = tmp_path / "bucket" / PREFIX / name_of(10)
+    assert (there / COMMITTED).exists()
+    shutil.copytree(there, tmp_path / "elsewhere" / name)
+    found = find_elsewhere(str(tmp_path / "elsewhere" / name), DirectoryBucket)
+    assert found.bring(tmp_path / "brought").step == 10
+    shutil.copytree(there, local / name_of(10))
+    assert chosen(Catalog(local)) == 10
+
+
+class DownBucket(DirectoryBucket):
+    """A bucket that cannot be listed."""
+
+    def list(self, prefix: str = "") -> Iterator[BlobInfo]:
+        raise BucketError("the bucket is down.")
+
+
+@pytest.fixture
+def down(local: Path, bucket: DirectoryBucket) -> Catalog:
+    return Catalog(local, DownBucket(Path(bucket.url)), PREFIX)
+
+
+@pytest.mark.parametrize("request_", ["auto", "10"])
+def test_a_bucket_that_is_down_is_done_without_where_a_step_is_here(
+    local: Path, down: Catalog, request_: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_step(local, 10)
+    assert chosen(down, request_) == 10
+    assert warnings(caplog) == [
+        "the bucket is down. Only the checkpoints on this disk are looked at."
+    ]
+
+
+def test_a_bucket_that_is_down_stops_a_run_that_has_nothing_here(down: Catalog) -> None:
+    with pytest.raises(BucketError, match="Whether the mirror has one is not known"):
+        select_checkpoint(down, "auto")
+    assert chosen(down, "none") is None
+
+
+@pytest.mark.parametrize("request_", ["20", "best"])
+def test_a_bucket_that_is_down_is_said_where_only_it_could_answer(
+    local: Path, down: Catalog, request_: str
+) -> None:
+    make_step(local, 10, validation_loss=2.0)
+    with pytest.raises(BucketError, match="the bucket is down"):
+        select_checkpoint(down, request_)
+
+
+def test_a_lock_that_another_process_holds_is_waited_for(
+    catalog: Catalog, local: Path, bucket: DirectoryBucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found: the step before was taken, and the newer one marked as left behind."""
+    make_step(local, 10)
+    remove_step(mirrored(bucket, make_step(local, 20)).path)
+    lock = FileLock(local / ".fetch.lock")
+    assert lock.acquire()
+    with ThreadPoolExecutor(1) as thread:
+        choice = thread.submit(chosen, catalog)
+        while not any("Waiting for it" in told for told in warnings(caplog)):
+            assert not choice.done()
+        lock.release()
+        assert choice.result() == 20
+
+
+@pytest.mark.parametrize("request_", ["auto", "latest", "20"])
+def test_a_lock_that_is_never_released_ends_the_start_and_proves_no_damage(
+    catalog: Catalog,
+    local: Path,
+    bucket: DirectoryBucket,
+    request_: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("refocused.checkpoints.resume.download.LOCK_SECONDS", 0.0)
+    make_step(local, 10)
+    remove_step(mirrored(bucket, make_step(local, 20)).path)
+    lock = FileLock(local / ".fetch.lock")
+    assert lock.acquire()
+    with pytest.raises(CheckpointUnavailableError, match="Start again when it is done"):
+        select_checkpoint(catalog, request_)
+    lock.release()
+    assert chosen(catalog, request_) == 20
+
+
+@pytest.mark.parametrize("request_", ["auto", "20"])
+def test_a_file_that_cannot_be_read_now_ends_the_start(
+    local: Path, request_: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_step(local, 10)
+    make_step(local, 20)
+
+    def stale(path: Path) -> int:
+        if "checkpoint_step_20" in str(path) and path.name == "trainer.json":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return crc32c_of(path)
+
+    monkeypatch.setattr("refocused.checkpoints.step.verify.crc32c_of", stale)
+    with pytest.raises(CheckpointUnavailableError, match=r"trainer\.json cannot be read \(Stale"):
+        select_checkpoint(Catalog(local), request_)
