@@ -75,23 +75,14 @@ TINY_CONTESTS = ("ours, ZeRO-3", "DeepSpeed's loop")
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A part of the certificate.
+    """A part of the certificate."""
 
-    Attributes:
-        kind: `tests`, `step`, `run` or `links`.
-        name: As the report shows it.
-        model: Name of a shape in `config/models`.
-        contest: Of a step; a key of `CONTESTS`.
-        length: Tokens of a window.
-        deterministic: Of a run.
-    """
-
-    kind: Literal["tests", "step", "run", "links"]
-    name: str
-    model: str = ""
-    contest: str = ""
-    length: int = 0
-    deterministic: bool = False
+    kind: Literal["tests", "step", "run", "links"]  # `tests`, `step`, `run` or `links`
+    name: str  # as the report shows it
+    model: str = ""  # name of a shape in `config/models`
+    contest: str = ""  # of a step; a key of `CONTESTS`
+    length: int = 0  # tokens of a window
+    deterministic: bool = False  # of a run
 
 
 def slices(*, tiny: bool, gpus: int) -> list[Slice]:

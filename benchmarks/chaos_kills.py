@@ -49,24 +49,16 @@ class Kill:
 
 @dataclasses.dataclass
 class Outcome:
-    """What the kills did.
+    """What the kills did."""
 
-    Attributes:
-        kills: How often each was done.
-        starts: How often the command was typed.
-        resumes: Starts that said from which step they go on.
-        machines_lost: Folders of the run that were taken away.
-        steps_lost: Steps that were made again, over all resumes.
-        broken: Visible steps, here or in the store, that were not whole.
-        odd: What should not have happened: a start that ended by itself, a process that stayed.
-    """
-
-    kills: Counter[Kill] = dataclasses.field(default_factory=Counter)
-    starts: int = 0
-    resumes: int = 0
-    machines_lost: int = 0
-    steps_lost: int = 0
+    kills: Counter[Kill] = dataclasses.field(default_factory=Counter)  # how often each was done
+    starts: int = 0  # how often the command was typed
+    resumes: int = 0  # starts that said from which step they go on
+    machines_lost: int = 0  # folders of the run that were taken away
+    steps_lost: int = 0  # steps that were made again, over all resumes
+    # visible steps, here or in the store, that were not whole
     broken: list[str] = dataclasses.field(default_factory=list)
+    # what should not have happened: a start that ended by itself, a process that stayed
     odd: list[str] = dataclasses.field(default_factory=list)
 
 

@@ -18,17 +18,12 @@ RANK, MIRROR, SAMPLER, OTHER = "rank", "mirror", "sampler", "other"
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """One living process of a session.
+    """One living process of a session."""
 
-    Attributes:
-        pid: Its process id.
-        session: What the mark says: which start it belongs to.
-        role: `supervisor` (of launch/train.sh), `command` (`deepspeed`), `launcher` (DeepSpeed's
-            inner one), `rank`, `mirror`, `sampler` or `other`.
-    """
-
-    pid: int
-    session: str
+    pid: int  # its process id
+    session: str  # what the mark says: which start it belongs to
+    # `supervisor` (of launch/train.sh), `command` (`deepspeed`), `launcher` (DeepSpeed's inner
+    # one), `rank`, `mirror`, `sampler` or `other`
     role: str
 
 

@@ -1,12 +1,11 @@
 """Batches of 8 x 2048 out of 200 MB of tokens: our loader beside the others, in one run.
 
-    .venv/bin/python benchmarks/loader.py [--repeats 5] [--with-mosaic] [--json FILE]
+    .venv/bin/python benchmarks/loader.py [--repeats 5] [--json FILE]
 
 The floors are what any loader of these files pays on this machine: numpy's widening to int64, the
 reads besides, and inflating.
 
-litdata and torchdata are installed into an environment of their own in the working folder;
-mosaicml-streaming, whose pins conflict with ours, only when it is asked for.
+litdata and torchdata are installed into an environment of their own in the working folder.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from measuring import (
     measure,
     medians,
     private_mib,
-    say,
     seconds,
     table,
     write_report,
@@ -42,7 +40,6 @@ from measuring import (
 EPOCHS, LONGEST_S = 7, 12.0
 LITDATA_NEEDS = ("boto3", "tifffile", "obstore")
 RIVALS = ("torchdata", "litdata", "lightning-utilities")
-MOSAIC = ("mosaicml-streaming", "Brotli", "cramjam", "python-snappy", "zstd", "xxhash", "catalogue")
 COLUMNS = (
     Column("tokens_per_second", "M tokens/s"),
     Column("tokens_per_cpu_second", "per CPU-s"),
@@ -68,7 +65,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--work", type=Path, default=Path("/tmp/refocused-benchmarks"))
     parser.add_argument("--json", type=Path, default=Path("/tmp/refocused-benchmarks/loader.json"))
-    parser.add_argument("--with-mosaic", action="store_true")
     parser.add_argument("--only", default="", help="measure the cases whose name holds this text")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -209,15 +205,7 @@ def _cases(chosen: argparse.Namespace) -> list[Case]:
     from loader_cases import CASES
 
     beside = environment(chosen.work / "rivals", whole=LITDATA_NEEDS, alone=RIVALS)
-    pythons = {
-        "torchdata StatefulDataLoader": beside,
-        "litdata": beside,
-        "mosaicml-streaming": None,
-    }
-    if chosen.with_mosaic:
-        pythons["mosaicml-streaming"] = environment(chosen.work / "mosaic", alone=MOSAIC)
-    else:
-        say("skipped: mosaicml-streaming is measured with --with-mosaic")
+    pythons = dict.fromkeys(("torchdata StatefulDataLoader", "litdata"), beside)
     command = [__file__, "--work", str(chosen.work), "--case"]
     cases = [Case("order and assembly", [*command, "order and assembly"])]
     for name in [*CASES, *FLOORS]:

@@ -17,11 +17,9 @@ from token_samples import (
     SHARDS,
     VOCABULARY,
     litdata_folder,
-    mosaic_folder,
     npy_folder,
     npz_folder,
     one_file,
-    without_pictures,
 )
 from torch.utils.data import DataLoader, Dataset
 
@@ -251,29 +249,6 @@ class LitData(StatefulLoader):
         )
 
 
-class Mosaic(LitData):
-    """mosaicml-streaming's MDS, local."""
-
-    def prepare(self, work: Path) -> None:
-        """Import streaming and make its shards."""
-        without_pictures()
-        import streaming
-
-        self._lit = streaming
-        self._folder = mosaic_folder(work)
-        streaming.base.util.clean_stale_shared_memory()
-
-    def open(self, state: Any) -> Iterator[Pair]:
-        """Widen its uint16 rows."""
-        for rows in self._resumed(state):
-            wide = rows["tokens"].to(torch.int64)
-            yield wide[:, :-1], wide[:, 1:]
-
-    def _loader(self) -> Any:
-        data = self._lit.StreamingDataset(local=str(self._folder), shuffle=True, batch_size=ROWS)
-        return self._lit.StreamingDataLoader(data, batch_size=ROWS, num_workers=self._workers)
-
-
 CASES: dict[str, LoaderCase] = {
     "ours, .npy": Ours(),
     "ours, .npy, steps of one batch": Ours(accumulation=1),
@@ -283,7 +258,6 @@ CASES: dict[str, LoaderCase] = {
     "torch DataLoader, 2 workers": TorchLoader(2),
     "torchdata StatefulDataLoader": StatefulLoader(0),
     "litdata": LitData(0),
-    "mosaicml-streaming": Mosaic(0),
 }
 
 

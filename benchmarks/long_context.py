@@ -40,19 +40,13 @@ COLUMNS = (
 
 @dataclasses.dataclass(frozen=True)
 class Promise:
-    """What is claimed of the cases.
+    """What is claimed of the cases."""
 
-    Attributes:
-        claim: In words.
-        value: From the rows of the table, by the names of their cases.
-        at_most: The limit, or None.
-        at_least: The limit, or None.
-    """
-
-    claim: str
+    claim: str  # in words
+    # from the rows of the table, by the names of their cases
     value: Callable[[Mapping[str, Record]], float]
-    at_most: float | None = None
-    at_least: float | None = None
+    at_most: float | None = None  # the limit, or None
+    at_least: float | None = None  # the limit, or None
 
     def measured(self, rows: Mapping[str, Record]) -> Record | None:
         """Return value, limit and whether it holds; None where a case is missing."""

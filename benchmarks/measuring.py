@@ -24,17 +24,11 @@ Record = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row of a table, measured by a process of its own.
+    """One row of a table, measured by a process of its own."""
 
-    Attributes:
-        name: As the table shows it.
-        command: Arguments of the interpreter; the last line it prints is a JSON object.
-        python: The interpreter: ours, or that of an environment of its own.
-    """
-
-    name: str
-    command: Sequence[str]
-    python: str = sys.executable
+    name: str  # as the table shows it
+    command: Sequence[str]  # arguments of the interpreter; the last line it prints is a JSON object
+    python: str = sys.executable  # the interpreter: ours, or that of an environment of its own
 
 
 @dataclasses.dataclass(frozen=True)

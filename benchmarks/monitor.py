@@ -2,7 +2,7 @@
 
     python benchmarks/monitor.py [--seconds 20] [--pairs 12] [--steps 40]
 
-The sampler watches eight GPUs of a compiled stand-in for NVIDIA's library (tests/monitoring), once
+The sampler watches eight GPUs of a compiled stand-in for NVIDIA's library (tests/monitor), once
 a second, beside a run whose files change ten times a second. The stand-in answers at once: the time
 that a driver takes is not in these figures. The screen shows a run with 10,000 logged steps behind
 it, one more every ten seconds, and GPUs that change every second. How training is measured is said
@@ -34,7 +34,7 @@ from refocused.metrics.jsonl import JsonLines, write_state
 from refocused.monitor.sampler.start_sampler import SamplerSettings, start_sampler
 from refocused.system.processes import identify
 
-sys.path.insert(0, str(ROOT / "tests" / "monitoring"))
+sys.path.insert(0, str(ROOT / "tests" / "monitor"))
 
 GPUS = 8
 WARM_SECONDS = 5.0  # of the sampler, for its imports and first readings
@@ -70,17 +70,11 @@ WATCHING_COLUMNS = (
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """A run that is watched.
+    """A run that is watched."""
 
-    Attributes:
-        run: Its folder.
-        sampler_pid: Of the process that samples.
-        stir: Changes what the GPUs say.
-    """
-
-    run: Path
-    sampler_pid: int
-    stir: Callable[[], None]
+    run: Path  # its folder
+    sampler_pid: int  # of the process that samples
+    stir: Callable[[], None]  # changes what the GPUs say
 
 
 def main() -> None:

@@ -30,16 +30,11 @@ BUCKET = "benchmark"
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """How a link is slow.
+    """How a link is slow."""
 
-    Attributes:
-        latency_s: Before each answer, in seconds.
-        stream_rate: Bytes a second of one answer.
-        total_rate: Bytes a second of all answers together; None: as many as there are streams.
-    """
-
-    latency_s: float = 0.030
-    stream_rate: float = 20e6
+    latency_s: float = 0.030  # before each answer, in seconds
+    stream_rate: float = 20e6  # bytes a second of one answer
+    # bytes a second of all answers together; None: as many as there are streams
     total_rate: float | None = None
 
 
@@ -50,15 +45,10 @@ def shaped_store(folder: Path, shape: Shape) -> AbstractContextManager[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What an object was asked for.
+    """What an object was asked for."""
 
-    Attributes:
-        requests: Downloads of it, or of ranges of it.
-        share: Bytes asked for, of its own.
-    """
-
-    requests: int
-    share: float
+    requests: int  # downloads of it, or of ranges of it
+    share: float  # bytes asked for, of its own
 
 
 def asked_for(store: str) -> dict[str, Asked]:

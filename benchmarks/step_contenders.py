@@ -33,33 +33,20 @@ FLOAT32 = PrecisionConfig(dtype="fp32")
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A model and its batch.
+    """A model and its batch."""
 
-    Attributes:
-        layers: Blocks of a GPT-2.
-        width: Of its residual stream.
-        vocabulary: Rows of its embedding.
-        length: Tokens of a window.
-        micro: Windows of a pass.
-        accumulation: Passes of a step.
-        given: A model in transformers' form, in place of the GPT-2 of these sizes.
-        precision: What passes compute in.
-        checkpointing: Recompute each block in the backward pass.
-        offload: Where the optimizer's states are.
-        chunk_tokens: Tokens whose logits exist at once; 512 are the best on a CPU.
-    """
-
-    layers: int
-    width: int
-    vocabulary: int
-    length: int
-    micro: int
-    accumulation: int
+    layers: int  # blocks of a GPT-2
+    width: int  # of its residual stream
+    vocabulary: int  # rows of its embedding
+    length: int  # tokens of a window
+    micro: int  # windows of a pass
+    accumulation: int  # passes of a step
+    # A model in transformers' form, in place of the GPT-2 of these sizes
     given: Mapping[str, Any] | None = None
-    precision: PrecisionConfig = FLOAT32
-    checkpointing: bool = False
-    offload: Literal["none", "cpu"] = "none"
-    chunk_tokens: int = 512
+    precision: PrecisionConfig = FLOAT32  # what passes compute in
+    checkpointing: bool = False  # recompute each block in the backward pass
+    offload: Literal["none", "cpu"] = "none"  # where the optimizer's states are
+    chunk_tokens: int = 512  # tokens whose logits exist at once; 512 are the best on a CPU
 
     @property
     def name(self) -> str:

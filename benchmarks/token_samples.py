@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import shutil
-import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,31 +49,11 @@ def litdata_folder(work: Path) -> Path:
     return _once(work / "litdata", _write_litdata)
 
 
-def mosaic_folder(work: Path) -> Path:
-    """Return the folder of MDS shards, a sample of 2,049 tokens each; needs mosaicml-streaming."""
-    return _once(work / "mds", _write_mosaic)
-
-
 def litdata_shard(number: int) -> Iterator[torch.Tensor]:
     """Yield a shard as litdata wants it."""
     import torch
 
     yield torch.from_numpy(shard_tokens(number))
-
-
-def without_pictures() -> None:
-    """Let mosaicml-streaming be imported without torchvision, which only its pictures need."""
-    stands_in: dict[str, dict[str, object]] = {
-        "torchvision": {},
-        "torchvision.datasets": {"VisionDataset": object},
-        "torchvision.transforms": {},
-        "torchvision.transforms.functional": {"to_tensor": None},
-    }
-    for name, contents in stands_in.items():
-        module = types.ModuleType(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        vars(module).update(contents)
-        sys.modules[name] = module
 
 
 def _once(folder: Path, write: Callable[[Path], None]) -> Path:
@@ -117,16 +94,3 @@ def _write_litdata(folder: Path) -> None:
         item_loader=TokensLoader(block_size=SEQUENCE_LENGTH + 1),
         num_workers=1,
     )
-
-
-def _write_mosaic(folder: Path) -> None:
-    without_pictures()
-    from streaming import MDSWriter
-
-    length = SEQUENCE_LENGTH + 1
-    columns = {"tokens": f"ndarray:uint16:{length}"}
-    with MDSWriter(out=str(folder), columns=columns, size_limit=2 * SHARD_TOKENS) as writer:
-        for number in range(SHARDS):
-            tokens = shard_tokens(number)
-            for first in range(0, SHARD_TOKENS - length, SEQUENCE_LENGTH):
-                writer.write({"tokens": tokens[first : first + length]})
