@@ -35,6 +35,7 @@ def test_what_is_needed_first_comes_by_ranges_over_all_threads(site: Site) -> No
     assert np.array_equal(opened(cache, 3), shard_tokens(3))
     assert ranges_of(site.bucket, "a/t_3.npy") == [OBJECT_BYTES // 4] * 4
     assert site.bucket.downloads == []
+    assert not [path for path in site.folder.rglob("incoming/*/*") if path.is_file()]
 
 
 def test_what_is_far_ahead_comes_whole_but_for_the_last_which_every_thread_helps_with(
@@ -65,12 +66,6 @@ def test_an_outage_amid_ranges_passes(site: Site, caplog: pytest.LogCaptureFixtu
     eventually(lambda: "Retrying" in caplog.text)
     site.bucket.unreachable = False
     assert np.array_equal(opened(cache, 0), shard_tokens(0))
-
-
-def test_nothing_is_left_of_ranges(site: Site, tmp_path: Path) -> None:
-    cache = site.cache()
-    opened(cache, 0)
-    assert not [path for path in tmp_path.rglob("incoming/*/*") if path.is_file()]
 
 
 @pytest.mark.parametrize("threads", [1, 4], ids=["whole", "by ranges"])

@@ -1,23 +1,23 @@
 from __future__ import annotations
 
-import json
+import os
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cache_site import SHARD_BYTES, VOCABULARY, Site, shard_tokens
-from shard_samples import opened, settings
+from cache_site import SHARD_BYTES, Site, shard_tokens
+from shard_samples import opened
 
 from refocused.data.cache.cache import ShardCache
-from refocused.data.cache.local_form import local_bytes
-from refocused.data.manifest.shard_manifest import build_manifest
-from refocused.system.errors import RefocusedError, ShardError
+from refocused.data.cache.fetch_heartbeat import REQUEST_SECONDS, FetcherFiles
+from refocused.system.errors import ShardError
 
 
 def test_ranks_that_do_not_fetch_share_one_download(site: Site) -> None:
@@ -38,16 +38,7 @@ def test_ranks_that_do_not_fetch_share_one_download(site: Site) -> None:
     assert sorted(site.bucket.downloads) == [f"a/t_{i}.npy" for i in range(4)]
 
 
-def test_a_reader_gets_a_shard_that_the_fetcher_has_left_behind(site: Site) -> None:
-    fetcher = site.cache(disk_limit_gb=SHARD_BYTES / 1e9)
-    reader = site.cache(fetches=False)
-    for index in (0, 1):
-        fetcher.plan([index])
-        fetcher.open(index)
-    assert np.array_equal(opened(reader, 0), shard_tokens(0))
-
-
-def test_a_request_that_was_met_is_not_met_again_after_the_eviction(site: Site) -> None:
+def test_a_reader_gets_what_was_left_behind_and_a_request_is_met_once(site: Site) -> None:
     fetcher = site.cache(disk_limit_gb=SHARD_BYTES / 1e9)
     reader = site.cache(fetches=False)
     for index in range(5):  # faster than the fetcher looks for requests
@@ -57,6 +48,7 @@ def test_a_request_that_was_met_is_not_met_again_after_the_eviction(site: Site) 
     fetcher.open(9)
     assert not list(site.folder.rglob("asked/*"))
     assert len(site.bucket.downloads) == 6
+    assert np.array_equal(opened(site.cache(fetches=False), 0), shard_tokens(0))
 
 
 def test_the_fetchers_failure_reaches_the_ranks_that_wait(site: Site) -> None:
@@ -140,36 +132,39 @@ CHILD = """
 """
 
 
+class Child:
+    """A process that fetches shards 0 and 2, and is stuck in the download of shard 1."""
+
+    def __init__(self, site: Site) -> None:
+        arguments = [str(site.bucket.folder), str(site.folder), "a/t_1.npy"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(CHILD), *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[2]}"},
+        )
+
+    def kill_when_stuck(self) -> str:
+        """Kill it in the middle of the download; return what a waiting rank reports."""
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "stuck\n"
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        return rf"a/t_1\.npy: .*process {self.process.pid}\) has ended"
+
+
 @pytest.fixture
-def child(site: Site) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            textwrap.dedent(CHILD),
-            str(site.bucket.folder),
-            str(site.folder),
-            "a/t_1.npy",
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[2]}"},
-    )
-    yield process
-    process.kill()
-    process.communicate()
+def child(site: Site) -> Iterator[Child]:
+    child = Child(site)
+    yield child
+    child.process.kill()
+    child.process.communicate()
 
 
-def test_a_killed_fetcher_is_missed_and_its_leftovers_stop_nobody(
-    site: Site, child: subprocess.Popen[str]
-) -> None:
+def test_a_killed_fetcher_is_missed_and_its_leftovers_stop_nobody(site: Site, child: Child) -> None:
     reader = site.cache(fetches=False)
     assert np.array_equal(opened(reader, 0), shard_tokens(0))  # brought by the other process
-    assert child.stdout is not None
-    assert child.stdout.readline() == "stuck\n"
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    with pytest.raises(ShardError, match=rf"a/t_1\.npy: .*process {child.pid}\) has ended"):
+    with pytest.raises(ShardError, match=child.kill_when_stuck()):
         reader.open(1)
     assert list(site.folder.rglob("*.part"))
     fresh = site.cache()
@@ -181,34 +176,32 @@ def test_a_killed_fetcher_is_missed_and_its_leftovers_stop_nobody(
 
 
 def test_a_killed_fetcher_is_missed_by_its_lock_without_waiting_for_silence(
-    site: Site, child: subprocess.Popen[str]
+    site: Site, child: Child
 ) -> None:
     reader = site.cache(fetches=False, silence=1e9, fetch_timeout_s=1e9)
     reader.open(0)
-    assert child.stdout is not None
-    assert child.stdout.readline() == "stuck\n"
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    with pytest.raises(ShardError, match=rf"a/t_1\.npy: .*process {child.pid}\) has ended"):
+    with pytest.raises(ShardError, match=child.kill_when_stuck()):
         reader.open(1)
 
 
-def test_a_fetcher_that_hangs_is_missed_by_its_silence(
-    site: Site, child: subprocess.Popen[str]
-) -> None:
+def test_a_fetcher_that_hangs_is_missed_by_its_silence(site: Site, child: Child) -> None:
     reader = site.cache(fetches=False, silence=2.5)
     reader.open(0)
-    child.send_signal(signal.SIGSTOP)
-    with pytest.raises(ShardError, match=rf"a/t_1\.npy: .*process {child.pid}\) has given no sign"):
+    child.process.send_signal(signal.SIGSTOP)
+    who = rf"process {child.process.pid}\) has given no sign"
+    with pytest.raises(ShardError, match=rf"a/t_1\.npy: .*{who}"):
         reader.open(1)
 
 
-def test_every_error_is_one_a_person_is_meant_to_read(site: Site) -> None:
-    assert issubclass(ShardError, RefocusedError)
-    with site.cache() as cache:
-        cache.open(0)
-    rows = list(site.folder.rglob("*.json"))
-    assert all(json.loads(row.read_text()) for row in rows)
-    assert cache.local_bytes(0) == local_bytes(
-        build_manifest(site.bucket, settings(), cache_file=None).shards[0], vocabulary=VOCABULARY
-    )
+def test_requests_last_for_a_while_and_can_be_withdrawn(tmp_path: Path) -> None:
+    files = FetcherFiles(tmp_path)
+    for index in (3, 1, 2):
+        files.request(index)
+    files.withdraw(2)
+    # Listed, and gone when it is looked at: what a withdrawal in between looks like.
+    (tmp_path / "asked" / "4").symlink_to(tmp_path / "gone")
+    now = time.time()
+    assert files.requests(now=now) == [1, 3]
+    os.utime(tmp_path / "asked" / "3", (now, now - REQUEST_SECONDS))
+    assert files.requests(now=now) == [1]
+    assert not (tmp_path / "asked" / "3").exists()

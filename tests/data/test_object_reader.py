@@ -2,12 +2,21 @@ from __future__ import annotations
 
 import io
 import os
+import tracemalloc
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 from shard_samples import WatchedBucket
 
-from refocused.data.formats.object_reader import FIRST_RANGE_BYTES, ObjectReader
+from refocused.data.formats.object_reader import (
+    FIRST_RANGE_BYTES,
+    ObjectReader,
+    member_reader,
+    opened_zip,
+)
 from refocused.system.errors import ShardError
 
 
@@ -64,3 +73,68 @@ def test_an_object_that_shrank_is_named(tmp_path: Path) -> None:
     bucket.put("x", b"0123")
     with pytest.raises(ShardError, match="x: 4 bytes came"):
         ObjectReader(bucket, blob).read()
+
+
+CONTENT = np.random.default_rng(0).integers(0, 50, 300_000, dtype=np.uint16).tobytes()
+METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
+
+
+def zipped(members: Mapping[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return file.getvalue()
+
+
+def read_all(content: bytes, *, size: int = 100_000, offset: int = 0) -> bytes:
+    file = io.BytesIO(content)
+    with opened_zip(file, name="a.npz") as archive:
+        read = member_reader(file, archive, "ids.npy", offset=offset)
+        pieces = list(iter(lambda: read(size), b""))
+    return b"".join(pieces)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [777, 65_536, 10**7])
+def test_a_member_is_read_from_an_offset_in_pieces_of_any_size(method: int, size: int) -> None:
+    content = b"prefix" + zipped({"other": b"x" * 50, "ids.npy": CONTENT}, method)
+    assert read_all(content, size=size, offset=128) == CONTENT[128:]
+    assert read_all(zipped({"ids.npy": b""}, method)) == b""
+
+
+def test_a_member_that_deflates_to_almost_nothing_is_inflated_in_pieces() -> None:
+    content = zipped({"ids.npy": bytes(16_000_000)})
+    file = io.BytesIO(content)
+    with opened_zip(file, name="a.npz") as archive:
+        read = member_reader(file, archive, "ids.npy", offset=0)
+        tracemalloc.start()
+        length = sum(len(piece) for piece in iter(lambda: read(1 << 17), b""))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert length == 16_000_000
+    assert peak < 4_000_000
+
+
+def test_two_members_are_read_in_turns() -> None:
+    file = io.BytesIO(zipped({"a": CONTENT, "b": CONTENT[::-1]}))
+    with opened_zip(file, name="a.npz") as archive:
+        reads = [member_reader(file, archive, name, offset=0) for name in ("a", "b")]
+        pairs = [[read(20_000) for read in reads] for _ in range(0, len(CONTENT), 20_000)]
+    assert [b"".join(pieces) for pieces in zip(*pairs, strict=True)] == [CONTENT, CONTENT[::-1]]
+
+
+@pytest.mark.parametrize("place", range(60, 100_060, 20_000))
+def test_a_flipped_bit_is_noticed_wherever_it_is(place: int) -> None:
+    content = bytearray(zipped({"ids.npy": CONTENT}))
+    content[place] ^= 4
+    with pytest.raises(ShardError, match=r"a\.npz: the zip file is truncated or corrupt"):
+        read_all(bytes(content))
+
+
+def test_a_member_that_claims_more_than_it_holds_is_refused() -> None:
+    content = zipped({"ids.npy": CONTENT})
+    true, claimed = (length.to_bytes(4, "little") for length in (len(CONTENT), len(CONTENT) + 9))
+    assert content.count(true) == 2  # in the local header and in the directory
+    with pytest.raises(ShardError, match=r"the data of 'ids\.npy' end early"):
+        read_all(content.replace(true, claimed))

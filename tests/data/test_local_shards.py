@@ -1,0 +1,158 @@
+"""The local form of a shard, how it is written, and how it is read by position."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shard_samples import npy_bytes, npz_bytes
+from shard_samples import settings as data_settings
+
+from refocused.data.cache.local_form import HEADER_BYTES, local_bytes, write_local_form
+from refocused.data.cache.local_shards import TokenFile
+from refocused.data.manifest.shard_manifest import Shard
+from refocused.system.errors import ShardError
+
+
+def converted(
+    folder: Path,
+    content: bytes,
+    name: str,
+    tokens: int,
+    vocabulary: int = 100,
+    dtype: str = "uint32",
+    separator_id: int | None = None,
+    counted_separator: int | None = None,
+) -> tuple[Any, int]:
+    source, target = folder / "source", folder / "target.npy"
+    source.write_bytes(content)
+    shard = Shard(name, tokens, dtype, 0, None, None, separator_id=counted_separator)
+    data = data_settings(separator_id=separator_id)
+    max_id = write_local_form([source], target, shard=shard, data=data, vocabulary=vocabulary)
+    assert target.stat().st_size == local_bytes(shard, vocabulary=vocabulary)  # known before
+    return np.load(target, mmap_mode="r"), max_id
+
+
+def ids(values: list[int], dtype: type = np.int64) -> bytes:
+    return npy_bytes(np.array(values, dtype))
+
+
+ROWS = npz_bytes(
+    input_ids=np.array([[5, 6, 0], [70, 0, 0]], np.int32), sequence_lengths=np.array([2, 1])
+)
+
+
+def test_rows_become_one_narrow_stream(tmp_path: Path) -> None:
+    tokens, max_id = converted(tmp_path, ROWS, "a.npz", 4, separator_id=99, counted_separator=99)
+    assert (tokens.tolist(), tokens.dtype, max_id) == ([5, 6, 99, 70], np.uint16, 99)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "stored", "local"),
+    [(65_536, "uint32", "uint16"), (65_537, "uint32", "uint32"), (65_537, "uint16", "uint16")],
+)
+def test_the_type_is_as_narrow_as_file_or_vocabulary_allow(
+    tmp_path: Path, vocabulary: int, stored: str, local: str
+) -> None:
+    content = ids([1, 65_000], np.int64 if stored == "uint32" else np.uint16)
+    tokens, max_id = converted(tmp_path, content, "a.npy", 2, vocabulary, stored)
+    assert (tokens.tolist(), tokens.dtype, max_id) == ([1, 65_000], local, 65_000)
+    assert (tmp_path / "target.npy").stat().st_size == HEADER_BYTES + 2 * tokens.itemsize
+
+
+def test_a_stream_of_the_right_type_is_moved_as_it_is(tmp_path: Path) -> None:
+    content = npy_bytes(np.arange(50, dtype=np.uint16))
+    tokens, max_id = converted(tmp_path, content, "a.npy", 50)
+    assert (tokens.tolist(), max_id) == (list(range(50)), 49)
+    assert (tmp_path / "target.npy").read_bytes() == content
+    assert not (tmp_path / "source").exists()
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int64])
+@pytest.mark.parametrize(
+    ("values", "tokens", "vocabulary", "said"),
+    [
+        ([1, 50_256], 2, 50_000, r"a\.npy: its largest id is 50,256.*ends at 49,999"),
+        ([1, 100], 2, 100, "its largest id is 100"),
+        ([1, 2], 1, 100, "the manifest says 1"),
+        ([1, 2], 3, 100, "the manifest says 3"),
+    ],
+)
+def test_ids_and_numbers_that_do_not_fit_are_refused(
+    tmp_path: Path, dtype: type, values: list[int], tokens: int, vocabulary: int, said: str
+) -> None:
+    with pytest.raises(ShardError, match=said):
+        converted(tmp_path, ids(values, dtype), "a.npy", tokens, vocabulary)
+
+
+def test_an_id_that_would_wrap_is_named_whole(tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match="65,537"):
+        converted(tmp_path, ids([1, 65_537]), "a.npy", 2)
+
+
+def test_a_manifest_that_does_not_say_how_its_rows_are_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match="Write the manifest again"):
+        converted(tmp_path, ROWS, "a.npz", 4, separator_id=9)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("shard") / "x.npy"
+    np.save(path, np.arange(1000, dtype=np.uint16))
+    return path
+
+
+@settings(deadline=None)
+@given(first=st.integers(0, 1000), count=st.integers(0, 1200))
+def test_any_window_is_exact_or_refused(path: Path, first: int, count: int) -> None:
+    file = TokenFile(path, name="x.npy")
+    assert (file.count, file.dtype) == (1000, np.uint16)
+    tokens = np.empty(count, np.uint16)
+    if first + count <= 1000:
+        file.read_into(tokens, first=first)
+        assert tokens.tolist() == list(range(first, first + count))
+    else:
+        with pytest.raises(ShardError, match=r"x\.npy: its local copy ends at"):
+            file.read_into(tokens, first=first)
+
+
+def test_a_file_cut_while_it_is_open_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    path = tmp_path / "x.npy"
+    np.save(path, np.arange(100_000, dtype=np.uint32))
+    file = TokenFile(path, name="some/x.npy")
+    os.truncate(path, 5000)
+    with pytest.raises(ShardError, match=r"some/x\.npy: .*ends at 5,000 bytes, 400,128 expected"):
+        file.read_into(np.empty(99_999, np.uint32), first=1)
+
+
+def test_a_disk_that_fails_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    file = TokenFile(path, name="x.npy")
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(ShardError, match=r"x\.npy: .*cannot be read \(Input/output error\)"):
+        file.read_into(np.empty(3, np.uint16), first=1)
+
+
+def test_a_file_that_is_no_npy_is_named_and_an_absent_one_is_absent(tmp_path: Path) -> None:
+    (tmp_path / "x.npy").write_bytes(b"words")
+    with pytest.raises(ShardError, match=r"x\.npy: it starts with"):
+        TokenFile(tmp_path / "x.npy", name="x.npy")
+    with pytest.raises(FileNotFoundError):
+        TokenFile(tmp_path / "y.npy", name="y.npy")
+
+
+def test_files_are_closed_when_nobody_has_them(path: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    files = [TokenFile(path, name="x.npy") for _ in range(20)]
+    assert len(list(Path("/proc/self/fd").iterdir())) >= before + 20
+    files.clear()
+    gc.collect()
+    assert len(list(Path("/proc/self/fd").iterdir())) < before + 20
