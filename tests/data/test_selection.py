@@ -1,72 +1,95 @@
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 from shard_samples import settings
 
 from refocused.data.formats.object_names import matches
-from refocused.data.manifest.select_files import chosen_names, is_validation
+from refocused.data.manifest.select_files import choose_validation, chosen_names
+from refocused.data.manifest.shard_manifest import Manifest, Shard
 from refocused.system.errors import BucketError, ShardError
 
 NAMES = ["README.txt", "a/b/x.npz", "c/b/x.npz", "t_0.npy", "t_1.npy", "val_0.npy", "z.json"]
+VALIDATED = {"validation_files": ["val_*"], "max_files": 1}
 
 
-def chosen(names: list[str], **changes: object) -> list[str]:
-    return chosen_names(names, data=settings(**changes), url="gs://tokens")
+@pytest.mark.parametrize(
+    ("names", "data", "chosen"),
+    [
+        (NAMES[::-1], {}, ["a/b/x.npz", "c/b/x.npz", "t_0.npy", "t_1.npy", "val_0.npy"]),
+        (NAMES, {"include": ["x.npz"], "exclude": ["c/*"]}, ["a/b/x.npz"]),
+        (NAMES, VALIDATED, ["a/b/x.npz", "val_0.npy"]),  # max_files counts training files alone
+        (NAMES, {"include": ["t_*"], **VALIDATED}, ["t_0.npy", "val_0.npy"]),
+        (["g.bin", "g.idx", "train.bin"], {"exclude": ["g.*"]}, ["train.bin"]),
+        (["a/x.npy", "a//x.npy"], {"exclude": ["a//*"]}, ["a/x.npy"]),
+    ],
+)
+def test_token_files_are_chosen_in_name_order(
+    names: list[str], data: dict[str, Any], chosen: list[str]
+) -> None:
+    assert chosen_names(names, data=settings(**data), url="gs://tokens") == chosen
 
 
-def test_every_known_form_at_any_depth_is_taken_in_name_order() -> None:
-    assert chosen(NAMES[::-1]) == ["a/b/x.npz", "c/b/x.npz", "t_0.npy", "t_1.npy", "val_0.npy"]
-
-
-def test_patterns_fit_the_whole_name_or_its_last_part() -> None:
-    assert matches("a/b/x.npz", ["x.*"])
-    assert matches("a/b/x.npz", ["a/*"])
-    assert not matches("a/b/x.npz", ["b/*"])
-    assert chosen(NAMES, include=["x.npz"], exclude=["c/*"]) == ["a/b/x.npz"]
-
-
-def test_max_files_counts_training_files_alone() -> None:
-    data = {"validation_files": ["val_*"], "max_files": 1}
-    assert chosen(NAMES, **data) == ["a/b/x.npz", "val_0.npy"]
-    assert chosen(NAMES, include=["t_*"], **data) == ["t_0.npy", "val_0.npy"]
-    assert is_validation("val_0.npy", settings(validation_files=["val_*"]))
-
-
-@pytest.mark.parametrize("key", ["include", "validation_files"])
-def test_a_pattern_that_fits_nothing_is_named(key: str) -> None:
-    with pytest.raises(ShardError, match="'nothing_\\*'"):
-        chosen(NAMES, **{key: ["nothing_*"]})
-
-
-def test_no_token_files_names_the_source_and_what_was_looked_for() -> None:
-    for names in ([], ["z.json"]):
-        with pytest.raises(ShardError, match=r"gs://tokens: no token files.*\*\.npz"):
-            chosen(names)
-
-
-def test_text_alone_is_sent_to_tokenize() -> None:
-    with pytest.raises(ShardError, match=r"a\.parquet: this is text.*prepare_data tokenize"):
-        chosen(["a.parquet", "z.json"])
-
-
-def test_text_that_is_asked_for_is_refused() -> None:
-    with pytest.raises(ShardError, match=r"README\.txt: this is text"):
-        chosen(NAMES, include=["*"])
-
-
-def test_megatron_pairs_are_refused_unless_left_out() -> None:
-    names = ["g_text.bin", "g_text.idx", "train.bin"]
-    with pytest.raises(ShardError, match=r"g_text\.bin: .*Megatron"):
-        chosen(names)
-    assert chosen(names, exclude=["g_text.*"]) == ["train.bin"]
-
-
-def test_names_that_leave_the_folder_are_refused() -> None:
-    with pytest.raises(BucketError, match="outside its folder"):
-        chosen(["../x.npy"])
+@pytest.mark.parametrize(
+    ("names", "data", "said"),
+    [
+        (NAMES, {"include": ["nothing_*"]}, r"'nothing_\*'"),
+        (NAMES, {"validation_files": ["nothing_*"]}, r"'nothing_\*'"),
+        ([], {}, r"gs://tokens: no token files.*\*\.npz"),
+        (["z.json"], {}, r"gs://tokens: no token files.*the first is 'z\.json'"),
+        (["a.parquet", "z.json"], {}, r"a\.parquet: this is text.*prepare_data tokenize"),
+        (NAMES, {"include": ["*"]}, r"README\.txt: this is text"),
+        (["g_text.bin", "g_text.idx", "train.bin"], {}, r"g_text\.bin: .*Megatron"),
+    ],
+)
+def test_a_choice_that_cannot_be_meant_is_refused(
+    names: list[str], data: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ShardError, match=said):
+        chosen_names(names, data=settings(**data), url="gs://tokens")
 
 
 def test_objects_that_would_be_one_local_shard_are_refused() -> None:
-    with pytest.raises(BucketError, match=r"'a//x\.npy' and 'a/x\.npy' cannot both be files"):
-        chosen(["a/x.npy", "a//x.npy"])
-    assert chosen(["a/x.npy", "a//x.npy"], exclude=["a//*"]) == ["a/x.npy"]
+    for names, said in (
+        (["a/x.npy", "a//x.npy"], r"'a//x\.npy' and 'a/x\.npy' cannot both be files"),
+        (["../x.npy"], "outside its folder"),
+    ):
+        with pytest.raises(BucketError, match=said):
+            chosen_names(names, data=settings(), url="gs://tokens")
+
+
+def test_patterns_fit_the_whole_name_or_its_last_part() -> None:
+    fitting = [pattern for pattern in ("x.*", "a/*", "b/*") if matches("a/b/x.npz", [pattern])]
+    assert fitting == ["x.*", "a/*"]
+
+
+def of_sizes(*tokens: int) -> Manifest:
+    rows = (Shard(f"{n:04d}.npy", t, "uint16", 2 * t, None, None) for n, t in enumerate(tokens))
+    return Manifest(tuple(rows), "x")
+
+
+def test_whole_files_near_the_share_validate_by_the_seed_in_any_order() -> None:
+    split = choose_validation(of_sizes(*[100] * 1000), ratio=0.01, seed=0)
+    assert (len(split.files), split.tokens, split.total_tokens) == (10, 1000, 100_000)
+    assert split.fraction == 0
+    data = of_sizes(*[100] * 200)
+    turned = dataclasses.replace(data, shards=data.shards[::-1])
+    first = choose_validation(data, ratio=0.05, seed=1)
+    assert choose_validation(turned, ratio=0.05, seed=1) == first
+    assert choose_validation(data, ratio=0.05, seed=2).files != first.files
+    for seed in range(20):  # a large file is passed over
+        split = choose_validation(of_sizes(100_000, *[100] * 100), ratio=0.01, seed=seed)
+        assert "0000.npy" not in split.files
+        assert len(split.files) == 11
+
+
+@pytest.mark.parametrize("tokens", [(1000,), (1000, 1000, 1000)])
+def test_too_few_files_get_a_share_of_the_windows(tokens: tuple[int, ...]) -> None:
+    split = choose_validation(of_sizes(*tokens), ratio=0.01, seed=0)
+    assert (split.files, split.fraction) == ((), 0.01)
+    assert split.tokens == round(0.01 * sum(tokens))
+    for ratio in (0.0, 1.0):
+        with pytest.raises(ShardError, match="--val-ratio"):
+            choose_validation(of_sizes(1), ratio=ratio, seed=0)

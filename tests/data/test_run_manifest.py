@@ -9,8 +9,10 @@ from cache_site import eventually
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from shard_samples import WatchedBucket, opened, pt_bytes, settings
+from shard_samples import WatchedBucket, npy_bytes, opened, pt_bytes, settings
 
+from refocused.bucket.bucket import Bucket
+from refocused.bucket.folder import DirectoryBucket
 from refocused.config.data import DataConfig
 from refocused.data.cache.cache import ShardCache
 from refocused.data.manifest import run_manifest
@@ -21,7 +23,7 @@ from refocused.data.manifest.run_manifest import (
     pack_chunks,
     split_by_source,
 )
-from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest
+from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest, write_manifest
 from refocused.data.order.windows import split_windows, window_count
 from refocused.system.errors import ShardError
 
@@ -109,13 +111,10 @@ def test_a_pack_is_refused_by_the_names_of_its_chunks(
         smaller.open(0)
 
 
-def test_windows_cross_the_borders_of_chunks(bucket: WatchedBucket) -> None:
-    split = split_windows(build(bucket), sequence_length=33)
-    assert window_count(split.train) == 6 + 6 + 3  # one in each chunk alone: 10
-
-
 def test_leaving_a_chunk_out_changes_its_pack_alone(bucket: WatchedBucket) -> None:
     before, after = build(bucket), build(bucket, exclude=["chunk_000005.pt"])
+    split = split_windows(before, sequence_length=33)  # windows cross the borders of chunks
+    assert window_count(split.train) == 6 + 6 + 3  # one in each chunk alone: 10
     assert [numbers(shard) for shard in after.shards] == [[0, 1, 2, 3], [4], [6, 7], [8, 9]]
     assert after.shards[0] == before.shards[0]
     assert after.shards[3] == before.shards[2]
@@ -129,13 +128,8 @@ def test_the_fingerprint_is_that_of_the_files_and_the_packing_has_its_own(
     packed, otherwise = build(bucket), build(bucket, validation_files=["chunk_000002.pt"])
     assert packed.fingerprint == otherwise.fingerprint == files.fingerprint == files.packing
     assert len({files.packing, packed.packing, otherwise.packing}) == 3
-
-
-def test_the_fingerprint_names_every_chunk(bucket: WatchedBucket) -> None:
-    before = build(bucket).fingerprint
-    other = chunk_tokens(6)[::-1].copy()
-    bucket.put(chunk_name(6), pt_bytes(torch.from_numpy(other)))
-    assert build(bucket).fingerprint != before
+    bucket.put(chunk_name(6), pt_bytes(torch.from_numpy(chunk_tokens(6)[::-1].copy())))
+    assert build(bucket).fingerprint != packed.fingerprint
 
 
 def test_max_files_and_validation_files_count_chunks(bucket: WatchedBucket) -> None:
@@ -157,20 +151,6 @@ def test_padded_rows_are_documents_and_stay_files(bucket: WatchedBucket) -> None
     ]
 
 
-def test_packs_of_a_mixture_are_renamed_with_their_chunks(
-    bucket: WatchedBucket, tmp_path: Path
-) -> None:
-    mixed = MixedBucket({"a": bucket, "b": bucket})
-    sources = {name: {"source": name, "weight": 1} for name in ("a", "b")}
-    data: DataConfig = settings(source=None, mixture=sources)
-    manifest = build_mixed_manifest(mixed, data, cache_file=None)
-    assert split_by_source(manifest)["b"] == (3, build(bucket))
-    with ShardCache(
-        mixed, manifest, tmp_path / "cache", data=data, vocabulary=VOCABULARY, fetches=True
-    ) as cache:
-        assert opened(cache, 4).tolist() == list(range(200, 400))
-
-
 def test_a_corrupt_chunk_is_fetched_again_then_named_and_the_right_ones_only_once(
     bucket: WatchedBucket, tmp_path: Path
 ) -> None:
@@ -181,24 +161,6 @@ def test_a_corrupt_chunk_is_fetched_again_then_named_and_the_right_ones_only_onc
     ):
         cache.open(0)
     assert [bucket.downloads.count(chunk_name(number)) for number in range(4)] == [1, 1, 1, 2]
-
-
-def test_a_missing_chunk_is_named(bucket: WatchedBucket, tmp_path: Path) -> None:
-    with cached(bucket, tmp_path / "cache") as cache:
-        (bucket.folder / chunk_name(2)).unlink()
-        with pytest.raises(ShardError, match=r"books/chunk_000002\.pt: the object is gone"):
-            cache.open(0)
-
-
-def test_an_id_outside_the_vocabulary_names_its_chunk(
-    bucket: WatchedBucket, tmp_path: Path
-) -> None:
-    bucket.put(chunk_name(7), pt_bytes(torch.tensor([1, VOCABULARY])))
-    with (
-        cached(bucket, tmp_path / "cache") as cache,
-        pytest.raises(ShardError, match=r"books/chunk_000007\.pt: its largest id is 1,000"),
-    ):
-        cache.open(1)
 
 
 def test_an_outage_amid_a_pack_costs_no_second_download(
@@ -221,3 +183,101 @@ def test_a_limit_of_two_packs_lets_all_pass(bucket: WatchedBucket, tmp_path: Pat
             assert opened(cache, index)[0] == 200 * index
             local = (tmp_path / "cache").rglob("shards/**/*.npy")
             assert sum(path.stat().st_size for path in local) <= limit
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> MixedBucket:
+    """Two sources with a file of the same name; one holds padded rows."""
+    web, code = DirectoryBucket(tmp_path / "web"), DirectoryBucket(tmp_path / "code")
+    web.write("sub/a.npy", npy_bytes(np.arange(10, dtype=np.uint16)))
+    web.write("b.npy", npy_bytes(np.arange(100, 107, dtype=np.uint16)))
+    rows = np.array([[1, 2, 0, 0], [3, 0, 5, 0]], dtype=np.int32)
+    code.write("sub/a.npy", npy_bytes(rows))
+    return MixedBucket({"web": web, "code": code})
+
+
+def data_of(**code: object) -> DataConfig:
+    sources = {
+        "web": {"source": "web", "weight": 1},
+        "code": {"source": "code", "weight": 1, **code},
+    }
+    return settings(source=None, mixture=sources, separator_id=9)
+
+
+def test_objects_stand_below_the_name_of_their_source(mixed: MixedBucket, tmp_path: Path) -> None:
+    assert [blob.name for blob in mixed.list()] == ["code/sub/a.npy", "web/b.npy", "web/sub/a.npy"]
+    assert [blob.name for blob in mixed.list("web/s")] == ["web/sub/a.npy"]
+    info = mixed.info("web/b.npy")
+    assert info is not None
+    assert info.name == "web/b.npy"
+    assert mixed.info("web/none.npy") is None
+    assert mixed.read("web/b.npy", start=1, length=5) == b"NUMPY"
+    mixed.download(info, tmp_path / "here.npy")
+    assert np.load(tmp_path / "here.npy")[0] == 100
+    assert mixed.local_file(info) == tmp_path / "web" / "b.npy"
+    uploaded = mixed.upload(tmp_path / "here.npy", "code/new.npy")
+    assert uploaded.name == "code/new.npy"
+    mixed.write("code/note.txt", b"x")
+    mixed.delete("code/new.npy")
+    assert [path.name for path in (tmp_path / "code").glob("*.*")] == ["note.txt"]
+    for name, bucket in mixed.sources.items():
+        assert f"{name} ({bucket.url})" in mixed.url
+
+
+def test_the_manifest_holds_the_sources_together_and_each_is_found_again(
+    mixed: MixedBucket,
+) -> None:
+    data = data_of(pad_id=0)
+    manifest = build_mixed_manifest(mixed, data, cache_file=None)
+    assert [(shard.name, shard.tokens) for shard in manifest.shards] == [
+        ("code/sub/a.npy", 6),  # 1 2 | 9 | 3 0 5
+        ("web/b.npy", 7),
+        ("web/sub/a.npy", 10),
+    ]
+    parts = split_by_source(manifest)
+    assert {name: first for name, (first, _) in parts.items()} == {"code": 0, "web": 1}
+    for name, (_, own) in parts.items():
+        alone = build_manifest(mixed.sources[name], data.of_source(name), cache_file=None)
+        assert own.fingerprint == alone.fingerprint
+
+
+def test_every_shard_is_read_as_its_source_says(mixed: MixedBucket, tmp_path: Path) -> None:
+    for code, rows in (
+        ({"pad_id": 0}, [1, 2, 9, 3, 0, 5]),
+        ({"pad_id": 5}, [1, 2, 0, 0, 9, 3, 0, 5, 0]),
+    ):
+        data = data_of(**code)
+        manifest = build_mixed_manifest(mixed, data, cache_file=None)
+        folder = tmp_path / "cache"
+        with ShardCache(mixed, manifest, folder, data=data, vocabulary=512, fetches=True) as cache:
+            read = [opened(cache, index).tolist() for index in range(3)]
+        assert read == [rows, list(range(100, 107)), list(range(10))]
+
+
+def named(bucket: Bucket, name: str, tokens: int, tokenizer: str) -> None:
+    """Write a manifest of one file that names its tokenizer."""
+    blob = bucket.info(name)
+    assert blob is not None
+    shard = Shard(name, tokens, "uint16", blob.size, blob.crc32c, blob.generation)
+    write_manifest(bucket, Manifest((shard,), tokenizer))
+
+
+def test_sources_are_of_one_tokenizer_where_they_say_so(mixed: MixedBucket) -> None:
+    named(mixed.sources["web"], "b.npy", 7, "gpt2")
+    assert build_mixed_manifest(mixed, data_of(pad_id=0), cache_file=None).tokenizer == "gpt2"
+    named(mixed.sources["code"], "sub/a.npy", 8, "bytes")
+    with pytest.raises(ShardError, match=r"different tokenizers \(code: bytes, web: gpt2\)"):
+        build_mixed_manifest(mixed, data_of(), cache_file=None)
+
+
+def test_packs_of_a_mixture_are_renamed_with_their_chunks(
+    bucket: WatchedBucket, tmp_path: Path
+) -> None:
+    mixed = MixedBucket({"a": bucket, "b": bucket})
+    sources = {name: {"source": name, "weight": 1} for name in ("a", "b")}
+    data = settings(source=None, mixture=sources)
+    manifest = build_mixed_manifest(mixed, data, cache_file=None)
+    assert split_by_source(manifest)["b"] == (3, build(bucket))
+    folder = tmp_path / "cache"
+    with ShardCache(mixed, manifest, folder, data=data, vocabulary=512, fetches=True) as cache:
+        assert opened(cache, 4).tolist() == list(range(200, 400))
