@@ -10,6 +10,7 @@ from typing import Literal
 from refocused.doctor.finding import Finding
 from refocused.monitor.readings import GpuSample
 from refocused.monitor.sampler.alarm_rules import gpu_readings
+from refocused.monitor.sampler.alarms import RULES
 from refocused.system.errors import RefocusedError
 
 BUSY_GIB = 2.0  # more than a driver and a screen hold
@@ -140,7 +141,9 @@ def _health(samples: Sequence[GpuSample]) -> Iterator[Finding]:
     """Apply the alarms' own rules to the GPUs."""
     bad = [one for one in gpu_readings(samples, is_training=False) if one.level == "bad"]
     for reading in bad:
-        level: Literal["warn", "fail"] = "fail" if reading.severity == "critical" else "warn"
+        level: Literal["warn", "fail"] = (
+            "fail" if RULES[reading.alarm].severity == "critical" else "warn"
+        )
         yield Finding("health", level, reading.text)
     for gpu in samples:
         if gpu.mig:

@@ -11,7 +11,15 @@ from typing import Any, Literal, TypeVar
 
 from refocused.config.yaml_source import parse_yaml_mapping
 from refocused.metrics.history import METRICS_FILE, LossPoint, MetricsTimeline, StepPoint, unix_time
-from refocused.metrics.jsonl import JsonLinesTail, Record, number, read_json, read_small, text
+from refocused.metrics.jsonl import (
+    JsonLinesTail,
+    Record,
+    number,
+    read_json,
+    read_small,
+    text,
+    whole_number,
+)
 from refocused.monitor.readings import AlarmEvent, GpuSample, SamplesTail, SystemSample
 from refocused.system.processes import ProcessIdentity
 from refocused.system.strict_json import MalformedError
@@ -59,27 +67,16 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mirror:
-    """The copy of the checkpoints elsewhere, from `mirror.json`.
-
-    Attributes:
-        bucket: Address it copies to.
-        newest_step: The last step that is whole there.
-        waiting: Checkpoints that are not there yet.
-        uploading_fraction: Of the checkpoint being copied.
-        failed: Checkpoints that cannot be copied.
-        last_error: Why the last attempt failed.
-        heartbeat: When the mirror wrote this, in Unix seconds.
-        drained: It was asked to finish and has done so.
-    """
+    """The copy of the checkpoints elsewhere, from `mirror.json`."""
 
     bucket: str
-    newest_step: int | None
-    waiting: int
-    uploading_fraction: float | None
-    failed: int
-    last_error: str | None
-    heartbeat: float | None
-    drained: bool
+    newest_step: int | None  # that is whole there
+    waiting: int  # checkpoints that are not there yet
+    uploading_fraction: float | None  # of the checkpoint being copied
+    failed: int  # checkpoints that cannot be copied
+    last_error: str | None  # of the last attempt
+    heartbeat: float | None  # when the mirror wrote this, in Unix seconds
+    drained: bool  # it was asked to finish and has done so
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Mirror:
@@ -103,41 +100,43 @@ class Mirror:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunFiles:
-    """What the files of a run and its machines say.
+    """What the files of a run and its machines say; times are in Unix seconds."""
 
-    Attributes:
-        name: Of the run's folder.
-        state: The last `state.json` that could be read; None: none yet.
-        state_trouble: Why the present one cannot be read; None: it can, or there is none.
-        settings: `run.yaml`.
-        mirror: None: there is none.
-        steps: The logged steps of the present branch.
-        validations: Its validations.
-        saved_steps: Checkpoints on the disk.
-        saved_time: When the newest of them was saved, in Unix seconds.
-        gpus: The newest reading of each GPU.
-        systems: The newest reading of each machine.
-        sampled: When the newest reading was taken, in Unix seconds.
-        alarms: Not ended, the critical ones first.
-        events: The last ones.
-        liveness: Of the process that trains; None: unknown.
-    """
-
-    name: str
-    state: Mapping[str, Any] | None = None
-    state_trouble: str | None = None
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    name: str  # of the folder
+    state: Mapping[str, Any] | None = None  # the last `state.json` that could be read
+    state_trouble: str | None = None  # why the present one cannot be read
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # `run.yaml`
     mirror: Mirror | None = None
-    steps: Sequence[StepPoint] = ()
+    steps: Sequence[StepPoint] = ()  # logged on the present branch
     validations: Sequence[LossPoint] = ()
-    saved_steps: Sequence[int] = ()
-    saved_time: float | None = None
-    gpus: Sequence[GpuSample] = ()
+    saved_steps: Sequence[int] = ()  # checkpoints on the disk
+    saved_time: float | None = None  # of the newest of them
+    gpus: Sequence[GpuSample] = ()  # the newest reading of each, as `systems`
     systems: Sequence[SystemSample] = ()
-    sampled: float | None = None
-    alarms: Sequence[Alarm] = ()
-    events: Sequence[Event] = ()
-    liveness: Liveness | None = None
+    sampled: float | None = None  # when the newest reading was taken
+    alarms: Sequence[Alarm] = ()  # the critical ones first
+    events: Sequence[Event] = ()  # the last ones
+    liveness: Liveness | None = None  # of the process that trains
+
+    @property
+    def status(self) -> str | None:
+        """The status that the run itself has written."""
+        return text(self.state or {}, "status")
+
+    @property
+    def step(self) -> int | None:
+        """The last step that was logged."""
+        return whole_number(self.state or {}, "step")
+
+    @property
+    def has_steps_left(self) -> bool:
+        """Whether the last step of the run has not been logged."""
+        return self.step is None or self.step != (self.state or {}).get("total_steps")
+
+    @property
+    def cost_usd(self) -> float | None:
+        """Cost of all sessions up to the last line."""
+        return number(self.state or {}, "cost_usd")
 
     @property
     def resume_step(self) -> int:

@@ -28,58 +28,34 @@ _ENDED: dict[str, Status] = {"finished": "finished", "stopped": "stopped", "fail
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Saves:
-    """What would be left if the machine went now.
+    """What would be left if the machine went now."""
 
-    Attributes:
-        newest_step: Of the last checkpoint on the disk; None: there is none.
-        seconds_ago: Since it was saved.
-        steps_at_risk: Steps made since.
-        seconds_at_risk: Of training that would be lost.
-        local: Checkpoints on the disk.
-    """
-
-    newest_step: int | None
-    seconds_ago: float | None
-    steps_at_risk: int
-    seconds_at_risk: float | None
-    local: int
+    newest_step: int | None  # of the last checkpoint on the disk
+    seconds_ago: float | None  # since it was saved
+    steps_at_risk: int  # made since
+    seconds_at_risk: float | None  # of training that would be lost
+    local: int  # checkpoints on the disk
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LocalShards:
-    """The shards on the run's first machine.
-
-    Attributes:
-        local: On its disk.
-        total: Of the data.
-        ready: Of those that come next, the local ones up to the first that is not.
-    """
+    """The shards on the run's first machine."""
 
     local: int
-    total: int
-    ready: int
+    total: int  # of the data
+    ready: int  # of those that come next, the local ones up to the first that is not
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunView:
-    """A run at one moment; None is unknown. Time and money of a live run go on from its last line.
-
-    Attributes:
-        status: `silent`: it trains but has logged nothing for long; `crashed`: its state says that
-            it trains and its process is gone.
-        note: More about the status: why it failed, what cannot be read.
-        last_step: The last logged step; None before this session's first.
-        silent_seconds: Since its last line.
-        resumes_from: Of a run that ended early: the step of the checkpoint that it would resume
-            from, 0: anew. The time and the money left are those from there on.
-        ends: When it will be done, in Unix seconds.
-    """
+    """A run at one moment; time and money of a live run go on since its last line."""
 
     name: str
-    status: Status
+    status: Status  # `silent`: it trains but has logged nothing for long; `crashed`: it says that
+    # it trains and its process is gone
     host: str | None
     exit_code: int | None
-    note: str
+    note: str  # more about the status: why it failed, what cannot be read
     step: int
     total_steps: int | None
     tokens: int | None
@@ -87,15 +63,16 @@ class RunView:
     validation_loss: float | None
     best_loss: float | None
     best_step: int | None
-    last_step: StepPoint | None
-    silent_seconds: float | None
+    last_step: StepPoint | None  # the last logged one; None before this session's first
+    silent_seconds: float | None  # since its last line
     seconds_trained: float | None
     cost_usd: float | None
     seconds_left: float | None
     cost_left_usd: float | None
-    resumes_from: int | None
+    resumes_from: int | None  # of a run that ended early: the step that it would resume from, 0:
+    # anew; the time and the money left are those from there on
     budget_usd: float | None
-    ends: float | None
+    ends: float | None  # Unix seconds
     saves: Saves
     mirror: Mirror | None
     shards: LocalShards | None
@@ -134,7 +111,7 @@ def view_of(found: RunFiles, *, now: float) -> RunView:
     state = _state(found)
     step = whole_number(state, "step") or 0
     updated = unix_time(state.get("updated"))
-    status = _status(found, state, now=now)
+    status = _status(found, now)
     # A session writes the state once before its first logged step, without a speed.
     has_begun = state.get("status") != "training" or "tokens_per_second" in state
     last = found.steps[-1] if found.steps and has_begun else None
@@ -149,19 +126,17 @@ def view_of(found: RunFiles, *, now: float) -> RunView:
     elif last and status in LIVE:
         left = seconds_left([last], passed=passed)
     trained, spent = number(state, "seconds"), number(state, "cost_usd")
+    counts = ("exit_code", "total_steps", "tokens", "best_step")
+    losses = ("loss", "validation_loss", "best_loss")
+    figures: dict[str, Any] = {name: whole_number(state, name) for name in counts}
+    figures |= {name: number(state, name) for name in losses}
     return RunView(
+        **figures,
         name=text(state, "run") or found.name,
         status=status,
         host=text(state, "host"),
-        exit_code=whole_number(state, "exit_code"),
         note=_note(found, status),
         step=step,
-        total_steps=whole_number(state, "total_steps"),
-        tokens=whole_number(state, "tokens"),
-        loss=number(state, "loss"),
-        validation_loss=number(state, "validation_loss"),
-        best_loss=number(state, "best_loss"),
-        best_step=whole_number(state, "best_step"),
         last_step=last,
         silent_seconds=None if updated is None else max(0.0, now - updated),
         seconds_trained=None if trained is None else trained + passed,
@@ -171,7 +146,7 @@ def view_of(found: RunFiles, *, now: float) -> RunView:
         resumes_from=resumes_from,
         budget_usd=number(cost, "budget_usd"),
         ends=now + left if left is not None and status in LIVE else None,
-        saves=_saves(found, step, last, now=now),
+        saves=_saves(found, step, last, now),
         mirror=found.mirror,
         shards=_shards(state),
         gpus=found.gpus,
@@ -202,20 +177,19 @@ def _state(found: RunFiles) -> Mapping[str, Any]:
     }
 
 
-def _status(found: RunFiles, state: Mapping[str, Any], *, now: float) -> Status:
+def _status(found: RunFiles, now: float) -> Status:
     if found.state_trouble is not None:
         return "unknown"
     if found.state is None:
         return "starting"
-    written = text(state, "status")
-    if written != "training":
-        return _ENDED.get(written or "", "unknown")
+    if found.status != "training":
+        return _ENDED.get(found.status or "", "unknown")
     if found.liveness == "gone":
         return "crashed"
-    updated = unix_time(state.get("updated"))
-    if updated is None or state.get("step") == state.get("total_steps"):
+    updated = unix_time(found.state.get("updated"))
+    if updated is None or not found.has_steps_left:
         return "training"  # after the last step the model is written, which logs nothing
-    logged = logged_times(found.steps, since=unix_time(state.get("session_began")) or 0.0)
+    logged = logged_times(found.steps, since=unix_time(found.state.get("session_began")) or 0.0)
     silent_seconds = now - (logged[-1] if logged else updated)
     return "silent" if silent_seconds > longest_silence(logged) else "training"
 
@@ -283,7 +257,7 @@ def _note(found: RunFiles, status: Status) -> str:
     return f"on {state.get('host')}, seen from afar" if found.liveness == "elsewhere" else ""
 
 
-def _saves(found: RunFiles, step: int, last: StepPoint | None, *, now: float) -> Saves:
+def _saves(found: RunFiles, step: int, last: StepPoint | None, now: float) -> Saves:
     newest = max(found.saved_steps, default=None)
     steps = max(0, step - (newest or 0))
     pace = last.step_seconds if last is not None else None

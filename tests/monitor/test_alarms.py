@@ -15,19 +15,21 @@ from refocused.monitor.sampler.alarm_rules import (
     DiskPoint,
     gpu_readings,
     hours_until_full,
+    is_training,
+    run_readings,
     system_readings,
 )
 from refocused.monitor.sampler.alarms import (
+    RULES,
     Key,
     Level,
     Reading,
+    Rule,
     Standing,
-    bad_above,
-    bad_below,
     judge,
+    reading,
     still_raised,
 )
-from refocused.monitor.sampler.run_alarms import is_training, run_readings
 
 
 def by_alarm(readings: Iterable[Reading], subject: str | None = None) -> dict[str, Reading]:
@@ -38,14 +40,13 @@ def by_alarm(readings: Iterable[Reading], subject: str | None = None) -> dict[st
     return named
 
 
-def texts(levels: list[Level], *, raised_after: float = 0, cleared_after: float = 0) -> list[str]:
+def texts(levels: list[Level]) -> list[str]:
     """The events of one alarm whose readings come a second apart."""
     standings: dict[Key, Standing] = {}
     found = []
-    delays = {"raised_after_seconds": raised_after, "cleared_after_seconds": cleared_after}
     for second, level in enumerate(levels):
-        reading = Reading("heat", "GPU 5", level, f"text {second}", **delays)
-        standings, events = judge(standings, [reading], now=float(second), host="here")
+        readings = [Reading("heat", "GPU 5", level, f"text {second}")]
+        standings, events = judge(standings, readings, now=float(second), host="here")
         found += [event.text for event in events]
     return found
 
@@ -59,20 +60,21 @@ def texts(levels: list[Level], *, raised_after: float = 0, cleared_after: float 
         ("bad between bad between bad", {}, ["text 0"]),
         ("good between good between", {}, []),
         # A reading must last.
-        ("bad bad good bad bad", {"raised_after": 2}, []),
-        ("bad between bad bad", {"raised_after": 2}, []),
-        ("bad bad bad bad", {"raised_after": 2}, ["text 2"]),
-        ("bad good good bad good good good", {"cleared_after": 2}, ["text 0", "over: text 6"]),
+        ("bad bad good bad bad", {"begins_after": 2}, []),
+        ("bad between bad bad", {"begins_after": 2}, []),
+        ("bad bad bad bad", {"begins_after": 2}, ["text 2"]),
+        ("bad good good bad good good good", {"ends_after": 2}, ["text 0", "over: text 6"]),
     ],
 )
 def test_when_an_alarm_begins_and_ends(
-    levels: str, delays: dict[str, float], expected: list[str]
+    monkeypatch: pytest.MonkeyPatch, levels: str, delays: dict[str, float], expected: list[str]
 ) -> None:
-    assert texts(levels.split(), **delays) == expected  # type: ignore[arg-type]
+    monkeypatch.setitem(RULES, "heat", Rule(**delays))  # type: ignore[arg-type]
+    assert texts(levels.split()) == expected  # type: ignore[arg-type]
 
 
 def test_subjects_are_kept_apart_and_without_a_reading_an_alarm_stays() -> None:
-    bad = [Reading("heat", gpu, "bad", gpu, "critical") for gpu in ("GPU 1", "GPU 2")]
+    bad = [Reading("gpu_lost", gpu, "bad", gpu) for gpu in ("GPU 1", "GPU 2")]
     standings, events = judge({}, bad, now=0, host="here")
     assert [(event.subject, event.raised, event.severity) for event in events] == [
         ("GPU 1", True, "critical"),
@@ -80,20 +82,35 @@ def test_subjects_are_kept_apart_and_without_a_reading_an_alarm_stays() -> None:
     ]
     standings, events = judge(standings, [], now=1, host="here")
     assert events == []
-    good = Reading("heat", "GPU 2", "good", "cool")
+    good = Reading("gpu_lost", "GPU 2", "good", "answers")
     standings, events = judge(standings, [good], now=2, host="here")
     assert [(event.subject, event.raised) for event in events] == [("GPU 2", False)]
-    assert [key for key, standing in standings.items() if standing.raised] == [("heat", "GPU 1")]
+    assert [key for key, standing in standings.items() if standing.raised] == [
+        ("gpu_lost", "GPU 1")
+    ]
 
 
 @pytest.mark.parametrize(
-    ("value", "above", "below"),
-    [(79, "good", "bad"), (80, "good", "bad"), (83, "between", "between"), (85, "bad", "good")],
+    ("rule", "value", "level"),
+    [
+        *((Rule(85, 80), value, "good") for value in (79, 80)),
+        (Rule(85, 80), 83, "between"),
+        *((Rule(85, 80), value, "bad") for value in (85, 90)),
+        (Rule(80, 85), 80, "bad"),
+        (Rule(80, 85), 83, "between"),
+        (Rule(80, 85), 85, "good"),
+        (Rule(80, 80), 80, "bad"),
+        (Rule(80, 80), 79, "good"),
+        (Rule(), True, "bad"),
+        (Rule(), False, "good"),
+        (Rule(), None, None),
+    ],
 )
-def test_levels(value: float, above: Level, below: Level) -> None:
-    assert bad_above("heat", "x", value, (85, 80), text="")[0].level == above
-    assert bad_below("speed", "x", value, (80, 85), text="")[0].level == below
-    assert bad_above("heat", "x", None, (85, 80), text="") == []
+def test_levels(
+    monkeypatch: pytest.MonkeyPatch, rule: Rule, value: float | None, level: Level | None
+) -> None:
+    monkeypatch.setitem(RULES, "heat", rule)
+    assert [one.level for one in reading("heat", "x", value, "")] == ([level] if level else [])
 
 
 def test_what_an_earlier_start_has_left_raised() -> None:
@@ -174,9 +191,9 @@ def test_a_gpu_among_healthy_ones(
     changes: dict[str, Any], alarm: str, level: str, words: str
 ) -> None:
     found = list(gpu_readings([gpu(0), gpu(1, **changes), gpu(2)], is_training=True))
-    reading = by_alarm(found, "node1 GPU 1")[alarm]
-    assert reading.level == level
-    assert words in reading.text
+    one = by_alarm(found, "node1 GPU 1")[alarm]
+    assert one.level == level
+    assert words in one.text
     for other in ("node1 GPU 0", "node1 GPU 2"):
         assert by_alarm(found, other)[alarm].level == "good"
 
@@ -245,9 +262,9 @@ def test_disk_and_memory(alarm: str, facts: dict[str, Any], level: str) -> None:
 def test_a_filling_disk_says_for_how_long_there_is_room(hours: float, level: str) -> None:
     disk = falling(60 * (hours + 1), 60, hours=1)
     system = SystemSample(host="node1", disk_free_gib=disk[-1][1], disk_total_gib=1000)
-    reading = by_alarm(system_readings(system, disk))["disk_filling"]
-    assert reading.level == level
-    assert f"full in {hours} h" in reading.text
+    found = by_alarm(system_readings(system, disk))["disk_filling"]
+    assert found.level == level
+    assert f"full in {hours} h" in found.text
 
 
 BEGAN = 1_000_000.0
@@ -292,9 +309,9 @@ def test_nothing_is_wrong_with_a_run_that_goes_on() -> None:
 def test_a_run_that_hangs() -> None:
     steps = logged(30, gap=60)
     assert readings(steps, after=299)["no_step"].level == "good"
-    reading = readings(steps, after=301)["no_step"]
-    assert (reading.level, reading.severity) == ("bad", "critical")
-    assert "step 300 was logged 5.0 min ago" in reading.text
+    found = readings(steps, after=301)["no_step"]
+    assert (found.level, RULES[found.alarm].severity) == ("bad", "critical")
+    assert "step 300 was logged 5.0 min ago" in found.text
 
 
 @pytest.mark.parametrize(
@@ -341,9 +358,9 @@ def test_a_run_that_was_killed() -> None:
     ("loss", "level"), [(3.5, "bad"), (3.25, "between"), (3.0, "good"), (1.0, "good")]
 )
 def test_a_loss_that_jumps(loss: float, level: str) -> None:
-    reading = readings(logged(51, last_loss=loss))["loss_spike"]
-    assert reading.level == level
-    assert f"{loss:.4f}, the median of the 50 logged before it" in reading.text
+    found = readings(logged(51, last_loss=loss))["loss_spike"]
+    assert found.level == level
+    assert f"{loss:.4f}, the median of the 50 logged before it" in found.text
 
 
 def test_losses_that_waver_much_or_are_few_make_no_spike() -> None:
@@ -354,7 +371,7 @@ def test_losses_that_waver_much_or_are_few_make_no_spike() -> None:
 
 def test_a_loss_that_is_not_finite() -> None:
     found = readings(logged(51, last_loss=None))
-    assert (found["non_finite"].level, found["non_finite"].severity) == ("bad", "critical")
+    assert found["non_finite"].level == "bad"
     assert "loss_spike" not in found
 
 

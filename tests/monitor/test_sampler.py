@@ -16,7 +16,8 @@ from nvml_machine import Machine
 
 from refocused.config.outputs import CostConfig, LogConfig
 from refocused.metrics.jsonl import JsonLines, write_state
-from refocused.monitor.sampler import alarm_rules, gpu_reader, start_sampler
+from refocused.monitor.sampler import gpu_reader, start_sampler
+from refocused.monitor.sampler.alarms import RULES
 from refocused.monitor.sampler.sampler import Sampler, take_turn
 from refocused.monitor.sampler.start_sampler import SamplerSettings
 from refocused.system.processes import ProcessIdentity, identify, this_process
@@ -61,7 +62,9 @@ def test_a_round_writes_a_line_for_each_gpu_and_one_for_the_machine(
 def test_alarms_of_gpus(
     tmp_path: Path, eight_gpus: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alarm_rules, "SHORT_SECONDS", 0.0)
+    for alarm in ("gpu_temperature", "gpu_throttle"):
+        at_once = dataclasses.replace(RULES[alarm], begins_after=0.0, ends_after=0.0)
+        monkeypatch.setitem(RULES, alarm, at_once)
     sampler = Sampler(settings(tmp_path))
     sampler.round()
     ill(eight_gpus)
@@ -237,7 +240,7 @@ def test_without_a_rank_nothing_is_said_of_a_run(tmp_path: Path, eight_gpus: Mac
     assert alarms(tmp_path) == [("gpu_lost", "7", True)]
 
 
-GPU_RANK = World(world_size=16, local_world_size=8, device_kind="cuda")
+COST = CostConfig(per_hour_usd=24, budget_usd=400, credit_usd=500)
 
 
 def start(world: World, folder: Path, *, seconds: float = 5.0) -> list[str]:
@@ -248,7 +251,7 @@ def start(world: World, folder: Path, *, seconds: float = 5.0) -> list[str]:
         world,
         report=lambda kind, text: reports.append(f"{kind}: {text}"),
         log=LogConfig(sample_seconds=seconds),
-        cost=CostConfig(),
+        cost=COST,
     )
     return reports
 
@@ -261,29 +264,32 @@ def test_a_sampler_that_cannot_be_started_is_reported_and_training_goes_on(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("local_rank", "seconds", "count"), [(0, 5.0, 1), (1, 5.0, 0), (0, 0.0, 0)]
+    ("changes", "seconds", "ranks"),
+    [
+        ({}, 5.0, 8),
+        ({"rank": 8, "node": 1}, 2.0, 8),
+        ({"device_kind": "cpu"}, 5.0, 0),
+        ({"local_rank": 1}, 5.0, None),  # each machine's first rank starts one
+        ({}, 0.0, None),  # where it is wanted
+    ],
 )
-def test_each_machines_first_rank_starts_one_where_it_is_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_rank: int, seconds: float, count: int
+def test_the_sampler_that_a_rank_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    seconds: float,
+    ranks: int | None,
 ) -> None:
     started: list[SamplerSettings] = []
     monkeypatch.setattr(start_sampler, "start_sampler", started.append)
-    world = dataclasses.replace(GPU_RANK, local_rank=local_rank)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    world = World(world_size=16, local_world_size=8, device_kind="cuda")
+    world = dataclasses.replace(world, **changes)
     assert start(world, tmp_path, seconds=seconds) == []
-    assert len(started) == count
-
-
-@pytest.mark.parametrize(("device", "ranks"), [("cuda", 8), ("cpu", 0)])
-def test_the_settings_of_a_machines_sampler(tmp_path: Path, device: str, ranks: int) -> None:
-    cost = CostConfig(per_hour_usd=24, budget_usd=400, credit_usd=500)
-    found = start_sampler.sampler_settings(
-        tmp_path,
-        dataclasses.replace(GPU_RANK, rank=8, node=1, device_kind=device),
-        log=LogConfig(sample_seconds=2),
-        cost=cost,
-        environment={"CUDA_VISIBLE_DEVICES": "1,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
-    )
-    assert found.training == this_process()
-    assert (found.node, found.ranks, found.interval_seconds, found.cost) == (1, ranks, 2, cost)
-    assert (found.visible_devices, found.cuda_order) == ("1,0", "PCI_BUS_ID")
-    assert SamplerSettings.model_validate_json(found.model_dump_json()) == found
+    for found in started:
+        assert found.training == this_process()
+        assert (found.node, found.ranks, found.interval_seconds) == (world.node, ranks, seconds)
+        assert (found.visible_devices, found.cuda_order, found.cost) == ("1,0", "PCI_BUS_ID", COST)
+        assert SamplerSettings.model_validate_json(found.model_dump_json()) == found
+    assert len(started) == (ranks is not None)

@@ -1,20 +1,30 @@
-"""The alarm rules for GPUs and for the machine."""
+"""What the alarms look at: GPUs, the machine and the run."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
+from refocused.config.outputs import CostConfig
+from refocused.metrics.step_metrics import duration
 from refocused.monitor.readings import GpuSample, SystemSample
-from refocused.monitor.sampler.alarms import Reading, bad_above, bad_below, bad_if
+from refocused.monitor.run_reader import Mirror, RunFiles
+from refocused.monitor.run_status import logged_times, longest_silence
+from refocused.monitor.sampler.alarms import Reading, reading
 
 SLOWDOWN_CELSIUS = 87  # of a GPU that does not tell; that of the H100 and similar ones
-MEMORY_CELSIUS = 95  # HBM3 is specified up to this
-SHORT_SECONDS = 10.0  # what lasts less is a spike
-IDLE_SECONDS = 120.0  # longer than a validation or a save leaves a GPU idle
+LEAST_DISK_FRACTION, LEAST_DISK_GIB = 0.02, 5.0
+# A shorter trend would be that of a single save; retention takes back what a longer one has.
+SHORTEST_TREND_SECONDS, LONGEST_TREND_SECONDS = 1200.0, 3600.0
+FEWEST_LOSSES = 20
+SPIKE_NATS, SPIKE_DEVIATIONS = 0.5, 6.0
+DEVIATION = 1.4826  # times the median absolute deviation of a normal distribution: a standard one
+
+DiskPoint = tuple[float, float]  # seconds, and GiB that were free then
 
 
 def gpu_readings(samples: Sequence[GpuSample], *, is_training: bool) -> Iterator[Reading]:
-    """Return what the rules find of a machine's GPUs.
+    """Yield what the rules find of a machine's GPUs, sampled at one time.
 
     Args:
         samples: Of one time.
@@ -26,120 +36,72 @@ def gpu_readings(samples: Sequence[GpuSample], *, is_training: bool) -> Iterator
             f"({gpu.uuid or 'of unknown UUID'}) is lost: it answers nothing any more. Restart the "
             "machine, or ask for another one; the run goes on from its last checkpoint."
         )
-        text = f"{name} {lost if gpu.lost else 'answers.'}"
-        yield from bad_if("gpu_lost", name, gpu.lost, text, severity="critical")
+        yield from reading("gpu_lost", name, gpu.lost, f"{name} {lost if gpu.lost else 'answers.'}")
         if not gpu.lost:
-            peers = [other for other in samples if other.name == gpu.name]
             yield from _heat(gpu, name)
             yield from _memory_errors(gpu, name)
-            yield from _beside_others(gpu, name, peers)
+            yield from _beside_others(gpu, name, [one for one in samples if one.name == gpu.name])
             if gpu.local_rank is not None:
                 yield from _work(gpu, name, is_training=is_training)
 
 
 def _heat(gpu: GpuSample, name: str) -> Iterator[Reading]:
-    slowdown = gpu.slowdown_celsius or SLOWDOWN_CELSIUS
-    yield from bad_above(
-        "gpu_temperature",
-        name,
-        gpu.temperature_celsius,
-        (slowdown - 2, slowdown - 7),
-        text=f"{name} is at {gpu.temperature_celsius} C; it slows down at {slowdown} C. See that "
-        "its fans run and that the room is cool.",
-        raised_after_seconds=SHORT_SECONDS,
+    celsius, slowdown = gpu.temperature_celsius, gpu.slowdown_celsius or SLOWDOWN_CELSIUS
+    text = (
+        f"{name} is at {celsius} C; it slows down at {slowdown} C. See that its fans run and that "
+        "the room is cool."
     )
-    yield from bad_above(
-        "gpu_memory_temperature",
-        name,
-        gpu.memory_temperature_celsius,
-        (MEMORY_CELSIUS, MEMORY_CELSIUS - 5),
-        text=f"the memory of {name} is at {gpu.memory_temperature_celsius} C.",
-        raised_after_seconds=SHORT_SECONDS,
+    yield from reading(
+        "gpu_temperature", name, None if celsius is None else celsius - slowdown, text
     )
+    memory = gpu.memory_temperature_celsius
+    text = f"the memory of {name} is at {memory} C."
+    yield from reading("gpu_memory_temperature", name, memory, text)
     if gpu.throttle_reasons is not None:
-        reasons = ", ".join(gpu.throttle_reasons).replace("_", " ") or "not throttled"
-        clocks = ""
+        text = f"{name} {', '.join(gpu.throttle_reasons).replace('_', ' ') or 'not throttled'}"
         if gpu.sm_clock_mhz is not None and gpu.sm_clock_max_mhz is not None:
-            clocks = f": {gpu.sm_clock_mhz} of {gpu.sm_clock_max_mhz} MHz"
-        heat = "" if gpu.temperature_celsius is None else f", {gpu.temperature_celsius} C"
-        yield from bad_if(
-            "gpu_throttle",
-            name,
-            bool(gpu.throttle_reasons),
-            f"{name} {reasons}{clocks}{heat}",
-            raised_after_seconds=SHORT_SECONDS,
-            cleared_after_seconds=3 * SHORT_SECONDS,
-        )
+            text += f": {gpu.sm_clock_mhz} of {gpu.sm_clock_max_mhz} MHz"
+        text += "" if celsius is None else f", {celsius} C"
+        yield from reading("gpu_throttle", name, bool(gpu.throttle_reasons), text)
     power, limit = gpu.power_watts, gpu.power_limit_watts
     if limit and power is not None:
-        yield from bad_above(
-            "gpu_power",
-            name,
-            power / limit,
-            (1.1, 1.02),
-            text=f"{name} draws {power:.0f} W of {limit:.0f} W that it may.",
-            raised_after_seconds=3 * SHORT_SECONDS,
-        )
+        text = f"{name} draws {power:.0f} W of {limit:.0f} W that it may."
+        yield from reading("gpu_power", name, power / limit, text)
 
 
 def _memory_errors(gpu: GpuSample, name: str) -> Iterator[Reading]:
     errors = gpu.ecc_uncorrected
-    yield from bad_if(
-        "gpu_ecc",
-        name,
-        None if errors is None else errors > 0,
+    text = (
         f"{name} has had {errors or 0:,} memory errors that could not be corrected since its "
-        "driver was loaded. Look at the loss, and have the GPU reset.",
-        severity="critical",
+        "driver was loaded. Look at the loss, and have the GPU reset."
     )
-    yield from bad_if(
-        "gpu_remap_failed",
-        name,
-        gpu.remap_failed,
-        f"{name} has no spare rows for its broken memory: have it exchanged.",
-        severity="critical",
-    )
-    yield from bad_if(
-        "gpu_remap_pending",
-        name,
-        gpu.remap_pending,
+    yield from reading("gpu_ecc", name, None if errors is None else errors > 0, text)
+    text = f"{name} has no spare rows for its broken memory: have it exchanged."
+    yield from reading("gpu_remap_failed", name, gpu.remap_failed, text)
+    text = (
         f"{name} has a broken row of memory that only a reset replaces: have it reset at the next "
-        "stop.",
+        "stop."
     )
+    yield from reading("gpu_remap_pending", name, gpu.remap_pending, text)
 
 
 def _beside_others(gpu: GpuSample, name: str, peers: Sequence[GpuSample]) -> Iterator[Reading]:
     """Compare with the GPUs of the same kind: what all lack is how the machine is built."""
-    most = _most(peer.nvlinks_active for peer in peers)
-    if gpu.nvlinks_active is not None and most:
-        yield from bad_if(
-            "gpu_nvlink",
-            name,
-            gpu.nvlinks_active < most,
-            f"{name} has {gpu.nvlinks_active:g} NVLinks that are up, others have {most:g}: every "
-            "step waits for it.",
-            raised_after_seconds=SHORT_SECONDS,
+    links, most = gpu.nvlinks_active, _most(peer.nvlinks_active for peer in peers)
+    if links is not None and most:
+        text = (
+            f"{name} has {links} NVLinks that are up, others have {most}: every step waits for it."
         )
-    most = _most(peer.pcie_width for peer in peers)
-    if gpu.pcie_width is not None and most:
-        yield from bad_if(
-            "gpu_pcie",
-            name,
-            gpu.pcie_width < most,
-            f"{name} has {gpu.pcie_width:g} PCIe lanes, others have {most:g}.",
-            raised_after_seconds=SHORT_SECONDS,
-        )
-    limit, most = gpu.power_limit_watts, _most(peer.power_limit_watts for peer in peers)
-    if limit and most:
-        yield from bad_below(
-            "gpu_power_limit",
-            name,
-            limit / most,
-            (0.95, 0.97),
-            text=f"{name} may draw {limit:.0f} W, others of its kind {most:.0f} W: every step "
-            "waits for it.",
-            raised_after_seconds=SHORT_SECONDS,
-        )
+        yield from reading("gpu_nvlink", name, links < most, text)
+    lanes, most = gpu.pcie_width, _most(peer.pcie_width for peer in peers)
+    if lanes is not None and most:
+        text = f"{name} has {lanes} PCIe lanes, others have {most}."
+        yield from reading("gpu_pcie", name, lanes < most, text)
+    watts, most = gpu.power_limit_watts, _most(peer.power_limit_watts for peer in peers)
+    if watts and most:
+        others = f"others of its kind {most:.0f} W: every step waits for it."
+        text = f"{name} may draw {watts:.0f} W, {others}"
+        yield from reading("gpu_power_limit", name, watts / most, text)
 
 
 def _most(values: Iterable[float | None]) -> float | None:
@@ -147,31 +109,18 @@ def _most(values: Iterable[float | None]) -> float | None:
 
 
 def _work(gpu: GpuSample, name: str, *, is_training: bool) -> Iterator[Reading]:
-    if not is_training:  # ends the alarm of a run that has stopped
-        yield Reading("gpu_idle", name, "good", f"{name} has no steps to compute.")
-        return
     busy = gpu.utilization_fraction
-    yield from bad_below(
-        "gpu_idle",
-        name,
-        busy,
-        (0.3, 0.5),
-        text=f"{name} is busy {busy or 0:.0%} of the time while the run trains. See the share of "
-        "`data` in the log lines, and whether another GPU is slow.",
-        raised_after_seconds=IDLE_SECONDS,
+    text = (
+        f"{name} is busy {busy or 0:.0%} of the time while the run trains. See the share of "
+        "`data` in the log lines, and whether another GPU is slow."
     )
-
-
-DISK_HOURS = 3.0, 6.0
-LEAST_DISK_FRACTION, LEAST_DISK_GIB = 0.02, 5.0
-# A shorter trend would be that of a single save; retention takes back what a longer one has.
-SHORTEST_TREND_SECONDS, LONGEST_TREND_SECONDS = 1200.0, 3600.0
-
-DiskPoint = tuple[float, float]  # seconds, and GiB that were free then
+    if not is_training:  # ends the alarm of a run that has stopped
+        busy, text = 1.0, f"{name} has no steps to compute."
+    yield from reading("gpu_idle", name, busy, text)
 
 
 def system_readings(system: SystemSample, disk: Sequence[DiskPoint]) -> Iterator[Reading]:
-    """Return what the rules find of a machine.
+    """Yield what the rules find of a machine.
 
     Args:
         system: Its last reading.
@@ -181,35 +130,20 @@ def system_readings(system: SystemSample, disk: Sequence[DiskPoint]) -> Iterator
     if free is not None and total is not None:
         least = max(LEAST_DISK_GIB, LEAST_DISK_FRACTION * total)
         room = "Make room there, or lower checkpoint.keep or data.disk_limit_gb."
-        yield from bad_below(
-            "disk_full",
-            system.host,
-            free,
-            (least, 2 * least),
-            text=f"{free:.1f} GiB of {total:.0f} GiB are free on the run's disk. {room}",
-            severity="critical",
-        )
+        text = f"{free:.1f} GiB of {total:.0f} GiB are free on the run's disk. {room}"
+        yield from reading("disk_full", system.host, free / least, text)
         hours = hours_until_full(disk)
         rate = "." if hours is None else f": at this rate it is full in {hours:.1f} h. {room}"
-        yield from bad_below(
-            "disk_filling",
-            system.host,
-            float("inf") if hours is None else hours,
-            DISK_HOURS,
-            text=f"{free:.1f} GiB are free on the run's disk{rate}",
-            raised_after_seconds=60.0,
-        )
+        text = f"{free:.1f} GiB are free on the run's disk{rate}"
+        value = float("inf") if hours is None else hours
+        yield from reading("disk_filling", system.host, value, text)
     used, memory = system.memory_used_gib, system.memory_total_gib
     if used is not None and memory:
-        yield from bad_above(
-            "memory",
-            system.host,
-            used / memory,
-            (0.95, 0.90),
-            text=f"{system.host} uses {used:.1f} of {memory:.1f} GiB of memory: when it is full, "
-            "the system kills a process, most likely a rank.",
-            severity="critical",
+        text = (
+            f"{system.host} uses {used:.1f} of {memory:.1f} GiB of memory: when it is full, the "
+            "system kills a process, most likely a rank."
         )
+        yield from reading("memory", system.host, used / memory, text)
 
 
 def hours_until_full(disk: Sequence[DiskPoint]) -> float | None:
@@ -221,3 +155,101 @@ def hours_until_full(disk: Sequence[DiskPoint]) -> float | None:
     if end - began < SHORTEST_TREND_SECONDS or free_then <= free:
         return None
     return free / (free_then - free) * (end - began) / 3600
+
+
+def is_training(run: RunFiles, *, began: float, alive: bool) -> bool:
+    """Whether a run takes steps: it says so, has taken one in this session, and has some left.
+
+    Args:
+        run: What its files say.
+        began: When watching it began, in Unix seconds.
+        alive: Whether the process that trains runs.
+    """
+    is_stepping = alive and run.status == "training" and run.has_steps_left
+    return is_stepping and bool(logged_times(run.steps, since=began))
+
+
+def run_readings(
+    run: RunFiles, cost: CostConfig, *, began: float, alive: bool, now: float
+) -> Iterator[Reading]:
+    """Yield what the rules find of a run at a Unix time; other arguments as above."""
+    died = run.status == "training" and not alive
+    text = (
+        f"the process that trains has ended at step {run.step or 0:,} without saying why, as one "
+        "does that is killed; its last words are in logs/rank-0.log."
+    )
+    yield from reading("run_died", "run", died, text)
+    if not died:  # a killed process has not taken its next step either
+        logged = logged_times(run.steps, since=began)
+        silent, longest = max(0.0, now - (logged[-1] if logged else began)), longest_silence(logged)
+        is_late = run.status == "training" and run.has_steps_left and silent > longest
+        late = (
+            f"; the next one was due within {duration(longest)}. A rank may hang: see "
+            "logs/rank-N.log of every rank."
+        )
+        text = f"step {run.step or 0:,} was logged {duration(silent)} ago{late if is_late else '.'}"
+        yield from reading("no_step", "run", is_late, text)
+    yield from _loss(run)
+    # While the status is that of an earlier session, what the mirror wrote may be of that one too.
+    if run.mirror is not None and (run.status == "training" or not alive):
+        yield from _mirror(run.mirror, now)
+    yield from _money(run, cost)
+
+
+def _loss(run: RunFiles) -> Iterator[Reading]:
+    logged = [point for point in run.steps if point.time is not None]
+    if not logged:
+        return
+    last = logged[-1]
+    value = "not finite" if last.loss is None else f"{last.loss:.4f}"
+    text = f"the loss of step {last.step:,} is {value}"
+    yield from reading("non_finite", "run", last.loss is None, f"{text}.")
+    before = [point.loss for point in logged[:-1] if point.loss is not None]
+    if last.loss is not None and len(before) >= FEWEST_LOSSES:
+        median = statistics.median(before)
+        spread = DEVIATION * statistics.median(abs(loss - median) for loss in before)
+        jump = max(SPIKE_NATS, SPIKE_DEVIATIONS * spread)
+        text += f", the median of the {len(before)} logged before it {median:.4f}."
+        yield from reading("loss_spike", "run", (last.loss - median) / jump, text)
+
+
+def _mirror(mirror: Mirror, now: float) -> Iterator[Reading]:
+    if mirror.heartbeat is None:
+        return
+    error = mirror.last_error
+    text = "the mirror writes." if error is None else f"the mirror cannot write: {error}"
+    yield from reading("mirror_failing", "run", error is not None, text)
+    text = (
+        f"{mirror.waiting} steps wait to be mirrored: the link to the bucket is too slow for "
+        "checkpoint.interval, or down."
+    )
+    yield from reading("mirror_behind", "run", mirror.waiting, text)
+    silent = max(0.0, now - mirror.heartbeat)
+    text = f"the mirror last said something {duration(silent)} ago; see logs/mirror.log."
+    yield from reading("mirror_silent", "run", 0.0 if mirror.drained else silent, text)
+
+
+def _money(run: RunFiles, cost: CostConfig) -> Iterator[Reading]:
+    spent = run.cost_usd
+    if spent is None:
+        return
+    if cost.budget_usd is not None:  # at 100 % the run itself saves and stops
+        share = spent / cost.budget_usd
+        text = f"the run has cost ${spent:,.2f}, {share:.0%} of ${cost.budget_usd:,.2f}."
+        yield from reading("budget_80", "run", share, text)
+        yield from reading("budget_95", "run", share, text)
+    if cost.credit_usd is None or not cost.per_hour_usd:
+        return
+    left = cost.credit_usd - spent
+    hours = left / cost.per_hour_usd
+    lasts = f"the credit lasts for {max(0.0, hours):.1f} h"
+    rest = run.steps[-1].cost_left_usd if run.steps else None
+    if rest is not None:
+        share = rest / left if left > 0 else float("inf")
+        text = (
+            f"{lasts} (${left:,.2f}), the rest of the run takes "
+            f"{rest / cost.per_hour_usd:.1f} h (${rest:,.2f})."
+        )
+        yield from reading("credit_short", "run", share if run.has_steps_left else 0.0, text)
+    text = f"{lasts} more: then the machine is taken away."
+    yield from reading("credit_ending", "run", hours if run.has_steps_left else float("inf"), text)

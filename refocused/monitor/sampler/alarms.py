@@ -1,15 +1,14 @@
-"""When an alarm begins and ends: a pure function of what was read, and of when.
+"""The alarms: their limits, and when they begin and end.
 
-A rule reads a measurement as bad, good, or between the two. Between, an alarm stays what it is, so
-that a value near a limit does not raise and end it again and again. A rule may also require that a
-reading lasts.
+Between its two limits an alarm stays what it is, so that a value near one of them does not raise
+and end it again and again. All here is a pure function of what was read, and of when.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from refocused.monitor.readings import AlarmEvent, Severity
 
@@ -18,65 +17,77 @@ Key = tuple[str, str]  # the alarm and its subject
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reading:
-    """What a rule finds of one subject at one time.
+class Rule:
+    """When a value is bad or good, and for how many seconds before that counts.
 
-    Attributes:
-        alarm: Name of the rule.
-        subject: What it is about.
-        level: How it is.
-        text: For a person, when an alarm begins or ends here; holds the value.
-        severity: `critical`: somebody should act now.
-        raised_after_seconds: How long it must have been bad before the alarm begins.
-        cleared_after_seconds: How long it must have been good before the alarm ends.
+    A value is bad from `bad` on and good from `good` on, where `good` lies on the other side.
     """
+
+    bad: float = 1
+    good: float = 0
+    severity: Severity = "warning"  # `critical`: somebody should act now
+    begins_after: float = 0.0
+    ends_after: float = 0.0
+
+
+SHORT_SECONDS = 10.0  # what lasts less is a spike
+RULES = {
+    "gpu_lost": Rule(severity="critical"),
+    "gpu_temperature": Rule(-2, -7, begins_after=SHORT_SECONDS),  # degrees above its slowdown
+    "gpu_memory_temperature": Rule(95, 90, begins_after=SHORT_SECONDS),  # HBM3's specification
+    "gpu_throttle": Rule(begins_after=SHORT_SECONDS, ends_after=3 * SHORT_SECONDS),
+    "gpu_power": Rule(1.1, 1.02, begins_after=3 * SHORT_SECONDS),  # share of its limit
+    "gpu_ecc": Rule(severity="critical"),
+    "gpu_remap_failed": Rule(severity="critical"),
+    "gpu_remap_pending": Rule(),
+    "gpu_nvlink": Rule(begins_after=SHORT_SECONDS),
+    "gpu_pcie": Rule(begins_after=SHORT_SECONDS),
+    "gpu_power_limit": Rule(0.95, 0.97, begins_after=SHORT_SECONDS),  # share of the others'
+    "gpu_idle": Rule(0.3, 0.5, begins_after=120.0),  # longer than a validation or a save
+    "disk_full": Rule(1, 2, "critical"),  # multiples of what must be free
+    "disk_filling": Rule(3, 6, begins_after=60.0),  # hours until it is full
+    "memory": Rule(0.95, 0.90, "critical"),
+    "run_died": Rule(severity="critical"),
+    "no_step": Rule(severity="critical"),
+    "non_finite": Rule(severity="critical"),
+    "loss_spike": Rule(1, 0.5),  # multiples of a usual deviation
+    "mirror_failing": Rule(begins_after=300.0),
+    "mirror_behind": Rule(3, 1, begins_after=60.0),  # checkpoints
+    "mirror_silent": Rule(300, 150),  # seconds
+    "budget_80": Rule(0.80, 0.80),
+    "budget_95": Rule(0.95, 0.95, "critical"),
+    "credit_short": Rule(1.0, 0.95),  # what the rest costs, as a share of what is left
+    "credit_ending": Rule(2.0, 2.5, "critical"),  # hours
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reading:
+    """What was found of one subject (`node1 GPU 5`, `run`); the text is for a person."""
 
     alarm: str
     subject: str
     level: Level
     text: str
-    severity: Severity = "warning"
-    raised_after_seconds: float = 0.0
-    cleared_after_seconds: float = 0.0
 
 
-def bad_if(
-    alarm: str, subject: str, is_bad: bool | None, text: str, **options: Any
-) -> list[Reading]:
-    """Return a reading that is bad or good; none for an unknown one."""
-    if is_bad is None:
-        return []
-    return [Reading(alarm, subject, "bad" if is_bad else "good", text, **options)]
-
-
-def bad_above(
-    alarm: str, subject: str, value: float | None, limits: tuple[float, float], **options: Any
-) -> list[Reading]:
-    """Return the reading of a value, bad from the first limit on, good up to the lower second."""
+def reading(alarm: str, subject: str, value: float | None, text: str) -> list[Reading]:
+    """Return the reading of a value, or of True for bad and False for good; None: there is none."""
     if value is None:
         return []
-    bad, good = limits
-    level: Level = "bad" if value >= bad else "good" if value <= good else "between"
-    return [Reading(alarm, subject, level, **options)]
-
-
-def bad_below(
-    alarm: str, subject: str, value: float | None, limits: tuple[float, float], **options: Any
-) -> list[Reading]:
-    """Return the reading of a value, bad down from the first limit, good from the higher second."""
-    bad, good = limits
-    negative = None if value is None else -value
-    return bad_above(alarm, subject, negative, (-bad, -good), **options)
+    rule = RULES[alarm]
+    sign = 1 if rule.bad >= rule.good else -1
+    level: Level = "between"
+    if sign * value >= sign * rule.bad:
+        level = "bad"
+    elif sign * value <= sign * rule.good:
+        level = "good"
+    return [Reading(alarm, subject, level, text)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Standing:
-    """State of an alarm.
-
-    Attributes:
-        raised: Whether it has begun.
-        turned: Since when readings say the opposite, in seconds; None: they do not.
-    """
+    """Whether an alarm is raised, and since when (in seconds) readings say the opposite."""
 
     raised: bool = False
     turned: float | None = None
@@ -96,24 +107,20 @@ def judge(
         host: Of the machine that judges.
     """
     after, events = dict(standings), []
-    for reading in readings:
-        key = (reading.alarm, reading.subject)
+    for found in readings:
+        key, rule = (found.alarm, found.subject), RULES[found.alarm]
         before = after.get(key, Standing())
-        after[key] = _next(before, reading, now)
+        after[key] = _next(before, found.level, rule, now)
         raised = after[key].raised
         if raised != before.raised:
-            text = reading.text if raised else f"over: {reading.text}"
-            events.append(AlarmEvent(*key, raised, reading.severity, text, host))
+            text = found.text if raised else f"over: {found.text}"
+            events.append(AlarmEvent(*key, raised, rule.severity, text, host))
     return after, events
 
 
-def _next(before: Standing, reading: Reading, now: float) -> Standing:
-    opposite, delay = (
-        ("good", reading.cleared_after_seconds)
-        if before.raised
-        else ("bad", reading.raised_after_seconds)
-    )
-    if reading.level != opposite:
+def _next(before: Standing, level: Level, rule: Rule, now: float) -> Standing:
+    opposite, delay = ("good", rule.ends_after) if before.raised else ("bad", rule.begins_after)
+    if level != opposite:
         return Standing(before.raised)
     turned = now if before.turned is None else before.turned
     if now - turned < delay:
@@ -124,12 +131,8 @@ def _next(before: Standing, reading: Reading, now: float) -> Standing:
 def still_raised(records: Iterable[Mapping[str, object]], *, host: str) -> list[AlarmEvent]:
     """Return the ends of all alarms that lines of `events.jsonl` have begun and not ended.
 
-    A new sampler, maybe on another machine, ends them before it looks for itself: an alarm of
-    something that is not read any more would never end.
-
-    Args:
-        records: The lines, in order.
-        host: Of the machine that watches now.
+    A new sampler, maybe on another machine (`host`), ends them before it looks for itself: an
+    alarm of something that is not read any more would never end.
     """
     raised: dict[Key, AlarmEvent] = {}
     for record in records:

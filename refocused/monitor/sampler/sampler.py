@@ -19,12 +19,13 @@ from refocused.monitor.sampler.alarm_rules import (
     LONGEST_TREND_SECONDS,
     DiskPoint,
     gpu_readings,
+    is_training,
+    run_readings,
     system_readings,
 )
 from refocused.monitor.sampler.alarms import Key, Reading, Standing, judge, still_raised
 from refocused.monitor.sampler.gpu_reader import GpuReader, NoGpusError
 from refocused.monitor.sampler.machine_readings import SystemReader
-from refocused.monitor.sampler.run_alarms import is_training, run_readings
 from refocused.monitor.sampler.start_sampler import SamplerSettings
 from refocused.system.locks import FileLock
 
@@ -148,7 +149,8 @@ def take_turn(settings: SamplerSettings) -> bool:
     The one of an earlier start notices within a second that its rank is gone. False: another one
     samples, and ours has lost its rank while it waited, or has none.
     """
-    lock = FileLock(settings.lock)  # held until the process ends
+    # One for each machine and run, held until the process ends.
+    lock = FileLock(settings.run / f"sampler-{settings.node}.lock")
     while not lock.acquire():
         if not settings.training_alive:
             return False

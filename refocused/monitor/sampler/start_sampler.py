@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pydantic
 
 from refocused.config.outputs import CostConfig, LogConfig
-from refocused.system.errors import RefocusedError
 from refocused.system.processes import ProcessIdentity, start_detached, this_process
 
 if TYPE_CHECKING:
     from refocused.system.world import World
-
-
-class SamplerError(RefocusedError):
-    """The sampler could not be started; training goes on without it."""
 
 
 class SamplerSettings(pydantic.BaseModel):
@@ -78,11 +73,6 @@ class SamplerSettings(pydantic.BaseModel):
         """The log that a person reads, which repeats the alarms."""
         return self.run / "logs" / "training.log" if self.node == 0 else self.log
 
-    @property
-    def lock(self) -> Path:
-        """Held by the machine's one sampler of the run."""
-        return self.run / f"sampler-{self.node}.lock"
-
     def _log(self, name: str, suffix: str) -> Path:
         node = "" if self.node == 0 else f"-node-{self.node}"
         return self.run / "logs" / f"{name}{node}{suffix}"
@@ -109,41 +99,31 @@ def start_sampling(
     """
     if not log.sample_seconds or not world.is_local_rank_0:
         return
-    try:
-        start_sampler(sampler_settings(folder, world, log=log, cost=cost, environment=os.environ))
-    except SamplerError as error:
-        report("sampler_failed", str(error))
-
-
-def sampler_settings(
-    folder: Path, world: World, *, log: LogConfig, cost: CostConfig, environment: Mapping[str, str]
-) -> SamplerSettings:
-    """Return the settings of the sampler on this rank's machine."""
-    return SamplerSettings(
+    settings = SamplerSettings(
         run=folder,
         training=this_process(),
         interval_seconds=log.sample_seconds,
         node=world.node,
         ranks=world.local_world_size if world.device_kind == "cuda" else 0,
-        visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
-        cuda_order=environment.get("CUDA_DEVICE_ORDER"),
+        visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        cuda_order=os.environ.get("CUDA_DEVICE_ORDER"),
         cost=cost,
     )
+    try:
+        start_sampler(settings)
+    except (OSError, subprocess.SubprocessError) as error:
+        report(
+            "sampler_failed",
+            f"The sampler of GPUs and machine could not be started ({error}); its output is in "
+            f"{settings.log}. Training goes on without its figures and alarms.",
+        )
 
 
 def start_sampler(settings: SamplerSettings) -> int:
-    """Start a machine's sampler; return its process id.
-
-    It outlives any rank but ends with the one in its settings.
+    """Start a machine's sampler, which ends with the rank in its settings; return its process id.
 
     Raises:
-        SamplerError: It could not be started.
+        OSError, subprocess.SubprocessError: It could not be started.
     """
-    module, argument = "refocused.monitor.sampler.sampler_process", settings.model_dump_json()
-    try:
-        return start_detached(module, argument, log=settings.log)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise SamplerError(
-            f"The sampler of GPUs and machine could not be started ({error}); its output is in "
-            f"{settings.log}. Training goes on without its figures and alarms."
-        ) from error
+    module = "refocused.monitor.sampler.sampler_process"
+    return start_detached(module, settings.model_dump_json(), log=settings.log)
