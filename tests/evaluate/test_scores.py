@@ -1,5 +1,10 @@
+"""Scores are those of lm-evaluation-harness: of its figures on file, and of itself if installed."""
+
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 from data.text_samples import word_file
-from evaluate.harness import CONTEXT, MODELS, bytes_model
+from evaluate.harness import CONTEXT, MODELS, SCORES, ask, bytes_model
+from evaluate.small_models import CONTEXT as POSITIONS
+from evaluate.small_models import ROWS, small_model
 from thread_ranks import on_two_ranks, results
 from torch import Tensor
 
+from refocused.evaluate import multiple_choice, perplexity
 from refocused.evaluate.continuations import (
     Continuation,
     Encoder,
@@ -20,12 +28,17 @@ from refocused.evaluate.continuations import (
     score_all,
     tensors_of,
 )
-from refocused.evaluate.score_model import NetworkScorer
+from refocused.evaluate.load_model import LoadedModel
+from refocused.evaluate.multiple_choice import TaskResult, measures_of
+from refocused.evaluate.score_model import Evaluation, NetworkScorer, Settings
+from refocused.evaluate.tasks import Question, TaskFile, read_questions
 from refocused.models.head_loss import IGNORED_LABEL, label_scores
 from refocused.system.errors import EvaluationError
 from refocused.system.world import World
 from refocused.tokenizers.encoders import TokenizerChoice
 from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
+
+ON_FILE: dict[str, Any] = json.loads(SCORES.read_text())
 
 
 def bytes_encoder(context: int = 12, *, end_of_text: bool = True) -> Encoder:
@@ -36,87 +49,53 @@ def bytes_encoder(context: int = 12, *, end_of_text: bool = True) -> Encoder:
     return Encoder(tokenizer, context_tokens=context, vocabulary=257)
 
 
-def encoded(context: str, rest: str, **options: Any) -> Continuation | None:
-    (one,) = bytes_encoder(**options).continuations(
-        [(context, rest)], places=["items:4"], groups=[0]
-    )
-    return one
+@pytest.mark.parametrize(
+    ("context", "rest", "wanted"),
+    [
+        ("ab", " cd", Continuation(tuple(b"ab cd"), 3)),
+        ("ab ", " cd", Continuation(tuple(b"ab  cd"), 4)),  # its last spaces go to what follows
+        ("", " cd", Continuation((256, *b" cd"), 3)),
+        (" ", "cd", Continuation((256, *b" cd"), 3)),
+        ("0123456789abc", "xy", Continuation(tuple(b"23456789abcxy"), 2, is_cut=True)),
+        # One token more than the model sees: the last label.
+        ("0123456789", "xyz", Continuation(tuple(b"0123456789xyz"), 3)),
+        ("a", "0123456789ab", Continuation(tuple(b"a0123456789ab"), 12)),
+        ("a", "0123456789abc", None),
+    ],
+)
+def test_a_context_and_what_follows_are_encoded(
+    context: str, rest: str, wanted: Continuation | None
+) -> None:
+    found = bytes_encoder().continuations([(context, rest)], places=["items:4"], groups=[0])
+    assert found == [wanted]
 
 
-def test_the_context_gives_its_last_spaces_to_what_follows() -> None:
-    assert encoded("ab", " cd") == Continuation(tuple(b"ab cd"), 3)
-    assert encoded("ab ", " cd") == Continuation(tuple(b"ab  cd"), 4)
-
-
-def test_an_empty_context_is_the_end_of_text() -> None:
-    assert encoded("", " cd") == Continuation((256, *b" cd"), 3)
-    assert encoded(" ", "cd") == Continuation((256, *b" cd"), 3)
+def test_what_cannot_be_encoded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match="items:4: the context is empty, and the tokenizer"):
-        encoded("", " cd", end_of_text=False)
-
-
-def test_a_long_context_loses_its_beginning_and_a_long_ending_is_left_out() -> None:
-    assert encoded("0123456789abc", "xy") == Continuation(tuple(b"23456789abcxy"), 2, is_cut=True)
-    # One token more than the model sees: the last label.
-    assert encoded("0123456789", "xyz") == Continuation(tuple(b"0123456789xyz"), 3)
-    assert encoded("a", "0123456789ab") is not None
-    assert encoded("a", "0123456789abc") is None
-
-
-def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+        bytes_encoder(end_of_text=False).continuations([("", "c")], places=["items:4"], groups=[0])
     content = word_file(tmp_path / "words.json").read_bytes()
     tokenizer = as_transformers(content, end_of_text_id=None, max_length=9)
-    assert Encoder(tokenizer, context_tokens=9, vocabulary=4).encode(["the cat"]) == [[0, 1]]
+    encoder = Encoder(tokenizer, context_tokens=9, vocabulary=4)
+    assert encoder.encode(["the cat"]) == [[0, 1]]
+    with pytest.raises(EvaluationError, match="an ending adds no token"):
+        encoder.continuations([("the cat", "  ")], places=["items:1"], groups=[0])
     with pytest.raises(EvaluationError, match="has ids up to 3, and the model knows 3"):
         Encoder(tokenizer, context_tokens=9, vocabulary=3)
 
 
-def test_an_ending_that_its_tokenizer_does_not_see_is_refused(tmp_path: Path) -> None:
-    content = word_file(tmp_path / "words.json").read_bytes()
-    tokenizer = as_transformers(content, end_of_text_id=None, max_length=9)
-    encoder = Encoder(tokenizer, context_tokens=9, vocabulary=4)
-    with pytest.raises(EvaluationError, match="an ending adds no token"):
-        encoder.continuations([("the cat", "  ")], places=["items:1"], groups=[0])
-
-
-def some(lengths: list[int]) -> list[Continuation]:
-    draw = random.Random(1)
-    return [
-        Continuation(
-            tuple(draw.choices(range(256), k=length)), draw.randint(1, length - 1), group=number
-        )
-        for number, length in enumerate(lengths)
-    ]
-
-
 def test_batches_are_of_like_length_and_within_their_tokens() -> None:
     lengths = [3, 9, 2, 5, 9, 4, 7]
-    given = some(lengths)
+    given = [Continuation((1,) * length, 1, group=n) for n, length in enumerate(lengths)]
     assert batches_by_length(given, rows=3) == [[1, 4, 6], [3, 5, 0], [2]]
     assert batches_by_length(given, rows=3, tokens=16) == [[1, 4], [6, 3], [5, 0, 2]]
     assert batches_by_length(given, rows=3, tokens=1) == [[n] for n in (1, 4, 6, 3, 5, 0, 2)]
 
 
 def test_only_what_is_scored_has_labels() -> None:
-    given = [Continuation((1, 2, 3, 4), 2), Continuation((5, 6), 1)]
-    input_ids, labels = tensors_of(given)
+    input_ids, labels = tensors_of([Continuation((1, 2, 3, 4), 2), Continuation((5, 6), 1)])
     assert input_ids.tolist() == [[1, 2, 3], [5, 0, 0]]
     none = IGNORED_LABEL
     assert labels.tolist() == [[none, 3, 4], [6, none, none]]
-
-
-def test_scores_are_those_of_each_alone_by_hand() -> None:
-    network, _ = bytes_model()
-    given = some([5, 20, 9, CONTEXT + 1, 2])
-    found = score_all(given, NetworkScorer(network), rows=3, world=World())
-    assert found is not None
-    for one, scored in zip(given, found, strict=True):
-        ids = torch.tensor([one.ids])
-        with torch.no_grad():
-            exact = network(ids[:, :-1]).logits[0].double().log_softmax(dim=-1)
-        wanted = exact[torch.arange(len(one.ids) - 1), ids[0, 1:]][-one.scored :].sum()
-        assert scored.log_probability == pytest.approx(float(wanted), rel=1e-5)
-        assert not scored.is_greedy
 
 
 @pytest.mark.parametrize("model", list(MODELS))
@@ -135,10 +114,9 @@ def test_endings_after_a_shared_beginning_score_as_alone(model: str) -> None:
             own = (*begin[: context - cut], *tokens(cut))
             given.append(Continuation((*own, *tokens(length)), length, group=group))
     scorer = NetworkScorer(network)
-    together = score_all(given, scorer, rows=16, world=World())
-    split = score_all(given, scorer, rows=3, world=World())
-    alone = score_all(given, scorer, rows=1, world=World())
-    assert together is not None and split is not None and alone is not None
+    together, split, alone = (
+        score_all(given, scorer, rows=rows, world=World()) or () for rows in (16, 3, 1)
+    )
     wanted = [one.log_probability for one in alone]
     assert [one.log_probability for one in together] == pytest.approx(wanted, rel=1e-5)
     assert [one.log_probability for one in split] == pytest.approx(wanted, rel=1e-5)
@@ -149,35 +127,28 @@ def test_what_the_model_would_write_is_greedy() -> None:
     start = torch.tensor([[7, 8, 9]])
     written = network.generate(start, max_new_tokens=4, do_sample=False, pad_token_id=0)[0]
     given = [Continuation(tuple(written.tolist()), 4), Continuation((*written[:-1].tolist(), 1), 4)]
-    found = score_all(given, NetworkScorer(network), rows=2, world=World())
-    assert found is not None
+    found = score_all(given, NetworkScorer(network), rows=2, world=World()) or ()
     assert [one.is_greedy for one in found] == [True, False]
 
 
 @pytest.mark.parametrize("at_once", [None, 1, 2, 100])
 def test_label_scores_leave_the_padding_out_in_chunks_of_any_size(at_once: int | None) -> None:
     torch.manual_seed(0)
-    hidden, head = torch.randn(2, 3, 4), torch.randn(8, 4)
+    hidden, head = torch.randn(3, 3, 4), torch.randn(8, 4)
     head[6:] = 9.0  # the padding is the likeliest of all
-    labels = torch.tensor([[1, 5, -100], [-100, 0, 2]])
+    labels = torch.tensor([[1, 5, -100], [-100, 0, 2], [-100, -100, -100]])
     sums, misses = label_scores(
         lambda rows: rows @ head.T, hidden, labels, vocabulary=6, rows_at_once=at_once
     )
     exact = (hidden @ head[:6].T).log_softmax(-1)
-    wanted = [exact[0, 0, 1] + exact[0, 1, 5], exact[1, 1, 0] + exact[1, 2, 2]]
+    wanted = [exact[0, 0, 1] + exact[0, 1, 5], exact[1, 1, 0] + exact[1, 2, 2], 0.0]
     assert sums.tolist() == pytest.approx([float(one) for one in wanted], rel=1e-5)
     best = exact.argmax(-1)
     assert misses.tolist() == [
         float((best[0, 0] != 1).int() + (best[0, 1] != 5).int()),
         float((best[1, 1] != 0).int() + (best[1, 2] != 2).int()),
+        0.0,
     ]
-
-
-def test_a_row_without_labels_scores_nothing() -> None:
-    sums, misses = label_scores(
-        torch.nn.Identity(), torch.zeros(1, 2, 3), torch.full((1, 2), -100), vocabulary=3
-    )
-    assert (sums.tolist(), misses.tolist()) == ([0.0], [0.0])
 
 
 class Counting:
@@ -209,3 +180,212 @@ def test_a_stop_ends_it_after_the_batch() -> None:
     given = [Continuation((1, 1), 1)] * 9
     assert score_all(given, scorer, rows=1, world=World(), stopping=lambda: True) is None
     assert scorer.calls == 1
+
+
+def test_the_sum_decides_acc_and_the_sum_by_character_decides_acc_norm() -> None:
+    questions = [
+        Question("c", ("four", "eightchr"), 0),  # -4 and -7; by character -1 and -0.875
+        Question("c", ("four", "eightchr"), 1),
+        Question("c", ("a", "b", "c"), 1),  # all alike: the first is taken
+        Question("c", ("\u00e9\u00e9", "abcd"), 0),  # characters, not bytes: -1.5 and -1.75
+    ]
+    sums = (-4, -7, -4, -7, -1, -1, -1, -3, -7)
+    measures = measures_of(questions, [Scored(total, is_greedy=False) for total in sums])
+    assert measures["acc"].value == measures["acc_norm"].value == 2 / 4
+    assert measures["acc"].standard_error == pytest.approx(math.sqrt((4 * 0.25) / 3) / 2)
+    alone = measures_of(questions[:1], [Scored(total, is_greedy=False) for total in sums[:2]])
+    assert alone["acc"].standard_error is None
+
+
+def test_last_words_are_right_when_written_and_their_perplexity_is_of_the_whole_word() -> None:
+    questions = [Question("c", ("word",), 0)] * 2
+    measures = measures_of(questions, [Scored(-1.0, True), Scored(-3.0, False)])
+    assert measures["acc"].value == 0.5
+    assert measures["perplexity"].value == pytest.approx(math.exp(2))
+    assert measures["perplexity"].standard_error == pytest.approx(math.exp(2))
+
+
+def test_questions_with_an_ending_longer_than_the_context_are_skipped_and_counted() -> None:
+    model = small_model()
+    encoder = Encoder(model.tokenizer, context_tokens=12, vocabulary=ROWS)
+    fits = [Question("what is it", ("this", "that"), 0), Question("and", ("no", "yes"), 1)]
+    longer = Question("what is it", ("this", "nothing of the sort"), 1)
+
+    def taken(*questions: Question) -> TaskResult:
+        one = multiple_choice.prepare("task", questions, encoder)
+        found = one.take(NetworkScorer(model.network), rows=4, world=World())
+        assert found is not None
+        return found
+
+    found = taken(fits[0], longer, fits[1])
+    assert found == dataclasses.replace(taken(*fits), skipped=1)
+    assert found.as_record()["skipped"] == 1
+    assert taken(longer) == TaskResult("task", 0, 0, {}, skipped=1)
+
+
+def test_windows_score_every_token_once_with_as_much_before_it_as_fits() -> None:
+    ids = list(range(1, 11))
+    windows = perplexity.rolling_windows
+    assert windows(ids, first=0, context=4, stride=4) == [
+        Continuation((0, 1, 2, 3, 4), 4, group=0),
+        Continuation((4, 5, 6, 7, 8), 4, group=1),
+        Continuation((6, 7, 8, 9, 10), 2, group=2),
+    ]
+    assert windows(ids, first=0, context=4, stride=3) == [
+        Continuation((0, 1, 2, 3, 4), 4, group=0),
+        Continuation((3, 4, 5, 6, 7), 3, group=1),
+        Continuation((6, 7, 8, 9, 10), 3, group=2),
+    ]
+    assert windows(ids[:3], first=None, context=4, stride=4) == [Continuation((1, 2, 3), 2)]
+    assert windows(ids[:1], first=None, context=4, stride=4) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "end_of_text", "limit", "windows", "text_bytes"),
+    [
+        ("h\u00e9llo w\u00f6rld", True, None, 4, 13),  # 11 characters
+        ("h\u00e9llo w\u00f6rld", True, 2, 2, 8),
+        ("abcdefghi", False, None, 2, 8),
+        ("abcdefghi", False, 1, 1, 4),
+    ],
+)
+def test_a_limit_counts_the_bytes_of_what_it_leaves(
+    text: str, end_of_text: bool, limit: int | None, windows: int, text_bytes: int
+) -> None:
+    encoder = bytes_encoder(context=4, end_of_text=end_of_text)
+    found = perplexity.prepare("t", text, encoder, limit=limit)
+    assert found.items == windows
+    measures = found.measure([Scored(-1.0, False)] * windows)
+    by_byte = math.log(measures["byte_perplexity"].value)
+    assert windows / by_byte == pytest.approx(text_bytes)  # the whole loss is one nat a window
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        (None, {}, "No such file"),
+        (b"abc\xff", {}, "byte 3 is no UTF-8"),
+        (b"", {}, "is empty"),
+        (b"a", {}, "1 tokens, too few"),
+        (b"text", {"stride": 0}, "--stride 0: a number from 1 to the context"),
+        (b"text", {"stride": 13}, "--stride 13: a number from 1 to the context"),
+    ],
+)
+def test_a_text_that_cannot_be_scored_is_refused(
+    tmp_path: Path, content: bytes | None, options: dict[str, int], message: str
+) -> None:
+    file = tmp_path / "a.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(EvaluationError, match=message):
+        text = perplexity.read_text(file)
+        perplexity.prepare("t", text, bytes_encoder(end_of_text=False), **options)
+
+
+def test_perplexities_by_hand() -> None:
+    windows = [Continuation((0,) * 5, 4), Continuation((0,) * 3, 2)]
+    scored = [Scored(-8.0, False), Scored(-1.0, False)]
+    measures = perplexity.measures_of(windows, scored, text_bytes=12)
+    assert measures["perplexity"].value == pytest.approx(math.exp(9 / 6))
+    assert measures["byte_perplexity"].value == pytest.approx(math.exp(9 / 12))
+    assert measures["bits_per_byte"].value == pytest.approx(9 / 12 / math.log(2))
+    spread = (8 - 1.5 * 4) ** 2 + (1 - 1.5 * 2) ** 2
+    error = math.sqrt(2 * spread) / 6
+    assert measures["perplexity"].standard_error == pytest.approx(math.exp(1.5) * error)
+    assert measures["bits_per_byte"].standard_error == pytest.approx(error / 2 / math.log(2))
+    alone = perplexity.measures_of(windows[:1], scored[:1], text_bytes=4)
+    assert alone["perplexity"].standard_error is None
+
+
+@pytest.mark.parametrize(("context", "stride"), [(CONTEXT, None), (24, 1)])
+def test_every_token_is_scored_with_its_whole_context(context: int, stride: int | None) -> None:
+    network, tokenizer = bytes_model()
+    encoder = Encoder(tokenizer, context_tokens=context, vocabulary=257)
+    text = "the dog ran home and the cat sat, then it was fast"
+    one = perplexity.prepare("t", text, encoder, stride=stride)
+    taken = one.take(NetworkScorer(network), rows=8, world=World())
+    assert taken is not None
+    ids = [256, *text.encode()]
+    total = 0.0
+    for place in range(1, len(ids)):
+        seen = torch.tensor([ids[max(0, place - context) : place]])
+        with torch.no_grad():
+            exact = network(seen).logits[0, -1].double().log_softmax(-1)
+        total -= float(exact[ids[place]])
+    wanted = math.exp(total / (len(ids) - 1))
+    assert taken.measures["perplexity"].value == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["resonance", "ten"])
+def test_a_family_without_a_limit_reads_more_than_its_positions(
+    tmp_path: Path, family: str
+) -> None:
+    shape: dict[str, Any] = {"learned_positions": False} if family == "ten" else {}
+    model = small_model(family, **shape)
+    file = tmp_path / "text.txt"
+    file.write_text("".join(chr(97 + place * place % 26) for place in range(3 * POSITIONS)))
+    evaluation = Evaluation(model, Settings(context_tokens=4 * POSITIONS))
+    (found,) = evaluation.run([TaskFile("text", "perplexity", file)], world=World())
+    ids = torch.tensor([[256, *file.read_bytes()]])  # as a document begins
+    with torch.no_grad():
+        predicted = model.network(ids).logits[0, :-1].double().log_softmax(dim=-1)
+    loss = -predicted.gather(1, ids[0, 1:, None]).mean()
+    assert found.result.items == 1
+    assert found.result.measures["perplexity"].value == pytest.approx(math.exp(loss), rel=1e-4)
+    assert Evaluation(model, Settings()).context_tokens == POSITIONS
+
+
+@pytest.mark.parametrize("family", ["gpt2", "ten"])
+def test_a_family_with_learned_positions_reads_no_more_than_those(family: str) -> None:
+    message = f"--context 65: {family} reads at most 64 tokens at once .*Take --context 64 or less"
+    with pytest.raises(EvaluationError, match=message):
+        Evaluation(small_model(family), Settings(context_tokens=POSITIONS + 1))
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def model(request: pytest.FixtureRequest) -> tuple[str, LoadedModel]:
+    network, tokenizer = MODELS[request.param]()
+    return request.param, LoadedModel(network, tokenizer, Path(), {})
+
+
+@pytest.mark.parametrize("form", list(ON_FILE["items"]))
+def test_every_figure_is_the_harness_own(
+    model: tuple[str, LoadedModel], tmp_path: Path, form: str
+) -> None:
+    name, loaded = model
+    rows = ON_FILE["items"][form]
+    is_text = form == "perplexity"
+    task = TaskFile(form, form, tmp_path / ("text.txt" if is_text else "items.jsonl"))
+    lines = rows[0]["text"] if is_text else "".join(json.dumps(row) + "\n" for row in rows)
+    task.file.write_text(lines, encoding="utf-8")
+    wanted = dict(ON_FILE["scores"][name][form])
+    encoder = Encoder(
+        loaded.tokenizer, context_tokens=CONTEXT, vocabulary=loaded.network.config.vocab_size
+    )
+    if is_text:
+        one = perplexity.prepare("text", perplexity.read_text(task.file), encoder)
+    else:
+        one = multiple_choice.prepare("task", read_questions(task), encoder)
+    scorer = NetworkScorer(loaded.network)
+    scored = score_all(one.continuations, scorer, rows=13, world=World()) or ()
+    sums = [single.log_probability for single in scored]
+    exact = pytest.approx(wanted.pop("log_probabilities"), rel=1e-5, abs=1e-4)
+    assert ([sum(sums)] if is_text else sums) == exact
+    evaluation = Evaluation(loaded, Settings(batch=13))
+    assert evaluation.context_tokens == CONTEXT
+    (timed,) = evaluation.run([task], world=World())
+    for key, value in wanted.items():
+        measure = timed.result.measures[key.removesuffix("_stderr")]
+        found = measure.standard_error if key.endswith("_stderr") else measure.value
+        tolerance = 1e-5 if key.endswith(("perplexity", "byte")) else 1e-12
+        assert found == pytest.approx(value, rel=tolerance), key
+
+
+@pytest.mark.slow
+def test_the_figures_on_file_are_what_the_harness_says(model: tuple[str, LoadedModel]) -> None:
+    pytest.importorskip("lm_eval", reason="the optional extra `parity` is not installed")
+    name, _ = model
+    found = ask(name, ON_FILE["items"])
+    for task, wanted in ON_FILE["scores"][name].items():
+        for key, value in wanted.items():
+            assert found[task][key] == pytest.approx(value, rel=1e-5), (task, key)

@@ -19,42 +19,15 @@ def read(folder: Path, form: str, *rows: Any, limit: int | None = None) -> list[
     return read_questions(TaskFile("task", form, file), limit=limit)
 
 
-def one(folder: Path, form: str, row: Any) -> tuple[str, tuple[str, ...], int]:
-    (question,) = read(folder, form, row)
-    return question.context, question.endings, question.answer
-
-
-def test_hellaswag_is_put_as_its_own_code_puts_it(tmp_path: Path) -> None:
-    row = {
-        "activity_label": "Sailing",
-        "ctx_a": "A boat. [header] How [title] it floats",
-        "ctx_b": "THE crew",
-        "ctx": "is not looked at",
-        "endings": [" [step] swims.", "sinks  slowly.", "waits [substeps] here."],
-        "label": "2",
-    }
-    assert one(tmp_path, "hellaswag", row) == (
-        "Sailing: A boat. How. it floats The crew",
-        (" swims.", "sinks slowly.", "waits here."),
-        2,
-    )
-
-
-def test_hellaswag_without_its_halves_is_taken_as_it_stands(tmp_path: Path) -> None:
-    row = CHOICE | {"activity_label": "Sitting", "ctx": "A man sits. he"}
-    assert one(tmp_path, "hellaswag", row)[0] == "Sitting: A man sits. he"
-
-
-def test_the_other_forms(tmp_path: Path) -> None:
-    piqa = {"goal": "Boil water", "sol1": "Heat it", "sol2": "Cool it", "label": 1}
-    wanted: Any = ("Question: Boil water\nAnswer:", ("Heat it", "Cool it"), 1)
-    assert one(tmp_path, "piqa", piqa) == wanted
-    wanted = ("He said  to", ("her",), 0)
-    assert one(tmp_path, "lambada", {"text": "He said  to her"}) == wanted
-    plain = CHOICE | {"ctx": "[x]  a "}
-    assert one(tmp_path, "multiple_choice", plain) == ("[x]  a ", ("He stands.", "He flies."), 0)
-
-
+SAILING = {
+    "activity_label": "Sailing",
+    "ctx_a": "A boat. [header] How [title] it floats",
+    "ctx_b": "THE crew",
+    "ctx": "is not looked at",
+    "endings": [" [step] swims.", "sinks  slowly.", "waits [substeps] here."],
+    "label": "2",
+}
+PIQA = {"goal": "Boil water", "sol1": "Heat it", "sol2": "Cool it", "label": 1}
 ARC = {
     "question": "What is hot?",
     "choices": {"text": ["Ice", "Fire", "Snow"], "label": ["1", "2", "3"]},
@@ -67,54 +40,54 @@ ARC_OF_AI2 = {
     },
     "answerKey": "B",
 }
+QUERY = {"query": "Sitting: A man", "choices": ["stands", "sits"], "gold": 1}
+HEAT = ("Question: Boil water\nAnswer:", ("Heat it", "Cool it"), 1)
+HOT = "Question: What is hot?\nAnswer:"
+HELLASWAG, PLAIN, LAMBADA = ("hellaswag",), ("multiple_choice",), ("lambada",)
+ARCS = ("arc_easy", "arc_challenge", "multiple_choice")
+ALL = ("hellaswag", "lambada", "multiple_choice")  # harnesses dump all benchmarks in one form
 
 
-def test_forms_of_other_tools_are_told_by_their_fields(tmp_path: Path) -> None:
-    """Whatever the task is called: harnesses dump all benchmarks in one form."""
-    wanted: Any
-    for form in ("hellaswag", "lambada", "multiple_choice"):
-        query = {"query": "Sitting: A man", "choices": ["stands", "sits"], "gold": 1}
-        assert one(tmp_path, form, query) == ("Sitting: A man", ("stands", "sits"), 1)
-        wanted = ("He said to", ("her",), 0)
-        for spaces in (("He said to", " her"), ("He said to ", "her"), ("He said to", "her")):
-            row = dict(zip(("context", "continuation"), spaces, strict=True))
-            assert one(tmp_path, form, row) == wanted
-    context = "Question: What is hot?\nAnswer:"
-    for form in ("arc_easy", "arc_challenge", "multiple_choice"):
-        assert one(tmp_path, form, ARC) == (context, ("Ice", "Fire", "Snow"), 1)
-        assert one(tmp_path, form, ARC_OF_AI2) == (context, ("Ice", "Fire"), 1)
-    piqa = {"goal": "Boil water", "sol1": "Heat it", "sol2": "Cool it", "label": 1}
-    wanted = ("Question: Boil water\nAnswer:", ("Heat it", "Cool it"), 1)
-    assert one(tmp_path, "multiple_choice", piqa) == wanted
+@pytest.mark.parametrize(
+    ("forms", "row", "wanted"),
+    [
+        (
+            HELLASWAG,
+            SAILING,
+            (
+                "Sailing: A boat. How. it floats The crew",
+                (" swims.", "sinks slowly.", "waits here."),
+                2,
+            ),
+        ),
+        (  # without its halves
+            HELLASWAG,
+            CHOICE | {"activity_label": "Sitting", "ctx": "A man sits. he"},
+            ("Sitting: A man sits. he", ("He stands.", "He flies."), 0),
+        ),
+        (("piqa", "multiple_choice"), PIQA, HEAT),
+        (LAMBADA, {"text": "He said  to her"}, ("He said  to", ("her",), 0)),
+        (PLAIN, CHOICE | {"ctx": "[x]  a "}, ("[x]  a ", ("He stands.", "He flies."), 0)),
+        (ALL, QUERY, ("Sitting: A man", ("stands", "sits"), 1)),
+        (ALL, {"context": "He said to", "continuation": " her"}, ("He said to", ("her",), 0)),
+        (ALL, {"context": "He said to ", "continuation": "her"}, ("He said to", ("her",), 0)),
+        (ALL, {"context": "He said to", "continuation": "her"}, ("He said to", ("her",), 0)),
+        (ARCS, ARC, (HOT, ("Ice", "Fire", "Snow"), 1)),
+        (ARCS, ARC_OF_AI2, (HOT, ("Ice", "Fire"), 1)),
+    ],
+)
+def test_items_of_every_form_are_read(
+    tmp_path: Path, forms: tuple[str, ...], row: Any, wanted: Any
+) -> None:
+    for form in forms:
+        (question,) = read(tmp_path, form, row)
+        assert (question.context, question.endings, question.answer) == wanted
 
 
 def test_the_first_item_decides_the_form_of_a_file(tmp_path: Path) -> None:
     rows = [{"query": "a", "choices": ["b", "c"], "gold": 0}, {"context": "a", "continuation": "b"}]
     with pytest.raises(EvaluationError, match=r":2: it has no list of texts `choices`.*: query, "):
         read(tmp_path, "multiple_choice", *rows)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"query": "a", "choices": ["b", "c"], "gold": 2}, "its gold is 2, and a number from 0 to"),
-        ({"context": "a", "continuation": " "}, "its continuation is empty"),
-        (
-            ARC | {"answerKey": "D"},
-            r"its answerKey is 'D', and one of its labels \['1', '2', '3'\]",
-        ),
-        (ARC | {"choices": "Fire"}, "its `choices` are no texts with labels"),
-        (
-            ARC | {"choices": {"text": ["Ice", 2], "label": ["1", "2"]}},
-            "no list of texts `choices`",
-        ),
-        (ARC | {"choices": {"text": ["Ice", "Fire"], "label": ["2"]}}, "its answerKey is '2'"),
-        (ARC | {"question": 3}, "it has no text `stem`"),
-    ],
-)
-def test_a_broken_item_of_another_form_is_named(tmp_path: Path, row: Any, message: str) -> None:
-    with pytest.raises(EvaluationError, match=message):
-        read(tmp_path, "multiple_choice", row)
 
 
 def test_the_limit_leaves_later_lines_unread(tmp_path: Path) -> None:
@@ -149,15 +122,41 @@ def test_a_broken_line_is_named_with_what_is_wrong(tmp_path: Path, row: Any, mes
         read(tmp_path, "multiple_choice", CHOICE, row)
 
 
-def test_a_text_without_a_last_word_is_refused(tmp_path: Path) -> None:
-    for text in ("word", "two words ", " word"):
-        with pytest.raises(EvaluationError, match="no last word"):
-            read(tmp_path, "lambada", {"text": text})
-
-
-def test_a_file_without_items_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match="has no items"):
-        read(tmp_path, "piqa", b"", b"  ")
+@pytest.mark.parametrize(
+    ("form", "row", "message"),
+    [
+        *(("lambada", {"text": text}, "no last word") for text in ("word", "two words ", " word")),
+        ("piqa", b"  ", "has no items"),
+        (
+            PLAIN[0],
+            {"query": "a", "choices": ["b", "c"], "gold": 2},
+            "its gold is 2, and a number from 0 to",
+        ),
+        (PLAIN[0], {"context": "a", "continuation": " "}, "its continuation is empty"),
+        (
+            PLAIN[0],
+            ARC | {"answerKey": "D"},
+            r"its answerKey is 'D', and one of its labels \['1', '2', '3'\]",
+        ),
+        (PLAIN[0], ARC | {"choices": "Fire"}, "its `choices` are no texts with labels"),
+        (
+            PLAIN[0],
+            ARC | {"choices": {"text": ["Ice", 2], "label": ["1", "2"]}},
+            "no list of texts `choices`",
+        ),
+        (
+            PLAIN[0],
+            ARC | {"choices": {"text": ["Ice", "Fire"], "label": ["2"]}},
+            "its answerKey is '2'",
+        ),
+        (PLAIN[0], ARC | {"question": 3}, "it has no text `stem`"),
+    ],
+)
+def test_a_broken_item_of_another_form_is_named(
+    tmp_path: Path, form: str, row: Any, message: str
+) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        read(tmp_path, form, row)
 
 
 def names(tasks: list[TaskFile]) -> list[tuple[str, str, str]]:
