@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import functools
 import gzip
 import zlib
 from collections.abc import Iterable, Iterator
@@ -145,24 +146,15 @@ def _fragments(path: Path, reading: Reading) -> Iterator[str | None]:
 
 def _decoded(path: Path, reading: Reading) -> Iterator[str]:
     """Yield a UTF-8 file's text block by block, without a byte order mark."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")(reading.codec_errors)
-    read = 0
     with path.open("rb") as file:
-        while True:
-            block = file.read(BLOCK_BYTES)
-            waiting = len(decoder.getstate()[0])
-            try:
-                text = decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                place = read - waiting + error.start
-                raise ShardError(
-                    f"{path}: the text is no UTF-8 at byte {place:,}. {_REPLACE}"
-                ) from None
-            read += len(block)
-            if text:
-                yield text
-            if not block:
-                return
+        blocks = iter(functools.partial(file.read, BLOCK_BYTES), b"")
+        try:
+            yield from codecs.iterdecode(blocks, "utf-8-sig", reading.codec_errors)
+        except UnicodeDecodeError as error:
+            place = file.tell() - len(error.object) + error.start
+            raise ShardError(
+                f"{path}: the text is no UTF-8 at byte {place:,}. {_REPLACE}"
+            ) from None
 
 
 def _line_texts(span: Span, reading: Reading) -> Iterator[str]:

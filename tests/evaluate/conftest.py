@@ -16,3 +16,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
         folders[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
         save_steps(folders[ranks], saves, ranks=ranks)
     return folders
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs the saved steps is slow."""
+    for item in items:
+        is_here = item.path.is_relative_to(Path(__file__).parent)
+        if is_here and "saved" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)

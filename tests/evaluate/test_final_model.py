@@ -28,7 +28,6 @@ def request_(saved: dict[int, Path], tmp_path: Path) -> FinalModelRequest:
     )
 
 
-@pytest.mark.slow
 def test_the_model_is_made_once_and_replaced_by_another_save(
     request_: FinalModelRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,7 +49,6 @@ def test_the_model_is_made_once_and_replaced_by_another_save(
     assert not list(request.run.glob(".final_model.[no]*"))
 
 
-@pytest.mark.slow
 def test_what_goes_wrong_is_the_answer(request_: FinalModelRequest) -> None:
     request = request_.model_copy(update={"bucket": "s3://other"})
     answer = answer_to(request)
