@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,3 +30,19 @@ def test_a_path_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_anything_else_is_refused_with_what_is_supported(url: str) -> None:
     with pytest.raises(BucketError, match=r"Supported are gs://bucket/prefix"):
         open_bucket(url)
+
+
+@pytest.mark.parametrize("url", ["gs://", "gs://YOUR-BUCKET/tokens", "gs://a/b", "gs://bu cket"])
+def test_an_address_without_a_valid_bucket_is_refused(url: str) -> None:
+    with pytest.raises(BucketError, match="is not the address of a bucket"):
+        GcsBucket(url)
+
+
+def test_importing_brings_in_neither_google_cloud_nor_requests() -> None:
+    check = (
+        "import sys, refocused.bucket.open_bucket, refocused.bucket.transfer;"
+        "print([m for m in ('google.cloud.storage', 'google.auth', 'requests', 'urllib3', 'torch')"
+        " if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from refocused.bucket import partial_files
-from refocused.bucket.bucket import extended_crc32c
 from refocused.bucket.partial_files import (
     PartFile,
     disk_errors,
@@ -29,25 +28,6 @@ def test_nothing_has_the_final_name_before_it_is_published(tmp_path: Path) -> No
     assert not part.path.exists()
 
 
-def test_what_is_there_is_continued_with_its_checksum(tmp_path: Path) -> None:
-    part_path(tmp_path / "x").write_bytes(b"ab")
-    with PartFile(tmp_path / "x", total_bytes=4, resume=True) as part:
-        assert part.size == 2
-        part.write(b"cd")
-    assert part.crc32c == extended_crc32c(0, b"abcd")
-    assert part.path.read_bytes() == b"abcd"
-
-
-@pytest.mark.parametrize(("total_bytes", "resume"), [(1, True), (4, False)])
-def test_what_is_too_long_or_not_wanted_is_thrown_away(
-    tmp_path: Path, total_bytes: int, resume: bool
-) -> None:
-    part_path(tmp_path / "x").write_bytes(b"ab")
-    with PartFile(tmp_path / "x", total_bytes=total_bytes, resume=resume) as part:
-        assert (part.size, part.crc32c) == (0, 0)
-    assert part.path.read_bytes() == b""
-
-
 def test_what_arrived_is_on_its_way_to_the_disk_before_it_is_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,16 +41,6 @@ def test_what_arrived_is_on_its_way_to_the_disk_before_it_is_published(
         part.restart()
         part.write(bytes(40))
     assert sent[2:] == [(0, 40)]
-
-
-def test_a_restart_begins_at_nothing(tmp_path: Path) -> None:
-    with PartFile(tmp_path / "x", total_bytes=4, resume=True) as part:
-        part.write(b"wrong")
-        part.restart()
-        part.write(b"good")
-        part.publish()
-    assert (tmp_path / "x").read_bytes() == b"good"
-    assert part.crc32c == extended_crc32c(0, b"good")
 
 
 def test_a_disk_that_fills_up_is_told_with_numbers(

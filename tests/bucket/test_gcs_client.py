@@ -70,27 +70,25 @@ def test_what_lies_below_logs_no_attempts_of_its_own(
     assert {record.name for record in caplog.records} <= {"refocused.bucket.gcs_errors"}
 
 
-def test_a_missing_key_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BucketError, match=r"absent\.json cannot be read: No such file"):
-        find_credentials(tmp_path / "absent.json")
-
-
-@pytest.mark.parametrize("text", ["{}", "not json", '{"type": "authorized_user"}'])
-def test_a_file_that_is_no_key_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "key.json").write_text(text)
-    with pytest.raises(BucketError, match=r"key\.json is not the JSON key of a service account"):
+@pytest.mark.parametrize("text", [None, "{}", "not json", '{"type": "authorized_user"}'])
+def test_a_key_file_that_is_missing_or_no_key_is_named(tmp_path: Path, text: str | None) -> None:
+    wanted = r"key\.json cannot be read: No such file"
+    if text is not None:
+        (tmp_path / "key.json").write_text(text)
+        wanted = r"key\.json is not the JSON key of a service account"
+    with pytest.raises(BucketError, match=wanted):
         find_credentials(tmp_path / "key.json")
 
 
-def test_the_emulator_is_asked_anonymously(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
-    assert isinstance(find_credentials(None).google, AnonymousCredentials)
-
-
-def test_default_credentials_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_emulator_is_asked_anonymously_and_default_credentials_are_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     theirs = AnonymousCredentials()
     monkeypatch.setattr(google.auth, "default", lambda **_: (theirs, "project"))
     assert find_credentials(None).google is theirs
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    found = find_credentials(None)
+    assert isinstance(found.google, AnonymousCredentials) and found.google is not theirs
 
 
 def test_without_credentials_requests_are_anonymous_which_is_said_once(
@@ -113,19 +111,15 @@ def test_credentials_that_are_there_but_broken_are_not_passed_over(
         find_credentials(None)
 
 
-def test_each_thread_has_its_own_client() -> None:
-    connection = GoogleConnection("bucket", credentials_file=None, project=None)
+def test_each_thread_has_its_own_client_and_the_project_pays() -> None:
+    connection = GoogleConnection("bucket", credentials_file=None, project="payer")
+    assert connection.bucket.user_project == "payer"
     theirs: list[Any] = []
     thread = threading.Thread(target=lambda: theirs.append(connection.bucket.client))
     thread.start()
     thread.join()
     assert connection.bucket.client is connection.bucket.client
     assert theirs[0] is not connection.bucket.client
-
-
-def test_the_project_pays() -> None:
-    connection = GoogleConnection("bucket", credentials_file=None, project="payer")
-    assert connection.bucket.user_project == "payer"
 
 
 @pytest.mark.bucket

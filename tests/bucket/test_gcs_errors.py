@@ -1,0 +1,232 @@
+"""Requests to Google Cloud Storage that fail: what passes is waited out, the rest is explained."""
+
+from __future__ import annotations
+
+import random
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import GARBLED, Emulator, Fault
+from google.auth.credentials import AnonymousCredentials
+
+from refocused.bucket import gcs_requests
+from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.gcs_client import ANONYMOUS, Credentials
+from refocused.bucket.gcs_errors import Attempts, RetryPolicy, fault_of, parsed_retry_after
+from refocused.bucket.gcs_errors import Fault as StoreFault
+from refocused.system.errors import BucketError
+
+pytestmark = pytest.mark.bucket
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_these_statuses_pass(
+    emulator: Emulator, gcs: GcsBucket, waits: list[float], status: int
+) -> None:
+    emulator.put("some/prefix/x", b"1")
+    emulator.proxy.script(lambda request: request.is_listing, Fault(status=status), times=2)
+    assert [blob.name for blob in gcs.list()] == ["x"]
+    assert waits == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("fault", [Fault(lose_reply=True), Fault(reply=GARBLED)])
+def test_broken_answers_pass(emulator: Emulator, gcs: GcsBucket, fault: Fault) -> None:
+    emulator.proxy.script(lambda request: True, fault)
+    assert list(gcs.list()) == []
+
+
+def test_the_wait_that_the_store_asks_for_is_kept(
+    emulator: Emulator, gcs: GcsBucket, waits: list[float]
+) -> None:
+    emulator.proxy.script(lambda request: True, Fault(status=429, headers={"Retry-After": "17"}))
+    list(gcs.list())
+    assert waits == [17.0]
+
+
+def test_a_refused_port_is_given_up_after_the_attempts(
+    emulator: Emulator, gcs: GcsBucket, waits: list[float]
+) -> None:
+    list(gcs.list())
+    emulator.proxy.script(lambda request: True, Fault(lose_reply=True), times=100)
+    with pytest.raises(BucketError, match=r"given up after 4 attempts in a row without progress"):
+        list(gcs.list())
+    assert waits == [0.5, 1.0, 2.0]
+
+
+def test_a_missing_permission_is_named_with_its_role_and_not_tried_again(
+    emulator: Emulator, gcs: GcsBucket, waits: list[float]
+) -> None:
+    message = "me@x.com does not have storage.objects.list access to the bucket."
+    emulator.proxy.script(lambda request: True, Fault(status=403, message=message))
+    with pytest.raises(BucketError) as raised:
+        list(gcs.list())
+    assert "The permission storage.objects.list is missing" in str(raised.value)
+    assert "roles/storage.objectViewer" in str(raised.value)
+    assert f"add-iam-policy-binding {emulator.url} " in str(raised.value)
+    assert waits == []
+
+
+def test_a_403_without_a_permission_names_the_one_the_request_needs(
+    emulator: Emulator, gcs: GcsBucket, small: Path, tmp_path: Path
+) -> None:
+    emulator.put("some/prefix/x", b"1")
+    (blob,) = gcs.list()
+    emulator.proxy.script(lambda request: True, Fault(status=403, message="no"), times=2)
+    with pytest.raises(BucketError, match=r"storage\.objects\.create is missing.*objectUser"):
+        gcs.upload(small, "new")
+    with pytest.raises(BucketError, match=r"storage\.objects\.get is missing"):
+        gcs.download(blob, tmp_path / "down")
+    assert not (tmp_path / "down").exists()
+
+
+def test_refused_credentials_are_told_at_once(
+    emulator: Emulator, gcs: GcsBucket, waits: list[float]
+) -> None:
+    emulator.proxy.script(lambda request: True, Fault(status=401), times=10)
+    with pytest.raises(BucketError, match=r"were not accepted.*Log in again"):
+        list(gcs.list())
+    assert waits == []
+
+
+def test_a_private_bucket_without_credentials_says_how_to_log_in(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = Credentials(AnonymousCredentials(), ANONYMOUS)
+    monkeypatch.setattr("refocused.bucket.gcs_client.find_credentials", lambda _: none)
+    emulator.proxy.script(lambda request: True, Fault(status=401), times=10)
+    with pytest.raises(BucketError, match=r"No Google credentials were found.*gcloud auth"):
+        list(GcsBucket(emulator.url).list())
+
+
+def test_a_missing_bucket_is_told(emulator: Emulator, gcs: GcsBucket) -> None:
+    with pytest.raises(BucketError, match=r"gs://no-such-bucket/.*HTTP 404.*no such bucket"):
+        list(GcsBucket("gs://no-such-bucket").list())
+    fault = Fault(status=404, message="The specified bucket does not exist.")
+    emulator.proxy.script(lambda request: True, fault)
+    with pytest.raises(BucketError, match="bucket does not exist"):  # no absent object
+        gcs.info("x")
+
+
+def test_a_token_that_cannot_be_had_may_pass_but_a_revoked_key_does_not() -> None:
+    from google.auth.exceptions import RefreshError, TransportError
+
+    assert fault_of(RefreshError("the metadata server is busy")).transient
+    assert fault_of(TransportError("no route")).transient
+    revoked = fault_of(RefreshError("invalid_grant: Invalid JWT Signature."))
+    assert (revoked.transient, revoked.status) == (False, 401)
+
+
+def test_what_a_store_says_reaches_the_screen_without_its_control_characters(
+    emulator: Emulator, gcs: GcsBucket
+) -> None:
+    message = "no\x1b]0;title\x07 \x9b2J way\nCONFIRMED" + "!" * 10_000
+    emulator.proxy.script(lambda request: True, Fault(status=400, message=message))
+    with pytest.raises(BucketError) as raised:
+        list(gcs.list())
+    assert r"HTTP 400 no\x1b]0;title\x07 \x9b2J way CONFIRMED!!!" in str(raised.value)
+    assert len(str(raised.value)) < 1000
+
+
+@pytest.fixture
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gcs_requests.ONCE, "timeout", (5.0, 0.2))
+
+
+class Resolver:
+    """Answers no lookup of a name for some times, as without a network."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self._ask = socket.getaddrinfo
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if self.failures:
+            self.failures -= 1
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return self._ask(*arguments, **options)
+
+
+def test_a_name_that_is_not_found_for_a_while_is_waited_out(
+    emulator: Emulator, gcs: GcsBucket, waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.put("some/prefix/x", b"1")
+    monkeypatch.setattr(socket, "getaddrinfo", Resolver(2))
+    assert [blob.name for blob in gcs.list()] == ["x"]
+    assert waits == [0.5, 1.0]
+
+
+def test_a_name_that_stays_unknown_is_told(
+    emulator: Emulator, gcs: GcsBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", Resolver(1000))
+    with pytest.raises(BucketError, match="given up after 4 attempts") as told:
+        list(gcs.list())
+    assert "Check the network" in str(told.value)
+    assert ": NameResolutionError: Failed to resolve " in str(told.value)
+    assert "Max retries" not in str(told.value)  # of a layer below: it did not try again
+
+
+@pytest.mark.usefixtures("short_timeouts")
+def test_an_answer_that_never_comes_is_asked_for_again(
+    emulator: Emulator, gcs: GcsBucket, waits: list[float]
+) -> None:
+    emulator.put("some/prefix/x", b"1")
+    emulator.proxy.script(lambda request: request.is_listing, Fault(delay_s=1.0))
+    assert [blob.name for blob in gcs.list()] == ["x"]
+    assert waits == [0.5]
+
+
+@pytest.mark.usefixtures("short_timeouts")
+def test_an_upload_whose_answer_never_comes_is_found_to_be_there(
+    emulator: Emulator, gcs: GcsBucket, small: Path
+) -> None:
+    emulator.proxy.script(lambda request: request.is_upload, Fault(delay_s=1.0))
+    stored = gcs.upload(small, "x")
+    assert gcs.read("x") == small.read_bytes()
+    assert stored.size == small.stat().st_size
+
+
+def test_waits_double_with_full_jitter_and_heed_the_server_up_to_the_longest() -> None:
+    state = random.getstate()
+    policy = RetryPolicy(initial_s=0.5, longest_s=30.0, draw=lambda: 1.0)
+    waits = [policy.wait_s(failures) for failures in range(1, 9)]
+    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert policy.wait_s(1, retry_after_s=20.0) == 20.0
+    assert policy.wait_s(3, retry_after_s=1.0) == 2.0
+    assert policy.wait_s(1, retry_after_s=86400.0) == 30.0
+    assert RetryPolicy(draw=lambda: 0.0).wait_s(5) == 0.0
+    assert RetryPolicy(draw=lambda: 0.25).wait_s(2) == 0.25
+    assert 0.0 <= RetryPolicy().wait_s(3) < 2.0
+    assert random.getstate() == state  # it belongs to the training
+
+
+@pytest.mark.usefixtures("heard")
+def test_a_wait_shorter_than_the_store_asks_for_is_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    attempts = Attempts(RetryPolicy(sleep=lambda _: None, longest_s=30.0), what="asking gs://b/x")
+    attempts.wait_after(StoreFault("HTTP 503", transient=True, retry_after_s=86400.0))
+    assert "asking gs://b/x: HTTP 503; next attempt in 30.0 s" in caplog.text
+    assert "the store asks for 86,400 s" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        (None, None),
+        ("7", 7.0),
+        ("Thu, 01 Jan 1970 00:01:40 GMT", 40.0),
+        ("Thu, 01 Jan 1970 00:00:00 GMT", 0.0),
+        ("soon", None),
+        ("\u00b2", None),
+        ("-1", None),
+        ("9" * 5000, float("inf")),
+        ("Thu, 99 Jan 1970 00:00:00 GMT", None),
+        ("Thu, 01 Jan 9999999999 00:00:00 GMT", None),
+        ("Thu, 01 Jan 1970 00:01:40 -9999999", None),
+    ],
+)
+def test_retry_after_is_read_in_both_forms(header: str | None, expected: float | None) -> None:
+    assert parsed_retry_after(header, now_s=60.0) == expected

@@ -1,0 +1,217 @@
+"""Uploads to Google Cloud Storage: exactly the file's bytes are there, or an error is raised."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fakes import GARBLED, Emulator, Fault, Request
+
+from refocused.bucket.gcs import GcsBucket
+from refocused.system.errors import BucketError
+
+pytestmark = pytest.mark.bucket
+
+IS_UPLOAD: Callable[[Request], bool] = lambda request: request.is_upload  # noqa: E731
+
+
+def begins_at(request: Request, offset: str) -> bool:
+    return request.headers.get("Content-Range", "").startswith(f"bytes {offset}-")
+
+
+def is_second_chunk(request: Request) -> bool:
+    return begins_at(request, "16777216")
+
+
+def is_last_chunk(request: Request) -> bool:
+    return begins_at(request, "33554432")
+
+
+def is_session(request: Request) -> bool:
+    return request.query.get("uploadType") == "resumable" and not request.is_chunk
+
+
+def chunk_starts(emulator: Emulator) -> list[str]:
+    """Where each chunk that was sent began; `*` for a question."""
+    return [
+        request.headers["Content-Range"].removeprefix("bytes ").partition("-")[0].partition("/")[0]
+        for request in emulator.proxy.requests
+        if request.is_chunk
+    ]
+
+
+def chunk_sizes(emulator: Emulator) -> list[int]:
+    """Bytes of each chunk that was sent; questions left out."""
+    return [len(r.body) for r in emulator.proxy.requests if r.is_chunk and r.body]
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault(lose_reply=True), Fault(reply=GARBLED), Fault(reply=b"{}")]
+)
+@pytest.mark.parametrize("file", ["small", "large"])
+def test_a_lost_answer_is_no_failure(
+    emulator: Emulator, gcs: GcsBucket, file: str, fault: Fault, request: pytest.FixtureRequest
+) -> None:
+    source: Path = request.getfixturevalue(file)
+    emulator.proxy.script(IS_UPLOAD if file == "small" else is_last_chunk, fault)
+    assert gcs.upload(source, "x") == gcs.info("x")
+    assert gcs.read("x") == source.read_bytes()
+
+
+def test_the_same_bytes_already_there_are_not_sent_in_chunks_again(
+    emulator: Emulator, gcs: GcsBucket, large: Path
+) -> None:
+    emulator.put("some/prefix/x", large.read_bytes())
+    before = gcs.info("x")
+    assert gcs.upload(large, "x") == before
+    assert not any(request.is_chunk for request in emulator.proxy.requests)
+
+
+def test_other_bytes_already_there_are_named_and_kept(
+    emulator: Emulator, gcs: GcsBucket, small: Path
+) -> None:
+    emulator.put("some/prefix/x", b"theirs")
+    with pytest.raises(BucketError, match=r"some/prefix/x already holds other bytes: 6 bytes"):
+        gcs.upload(small, "x")
+    assert gcs.read("x") == b"theirs"
+
+
+def test_a_file_other_than_its_checksum_is_refused_by_the_store(
+    gcs: GcsBucket, large: Path
+) -> None:
+    with pytest.raises(BucketError, match="HTTP 400"):
+        gcs.upload(large, "x", crc32c=1234)
+    assert gcs.info("x") is None
+
+
+def test_bytes_refused_as_damaged_are_sent_again(
+    emulator: Emulator, gcs: GcsBucket, small: Path
+) -> None:
+    emulator.proxy.script(IS_UPLOAD, Fault(status=400, message="Provided CRC32C doesn't match"))
+    assert gcs.upload(small, "x").size == 1000
+
+
+def test_an_object_that_vanishes_after_it_was_stored_is_told(
+    emulator: Emulator, gcs: GcsBucket, small: Path
+) -> None:
+    is_info = lambda request: request.method == "GET" and not request.is_download  # noqa: E731
+    emulator.proxy.script(IS_UPLOAD, Fault(status=412), times=100)
+    emulator.proxy.script(is_info, Fault(status=404), times=100)
+    with pytest.raises(BucketError, match="said that it has it, and does not"):
+        gcs.upload(small, "x")
+
+
+@pytest.mark.parametrize("file", ["small", "large"])
+def test_an_upload_is_described_by_its_own_answer(
+    emulator: Emulator, gcs: GcsBucket, file: str, request: pytest.FixtureRequest
+) -> None:
+    stored = gcs.upload(request.getfixturevalue(file), "x")
+    assert not any(asked.method == "GET" for asked in emulator.proxy.requests)
+    assert stored == gcs.info("x")
+
+
+@pytest.mark.parametrize(
+    ("chunk", "fault", "starts"),
+    [
+        ("0", None, ["0", "16777216", "33554432"]),
+        # A failed chunk is asked about, and sent from where the store is in smaller ones.
+        ("16777216", Fault(status=503), ["0", "16777216", "*", "16777216"]),
+        # One whose answer was lost is not sent twice.
+        ("0", Fault(lose_reply=True), ["0", "*", "16777216", "33554432"]),
+    ],
+)
+def test_a_large_file_goes_in_chunks_from_where_the_store_is(
+    emulator: Emulator,
+    gcs: GcsBucket,
+    large: Path,
+    chunk: str,
+    fault: Fault | None,
+    starts: list[str],
+) -> None:
+    if fault is not None:
+        emulator.proxy.script(lambda request: begins_at(request, chunk), fault)
+    assert gcs.upload(large, "x").size == 40 * 1024 * 1024
+    assert chunk_starts(emulator)[: len(starts)] == starts
+    is_503 = fault is not None and fault.status == 503
+    assert is_503 or len(chunk_starts(emulator)) == len(starts)
+
+
+@pytest.mark.parametrize("longest", [256 * 1024, 3_000_000])
+def test_chunks_that_are_cut_again_and_again_get_smaller_until_they_arrive(
+    emulator: Emulator, gcs: GcsBucket, large: Path, longest: int
+) -> None:
+    is_cut = lambda request: request.is_chunk and len(request.body) > longest  # noqa: E731
+    emulator.proxy.script(is_cut, Fault(lose_request=True), times=10**6)  # and nothing is kept
+    assert gcs.upload(large, "x").size == 40 * 1024 * 1024
+    kept = [size for size in chunk_sizes(emulator) if size <= longest]
+    assert sum(kept) == 40 * 1024 * 1024
+    cut = len(chunk_sizes(emulator)) - len(kept)
+    assert 0 < cut <= 3 + len(kept) / 4
+    assert all(size % (256 * 1024) == 0 for size in kept)
+
+
+def test_chunks_grow_again_after_a_cut(emulator: Emulator, gcs: GcsBucket, large: Path) -> None:
+    emulator.proxy.script(lambda request: request.is_chunk, Fault(lose_request=True), times=1)
+    gcs.upload(large, "x")
+    mebibytes = [size // 2**20 for size in chunk_sizes(emulator)]
+    assert mebibytes == [16, 4, 4, 4, 4, 8, 8, 8]
+
+
+@pytest.mark.parametrize("held", ["bytes=0-x", "bytes=0-99999999999", "0", "bytes=0-" + "9" * 5000])
+def test_an_answer_that_says_unreadably_what_arrived_is_asked_for_again(
+    emulator: Emulator, gcs: GcsBucket, large: Path, held: str
+) -> None:
+    fault = Fault(status=308, headers={"Range": held})
+    emulator.proxy.script(is_second_chunk, fault)
+    assert gcs.upload(large, "x").size == 40 * 1024 * 1024
+
+
+@pytest.mark.parametrize("status", [404, 410])
+def test_a_forgotten_session_is_replaced(
+    emulator: Emulator, gcs: GcsBucket, large: Path, status: int
+) -> None:
+    emulator.proxy.script(is_second_chunk, Fault(status=status))
+    gcs.upload(large, "x")
+    assert chunk_starts(emulator) == ["0", "16777216", "0", "16777216", "33554432"]
+    assert sum(is_session(request) for request in emulator.proxy.requests) == 2
+
+
+def test_sessions_forgotten_again_and_again_end_after_the_attempts(
+    emulator: Emulator, gcs: GcsBucket, large: Path
+) -> None:
+    emulator.proxy.script(is_second_chunk, Fault(status=410), times=100)
+    with pytest.raises(BucketError, match=r"uploading .*x: HTTP 410.*given up after 4 attempts"):
+        gcs.upload(large, "x")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda source: source.unlink(missing_ok=True), r"changing\.bin: No such file"),
+        (
+            lambda source: os.truncate(source, 20_000_000),
+            r"ends at 20,000,000 bytes, 41,943,040 expected",
+        ),
+    ],
+)
+def test_a_file_that_is_removed_or_cut_while_it_is_sent_is_named(
+    emulator: Emulator,
+    gcs: GcsBucket,
+    large: Path,
+    tmp_path: Path,
+    change: Callable[[Path], None],
+    message: str,
+) -> None:
+    source = tmp_path / "changing.bin"
+    source.write_bytes(large.read_bytes())
+
+    def changed(request: Request) -> bool:
+        if request.is_chunk:
+            change(source)
+        return False
+
+    emulator.proxy.script(changed, Fault())
+    with pytest.raises(BucketError, match=message):
+        gcs.upload(source, "x")
