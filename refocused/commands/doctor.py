@@ -37,10 +37,10 @@ def build_parser() -> Parser:
     """Describe the command line."""
     parser = Parser(
         prog="doctor",
-        description="Look at everything that a run needs: packages, GPUs, memory, disks, buckets, "
+        description="Check everything that a run needs: packages, GPUs, memory, disks, buckets, "
         "data, ranks, and its first step. It leaves nothing but shards in data.cache.",
-        epilog="Each line is ok, warn or fail; the exit code is 3 when one fails. It looks at this "
-        "machine alone: of several, ask each.",
+        epilog="Each line is ok, warn or fail; the exit code is 3 when one fails. It checks this "
+        "machine only; run it on each of several.",
     )
     add = parser.add_argument
     run_file = "run file, or the name of one in config/runs (default: demo)"

@@ -47,14 +47,14 @@ def build_parser() -> Parser:
     add("--help", "-h", action="store_true", help="show this, then the options of train.py")
     grace = f"time to save after a signal, then everything is killed ({GRACE_SECONDS})"
     add("--grace", type=count, metavar="SECONDS", help=grace)
-    spot = f"for machines that are taken away: --grace {SPOT_GRACE_SECONDS}"
+    spot = f"for spot (preemptible) machines: --grace {SPOT_GRACE_SECONDS}"
     add("--spot", action="store_true", help=spot)
     restarts = (
         "start again after a crash, and give up after N starts in a row that ended without a newer "
         "checkpoint (0: never)"
     )
     add("--restarts", type=int, default=0, metavar="N", help=restarts)
-    screen = "show the run in a screen session besides, which `screen -U -r monitor` opens"
+    screen = "also show the run in a screen session; `screen -U -r monitor` opens it"
     add("--monitor", action="store_true", help=screen)
     return parser
 

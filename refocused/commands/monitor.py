@@ -48,10 +48,10 @@ def build_parser() -> Parser:
     between = f"time between two looks ({INTERVAL_SECONDS:g})"
     add("--interval", type=positive, default=INTERVAL_SECONDS, metavar="SECONDS", help=between)
     for option, help in {
-        "--once": "print what is to be seen now, and end",
-        "--list": "print a line for each run, and end",
-        "--wait": "the run named may not have begun yet",
-        "--json": "print it as JSON, and end",
+        "--once": "print the present state, and exit",
+        "--list": "print a line for each run, and exit",
+        "--wait": "accept a run that has not begun yet",
+        "--json": "print it as JSON, and exit",
         "--summary": "write SUMMARY.md, summary.png and summary.html",
         "--collect": "write samples of this machine and its GPUs until Ctrl+C, to a folder of "
         f"runs/ or another (default: {SAMPLES}/HOST)",
@@ -259,7 +259,7 @@ def run_stop(parser: Parser) -> int:
     add = parser.add_argument
     add("run", nargs="?", help="the run's folder, or its name in runs/ (default: the newest there)")
     add("--wait", action="store_true", help="return when the run has stopped")
-    lost = "kill it without saving: what came after the last checkpoint is lost"
+    lost = "kill it without saving: everything since the last checkpoint is lost"
     add("--now", action="store_true", help=lost)
     arguments = parser.read()
     from refocused.metrics.jsonl import read_json, read_small
@@ -284,9 +284,7 @@ def run_stop(parser: Parser) -> int:
         if arguments.now or arguments.wait:
             raise ConfigError(f"{folder}: it trains on {host}; --now and --wait work there.")
         (folder / "STOP").touch()
-        print(
-            f"{folder}: if it still trains on {host}, it saves after the step it is in and stops."
-        )
+        print(f"{folder}: if it still trains on {host}, it saves after its current step and stops.")
         return ExitCode.OK
     if not _trains(state):
         print(f"{folder}: the run is not running (status: {state.get('status')}).", file=sys.stderr)
@@ -295,9 +293,11 @@ def run_stop(parser: Parser) -> int:
     if arguments.now:
         with contextlib.suppress(ProcessLookupError):
             os.kill(state["pid"], signal.SIGKILL)  # rank 0, without which the others cannot go on
-        print(f"{folder}: killed, unsaved. Its launcher ends the other ranks within a minute.")
+        print(
+            f"{folder}: killed without saving. Its launcher ends the other ranks within a minute."
+        )
     else:
-        print(f"{folder}: asked to stop; it saves after the step it is in.")
+        print(f"{folder}: asked to stop; it saves after its current step.")
     while arguments.wait and _trains(read_json(folder / "state.json") or {}):
         time.sleep(STOP_POLL_SECONDS)
     return ExitCode.OK

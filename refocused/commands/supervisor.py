@@ -214,7 +214,7 @@ def judge(notes: Sequence[RankNote], *, launcher_code: int, signals: int, killed
     lost = [str(note.rank) for note in notes if note.exit_code is None]
     ranks = f"{'Rank' if len(lost) == 1 else 'Ranks'} {', '.join(lost)}" if lost else "A rank"
     if signals and (killed or lost):
-        text = f"{ranks} ended unsaved: what came after the last checkpoint is lost."
+        text = f"{ranks} ended without saving: everything since the last checkpoint is lost."
         return Verdict(ExitCode.FAILED, text)
     if lost:
         text = f"{ranks} {'was' if len(lost) == 1 else 'were'} {_cause(launcher_code)}"
@@ -225,7 +225,7 @@ def judge(notes: Sequence[RankNote], *, launcher_code: int, signals: int, killed
         return Verdict(ExitCode(launcher_code))
     return Verdict(
         ExitCode.FAILED,
-        f"deepspeed ended with {launcher_code} before any rank had begun; what it said is above.",
+        f"deepspeed ended with {launcher_code} before any rank had begun; its output is above.",
     )
 
 
@@ -237,7 +237,7 @@ def _cause(launcher_code: int) -> str:
         return "killed, most often for want of memory (see dmesg)."
     if name == "SIGKILL":
         return "killed by SIGKILL, most often for want of memory (see dmesg)."
-    return f"killed by {name}; what it said is above or in the run's logs/rank-N.log."
+    return f"killed by {name}; its output is above or in the run's logs/rank-N.log."
 
 
 def alarm_line(record: Mapping[str, Any]) -> str | None:

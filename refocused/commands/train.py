@@ -76,7 +76,7 @@ def build_parser() -> Parser:
     trace = "trace N steps after the first 10: a Chrome trace and a table in RUN/profile"
     add("--profile", type=count, default=0, metavar="N", help=trace)
     add("--dry-run", action="store_true", help="check everything, train nothing")
-    add("--print-config", action="store_true", help="print all settings and end")
+    add("--print-config", action="store_true", help="print all settings and exit")
     add_credentials(parser)
     add("--local-rank", type=int, help=argparse.SUPPRESS)
     add("overrides", nargs="*", metavar="section.key=value")

@@ -72,8 +72,8 @@ class Examination:
         packages = machine_checks.probe_packages()
         yield from machine_checks.judge_packages(packages)
         if packages.missing:  # what follows imports them
-            text = "nothing else is looked at, for packages are missing"
-            yield Finding("machine", "warn", text, "Install them, then ask again.")
+            text = "nothing else is checked because packages are missing"
+            yield Finding("machine", "warn", text, "Install them, then run doctor again.")
             return
         wanted = self.loaded.config.run.device
         gpus = gpu_checks.probe_gpus(socket.gethostname(), wanted=self.gpus, environment=os.environ)
@@ -177,7 +177,7 @@ class Examination:
             if not _will_be_made(data) and setting not in self._unreadable:
                 yield from self._rights(setting, places[setting])
         if mirror is None:
-            text = f"{MIRROR} is not set: a machine that is lost takes its checkpoints along"
+            text = f"{MIRROR} is not set: if this machine is lost, its checkpoints are lost with it"
             yield Finding("bucket", "warn", text, f"{MIRROR}=gs://BUCKET/PREFIX")
         elif MIRROR not in self._unreadable:
             yield from self._rights(MIRROR, mirror)
@@ -228,8 +228,8 @@ class Examination:
     def _trial(self, *, ranks: int, device: Device, nvlinks: int | None) -> Iterator[Finding]:
         """Start real ranks, where nothing has failed so far."""
         if self._fails:
-            text = "no ranks are started, for something above fails already"
-            yield Finding("step", "warn", text, "Mend that first, then ask again.")
+            text = "no ranks are started because a check above failed"
+            yield Finding("step", "warn", text, "Fix that first, then run doctor again.")
             return
         config = self.loaded.config
         self.say(

@@ -95,7 +95,7 @@ def judge_gpus(
     elif found.is_fault:
         yield Finding("gpus", "fail", str(found.note))
     elif device == "cuda" or wanted is not None:
-        text = "this machine has no NVIDIA driver, and the run is to have GPUs"
+        text = "this machine has no NVIDIA driver, and the run needs GPUs"
         fix = "Rent a machine with GPUs, or set run.device=cpu for a trial."
         yield Finding("gpus", "fail", text, fix)
     else:
@@ -112,7 +112,7 @@ def _count(found: Gpus, wanted: int | None) -> Finding:
     text = f"{len(samples)} x {first.name or 'unknown'}{memory}, driver {found.driver}{cuda}"
     if wanted is not None and wanted > len(samples):
         fix = f"Start with {len(samples)}, or ask for a machine with {wanted}."
-        return Finding("gpus", "fail", f"{wanted} are wanted, and there are {text}", fix)
+        return Finding("gpus", "fail", f"{wanted} are requested, but there are {text}", fix)
     if len(kinds) > 1:
         text = f"{len(samples)} of several kinds ({', '.join(kinds)}): the slowest sets the pace"
         return Finding("gpus", "warn", text, "Choose those of one kind by CUDA_VISIBLE_DEVICES.")
@@ -132,7 +132,7 @@ def _torch(found: Gpus, wanted: int | None) -> Finding:
         return Finding("torch", "fail", text, fix)
     if found.torch_count < (wanted or 1):
         text = f"torch sees {found.torch_count} of the {len(found.samples)} GPUs"
-        fix = "See CUDA_VISIBLE_DEVICES, and what torch.cuda.init() says."
+        fix = "Check CUDA_VISIBLE_DEVICES, and the error of torch.cuda.init()."
         return Finding("torch", "fail", text, fix)
     return Finding("torch", "ok", f"built for CUDA {built}, sees {found.torch_count} GPUs")
 
@@ -152,7 +152,7 @@ def _health(samples: Sequence[GpuSample]) -> Iterator[Finding]:
             yield Finding("health", "warn", text, fix)
     if not bad:
         has_ecc = any(gpu.ecc_uncorrected is not None for gpu in samples)
-        ecc = "no memory errors" if has_ecc else "ECC is off or does not tell"
+        ecc = "no memory errors" if has_ecc else "ECC is off or not reported"
         degrees = [gpu.temperature_celsius for gpu in samples if gpu.temperature_celsius]
         heat = f", at most {max(degrees)} C" if degrees else ""
         yield Finding("health", "ok", f"{ecc}, no row to replace, none throttled{heat}")
@@ -165,9 +165,9 @@ def _free(samples: Sequence[GpuSample]) -> Iterator[Finding]:
         return
     most = max(gpu.memory_used_gib or 0.0 for gpu in busy.values())
     pids = sorted({pid for gpu in busy.values() for pid in gpu.processes or ()})
-    whose = f"process {_listed(pids)}" if pids else "processes that are not seen from here"
-    text = f"of GPU {_listed(busy)} up to {most:.1f} GiB are in use by {whose}"
-    fix = "End what is left there (nvidia-smi), or choose other GPUs by CUDA_VISIBLE_DEVICES."
+    whose = f"process {_listed(pids)}" if pids else "processes that are not visible from here"
+    text = f"up to {most:.1f} GiB of GPU {_listed(busy)} are in use by {whose}"
+    fix = "End them (nvidia-smi shows them), or choose other GPUs by CUDA_VISIBLE_DEVICES."
     yield Finding("memory", "warn", text, fix)
 
 

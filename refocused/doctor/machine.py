@@ -25,7 +25,7 @@ from refocused.monitor.sampler.machine_readings import Memory, memory_now
 OLDEST_PYTHON = (3, 11)
 SHOWN = ("torch", "deepspeed", "transformers")
 PINS = Path(__file__).resolve().parents[2] / "requirements_training.txt"
-INSTALL = "./launch/setup_environment.sh installs what was run together."
+INSTALL = "./launch/setup_environment.sh installs the tested versions."
 NAMED_PACKAGES = 4
 COMPILERS = {  # the commands to look for, in this order
     "C": ("cc", "gcc", "clang"),
@@ -95,10 +95,10 @@ def judge_packages(found: Packages) -> Iterator[Finding]:
     if found.missing:
         yield Finding("packages", "fail", f"missing: {', '.join(found.missing)}", INSTALL)
     if unfit:
-        text = f"of a version that does not fit: {_first_of(unfit)}"
+        text = f"unsupported versions: {_first_of(unfit)}"
         yield Finding("packages", "fail", text, INSTALL)
     elif other:
-        text = f"other versions than those that were run together: {_first_of(other)}"
+        text = f"versions other than the tested ones: {_first_of(other)}"
         yield Finding("packages", "warn", text, INSTALL)
     elif not found.missing:
         shown = ", ".join(f"{name} {there[name]}" for name in SHOWN)
@@ -140,7 +140,7 @@ def judge_compilers(
 def judge_operators(*, uses_nvme: bool, missing: str | None) -> Finding:
     """Report whether DeepSpeed's operators can be built; `missing` says why async_io cannot."""
     if not uses_nvme:
-        return Finding("ops", "ok", "none has to be built (AdamW and Muon are torch's)")
+        return Finding("ops", "ok", "none needs building (AdamW and Muon are torch's)")
     if missing is None:
         return Finding("ops", "ok", "DeepSpeed's async_io, for the offload to NVMe, can be built")
     text = f"the offload to NVMe needs DeepSpeed's async_io: {missing}"
@@ -174,7 +174,7 @@ def judge_machine(
     """Report what is too small for the run's ranks on this machine."""
     text = f"{found.cores} cores, {size(found.memory.available)} of memory left"
     if found.cores < ranks:
-        text = f"{text}: {ranks} ranks share the cores, and GPUs wait for their hosts"
+        text = f"{text}: {ranks} ranks share the cores, so GPUs wait for the CPU"
         yield Finding("machine", "warn", text, "Take a machine with more cores.")
     else:
         yield Finding("machine", "ok", text)
@@ -201,19 +201,19 @@ def judge_clock(*, now_s: float, store_s: float | None, signs: bool) -> Finding:
     fix = "Set it: timedatectl set-ntp true (or chronyc makestep)."
     here = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s))
     if now_s < EARLIEST_SECONDS:
-        return Finding("clock", "fail", f"it says {here}, which is long ago", fix)
+        return Finding("clock", "fail", f"it shows {here}, which is long past", fix)
     if not signs:
         return Finding("clock", "ok", here)
     if store_s is None:
-        text = f"{here}; the store does not tell its own time, to compare"
-        return Finding("clock", "warn", text, "See that storage.googleapis.com can be reached.")
+        text = f"{here}; the store did not report its time for comparison"
+        return Finding("clock", "warn", text, "Check that storage.googleapis.com can be reached.")
     skew = now_s - store_s
     text = f"{abs(skew):,.0f} s {'ahead of' if skew > 0 else 'behind'} the store's ({here} here)"
     if abs(skew) > REFUSED_SKEW_SECONDS:
         return Finding("clock", "fail", f"{text}: signed requests are refused", fix)
     if abs(skew) > NOTICED_SKEW_SECONDS:
         return Finding("clock", "warn", text, fix)
-    return Finding("clock", "ok", f"{here}, as at the store")
+    return Finding("clock", "ok", f"{here}, the same as the store's")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ LINK_BYTES_PER_SECOND = 25e9
 REACHED_SHARE = 0.4
 LEAST_PCIE_BYTES_PER_SECOND = 2e9
 REPEATS = 10
-LATE = "nothing came of it in time"
+LATE = "no result before the time-out"
 
 
 class RankTask(pydantic.BaseModel):
@@ -87,14 +87,14 @@ def judge_allreduce(
     """
     library = "NCCL" if device == "cuda" else "gloo"
     if outcome.doing in ("join", "allreduce"):
-        fix = "NCCL_DEBUG=INFO says more; see /dev/shm, a firewall, NCCL_SOCKET_IFNAME."
+        fix = "NCCL_DEBUG=INFO shows more; check /dev/shm, firewalls and NCCL_SOCKET_IFNAME."
         text = f"{outcome.ranks} ranks cannot talk over {library}: {outcome.failure}"
         return Finding("allreduce", "fail", text, fix if device == "cuda" else None)
     found = outcome.results.get("allreduce")
     if found is None:
-        return Finding("allreduce", "ok", "one rank has nobody to talk to")
+        return Finding("allreduce", "ok", "a single rank has no other to talk to")
     if not found["is_right"]:
-        text = f"{library} sums wrongly over {outcome.ranks} ranks"
+        text = f"{library} returns wrong sums over {outcome.ranks} ranks"
         fix = "Try NCCL_P2P_DISABLE=1; where that helps, ask for another machine."
         return Finding("allreduce", "fail", text, fix)
     speed = float(found["bus_bytes_per_second"])
@@ -105,7 +105,7 @@ def judge_allreduce(
     least = REACHED_SHARE * (nvlinks or 0) * LINK_BYTES_PER_SECOND or LEAST_PCIE_BYTES_PER_SECOND
     if device == "cuda" and speed < least:
         text = f"{text}, where {least / 1e9:.0f} are usual: every step waits for it"
-        fix = "See nvidia-smi topo -m, and NCCL_DEBUG=INFO for the way that NCCL takes."
+        fix = "Check nvidia-smi topo -m, and with NCCL_DEBUG=INFO which links NCCL uses."
         return Finding("allreduce", "warn", text, fix)
     return Finding("allreduce", "ok", text)
 
@@ -207,7 +207,7 @@ def _outcome(task: RankTask, codes: Sequence[int], *, has_ended: bool) -> RanksO
     last = " / ".join([line for line in lines if line][-3:])[-SHOWN_CHARACTERS:] or "none"
     doing = "allreduce" if task.payload_bytes and "allreduce" not in results else "step"
     doing = doing if "joined" in results else "join"
-    return RanksOutcome(ranks, results, doing, f"{text}. Last words: {last}")
+    return RanksOutcome(ranks, results, doing, f"{text}. Last output: {last}")
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:

@@ -103,7 +103,7 @@ def judge_data(report: DataReport, *, vocabulary: int, setting: str) -> Iterator
         f"{vocabulary:,} ({sample.tokens:,} read)"
     )
     if sample.max_id is not None and sample.max_id < SMALL_SHARE * vocabulary:
-        text = f"{text}: the upper half of the vocabulary is not met"
+        text = f"{text}: the upper half of the vocabulary does not occur"
         fix = "Set model.vocabulary to the size of the tokenizer that made the tokens."
         yield Finding("data", "warn", text, fix)
     else:
@@ -176,7 +176,7 @@ def _require_listed(bucket: Bucket, name: str, *, expected: bool) -> None:
 
 def _require_same(bucket: Bucket, name: str) -> None:
     if bucket.read(name) != CANARY:
-        raise BucketError(f"{bucket.url}: {name} is not read as it was written.")
+        raise BucketError(f"{bucket.url}: {name} reads back as other bytes than were written.")
 
 
 def judge_rights(rights: Rights, *, wanted: Collection[str]) -> Iterator[Finding]:
@@ -200,11 +200,11 @@ def judge_credentials(identity: str | None, *, writes: bool, key: Path | None) -
     if identity is None:
         return Finding("credentials", "ok", "none are needed: source and mirror are folders")
     if identity == ANONYMOUS and writes:
-        text = f"{identity}, and the mirror has to be written"
+        text = f"{identity}, but the mirror must be written"
         fix = "gcloud auth application-default login, or --gcs-credentials KEY.json."
         return Finding("credentials", "fail", text, fix)
     if key is not None and key.is_file() and key.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-        text = f"{identity}; everybody on this machine may read the key"
+        text = f"{identity}; every user of this machine can read the key"
         return Finding("credentials", "warn", text, f"chmod 600 {key}")
     return Finding("credentials", "ok", identity)
 
@@ -212,6 +212,6 @@ def judge_credentials(identity: str | None, *, writes: bool, key: Path | None) -
 def judge_wandb(offline: str | None) -> Finding:
     """Report whether Weights & Biases can be reached; `offline` says what prevents it."""
     if offline is None:
-        return Finding("wandb", "ok", "a key is there, and its host answers")
+        return Finding("wandb", "ok", "a key is set, and its host answers")
     fix = "Log in (wandb login, or WANDB_API_KEY) before the start, or send it later (wandb sync)."
-    return Finding("wandb", "warn", f"{offline}: all goes to RUN/wandb", fix)
+    return Finding("wandb", "warn", f"{offline}: everything is written to RUN/wandb", fix)

@@ -138,7 +138,7 @@ def test_a_mirror_that_may_not_be_cleaned(
     report = asked(capsys, *mirror)
     assert [level for level, _ in of(report, "bucket")] == ["ok", "ok"]
     ((level, clock),) = of(report, "clock")
-    assert level == "ok" and clock.endswith("as at the store")
+    assert level == "ok" and clock.endswith("the same as the store's")
     ((level, who),) = of(report, "credentials")
     assert (level, who) == ("ok", "nobody (STORAGE_EMULATOR_HOST is set)")
     emulator.proxy.script(lambda request: request.method == "DELETE", Fault(status=403), times=9)

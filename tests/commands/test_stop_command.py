@@ -47,7 +47,7 @@ def test_a_running_run_is_asked_to_stop(name: str, capsys: pytest.CaptureFixture
     run = run_with()
     assert stop(name) == 0
     assert (run / "STOP").exists()
-    assert capsys.readouterr().out == f"{run}: asked to stop; it saves after the step it is in.\n"
+    assert capsys.readouterr().out == f"{run}: asked to stop; it saves after its current step.\n"
 
 
 def test_now_kills_the_process_that_trains_and_leaves_a_wish_against_restarts() -> None:

@@ -42,7 +42,7 @@ def with_one(**facts: Any) -> Gpus:
 @pytest.mark.parametrize(
     ("facts", "wanted", "check", "level", "words"),
     [
-        ({}, 8, "gpus", "fail", "8 are wanted, and there are 4 x"),
+        ({}, 8, "gpus", "fail", "8 are requested, but there are 4 x"),
         ({"name": "NVIDIA A10"}, None, "gpus", "warn", "several kinds"),
         ({"torch_cuda": None}, None, "torch", "fail", "without CUDA"),
         ({"driver_cuda": (11, 8)}, None, "torch", "fail", "and the driver runs up to 11.8"),
@@ -56,13 +56,13 @@ def with_one(**facts: Any) -> Gpus:
         ({"throttle_reasons": ("hw_thermal",)}, None, "health", "warn", "hw thermal"),
         ({"nvlinks_active": 12}, None, "health", "warn", "12 NVLinks"),
         ({"mig": True}, None, "health", "warn", "GPU 3 is cut into slices"),
-        ({"memory_used_gib": 41.5}, None, "memory", "warn", "not seen from here"),
+        ({"memory_used_gib": 41.5}, None, "memory", "warn", "not visible from here"),
         (
             {"memory_used_gib": 41.5, "processes": {4711: 41.0}},
             None,
             "memory",
             "warn",
-            "of GPU 3 up to 41.5 GiB are in use by process 4711",
+            "up to 41.5 GiB of GPU 3 are in use by process 4711",
         ),
         ({"nvlinks_active": None}, None, "nvlink", "warn", "GPU 3 has no NVLink"),
         ({}, 4, "gpus", "ok", "4 x NVIDIA H100 80GB HBM3, 80.0 GiB, driver 570.86 (CUDA 12.8)"),

@@ -41,9 +41,9 @@ def summed(bus_gb_per_second: float, *, is_right: bool = True) -> RanksOutcome:
         (summed(20), "cuda", 0, "ok", "20.00 GB/s"),
         (summed(0.5), "cuda", None, "warn", "where 2 are usual"),
         (summed(0.1), "cpu", None, "ok", "gloo"),
-        (summed(370, is_right=False), "cuda", 18, "fail", "sums wrongly"),
+        (summed(370, is_right=False), "cuda", 18, "fail", "returns wrong sums"),
         (RanksOutcome(8, {}, "join", "no port"), "cuda", 18, "fail", "cannot talk over NCCL: no p"),
-        (RanksOutcome(1, {}, "step", "no data"), "cuda", 18, "ok", "nobody to talk to"),
+        (RanksOutcome(1, {}, "step", "no data"), "cuda", 18, "ok", "no other to talk to"),
     ],
 )
 def test_allreduce(
@@ -77,7 +77,7 @@ def test_real_ranks_that_fail_are_told_of_and_leave_nothing(tmp_path: Path) -> N
     assert broken.doing == "step" and "no file no_such_run.yaml" in str(broken.failure)
     assert broken.results["allreduce"]["is_right"]
     late = run_ranks(task(tmp_path), ranks=2, longest_seconds=0.3)
-    assert late.failure is not None and "nothing came of it in time" in late.failure
+    assert late.failure is not None and "no result before the time-out" in late.failure
 
 
 @pytest.mark.slow

@@ -105,4 +105,7 @@ def test_credentials(
 def test_wandb() -> None:
     assert judge_wandb(None).level == "ok"
     finding = judge_wandb("offline, no key")
-    assert (finding.level, finding.text) == ("warn", "offline, no key: all goes to RUN/wandb")
+    assert (finding.level, finding.text) == (
+        "warn",
+        "offline, no key: everything is written to RUN/wandb",
+    )
