@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from refocused.commands.output import count_text
 from refocused.commands.run_selection import whole_steps
 from refocused.config.load_run import read_run
 from refocused.config.prices import cost_usd, usd_per_million_tokens
-from refocused.metrics.history import METRICS_FILE, StepPoint
+from refocused.metrics.history import METRICS_FILE
 from refocused.metrics.jsonl import JsonLinesTail, Record, number
-from refocused.metrics.run_time import PERFORMANCE_FILE, RunTime, run_time
+from refocused.metrics.run_time import PERFORMANCE_FILE, run_time
 from refocused.metrics.step_metrics import duration
 from refocused.monitor.run_reader import RunReader
 from refocused.monitor.run_status import mean_step_seconds, mean_tokens_per_second, seconds_left
@@ -77,41 +77,18 @@ def measure(
             "another run, or estimate one before it begins: --config FILE."
         )
     config = read_run(run / "run.yaml")
+    per_hour_usd = per_hour_usd or config.cost.per_hour_usd
+    budget_usd = budget_usd or config.cost.budget_usd
     records = JsonLinesTail(run / PERFORMANCE_FILE).records()
     metrics = JsonLinesTail(run / METRICS_FILE).records()
+    used, steps = run_time(records), found.steps
     status = str(state.get("status", "unknown"))
-    return _figures(
-        state,
-        status="crashed" if status == "training" and found.liveness == "gone" else status,
-        checkpoint_step=found.resume_step,
-        used=run_time(records),
-        steps=found.steps,
-        validation_seconds=_mean(metrics, "validation", "seconds"),
-        save_seconds=_mean(records, "save", "save_stall_seconds"),
-        per_hour_usd=per_hour_usd or config.cost.per_hour_usd,
-        budget_usd=budget_usd or config.cost.budget_usd,
-        now=now,
-    )
-
-
-def _figures(
-    state: Mapping[str, Any],
-    *,
-    status: str,
-    checkpoint_step: int,
-    used: RunTime,
-    steps: Sequence[StepPoint],
-    validation_seconds: float | None,
-    save_seconds: float | None,
-    per_hour_usd: float | None,
-    budget_usd: float | None,
-    now: float,
-) -> Measured:
+    status = "crashed" if status == "training" and found.liveness == "gone" else status
     step, total, tokens = state["step"], state["total_steps"], state["tokens"]
     seconds = max(state["seconds"], used.seconds_trained or 0.0)
     known = [cost for cost in (state["cost_usd"], used.cost_usd) if cost is not None]
     cost = max(known) if known else cost_usd(seconds, per_hour_usd)
-    resumes_from = None if status in ("training", "finished") else checkpoint_step
+    resumes_from = None if status in ("training", "finished") else found.resume_step
     begin = step if resumes_from is None else resumes_from
     passed = max(0.0, now - _unix_seconds(state["updated"])) if status == "training" else 0.0
     left = seconds_left(steps, passed=passed, resumes_from=resumes_from)
@@ -132,8 +109,8 @@ def _figures(
         time_line=used.as_line() if used.sessions else "",
         step_seconds=mean_step_seconds(steps),
         tokens_per_second=mean_tokens_per_second(steps),
-        validation_seconds=validation_seconds,
-        save_seconds=save_seconds,
+        validation_seconds=_mean(metrics, "validation", "seconds"),
+        save_seconds=_mean(records, "save", "save_stall_seconds"),
         resumes_from=resumes_from,
         seconds_left=left,
         cost_left_usd=cost_left,
