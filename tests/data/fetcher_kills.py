@@ -62,25 +62,15 @@ class LoggedBucket(WatchedBucket):
 
 @dataclasses.dataclass
 class Report:
-    """What the kills did; the three lists of names must be empty.
-
-    Attributes:
-        kills: Fetchers killed.
-        interrupted: Of those, how many left an unfinished file behind.
-        ranged: Of those, how many left a file of which some ranges had come.
-        downloads: Downloads begun over all lives.
-        wrong: Shards that counted as whole and were not.
-        again: Shards that were whole and were fetched once more.
-        left: Files that the last life, which was not killed, did not clean up.
-    """
+    """What the kills did; the three lists of names must be empty."""
 
     kills: int = 0
-    interrupted: int = 0
-    ranged: int = 0
+    interrupted: int = 0  # lives that left an unfinished file behind
+    ranged: int = 0  # of those, lives that left a file of which some ranges had come
     downloads: int = 0
-    wrong: list[str] = dataclasses.field(default_factory=list)
-    again: list[str] = dataclasses.field(default_factory=list)
-    left: list[str] = dataclasses.field(default_factory=list)
+    wrong: list[str] = dataclasses.field(default_factory=list)  # counted as whole and were not
+    again: list[str] = dataclasses.field(default_factory=list)  # were whole and fetched once more
+    left: list[str] = dataclasses.field(default_factory=list)  # files after the last, whole life
 
 
 class Site:
@@ -110,14 +100,8 @@ class Site:
         self._tokens = [shard_tokens(index) for index in range(SHARDS)]  # names are in this order
 
     def cache(self) -> ShardCache:
-        return ShardCache(
-            self.bucket,
-            self.manifest,
-            self.cache_folder,
-            data=self.data,
-            vocabulary=VOCABULARY,
-            fetches=True,
-        )
+        how = {"data": self.data, "vocabulary": VOCABULARY, "fetches": True}
+        return ShardCache(self.bucket, self.manifest, self.cache_folder, **how)
 
     def whole(self) -> set[int]:
         """The shards that a next life takes for whole."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -99,12 +100,6 @@ def test_the_second_run_takes_over_when_the_first_ends(site: Site) -> None:
     assert np.array_equal(opened(second, 7), shard_tokens(7))
 
 
-def test_an_absent_fetcher_is_told_with_the_shards_name(site: Site) -> None:
-    reader = site.cache(fetches=False, silence=0.3)
-    with pytest.raises(ShardError, match=r"a/t_1\.npy: it is not local.*never started"):
-        reader.open(1)
-
-
 CHILD = """
     import sys, threading
     from pathlib import Path
@@ -184,7 +179,11 @@ def test_a_killed_fetcher_is_missed_by_its_lock_without_waiting_for_silence(
         reader.open(1)
 
 
-def test_a_fetcher_that_hangs_is_missed_by_its_silence(site: Site, child: Child) -> None:
+def test_a_fetcher_that_hangs_or_never_started_is_missed_by_its_silence(
+    site: Site, child: Child
+) -> None:
+    with pytest.raises(ShardError, match=r"a/t_9\.npy: it is not local.*never started"):
+        site.cache(fetches=False, silence=0.0, exclude=["a/t_0.npy"]).open(8)
     reader = site.cache(fetches=False, silence=2.5)
     reader.open(0)
     child.process.send_signal(signal.SIGSTOP)
@@ -205,3 +204,17 @@ def test_requests_last_for_a_while_and_can_be_withdrawn(tmp_path: Path) -> None:
     os.utime(tmp_path / "asked" / "3", (now, now - REQUEST_SECONDS))
     assert files.requests(now=now) == [1]
     assert not (tmp_path / "asked" / "3").exists()
+
+
+def test_a_killed_fetcher_leaves_no_wrong_shard_and_a_right_one_is_not_fetched_again(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("fetcher_kills.py")), str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--kills", "30", "--seed", "1"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["interrupted"] > 0  # the kills met downloads and conversions halfway
+    assert report["ranged"] > 0  # and shards that come by ranges
+    assert (report["wrong"], report["again"], report["left"]) == ([], [], [])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,12 @@ from refocused.data.order.sources import (
     describe_mixture,
     describe_order,
     files_done,
+    most_bytes_of_a_step,
     order_sources,
     split_sources,
 )
 from refocused.data.order.window_order import Order
+from refocused.data.order.windows import WindowRange
 from refocused.system.errors import ShardError
 
 LENGTH = 4
@@ -84,10 +87,7 @@ def test_a_validation_takes_its_windows_by_the_shares() -> None:
     assert (len(code.validation.windows), len(web.validation.windows)) == (2, 6)
     code, web = split(MIXED, mixture(validation_files=["val*"]), windows=1)
     assert (len(code.validation.windows), len(web.validation.windows)) == (1, 1)
-
-
-def test_a_source_may_keep_nothing_for_validation() -> None:
-    code, _ = split(MIXED, mixture())
+    code, _ = split(MIXED, mixture())  # which keeps nothing
     assert (code.kept, code.windows, len(code.validation.windows)) == (0, 14, 0)
 
 
@@ -222,3 +222,36 @@ def test_the_windows_that_validate_stay_the_same_but_for_those_of_skipped_shards
     assert 0 < kept.sum() < len(kept)
     assert rest.validation.windows.tolist() == whole.validation.windows[kept].tolist()
     assert rest.validation.shards_used() == [2]
+
+
+def found_by_trying(order: Order, *, step_windows: int, windows: int, sizes: list[int]) -> int:
+    """The most bytes of all steps that may begin anywhere in the run."""
+    most = 0
+    for begin in range(windows):
+        first, last = order.blocks_of(np.array([begin, begin + step_windows - 1])).tolist()
+        if last - first > 1:
+            most = max(most, sum(sizes[shard] for shard in set(order.shards_between(first, last))))
+    return most
+
+
+@pytest.mark.parametrize("block_shards", [1, 2, 3])
+@pytest.mark.parametrize("step_windows", [1, 3, 4, 5, 12, 40])
+def test_it_is_what_trying_all_steps_finds(block_shards: int, step_windows: int) -> None:
+    chance = random.Random(step_windows)
+    counts = [chance.choice((1, 2, 3, 9)) for _ in range(8)]
+    sizes = [100 * count + shard for shard, count in enumerate(counts)]
+    ranges = [WindowRange(shard, 0, count) for shard, count in enumerate(counts)]
+    order = Order(ranges, seed=5, block_shards=block_shards)
+    windows = 3 * order.windows_per_epoch
+    tried = found_by_trying(order, step_windows=step_windows, windows=windows, sizes=sizes)
+    most = most_bytes_of_a_step(
+        order, step_windows=step_windows, windows=windows, shard_bytes=sizes
+    )
+    assert most == tried
+    if step_windows in (1, 12, 40):
+        assert (most > 0) == (step_windows > 1)
+
+
+def test_a_step_of_many_epochs_needs_every_shard_once() -> None:
+    order = Order([WindowRange(shard, 0, 2) for shard in range(3)], seed=1, block_shards=1)
+    assert most_bytes_of_a_step(order, step_windows=50, windows=50, shard_bytes=[5, 6, 7]) == 18

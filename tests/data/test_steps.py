@@ -57,33 +57,6 @@ def test_windows_are_dealt_out_by_accumulation_then_rank_then_row():
         assert step.windows.tolist() == in_order[:, rank].tolist()
 
 
-@settings(deadline=None)
-@given(
-    counts=st.lists(st.integers(1, 15), min_size=1, max_size=6),
-    micro=st.integers(1, 4),
-    accumulation=st.integers(1, 4),
-    world_size=st.sampled_from([1, 2, 4]),
-)
-def test_every_window_comes_once_an_epoch_though_steps_straddle_the_ends(
-    counts, micro, accumulation, world_size
-):
-    order = order_of(*counts)
-    plan = BatchPlan(micro, accumulation, world_size, sequence_length=4)
-    epochs = 3
-    steps = -(-epochs * order.windows_per_epoch // plan.windows)
-    seen: dict[tuple[int, int], int] = {}
-    for step in global_steps(order, Position(), plan, count=steps):
-        for window in step:
-            seen[window] = seen.get(window, 0) + 1
-    rest = steps * plan.windows - epochs * order.windows_per_epoch
-    assert sum(seen.values()) == epochs * order.windows_per_epoch + rest
-    more, last = divmod(rest, order.windows_per_epoch)
-    assert set(seen) == {(i, w) for i, count in enumerate(counts) for w in range(count)}
-    assert sorted(seen.values()) == sorted(
-        [epochs + more + 1] * last + [epochs + more] * (order.windows_per_epoch - last)
-    )
-
-
 @settings(deadline=None, max_examples=40)
 @given(done=st.integers(0, 40), micro=st.integers(1, 5), world_size=st.sampled_from([1, 2, 3]))
 def test_resuming_anywhere_continues_the_stream(done, micro, world_size):

@@ -23,28 +23,29 @@ def test_windows_fit_and_label_every_token_but_the_first_once(tokens, sequence_l
     assert tokens - 1 - len(labelled) < sequence_length
 
 
-def test_without_a_request_everything_trains():
-    split = split_windows(FakeManifest.of(9, 3, 13), sequence_length=4)
-    assert split == Split((WindowRange(0, 0, 2), WindowRange(2, 0, 3)), ())
+FIRST, SECOND, THIRD = (WindowRange(shard, 0, 4) for shard in range(3))
 
 
-def test_named_files_validate_whole():
-    split = split_windows(
-        FakeManifest.of(9, 9, 13), sequence_length=4, validation_files=["part_[1]*"]
+@pytest.mark.parametrize(
+    ("asked", "train", "validation"),
+    [
+        ({}, (FIRST, SECOND, THIRD), ()),
+        ({"validation_files": ["part_[1]*"]}, (FIRST, THIRD), (SECOND,)),
+        ({"validation_files": ["val_*"]}, (FIRST, SECOND), (THIRD,)),  # without its folder
+        (
+            {"validation_fraction": 0.5},  # of the last windows; cuts inside a shard
+            (FIRST, WindowRange(1, 0, 2)),
+            (WindowRange(1, 2, 2), THIRD),
+        ),
+    ],
+)
+def test_whole_files_or_the_last_windows_validate(asked, train, validation):
+    names = ("part_0.npy", "part_1.npy", "2024/val_b.npy", "short.npy")
+    sizes = (9, 9, 9, 2)
+    shards = tuple(FakeShard(name, size) for name, size in zip(names, sizes, strict=True))
+    assert split_windows(FakeManifest(shards), sequence_length=2, **asked) == Split(
+        train, validation
     )
-    assert split == Split((WindowRange(0, 0, 2), WindowRange(2, 0, 3)), (WindowRange(1, 0, 2),))
-
-
-def test_a_pattern_may_leave_out_the_folder():
-    manifest = FakeManifest((FakeShard("2024/a.npy", 9), FakeShard("2024/val_b.npy", 9)))
-    split = split_windows(manifest, sequence_length=4, validation_files=["val_*"])
-    assert split.validation == (WindowRange(1, 0, 2),)
-
-
-def test_a_fraction_takes_the_last_windows_and_cuts_inside_a_shard():
-    split = split_windows(FakeManifest.of(9, 9, 9), sequence_length=2, validation_fraction=0.5)
-    assert split.train == (WindowRange(0, 0, 4), WindowRange(1, 0, 2))
-    assert split.validation == (WindowRange(1, 2, 2), WindowRange(2, 0, 4))
 
 
 @settings(deadline=None)
@@ -71,11 +72,6 @@ def test_a_fraction_means_the_decimal_that_was_written_rounded_up(fraction, expe
     assert window_count(split.validation) == expected
 
 
-def test_a_pattern_that_names_nothing_lists_names_that_there_are():
-    with pytest.raises(ShardError, match=r"'val_\*'.*3 token files.*part_0\.npy, part_1\.npy"):
-        split_windows(FakeManifest.of(9, 9, 9), sequence_length=2, validation_files=["val_*"])
-
-
 def test_too_short_files_are_refused_with_the_numbers_and_a_length_that_works():
     manifest = FakeManifest.of(50, 64, 10)
     with pytest.raises(ShardError, match=r"part_1\.npy, has 64 tokens.*needs 65 .*at most 63"):
@@ -83,14 +79,23 @@ def test_too_short_files_are_refused_with_the_numbers_and_a_length_that_works():
     assert split_windows(manifest, sequence_length=63).train == (WindowRange(1, 0, 1),)
 
 
-def test_validation_that_takes_everything_is_refused():
-    manifest = FakeManifest.of(9, 9)
-    with pytest.raises(ShardError, match=r"validation_files takes all 2"):
-        split_windows(manifest, sequence_length=2, validation_files=["*"])
-    with pytest.raises(ShardError, match=r"validation_fraction takes all 8 windows"):
-        split_windows(manifest, sequence_length=2, validation_fraction=1.0)
-
-
-def test_validation_files_shorter_than_a_window_are_refused():
-    with pytest.raises(ShardError, match=r"no validation window.*part_1\.npy, has 4 tokens"):
-        split_windows(FakeManifest.of(99, 4), sequence_length=8, validation_files=["part_1.npy"])
+@pytest.mark.parametrize(
+    ("tokens", "asked", "said"),
+    [
+        (
+            (9, 9, 9),
+            {"validation_files": ["val_*"]},
+            r"'val_\*'.*3 token files.*part_0\.npy, part_1",
+        ),
+        ((9, 9), {"validation_files": ["*"]}, "validation_files takes all 2"),
+        ((9, 9), {"validation_fraction": 1.0}, "validation_fraction takes all 8 windows"),
+        (
+            (99, 2),
+            {"validation_files": ["part_1.npy"]},
+            r"no validation window.*part_1\.npy, has 2",
+        ),
+    ],
+)
+def test_a_split_that_cannot_be_is_refused(tokens, asked, said):
+    with pytest.raises(ShardError, match=said):
+        split_windows(FakeManifest.of(*tokens), sequence_length=2, **asked)
