@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -19,15 +19,17 @@ from refocused.data.loader.batch import IGNORED_LABEL, Batch
 from refocused.data.order.position import Position
 from refocused.engine.finite_updates import Verdict
 from refocused.engine.histograms import Histograms
+from refocused.engine.schedule import learning_rate
 from refocused.evaluate.multiple_choice import TaskResult
 from refocused.metrics.run_time import RunTime
 from refocused.metrics.throughput import Throughput
 from refocused.system.errors import RefocusedError
 from refocused.system.world import World
+from refocused.train.step.loop import Outcome, train
 from refocused.train.step.parts import Parts
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import Cadence
-from refocused.train.step.stopping import StopReason
+from refocused.train.step.stopping import StopReason, StopRequest
 
 Log = list[str]
 OPTIMIZER = OptimizerConfig(lr=1e-3)
@@ -197,7 +199,7 @@ class FakeSaver:
 
     log: Log
     saved: list[TrainState] = dataclasses.field(default_factory=list)
-    tiers: list[list[str]] = dataclasses.field(default_factory=list)
+    reasons: list[list[str]] = dataclasses.field(default_factory=list)
     waited: list[bool] = dataclasses.field(default_factory=list)
     commits: int = 0
 
@@ -220,7 +222,7 @@ class FakeSaver:
         self.log.append(f"save {state.step}")
         self.saved.append(state)
         self.waited.append(wait)
-        self.tiers.append([tier.value for tier in reasons])
+        self.reasons.append([reason.value for reason in reasons])
         return state
 
 
@@ -241,7 +243,6 @@ def parts_of(
     world: World | None = None,
     total_steps: int = 6,
     cadence: Cadence | None = None,
-    validation: Callable[[], Iterator[Batch]] = lambda: iter([batch(0)]),
     **changes: Any,
 ) -> Parts:
     """Bring fakes together; `changes` are further fields of Parts."""
@@ -249,7 +250,7 @@ def parts_of(
         "world": world or World(),
         "engine": FakeEngine(log),
         "loader": FakeLoader(log),
-        "validation_batches": validation,
+        "validation_batches": lambda: iter([batch(0)]),
         "plan": BatchPlan(1, 2, 1, 4),
         "total_steps": total_steps,
         "optimizer": OPTIMIZER,
@@ -263,3 +264,21 @@ def parts_of(
         "untrained_loss": math.log(512),
     }
     return Parts(**cast("Any", parts | changes))
+
+
+def run(
+    parts: Parts, log: Log, *, stop_when: str | None = None, state: TrainState | None = None
+) -> Outcome:
+    """Train; the stop is asked for as soon as the log holds the entry `stop_when`."""
+    return train(parts, state or TrainState(), cast("StopRequest", FakeStop(log, stop_when)))
+
+
+def rate(step: int, total: int) -> str:
+    """Return the entry of the update that follows on `step` of `total` steps."""
+    value = learning_rate(step, peak=OPTIMIZER.lr, total_steps=total, schedule=SCHEDULE)
+    return f"update {value:.6f}"
+
+
+def happened(log: Log, *words: str) -> list[str]:
+    """Return the entries that begin with one of the words, in order."""
+    return [entry for entry in log if entry.split()[0] in words]

@@ -1,3 +1,5 @@
+"""Garbage is collected when the loop says so, and freed memory stays mapped."""
+
 from __future__ import annotations
 
 import ctypes
@@ -7,12 +9,18 @@ import subprocess
 import sys
 import types
 import weakref
+from collections.abc import Iterator
 
 import pytest
 from ranks import ROOT
 
 from refocused.estimate.memory_plan import HostPlan
-from refocused.train.step.garbage_collection import WARM_STEPS, Garbage, keep_freed_memory
+from refocused.train.step.garbage_collection import (
+    WARM_STEPS,
+    Garbage,
+    keep_freed_memory,
+    quick_imports,
+)
 
 PLAN = HostPlan(building=0, tensors=0, copies=10**9, processes=0, temporaries=2 * 10**9)
 # Fills and frees 200 MB ten times, and prints what was said and how many pages were mapped for it.
@@ -30,6 +38,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 IS_GLIBC = hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
 
 
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
 class Node:
     """Refers to itself, so that only the collector removes it."""
 
@@ -42,7 +56,7 @@ def dropped() -> weakref.ref[Node]:
 
 
 def test_after_the_warm_up_cycles_go_only_when_the_loop_says_so() -> None:
-    with Garbage() as garbage:
+    with pytest.raises(ValueError, match="stop"), Garbage() as garbage:
         for _ in range(WARM_STEPS - 1):
             garbage.step()
         assert gc.isenabled()
@@ -56,15 +70,28 @@ def test_after_the_warm_up_cycles_go_only_when_the_loop_says_so() -> None:
         assert cycle() is not None
         garbage.collect()
         assert cycle() is None
-
-
-def test_it_is_as_before_in_the_end_also_after_an_error() -> None:
-    with pytest.raises(ValueError, match="stop"), Garbage() as garbage:
-        for _ in range(WARM_STEPS):
-            garbage.step()
         raise ValueError("stop")
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
+
+
+def test_imports_are_not_collected_and_the_collector_is_then_as_before() -> None:
+    with pytest.raises(ImportError), quick_imports():
+        assert not gc.isenabled()
+        imported: list[object] = [[]]
+        raise ImportError
+    assert gc.isenabled()
+    later: list[object] = [[]]
+    walked = gc.get_objects()
+    assert not any(one is imported for one in walked)
+    assert any(one is later for one in walked)
+    gc.disable()
+    try:
+        with quick_imports():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(not IS_GLIBC, reason="mallopt is glibc's")
@@ -87,41 +114,36 @@ def test_freed_memory_stays_mapped_unless_the_user_has_settings_of_malloc() -> N
     assert faults * 5 < faults_before
 
 
+ROOM = 9 * 10**9
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("available", "settings", "plan", "said", "calls"),
     [
-        {"MALLOC_MMAP_THRESHOLD_": "1"},
-        {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=1"},
-        {"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"},
+        # At most a rank's share of what is left stays at the heap's end; -1 is without a limit.
+        (ROOM, {"LD_PRELOAD": "libtrace.so"}, PLAN, "kept", [(-4, 0), (-1, 10**9)]),
+        (10**12, {}, PLAN, "kept", [(-4, 0), (-1, -1)]),
+        (ROOM - 2 * 10**9, {}, PLAN, "returned (keeping it takes 7.0 GB)", []),
+        (ROOM, {}, HostPlan(0, 0, 0, 0, temporaries=0), "", []),
+        (ROOM, {"MALLOC_MMAP_MAX_": "1"}, PLAN, "as MALLOC_MMAP_MAX_ says", []),
+        (ROOM, {"GLIBC_TUNABLES": "glibc.malloc.x=1"}, PLAN, "as GLIBC_TUNABLES says", []),
+        (ROOM, {"LD_PRELOAD": "/lib/libjemalloc.so.2"}, PLAN, "as LD_PRELOAD says", []),
     ],
 )
-def test_a_users_malloc_is_left_alone(
-    settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", None)
-    said = keep_freed_memory(PLAN, available=10**12, ranks_here=2, environment=settings)
-    assert said == f"freed memory: as {next(iter(settings))} says"
-
-
-def test_freed_memory_is_kept_only_where_the_plan_leaves_room(
+def test_freed_memory_is_kept_where_there_is_room_and_the_user_chose_nothing(
+    available: int,
+    settings: dict[str, str],
+    plan: HostPlan,
+    said: str,
+    calls: list[tuple[int, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    calls: list[tuple[int, int]] = []
-    library = types.SimpleNamespace(mallopt=lambda *call: calls.append(call) or True)
+    made: list[tuple[int, int]] = []
+    library = types.SimpleNamespace(mallopt=lambda *call: made.append(call) or True)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-
-    def said(plan: HostPlan, available: int) -> str:
-        return keep_freed_memory(
-            plan, available=available, ranks_here=2, environment={"LD_PRELOAD": "libtrace.so"}
-        )
-
-    assert said(PLAN, 7 * 10**9) == "freed memory: returned (keeping it takes 7.0 GB)"
-    assert said(HostPlan(0, 0, 0, 0, temporaries=0), 10**12) == ""
-    assert calls == []
-    assert said(PLAN, 9 * 10**9) == "freed memory: kept"
-    assert said(PLAN, 10**12) == "freed memory: kept"
-    # At most a rank's share of what is left stays at the heap's end; -1 is without a limit.
-    assert calls == [(-4, 0), (-1, 10**9), (-4, 0), (-1, -1)]
+    found = keep_freed_memory(plan, available=available, ranks_here=2, environment=settings)
+    assert found == (f"freed memory: {said}" if said else "")
+    assert made == calls
 
 
 @pytest.mark.parametrize("library", [object(), types.SimpleNamespace(mallopt=lambda *call: 0)])

@@ -1,6 +1,10 @@
+"""What ranks and their launcher share: notes, the mark in the environment, signals, the summary."""
+
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +14,20 @@ from pathlib import Path
 import pytest
 
 from refocused.system.processes import ProcessIdentity, this_process
-from refocused.train.lifecycle.launch_session import Launch, Presence, launch_of, marked_processes
+from refocused.train.lifecycle.launch_session import (
+    ENDING,
+    STARTING,
+    STOP_SIGNALS,
+    Launch,
+    Notices,
+    Presence,
+    Signals,
+    launch_of,
+    marked_processes,
+    write_summary,
+)
+
+DEAD = ProcessIdentity(pid=1, started=999)
 
 
 @pytest.fixture
@@ -21,27 +38,27 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     created.remove()
 
 
-def test_ranks_read_what_the_supervisor_wrote(launch: Launch) -> None:
+def rewrite(launch: Launch, **changes: object) -> Launch:
+    """Let the launch's file say something else."""
+    changed = launch.model_copy(update=changes)
+    (launch.folder / "launch.json").write_text(changed.model_dump_json())
+    return changed
+
+
+def test_ranks_read_what_the_supervisor_of_this_machine_wrote(launch: Launch) -> None:
     assert launch_of(launch.environment) == launch
     assert launch.supervisor == this_process()
     assert launch_of({}) is None
-
-
-def test_a_launch_of_another_machine_is_none(launch: Launch, tmp_path: Path) -> None:
-    elsewhere = launch.model_copy(update={"host": "node-7"})
-    (launch.folder / "launch.json").write_text(elsewhere.model_dump_json())
+    assert launch_of({"REFOCUSED_LAUNCH": str(launch.folder / "gone")}) is None
+    rewrite(launch, host="node-7")
     assert launch_of(launch.environment) is None
-    assert launch_of({"REFOCUSED_LAUNCH": str(tmp_path / "gone")}) is None
 
 
 def test_the_supervisor_hears_what_ranks_say(launch: Launch) -> None:
     assert launch.notes() == []
     first, second = Presence(launch, 0), Presence(launch, 1)
-    assert [(note.rank, note.run, note.exit_code) for note in launch.notes()] == [
-        (0, None, None),
-        (1, None, None),
-    ]
-    assert all(note.alive for note in launch.notes())
+    said = [(note.rank, note.run, note.exit_code, note.alive) for note in launch.notes()]
+    assert said == [(0, None, None, True), (1, None, None, True)]
     first.report(run="runs/a", training=True)
     first.leave(130)
     second.report(reason="SIGNAL")
@@ -53,39 +70,31 @@ def test_the_supervisor_hears_what_ranks_say(launch: Launch) -> None:
 def test_a_note_that_cannot_be_written_stops_nobody(launch: Launch) -> None:
     presence = Presence(launch, 0)
     launch.remove()
-    presence.report(training=True)
-    presence.leave(0)
+    for one in (presence, Presence(None, 0)):
+        one.report(training=True)
+        one.leave(0)
 
 
 def test_ranks_clean_up_after_a_supervisor_that_was_killed(launch: Launch) -> None:
     Presence(launch, 0).leave(130)
     assert launch.folder.exists()
-    orphaned = launch.model_copy(update={"supervisor": ProcessIdentity(pid=1, started=999)})
-    Presence(orphaned, 0).leave(130)
+    Presence(launch.model_copy(update={"supervisor": DEAD}), 0).leave(130)
     assert not launch.folder.exists()
 
 
 def test_what_a_launch_left_of_which_all_was_killed_is_removed_by_the_next(launch: Launch) -> None:
-    def next_start() -> None:
+    def is_left_by_the_next() -> bool:
         Launch.create(began_seconds=13.5, grace_seconds=30.0, command="again").remove()
+        return launch.folder.exists()
 
     presence = Presence(launch, 0)
-    dead = launch.model_copy(update={"supervisor": ProcessIdentity(pid=1, started=999)})
-    (launch.folder / "launch.json").write_text(dead.model_dump_json())
-    next_start()
-    assert launch.folder.exists()  # its rank is saving
+    rewrite(launch, supervisor=DEAD)
+    assert is_left_by_the_next()  # its rank is saving
     presence.report(process=ProcessIdentity(pid=2, started=999))
-    elsewhere = dead.model_copy(update={"host": "node-7"})
-    (launch.folder / "launch.json").write_text(elsewhere.model_dump_json())
-    next_start()
-    assert launch.folder.exists()
-    (launch.folder / "launch.json").write_text(dead.model_dump_json())
-    next_start()
-    assert not launch.folder.exists()
-
-
-def test_without_a_supervisor_notes_go_nowhere() -> None:
-    Presence(None, 0).leave(0)
+    rewrite(launch, supervisor=DEAD, host="node-7")
+    assert is_left_by_the_next()
+    rewrite(launch, supervisor=DEAD)
+    assert not is_left_by_the_next()
 
 
 def test_processes_of_a_launch_are_found_by_their_environment(launch: Launch) -> None:
@@ -102,3 +111,92 @@ def test_processes_of_a_launch_are_found_by_their_environment(launch: Launch) ->
         while any(one.alive for one in found):
             time.sleep(0.01)
     assert marked_processes(launch.folder) == []
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class EndedError(Exception):
+    """Instead of the end of the process."""
+
+
+@pytest.fixture
+def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put the process's own signal handlers back, and let nothing end it."""
+
+    def end(code: int) -> None:
+        raise EndedError(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_is_noted_and_answered_by_a_speaker(
+    number: int, handlers: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    silent, signals = Signals(speaks=False), Signals(speaks=True)
+    silent.receive(number)
+    signals.install()
+    assert (silent.asked, signals.asked) == (True, False)
+    os.kill(os.getpid(), number)
+    assert signals.asked
+    assert capfd.readouterr().err == f"\n{STARTING.first}\n"
+
+
+def test_nohup_keeps_the_end_of_the_terminal_away(handlers: None) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signals = Signals(speaks=True)
+    signals.install()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert not signals.asked
+
+
+def test_signals_in_a_burst_are_one_and_the_third_ends_the_process(
+    handlers: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    signals = Signals(speaks=True, clock=clock)
+    signals.notices = Notices("first")
+    for _ in range(30):  # over 30 s, as the launcher and the terminal may repeat them
+        signals.receive(signal.SIGTERM)
+        clock.now += 1.0
+    signals.notices = ENDING  # what is said fits what is done when the signal comes
+    clock.now += 5.0
+    signals.receive(signal.SIGINT)
+    assert capfd.readouterr().err == f"\nfirst\n\n{ENDING.again}\n"
+    assert "lost" not in ENDING.again and "sav" not in ENDING.first
+    clock.now += 5.0
+    with pytest.raises(EndedError, match="1"):
+        signals.receive(signal.SIGINT)
+    assert capfd.readouterr().err == f"\n{ENDING.at_once}\n"
+
+
+def test_a_terminal_that_is_gone_does_not_stop_the_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(descriptor: int, content: bytes) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "write", gone)
+    signals = Signals(speaks=True)
+    signals.receive(signal.SIGHUP)
+    assert signals.asked
+
+
+def test_a_run_that_ends_leaves_its_summary(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(json.dumps({"run": "one", "status": "stopped"}))
+    assert write_summary(tmp_path) == ""
+    assert (tmp_path / "SUMMARY.md").read_text().startswith("# one: stopped\n")
+    assert (tmp_path / "summary.html").is_file()
+    (tmp_path / ".SUMMARY.md.part").mkdir()
+    trouble = write_summary(tmp_path)
+    assert "SUMMARY.md was not written" in trouble and "Is a directory" in trouble
+    assert f"launch/monitor.py {tmp_path} --summary" in trouble

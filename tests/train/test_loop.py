@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
-from loop_session import happened, rate, run
 from run_fakes import (
     Clock,
     FakeEngine,
@@ -18,7 +17,10 @@ from run_fakes import (
     FakeStop,
     Log,
     batch,
+    happened,
     parts_of,
+    rate,
+    run,
 )
 from saver_session import Session
 from thread_ranks import on_two_ranks, results
@@ -32,35 +34,45 @@ from refocused.metrics.throughput import Throughput
 from refocused.system.errors import ShardError
 from refocused.system.world import World
 from refocused.train.step.loop import Outcome, label_weights, train
-from refocused.train.step.parts import Parts
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import Cadence
 from refocused.train.step.stopping import StopReason, StopRequest
 
+NEVER = Cadence(log=0, validation=0, checkpoint=0)
 
-def saver_of(parts: Parts) -> FakeSaver:
-    return cast("FakeSaver", parts.saver)
+
+def every(**intervals: Any) -> Cadence:
+    return dataclasses.replace(NEVER, **intervals)
+
+
+def trained(
+    total: int, cadence: Cadence = NEVER, *, stop_when: str | None = None, **changes: Any
+) -> tuple[Log, FakeSaver, Outcome]:
+    log: Log = []
+    saver = FakeSaver(log)
+    parts = parts_of(
+        log,
+        total_steps=total,
+        cadence=cadence,
+        saver=saver,
+        **{"engine": FakeEngine(log)} | changes,
+    )
+    return log, saver, run(parts, log, stop_when=stop_when)
 
 
 def test_a_step_accumulates_all_its_passes_and_then_updates() -> None:
-    log: Log = []
-    outcome = run(
-        parts_of(log, total_steps=2, cadence=Cadence(log=1, validation=0, checkpoint=0)), log
-    )
+    log, _, outcome = trained(2, every(log=1))
     assert log == [
         *("accumulate 0", "accumulate 1", rate(0, 2), "report 1"),
         *("accumulate 2", "accumulate 3", rate(1, 2), "report 2"),
         *("validate", "tell 2.0", "save 2", "close"),
     ]
-    assert outcome.state.tokens == 2 * 8
-    assert outcome.state.position == Position(0, 4)
+    assert (outcome.state.tokens, outcome.state.position) == (2 * 8, Position(0, 4))
     assert outcome.stopped is StopReason.NONE
 
 
 def test_weights_and_gradient_are_described_before_the_update_of_a_step() -> None:
-    log: Log = []
-    cadence = Cadence(log=0, validation=0, checkpoint=0, histograms=2)
-    run(parts_of(log, total_steps=3, cadence=cadence), log)
+    log, _, _ = trained(3, every(histograms=2))
     assert log[:9] == [
         *("accumulate 0", "accumulate 1", rate(0, 3)),
         *("accumulate 2", "accumulate 3", "describe", "draw 2", rate(1, 3)),
@@ -68,60 +80,38 @@ def test_weights_and_gradient_are_described_before_the_update_of_a_step() -> Non
     ]
 
 
-def test_reports_validations_and_saves_come_when_they_are_due() -> None:
-    log: Log = []
-    run(parts_of(log, total_steps=7, cadence=Cadence(log=3, validation=4, checkpoint=2)), log)
-    assert happened(log, "report", "tell", "save") == [
-        *("save 2", "report 3", "tell 2.0", "save 4"),
-        *("report 6", "save 6", "report 7", "tell 2.0", "save 7"),
-    ]
+@pytest.mark.parametrize(
+    ("total", "cadence", "expected"),
+    [
+        (
+            7,
+            every(log=3, validation=4, checkpoint=2),
+            [
+                *("save 2", "report 3", "tell 2.0", "save 4"),
+                *("report 6", "save 6", "report 7", "tell 2.0", "save 7"),
+            ],
+        ),
+        (2, every(log=2, validation=2, checkpoint=2), ["report 2", "tell 2.0", "save 2"]),
+    ],
+)
+def test_reports_validations_and_saves_come_when_they_are_due(
+    total: int, cadence: Cadence, expected: list[str]
+) -> None:
+    assert happened(trained(total, cadence)[0], "report", "tell", "save") == expected
 
 
 def test_a_report_is_of_all_steps_since_the_one_before() -> None:
-    log: Log = []
-    parts = parts_of(
-        log,
-        total_steps=5,
-        engine=FakeEngine(log, training_loss=float),
-        cadence=Cadence(log=2, validation=0, checkpoint=0),
-    )
-    run(parts, log)
-    assert cast("FakeReporter", parts.reporter).reported == [[1.0, 2.0], [3.0, 4.0], [5.0]]
-
-
-def test_the_last_step_is_reported_validated_and_saved_once_also_when_that_was_due() -> None:
-    log: Log = []
-    run(parts_of(log, total_steps=2, cadence=Cadence(log=2, validation=2, checkpoint=2)), log)
-    assert happened(log, "report", "tell", "save") == ["report 2", "tell 2.0", "save 2"]
+    reporter = FakeReporter([])
+    engine = FakeEngine([], training_loss=float)
+    trained(5, every(log=2), reporter=reporter, engine=engine)
+    assert reporter.reported == [[1.0, 2.0], [3.0, 4.0], [5.0]]
 
 
 def test_what_is_saved_holds_the_validation_before_it() -> None:
-    log: Log = []
-    parts = parts_of(log, total_steps=4, cadence=Cadence(log=1, validation=2, checkpoint=2))
-    outcome = run(parts, log)
-    saved = saver_of(parts).saved
-    assert [(state.step, state.loss, state.validation_loss) for state in saved] == [
-        (2, 1.0, 2.0),
-        (4, 1.0, 2.0),
-    ]
+    _, saver, outcome = trained(4, every(log=1, validation=2, checkpoint=2))
+    saved = [(state.step, state.loss, state.validation_loss) for state in saver.saved]
+    assert saved == [(2, 1.0, 2.0), (4, 1.0, 2.0)]
     assert (outcome.state.best_loss, outcome.state.best_step) == (2.0, 2)
-
-
-def test_every_save_is_labelled_with_its_reasons() -> None:
-    log: Log = []
-    cadence = Cadence(log=0, validation=0, checkpoint=3, keep_epochs=True)
-    loader = FakeLoader(log, windows_per_epoch=4)  # two steps
-    parts = parts_of(log, total_steps=7, cadence=cadence, loader=loader)
-    run(parts, log)
-    saver = saver_of(parts)
-    labels = dict(zip((state.step for state in saver.saved), saver.tiers, strict=True))
-    assert labels == {
-        2: ["epoch"],
-        3: ["rolling"],
-        4: ["epoch"],
-        6: ["rolling", "epoch"],
-        7: ["final"],
-    }
 
 
 def improving(*losses: float) -> FakeEngine:
@@ -130,10 +120,44 @@ def improving(*losses: float) -> FakeEngine:
     return FakeEngine([], validation=lambda inputs, labels: next(found))
 
 
+@pytest.mark.parametrize(
+    ("total", "cadence", "losses", "reasons"),
+    [
+        (
+            7,
+            every(checkpoint=3, keep_epochs=True),  # an epoch is two steps
+            (2.0,),
+            {2: "epoch", 3: "rolling", 4: "epoch", 6: "rolling epoch", 7: "final"},
+        ),
+        (
+            9,
+            every(validation=2, checkpoint=4, save_best=True),
+            (3.0, 2.0, 1.0, 5.0, 0.5),
+            {2: "best", 4: "rolling best", 6: "best", 8: "rolling", 9: "final best"},
+        ),
+        (
+            9,
+            every(validation=2, checkpoint=4),
+            (3.0, 2.0, 1.0, 5.0, 0.5),
+            {4: "rolling", 8: "rolling", 9: "final"},
+        ),
+    ],
+)
+def test_every_save_has_its_reasons_and_only_the_last_is_waited_for(
+    total: int, cadence: Cadence, losses: tuple[float, ...], reasons: dict[int, str]
+) -> None:
+    loader = FakeLoader([], windows_per_epoch=4)
+    _, saver, _ = trained(total, cadence, engine=improving(*losses), loader=loader)
+    steps = [state.step for state in saver.saved]
+    assert dict(zip(steps, map(" ".join, saver.reasons), strict=True)) == reasons
+    assert saver.waited == [step == total for step in steps]
+    assert saver.commits == total  # each step commits what is written
+
+
 def test_the_step_that_the_run_calls_best_is_the_checkpoint_called_best(tmp_path: Path) -> None:
-    cadence = Cadence(log=0, validation=2, checkpoint=5, save_best=True)
-    saver = Session(tmp_path).saver
+    cadence = every(validation=2, checkpoint=5, save_best=True)
     engine = improving(3.0, 2.5, 2.75, 2.0, 2.25)  # after the steps 2, 4, 6, 8 and 10
+    saver = Session(tmp_path).saver
     outcome = run(parts_of([], total_steps=10, cadence=cadence, engine=engine, saver=saver), [])
     assert (outcome.state.best_loss, outcome.state.best_step) == (2.0, 8)
     steps = {entry.step: entry for entry in Catalog(tmp_path).entries()}
@@ -143,30 +167,6 @@ def test_the_step_that_the_run_calls_best_is_the_checkpoint_called_best(tmp_path
     assert {step: entry.validation_loss for step, entry in steps.items()} == {
         **{5: None, 8: 2.0, 10: 2.25}
     }
-
-
-@pytest.mark.parametrize("save_best", [True, False])
-def test_a_new_best_is_saved_once_where_that_is_wanted(save_best: bool) -> None:
-    cadence = Cadence(log=0, validation=2, checkpoint=4, save_best=save_best)
-    parts = parts_of([], total_steps=9, cadence=cadence, engine=improving(3.0, 2.0, 1.0, 5.0, 0.5))
-    run(parts, [])
-    saver = saver_of(parts)
-    labels = dict(zip((state.step for state in saver.saved), saver.tiers, strict=True))
-    rest = {8: ["rolling"]}
-    assert labels == (
-        {2: ["best"], 4: ["rolling", "best"], 6: ["best"], **rest, 9: ["final", "best"]}
-        if save_best
-        else {4: ["rolling"], **rest, 9: ["final"]}
-    )
-
-
-def test_only_the_last_save_is_waited_for_and_each_step_commits_what_is_written() -> None:
-    parts = parts_of([], total_steps=7, cadence=Cadence(log=0, validation=0, checkpoint=3))
-    run(parts, [])
-    saver = saver_of(parts)
-    assert [state.step for state in saver.saved] == [3, 6, 7]
-    assert saver.waited == [False, False, True]
-    assert saver.commits == 7
 
 
 def test_neither_a_save_nor_a_validation_is_charged_with_the_step_before_it() -> None:
@@ -199,55 +199,40 @@ def test_neither_a_save_nor_a_validation_is_charged_with_the_step_before_it() ->
         engine=SlowEngine([]),
         saver=SlowSaver([]),
         throughput=Throughput(clock),
-        cadence=Cadence(log=0, validation=3, checkpoint=2),
+        cadence=every(validation=3, checkpoint=2),
     )
     run(parts, [])
     laps = parts.throughput.laps
     assert (laps["step"], laps["validation"], laps["save"]) == (6 * 5.0, 2 * 2.0, 3 * 1.0)
 
 
-def test_a_stop_in_the_middle_reports_and_saves_once_and_ends() -> None:
-    log: Log = []
-    cadence = Cadence(log=0, validation=0, checkpoint=3)
-    outcome = run(parts_of(log, cadence=cadence), log, stop_when="accumulate 5")
-    assert happened(log, "report", "tell", "save", "close") == ["report 3", "save 3", "close"]
-    assert outcome.state.step == 3
-    assert outcome.stopped is StopReason.SIGNAL
+@pytest.mark.parametrize(
+    ("cadence", "when", "happens", "reasons"),
+    [
+        (every(checkpoint=3), "accumulate 5", ["report 3", "save 3"], [["rolling"]]),
+        (NEVER, "accumulate 1", ["report 1", "save 1"], [["emergency"]]),
+        (every(validation=2), "validate", ["validate", "save 2"], [["emergency"]]),
+    ],
+    ids=["where a save is due", "between", "in a validation"],
+)
+def test_a_stop_saves_once_and_ends(
+    cadence: Cadence, when: str, happens: list[str], reasons: list[list[str]]
+) -> None:
+    batches = [batch(0), batch(1)]
+    log, saver, outcome = trained(
+        6, cadence, stop_when=when, validation_batches=lambda: iter(batches)
+    )
+    assert happened(log, "validate", "tell", *{word.split()[0] for word in happens}) == happens
+    assert log[-1] == "close"
+    assert (saver.reasons, saver.waited) == (reasons, [True])
+    assert (outcome.stopped, outcome.state.validation_loss) == (StopReason.SIGNAL, None)
 
 
-def test_a_save_for_a_stop_is_waited_for() -> None:
-    log: Log = []
-    parts = parts_of(log, total_steps=7, cadence=Cadence(log=0, validation=0, checkpoint=3))
-    run(parts, log, stop_when="accumulate 5")
-    assert saver_of(parts).waited == [True]
-
-
-def test_a_stop_is_an_emergency() -> None:
-    log: Log = []
-    parts = parts_of(log)
-    run(parts, log, stop_when="accumulate 1")
-    assert saver_of(parts).tiers == [["emergency"]]
-
-
-def test_a_stop_during_a_validation_cuts_it_short_and_saves() -> None:
-    log: Log = []
-    cadence = Cadence(log=0, validation=2, checkpoint=0)
-    parts = parts_of(log, cadence=cadence, validation=lambda: iter([batch(0), batch(1)]))
-    outcome = run(parts, log, stop_when="validate")
-    assert happened(log, "validate", "tell", "save") == ["validate", "save 2"]
-    assert outcome.state.validation_loss is None
-    assert outcome.stopped is StopReason.SIGNAL
-
-
-def test_a_stop_before_the_first_step_does_nothing() -> None:
+def test_neither_a_stop_before_the_first_step_nor_a_finished_run_takes_one() -> None:
     log: Log = ["already"]
-    outcome = run(parts_of(log), log, stop_when="already")
+    assert run(parts_of(log), log, stop_when="already").stopped is StopReason.SIGNAL
     assert log == ["already", "close"]
-    assert outcome.stopped is StopReason.SIGNAL
-
-
-def test_a_finished_run_takes_no_step() -> None:
-    log: Log = []
+    log = []
     state = TrainState(step=6, position=Position(0, 12), validation_step=6)
     assert run(parts_of(log), log, state=state).state == state
     assert log == ["close"]
@@ -262,32 +247,25 @@ def test_a_resumed_run_goes_on_where_it_stood() -> None:
     ]
 
 
-def test_a_stop_at_the_last_step_saves_it_and_the_next_session_validates() -> None:
+@pytest.mark.parametrize(
+    ("total", "cadence", "rest"),
+    [
+        (2, NEVER, ["validate"]),
+        (3, every(validation=2), ["validate", rate(2, 3), "validate", "save 3"]),
+    ],
+)
+def test_a_validation_that_a_stop_left_out_is_made_by_the_next_session(
+    total: int, cadence: Cadence, rest: list[str]
+) -> None:
     log: Log = []
-    parts = parts_of(log, total_steps=2)
+    parts = parts_of(log, total_steps=total, cadence=cadence)
     outcome = run(parts, log, stop_when="accumulate 3")
     assert happened(log, "validate", "tell", "save") == ["save 2"]
-    assert outcome.stopped is StopReason.SIGNAL
     assert (outcome.state.step, outcome.state.validation_step) == (2, None)
-
     log.clear()
     outcome = run(parts, log, state=outcome.state)
-    assert log == ["validate", "tell 2.0", "close"]
-    assert (outcome.stopped, outcome.state.best_step) == (StopReason.NONE, 2)
-
-
-def test_a_stop_where_a_validation_was_due_leaves_it_to_the_next_session() -> None:
-    log: Log = []
-    parts = parts_of(log, total_steps=3, cadence=Cadence(log=0, validation=2, checkpoint=0))
-    outcome = run(parts, log, stop_when="accumulate 3")
-    assert happened(log, "validate", "save") == ["save 2"]
-
-    log.clear()
-    outcome = run(parts, log, state=outcome.state)
-    assert happened(log, "validate", "update", "save") == [
-        *("validate", rate(2, 3), "validate", "save 3")
-    ]
-    assert outcome.state.validation_step == 3
+    assert happened(log, "validate", "update", "save") == rest
+    assert (outcome.stopped, outcome.state.validation_step) == (StopReason.NONE, total)
 
 
 def test_bad_data_on_one_rank_is_raised_on_both_before_any_pass_of_that_step() -> None:
@@ -303,6 +281,18 @@ def test_bad_data_on_one_rank_is_raised_on_both_before_any_pass_of_that_step() -
         assert str(ended.error) == "rank 1: b.npy is corrupt"
         assert ended.error.on_every_rank
         assert log == ["accumulate 0", "accumulate 1", rate(0, 6), "close"]
+
+
+@dataclasses.dataclass
+class OneAsks(FakeStop):
+    """A reason to stop on one of the ranks, agreed on by all."""
+
+    world: World = dataclasses.field(default_factory=World)
+    asks: bool = True
+
+    def agreed(self) -> StopReason:
+        own = super().agreed() if self.asks else StopReason.NONE
+        return StopReason(int(self.world.largest([own])[0]))
 
 
 @pytest.mark.parametrize("asked", [0, 1])
@@ -329,31 +319,16 @@ def test_a_stop_ends_the_wait_of_one_rank_on_both_after_the_step_before(
     assert logs[1 - late] == [entry for entry in logs[late] if entry != "waits"]
 
 
-@dataclasses.dataclass
-class OneAsks(FakeStop):
-    """A reason to stop on one of the ranks, agreed on by all."""
-
-    world: World = dataclasses.field(default_factory=World)
-    asks: bool = True
-
-    def agreed(self) -> StopReason:
-        own = super().agreed() if self.asks else StopReason.NONE
-        return StopReason(int(self.world.largest([own])[0]))
-
-
-def test_a_stop_before_the_data_of_the_first_step_saves_nothing() -> None:
+@pytest.mark.parametrize(("missing_from", "there"), [(0, []), (2, ["report 1", "save 1"])])
+def test_a_stop_before_the_next_data_reports_and_saves_no_step_twice(
+    missing_from: int, there: list[str]
+) -> None:
     log: Log = []
-    outcome = run(parts_of(log, loader=FakeLoader(log, missing_from=0)), log, stop_when="waits")
-    assert log == ["waits", "close"]
-    assert (outcome.state, outcome.stopped) == (TrainState(), StopReason.SIGNAL)
-
-
-def test_a_step_that_was_reported_and_saved_is_not_reported_again_when_the_next_waits() -> None:
-    log: Log = []
-    cadence = Cadence(log=1, validation=0, checkpoint=1)
-    parts = parts_of(log, cadence=cadence, loader=FakeLoader(log, missing_from=2))
-    run(parts, log, stop_when="waits")
-    assert happened(log, "report") == ["report 1"]
+    loader = FakeLoader(log, missing_from=missing_from)
+    outcome = run(parts_of(log, cadence=every(log=1), loader=loader), log, stop_when="waits")
+    assert happened(log, "report", "save") == there
+    assert log[-1] == "close"
+    assert (outcome.state.step, outcome.stopped) == (missing_from // 2, StopReason.SIGNAL)
 
 
 def test_every_label_of_a_step_counts_the_same() -> None:
@@ -364,13 +339,6 @@ def test_every_label_of_a_step_counts_the_same() -> None:
     means = ([1.0, 5.0], [2.0, 0.0])
     weighted = [w * m for rank in (0, 1) for w, m in zip(found[rank], means[rank], strict=True)]
     assert sum(weighted) / 4 == pytest.approx((10 * 1.0 + 2 * 5.0 + 4 * 2.0) / 16)
-
-
-def test_a_step_without_any_label_has_no_weights_that_are_not_finite() -> None:
-    alone = World(rank=0, local_rank=0, world_size=1, local_world_size=1)
-    assert label_weights(alone, [0, 0]) == [1.0, 1.0]
-
-
-def test_where_no_label_is_ignored_the_ranks_need_not_talk() -> None:
+    assert label_weights(World(), [0, 0]) == [1.0, 1.0]  # no weight that is not finite
     apart = World(rank=0, local_rank=0, world_size=2, local_world_size=2)
-    assert label_weights(apart, [None, None]) == [1.0, 1.0]
+    assert label_weights(apart, [None, None]) == [1.0, 1.0]  # the ranks need not talk

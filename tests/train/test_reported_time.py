@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
-from reporter_session import PLAN, Session
+from hypothesis import given
+from hypothesis import strategies as st
+from test_reporter import PLAN, Session, listened
 
 from refocused.data.order.position import Position
-from refocused.metrics.trackers import Record, Trackers
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import Cadence
 
@@ -82,41 +82,29 @@ def test_every_second_of_a_session_is_recorded_once(tmp_path: Path) -> None:
     assert session.reporter.run_time().goodput_fraction == 14.0 / 58.5
 
 
-class Listening:
-    """Stands for the trackers."""
-
-    def __init__(self) -> None:
-        self.costs: list[object] = []
-
-    def record(self, record: Record) -> None:
-        if "cost_usd" in record:
-            self.costs.append(record["cost_usd"])
-
-    def close(self, exit_code: int, *, limit_seconds: float) -> None: ...
-
-
 def test_one_cost_is_told_everywhere_at_the_end(tmp_path: Path) -> None:
-    session, trackers = Session(tmp_path, per_hour_usd=100.0), Listening()
-    session.reporter.track(cast("Trackers", trackers))
+    session = Session(tmp_path, per_hour_usd=100.0)
+    trackers = listened(session)
     session.reporter.start(TrainState())
     state = session.step(TrainState(step=100), seconds=36.0)
-    assert trackers.costs == [pytest.approx(1.0)]
+    assert trackers.records[-1]["cost_usd"] == pytest.approx(1.0)
     session.clock.now += 72.0  # the mirror, the export
     state = session.reporter.end(state)
     session.reporter.write_state(state, "finished")
     assert state.cost_usd == pytest.approx(3.0)
-    assert trackers.costs[-1] == state.cost_usd == session.state_file()["cost_usd"]
+    assert trackers.records[-1]["cost_usd"] == state.cost_usd == session.state_file()["cost_usd"]
     last = session.records("performance_metrics")[-1]
     assert (last["cost_usd"], last["finished"]) == (state.cost_usd, True)
 
 
 def test_the_end_of_a_failed_session_is_told_too(tmp_path: Path) -> None:
-    session, trackers = Session(tmp_path, per_hour_usd=100.0), Listening()
-    session.reporter.track(cast("Trackers", trackers))
+    session = Session(tmp_path, per_hour_usd=100.0)
+    trackers = listened(session)
     session.reporter.start(TrainState())
     session.clock.now += 36.0
     session.reporter.write_failure(TrainState(step=7), RuntimeError("lost"), 1)
-    assert trackers.costs == [session.state_file()["cost_usd"]] == [pytest.approx(1.0)]
+    (told,) = trackers.records
+    assert told["cost_usd"] == session.state_file()["cost_usd"] == pytest.approx(1.0)
     assert "finished" not in session.records("performance_metrics")[-1]
 
 
@@ -205,3 +193,54 @@ def test_the_share_of_waiting_is_of_the_time_since_the_last_line(tmp_path: Path)
     session.step(TrainState(step=3), seconds=10.0, waited=7.0)
     shares = [record["data_wait_fraction"] for record in session.records()]
     assert shares == pytest.approx([0.2, 0.5, 0.0])
+
+
+def test_things_are_due_at_their_multiples_and_zero_is_never() -> None:
+    cadence = Cadence(log=2, validation=3, checkpoint=5)
+    steps = range(1, 11)
+    assert [step for step in steps if cadence.due("log", step)] == [2, 4, 6, 8, 10]
+    assert [step for step in steps if cadence.due("validation", step)] == [3, 6, 9]
+    assert not any(cadence.due("sample", step) for step in steps)
+    assert Cadence(log=0, validation=0, checkpoint=0).ahead(3, 10)["save"] == 1  # the last step
+
+
+@given(
+    step=st.integers(1, 60),
+    more=st.integers(0, 60),
+    interval=st.integers(0, 20),
+    saves=st.integers(0, 20),
+    save_best=st.booleans(),
+)
+def test_what_is_ahead_is_what_the_loop_will_do(
+    step: int, more: int, interval: int, saves: int, save_best: bool
+) -> None:
+    total = step + more
+    cadence = Cadence(log=1, validation=interval, checkpoint=saves, save_best=save_best)
+    to_come = range(step, total + 1)  # a step's validation and save come after its log line
+    validations = [one for one in to_come if one == total or cadence.due("validation", one)]
+    saved = {one for one in to_come if one == total or cadence.due("checkpoint", one)}
+    ahead = cadence.ahead(step, total)
+    assert ahead["step"] == more
+    assert ahead["validation"] == len(validations)
+    assert ahead["save"] == len(saved | set(validations) if save_best else saved)
+
+
+@pytest.mark.parametrize(
+    ("step", "facts", "reasons"),
+    [
+        (4, "", ""),
+        (5, "", "rolling"),
+        (5, "epoch_ended last", "rolling epoch final"),
+        (4, "is_best", ""),
+        (4, "stopping", "emergency"),
+        (5, "stopping", "rolling"),  # it would have been saved anyway
+    ],
+)
+def test_a_save_says_what_it_is_for(step: int, facts: str, reasons: str) -> None:
+    names = ("last", "epoch_ended", "is_best", "stopping")
+    given = {name: name in facts.split() for name in names}
+    cadence = Cadence(log=1, validation=0, checkpoint=5, keep_epochs=True)
+    assert [reason.value for reason in cadence.reasons_to_save(step, **given)] == reasons.split()
+    if facts == "epoch_ended last":  # without keep_epochs
+        plain = Cadence(log=1, validation=0, checkpoint=5).reasons_to_save(step, **given)
+        assert [reason.value for reason in plain] == ["rolling", "final"]

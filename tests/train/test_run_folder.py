@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,10 +12,11 @@ import pytest
 from thread_ranks import on_two_ranks, results
 
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.system.errors import CheckpointError, ConfigError
+from refocused.system.errors import CheckpointError, ConfigError, TrainingError
+from refocused.system.locks import FileLock
 from refocused.system.world import World
-from refocused.train.lifecycle.resume import _choose
-from refocused.train.lifecycle.run_folder import find_storage_ranks, require_one_mirror
+from refocused.train.lifecycle.resume import choose
+from refocused.train.lifecycle.run_folder import claim_run, find_storage_ranks, require_one_mirror
 
 
 def on_two_nodes(world: World) -> World:
@@ -78,10 +80,43 @@ def test_a_mirror_that_is_another_folder_on_each_machine_is_refused(
 
 
 def test_machines_apart_take_over_no_step_from_elsewhere(tmp_path: Path) -> None:
-    job = SimpleNamespace(
-        request=SimpleNamespace(resume="gs://other/run/checkpoint_step_5", trusts_others=True),
-        world=World(storage_ranks=2),
-        loaded=SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(name="run"))),
-    )
-    with pytest.raises(CheckpointError, match="resume from this run's steps alone"):
-        _choose(cast("Any", job), Catalog(tmp_path))
+    def action(world: World) -> None:
+        job = SimpleNamespace(
+            request=SimpleNamespace(resume="gs://other/run/checkpoint_step_5", trusts_others=True),
+            world=dataclasses.replace(on_two_nodes(world), storage_ranks=2),
+            loaded=SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(name="run"))),
+            catalog=lambda: Catalog(tmp_path / str(world.rank)),
+        )
+        choose(cast("Any", job))
+
+    for rank in on_two_ranks(action):
+        assert isinstance(rank.error, CheckpointError)
+        assert "resume from this run's steps alone" in str(rank.error)
+
+
+def test_a_second_start_is_refused_while_the_first_one_trains(tmp_path: Path) -> None:
+    first = claim_run(tmp_path / "run")
+    claim_run(tmp_path / "other", timeout_seconds=0.0).release()  # another name, another lock
+    with pytest.raises(TrainingError, match="is being trained by another process") as told:
+        claim_run(tmp_path / "run", timeout_seconds=0.0)
+    assert "launch/stop.py" in str(told.value)
+    first.release()
+    claim_run(tmp_path / "run", timeout_seconds=0.0).release()
+
+
+def test_a_start_waits_for_one_that_is_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = claim_run(tmp_path)
+    asked = []
+
+    class Watched(FileLock):
+        def acquire(self) -> bool:
+            asked.append(super().acquire())
+            if len(asked) == 2:  # refused twice: now the other one ends
+                threading.Thread(target=first.release).start()
+            return asked[-1]
+
+    monkeypatch.setattr("refocused.train.lifecycle.run_folder.FileLock", Watched)
+    claim_run(tmp_path).release()
+    assert asked[:2] == [False, False] and asked[-1]

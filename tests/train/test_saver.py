@@ -29,7 +29,7 @@ def test_a_state_is_saved_with_its_time_and_money_booked(tmp_path: Path) -> None
     assert not session.saver.last_save_failed
 
 
-def test_a_save_is_told_with_the_time_that_it_took(tmp_path: Path) -> None:
+def test_a_save_is_told_and_recorded_with_what_it_cost(tmp_path: Path) -> None:
     session = Session(tmp_path)
     write = session.owner.save_shards
 
@@ -40,51 +40,34 @@ def test_a_save_is_told_with_the_time_that_it_took(tmp_path: Path) -> None:
     session.owner.save_shards = slowly  # type: ignore[method-assign]
     session.save(1500)
     assert session.log == ["save: save   1,500 local 4 s"]
-    session.clock.now += 1.0
-    session.throughput.lap("step")
-    assert session.throughput.seconds_left({"step": 1, "save": 1}) == 5.0
-
-
-def test_what_a_save_cost_is_recorded(tmp_path: Path) -> None:
-    session = Session(tmp_path)
-    write = session.owner.save_shards
-
-    def slowly(folder: Path) -> Any:
-        session.clock.now += 4.0
-        return write(folder)
-
-    session.owner.save_shards = slowly  # type: ignore[method-assign]
-    session.save(10)
     (record,) = session.reporter.figures
-    size = read_step(tmp_path / "checkpoint_step_10").manifest.total_bytes
+    size = read_step(tmp_path / "checkpoint_step_1500").manifest.total_bytes
     seconds = record["save_write_seconds"]
     assert isinstance(seconds, float) and seconds > 0  # measured where it is written
     assert record == {
         "kind": "save",
-        "step": 10,
+        "step": 1500,
         "save_stall_seconds": 4.0,
         "save_write_seconds": seconds,
         "save_bytes": size,
         "save_bytes_per_second": size / seconds,
     }
+    session.clock.now += 1.0
+    session.throughput.lap("step")
+    assert session.throughput.seconds_left({"step": 1, "save": 1}) == 5.0
 
 
-def test_the_same_step_is_saved_once(tmp_path: Path) -> None:
+def test_a_step_of_this_run_is_saved_once_and_one_of_another_run_again(tmp_path: Path) -> None:
     session = Session(tmp_path)
     session.save(10, 10)
     assert session.log == ["save:" + " save      10 local 0 s"]
     resumed = Session(tmp_path)
-    resumed.saver.load(read_step(tmp_path / "checkpoint_step_10"))
-    resumed.save(10)
+    state = resumed.saver.load(read_step(tmp_path / "checkpoint_step_10"))
+    resumed.saver.save(state)
     assert resumed.log == []
-
-
-def test_a_step_of_another_run_is_loaded_and_still_has_to_be_saved_here(tmp_path: Path) -> None:
-    Session(tmp_path / "other").save(10)
-    session = Session(tmp_path / "mine")
-    state = session.saver.load(read_step(tmp_path / "other" / "checkpoint_step_10"))
-    session.saver.save(state)
-    assert session.there() == [10]
+    other = Session(tmp_path / "other")
+    other.saver.save(other.saver.load(read_step(tmp_path / "checkpoint_step_10")))
+    assert other.there() == [10]
 
 
 def disk_with(free: int) -> Any:

@@ -1,87 +1,74 @@
+"""Reasons to stop: which counts, how ranks agree, and the limits of time and money."""
+
 from __future__ import annotations
 
 import signal
 from pathlib import Path
 
+import pytest
 from thread_ranks import on_two_ranks, results
 
 from refocused.system.errors import ExitCode, StoppedEarlyError
 from refocused.system.world import World
 from refocused.train.lifecycle.launch_session import Signals
-from refocused.train.step.stopping import StopReason, StopRequest
+from refocused.train.step.stopping import StopReason, StopRequest, budget_limit, time_limit
 
-
-class Family:
-    """Ancestors that a test lets go."""
-
-    gone = False
+NONE = StopReason.NONE
 
 
 def request(
-    tmp_path: Path,
+    folder: Path,
     world: World | None = None,
     signals: Signals | None = None,
-    family: Family | None = None,
+    gone: list[bool] | None = None,
 ) -> StopRequest:
     return StopRequest(
         world or World(),
-        stop_file=tmp_path / "STOP",
+        stop_file=folder / "STOP",
         signalled=lambda: signals is not None and signals.asked,
-        orphaned=lambda: family is not None and family.gone,
+        orphaned=lambda: bool(gone),
     )
 
 
-def test_without_a_reason_training_goes_on(tmp_path: Path) -> None:
-    stop = request(tmp_path)
-    assert stop.agreed() is StopReason.NONE
+def test_each_reason_counts_from_when_it_is_there(tmp_path: Path) -> None:
+    gone: list[bool] = []
+    stop = request(tmp_path, gone=gone)
     assert not stop.agreed()
     stop.leave_if_asked()
-
-
-def test_a_signal_asks_to_stop(tmp_path: Path) -> None:
-    signals = Signals(speaks=False)
-    stop = request(tmp_path, signals=signals)
-    assert stop.agreed() is StopReason.NONE
-    signals.receive(signal.SIGTERM)
-    assert stop.agreed() is StopReason.SIGNAL
-    assert stop.agreed() is StopReason.SIGNAL
-
-
-def test_a_stop_file_is_enough(tmp_path: Path) -> None:
-    stop = request(tmp_path)
     (tmp_path / "STOP").touch()
     assert stop.agreed() is StopReason.STOP_FILE
-
-
-def test_the_launchers_end_is_noticed(tmp_path: Path) -> None:
-    family = Family()
-    stop = request(tmp_path, family=family)
-    assert stop.agreed() is StopReason.NONE
-    family.gone = True
+    assert stop.agreed().exit_code == ExitCode.INTERRUPTED
+    (tmp_path / "STOP").unlink()
+    stop = request(tmp_path, gone=gone)
+    assert stop.agreed() is NONE
+    gone.append(True)
     assert stop.agreed() is StopReason.PARENT_GONE
 
 
 def test_a_limit_is_obeyed_and_a_person_counts_more(tmp_path: Path) -> None:
-    signals = Signals(speaks=False)
+    signals, given = Signals(speaks=False), [NONE]
     stop = request(tmp_path, signals=signals)
-    given = [StopReason.NONE]
-    stop.limits.append(lambda: StopReason.NONE)
-    stop.limits.append(lambda: given[0])
-    assert stop.agreed() is StopReason.NONE
+    stop.limits += [lambda: NONE, lambda: given[0]]
+    assert stop.agreed() is NONE
     given[0] = StopReason.BUDGET
     assert stop.agreed() is StopReason.BUDGET
-    given[0] = StopReason.NONE
+    assert stop.agreed().exit_code == ExitCode.LIMIT_REACHED
+    given[0] = NONE
     assert stop.agreed() is StopReason.BUDGET  # what was said stands
     signals.receive(signal.SIGTERM)
-    assert stop.agreed() is StopReason.SIGNAL
+    assert [stop.agreed(), stop.agreed()] == [StopReason.SIGNAL] * 2
 
 
 def test_limits_are_asked_on_rank_0_alone(tmp_path: Path) -> None:
     asked = []
 
+    def limit(rank: int) -> StopReason:
+        asked.append(rank)
+        return StopReason.TIME_LIMIT
+
     def action(world: World) -> StopReason:
         stop = request(tmp_path, world)
-        stop.limits.append(lambda: asked.append(world.rank) or StopReason.TIME_LIMIT)  # type: ignore[func-returns-value]
+        stop.limits.append(lambda: limit(world.rank))
         return stop.agreed()
 
     assert results(on_two_ranks(action)) == [StopReason.TIME_LIMIT] * 2
@@ -89,28 +76,22 @@ def test_limits_are_asked_on_rank_0_alone(tmp_path: Path) -> None:
 
 
 def test_two_ranks_agree_on_the_largest_reason(tmp_path: Path) -> None:
-    (tmp_path / "STOP").touch()
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    (tmp_path / "1" / "STOP").touch()
 
     def action(world: World) -> list[StopReason]:
         signals = Signals(speaks=False)
-        stop = request(tmp_path, world, signals)
-        before = stop.agreed()  # rank 0 sees the file, rank 1 does not look
+        # Rank 0 looks for the file, rank 1 does not.
+        assert request(tmp_path / str(world.rank), world).agreed() is NONE
+        stop = request(tmp_path / "1", world, signals)
+        before = stop.agreed()
         if world.rank == 1:
             signals.receive(signal.SIGTERM)
         return [before, stop.agreed()]
 
     expected = [StopReason.STOP_FILE, StopReason.SIGNAL]
     assert results(on_two_ranks(action)) == [expected, expected]
-
-
-def test_a_file_that_only_another_rank_sees_does_not_count(tmp_path: Path) -> None:
-    (tmp_path / "1").mkdir()
-    (tmp_path / "1" / "STOP").touch()
-
-    def action(world: World) -> StopReason:
-        return request(tmp_path / str(world.rank), world).agreed()
-
-    assert results(on_two_ranks(action)) == [StopReason.NONE, StopReason.NONE]
 
 
 def test_before_training_both_ranks_leave_when_one_was_asked(tmp_path: Path) -> None:
@@ -127,9 +108,28 @@ def test_before_training_both_ranks_leave_when_one_was_asked(tmp_path: Path) -> 
         assert str(ended.error).startswith("Stopped by a signal before training began")
 
 
-def test_every_reason_has_a_text_and_a_code() -> None:
-    limits = {StopReason.TIME_LIMIT, StopReason.BUDGET}
-    for reason in StopReason:
-        assert bool(reason.text) is bool(reason)
-        code = ExitCode.LIMIT_REACHED if reason in limits else ExitCode.INTERRUPTED
-        assert reason.exit_code == (code if reason else ExitCode.OK)
+@pytest.mark.parametrize(
+    ("now", "reason"), [(100.0, NONE), (1899.0, NONE), (1900.0, StopReason.TIME_LIMIT)]
+)
+def test_a_session_may_take_its_hours(now: float, reason: StopReason) -> None:
+    assert time_limit(0.5, began_seconds=100.0, clock=lambda: now)() is reason
+
+
+def test_the_budget_warns_twice_and_then_stops() -> None:
+    spent, said = [0.0], list[str]()
+    budget = budget_limit(200.0, spent_usd=lambda: spent[0], warn=said.append)
+    for dollars in (0.0, 159.0, 160.0, 170.0, 189.9):
+        spent[0] = dollars
+        assert budget() is NONE
+    assert [text.partition(".00,")[0] for text in said] == ["The run has cost $160"]
+    assert "$160.00, 80% of cost.budget_usd=200.00" in said[0]
+    spent[0] = 190.0
+    assert budget() is NONE
+    assert len(said) == 2 and "95%" in said[1]
+    for dollars in (200.0, 201.0):
+        spent[0] = dollars
+        assert budget() is StopReason.BUDGET
+    assert len(said) == 2
+    resumed = budget_limit(200.0, spent_usd=lambda: 192.0, warn=said.append)  # near its end
+    assert [resumed(), resumed()] == [NONE] * 2
+    assert len(said) == 3

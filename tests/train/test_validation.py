@@ -49,7 +49,7 @@ def test_the_mean_is_over_tokens_so_padding_does_not_count() -> None:
     parts = parts_of(
         log,
         engine=FakeEngine(log, validation=by_first_token),
-        validation=lambda: iter([batch(2, labels=10), batch(7, labels=10, ignored=8)]),
+        validation_batches=lambda: iter([batch(2, labels=10), batch(7, labels=10, ignored=8)]),
     )
     loss = validation_loss(parts, never(log))
     assert loss is not None
@@ -62,7 +62,7 @@ def test_the_mean_is_over_all_ranks() -> None:
         log: Log = []
         mine = [batch(2), batch(4)] if world.rank == 0 else [batch(8), batch(0, ignored=4)]
         engine = FakeEngine(log, validation=by_first_token)
-        parts = parts_of(log, world=world, engine=engine, validation=lambda: iter(mine))
+        parts = parts_of(log, world=world, engine=engine, validation_batches=lambda: iter(mine))
         return validation_loss(parts, never(log))
 
     losses = results(on_two_ranks(action))
@@ -82,7 +82,7 @@ def test_each_source_has_a_loss_of_its_own_over_all_ranks() -> None:
             ]
         )
         engine = FakeEngine(log, validation=by_first_token)
-        parts = parts_of(log, world=world, engine=engine, validation=lambda: iter(mine))
+        parts = parts_of(log, world=world, engine=engine, validation_batches=lambda: iter(mine))
         return validation_loss(parts, never(log))
 
     for loss in results(on_two_ranks(action)):
@@ -91,13 +91,13 @@ def test_each_source_has_a_loss_of_its_own_over_all_ranks() -> None:
 
 def test_without_validation_data_there_is_no_loss() -> None:
     log: Log = []
-    assert validation_loss(parts_of(log, validation=lambda: iter([])), never(log)) is None
+    assert validation_loss(parts_of(log, validation_batches=lambda: iter([])), never(log)) is None
     assert log == []
 
 
 def test_a_stop_ends_it_without_a_result() -> None:
     log: Log = []
-    parts = parts_of(log, validation=lambda: iter([batch(0)] * 5))
+    parts = parts_of(log, validation_batches=lambda: iter([batch(0)] * 5))
     stop = cast("StopRequest", FakeStop(log, "validate"))
     assert validation_loss(parts, stop) is None
     assert log == ["validate"]

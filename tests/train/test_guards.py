@@ -1,4 +1,4 @@
-"""Training ends at a loss or a gradient that is not finite, before anything is made of it."""
+"""Training ends at a loss or gradient that is not finite, and names what lacks memory."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import math
 from typing import Any
 
 import pytest
-from loop_session import happened, rate, run
-from run_fakes import FakeEngine, FakeLoader, Log, parts_of
+import torch
+from run_fakes import FakeEngine, FakeLoader, Log, happened, parts_of, rate, run
 from thread_ranks import on_two_ranks
 
+from refocused.config.batch_plan import BatchPlan
 from refocused.system.errors import TrainingError
 from refocused.system.world import World
+from refocused.train.step.guards import explaining_lack_of_memory
 from refocused.train.step.step_figures import Cadence
 
 
@@ -36,28 +38,20 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_both_and_nothing_is_updated
         assert ended.error.on_every_rank
         message = str(ended.error)
         assert "Loss is not finite on rank 1 at step 2 (a.npy window 2; a.npy win" in message
-        assert "before the optimizer step" in message
-        assert "lower optimizer.lr" in message
-        assert log[2:] == [
-            rate(0, 6),
-            "report 1",
-            "accumulate 2",
-            "accumulate 3",
-            "refuse",
-            "close",
-        ]
+        assert "before the optimizer step" in message and "lower optimizer.lr" in message
+        refused = ["accumulate 2", "accumulate 3", "refuse", "close"]
+        assert log[2:] == [rate(0, 6), "report 1", *refused]
 
 
 def run_refused(cadence: Cadence | None = None, **engine: Any) -> tuple[Log, list[str]]:
     """Train alone with an engine that refuses the third update; the log, and what was raised."""
     log: Log = []
     fake = FakeEngine(log, refuses_from=3, **engine)
-    raised = []
     try:
         run(parts_of(log, engine=fake, cadence=cadence), log)
     except TrainingError as error:
-        raised.append(str(error))
-    return log, raised
+        return log, [str(error)]
+    return log, []
 
 
 def test_a_refused_update_is_found_while_the_next_step_is_computed() -> None:
@@ -67,17 +61,9 @@ def test_a_refused_update_is_found_while_the_next_step_is_computed() -> None:
     assert log[-1] == "close"
 
 
-@pytest.mark.parametrize(
-    "cadence",
-    [
-        Cadence(log=3, validation=0, checkpoint=0),
-        Cadence(log=0, validation=3, checkpoint=0),
-        Cadence(log=0, validation=0, checkpoint=3),
-    ],
-    ids=["told", "validated", "saved"],
-)
-def test_a_step_is_known_to_be_good_before_it_is_told_validated_or_saved(cadence: Cadence) -> None:
-    log, [message] = run_refused(cadence)
+@pytest.mark.parametrize("due", ["log", "validation", "checkpoint"])
+def test_a_step_is_known_to_be_good_before_it_is_told_validated_or_saved(due: str) -> None:
+    log, [message] = run_refused(Cadence(**{"log": 0, "validation": 0, "checkpoint": 0, due: 3}))
     assert "at step 3 " in message
     assert log[-2:] == ["refuse", "close"]
 
@@ -99,3 +85,35 @@ def test_an_overflow_of_fp16_ends_nothing() -> None:
         scale=65536.0, training_loss=lambda step: math.nan if step == 4 else 1.0
     )
     assert "Loss is not finite on rank 0 at step 4" in message
+
+
+CHECKPOINTING = "Try model.activation_checkpointing=true; PYTORCH_CUDA_ALLOC_CONF="
+
+
+@pytest.mark.parametrize(
+    ("micro", "step", "said"),
+    [
+        (
+            8,
+            7,
+            "at step 7 (0.0 of 0.0 GiB). Micro batch 8 x 2048 tokens. Try batch.micro=4 (same "
+            "tokens a step, 32 accumulation steps: with batch.accumulation in the run file set "
+            "that too) or model.activation_checkpointing=true; PYTORCH_CUDA_ALLOC_CONF=",
+        ),
+        (
+            1,
+            None,
+            f"outside of a step (0.0 of 0.0 GiB). Micro batch 1 x 2048 tokens. {CHECKPOINTING}",
+        ),
+    ],
+)
+def test_a_lack_of_memory_is_explained(micro: int, step: int | None, said: str) -> None:
+    plan = BatchPlan(micro=micro, accumulation=16, world_size=4, sequence_length=2048)
+    with (
+        pytest.raises(TrainingError) as raised,
+        explaining_lack_of_memory(plan, world=World(), step=step),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    assert str(raised.value).startswith(f"Out of GPU memory on rank 0 {said}")
+    with pytest.raises(ZeroDivisionError), explaining_lack_of_memory(plan, world=World()):
+        raise ZeroDivisionError
