@@ -55,13 +55,7 @@ def measure_speed(
 ) -> Iterator[SpeedRow]:
     """Yield a row for each length and batch, from the smallest on.
 
-    Args:
-        name: Of the model.
-        network: transformers' model, in evaluation mode, on its device.
-        lengths: Tokens of a prompt.
-        batches: Prompts at once.
-        new_tokens: Tokens to write after each prompt; below 2: none.
-        clock: Seconds.
+    Nothing is written after the prompts if `new_tokens` is below 2.
     """
     longest = getattr(network.config, "max_position_embeddings", None)
     draw = torch.Generator()
@@ -230,13 +224,7 @@ def draw_spectrum(modules: Sequence[ModuleSpectrum], file: Path, *, title: str) 
 def draw_scores(
     rows: Mapping[str, Mapping[str, Measure]], file: Path, *, steps: Mapping[str, int]
 ) -> None:
-    """Write a PNG with each measure over the models, with standard errors.
-
-    Args:
-        rows: For each model the measures by name.
-        file: The PNG.
-        steps: Step of each model; where one has none, models stand side by side by name.
-    """
+    """Write a PNG with each measure over the models' steps, or over their names without steps."""
     names = list(dict.fromkeys(name for measures in rows.values() for name in measures))
     figure, panels = _panels(len(names))
     over_steps = len(set(steps.values())) == len(rows)

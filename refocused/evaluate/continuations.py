@@ -80,19 +80,12 @@ class Encoder:
     def continuations(
         self, pairs: Sequence[tuple[str, str]], *, places: Sequence[str], groups: Sequence[int]
     ) -> list[Continuation | None]:
-        """Encode pairs of a context and its continuation.
+        """Encode pairs of a context and its continuation, each with its place and its question.
 
         White space at the end of a context goes to the continuation. The tokens of the whole beyond
         the context's own number are scored. An empty context is the end-of-text token. A context
-        that is too long loses its beginning.
-
-        Args:
-            pairs: Contexts and continuations.
-            places: Where each pair comes from.
-            groups: Question of each pair.
-
-        Returns:
-            In the order of the pairs; None for a continuation longer than the model's context.
+        that is too long loses its beginning; a continuation longer than the model's context is
+        None.
 
         Raises:
             EvaluationError: A continuation has no token of its own, or a context is empty and the
@@ -147,11 +140,8 @@ def score_all(
         rows: Continuations of one batch.
         tokens: Most tokens of one batch, padding included; None: no limit.
         world: The ranks.
-        stopping: Called after each batch; true, on all ranks alike, ends it.
+        stopping: Called after each batch, alike on all ranks; if true, the result is None.
         progress: Called with the batches done and their number.
-
-    Returns:
-        In the order of the continuations; None when stopped.
     """
     batches = batches_by_length(continuations, rows=rows, tokens=tokens)
     found: dict[int, Scored] = {}

@@ -43,10 +43,8 @@ class ModelWeights:
     Retention leaves the checkpoint alone while this exists.
 
     Attributes:
-        step: The checkpoint.
         settings: The run file that it was trained under.
-        config: transformers' configuration of the model, without padding rows of the vocabulary,
-            and with the length of the training sequences.
+        config: transformers' configuration, without padding rows of the vocabulary.
         padded: The same with the rows that were trained.
         shapes: The shape of each tensor by transformers' name, in the model's order; tied ones
             under one name, and without padding rows.

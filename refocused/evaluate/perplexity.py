@@ -13,11 +13,7 @@ from refocused.system.errors import EvaluationError
 
 
 def read_text(file: Path) -> str:
-    """Read a text.
-
-    Raises:
-        EvaluationError: It cannot be read, is not UTF-8, or is empty.
-    """
+    """Read a text; raise EvaluationError if it cannot be read, is not UTF-8, or is empty."""
     try:
         text = file.read_bytes().decode()
     except OSError as error:
@@ -34,14 +30,9 @@ def read_text(file: Path) -> str:
 def prepare(
     task: str, text: str, encoder: Encoder, *, stride: int | None = None, limit: int | None = None
 ) -> Examination:
-    """Cut a text into windows.
+    """Cut a text into windows of `stride` new tokens, the whole context unless given.
 
-    Args:
-        task: Its name.
-        text: Not empty.
-        encoder: Of the model.
-        stride: New tokens of each window after the first; None: the whole context.
-        limit: Windows to score; None: all.
+    At most `limit` windows are scored.
 
     Raises:
         EvaluationError: The text is too short to score, or the stride exceeds the context.
@@ -70,13 +61,8 @@ def rolling_windows(
     """Return windows that score every token once, each with as much before it as the model sees.
 
     As lm-evaluation-harness does at a stride of the whole context (its
-    `get_rolling_token_windows`), and transformers' guide to perplexity otherwise.
-
-    Args:
-        ids: The text.
-        first: What precedes it; None: nothing, and its own first token is not scored.
-        context: Tokens that the model sees at once.
-        stride: Tokens that each window after the first scores.
+    `get_rolling_token_windows`), and transformers' guide to perplexity otherwise. Without a `first`
+    token before the text, its own first token is not scored.
     """
     whole = [*ids] if first is None else [first, *ids]
     windows: list[Continuation] = []

@@ -59,7 +59,7 @@ def convert(
         data: Patterns, and how files are read.
         work: Local folder for what is unfinished; removed at the end.
         request: What to make of them.
-        progress: Called with bytes done and bytes in all, at the start and after each file.
+        progress: Called with bytes done and in all, at the start and after each file.
 
     Raises:
         ShardError: A file is refused or corrupt, an id is outside the vocabulary, or the target

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -130,15 +130,12 @@ class Journal:
         """Open the file, or make it; all shards have one element type."""
         self._path = path
         self._dtype = dtype
-        self._finished: dict[str, list[_Line]] = {}  # those with a shard
-        self._last: dict[str, _Line] = {}
         with disk_errors(path):
             path.touch()
             content = path.read_bytes()
-            for line in content[: content.rfind(b"\n") + 1].splitlines():
-                self._keep(self._parsed(line))
-            self._rewrite()
-            self._file = path.open("ab")
+            whole = content[: content.rfind(b"\n") + 1].splitlines()
+            self._lines = [self._parsed(line) for line in whole]
+            self._file = self._rewritten()
 
     def close(self) -> None:
         """Close the file."""
@@ -146,11 +143,12 @@ class Journal:
 
     def cursor(self, stream: str) -> Cursor:
         """Return where a stream is: its last cursor, or the start."""
-        return self._last[stream].cursor if stream in self._last else Cursor()
+        cursors = (line.cursor for line in reversed(self._lines) if line.stream == stream)
+        return next(cursors, Cursor())
 
     def shards(self, stream: str) -> list[Shard]:
         """Return a stream's finished shards, in order."""
-        return [line.shard for line in self._finished.get(stream, []) if line.shard]
+        return [line.shard for line in self._lines if line.stream == stream and line.shard]
 
     def note(self, stream: str, cursor: Cursor, shard: Shard | None) -> None:
         """Append a line; it is durable on return when it has a shard."""
@@ -160,30 +158,23 @@ class Journal:
             self._file.flush()
             if shard is not None:
                 os.fsync(self._file.fileno())
-        self._keep(line)
+        self._lines.append(line)
 
     def rewind(self, stream: str, *, shards: int) -> None:
         """Forget all of a stream that came after its first `shards` shards."""
-        kept = self._finished.get(stream, [])[:shards]
-        self._finished[stream] = kept
-        self._last.pop(stream, None)
-        if kept:
-            self._last[stream] = kept[-1]
+        others = [line for line in self._lines if line.stream != stream]
+        own = [line for line in self._lines if line.stream == stream and line.shard]
+        self._lines = others + own[:shards]
         with disk_errors(self._path):
             self._file.close()
-            self._rewrite()
-            self._file = self._path.open("ab")
+            self._file = self._rewritten()
 
-    def _keep(self, line: _Line) -> None:
-        self._last[line.stream] = line
-        if line.shard is not None:
-            self._finished.setdefault(line.stream, []).append(line)
-
-    def _rewrite(self) -> None:
-        """Replace the file by the lines that still matter."""
-        finished = [line for lines in self._finished.values() for line in lines]
-        lines = [*finished, *(line for line in self._last.values() if line.shard is None)]
-        replace_file(self._path, b"".join(map(_text, lines)), durable=True)
+    def _rewritten(self) -> BinaryIO:
+        """Replace the file by the lines that still matter, and open it."""
+        last = {line.stream: line for line in self._lines}
+        self._lines = [line for line in self._lines if line.shard or last[line.stream] is line]
+        replace_file(self._path, b"".join(map(_text, self._lines)), durable=True)
+        return self._path.open("ab")
 
     def _parsed(self, text: bytes) -> _Line:
         content = parse_json_object(text)

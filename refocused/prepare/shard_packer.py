@@ -53,7 +53,7 @@ class ShardPacker:
         cursor: Cursor,
         note: Callable[[Cursor, Shard | None], None],
     ) -> None:
-        """Open the shard at the cursor.
+        """Open the shard at the cursor of an earlier start.
 
         Args:
             bucket: Where shards go.
@@ -63,7 +63,7 @@ class ShardPacker:
             shard_tokens: Ids of a full shard.
             dtype: Element type, little-endian.
             begin_id: Id that begins a document; None: documents are not known.
-            cursor: How far an earlier start was.
+            cursor: Where to go on.
             note: Gets each new cursor and the shard that was finished; durable on return.
         """
         self.cursor = cursor

@@ -274,7 +274,7 @@ assert not any(name.partition(".")[0] == "refocused" for name in sys.modules)
 """
 
 
-def written(folder: Path, family: str) -> Path:
+def write_family(folder: Path, family: str) -> Path:
     """Write a small model as an export does."""
     model = small_model(**SHAPES[family] | {"family": family})
     model.network.save_pretrained(folder / family)
@@ -287,7 +287,7 @@ def written(folder: Path, family: str) -> Path:
 
 @pytest.mark.slow  # another process imports torch and transformers
 def test_an_export_answers_alike_where_this_package_is_missing(tmp_path: Path) -> None:
-    folders = {family: written(tmp_path, family) for family in SHAPES}
+    folders = {family: write_family(tmp_path, family) for family in SHAPES}
     clean = [sys.executable, "-I", "-c", CLEAN, *map(str, folders.values())]
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "cache")}
     ended = subprocess.run(clean, env=environment, capture_output=True, text=True, timeout=200)
