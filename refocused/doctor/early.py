@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import socket
+import threading
+import urllib.parse
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,13 +20,14 @@ from refocused.config.data import DataConfig
 from refocused.config.load_run import LoadedRun
 from refocused.config.run_config import RunConfig
 from refocused.doctor.run_fits import host_shortage
-from refocused.doctor.storage import missing_store_name, sources_of
 from refocused.estimate.memory_plan import Device, process_bytes
 from refocused.estimate.precision import BF16_CAPABILITY, native_dtype, with_dtype
 from refocused.monitor.sampler.machine_readings import memory_now
 from refocused.system.errors import BucketError, ConfigError, RefocusedError
 from refocused.system.hardware import cpu_flags
 
+STORE = "https://storage.googleapis.com"
+LOOKUP_SECONDS = 1.5
 SAMPLED_BLOCKS = 16  # of 65,536 ids, from the first file
 
 
@@ -101,6 +107,13 @@ def place_problems(
     return problems
 
 
+def sources_of(data: DataConfig) -> Mapping[str, DataConfig]:
+    """Return the settings of each source, by the setting that names it."""
+    if data.source is not None:
+        return {"data.source": data}
+    return {f"data.mixture.{name}": data.of_source(name) for name in data.mixture}
+
+
 def _has_checkpoints(config: RunConfig) -> bool:
     return bool(saved_steps(Path(config.run.directory) / config.run.name / "checkpoints"))
 
@@ -118,6 +131,28 @@ def _problem_of_store(credentials_file: Path | None) -> str | None:
     except BucketError as error:
         return str(error)
     return None
+
+
+def missing_store_name() -> str | None:
+    """Return the store's host name where DNS says that there is none; None: it may be reached.
+
+    A slow or failing DNS proves nothing, and behind a proxy names are looked up elsewhere.
+    """
+    address = urllib.parse.urlsplit(os.environ.get("STORAGE_EMULATOR_HOST") or STORE)
+    host, answers = address.hostname, []
+    if host is None or address.scheme in urllib.request.getproxies():
+        return None
+
+    def look_up() -> None:
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError as error:
+            answers.append(error.errno)
+
+    thread = threading.Thread(target=look_up, daemon=True)  # DNS may take longer than we wait
+    thread.start()
+    thread.join(LOOKUP_SECONDS)
+    return host if answers and answers[0] in (socket.EAI_NONAME, socket.EAI_NODATA) else None
 
 
 def _problem_of_files(bucket: Bucket, data: DataConfig, *, vocabulary: int | None) -> str | None:

@@ -21,7 +21,7 @@ from refocused.config.load_run import LoadedRun
 from refocused.doctor import gpus as gpu_checks
 from refocused.doctor import machine as machine_checks
 from refocused.doctor import run_fits, storage
-from refocused.doctor.early import place_problems
+from refocused.doctor.early import place_problems, sources_of
 from refocused.doctor.finding import Finding
 from refocused.doctor.ranks import RankTask, judge_allreduce, judge_step, run_ranks
 from refocused.estimate.memory_plan import Choice, Device, refuse_cpu
@@ -75,14 +75,62 @@ class Examination:
             text = "nothing else is checked because packages are missing"
             yield Finding("machine", "warn", text, "Install them, then run doctor again.")
             return
+        found = gpu_checks.probe_gpus(
+            socket.gethostname(), wanted=self.gpus, environment=os.environ
+        )
         wanted = self.loaded.config.run.device
-        gpus = gpu_checks.probe_gpus(socket.gethostname(), wanted=self.gpus, environment=os.environ)
-        device: Device = "cuda" if gpus.samples and wanted != "cpu" else "cpu"
-        ranks = self.gpus or (gpus.torch_count if device == "cuda" else 0) or CPU_RANKS
-        memory_bytes = gpu_checks.smallest_memory_bytes(gpus.samples) if device == "cuda" else None
+        device: Device = "cuda" if found.samples and wanted != "cpu" else "cpu"
+        ranks = self.gpus or (found.torch_count if device == "cuda" else 0) or CPU_RANKS
         yield from self._compiling(device)
-        yield from gpu_checks.judge_gpus(gpus, wanted=self.gpus, device=wanted)
-        yield from self._plan(gpus, device=device, ranks=ranks, memory_bytes=memory_bytes)
+        yield from gpu_checks.judge_gpus(found, wanted=self.gpus, device=wanted)
+        yield from self._memory(found, device=device, ranks=ranks)
+        yield from self._places()
+        yield from self._store()
+        yield from self._data()
+        if self._choice is not None:
+            needs = run_fits.disk_needs(self.loaded, self._choice, ranks=ranks, tokens=self._tokens)
+            for shared in run_fits.needs_by_disk(list(needs)):
+                yield run_fits.judge_disk(shared, free=free_bytes(shared[0].folder))
+        if not self.is_quick:
+            links = gpu_checks.fewest_links(found.samples)
+            yield from self._trial(ranks=ranks, device=device, nvlinks=links)
+
+    def _compiling(self, device: Device) -> Iterator[Finding]:
+        config, missing = self.loaded.config, None
+        compilers = machine_checks.probe_compilers()
+        yield machine_checks.judge_compilers(
+            compilers, device=device, compiles=config.model.compile
+        )
+        uses_nvme = "nvme" in (config.zero.offload_optimizer, config.zero.offload_parameters)
+        if uses_nvme:
+            from refocused.engine.build_engine import why_no_async_io
+
+            missing = why_no_async_io(device)
+        yield machine_checks.judge_operators(uses_nvme=uses_nvme, missing=missing)
+
+    def _memory(self, gpus: gpu_checks.Gpus, *, device: Device, ranks: int) -> Iterator[Finding]:
+        """Decide the precision and how the run is spread; check the memory of GPUs and machine."""
+        on_gpus = device == "cuda"
+        capability = (gpus.capability or BF16_CAPABILITY) if on_gpus else None
+        native = native_dtype(capability=capability, cpu_flags=cpu_flags(), cpu_gain=cpu_bf16_gain)
+        memory_bytes = gpu_checks.smallest_memory_bytes(gpus.samples) if on_gpus else None
+        precision = self.loaded.config.precision
+        yield run_fits.judge_precision(precision, native)
+        try:
+            if precision.dtype == "auto":
+                self.loaded = with_dtype(self.loaded, native.dtype)
+            if not on_gpus:
+                refuse_cpu(self.loaded, ranks=ranks)
+            choice = run_fits.plan_choice(self.loaded, ranks=ranks, memory_bytes=memory_bytes)
+        except ConfigError as error:
+            yield Finding("plan", "fail", str(error))
+        else:
+            name = gpus.samples[0].name if on_gpus else None
+            gpu = None if name is None else gpu_facts(name)
+            yield run_fits.judge_plan(
+                self.loaded, choice, ranks=ranks, memory_bytes=memory_bytes, gpu=gpu
+            )
+            self._choice = choice
         machine = machine_checks.probe_machine()
         yield from machine_checks.judge_machine(machine, ranks=ranks, device=device)
         if self.loaded.config.precision.dtype != "auto":
@@ -95,56 +143,6 @@ class Examination:
                 memory=machine.memory,
             )
             yield from [] if shortage is None else [shortage]
-        yield from self._places()
-        yield from self._store()
-        yield from self._data()
-        if self._choice is not None:
-            needs = run_fits.disk_needs(self.loaded, self._choice, ranks=ranks, tokens=self._tokens)
-            for shared in machine_checks.needs_by_disk(list(needs)):
-                yield machine_checks.judge_disk(shared, free=free_bytes(shared[0].folder))
-        if not self.is_quick:
-            links = gpu_checks.fewest_links(gpus.samples)
-            yield from self._trial(ranks=ranks, device=device, nvlinks=links)
-
-    def _compiling(self, device: Device) -> Iterator[Finding]:
-        config = self.loaded.config
-        yield machine_checks.judge_compilers(
-            machine_checks.probe_compilers(), device=device, compiles=config.model.compile
-        )
-        uses_nvme = "nvme" in (config.zero.offload_optimizer, config.zero.offload_parameters)
-        missing = None
-        if uses_nvme:
-            from refocused.engine.build_engine import why_no_async_io
-
-            missing = why_no_async_io(device)
-        yield machine_checks.judge_operators(uses_nvme=uses_nvme, missing=missing)
-
-    def _plan(
-        self, gpus: gpu_checks.Gpus, *, device: Device, ranks: int, memory_bytes: float | None
-    ) -> Iterator[Finding]:
-        """Decide the precision, and how the run is spread over its ranks."""
-        native = native_dtype(
-            capability=(gpus.capability or BF16_CAPABILITY) if device == "cuda" else None,
-            cpu_flags=cpu_flags(),
-            cpu_gain=cpu_bf16_gain,
-        )
-        precision = self.loaded.config.precision
-        yield run_fits.judge_precision(precision, native)
-        try:
-            if precision.dtype == "auto":
-                self.loaded = with_dtype(self.loaded, native.dtype)
-            if device == "cpu":
-                refuse_cpu(self.loaded, ranks=ranks)
-            choice = run_fits.plan_choice(self.loaded, ranks=ranks, memory_bytes=memory_bytes)
-        except ConfigError as error:
-            yield Finding("plan", "fail", str(error))
-            return
-        name = gpus.samples[0].name if device == "cuda" else None
-        gpu = None if name is None else gpu_facts(name)
-        yield run_fits.judge_plan(
-            self.loaded, choice, ranks=ranks, memory_bytes=memory_bytes, gpu=gpu
-        )
-        self._choice = choice
 
     def _places(self) -> Iterator[Finding]:
         """Check the places as a start does; what fails here is not checked again."""
@@ -156,7 +154,7 @@ class Examination:
     def _store(self) -> Iterator[Finding]:
         """Check the clock, the credentials and what they permit."""
         config = self.loaded.config
-        mirror, sources = config.checkpoint.mirror, storage.sources_of(config.data)
+        mirror, sources = config.checkpoint.mirror, sources_of(config.data)
         places = {setting: str(data.source) for setting, data in sources.items()}
         places |= {MIRROR: mirror} if mirror is not None else {}
         remote = {setting for setting, url in places.items() if url.startswith("gs://")}
@@ -204,7 +202,7 @@ class Examination:
 
         vocabulary = self.loaded.shape.vocabulary
         tokens = SAMPLED_TOKENS_QUICK if self.is_quick else SAMPLED_TOKENS
-        for setting, data in storage.sources_of(self.loaded.config.data).items():
+        for setting, data in sources_of(self.loaded.config.data).items():
             url = str(data.source)
             if _will_be_made(data):
                 text = f"{url}: training makes it at its start (data.prepare={data.prepare})"

@@ -1,4 +1,4 @@
-"""The machine around the GPUs: packages, compilers, memory, limits, the clock, its disks."""
+"""The machine around the GPUs: packages, compilers, memory, limits, the clock."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 
 from refocused.bucket.partial_files import free_bytes
 from refocused.doctor.finding import Finding, size
+from refocused.estimate.memory_plan import Device
 from refocused.monitor.sampler.machine_readings import Memory, memory_now
 
 OLDEST_PYTHON = (3, 11)
@@ -117,7 +118,7 @@ def probe_compilers() -> list[str]:
 
 
 def judge_compilers(
-    there: Sequence[str], *, device: Literal["cuda", "cpu"], compiles: Literal["auto", "on", "off"]
+    there: Sequence[str], *, device: Device, compiles: Literal["auto", "on", "off"]
 ) -> Finding:
     """Report whether the compilers suffice for `compiles`, which is `model.compile`."""
     shown = ", ".join(name for name in there if name != "Triton") or "none"
@@ -168,9 +169,7 @@ def probe_machine() -> Machine:
     )
 
 
-def judge_machine(
-    found: Machine, *, ranks: int, device: Literal["cuda", "cpu"]
-) -> Iterator[Finding]:
+def judge_machine(found: Machine, *, ranks: int, device: Device) -> Iterator[Finding]:
     """Report what is too small for the run's ranks on this machine."""
     text = f"{found.cores} cores, {size(found.memory.available)} of memory left"
     if found.cores < ranks:
@@ -214,39 +213,3 @@ def judge_clock(*, now_s: float, store_s: float | None, signs: bool) -> Finding:
     if abs(skew) > NOTICED_SKEW_SECONDS:
         return Finding("clock", "warn", text, fix)
     return Finding("clock", "ok", f"{here}, the same as the store's")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DiskNeed:
-    """What something takes in a folder beyond what is there; below `least_bytes` the run fails."""
-
-    what: str
-    folder: Path
-    wanted_bytes: int
-    least_bytes: int
-
-
-def needs_by_disk(needs: Sequence[DiskNeed]) -> list[list[DiskNeed]]:
-    """Group needs that share a disk."""
-    by_device: dict[int, list[DiskNeed]] = {}
-    for need in needs:
-        folder = need.folder.absolute()
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-        by_device.setdefault(existing.stat().st_dev, []).append(need)
-    return list(by_device.values())
-
-
-def judge_disk(needs: Sequence[DiskNeed], *, free: int) -> Finding:
-    """Report whether a disk has room for what a run puts on it; `free` is in bytes."""
-    places = ", ".join(dict.fromkeys(str(need.folder) for need in needs))
-    parts = ", ".join(f"{size(need.wanted_bytes)} {need.what}" for need in needs)
-    text = f"{size(free)} free for {places}: {parts}"
-    if free >= sum(need.wanted_bytes for need in needs):
-        return Finding("disk", "ok", text)
-    return Finding(
-        "disk",
-        "fail" if free < sum(need.least_bytes for need in needs) else "warn",
-        text,
-        "Free some space, set data.disk_limit_gb or a lower checkpoint.keep, or put run.directory "
-        "and data.cache on a larger disk.",
-    )

@@ -19,14 +19,14 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pydantic
 
 from refocused.doctor.finding import Finding, size
 from refocused.system.errors import RefocusedError
 from refocused.system.strict_json import parse_json_object
-from refocused.system.world import World, join_world, lost_connection
+from refocused.system.world import DeviceKind, World, join_world, lost_connection
 
 LONGEST_SECONDS = 900.0
 POLL_SECONDS = 0.1
@@ -78,9 +78,7 @@ class RanksOutcome:
     failure: str | None = None
 
 
-def judge_allreduce(
-    outcome: RanksOutcome, *, device: Literal["cuda", "cpu"], nvlinks: int | None
-) -> Finding:
+def judge_allreduce(outcome: RanksOutcome, *, device: DeviceKind, nvlinks: int | None) -> Finding:
     """Report whether the ranks find each other, and how fast they are.
 
     `nvlinks` counts the links of the GPU that has the fewest.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from refocused.config.load_run import LoadedRun
 from refocused.config.optimization import PrecisionConfig
 from refocused.data.formats.token_layout import element_type
 from refocused.doctor.finding import Finding, size
-from refocused.doctor.machine import DiskNeed
 from refocused.estimate.flops import count_parameters
 from refocused.estimate.memory_plan import (
     Choice,
@@ -185,6 +185,16 @@ def host_shortage(
     return Finding("memory", "fail", text, f"It fits with: {settings}" if settings else fix)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class DiskNeed:
+    """What something takes in a folder beyond what is there; below `least_bytes` the run fails."""
+
+    what: str
+    folder: Path
+    wanted_bytes: int
+    least_bytes: int
+
+
 def disk_needs(
     loaded: LoadedRun, choice: Choice, *, ranks: int, tokens: int | None
 ) -> Iterator[DiskNeed]:
@@ -212,6 +222,32 @@ def disk_needs(
     if choice.memory.nvme and config.zero.nvme_path is not None:
         states, drive = ranks * choice.memory.nvme, Path(config.zero.nvme_path)
         yield DiskNeed("of offloaded states", drive, wanted_bytes=states, least_bytes=states)
+
+
+def needs_by_disk(needs: Sequence[DiskNeed]) -> list[list[DiskNeed]]:
+    """Group needs that share a disk."""
+    by_device: dict[int, list[DiskNeed]] = {}
+    for need in needs:
+        folder = need.folder.absolute()
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        by_device.setdefault(existing.stat().st_dev, []).append(need)
+    return list(by_device.values())
+
+
+def judge_disk(needs: Sequence[DiskNeed], *, free: int) -> Finding:
+    """Report whether a disk has room for what a run puts on it; `free` is in bytes."""
+    places = ", ".join(dict.fromkeys(str(need.folder) for need in needs))
+    parts = ", ".join(f"{size(need.wanted_bytes)} {need.what}" for need in needs)
+    text = f"{size(free)} free for {places}: {parts}"
+    if free >= sum(need.wanted_bytes for need in needs):
+        return Finding("disk", "ok", text)
+    return Finding(
+        "disk",
+        "fail" if free < sum(need.least_bytes for need in needs) else "warn",
+        text,
+        "Free some space, set data.disk_limit_gb or a lower checkpoint.keep, or put run.directory "
+        "and data.cache on a larger disk.",
+    )
 
 
 def _folder_bytes(folder: Path) -> int:

@@ -6,20 +6,17 @@ import contextlib
 import dataclasses
 import email.utils
 import os
-import socket
 import stat
-import threading
 import urllib.error
-import urllib.parse
 import urllib.request
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_client import ANONYMOUS
 from refocused.bucket.gcs_errors import RefusedRequestError
-from refocused.config.data import DataConfig
+from refocused.doctor.early import STORE
 from refocused.doctor.finding import Finding
 from refocused.system.errors import BucketError
 
@@ -27,9 +24,7 @@ if TYPE_CHECKING:
     from refocused.prepare.inspect_data import DataReport
 
 T = TypeVar("T")
-STORE = "https://storage.googleapis.com"
 TIMEOUT_SECONDS = 10.0
-LOOKUP_SECONDS = 1.5
 NAMED_PROBLEMS = 3
 SMALL_SHARE = 0.5
 CANARY = b"refocused doctor: may be removed\n"
@@ -46,35 +41,6 @@ def store_time_s() -> float | None:
     except (OSError, ValueError):
         return None
     return None if date is None else email.utils.parsedate_to_datetime(date).timestamp()
-
-
-def missing_store_name() -> str | None:
-    """Return the store's host name where DNS says that there is none; None: it may be reached.
-
-    A slow or failing DNS proves nothing, and behind a proxy names are looked up elsewhere.
-    """
-    address = urllib.parse.urlsplit(os.environ.get("STORAGE_EMULATOR_HOST") or STORE)
-    host, answers = address.hostname, []
-    if host is None or address.scheme in urllib.request.getproxies():
-        return None
-
-    def look_up() -> None:
-        try:
-            socket.getaddrinfo(host, None)
-        except OSError as error:
-            answers.append(error.errno)
-
-    thread = threading.Thread(target=look_up, daemon=True)  # DNS may take longer than we wait
-    thread.start()
-    thread.join(LOOKUP_SECONDS)
-    return host if answers and answers[0] in (socket.EAI_NONAME, socket.EAI_NODATA) else None
-
-
-def sources_of(data: DataConfig) -> Mapping[str, DataConfig]:
-    """Return the settings of each source, by the setting that names it."""
-    if data.source is not None:
-        return {"data.source": data}
-    return {f"data.mixture.{name}": data.of_source(name) for name in data.mixture}
 
 
 def judge_data(report: DataReport, *, vocabulary: int, setting: str) -> Iterator[Finding]:

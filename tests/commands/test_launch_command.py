@@ -17,7 +17,7 @@ from refocused.commands import launch
 from refocused.config.data import DataConfig
 from refocused.config.load_run import load_run
 from refocused.data.manifest.shard_manifest import build_manifest, write_manifest
-from refocused.doctor import early, storage
+from refocused.doctor import early
 from refocused.doctor.early import place_problems
 from refocused.monitor.sampler import gpu_reader
 from refocused.monitor.sampler.gpu_reader import NoGpusError
@@ -207,9 +207,9 @@ def test_a_dns_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monkey
         raise socket.gaierror(socket.EAI_NONAME, "too late")
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(storage, "LOOKUP_SECONDS", 0.01)
+    monkeypatch.setattr(early, "LOOKUP_SECONDS", 0.01)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://store.example")
-    assert storage.missing_store_name() is None
+    assert early.missing_store_name() is None
     assert asked.is_set()
     over.set()
 

@@ -10,16 +10,20 @@ from end_to_end.tiny import tiny_run
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.load_run import LoadedRun, load_run
 from refocused.data.manifest.shard_manifest import build_manifest, write_manifest
+from refocused.doctor.early import sources_of
 from refocused.doctor.finding import Finding
 from refocused.doctor.run_fits import (
+    DiskNeed,
     disk_needs,
     host_plan,
     host_shortage,
+    judge_disk,
     judge_plan,
     judge_precision,
+    needs_by_disk,
     plan_choice,
 )
-from refocused.doctor.storage import NAMED_PROBLEMS, judge_data, sources_of
+from refocused.doctor.storage import NAMED_PROBLEMS, judge_data
 from refocused.estimate.flops import count_parameters
 from refocused.estimate.memory_plan import Device, HostPlan
 from refocused.estimate.precision import NativeDtype
@@ -191,6 +195,20 @@ def test_what_lies_there_already_needs_no_room(tmp_path: Path) -> None:
     assert wanted() == [6 * step - 1000, 19_000]
     limited = load_run(loaded.file, (*settings, "data.disk_limit_gb=1e-5"))
     assert wanted(limited) == [6 * step - 1000, 9_000]
+
+
+@pytest.mark.parametrize(
+    ("free", "level"), [(9 * 10**9, "fail"), (20 * 10**9, "warn"), (31 * 10**9, "ok")]
+)
+def test_needs_of_one_disk_count_together(free: int, level: str) -> None:
+    needs = (
+        DiskNeed("of checkpoints", Path("runs/a"), wanted_bytes=20 * 10**9, least_bytes=10**10),
+        DiskNeed("of shards", Path("cache"), wanted_bytes=10 * 10**9, least_bytes=0),
+    )
+    finding = judge_disk(needs, free=free)
+    assert finding.level == level
+    assert needs_by_disk(needs) == [list(needs)]
+    assert "for runs/a, cache: 20.0 GB of checkpoints, 10.0 GB of shards" in finding.text
 
 
 def looked_at(folder: Path, *, vocabulary: int = 512) -> tuple[list[Finding], DataReport]:
