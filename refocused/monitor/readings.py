@@ -94,25 +94,16 @@ class SystemSample:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AlarmEvent:
-    """An alarm that begins or ends; `alarm` and `subject` name it.
-
-    Attributes:
-        alarm: The rule (`gpu_temperature`).
-        subject: What it is about (`node1 GPU 5`, `run`).
-        raised: Whether it begins.
-        severity: `critical`: somebody should act now.
-        text: For a person.
-        host: The machine that noticed it.
-    """
+    """An alarm that begins or ends; `alarm` and `subject` name it."""
 
     kind: ClassVar[str] = "alarm"
 
-    alarm: str
-    subject: str
-    raised: bool
-    severity: Severity
-    text: str
-    host: str
+    alarm: str  # the rule: `gpu_temperature`
+    subject: str  # what it is about: `node1 GPU 5`, `run`
+    raised: bool  # whether it begins
+    severity: Severity  # `critical`: somebody should act now
+    text: str  # for a person
+    host: str  # the machine that noticed it
 
 
 def as_record(sample: GpuSample | SystemSample | AlarmEvent) -> dict[str, Any]:
@@ -150,21 +141,13 @@ class SamplesTail:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GpuMinute:
-    """All GPUs of a run in one minute, of its machines where their ranks are not known.
+    """All GPUs of a run in one minute, of its machines where their ranks are not known."""
 
-    Attributes:
-        time: Its beginning, in Unix seconds.
-        utilization_fraction: Mean over the GPUs; None here and below: unknown.
-        hottest_celsius: Of any GPU.
-        power_watts: Mean of a GPU.
-        memory_gib: The most that any GPU had in use.
-    """
-
-    time: float
-    utilization_fraction: float | None
-    hottest_celsius: float | None
-    power_watts: float | None
-    memory_gib: float | None
+    time: float  # its beginning, in Unix seconds
+    utilization_fraction: float | None  # mean over the GPUs
+    hottest_celsius: float | None  # of any GPU
+    power_watts: float | None  # mean of a GPU
+    memory_gib: float | None  # the most that any GPU had in use
 
 
 def read_gpu_minutes(logs: Path) -> list[GpuMinute]:

@@ -195,9 +195,8 @@ class RunReader:
             saved_steps=self._saved_steps(self.folder / "checkpoints"),
             liveness=None if self._state is None else liveness_of(self._state),
         )
-        return found if self._recent_only else self._with_the_rest(found)
-
-    def _with_the_rest(self, found: RunFiles) -> RunFiles:
+        if self._recent_only:
+            return found
         self._read_logs("events*.jsonl", JsonLinesTail, self._take_event)
         self._read_logs("gpu_metrics*.jsonl", _last_samples, self._take_sample)
         sampled = max(

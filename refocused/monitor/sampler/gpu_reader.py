@@ -65,7 +65,7 @@ class GpuReader:
             clock: Monotonic seconds.
 
         Raises:
-            NoGpusError: There is no driver, or it does not answer.
+            NoGpusError: As `open_library`.
         """
         self._clock = clock
         # By index: NVML's handle (None: lost before it could be opened), and constant fields.
@@ -276,20 +276,16 @@ def gpu_capabilities() -> list[Capability | None]:
 
 
 def _query_driver() -> dict[str, Any]:
+    found: list[Capability | None] = []
     try:
-        count = open_library()
+        for index in range(open_library()):
+            found.append(None)
+            with contextlib.suppress(pynvml.NVMLError):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                found[index] = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     except NoGpusError as error:
         return {"fault": str(error)} if error.is_fault else {"capabilities": []}
-    return {"capabilities": [_capability(index) for index in range(count)]}
-
-
-def _capability(index: int) -> Capability | None:
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    except pynvml.NVMLError:
-        return None
-    return major, minor
+    return {"capabilities": found}
 
 
 if __name__ == "__main__":

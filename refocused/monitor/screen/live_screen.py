@@ -101,10 +101,8 @@ class RunsScreen(ModalScreen[int | None]):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,r,q", "dismiss(None)", "back")]
 
     def __init__(self, rows: Sequence[Text], *, chosen: int) -> None:
-        """Show the runs as they are now."""
         super().__init__()
-        self._rows = rows
-        self._chosen = chosen
+        self._rows, self._chosen = rows, chosen
 
     def compose(self) -> ComposeResult:
         """Make the list."""
@@ -157,21 +155,11 @@ class Dashboard(App[None]):
         ascii_only: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Prepare to show runs, the first of them at first.
-
-        Args:
-            readers: Of at least one run.
-            interval_seconds: Between two looks.
-            ascii_only: Draw with ASCII characters only.
-            clock: Unix seconds.
-        """
+        """Prepare to show at least one run, the first one at first; `clock` is in Unix seconds."""
         super().__init__(ansi_color=True)
-        self._readers = readers
-        self._interval_seconds = interval_seconds
-        self._ascii_only = ascii_only
-        self._clock = clock
-        self._shown = 0
-        self._zoomed = False
+        self._readers, self._clock = readers, clock
+        self._interval_seconds, self._ascii_only = interval_seconds, ascii_only
+        self._shown, self._zoomed = 0, False
         self._written: dict[str, Text] = {}
         self._drawn: tuple[object, ...] | None = None
 
@@ -255,13 +243,7 @@ class Dashboard(App[None]):
 
 
 def alarms_shown(view: RunView, *, now: float, width: int) -> list[Text]:
-    """Return the alarms whole where there is room for all, else the first in a line each.
-
-    Args:
-        view: The run.
-        now: Unix seconds.
-        width: Characters of a line.
-    """
+    """Return the alarms whole where there is room for all, else the first ones in a line each."""
     live = not view.has_ended
     whole = alarm_lines(view.alarms, now=now, live=live, width=width)
     if len(whole) <= ALARM_ROWS:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from refocused.metrics.history import StepPoint
 from refocused.metrics.step_metrics import dollars, duration
-from refocused.monitor.readings import GpuSample, SystemSample
+from refocused.monitor.readings import GpuSample
 from refocused.monitor.run_reader import Alarm, Event
 from refocused.monitor.run_status import RunView, Status
 
@@ -90,7 +91,7 @@ def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
     lines += [_figures_line(view), _money_line(view), _saves_line(view)]
     if view.mirror is not None and view.mirror.last_error:
         lines.append(Text(f" mirror's last error: {view.mirror.last_error}", style="red"))
-    return [*lines, *_data_lines(view), _machine_line(view)]
+    return [line for line in (*lines, _data_line(view), _machine_line(view)) if line]
 
 
 def _wrapped(words: str, width: int | None) -> list[str]:
@@ -117,33 +118,41 @@ def _run_line(view: RunView) -> Text:
 
 
 def _figures_line(view: RunView) -> Text:
-    last, parts = view.last_step, [f"loss {value(view.loss, '.4f')}"]
+    last, best = view.last_step or StepPoint(0), ""
     if view.best_loss is not None:
-        parts.append(f"best val {view.best_loss:.4f} at {view.best_step or 0:,}")
-    if last is not None:
-        parts.append(f"{value(last.step_seconds, '.3g')} s/step")
-        parts.append(f"{value(last.tokens_per_second, ',.0f')} tok/s")
-        if last.mfu_fraction is not None:
-            parts.append(f"MFU {percent(last.mfu_fraction)}")
-        parts.append(f"lr {value(last.learning_rate, '.2e')}")
-        if last.gradient_norm is not None:
-            parts.append(f"gnorm {last.gradient_norm:.2f}")
-    return Text(" " + "  ".join(parts))
+        best = f"best val {view.best_loss:.4f} at {view.best_step or 0:,}"
+    return _line(
+        f"loss {value(view.loss, '.4f')}",
+        best,
+        _known("{:.3g} s/step", last.step_seconds),
+        _known("{:,.0f} tok/s", last.tokens_per_second),
+        _known("MFU {:.1%}", last.mfu_fraction),
+        _known("lr {:.2e}", last.learning_rate),
+        _known("gnorm {:.2f}", last.gradient_norm),
+    )
+
+
+def _known(form: str, number: float | None) -> str:
+    return "" if number is None else form.format(number)
+
+
+def _line(*parts: str) -> Text:
+    return Text(" " + "  ".join(part for part in parts if part))
 
 
 def _money_line(view: RunView) -> Text:
-    parts = [f"elapsed {time_text(view.seconds_trained)}{dollars(view.cost_usd)}"]
-    if view.budget_usd is not None:
-        parts[0] += f" of ${view.budget_usd:,.0f}"
+    left = ""
     if view.seconds_left is not None:
-        begin = ""
+        left = f"left {duration(view.seconds_left)}{dollars(view.cost_left_usd)}"
         if view.resumes_from is not None:
-            place = f"checkpoint {view.resumes_from:,}" if view.resumes_from else "the start"
-            begin = f" from {place} on"
-        parts.append(f"left {duration(view.seconds_left)}{dollars(view.cost_left_usd)}{begin}")
-    if view.ends is not None:
-        parts.append(f"ends {moment(view.ends)}")
-    return Text(" " + "  ".join(parts))
+            begin = f"checkpoint {view.resumes_from:,}" if view.resumes_from else "the start"
+            left += f" from {begin} on"
+    return _line(
+        f"elapsed {time_text(view.seconds_trained)}{dollars(view.cost_usd)}"
+        + _known(" of ${:,.0f}", view.budget_usd),
+        left,
+        "" if view.ends is None else f"ends {moment(view.ends)}",
+    )
 
 
 def _saves_line(view: RunView) -> Text:
@@ -170,37 +179,30 @@ def _saves_line(view: RunView) -> Text:
     return line
 
 
-def _data_lines(view: RunView) -> list[Text]:
-    shards, last, parts = view.shards, view.last_step, []
+def _data_line(view: RunView) -> Text:
+    shards, local = view.shards, ""
     if shards is not None:
-        parts.append(f"{shards.local:,}/{shards.total:,} shards local, next {shards.ready:,} ready")
-    if last is not None and last.data_wait_fraction is not None:
-        parts.append(f"wait {percent(last.data_wait_fraction)}")
-    if view.tokens:
-        parts.append(f"{tokens_text(view.tokens)} trained on")
-    return [Text(" data " + "  ".join(parts))] if parts else []
+        local = f"{shards.local:,}/{shards.total:,} shards local, next {shards.ready:,} ready"
+    wait = _known("wait {:.1%}", (view.last_step or StepPoint(0)).data_wait_fraction)
+    line = _line(local, wait, f"{tokens_text(view.tokens)} trained on" if view.tokens else "")
+    return Text(" data").append_text(line) if line.plain.strip() else Text()
 
 
 def _machine_line(view: RunView) -> Text:
-    last = view.last_step
-    parts = [_system_text(system, named=len(view.systems) > 1) for system in view.systems]
-    if last is not None and last.gpu_memory_fraction is not None:
-        parts.append(f"GPU peak {last.gpu_memory_fraction:.0%}")
-    line = Text(" ")
-    if age := _stale_text(view.samples_age_seconds):
-        line.append(f"{age}: ", style="yellow" if view.is_live else "dim")
-    return line.append("  ".join(parts or ["no samples of the machine"]))
-
-
-def _system_text(system: SystemSample, *, named: bool) -> str:
-    parts = [f"{system.host}:"] if named else []
-    if system.cpu_fraction is not None:
-        parts.append(f"CPU {system.cpu_fraction:.0%}")
-    if system.memory_used_gib is not None and system.memory_total_gib is not None:
-        parts.append(f"RAM {system.memory_used_gib:,.0f}/{system.memory_total_gib:,.0f} GiB")
-    if system.disk_free_gib is not None:
-        parts.append(f"disk {system.disk_free_gib:,.0f} GiB free")
-    return "  ".join(parts)
+    parts = []
+    for system in view.systems:
+        used, total = system.memory_used_gib, system.memory_total_gib
+        parts += [
+            f"{system.host}:" if len(view.systems) > 1 else "",
+            _known("CPU {:.0%}", system.cpu_fraction),
+            "" if used is None or total is None else f"RAM {used:,.0f}/{total:,.0f} GiB",
+            _known("disk {:,.0f} GiB free", system.disk_free_gib),
+        ]
+    parts.append(_known("GPU peak {:.0%}", (view.last_step or StepPoint(0)).gpu_memory_fraction))
+    facts = _line(*parts) if any(parts) else Text(" no samples of the machine")
+    age = _stale_text(view.samples_age_seconds)
+    style = "yellow" if view.is_live else "dim"
+    return Text.assemble((f" {age}:", style), facts) if age else facts
 
 
 def _stale_text(age_seconds: float | None) -> str:
@@ -288,11 +290,14 @@ def run_rows(views: Sequence[RunView]) -> list[Text]:
     """Return one line a run."""
     width, rows = max((len(view.name) for view in views), default=0), []
     for view in views:
-        total = f"/{view.total_steps:,}" if view.total_steps else ""
-        left = "" if view.seconds_left is None else f"  left {duration(view.seconds_left)}"
-        note = f"  {view.note}" if view.status in _TROUBLES and view.note else ""
-        figures = f"  step {view.step:,}{total}  loss {value(view.loss, '.4f')}{left}{note}"
-        status = (f"{view.status:<8}", STATUS_STYLES[view.status])
+        step = f"step {view.step:,}" + (f"/{view.total_steps:,}" if view.total_steps else "")
+        figures = _line(
+            step,
+            f"loss {value(view.loss, '.4f')}",
+            "" if view.seconds_left is None else f"left {duration(view.seconds_left)}",
+            view.note if view.status in _TROUBLES else "",
+        )
+        status = (f"{view.status:<8} ", STATUS_STYLES[view.status])
         rows.append(Text.assemble(f" {view.name:<{width}}  ", status, figures))
     return rows
 
