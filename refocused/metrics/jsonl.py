@@ -127,15 +127,10 @@ def as_record(line: bytes) -> Record | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SmallFile:
-    """A file of one JSON object.
-
-    Attributes:
-        content: Its object; None: it does not exist, or cannot be read.
-        trouble: Why it cannot be read; None: it can, or it does not exist.
-    """
+    """A file of one JSON object, which may not exist."""
 
     content: Record | None = None
-    trouble: str | None = None
+    trouble: str | None = None  # why it cannot be read
 
 
 def read_small(path: Path) -> SmallFile:
@@ -216,12 +211,8 @@ def utc_now() -> str:
     return now.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _finite(record: Mapping[str, object]) -> dict[str, object]:
-    """Replace the numbers that JSON does not know by None, at any depth."""
-    return {name: _finite_value(value) for name, value in record.items()}
-
-
-def _finite_value(value: object) -> object:
+def _finite(value: Any) -> Any:
+    """Replace the numbers that JSON does not know by None, in mappings of any depth."""
     if isinstance(value, Mapping):
-        return _finite(value)
+        return {name: _finite(one) for name, one in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,28 +16,16 @@ FINISHED = "finished"  # true in the last line of a session that made the run's 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimeSpent:
-    """Seconds by use, as rank 0 saw them; together they are all that passed.
+    """Seconds by use, as rank 0 saw them; together they are all that passed."""
 
-    Attributes:
-        start_up_seconds: From the session's begin to its first step: imports, data, the model, a
-            checkpoint.
-        forward_backward_seconds: In the passes of steps, on the device.
-        update_seconds: In the optimizer's part of steps, on the device.
-        data_wait_seconds: Waiting for batches while the device had nothing to do.
-        save_stall_seconds: In which training stood still for a save.
-        validation_seconds: In validations, tasks and text samples.
-        ending_seconds: After the last step: the sample, the export, the wait for the mirror.
-        other_seconds: What is left: log lines, agreements between ranks, Python.
-    """
-
-    start_up_seconds: float = 0.0
-    forward_backward_seconds: float = 0.0
-    update_seconds: float = 0.0
-    data_wait_seconds: float = 0.0
-    save_stall_seconds: float = 0.0
-    validation_seconds: float = 0.0
-    ending_seconds: float = 0.0
-    other_seconds: float = 0.0
+    start_up_seconds: float = 0.0  # to the first step: imports, data, the model, a checkpoint
+    forward_backward_seconds: float = 0.0  # on the device
+    update_seconds: float = 0.0  # the optimizer's part of steps, on the device
+    data_wait_seconds: float = 0.0  # waiting for batches while the device had nothing to do
+    save_stall_seconds: float = 0.0  # training stood still for a save
+    validation_seconds: float = 0.0  # validations, tasks and text samples
+    ending_seconds: float = 0.0  # after the last step: sample, export, wait for the mirror
+    other_seconds: float = 0.0  # what is left: log lines, agreements between ranks, Python
 
     def __add__(self, other: TimeSpent) -> TimeSpent:
         return TimeSpent(
@@ -66,25 +54,15 @@ class TimeSpent:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunTime:
-    """The time since a run's first start.
+    """The time since a run's first start."""
 
-    Attributes:
-        sessions: How often it was started.
-        spent: Of all sessions.
-        redone_seconds: Computing of steps that a rewind threw away.
-        later_start_up_seconds: Of all sessions but the first; part of `spent`.
-        away_seconds: Between sessions, but not after the run had finished.
-        seconds_trained: Of all sessions, as the run itself counts them.
-        cost_usd: Of that time; None while no price is known.
-    """
-
-    sessions: int = 0
-    spent: TimeSpent = TimeSpent()
-    redone_seconds: float = 0.0
-    later_start_up_seconds: float = 0.0
-    away_seconds: float = 0.0
-    seconds_trained: float | None = None
-    cost_usd: float | None = None
+    sessions: int = 0  # how often it was started
+    spent: TimeSpent = TimeSpent()  # of all sessions
+    redone_seconds: float = 0.0  # computing of steps that a rewind threw away
+    later_start_up_seconds: float = 0.0  # of all sessions but the first; part of `spent`
+    away_seconds: float = 0.0  # between sessions, but not after the run had finished
+    seconds_trained: float | None = None  # of all sessions, as the run itself counts them
+    cost_usd: float | None = None  # of that time; None while no price is known
 
     @property
     def elapsed_seconds(self) -> float:
@@ -133,19 +111,13 @@ class RunTime:
         return f"goodput {self.goodput_fraction or 0.0:.1%}: {shares}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Steps:
-    """Computing of the steps after `first` up to `last`."""
-
-    first: int
-    last: int
-    seconds: float
-
-    def until(self, step: int) -> _Steps:
-        """What a rewind to a step leaves of them, at an even pace."""
-        last = max(self.first, min(self.last, step))
-        share = (last - self.first) / (self.last - self.first)
-        return _Steps(self.first, last, self.seconds * share)
+def _kept(made: list[tuple[int, int, float]], step: int) -> list[tuple[int, int, float]]:
+    """Return what a rewind leaves of steps (after the first, up to the last, seconds)."""
+    return [
+        (first, min(last, step), seconds * (min(last, step) - first) / (last - first))
+        for first, last, seconds in made
+        if first < step
+    ]
 
 
 def run_time(records: Iterable[Mapping[str, Any]]) -> RunTime:
@@ -154,7 +126,7 @@ def run_time(records: Iterable[Mapping[str, Any]]) -> RunTime:
     A `session` line opens a session at the step that it continues from: what was computed beyond
     that step was lost. A `time` line holds the seconds since the line before it.
     """
-    found, made = RunTime(), list[_Steps]()
+    found, made = RunTime(), list[tuple[int, int, float]]()
     ended: float | None = None
     is_finished = False
     for record in records:
@@ -163,9 +135,8 @@ def run_time(records: Iterable[Mapping[str, Any]]) -> RunTime:
             continue
         spent, now = TimeSpent.from_record(record), unix_time(record.get("time"))
         if kind == "session":
-            kept = [one.until(step) for one in made]
-            lost = sum(one.seconds for one in made) - sum(one.seconds for one in kept)
-            made = [one for one in kept if one.last > one.first]
+            before, made = made, _kept(made, step)
+            lost = sum(one[2] for one in before) - sum(one[2] for one in made)
             away = 0.0
             if ended is not None and now is not None and not is_finished:
                 away = max(0.0, now - spent.total_seconds - ended)
@@ -180,7 +151,7 @@ def run_time(records: Iterable[Mapping[str, Any]]) -> RunTime:
         else:
             first = whole_number(record, "first_step")
             if first is not None and first < step:
-                made.append(_Steps(first, step, spent.computing_seconds))
+                made.append((first, step, spent.computing_seconds))
         ended, is_finished = now or ended, record.get(FINISHED) is True
         trained, cost = number(record, "seconds_trained"), number(record, "cost_usd")
         found = dataclasses.replace(

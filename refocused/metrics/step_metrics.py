@@ -11,65 +11,41 @@ LEAST_WAIT, LEAST_MEMORY = 0.01, 0.9
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """The measurements at one optimizer step; None is unknown.
+    """The measurements at one optimizer step; None is unknown. Losses are in nats a token."""
 
-    Attributes:
-        step: Optimizer steps made.
-        total_steps: Steps of the whole run.
-        tokens: Tokens trained on since the run's first start.
-        epoch: Passes over the data begun before this one.
-        loss: Mean over accumulation and ranks of this step's loss, in nats a token.
-        loss_mean: Mean of the losses of this session's steps since the last line.
-        best_loss: Lowest validation loss so far.
-        learning_rate: Of this step's update.
-        gradient_norm: Of the whole gradient before clipping.
-        loss_scale: fp16's.
-        skipped_steps: Updates that fp16 left out.
-        step_seconds: Mean of the steps since the last line, without validations and saves.
-        tokens_per_second: Over all ranks, by all the time since the last line, validations and
-            saves included.
-        mfu_fraction: Share of the GPUs' dense peak that the model's FLOPs take in steps.
-        data_wait_fraction: Share of the time since the last line spent waiting for batches.
-        gpu_memory_fraction: Peak share of the GPU's memory.
-        seconds_left: Until the run ends, with validations, saves and the final model.
-        seconds_trained: Of all sessions since the run's first start, from each one's begin.
-        cost_usd: Of that time.
-        cost_left_usd: Of the time left.
-        mfu_refused: More came out than any run reaches, so that something it is computed from is
-            wrong; the figure is left out.
-    """
-
-    step: int
+    step: int  # optimizer steps made
     total_steps: int
-    tokens: int
-    epoch: int
-    loss: float
-    loss_mean: float
-    best_loss: float | None
-    learning_rate: float
-    gradient_norm: float | None
-    loss_scale: float | None
-    skipped_steps: int
-    step_seconds: float | None
-    tokens_per_second: float | None
-    mfu_fraction: float | None
-    data_wait_fraction: float | None
-    gpu_memory_fraction: float | None
-    seconds_left: float | None
-    seconds_trained: float
-    cost_usd: float | None
-    cost_left_usd: float | None
-    mfu_refused: bool = False
+    tokens: int  # trained on since the run's first start
+    epoch: int  # passes over the data begun before this one
+    loss: float  # of this step, mean over accumulation and ranks
+    loss_mean: float  # of this session's steps since the last line
+    best_loss: float | None  # lowest validation loss so far
+    learning_rate: float  # of this step's update
+    gradient_norm: float | None  # of the whole gradient before clipping
+    loss_scale: float | None  # fp16's
+    skipped_steps: int  # updates that fp16 left out
+    step_seconds: float | None  # mean since the last line, without validations and saves
+    tokens_per_second: float | None  # of all ranks and all the time since the last line
+    mfu_fraction: float | None  # share of the GPUs' dense peak that the model's FLOPs take
+    data_wait_fraction: float | None  # share of the time since the last line
+    gpu_memory_fraction: float | None  # peak share of the GPU's memory
+    seconds_left: float | None  # with validations, saves and the final model
+    seconds_trained: float  # of all sessions since the run's first start
+    cost_usd: float | None  # of that time
+    cost_left_usd: float | None  # of the time left
+    mfu_refused: bool = False  # the MFU is higher than any run reaches, so it is left out
 
     def as_record(self) -> dict[str, object]:
         """Return the fields under their own names, for JSON."""
         return dataclasses.asdict(self)
 
     def as_line(self) -> str:
-        """Return the line a person follows."""
+        """Return one line for a person."""
+        mean = "" if self.loss_mean == self.loss else f" mean {self.loss_mean:.4f}"
+        best = "" if self.best_loss is None else f" best val {self.best_loss:.4f}"
         parts = [
             f"step {self.step:>7,}/{self.total_steps:,} {self.step / self.total_steps:.1%}",
-            self._losses(),
+            f"loss {self.loss:.4f}{mean}{best}",
             f"lr {self.learning_rate:.2e}".replace("e-0", "e-"),
         ]
         if self.gradient_norm is not None:
@@ -91,11 +67,6 @@ class StepMetrics:
             money.append(f"left {duration(self.seconds_left)}{dollars(self.cost_left_usd)}")
         return " | ".join([*parts, *([", ".join(money)] if money else [])])
 
-    def _losses(self) -> str:
-        mean = "" if self.loss_mean == self.loss else f" mean {self.loss_mean:.4f}"
-        best = "" if self.best_loss is None else f" best val {self.best_loss:.4f}"
-        return f"loss {self.loss:.4f}{mean}{best}"
-
 
 def perplexity(loss: float) -> float:
     """Return exp(loss), infinite where that overflows."""
@@ -103,7 +74,7 @@ def perplexity(loss: float) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Return a time span as a person says it: 48 s, 12.5 min, 23.6 h; 0.04 s."""
+    """Format a time span: 0.04 s, 48 s, 12.5 min, 23.6 h."""
     if seconds < 0.995:
         return f"{round(seconds, 2):g} s"
     if seconds < 100:
@@ -114,5 +85,5 @@ def duration(seconds: float) -> str:
 
 
 def dollars(cost_usd: float | None, *, before: str = " ") -> str:
-    """Spell an amount behind a time; nothing where it is unknown."""
+    """Format an amount that follows a time; nothing where it is unknown."""
     return "" if cost_usd is None else f"{before}${cost_usd:,.2f}"

@@ -21,20 +21,12 @@ PENDING_STEPS = 100  # no device lags further behind, so reading older marks doe
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Forecast:
-    """Expected time of activities until they are measured, as multiples of a step's time.
-
-    Attributes:
-        validation: One validation.
-        tasks: One evaluation of all tasks.
-        sample: One text sample.
-        exports: Whether a process makes the final model at the end; it starts about as slowly as
-            this session did.
-    """
+    """Expected time of activities until they are measured, as multiples of a step's time."""
 
     validation: float = 0.0
-    tasks: float = 0.0
+    tasks: float = 0.0  # all of them once
     sample: float = 0.0
-    exports: bool = False
+    exports: bool = False  # a process makes the final model: it starts as slowly as this session
 
 
 def forecast(

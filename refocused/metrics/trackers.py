@@ -32,13 +32,9 @@ _GROUPS = {"step": "train", END: "train"}  # prefix of a kind's metrics, if not 
 
 
 class Tracker(Protocol):
-    """A destination of records; all calls come from one thread, and any may raise anything.
+    """A destination of records; all calls come from one thread, and any may raise anything."""
 
-    Attributes:
-        name: For messages.
-    """
-
-    name: str
+    name: str  # for messages
 
     def open(self) -> str:
         """Begin; return where the records go, for a person."""
@@ -52,26 +48,15 @@ class Tracker(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """What trackers may know of a run.
-
-    Attributes:
-        folder: The run's folder.
-        name: The run's name.
-        step: Where training starts.
-        settings: All settings of the run, nested.
-        tracking: Which trackers are on.
-        wandb_id: Run id at Weights & Biases, from the checkpoint; None: it has none yet.
-        is_automatic: Training starts from the newest step there is, not from one that a person
-            chose.
-    """
+    """What trackers may know of a run."""
 
     folder: Path
     name: str
-    step: int
-    settings: Mapping[str, object]
+    step: int  # where training starts
+    settings: Mapping[str, object]  # all of the run, nested
     tracking: TrackingConfig
-    wandb_id: str | None = None
-    is_automatic: bool = True
+    wandb_id: str | None = None  # from the checkpoint
+    is_automatic: bool = True  # it starts from the newest step, not from one that a person chose
 
 
 def start_tracking(
@@ -129,12 +114,7 @@ class Trackers:
         self._pass_on()
 
     def close(self, exit_code: int, *, limit_seconds: float) -> None:
-        """End all of them, within a time.
-
-        Args:
-            exit_code: Of the command.
-            limit_seconds: For all together; those that need longer end with the process.
-        """
+        """End all of them within a time; those that need longer end with the process."""
         deadline = time.monotonic() + limit_seconds
         for thread in self._threads:
             thread.begin_end(exit_code, deadline)
@@ -224,21 +204,13 @@ def _reason(error: Exception) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Histogram:
-    """How the elements of a tensor are distributed.
+    """How the elements of a tensor are distributed."""
 
-    Attributes:
-        name: `weights/NAME` or `gradients/NAME`.
-        edges: Of the bins, one more than `counts`.
-        counts: Elements in each bin.
-        total: Sum of the elements.
-        squares: Sum of their squares.
-    """
-
-    name: str
-    edges: Sequence[float]
-    counts: Sequence[int]
-    total: float
-    squares: float
+    name: str  # `weights/NAME` or `gradients/NAME`
+    edges: Sequence[float]  # of the bins, one more than `counts`
+    counts: Sequence[int]  # elements in each bin
+    total: float  # sum of the elements
+    squares: float  # sum of their squares
 
 
 def histograms(record: Mapping[str, Any]) -> Iterator[Histogram]:

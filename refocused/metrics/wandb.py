@@ -33,17 +33,11 @@ _STEP = "train/step"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WandbNote:
-    """What a session leaves to the next one on this disk.
+    """What a session leaves to the next one on this disk."""
 
-    Attributes:
-        id: Run id at Weights & Biases.
-        began: Step at which that run was begun, or first continued on this disk.
-        last: The last step whose record is surely there.
-    """
-
-    id: str
-    began: int
-    last: int = -1
+    id: str  # of the run at Weights & Biases
+    began: int  # step at which that run was begun, or first continued on this disk
+    last: int = -1  # step whose record is surely there
 
 
 def continued(
@@ -91,7 +85,7 @@ def read_note(file: Path) -> WandbNote | None:
 
 
 def write_note(file: Path, note: WandbNote) -> None:
-    """Replace the note."""
+    """Replace the note, in a folder that may be new."""
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, json.dumps(dataclasses.asdict(note)).encode())
 
