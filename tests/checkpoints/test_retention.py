@@ -1,12 +1,42 @@
+"""What stays and what goes: the choice, and the removal from the disk and from a bucket."""
+
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import hypothesis
+import pytest
+from checkpoints.step_copies import RecordingBucket, copy
+from checkpoints.step_samples import make_step
+from fakes import Emulator
 from hypothesis import strategies
 
-from refocused.checkpoints.step.checkpoint_manifest import SaveReason
-from refocused.checkpoints.step.retention import EMERGENCIES, KeptStep, best_of, to_remove
+from refocused.bucket.open_bucket import open_bucket
+from refocused.checkpoints.mirror.copy_step import verify_remote
+from refocused.checkpoints.mirror.mirror_status import MirrorStatus
+from refocused.checkpoints.mirror.remote_steps import RemoteRetention, RemoteSteps
+from refocused.checkpoints.step import retention
+from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, saved_steps
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, SUPERSEDED, SaveReason
+from refocused.checkpoints.step.retention import (
+    EMERGENCIES,
+    KeptStep,
+    best_of,
+    disk_is_low,
+    local_steps,
+    thin_out,
+    to_remove,
+)
+from refocused.checkpoints.step.staging import remove_step
+from refocused.checkpoints.step.step_directory import in_use, is_in_use
+from refocused.system.errors import BucketError
+from refocused.system.processes import this_process
+from refocused.system.world import World
 
 flags = strategies.booleans()
 any_steps = strategies.lists(
@@ -24,70 +54,65 @@ any_steps = strategies.lists(
 )
 
 
-def plain(*steps: int, mirrored: bool | None = None) -> list[KeptStep]:
-    return [KeptStep(step, verified=True, mirrored=mirrored) for step in steps]
+def plain(*steps: int, mirrored: bool | None = None, verified: bool = True) -> list[KeptStep]:
+    return [KeptStep(step, verified=verified, mirrored=mirrored) for step in steps]
 
 
 def labelled(step: int, *tiers: SaveReason) -> KeptStep:
     return KeptStep(step, verified=True, tiers=frozenset(tiers))
 
 
-def test_the_newest_by_number_stay() -> None:
-    assert to_remove(plain(9500, 10000, 9000, 8500), keep=2) == [8500, 9000]
+def emergencies(*steps: int) -> list[KeptStep]:
+    return [labelled(step, SaveReason.EMERGENCY) for step in steps]
+
+
+OLD = [
+    KeptStep(1, verified=True, mirrored=True, best=True),
+    labelled(2, SaveReason.FINAL),
+    KeptStep(3, verified=True, mirrored=True, in_use=True),
+    KeptStep(4, verified=True, mirrored=False),
+    KeptStep(5, verified=True, mirrored=True),
+    labelled(6, SaveReason.ROLLING, SaveReason.EPOCH),
+]
+BEHIND = [*plain(1, mirrored=False), *plain(2, mirrored=True), *plain(3, 4, 5, 6, mirrored=False)]
+PUT_BACK = [KeptStep(s, verified=True, mirrored=False, skipped=s < 4) for s in range(1, 6)]
+CHOICES: dict[str, tuple[list[KeptStep], list[int], list[int]]] = {
+    "the newest by number stay": (plain(9500, 10000, 9000, 8500), [8500, 9000], [8500, 9000]),
+    "best, final, epoch, used and unmirrored stay": (
+        [*OLD, *plain(7, 8, mirrored=True)],
+        [5],
+        [4, 5],
+    ),
+    "only rolling steps count among those kept by number": (
+        [*plain(1, 2, 3), *emergencies(4), labelled(5, SaveReason.FINAL)],
+        [1],
+        [1],
+    ),
+    "an old emergency goes once a newer one is there": (
+        [*emergencies(1, 3, 5), *plain(6, 7)],
+        [1, 3],
+        [1, 3],
+    ),
+    "of the newest two it is one": ([*emergencies(1, 3), *plain(2)], [1], [1]),
+    "on a full disk what the mirror lacks goes behind what it has": (BEHIND, [2], [1, 2]),
+    "on a full disk what the mirror puts back goes": (PUT_BACK, [], [1, 2, 3]),
+    "a broken step does not count": (
+        [*plain(1, 2, 3), *plain(0, 4, verified=False)],
+        [0, 1],
+        [0, 1],
+    ),
+    "nothing goes while fewer than two are good": ([*plain(3), *plain(1, verified=False)], [], []),
+}
+
+
+@pytest.mark.parametrize(("steps", "gone", "gone_when_low"), CHOICES.values(), ids=CHOICES)
+def test_what_goes(steps: list[KeptStep], gone: list[int], gone_when_low: list[int]) -> None:
+    assert to_remove(steps, keep=2) == gone
+    assert to_remove(steps, keep=2, disk_low=True) == gone_when_low
 
 
 def test_two_stay_whatever_is_asked() -> None:
     assert to_remove(plain(1, 2, 3), keep=0) == [1]
-
-
-def test_best_final_epoch_used_and_unmirrored_steps_stay() -> None:
-    old = [
-        KeptStep(1, verified=True, mirrored=True, best=True),
-        labelled(2, SaveReason.FINAL),
-        KeptStep(3, verified=True, mirrored=True, in_use=True),
-        KeptStep(4, verified=True, mirrored=False),
-        KeptStep(5, verified=True, mirrored=True),
-        labelled(6, SaveReason.ROLLING, SaveReason.EPOCH),
-    ]
-    assert to_remove(old + plain(7, 8, mirrored=True), keep=2) == [5]
-
-
-def test_only_rolling_steps_count_among_those_kept_by_number() -> None:
-    steps = [*plain(1, 2, 3), labelled(4, SaveReason.EMERGENCY), labelled(5, SaveReason.FINAL)]
-    assert to_remove(steps, keep=2) == [1]
-
-
-def test_an_old_emergency_goes_once_a_newer_one_is_there() -> None:
-    steps = [labelled(step, SaveReason.EMERGENCY) for step in (1, 3, 5)]
-    assert to_remove([*steps, *plain(6, 7)], keep=2) == [1, 3]
-    assert to_remove([*steps[:2], *plain(2)], keep=2) == [1]  # of the newest two it is one
-
-
-def test_a_full_disk_takes_what_the_mirror_lacks_only_behind_what_it_has() -> None:
-    steps = [
-        *plain(1, mirrored=False),
-        *plain(2, mirrored=True),
-        *plain(3, 4, 5, 6, mirrored=False),
-    ]
-    assert to_remove(steps, keep=2) == [2]
-    assert to_remove(steps, keep=2, disk_low=True) == [1, 2]
-
-
-def test_a_full_disk_takes_what_the_mirror_itself_puts_back() -> None:
-    steps = [
-        KeptStep(step, verified=True, mirrored=False, skipped=step < 4) for step in range(1, 6)
-    ]
-    assert to_remove(steps, keep=2) == []
-    assert to_remove(steps, keep=2, disk_low=True) == [1, 2, 3]
-
-
-def test_a_broken_step_does_not_count_among_the_kept() -> None:
-    steps = [*plain(1, 2, 3), KeptStep(4, verified=False), KeptStep(0, verified=False)]
-    assert to_remove(steps, keep=2) == [0, 1]
-
-
-def test_nothing_goes_while_fewer_than_two_are_good() -> None:
-    assert to_remove([*plain(3), KeptStep(1, verified=False)], keep=2) == []
 
 
 @hypothesis.given(any_steps, strategies.integers(0, 8), flags)
@@ -106,13 +131,8 @@ def test_what_must_stay_stays(steps: list[KeptStep], keep: int, low: bool) -> No
     rolling = sorted(s.step for s in steps if s.verified and SaveReason.ROLLING in s.tiers)
     assert not gone & {*good[-2:], *(rolling[-keep:] if keep else [])}
     assert len(set(good) - gone) >= min(2, len(good))
-
-
-@hypothesis.given(any_steps, strategies.integers(0, 8), flags)
-def test_what_remains_is_stable_and_bounded(steps: list[KeptStep], keep: int, low: bool) -> None:
-    gone = set(to_remove(steps, keep=keep, disk_low=low))
     rest = [step for step in steps if step.step not in gone]
-    assert to_remove(rest, keep=keep, disk_low=low) == []
+    assert to_remove(rest, keep=keep, disk_low=low) == []  # stable, and bounded:
     free = [
         step
         for step in rest
@@ -127,3 +147,236 @@ def test_the_best_is_the_first_with_the_lowest_finite_loss() -> None:
     losses = {10: math.nan, 20: 2.0, 30: None, 40: 1.5, 50: 1.5, 60: math.inf}
     assert best_of(losses) == 40
     assert best_of({10: math.nan, 20: None}) is None
+
+
+def named(*steps: int) -> list[str]:
+    return [f"checkpoint_step_{step}" for step in steps]
+
+
+def thinned(folder: Path) -> list[str]:
+    return thin_out(folder, World(), keep=2, mirrored=False, status=None)
+
+
+def test_labels_and_the_best_decide_what_stays(tmp_path: Path) -> None:
+    make_step(tmp_path, 10, validation_loss=1.0)
+    make_step(tmp_path, 20, tiers=["epoch"])
+    make_step(tmp_path, 30, validation_loss=2.0)
+    make_step(tmp_path, 40, tiers=["emergency"])
+    for step in (50, 60, 9000, 10000):
+        make_step(tmp_path, step)
+    assert thinned(tmp_path) == named(30, 50, 60)
+    assert saved_steps(tmp_path) == [10, 20, 40, 9000, 10000]
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    for step in (10, 20, 30):
+        make_step(tmp_path, step)
+    return tmp_path
+
+
+def test_a_step_that_is_read_stays_until_that_is_over(three: Path) -> None:
+    with in_use(three / "checkpoint_step_10"):
+        assert is_in_use(three / "checkpoint_step_10")
+        assert thinned(three) == []
+    assert thinned(three) == named(10)
+
+
+def test_a_reader_that_comes_between_the_choice_and_the_removal_keeps_its_step(
+    three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers = contextlib.ExitStack()
+
+    def come(*_: object, **__: object) -> list[int]:
+        readers.enter_context(in_use(three / "checkpoint_step_10"))
+        return [10]
+
+    monkeypatch.setattr(retention, "to_remove", come)
+    thinned(three)
+    assert saved_steps(three) == [10, 20, 30]
+    readers.close()
+
+
+def test_a_step_removed_before_its_reader_has_the_lock_is_not_read(
+    three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = three / "checkpoint_step_10"
+    monkeypatch.setattr(fcntl, "flock", lambda *_: remove_step(step))
+    with pytest.raises(FileNotFoundError), in_use(step):
+        pytest.fail("it is gone")
+
+
+def test_what_is_mirrored_is_what_the_mirror_says(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        make_step(tmp_path, step)
+    said = MirrorStatus(
+        bucket="b",
+        prefix="p",
+        process=this_process(),
+        heartbeat=0.0,
+        mirrored=(1, 6),
+        waiting=(5,),
+        skipped=(3, 4),
+        unwanted=(2,),
+    )
+    steps = local_steps(tmp_path, mirrored=True, status=said)
+    assert [step.mirrored for step in steps] == [True, None, False, False, False, True]
+    assert [step.skipped for step in steps] == [False, False, True, True, False, False]
+    assert all(not step.mirrored for step in local_steps(tmp_path, mirrored=True, status=None))
+    for status, low, gone in ((None, False, []), (said, False, [1, 2]), (said, True, [3, 4])):
+        removed = thin_out(tmp_path, World(), keep=2, mirrored=True, status=status, disk_low=low)
+        assert removed == named(*gone)
+
+
+def test_a_disk_is_low_below_the_room_of_two_more_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not disk_is_low(tmp_path)  # nothing is known of the size of a save
+    size = make_step(tmp_path, 10).manifest.total_bytes
+    usage = shutil.disk_usage(tmp_path)
+    for saves, is_low in ((2, True), (3, False)):
+        free = usage._replace(free=saves * size)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: free)
+        assert disk_is_low(tmp_path) is is_low
+
+
+def steps_in(remote: RemoteSteps) -> list[int | None]:
+    return [FIRST_BRANCH.step_of(name) for name in remote.scan()]
+
+
+class BreakingBucket(RecordingBucket):
+    """Ends after so many removals, as a killed process would."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.removals_left: int | None = None
+        self.reads: list[str] = []
+
+    def delete(self, name: str) -> None:
+        if self.removals_left is not None:
+            if not self.removals_left:
+                raise BucketError("killed")
+            self.removals_left -= 1
+        super().delete(name)
+
+    def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
+        self.reads.append(name)
+        return super().read(name, start=start, length=length)
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> BreakingBucket:
+    (tmp_path / "bucket").mkdir()
+    return BreakingBucket(tmp_path / "bucket")
+
+
+@pytest.fixture
+def remote(bucket: BreakingBucket) -> RemoteSteps:
+    return RemoteSteps(bucket, "run")
+
+
+@pytest.fixture
+def mirrored(bucket: BreakingBucket, tmp_path: Path) -> Callable[..., None]:
+    """Save steps, and copy them to the bucket."""
+
+    def save(*steps: int, **changes: object) -> None:
+        for step in steps:
+            assert copy(bucket, make_step(tmp_path, step, **changes))
+
+    return save
+
+
+def test_labels_and_the_best_decide_what_stays_in_a_bucket(
+    mirrored: Callable[..., None], remote: RemoteSteps, tmp_path: Path
+) -> None:
+    mirrored(10, validation_loss=1.0)
+    mirrored(20, tiers=["epoch"])
+    mirrored(30, 40, tiers=["emergency"])
+    mirrored(50, 9500, 10000, 10500)
+    (tmp_path / "bucket" / "run" / "checkpoint_step_10500" / SUPERSEDED).touch()  # by version 0.1
+    assert RemoteRetention(remote, keep=2).thin_out() == [30, 50]
+    assert steps_in(remote) == [10, 20, 40, 9500, 10000, 10500]
+
+
+def test_checkpoints_of_other_branches_and_unreadable_ones_stay(
+    mirrored: Callable[..., None], remote: RemoteSteps, tmp_path: Path
+) -> None:
+    branch = Branch(number=2, ancestry=((1, 20),))
+    mirrored(10, 20, 30, 40)
+    mirrored(30, 40, branch=2, ancestry=branch.ancestry)
+    (tmp_path / "bucket" / "run" / "checkpoint_step_10" / "manifest.json").write_text("{")
+    assert RemoteRetention(remote, branch, keep=1).thin_out() == [20]
+    branches = [f"branch-2/{name}" for name in named(30, 40)]
+    assert list(remote.scan()) == [*named(10, 30, 40), *branches]
+
+
+def test_a_half_uploaded_step_goes_when_nobody_is_at_it(
+    mirrored: Callable[..., None], remote: RemoteSteps
+) -> None:
+    mirrored(10, 20, 30, 40)
+    remote.unmark("checkpoint_step_10")
+    remote.unmark("checkpoint_step_40")
+    keeper = RemoteRetention(remote, keep=2)
+    assert keeper.thin_out(in_use=[10]) == []
+    assert keeper.thin_out() == [10]  # the newer one may still be of use
+    assert steps_in(remote) == [20, 30, 40]
+
+
+def test_manifests_are_read_once_and_a_torn_one_does_not_count(
+    mirrored: Callable[..., None], remote: RemoteSteps, bucket: BreakingBucket
+) -> None:
+    mirrored(10, 20, 30)
+    keeper = RemoteRetention(remote, keep=3)
+    bucket.reads.clear()
+    keeper.steps()
+    keeper.steps()
+    assert len(bucket.reads) == 3
+    (Path(bucket.url) / "run" / "checkpoint_step_20" / "manifest.json").write_text("{")
+    assert RemoteRetention(remote, keep=2).thin_out() == []
+
+
+def test_a_removal_that_ends_at_any_moment_leaves_no_marked_step_that_is_broken(
+    mirrored: Callable[..., None], remote: RemoteSteps, bucket: BreakingBucket
+) -> None:
+    mirrored(10, 20, 30)
+    ends = 0
+    while "checkpoint_step_10" in remote.scan():
+        bucket.removals_left = 2  # the marker, which may be gone, and one more
+        try:
+            RemoteRetention(remote, keep=2).thin_out()
+        except BucketError:
+            ends += 1
+        for name, objects in remote.scan().items():
+            if COMMITTED in objects:
+                assert verify_remote(remote, name, deep=True) == []
+            else:
+                assert name == "checkpoint_step_10"
+    assert ends > 5
+    assert steps_in(remote) == [20, 30]
+
+
+def test_a_local_step_that_would_be_removed_at_once_is_not_wanted(
+    mirrored: Callable[..., None], remote: RemoteSteps, tmp_path: Path
+) -> None:
+    mirrored(40, 50)
+    kinds: dict[int, dict[str, object]] = {
+        10: {"validation_loss": 1.0},
+        20: {},
+        30: {"tiers": ["final"]},
+        60: {},
+    }
+    lacking = {s: make_step(tmp_path, s, **changes).manifest for s, changes in kinds.items()}
+    assert RemoteRetention(remote, keep=2).unwanted(lacking) == {20}
+
+
+@pytest.mark.bucket
+def test_an_object_store_is_thinned_out_and_removing_twice_is_no_error(
+    emulator: Emulator, tmp_path: Path
+) -> None:
+    bucket = open_bucket(f"{emulator.url}/mirror")
+    for step in (10, 20, 30):
+        assert copy(bucket, make_step(tmp_path, step))
+    remote = RemoteSteps(bucket, "run")
+    assert RemoteRetention(remote, keep=2).thin_out() == [10]
+    remote.retract("checkpoint_step_10")
+    assert steps_in(remote) == [20, 30]

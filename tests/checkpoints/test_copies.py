@@ -1,0 +1,366 @@
+"""The copy of a step in a bucket: all of it and its marker, or no marker; and the copies' order."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import hypothesis
+import pytest
+from checkpoints.step_copies import RecordingBucket, copy, objects
+from checkpoints.step_samples import START, flip_byte, make_step
+from fakes import Emulator, Fault, Request
+from hypothesis import strategies
+
+from refocused.bucket.bucket import Bucket, crc32c_of
+from refocused.bucket.open_bucket import open_bucket
+from refocused.checkpoints.mirror.copy_queue import MOST_BEHIND, copy_order
+from refocused.checkpoints.mirror.copy_step import StepCopier, verify_remote
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, Marker, SaveReason
+from refocused.checkpoints.step.retention import KeptStep
+from refocused.checkpoints.step.staging import remove_step
+from refocused.checkpoints.step.step_directory import StepDirectory, is_in_use
+from refocused.checkpoints.step.verify import verify
+from refocused.system.errors import BucketError, CheckpointError
+
+NAME = "checkpoint_step_10"
+
+
+@pytest.fixture
+def there(bucket: RecordingBucket) -> Path:
+    """Where the copy's objects are."""
+    return Path(bucket.url) / "run" / NAME
+
+
+def repaired(bucket: Bucket, step: StepDirectory) -> bool:
+    remote = RemoteSteps(bucket, "run/")
+    problems = verify_remote(remote, step.path.name, deep=True)
+    copier = StepCopier(remote, stopping=lambda: False, report=lambda _done, _total: None)
+    return copier.repair(step, [problem.file for problem in problems])
+
+
+def test_the_copy_is_the_directory_and_its_marker(
+    bucket: RecordingBucket, step: StepDirectory
+) -> None:
+    assert copy(bucket, step)
+    found = objects(bucket)
+    crc32c = crc32c_of(step.path / "manifest.json")
+    assert json.loads(found[COMMITTED]) == {"files": 7, "bytes": 7000, "manifest_crc32c": crc32c}
+    assert found == {
+        path.relative_to(step.path).as_posix(): path.read_bytes()
+        for path in step.path.rglob("*")
+        if path.is_file()
+    }
+    bucket.sent.clear()
+    assert copy(bucket, step)
+    assert bucket.sent == []
+
+
+def test_an_interrupted_copy_sends_only_what_is_missing_or_wrong(
+    bucket: RecordingBucket, step: StepDirectory, there: Path
+) -> None:
+    copy(bucket, step)
+    (there / COMMITTED).unlink()
+    (there / "trainer.json").unlink()
+    (there / "run.yaml").write_bytes(b"cut")
+    bucket.sent.clear()
+    assert copy(bucket, step)
+    assert sorted(bucket.sent) == ["run.yaml", "trainer.json"]
+    assert objects(bucket)["run.yaml"] == step.run.read_bytes()
+
+
+def test_a_copy_told_to_stop_leaves_no_marker(bucket: RecordingBucket, step: StepDirectory) -> None:
+    assert not copy(bucket, step, stopping=lambda: len(bucket.sent) >= 2)
+    assert COMMITTED not in objects(bucket)
+    assert copy(bucket, step)
+
+
+def test_an_object_lost_on_the_way_keeps_the_marker_away(
+    bucket: RecordingBucket, step: StepDirectory
+) -> None:
+    bucket.lost = "model.json"
+    with pytest.raises(BucketError, match=r"model\.json is not what was sent, or is gone"):
+        copy(bucket, step)
+    assert COMMITTED not in objects(bucket)
+    bucket.lost = None
+    assert copy(bucket, step)
+
+
+@pytest.mark.parametrize("damage", [flip_byte, Path.unlink])
+def test_a_step_damaged_here_is_not_marked(
+    bucket: RecordingBucket, step: StepDirectory, damage: Callable[[Path], None]
+) -> None:
+    damage(step.trainer)
+    with pytest.raises(CheckpointError, match=r"is damaged: trainer\.json"):
+        copy(bucket, step)
+    assert COMMITTED not in objects(bucket)
+
+
+@pytest.mark.parametrize("damage", [flip_byte, lambda path: path.write_bytes(b"cut"), Path.unlink])
+@pytest.mark.parametrize(
+    ("damaged", "marked"),
+    [("trainer.json", True), ("trainer.json", False), ("manifest.json", True), (COMMITTED, True)],
+)
+def test_what_is_damaged_in_a_bucket_is_found_and_repaired(
+    bucket: RecordingBucket,
+    step: StepDirectory,
+    there: Path,
+    damaged: str,
+    damage: Callable[[Path], None],
+    marked: bool,
+) -> None:
+    copy(bucket, step)
+    whole = objects(bucket)
+    damage(there / damaged)
+    if not marked:
+        (there / COMMITTED).unlink()
+    found = verify_remote(RemoteSteps(bucket, "run/"), NAME, deep=True)
+    is_unfinished = COMMITTED not in objects(bucket) and damage is Path.unlink
+    assert damaged in {problem.file for problem in found} or is_unfinished
+    bucket.sent.clear()
+    assert repaired(bucket, step)
+    assert objects(bucket) == whole
+    assert len(bucket.sent) <= 1  # a damaged manifest accuses the file that it is wrong about
+
+
+def test_objects_of_an_interrupted_copy_of_another_save_are_not_mixed_in(
+    bucket: RecordingBucket, step: StepDirectory
+) -> None:
+    copy(bucket, step, stopping=lambda: len(bucket.sent) >= 3)
+    remove_step(step.path)
+    again = make_step(step.path.parent, 10, seed=99)  # the same names and sizes, other bytes
+    assert copy(bucket, again)
+    assert all(
+        content == (again.path / name).read_bytes()
+        for name, content in objects(bucket).items()
+        if name != COMMITTED
+    )
+
+
+LATER = START + datetime.timedelta(days=1)
+
+
+@pytest.mark.parametrize(
+    "change", [{"run": "other"}, {"created": START}, {"created": LATER}, {"run_id": "b"}]
+)
+@pytest.mark.parametrize("attempt", [copy, repaired])
+def test_another_copy_that_is_complete_is_never_replaced(
+    bucket: RecordingBucket,
+    step: StepDirectory,
+    change: dict[str, object],
+    attempt: Callable[..., bool],
+) -> None:
+    copy(bucket, step)
+    before = objects(bucket)
+    other = make_step(step.path.parents[1] / "other", 10, seed=99, **change)
+    with pytest.raises(CheckpointError, match="is another checkpoint, of run sample"):
+        attempt(bucket, other)
+    assert objects(bucket) == before
+
+
+def test_an_upload_that_another_run_has_begun_is_left_alone(
+    bucket: RecordingBucket, tmp_path: Path
+) -> None:
+    theirs = make_step(tmp_path / "theirs", 10, run_id="a")
+    copy(bucket, theirs, stopping=lambda: len(bucket.sent) >= 3)
+    before = objects(bucket)
+    with pytest.raises(CheckpointError, match="is another checkpoint, of run sample a, saved"):
+        copy(bucket, make_step(tmp_path / "mine", 10, seed=99, run_id="b"))
+    assert objects(bucket) == before
+    assert copy(bucket, theirs)
+
+
+def test_objects_that_no_manifest_lists_stay(
+    bucket: RecordingBucket, step: StepDirectory, there: Path
+) -> None:
+    copy(bucket, step, stopping=lambda: len(bucket.sent) >= 3)
+    (there / "notes.txt").write_text("a person's")
+    remove_step(step.path)
+    assert copy(bucket, make_step(step.path.parent, 10, seed=99))  # replaces the other save's
+    assert (there / "notes.txt").read_text() == "a person's"
+    RemoteSteps(bucket, "run").retract(NAME)
+    assert objects(bucket) == {"notes.txt": b"a person's"}
+
+
+def test_a_step_is_not_confused_with_one_whose_name_it_begins(
+    bucket: RecordingBucket, step: StepDirectory
+) -> None:
+    copy(bucket, make_step(step.path.parent, 100))
+    copy(bucket, step)
+    remote = RemoteSteps(bucket, "run")
+    assert list(remote.scan()) == [NAME, "checkpoint_step_100"]
+    remote.retract(NAME)
+    assert list(remote.scan()) == ["checkpoint_step_100"]
+    assert COMMITTED in remote.objects("checkpoint_step_100")
+
+
+def test_a_step_is_not_removed_while_it_is_copied(
+    bucket: RecordingBucket, step: StepDirectory
+) -> None:
+    used = []
+    assert copy(bucket, step, stopping=lambda: used.append(is_in_use(step.path)) is not None)
+    assert used and all(used)
+    assert not is_in_use(step.path)
+
+
+@pytest.mark.bucket
+@pytest.mark.parametrize("unlisted", [(), ("crc32c",)])  # customer-managed keys: none is listed
+def test_an_object_changed_in_the_store_before_the_marker_is_sent_again(
+    emulator: Emulator, step: StepDirectory, unlisted: tuple[str, ...]
+) -> None:
+    emulator.proxy.unlisted = frozenset(unlisted)
+    bucket = open_bucket(f"{emulator.url}/mirror")
+    assert copy(bucket, step)
+    bucket.delete(f"run/{NAME}/{COMMITTED}")
+    emulator.put(f"mirror/run/{NAME}/trainer.json", b"x" * 1000)
+    assert copy(bucket, step)
+    assert bucket.read(f"run/{NAME}/trainer.json") == step.trainer.read_bytes()
+    remove_step(step.path)
+    catalog = Catalog(step.path.parent, bucket, "run")
+    [entry] = catalog.entries()
+    assert (entry.local, entry.bucket, entry.size) == ("-", "ok", 7000)
+    assert verify(catalog.fetch(NAME), deep=True) == []
+
+
+@pytest.mark.bucket
+def test_two_mirrors_of_one_step_make_one_whole_copy(
+    emulator: Emulator, step: StepDirectory
+) -> None:
+    """As of two machines with a copy of the same run; each finishes or stops with a reason."""
+    bucket = open_bucket(emulator.url)
+    with ThreadPoolExecutor(2) as threads:
+        for future in [threads.submit(copy, bucket, step) for _ in range(2)]:
+            assert future.result()
+    assert verify_remote(RemoteSteps(bucket, "run/"), NAME, deep=True) == []
+    assert RemoteSteps(bucket, "run/").marker(NAME) is not None
+
+
+@pytest.mark.bucket
+def test_two_runs_that_meet_under_one_name_leave_nothing_that_is_taken_for_whole_and_is_not(
+    emulator: Emulator, step: StepDirectory, tmp_path: Path
+) -> None:
+    other = make_step(tmp_path / "other", 10, seed=1, run="other")
+    bucket = open_bucket(emulator.url)
+
+    def attempt(mine: StepDirectory) -> None:
+        with contextlib.suppress(CheckpointError, BucketError):
+            copy(bucket, mine)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(attempt, [step, other]))
+    found = {entry.step: entry for entry in Catalog(tmp_path / "new", bucket, "run/").entries()}
+    if 10 in found and found[10].bucket == "ok":
+        fetched = Catalog(tmp_path / "new", bucket, "run/").fetch(NAME)
+        assert verify(fetched, deep=True) == []
+        assert fetched.manifest in (step.manifest, other.manifest)
+
+
+@pytest.mark.bucket
+@pytest.mark.parametrize(
+    ("marker", "state", "is_read"),
+    [
+        (lambda marker: None, "ok", False),  # its checksum is that of the expected one
+        (lambda marker: json.dumps(json.loads(marker), indent=4).encode(), "ok", True),
+        (
+            lambda marker: Marker(files=7, bytes=7000, manifest_crc32c=1).to_json(),
+            "broken: COMMITTED belongs to other files",
+            True,
+        ),
+    ],
+    ids=["ours", "in other words", "of another manifest"],
+)
+def test_a_marker_is_read_only_where_it_may_be_of_another_manifest(
+    emulator: Emulator,
+    step: StepDirectory,
+    tmp_path: Path,
+    marker: Callable[[bytes], bytes | None],
+    state: str,
+    is_read: bool,
+) -> None:
+    bucket = open_bucket(emulator.url)
+    assert copy(bucket, step)
+    if (changed := marker(bucket.read(f"run/{NAME}/{COMMITTED}"))) is not None:
+        emulator.put(f"run/{NAME}/{COMMITTED}", changed)
+    emulator.proxy.requests.clear()
+    (entry,) = Catalog(tmp_path / "new", open_bucket(emulator.url), "run").entries()
+    assert entry.bucket == state
+    read = [request.path for request in emulator.proxy.requests if request.is_download]
+    assert any(path.endswith(COMMITTED) for path in read) is is_read
+
+
+@pytest.mark.bucket
+def test_a_manifest_replaced_while_the_files_are_sent_is_not_marked(
+    emulator: Emulator, step: StepDirectory
+) -> None:
+    def replace(request: Request) -> bool:
+        if request.is_upload and b"checkpoint_step_10/model.json" in request.body:
+            emulator.put(f"run/{NAME}/manifest.json", b"{}")  # by a second run of that name
+        return False
+
+    emulator.proxy.script(replace, Fault())
+    with pytest.raises(BucketError, match=r"manifest\.json is not what was sent"):
+        copy(open_bucket(emulator.url), step)
+    assert open_bucket(emulator.url).info(f"run/{NAME}/{COMMITTED}") is None
+
+
+any_lacking = strategies.lists(
+    strategies.builds(
+        KeptStep,
+        strategies.integers(0, 60),
+        verified=strategies.just(True),
+        tiers=strategies.frozensets(strategies.sampled_from(SaveReason), min_size=1),
+        best=strategies.booleans(),
+    ),
+    unique_by=lambda step: step.step,
+)
+
+
+def rolling(*steps: int) -> list[KeptStep]:
+    return [KeptStep(step, verified=True) for step in steps]
+
+
+KINDS = [
+    KeptStep(1, verified=True, best=True),
+    KeptStep(2, verified=True, tiers=frozenset({SaveReason.EPOCH})),
+    KeptStep(3, verified=True, tiers=frozenset({SaveReason.EMERGENCY})),
+    *rolling(4, 5, 6),
+]
+
+
+@pytest.mark.parametrize(
+    ("lacking", "there", "copying", "wanted", "skipped"),
+    [
+        (rolling(9500, 10000), (), None, (10000, 9500), ()),
+        (KINDS, (), None, (6, 5, 2, 1), (4, 3)),
+        (rolling(1, 2, 4), (3,), None, (4,), (2, 1)),  # what the bucket has replaces old ones too
+        (rolling(1, 2, 3, 4), (), 1, (1, 4, 3), (2,)),  # what is being copied is finished
+    ],
+)
+def test_the_newest_goes_first_and_more_than_two_behind_old_ones_are_put_back(
+    lacking: list[KeptStep],
+    there: tuple[int, ...],
+    copying: int | None,
+    wanted: tuple[int, ...],
+    skipped: tuple[int, ...],
+) -> None:
+    order = copy_order(lacking, there=there, copying=copying)
+    assert (order.wanted, order.skipped) == (wanted, skipped)
+
+
+@hypothesis.given(any_lacking, strategies.sets(strategies.integers(61, 63)))
+def test_the_queue_is_bounded_and_loses_nothing(lacking: list[KeptStep], there: set[int]) -> None:
+    order = copy_order(lacking, there=there)
+    by_step = {step.step: step for step in lacking}
+    assert sorted((*order.wanted, *order.skipped)) == sorted(by_step)
+    always = {SaveReason.EPOCH, SaveReason.FINAL}
+    plain = [s for s in order.wanted if not (by_step[s].best or by_step[s].tiers & always)]
+    assert len(plain) <= max(MOST_BEHIND - len(there), 0)
+    assert order.wanted == tuple(sorted(order.wanted, reverse=True))
+    if lacking and not there:
+        assert order.wanted[0] == max(by_step)
