@@ -1,20 +1,27 @@
+"""What both places hold together, which step a request means, and how a step is fetched."""
+
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from checkpoints.step_samples import flip_byte, make_step, mirrored
+from fakes import Emulator, Fault, Request
 
 from refocused.bucket.folder import DirectoryBucket
+from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 from refocused.checkpoints.step.staging import remove_step
-from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.step_directory import StepDirectory, read_step
 from refocused.checkpoints.step.verify import verify
 from refocused.system.errors import BucketError, CheckpointError
 
 PREFIX = "sample/checkpoints"
+NAME = "checkpoint_step_10"
 
 
 @pytest.fixture
@@ -22,13 +29,21 @@ def catalog(local: Path, bucket: DirectoryBucket) -> Catalog:
     return Catalog(local, bucket, PREFIX)
 
 
-def there(bucket: DirectoryBucket, step: int, file: str) -> Path:
-    return Path(bucket.url) / PREFIX / f"checkpoint_step_{step}" / file
+@pytest.fixture
+def copied(local: Path, bucket: DirectoryBucket) -> StepDirectory:
+    """A step that is in both places."""
+    return mirrored(bucket, make_step(local, 10))
+
+
+@pytest.fixture
+def there(bucket: DirectoryBucket) -> Path:
+    return Path(bucket.url) / PREFIX / NAME
 
 
 def test_both_places_are_listed_together_in_numeric_order(
     catalog: Catalog, local: Path, bucket: DirectoryBucket
 ) -> None:
+    assert catalog.entries() == []
     remove_step(mirrored(bucket, make_step(local, 9500, validation_loss=2.1, loss=2.2)).path)
     mirrored(bucket, make_step(local, 10000, validation_loss=2.3))
     make_step(local, 10500)
@@ -40,61 +55,57 @@ def test_both_places_are_listed_together_in_numeric_order(
     ]
     assert (entries[0].size, entries[0].loss, entries[0].validation_loss) == (7000, 2.2, 2.1)
     assert entries[0].created == make_step(local, 9500, token="again").manifest.created
+    found = catalog.resolve("9,500")
+    assert (found.local, found.bucket) == ("ok", "ok")
 
 
 def test_broken_steps_are_listed_with_the_reason_and_are_neither_latest_nor_best(
-    catalog: Catalog, local: Path
+    local: Path,
 ) -> None:
     make_step(local, 10, validation_loss=3.0)
     (make_step(local, 20, validation_loss=2.0).path / "manifest.json").unlink()
     make_step(local, 30, validation_loss=1.0).trainer.write_bytes(b"")
-    entries = catalog.entries()
+    entries = Catalog(local).entries()
     assert entries[0].notes == ("latest", "best")
     assert entries[1].local.startswith("broken: manifest.json is missing")
     assert entries[2].tiers == ("rolling",)
-    assert entries[2].notes == (
-        "incomplete: local: trainer.json has 0 bytes, not 1,000; ignored by resume",
-    )
+    what = "incomplete: local: trainer.json has 0 bytes, not 1,000; ignored by resume"
+    assert entries[2].notes == (what,)
+    with pytest.raises(CheckpointError, match=r"checkpoint_step_30 cannot be used.*trainer\.json"):
+        Catalog(local).resolve("30")
 
 
 def test_a_copy_without_its_marker_is_a_share_in_percent(
-    catalog: Catalog, local: Path, bucket: DirectoryBucket
+    catalog: Catalog, copied: StepDirectory, there: Path
 ) -> None:
-    step = mirrored(bucket, make_step(local, 10))
-    there(bucket, 10, COMMITTED).unlink()
+    (there / COMMITTED).unlink()
     assert catalog.entries()[0].bucket == "99 %"  # all of it, but nobody has vouched for that
-    there(bucket, 10, "trainer.json").unlink()
-    there(bucket, 10, "run.yaml").write_bytes(b"cut")
+    (there / "trainer.json").unlink()
+    (there / "run.yaml").write_bytes(b"cut")
     assert catalog.entries()[0].bucket == "71 %"
-    remove_step(step.path)
+    remove_step(copied.path)
     [entry] = catalog.entries()
     assert entry.notes == ("incomplete: bucket: 71 % of it; ignored by resume",)
     with pytest.raises(CheckpointError, match="no usable checkpoint"):
         catalog.resolve("latest")
 
 
+@pytest.mark.parametrize(
+    ("lost", "state", "refusal"),
+    [
+        ("model.json", "1 of 7 files are lost", r"damaged: model\.json is missing"),
+        ("manifest.json", "manifest.json is missing", r"damaged: manifest\.json is missing"),
+    ],
+)
 def test_an_object_lost_after_the_commit_is_seen(
-    catalog: Catalog, local: Path, bucket: DirectoryBucket
+    catalog: Catalog, copied: StepDirectory, there: Path, lost: str, state: str, refusal: str
 ) -> None:
-    remove_step(mirrored(bucket, make_step(local, 10)).path)
-    there(bucket, 10, "model.json").unlink()
+    (there / lost).unlink()
     [entry] = catalog.entries()
-    assert entry.bucket == "broken: 1 of 7 files are lost"
-    with pytest.raises(CheckpointError, match=r"damaged: model\.json is missing"):
-        catalog.fetch("checkpoint_step_10")
-
-
-def test_a_marked_copy_without_its_manifest_is_broken_though_the_step_is_here(
-    catalog: Catalog, local: Path, bucket: DirectoryBucket
-) -> None:
-    mirrored(bucket, make_step(local, 10))
-    there(bucket, 10, "manifest.json").unlink()
-    [entry] = catalog.entries()
-    assert (entry.local, entry.bucket) == ("ok", "broken: manifest.json is missing")
-
-
-def test_an_empty_place_has_no_entries(catalog: Catalog) -> None:
-    assert catalog.entries() == []
+    assert (entry.local, entry.bucket) == ("ok", f"broken: {state}")
+    with pytest.raises(CheckpointError, match=refusal):
+        catalog.fetch(NAME, replace=True)
+    assert verify(copied, deep=True) == []
 
 
 def test_a_bucket_that_is_not_there_is_an_error_not_an_empty_list(
@@ -109,42 +120,24 @@ def test_a_bucket_that_is_not_there_is_an_error_not_an_empty_list(
     ("request_", "step"),
     [
         ("latest", 10000),
-        ("best", 9500),
-        ("9500", 9500),
+        ("final", 10000),
         ("10,000", 10000),
         ("10_000", 10000),
-        ("checkpoint_step_20", 20),
-        ("checkpoint-epoch0-step9500-files950", 9500),
-    ],
-)
-def test_a_step_is_found_by_every_name_it_has(local: Path, request_: str, step: int) -> None:
-    for saved, loss in ((20, 3.0), (9500, 2.0), (10000, None)):
-        make_step(local, saved, validation_loss=loss)
-    found = Catalog(local).resolve(request_)
-    assert (found.step, found.name) == (step, f"checkpoint_step_{step}")
-
-
-def test_a_step_only_in_the_bucket_is_found(
-    catalog: Catalog, local: Path, bucket: DirectoryBucket
-) -> None:
-    remove_step(mirrored(bucket, make_step(local, 10)).path)
-    found = catalog.resolve("10")
-    assert (found.local, found.bucket) == ("-", "ok")
-
-
-@pytest.mark.parametrize(
-    ("request_", "step"),
-    [
+        ("final_checkpoint_step_10000", 10000),
+        ("9500", 9500),
         ("latest_backup", 9500),
+        ("epoch_2", 9500),
+        ("rolling_step_009500", 9500),
+        ("checkpoint-epoch2-step9500-files950", 9500),
+        ("best", 20),
         ("best_model", 20),
         ("epoch_00001", 20),
-        ("epoch_2", 9500),
-        ("final", 10000),
-        ("final_checkpoint_step_10000", 10000),
-        ("rolling_step_009500", 9500),
+        ("checkpoint_step_20", 20),
     ],
 )
-def test_the_names_of_other_trainers_are_found_too(local: Path, request_: str, step: int) -> None:
+def test_a_step_is_found_by_every_name_it_has_here_and_with_other_trainers(
+    local: Path, request_: str, step: int
+) -> None:
     make_step(local, 20, validation_loss=2.0, epoch=1, tiers=["epoch"])
     make_step(local, 9500, validation_loss=2.0, epoch=2, tiers=["rolling", "epoch"])
     make_step(local, 10000, epoch=2, tiers=["final"])
@@ -153,122 +146,157 @@ def test_the_names_of_other_trainers_are_found_too(local: Path, request_: str, s
     assert notes == [("best", "epoch 1"), ("epoch 2",), ("latest", "final")]
 
 
-@pytest.mark.parametrize("request_", ["epoch_3", "latest_backup", "final", "best_model"])
-def test_a_role_that_no_step_has_is_told(local: Path, request_: str) -> None:
-    make_step(local, 20)
-    with pytest.raises(CheckpointError, match="No usable checkpoint in"):
-        Catalog(local).resolve(request_)
+NEAR = r"checkpoint_step_1500, checkpoint_step_1000, checkpoint_step_2000\."
 
 
-@pytest.mark.parametrize("request_", ["1260", "checkpoint-step1260", "checkpoint_step_1260 "])
-def test_a_miss_names_the_nearest_steps(local: Path, request_: str) -> None:
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        *((role, "No usable checkpoint in") for role in ("epoch_3", "final")),
+        ("best_model", "has a validation loss"),
+        ("1260", rf"There is no checkpoint .* Nearest: {NEAR}"),
+        ("checkpoint-step1260", rf"There is no checkpoint .* Nearest: {NEAR}"),
+        ("checkpoint_step_1260 ", rf"There is no checkpoint .* Nearest: {NEAR}"),
+        ("lastest", r"Nearest: latest"),
+    ],
+)
+def test_a_miss_names_what_was_looked_for_or_the_nearest(
+    local: Path, request_: str, message: str
+) -> None:
     for saved in (10, 1000, 1500, 2000, 12500):
         make_step(local, saved)
-    near = r"checkpoint_step_1500, checkpoint_step_1000, checkpoint_step_2000\."
-    with pytest.raises(CheckpointError, match=rf"There is no checkpoint .* Nearest: {near}"):
+    with pytest.raises(CheckpointError, match=message):
         Catalog(local).resolve(request_)
-
-
-def test_a_misspelt_word_is_corrected(local: Path) -> None:
-    make_step(local, 10)
-    with pytest.raises(CheckpointError, match="Nearest: latest"):
-        Catalog(local).resolve("lastest")
-
-
-def test_a_broken_step_is_not_resolved_and_says_why(local: Path) -> None:
-    make_step(local, 10)
-    make_step(local, 20).path.joinpath("ranks/rank_00001.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"checkpoint_step_20 cannot be used.*rank_00001"):
-        Catalog(local).resolve("20")
-
-
-def test_without_a_validation_loss_nothing_is_the_best(local: Path) -> None:
-    make_step(local, 10)
-    with pytest.raises(CheckpointError, match="has a validation loss"):
-        Catalog(local).resolve("best")
 
 
 def test_a_fetched_step_is_whole_and_nothing_else_remains(
-    catalog: Catalog, local: Path, bucket: DirectoryBucket
+    catalog: Catalog, local: Path, copied: StepDirectory
 ) -> None:
-    step = mirrored(bucket, make_step(local, 10))
-    remove_step(step.path)
+    remove_step(copied.path)
     done: list[int] = []
-    fetched = catalog.fetch(
-        "checkpoint_step_10", progress=lambda progress: done.append(progress.done_bytes)
-    )
-    assert fetched == step
-    assert verify(read_step(step.path), deep=True) == []
-    assert sorted(path.name for path in local.iterdir()) == [".fetch.lock", "checkpoint_step_10"]
+    fetched = catalog.fetch(NAME, progress=lambda progress: done.append(progress.done_bytes))
+    assert fetched == copied
+    assert verify(read_step(copied.path), deep=True) == []
+    assert sorted(path.name for path in local.iterdir()) == [".fetch.lock", NAME]
     assert max(done) == 7000
 
 
 def test_a_broken_local_step_is_replaced_by_the_fetched_one(
-    catalog: Catalog, local: Path, bucket: DirectoryBucket
+    catalog: Catalog, copied: StepDirectory
 ) -> None:
-    step = mirrored(bucket, make_step(local, 10))
-    step.trainer.unlink()
-    assert verify(catalog.fetch("checkpoint_step_10"), deep=True) == []
-    flip_byte(step.trainer)
-    taken_as_it_is = catalog.fetch("checkpoint_step_10")  # its sizes are right
+    copied.trainer.unlink()
+    assert verify(catalog.fetch(NAME), deep=True) == []
+    flip_byte(copied.trainer)
+    taken_as_it_is = catalog.fetch(NAME)  # its sizes are right
     assert verify(taken_as_it_is, deep=True) != []
-    assert verify(catalog.fetch("checkpoint_step_10", replace=True), deep=True) == []
+    assert verify(catalog.fetch(NAME, replace=True), deep=True) == []
 
 
 def test_an_interrupted_fetch_goes_on_and_keeps_only_what_is_right(
-    catalog: Catalog, local: Path, bucket: DirectoryBucket
+    catalog: Catalog, local: Path, copied: StepDirectory
 ) -> None:
-    step = mirrored(bucket, make_step(local, 10))
-    stage = local / ".tmp-checkpoint_step_10-fetch" / PREFIX / "checkpoint_step_10"
+    stage = local / f".tmp-{NAME}-fetch" / PREFIX / NAME
     stage.parent.mkdir(parents=True)
-    step.path.rename(stage)
+    copied.path.rename(stage)
     flip_byte(stage / "run.yaml")
     (stage / "model.json").unlink()
-    done = []
-    fetched = catalog.fetch(
-        "checkpoint_step_10", progress=lambda progress: done.append(progress.done_objects)
-    )
+    (stage / "trainer.json.part").write_bytes(b"{")  # left by version 0.1.0
+    done: list[int] = []
+    fetched = catalog.fetch(NAME, progress=lambda progress: done.append(progress.done_objects))
     assert done == [1, 2]
     assert verify(fetched, deep=True) == []
 
 
-def test_a_corrupt_object_is_refused_and_its_file_is_not_kept(
-    catalog: Catalog, local: Path, bucket: DirectoryBucket
+def marker_with(**changes: object) -> Callable[[Path], object]:
+    def change(there: Path) -> None:
+        marker = there / COMMITTED
+        marker.write_text(json.dumps(json.loads(marker.read_text()) | changes))
+
+    return change
+
+
+REFUSALS: dict[str, Callable[[Path], object]] = {
+    r"damaged: trainer\.json has CRC-32C": lambda there: flip_byte(there / "trainer.json"),
+    "has no COMMITTED object": lambda there: (there / COMMITTED).unlink(),
+    "the marker belongs to other files": marker_with(manifest_crc32c=1),
+    "counts other files": marker_with(files=3),
+    "is not the marker": lambda there: (there / COMMITTED).write_text(""),
+}
+
+
+@pytest.mark.parametrize(("refusal", "damage"), REFUSALS.items(), ids=REFUSALS)
+def test_what_is_not_whole_in_the_bucket_is_refused_and_not_kept(
+    catalog: Catalog,
+    copied: StepDirectory,
+    there: Path,
+    refusal: str,
+    damage: Callable[[Path], object],
 ) -> None:
-    remove_step(mirrored(bucket, make_step(local, 10)).path)
-    flip_byte(there(bucket, 10, "trainer.json"))
+    remove_step(copied.path)
+    damage(there)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"damaged: trainer\.json has CRC-32C"):
-            catalog.fetch("checkpoint_step_10")
-    assert not (local / "checkpoint_step_10").exists()
-
-
-def test_a_step_without_its_marker_is_not_fetched(
-    catalog: Catalog, local: Path, bucket: DirectoryBucket
-) -> None:
-    remove_step(mirrored(bucket, make_step(local, 10)).path)
-    there(bucket, 10, COMMITTED).unlink()
-    with pytest.raises(CheckpointError, match="has no COMMITTED object"):
-        catalog.fetch("checkpoint_step_10")
-
-
-def test_a_marker_of_other_files_is_refused(
-    catalog: Catalog, local: Path, bucket: DirectoryBucket
-) -> None:
-    remove_step(mirrored(bucket, make_step(local, 10)).path)
-    marker = there(bucket, 10, COMMITTED)
-    fields = json.loads(marker.read_text())
-    marker.write_text(json.dumps(fields | {"manifest_crc32c": 1}))
-    with pytest.raises(CheckpointError, match="the marker belongs to other files"):
-        catalog.fetch("checkpoint_step_10")
-    marker.write_text(json.dumps(fields | {"files": 3}))
-    with pytest.raises(CheckpointError, match="counts other files"):
-        catalog.fetch("checkpoint_step_10")
-    marker.write_text("")
-    with pytest.raises(CheckpointError, match="is not the marker"):
-        catalog.fetch("checkpoint_step_10")
+        with pytest.raises(CheckpointError, match=refusal):
+            catalog.fetch(NAME)
+    assert not copied.path.exists()
 
 
 def test_without_a_bucket_an_absent_step_cannot_be_fetched(local: Path) -> None:
     with pytest.raises(CheckpointError, match="no bucket is known"):
-        Catalog(local).fetch("checkpoint_step_10")
+        Catalog(local).fetch(NAME)
+
+
+SIZE = 100_000
+
+
+def is_shard(request: Request) -> bool:
+    return request.is_download and "optim_states" in request.path
+
+
+@pytest.fixture
+def far(local: Path, emulator: Emulator) -> Catalog:
+    """A step that is only in the store, which may fail."""
+    remove_step(mirrored(GcsBucket(emulator.url), make_step(local, 10, size=SIZE)).path)
+    policy = RetryPolicy(attempts=3, sleep=lambda _: None)
+    return Catalog(local, GcsBucket(emulator.url, retry=policy), PREFIX)
+
+
+@pytest.mark.bucket
+def test_cuts_and_corrupt_answers_cost_only_what_they_spoilt(
+    far: Catalog, emulator: Emulator
+) -> None:
+    emulator.proxy.script(is_shard, Fault(cut_after=SIZE // 2), times=2)
+    emulator.proxy.script(is_shard, Fault(flip_byte=7))
+    emulator.proxy.script(is_shard, Fault(lose_reply=True))
+    assert verify(far.fetch(NAME), deep=True) == []
+
+
+@pytest.mark.bucket
+def test_a_network_that_is_lost_shows_no_step_and_the_next_attempt_goes_on(
+    far: Catalog, emulator: Emulator
+) -> None:
+    emulator.proxy.script(is_shard, Fault(cut_after=SIZE // 2), times=2)
+    emulator.proxy.script(is_shard, Fault(lose_reply=True), times=1000)
+    with pytest.raises(BucketError, match="optim_states"):
+        far.fetch(NAME)
+    assert not (far.local / NAME).exists()
+    arrived = {path.name for path in far.local.rglob("*") if path.is_file()}
+    emulator.proxy._scripts.clear()
+    emulator.proxy.requests.clear()
+    assert verify(far.fetch(NAME), deep=True) == []
+    asked = [request for request in emulator.proxy.requests if request.is_download]
+    again = {name for name in arrived for request in asked if request.path.endswith(name)}
+    assert arrived and again <= {"COMMITTED"}  # which says what to fetch
+    ranges = [request.headers.get("Range") for request in asked if is_shard(request)]
+    assert len(ranges) == 2 and any(ranges)  # one of them goes on where it was cut
+
+
+@pytest.mark.bucket
+def test_a_disk_without_room_is_told_and_shows_no_step(
+    far: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as full:
+        full.setattr("refocused.bucket.partial_files.free_bytes", lambda _: 1000)
+        with pytest.raises(BucketError, match="No space left"):
+            far.fetch(NAME)
+    assert not (far.local / NAME).exists()
+    assert verify(far.fetch(NAME), deep=True) == []
