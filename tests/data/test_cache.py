@@ -22,15 +22,6 @@ from refocused.data.manifest.shard_manifest import build_manifest
 from refocused.system.errors import ShardError
 
 
-def test_open_gives_the_tokens_in_the_local_type(site: Site) -> None:
-    cache = site.cache()
-    cache.plan([3, 1])
-    for index in (3, 1, 3):
-        assert cache.open(index).dtype == np.uint16
-        assert np.array_equal(opened(cache, index), shard_tokens(index))
-    assert sorted(site.bucket.downloads) == ["a/t_1.npy", "a/t_3.npy"]
-
-
 def test_few_files_are_open_however_many_are_planned(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,14 +33,7 @@ def test_few_files_are_open_however_many_are_planned(
     assert np.array_equal(opened(cache, 5), shard_tokens(5))
 
 
-def test_the_plan_is_fetched_in_order_of_use(site: Site) -> None:
-    cache = site.cache(fetch_threads=1)
-    cache.plan([6, 2, 9])
-    eventually(lambda: cache.progress().get("shards_ready") == 3)
-    assert site.bucket.downloads == ["a/t_6.npy", "a/t_2.npy", "a/t_9.npy"]
-
-
-def test_other_programs_are_told_what_is_local(site: Site) -> None:
+def test_the_plan_is_fetched_in_order_of_use_and_progress_counts_it(site: Site) -> None:
     site.bucket.blocked = threading.Event()
     cache = site.cache(fetch_threads=1)
     eventually(lambda: "shards_local" in cache.progress())
@@ -57,6 +41,7 @@ def test_other_programs_are_told_what_is_local(site: Site) -> None:
     cache.plan([6, 2, 9])
     site.bucket.blocked.set()
     eventually(lambda: cache.progress()["shards_ready"] == 3)
+    assert site.bucket.downloads == ["a/t_6.npy", "a/t_2.npy", "a/t_9.npy"]
     site.bucket.blocked = threading.Event()
     cache.plan([6, 2, 0, 9])
     assert cache.progress() == {"shards_local": 3, "shards_total": SHARDS, "shards_ready": 2}
@@ -85,21 +70,9 @@ def test_what_is_waited_for_overtakes_the_plan(site: Site, monkeypatch: pytest.M
     assert site.bucket.downloads.index("a/t_9.npy") == 1
 
 
-def test_a_second_start_fetches_nothing(site: Site) -> None:
-    first = site.cache()
-    first.plan(range(4))
-    eventually(lambda: first.progress().get("shards_ready") == 4)
-    first.close()
-    site.bucket.downloads.clear()
-    second = site.cache()
-    second.plan(range(4))
-    assert np.array_equal(opened(second, 2), shard_tokens(2))
-    eventually(lambda: second.progress().get("shards_local") == 4)
-    assert not site.bucket.downloads
-
-
 def test_the_limit_holds_while_ten_shards_pass_through_room_for_three(site: Site) -> None:
     cache = site.cache(disk_limit_gb=3.5 * SHARD_BYTES / 1e9)
+    evicted = cache.open(0)
     for first, second in itertools.pairwise(range(SHARDS)):
         cache.plan([first, second])
         for index in (first, second):
@@ -107,6 +80,9 @@ def test_the_limit_holds_while_ten_shards_pass_through_room_for_three(site: Site
         assert len(site.local_names()) <= 3
     assert site.local_names() == {f"t_{index}.npy.npy" for index in (7, 8, 9)}
     assert len(site.bucket.downloads) == SHARDS
+    tokens = np.empty(100, np.uint16)
+    evicted.read_into(tokens, first=0)  # its file stays readable
+    assert np.array_equal(tokens, shard_tokens(0))
 
 
 def test_pinned_shards_outlive_every_plan(site: Site) -> None:
@@ -119,18 +95,6 @@ def test_pinned_shards_outlive_every_plan(site: Site) -> None:
     assert site.bucket.downloads.count("a/t_9.npy") == 1
 
 
-def test_an_open_shard_can_be_read_after_its_file_was_evicted(site: Site) -> None:
-    cache = site.cache(disk_limit_gb=SHARD_BYTES / 1e9)
-    cache.plan([0])
-    file = cache.open(0)
-    cache.plan([1])
-    cache.open(1)
-    assert site.local_names() == {"t_1.npy.npy"}
-    tokens = np.empty(100, np.uint16)
-    file.read_into(tokens, first=0)
-    assert np.array_equal(tokens, shard_tokens(0))
-
-
 def test_a_limit_below_the_plan_is_refused_with_the_numbers(site: Site) -> None:
     cache = site.cache(disk_limit_gb=2 * SHARD_BYTES / 1e9)
     cache.plan([0])
@@ -141,17 +105,7 @@ def test_a_limit_below_the_plan_is_refused_with_the_numbers(site: Site) -> None:
         cache.pin([7, 8])
 
 
-def test_a_full_disk_is_refused_with_the_numbers(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = SimpleNamespace(total=1_000_000, free=50_100)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
-    cache = site.cache()
-    with pytest.raises(ShardError, match=r"a/t_0\.npy: 856 bytes are needed.* 100 are free"):
-        cache.open(0)
-
-
-def test_without_a_limit_old_shards_make_room_on_a_full_disk(
+def test_without_a_limit_old_shards_make_room_on_a_full_disk_until_none_is_left(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = site.cache()
@@ -165,6 +119,10 @@ def test_without_a_limit_old_shards_make_room_on_a_full_disk(
     cache.plan([2])
     assert np.array_equal(opened(cache, 2), shard_tokens(2))
     assert site.local_names() == {"t_1.npy.npy", "t_2.npy.npy"}
+    full = SimpleNamespace(total=1_000_000, free=50_100)  # 5 % is left free
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: full)
+    with pytest.raises(ShardError, match=r"a/t_3\.npy: 856 bytes are needed.* 100 are free"):
+        cache.open(3)
 
 
 def test_a_file_without_its_row_is_not_trusted(site: Site) -> None:
@@ -222,20 +180,27 @@ def test_a_copy_that_is_damaged_whenever_it_was_fetched_ends_in_the_disks_name(
     assert site.bucket.downloads == ["a/t_5.npy"] * 3
 
 
-def test_a_copy_is_verified_once_a_process(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = site.cache()
-    cache.plan([5])
-    eventually(lambda: cache.progress().get("shards_ready") == 1)
+def test_a_second_start_fetches_nothing_and_verifies_a_copy_once(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with site.cache() as first:
+        first.plan(range(4))
+        eventually(lambda: first.progress().get("shards_ready") == 4)
+    site.bucket.downloads.clear()
     read = []
     monkeypatch.setattr(
         "refocused.data.cache.local_shards.crc32c_of",
         lambda path: read.append(path) or crc32c_of(path),
     )
-    for planned in ([5], [], [5]):
+    cache = site.cache()
+    for planned in ([2], [], [2]):
         cache.plan(planned)
         if planned:
-            assert np.array_equal(opened(cache, 5), shard_tokens(5))
-    assert read == [site.local_file(5)]
+            assert cache.open(2).dtype == np.uint16
+            assert np.array_equal(opened(cache, 2), shard_tokens(2))
+    eventually(lambda: cache.progress().get("shards_local") == 4)
+    assert not site.bucket.downloads
+    assert read == [site.local_file(2)]
 
 
 def test_data_that_is_read_otherwise_has_a_folder_of_its_own(site: Site) -> None:

@@ -19,15 +19,14 @@ MANIFEST = FakeManifest.of(45, 60, 33)
 
 
 class FakeCuda:
-    """Writes down what happens on which stream."""
+    """Stands in for `torch.cuda`, and writes down what happens on which stream."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.current = "computing"
 
     def Stream(self, device: torch.device) -> FakeStream:  # noqa: N802 - torch's own name
-        assert device == GPU
-        return FakeStream(self, "copying")
+        return FakeStream(self, f"copying on {device}")
 
     @contextlib.contextmanager
     def stream(self, stream: FakeStream):
@@ -36,8 +35,7 @@ class FakeCuda:
         self.current = "computing"
 
     def current_stream(self, device: torch.device) -> FakeStream:
-        assert device == GPU
-        return FakeStream(self, self.current)
+        return FakeStream(self, f"{self.current} on {device}")
 
 
 class FakeStream:
@@ -59,9 +57,8 @@ class FakeTensor:
         self.cuda, self.name = cuda, name
 
     def to(self, device: torch.device, *, non_blocking: bool) -> FakeTensor:
-        assert device == GPU
         assert non_blocking
-        self.cuda.log.append(f"{self.cuda.current}: copy {self.name}")
+        self.cuda.log.append(f"{self.cuda.current}: copy {self.name} to {device}")
         return FakeTensor(self.cuda, f"{self.name} there")
 
     def record_stream(self, stream: FakeStream) -> None:
@@ -82,11 +79,13 @@ def test_copies_run_on_their_own_stream_and_the_computation_waits_for_them_on_th
     kinds = ["tokens", "labels"] if masked else ["tokens"]
     tokens, labels = (cast("Any", FakeTensor(cuda, kind)) for kind in ("tokens", "labels"))
     copies = copier.begin(Passes(tokens, labels if masked else None, none, none, ()))
-    assert cuda.log == [*(f"copying: copy {kind}" for kind in kinds), "copying: event"]
+    copying, computing = "copying on cuda:1", "computing on cuda:1"
+    moved = [f"{copying}: copy {kind} to cuda:1" for kind in kinds]
+    assert cuda.log == [*moved, f"{copying}: event"]
     cuda.log.clear()
     batches: list[Any] = copier.hand_over(copies)
-    uses = [f"computing: uses {kind} there" for kind in kinds]
-    assert cuda.log == ["computing: wait for event of copying", *uses]
+    uses = [f"{computing}: uses {kind} there" for kind in kinds]
+    assert cuda.log == [f"{computing}: wait for event of {copying}", *uses]
     assert [batch.input_ids for batch in batches] == ["tokens there[:-1] 0", "tokens there[:-1] 1"]
     copied = "labels there" if masked else "tokens there[1:]"
     assert [batch.labels for batch in batches] == [f"{copied} 0", f"{copied} 1"]

@@ -65,12 +65,6 @@ def test_a_large_permutation_looks_random(size):
     assert neighbours < 2 + 5 * np.sqrt(2)  # about Poisson with mean 2
 
 
-def test_shuffled_is_a_permutation_that_depends_on_the_key():
-    first, second = (shuffled(100, key=derived_key(seed)).tolist() for seed in (1, 2))
-    assert sorted(first) == sorted(second) == list(range(100))
-    assert first != second
-
-
 def test_keys_of_different_paths_differ():
     paths = [(), (0,), (1,), (0, 0), (0, 1), (1, 0)]
     keys = {int(derived_key(seed, *path)[0]) for seed in (0, 1) for path in paths}
@@ -80,3 +74,4 @@ def test_keys_of_different_paths_differ():
 def test_pinned_values_hold_on_every_platform():
     assert permutation(10, seed=1337) == [9, 2, 3, 5, 8, 7, 4, 6, 1, 0]
     assert shuffled(10, key=derived_key(1337)).tolist() == [8, 3, 5, 7, 4, 6, 1, 0, 2, 9]
+    assert sorted(shuffled(100, key=derived_key(1)).tolist()) == list(range(100))
