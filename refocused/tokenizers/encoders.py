@@ -85,8 +85,7 @@ class TokenizerChoice:
 def open_tokenizer(choice: TokenizerChoice) -> Tokenizer:
     """Build a tokenizer; only one of the hub is fetched, and only once.
 
-    Raises:
-        ShardError: Its files are missing or damaged, or it is none of the known kinds.
+    Raises `ShardError` if its files are missing or damaged, or it is none of the known kinds.
     """
     if choice.name == BYTES:
         return BytesTokenizer()
@@ -118,11 +117,7 @@ def identity_of(choice: TokenizerChoice) -> str:
 
 
 def tokenizers_file(choice: TokenizerChoice) -> Path:
-    """Return the file of the `tokenizers` library that is meant, from the hub if need be.
-
-    Raises:
-        ShardError: There is none.
-    """
+    """Return the file of the `tokenizers` library, from the hub if need be; or raise."""
     name = choice.name
     if not name.startswith(HUB):
         file = Path(name).expanduser()
@@ -263,11 +258,7 @@ def spelt_bytes() -> dict[str, int]:
 
 
 def bpe_folder(choice: TokenizerChoice) -> Path:
-    """Return the folder of GPT-2's two files.
-
-    Raises:
-        ShardError: None is named, or they are not in it.
-    """
+    """Return the folder of GPT-2's two files; raise `ShardError` if they are not there."""
     folder = choice.bpe_folder
     if folder is None or not all((folder / name).is_file() for name in BPE_FILES):
         where = "no folder was named" if folder is None else f"{folder} does not have them"
@@ -279,11 +270,7 @@ def bpe_folder(choice: TokenizerChoice) -> Path:
 
 
 def load_content(content: bytes, *, where: object) -> Any:
-    """Return the tokenizer that a file of the `tokenizers` library holds.
-
-    Raises:
-        ShardError: It is no such file.
-    """
+    """Return the tokenizer in a `tokenizers` file's content; raise `ShardError` if it is none."""
     from tokenizers import Tokenizer as LibraryTokenizer
 
     with tokenizer_faults(where):

@@ -109,10 +109,8 @@ class ShardCache:
     def plan(self, needed: Sequence[int]) -> None:
         """Replace the plan: the shards to make and keep local, in order of use.
 
-        The others are closed, and evicted when the limit requires it, oldest plan first.
-
-        Raises:
-            ShardError: They and the pinned ones do not fit into `data.disk_limit_gb`.
+        The others are closed, and evicted when the limit requires it, oldest plan first. Raises
+        `ShardError` if they and the pinned ones do not fit into `data.disk_limit_gb`.
         """
         with self._queue.changed:
             kept = {*needed, *self._queue.pinned}
@@ -132,9 +130,8 @@ class ShardCache:
     def open(self, index: int) -> TokenFile:
         """Return a shard's tokens, verified and open for reading; wait for them.
 
-        Raises:
-            ShardError: The fetcher failed or is gone, the shard cannot be had or does not fit the
-                vocabulary, or nothing has arrived for `data.fetch_timeout_s`.
+        Raises `ShardError` if the fetcher failed or is gone, if the shard cannot be had or does not
+        fit the vocabulary, or if nothing has arrived for `data.fetch_timeout_s`.
         """
         file = self._open.get(index)
         if file is None:

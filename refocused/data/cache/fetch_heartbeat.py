@@ -105,11 +105,7 @@ class FetcherWatch:
         self._led = time.monotonic()
 
     def check(self, heartbeat: Heartbeat | None) -> None:
-        """Raise if the shard will not come.
-
-        Raises:
-            ShardError: The fetcher failed, its process ended, or it is silent.
-        """
+        """Raise `ShardError` if the fetcher failed, its process ended, or it is silent."""
         now, who = time.monotonic(), "which never started"
         seen, gone = self._started, False
         if heartbeat is not None:

@@ -115,14 +115,8 @@ class ShardPlanner:
     The ranks of a node share the cache, and the rank that fetches may read some steps ahead of the
     others. No rank starts step s before all have the batches of step s - 1, so a block is kept
     until training, not reading, has left it. Where small blocks follow one another and reading
-    would need more of them than there is room for, it waits for training.
-
-    Args:
-        stream: What is trained on.
-        cache: The local shards.
-        ahead: Limits.
-        step_windows: Windows of one step.
-        clock: Seconds from any origin; measures the pace of training.
+    would need more of them than there is room for, it waits for training. `clock` measures the pace
+    of training.
     """
 
     def __init__(
@@ -172,9 +166,8 @@ class ShardPlanner:
     def reading(self, first_block: int, last_block: int) -> None:
         """Plan, in the reading thread, for the step to read next; wait until there is room for it.
 
-        Raises:
-            ShardError: The blocks of this step alone exceed `data.disk_limit_gb`.
-            RuntimeError: The planner was closed.
+        Raises `ShardError` if its blocks alone exceed `data.disk_limit_gb`, and `RuntimeError` when
+        closed.
         """
         if self._oldest is None:
             self._oldest = first_block

@@ -50,12 +50,9 @@ def write_local_form(
     """Turn the downloaded `shard.files` into the local form; return its largest id.
 
     A lone file that has the form already is moved, not copied; otherwise `sources` stay. `target`
-    may be left half written on an error.
-
-    Raises:
-        ShardError: A file is refused or corrupt, differs from the manifest in its number of tokens
-        or
-            its reading, or holds an id outside the vocabulary.
+    may be left half written on an error. Raises `ShardError` if a file is refused or corrupt,
+    differs from the manifest in its number of tokens or its reading, or holds an id outside the
+    vocabulary.
     """
     dtype = np.dtype(local_dtype(shard, vocabulary=vocabulary)).newbyteorder("<")
     if len(sources) == 1:

@@ -36,10 +36,6 @@ class TokenFile:
     (a map of 200 MB of shards grew it by 178 MB, and took twice the CPU time a token), and a disk
     that fails is an error that names the shard, where a map ends the process by a signal. A file
     that is removed meanwhile stays readable.
-
-    Raises:
-        FileNotFoundError: It is not there.
-        ShardError: It is no `.npy`.
     """
 
     def __init__(self, path: Path, *, name: str) -> None:
@@ -59,8 +55,7 @@ class TokenFile:
     def read_into(self, tokens: npt.NDArray[Any] | memoryview, *, first: int) -> None:
         """Fill `tokens`, of the file's type or the bytes of as many, from number `first` on.
 
-        Raises:
-            ShardError: The file ends before, or the disk cannot be read.
+        Raises `ShardError` if the file ends before, or the disk cannot be read.
         """
         offset = self._offset + first * self._token_bytes
         try:
@@ -154,10 +149,8 @@ class LocalShards:
         """Open a shard for reading; return None if it is not local.
 
         The first time in this process, the whole file is compared with the checksum of its row. A
-        damaged file is removed, so that it is fetched again.
-
-        Raises:
-            ShardError: It holds an id outside the vocabulary, or was damaged repeatedly.
+        damaged file is removed, so that it is fetched again. Raises `ShardError` if it holds an id
+        outside the vocabulary, or was damaged repeatedly.
         """
         row = self.row(index)
         if row is None:

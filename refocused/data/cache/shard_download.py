@@ -116,9 +116,8 @@ class ShardDownload:
     def finish(self) -> None:
         """Write and publish the local form.
 
-        Raises:
-            PassingError: The bucket cannot be reached now.
-            ShardError: The object is gone, has changed, is corrupt, or does not fit the run.
+        Raises `PassingError` if the bucket cannot be reached now, and `ShardError` if the object is
+        gone, has changed, is corrupt, or does not fit the run.
         """
         finished = self._folder / f"{self.index}.npy"
         if self._ranged.exists():

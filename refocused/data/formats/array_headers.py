@@ -76,10 +76,9 @@ class _Symbols(pickle.Unpickler):
 
 
 def read_tensor_header(pickled: bytes, *, what: str, big_endian: bool = False) -> TensorHeader:
-    """Read the `data.pkl` of a `.pt` file that holds one tensor and nothing else.
+    """Read the `data.pkl` of a `.pt` file; nothing in it is called or imported.
 
-    Raises:
-        ShardError: It holds anything but one row-major tensor of integers.
+    Raises `ShardError` if it holds anything but one row-major tensor of integers.
     """
     try:
         for operation, argument, _ in pickletools.genops(pickled):
@@ -136,9 +135,8 @@ class PickledArrayError(ShardError):
 def read_npy_header(file: ByteSource | IO[bytes], *, what: str) -> NpyHeader:
     """Read the header at the file's position.
 
-    Raises:
-        PickledArrayError: It holds pickled objects.
-        ShardError: It is no `.npy`, or is in column order.
+    Raises `PickledArrayError` if it holds pickled objects, and `ShardError` if it is no `.npy`, or
+    is in column order.
     """
     magic = file.read(8)
     length_bytes = _LENGTH_BYTES.get(magic[6], 0) if len(magic) == 8 else 0

@@ -60,8 +60,7 @@ class ObjectReader(io.BufferedIOBase):
     def read(self, size: int | None = -1, /) -> bytes:
         """Return up to `size` bytes, fewer only at the end of the object.
 
-        Raises:
-            ShardError: More than 32 MiB are asked for at once, which only a header that lies does.
+        Raises `ShardError` for more than 32 MiB at once, which only a header that lies asks for.
         """
         left = max(self._blob.size - self._position, 0)
         size = left if size is None or size < 0 else min(size, left)

@@ -35,10 +35,8 @@ def count_tokens(file: ByteSource, layout: TokenLayout, *, name: str) -> TokenCo
     """Count the tokens, reading no more than the smallest array that tells.
 
     That is the header alone for streams and full rows, else the lengths, else the mask; rows that
-    only a pad id marks have to be read whole.
-
-    Raises:
-        ShardError: The file is truncated, or its lengths or mask cannot be.
+    only a pad id marks have to be read whole. Raises `ShardError` if the file is truncated, or its
+    lengths or mask cannot be.
     """
     if not layout.padded:
         return TokenCount(layout.ids.elements, None)
@@ -61,8 +59,8 @@ def count_tokens(file: ByteSource, layout: TokenLayout, *, name: str) -> TokenCo
 def token_blocks(file: ByteSource, layout: TokenLayout, *, name: str) -> Iterator[Ids]:
     """Yield all tokens in order as 1-D arrays of about `BLOCK_IDS` ids, as stored.
 
-    Raises:
-        ShardError: The file is truncated or corrupt, or an id that is no padding is negative.
+    Raises `ShardError` if the file is truncated or corrupt, or an id that is no padding is
+    negative.
     """
     with _opened(file, layout, name=name) as archive:
         if layout.padded:

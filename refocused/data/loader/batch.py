@@ -80,11 +80,8 @@ class Passes:
 class BatchReader:
     """Reads windows out of local shards into tensors.
 
-    Args:
-        cache: Gives the local shards. sequence_length: Tokens a window trains on. pin: Make
-        page-locked tensors, from which a copy to a GPU runs beside the computation. document_id: Id
-        that begins each document and is no label, so that nothing is learned across a
-            border; None: every token is a label.
+    With `pin` they are page-locked, so that a copy to a GPU runs beside the computation. A
+    `document_id` begins each document and is no label, so that nothing is learned across a border.
     """
 
     def __init__(
@@ -104,17 +101,11 @@ class BatchReader:
         self._stages: dict[np.dtype[Any], tuple[NDArray[Any], list[memoryview]]] = {}
 
     def read(self, shards: NDArray[np.int64], windows: NDArray[np.int64], *, micro: int) -> Passes:
-        """Read passes; their rows beyond the given windows are zeros with ignored labels.
+        """Read passes of `micro` rows; those without a window are zeros with ignored labels.
 
-        They have memory of their own for as long as one of their tensors is used.
-
-        Args:
-            shards: Shape [passes, rows], at most `micro` rows: index of each window's shard.
-            windows: Same shape: index of each window in its shard.
-            micro: Rows of a pass.
-
-        Raises:
-            ShardError: A shard does not become local.
+        `shards` and `windows` have the shape [passes, rows], at most `micro` rows. The tensors have
+        memory of their own for as long as one of them is used. Raises `ShardError` if a shard does
+        not become local.
         """
         passes, rows = shards.shape
         tokens = self._empty(passes, micro, self._sequence_length + 1)

@@ -155,13 +155,9 @@ class BatchStream:
     def next_step(self, patience_seconds: float | None = None) -> list[Batch] | None:
         """Return this rank's micro-batches of the next step, in the order of accumulation.
 
-        None if they are not there within `patience_seconds`: call again, or stop.
-
-        Raises:
-            RefocusedError: What the reading thread met (a `ShardError`, for example), after the
-            steps that
-                it had handed over before.
-            RuntimeError: The stream was closed.
+        None if they are not there within `patience_seconds`: call again, or stop. Raises what the
+        reading thread met (a `ShardError`, for example), after the steps that it had handed over
+        before, and `RuntimeError` if the stream was closed.
         """
         self._planner.trained()
         began = self._clock()

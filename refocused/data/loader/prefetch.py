@@ -86,9 +86,8 @@ class ReadAhead(Generic[T]):
     def take(self, patience_seconds: float | None = None) -> T | None:
         """Return the next item; None if it is not there within `patience_seconds`.
 
-        Raises:
-            Exception: Whatever the iterator raised, after the items before it.
-            RuntimeError: It was closed.
+        Raises whatever the iterator raised, after the items before it; `RuntimeError` if it was
+        closed.
         """
         try:
             made = self._ready.get(timeout=patience_seconds)

@@ -156,9 +156,7 @@ def build_mixed_manifest(
 ) -> Manifest:
     """Describe the shards of a run over all sources, those of one source together.
 
-    Raises:
-        ShardError: As for a single source; or the tokens are those of different tokenizers.
-        BucketError: A source cannot be listed or read.
+    Raises as `build_manifest`, and `ShardError` if the tokens are those of different tokenizers.
     """
     shards: list[Shard] = []
     tokenizers = {}

@@ -43,10 +43,8 @@ def choose_validation(manifest: Manifest, *, ratio: float, seed: int) -> Validat
     """Keep files, in an order that depends on names and seed alone, up to a share of the tokens.
 
     The same file is kept whatever other files there are, as far as the share allows. Where whole
-    files would miss the share by a factor of two, a share of the windows is proposed.
-
-    Raises:
-        ShardError: The share is not between 0 and 1.
+    files would miss the share by a factor of two, a share of the windows is proposed. Raises
+    `ShardError` if the share is not between 0 and 1.
     """
     if not 0 < ratio < 1:
         raise ShardError(f"--val-ratio {ratio:g}: a share between 0 and 1 is wanted, as 0.01.")
@@ -69,11 +67,7 @@ def choose_validation(manifest: Manifest, *, ratio: float, seed: int) -> Validat
 
 
 def check_chunks(bucket: Bucket, listing: Mapping[str, BlobInfo], *, data: DataConfig) -> None:
-    """Compare each folder's chunks with the number that its metadata gives.
-
-    Raises:
-        ShardError: Chunks are missing that `data.include` and `data.exclude` do not leave out.
-    """
+    """Raise `ShardError` if chunks are missing that a folder's metadata counts."""
     for name, blob in listing.items():
         folder = PurePosixPath(name).parent
 
@@ -132,11 +126,9 @@ def is_skipped(shard: Shard, data: DataConfig) -> bool:
 def chosen_names(names: Collection[str], *, data: DataConfig, url: str) -> list[str]:
     """Return those of the objects `names` that a run uses, in name order.
 
-    `data.max_files` counts training files only; validation files are always kept.
-
-    Raises:
-        ShardError: Nothing is left, a pattern fits nothing, or a chosen form is refused.
-        BucketError: A name cannot be a file's, or two objects would be one file of the cache.
+    `data.max_files` counts training files only; validation files are always kept. Raises
+    `ShardError` if nothing is left, a pattern fits nothing, or a chosen form is refused, and
+    `BucketError` if a name cannot be a file's, or two objects would be one file of the cache.
     """
     wanted = [name for name in sorted(names) if _is_wanted(name, data)]
     _check_found(wanted, names, data=data, url=url)

@@ -25,11 +25,7 @@ class Position:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Position:
-        """Read what `to_dict` wrote.
-
-        Raises:
-            CheckpointError: A name is missing or unknown, or a value is not a whole number >= 0.
-        """
+        """Read what `to_dict` wrote; raise `CheckpointError` for anything else."""
         sources = saved.get("sources", {})
         right_form = isinstance(sources, dict) and set(saved) - {"sources"} == {"epoch", "windows"}
         numbers = [saved["epoch"], saved["windows"], *sources.values()] if right_form else []

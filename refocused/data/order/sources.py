@@ -58,10 +58,8 @@ def split_sources(
     """Divide each source's windows into those that train and those that validate.
 
     A validation takes its windows from the sources by their shares, at least one from each that
-    keeps any.
-
-    Raises:
-        ShardError: A pattern names no shard, or no window is left to train or to validate on.
+    keeps any. Raises `ShardError` if a pattern names no shard, or no window is left to train or
+    validate on.
     """
     for pattern in data.skip:
         one = data.model_copy(update={"skip": (pattern,)})
@@ -99,10 +97,8 @@ def order_sources(
     """Return the order of the only source, or of all woven together.
 
     A step has `step_windows` windows over all ranks. `shard_bytes` are the local sizes of the
-    manifest's shards, of which those that train may take `room_bytes` on disk.
-
-    Raises:
-        ShardError: Two blocks of each source, or those of a step, do not fit into the room.
+    manifest's shards, of which those that train may take `room_bytes` on disk. Raises `ShardError`
+    if two blocks of each source, or those of a step, do not fit into the room.
     """
     block_shards = choose_block_shards(
         data.block_shards,

@@ -64,10 +64,8 @@ def split_windows(
 
     The shards that `validation_files` (glob patterns) name validate, whole. When none is named,
     `validation_fraction` of the windows, rounded up to a whole window, is taken from the end in
-    name order, and may begin inside a shard. The shards are numbered from `first_shard` on.
-
-    Raises:
-        ShardError: A pattern names no shard, or no window is left to train or to validate on.
+    name order, and may begin inside a shard. The shards are numbered from `first_shard` on. Raises
+    `ShardError` if a pattern names no shard, or no window is left to train or to validate on.
     """
     shards = manifest.shards
     named = _named_shards(shards, validation_files)
