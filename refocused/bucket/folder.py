@@ -40,11 +40,7 @@ class DirectoryBucket:
         self._root = path.absolute()
 
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
-        """Yield every object whose name starts with the text `prefix`, sorted by name.
-
-        Raises:
-            BucketError: The folder does not exist, or a link in it leaves it.
-        """
+        """Yield every object whose name starts with the text `prefix`, sorted by name."""
         if not self._root.is_dir():
             raise BucketError(
                 f"{self.url}: the folder does not exist. Check the path, or make the folder."
@@ -61,22 +57,14 @@ class DirectoryBucket:
         return None if _is_hidden(name) or not path.is_file() else _blob(name, path)
 
     def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
-        """Return `length` bytes from offset `start`; fewer when the object ends before.
-
-        Raises:
-            BucketError: There is no such object, or it cannot be read.
-        """
+        """Return `length` bytes from offset `start`; fewer when the object ends before."""
         path = self._existing(name)
         with disk_errors(path), path.open("rb") as file:
             file.seek(start)
             return file.read(-1 if length is None else length)
 
     def write(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
-        """Store bytes; an object of that name stays as it is unless `overwrite`.
-
-        Raises:
-            BucketError: Other bytes are there already, or the disk is full.
-        """
+        """Store bytes; other bytes of that name are an error unless `overwrite`."""
         target, checksum = self._writable_path(name), extended_crc32c(0, content)
         if target.exists() and not overwrite:
             _require_same(target, len(content), checksum)
@@ -87,12 +75,7 @@ class DirectoryBucket:
         return _blob(name, target)
 
     def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
-        """Copy a file to a new name; done already when the same bytes are there.
-
-        Raises:
-            BucketError: Other bytes are there already, the file is not what `crc32c` says, or the
-                disk is full.
-        """
+        """Copy a file to a new name; done already when the same bytes are there."""
         target = self._writable_path(name)
         with disk_errors(source):
             size = source.stat().st_size
@@ -110,12 +93,7 @@ class DirectoryBucket:
         return _blob(name, target)
 
     def download(self, blob: BlobInfo, target: Path) -> int:
-        """Copy an object to `target` through a temporary file; return its CRC-32C.
-
-        Raises:
-            BucketError: The object is gone, has another size or checksum than `blob` says, or the
-                disk is full.
-        """
+        """Copy an object to `target` through a temporary file; return its CRC-32C."""
         source = self._existing(blob.name)
         require_space(target.parent, needed_bytes=blob.size)
         with (

@@ -115,10 +115,6 @@ class GcsBucket:
         The bytes are those of the generation that `blob` describes, and the checksum is computed
         here over the whole file: the client library checks nothing once a download was resumed.
         Where the store keeps no checksum (customer-supplied keys), only the size is compared.
-
-        Raises:
-            BucketError: Gone, refused, still not matching its checksum after three fresh starts,
-                out of attempts, or the disk is full.
         """
         checked_name(blob.name, where=self.url)
         wanted = with_checksum(self, blob)

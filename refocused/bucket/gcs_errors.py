@@ -30,19 +30,12 @@ _LONGEST_REASON = 300  # characters
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """Why one request failed.
-
-    Attributes:
-        reason: What was seen, in words.
-        transient: The same request may succeed later.
-        status: HTTP status of the answer; None when there was no answer.
-        retry_after_s: Seconds the server asked to wait; None when it did not ask.
-    """
+    """Why one request failed."""
 
     reason: str
-    transient: bool
-    status: int | None = None
-    retry_after_s: float | None = None
+    transient: bool  # the same request may succeed later
+    status: int | None = None  # HTTP status; None when there was no answer
+    retry_after_s: float | None = None  # what the server asked for
 
 
 class RefusedRequestError(BucketError):
@@ -64,22 +57,15 @@ class RetryPolicy:
     Full jitter draws each wait uniformly between 0 and the exponential ceiling (Brooker,
     "Exponential Backoff And Jitter", AWS Architecture Blog, 2015), so that many nodes that fail
     together do not come back together.
-
-    Attributes:
-        attempts: Failures in a row without progress after which an operation is given up.
-        initial_s: Ceiling of the first wait, in seconds; it doubles with each failure.
-        longest_s: Longest wait, in seconds, whatever the store asks for.
-        sleep: Waits for so many seconds; what it raises ends the operation.
-        tell: Called with what failed, before each wait; from whichever thread that is.
-        draw: Returns a random number in [0, 1); not from Python's own generator, whose state
-            belongs to the training and is saved with it: a fault of the network would change it.
     """
 
-    attempts: int = 10
-    initial_s: float = 0.5
-    longest_s: float = 30.0
-    sleep: Callable[[float], None] = time.sleep
-    tell: Callable[[str], None] = lambda text: None
+    attempts: int = 10  # failures in a row without progress, after which an operation is given up
+    initial_s: float = 0.5  # ceiling of the first wait; it doubles with each failure
+    longest_s: float = 30.0  # whatever the store asks for
+    sleep: Callable[[float], None] = time.sleep  # what it raises ends the operation
+    tell: Callable[[str], None] = lambda text: None  # hears what failed before each wait
+    # Not Python's own generator, whose state belongs to the training and is saved with it: a fault
+    # of the network would change it.
     draw: Callable[[], float] = random.SystemRandom().random
 
     def wait_s(self, failures: int, *, retry_after_s: float | None = None) -> float:
@@ -122,11 +108,9 @@ class Attempts:
 
 
 def parsed_retry_after(header: str | None, *, now_s: float) -> float | None:
-    """Return the seconds that a Retry-After header asks for (RFC 9110, 10.2.3).
+    """Return the seconds that a Retry-After header asks for (RFC 9110, 10.2.3); None: none.
 
-    Args:
-        header: A number of seconds or an HTTP date; None when absent.
-        now_s: Seconds since 1970, for the form with a date.
+    It holds a number of seconds, or an HTTP date, to which `now_s` (since 1970) is compared.
     """
     if header is None:
         return None
@@ -213,11 +197,8 @@ def fault_of_response(response: Any) -> Fault:
 def refusal(fault: Fault, *, address: str, permission: str, identity: str) -> RefusedRequestError:
     """Build the error of a fault that will not pass.
 
-    Args:
-        fault: What happened.
-        address: `gs://bucket/name` of what was asked for.
-        permission: What the request needs, such as `storage.objects.get`.
-        identity: Who asked, in words.
+    `address` is the `gs://bucket/name` that was asked for; the request needs `permission`, such as
+    `storage.objects.get`; `identity` is whose it was, in words.
     """
     bucket, is_anonymous = "/".join(address.split("/")[:3]), identity == ANONYMOUS
     named = _PERMISSION.search(fault.reason)

@@ -35,14 +35,7 @@ _RANGE = re.compile(r"bytes (\d+)-\d+/(?:\d+|\*)")
 
 
 class GoogleRequests:
-    """The requests about the objects below one prefix.
-
-    Args:
-        bucket_name: The bucket.
-        root: Prefix of every object's name, empty or ending in `/`.
-        connection: Credentials and connections.
-        policy: How often and how long a fault is waited out.
-    """
+    """The requests about the objects below `root`, a prefix that is empty or ends in `/`."""
 
     def __init__(
         self, bucket_name: str, root: str, *, connection: GoogleConnection, policy: RetryPolicy
@@ -58,11 +51,7 @@ class GoogleRequests:
         return self._address + name
 
     def blob(self, name: str) -> Any:
-        """Return this thread's `google.cloud.storage.Blob` of a name; nothing is asked.
-
-        Raises:
-            BucketError: The name would leave its folder once it is downloaded.
-        """
+        """Return this thread's `google.cloud.storage.Blob` of a name; nothing is asked."""
         checked_name(name, where=self._address)
         return self.connection.bucket.blob(self._root + name)
 
@@ -117,11 +106,7 @@ class GoogleRequests:
         )
 
     def info(self, name: str) -> BlobInfo | None:
-        """Ask for an object's description; None when there is none of that name.
-
-        Raises:
-            BucketError: The store describes it without a size or a generation.
-        """
+        """Ask for an object's description; None when there is none of that name."""
         path, query = self._path(name), self._query(fields=",".join(_DESCRIBED))
 
         def ask() -> BlobInfo:
@@ -191,12 +176,9 @@ class GoogleRequests:
                 yield piece
 
     def ask(self, ask: Callable[[], Answer], name: str, *, permission: str) -> Answer:
-        """Return a request's answer.
+        """Return the answer of a request about an object or a prefix; `ask` sends it once.
 
-        Args:
-            ask: Sends the request once.
-            name: The object it is about, or the prefix.
-            permission: What it needs, such as `storage.objects.get`; named when it is missing.
+        `permission` is what it needs, such as `storage.objects.get`; named when it is missing.
 
         Raises:
             RefusedRequestError: It will fail again.

@@ -58,11 +58,7 @@ class Uploads:
         self._crc32c_of_object = crc32c_of_object
 
     def store_bytes(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
-        """Store bytes in one request.
-
-        Raises:
-            BucketError: Other bytes are there already, or the store refuses.
-        """
+        """Store bytes in one request; raises when others are there, or the store refuses."""
         checksum = extended_crc32c(0, content)
 
         def send() -> BlobInfo:
@@ -82,12 +78,7 @@ class Uploads:
         return self._store(name, (len(content), checksum), ask)
 
     def store_file(self, name: str, source: Path, *, crc32c: int | None) -> BlobInfo:
-        """Store a file, which must not change meanwhile: a large one in chunks.
-
-        Raises:
-            BucketError: The file cannot be read or is not what `crc32c` says, other bytes are there
-                already, or the store refuses.
-        """
+        """Store a file, which must not change meanwhile: a large one in chunks."""
         with disk_errors(source):
             size = source.stat().st_size
             content = source.read_bytes() if size <= SMALL_BYTES else None
@@ -154,11 +145,7 @@ class ResumableUpload:
         self._kept = 0  # chunks in a row
 
     def send(self) -> BlobInfo | None:
-        """Send everything; return the store's description, None where it is not readable.
-
-        Raises:
-            BucketError: The attempts are spent, the store refuses, or the file was cut.
-        """
+        """Send everything; return the store's description, None where it is not readable."""
         url = self._open_session()
         confirmed: int | None = 0  # None: unknown, the store must be asked
         while True:

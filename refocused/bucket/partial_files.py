@@ -66,9 +66,7 @@ def require_space(folder: Path, *, needed_bytes: int) -> None:
 def disk_errors(path: Path, *, needed_bytes: int = 0) -> Iterator[None]:
     """Turn a failure of the local disk into a `BucketError` that names the file.
 
-    Args:
-        path: The file being read or written.
-        needed_bytes: Bytes that must still be written, for the message of a full disk.
+    `needed_bytes` must still be written, which the message of a full disk says.
     """
     try:
         yield
@@ -83,16 +81,10 @@ def disk_errors(path: Path, *, needed_bytes: int = 0) -> Iterator[None]:
 
 
 class PartFile:
-    """A file being received as `part_path(target)`; what an earlier process left is continued.
+    """A file being received as `part_path(target)`; its folder is made.
 
-    Args:
-        target: Final name; its folder is made.
-        total_bytes: Size of the whole; a longer part file is foreign and is thrown away.
-        resume: Continue what is there; otherwise start at nothing.
-
-    Attributes:
-        size: Bytes received so far.
-        crc32c: Checksum of all of them, those of an earlier process included.
+    With `resume` what an earlier process left is continued, but a file longer than `total_bytes`,
+    which is foreign. `size` and `crc32c` are those of all bytes received so far.
 
     Raises:
         BucketError: The disk is full or cannot be written.

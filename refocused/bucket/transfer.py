@@ -77,11 +77,7 @@ def upload_many(
 ) -> list[BlobInfo]:
     """Store files; return what the bucket then has, in the same order.
 
-    Args:
-        bucket: Where they go.
-        sources: The file of each object name.
-        threads: Objects at once.
-        progress: Called in this thread after each object.
+    `sources` has the file of each object name; the rest is as in `download_many`.
 
     Raises:
         BucketError: A name or a file is wrong (nothing is sent then), or objects failed: the
@@ -210,11 +206,6 @@ def object_files(names: Iterable[str], folder: Path, *, where: str) -> dict[str,
 
     `a//b` becomes `a/b`. Names that differ only in case or in their Unicode form are refused where
     the folder's file system takes them for one.
-
-    Args:
-        names: Names of objects, each once.
-        folder: Where the files go.
-        where: The bucket, for messages.
 
     Raises:
         BucketError: A name cannot be a file's, two objects would be one file, or one would be a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from refocused.config.model_shape import Attention, ModelShape
@@ -17,94 +18,63 @@ class Misfit(NamedTuple):
     message: str
 
 
-def check_run(config: RunConfig) -> list[Misfit]:
-    """Return every pair of settings of a run that do not fit together."""
+def check_run(config: RunConfig) -> Iterator[Misfit]:
+    """Yield every pair of settings of a run that do not fit together."""
     steps, schedule, batch, data = config.run.steps, config.schedule, config.batch, config.data
-    offload = config.zero.offload_optimizer
-    rules = [
-        (
-            schedule.warmup_steps >= steps,
-            "schedule.warmup_steps",
-            f"the warmup must end before run.steps = {steps}. Lower it, or raise run.steps.",
-        ),
-        (
-            schedule.cycle_steps is not None and schedule.cycle_steps <= schedule.warmup_steps,
-            "schedule.cycle_steps",
-            f"a cycle must be longer than schedule.warmup_steps = {schedule.warmup_steps}.",
-        ),
-        (
-            batch.windows is not None
-            and isinstance(batch.micro, int)
-            and batch.windows % batch.micro != 0,
-            "batch.windows",
-            f"not a multiple of batch.micro = {batch.micro}: no number of GPUs can share it.",
-        ),
-        (
-            config.checkpoint.in_background and offload == "nvme",
-            "checkpoint.async",
-            "zero.offload_optimizer = nvme keeps states on the drive, which cannot be copied to "
-            "host memory. Set it to false.",
-        ),
-        (
-            config.optimizer.kind == "muon" and offload != "none",
-            "optimizer.kind",
-            "muon gathers whole matrices on the GPU, so zero.offload_optimizer must be none.",
-        ),
-    ]
+    warmup, offload = schedule.warmup_steps, config.zero.offload_optimizer
+    if warmup >= steps:
+        message = f"the warmup must end before run.steps = {steps}. Lower it, or raise run.steps."
+        yield Misfit("schedule.warmup_steps", message)
+    if schedule.cycle_steps is not None and schedule.cycle_steps <= warmup:
+        message = f"a cycle must be longer than schedule.warmup_steps = {warmup}."
+        yield Misfit("schedule.cycle_steps", message)
+    if isinstance(batch.micro, int) and batch.windows is not None and batch.windows % batch.micro:
+        message = f"not a multiple of batch.micro = {batch.micro}: no number of GPUs can share it."
+        yield Misfit("batch.windows", message)
+    if config.checkpoint.in_background and offload == "nvme":
+        message = "zero.offload_optimizer = nvme keeps states on the drive, which cannot be copied "
+        yield Misfit("checkpoint.async", f"{message}to host memory. Set it to false.")
+    if config.optimizer.kind == "muon" and offload != "none":
+        message = "muon gathers whole matrices on the GPU, so zero.offload_optimizer must be none."
+        yield Misfit("optimizer.kind", message)
     if not data.tokenizer_is_readable:
         reason = "data.tokenizer, which is unknown. Name the one that made the data"
         if data.tokenizer == "gpt2":
             reason = "the files of gpt2. Name their folder by data.bpe_folder"
         message = f"text is turned into tokens by {reason}, or leave this out."
-        evaluation = config.evaluation
-        rules += [
-            (evaluation.sample_prompt is not None, "evaluation.sample_prompt", message),
-            (bool(evaluation.tasks), "evaluation.tasks", message),
-        ]
-    return [Misfit(key, message) for is_broken, key, message in rules if is_broken]
+        if config.evaluation.sample_prompt is not None:
+            yield Misfit("evaluation.sample_prompt", message)
+        if config.evaluation.tasks:
+            yield Misfit("evaluation.tasks", message)
 
 
-def check_shape(config: RunConfig, shape: ModelShape) -> list[Misfit]:
-    """Return every setting of a run that its model's shape does not allow."""
+def check_shape(config: RunConfig, shape: ModelShape) -> Iterator[Misfit]:
+    """Yield every setting of a run that its model's shape does not allow."""
     model, document_id, preset = config.model, config.data.document_id, config.model.preset
-    is_unknown_id = document_id is not None and document_id >= shape.vocabulary
     has_attention = isinstance(shape.mixer, Attention)
-    rules = [
-        (
-            model.sequence_length > shape.max_length,
-            "model.sequence_length",
-            f"{preset} goes up to {shape.max_length}. Lower it, or choose another model.preset.",
-        ),
-        (
-            is_unknown_id and model.vocabulary != "auto",
-            "data.document_id",
-            f"{preset} knows ids up to {shape.vocabulary - 1}. Give the id that precedes each "
-            "document in the files, or raise model.vocabulary.",
-        ),
-        (
-            config.data.mask_documents and not has_attention,
-            "data.mask_documents",
-            f"{preset} ({shape.family}) has no attention to keep within documents. Set it to "
-            "false, or choose another model.preset.",
-        ),
-        (
-            config.precision.fp8 != "none" and not has_attention,
-            "precision.fp8",
-            f"is made for gpt2 and gpt_neox; {preset} is {shape.family}. Set it to none.",
-        ),
-    ]
-    sizes = {
+    if model.sequence_length > shape.max_length:
+        message = f"{preset} goes up to {shape.max_length}. Lower it, or choose another"
+        yield Misfit("model.sequence_length", f"{message} model.preset.")
+    undecided = model.vocabulary == "auto"
+    if document_id is not None and document_id >= shape.vocabulary and not undecided:
+        message = f"{preset} knows ids up to {shape.vocabulary - 1}. Give the id that precedes each"
+        yield Misfit(
+            "data.document_id", f"{message} document in the files, or raise model.vocabulary."
+        )
+    if config.data.mask_documents and not has_attention:
+        message = f"{preset} ({shape.family}) has no attention to keep within documents. Set it to"
+        yield Misfit("data.mask_documents", f"{message} false, or choose another model.preset.")
+    if config.precision.fp8 == "none":
+        return
+    if not has_attention:
+        message = f"is made for gpt2 and gpt_neox; {preset} is {shape.family}. Set it to none."
+        yield Misfit("precision.fp8", message)
+        return
+    for what, size in {
         f"{preset} is {shape.width} wide": shape.width,
         f"{preset}'s feed-forward part is {shape.ffn_width} wide": shape.ffn_width,
         f"model.sequence_length is {model.sequence_length}": model.sequence_length,
-    }
-    rules += [
-        (
-            config.precision.fp8 != "none" and has_attention and size % FP8_MULTIPLE != 0,
-            "precision.fp8",
-            f"GPUs multiply 8 bits in multiples of {FP8_MULTIPLE}; {what}. Set it to none, or "
-            "change that.",
-        )
-        for what, size in sizes.items()
-    ]
-    return [Misfit(key, message) for is_broken, key, message in rules if is_broken]
+    }.items():
+        if size % FP8_MULTIPLE:
+            message = f"GPUs multiply 8 bits in multiples of {FP8_MULTIPLE}; {what}. Set it to none"
+            yield Misfit("precision.fp8", f"{message}, or change that.")

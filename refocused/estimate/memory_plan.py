@@ -330,7 +330,7 @@ def _changed(
             section, name = key.split(".")
             values[section][name] = value
     config = RunConfig.model_validate(values)
-    if check_run(config) or any(idle_offloads(loaded.fragment, zero=config.zero)):
+    if any(check_run(config)) or any(idle_offloads(loaded.fragment, zero=config.zero)):
         raise ConfigError("These settings do not go together.")
     words = [f"{key}={str(value).lower()}" for key, value in typed.items()]
     return dataclasses.replace(loaded, config=config), new_ranks, words
