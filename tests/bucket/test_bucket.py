@@ -26,24 +26,16 @@ def names(bucket: Bucket, prefix: str = "") -> list[str]:
     return [blob.name for blob in bucket.list(prefix)]
 
 
-def test_an_empty_bucket_lists_nothing(bucket: Bucket) -> None:
+def test_objects_are_listed_by_name_with_their_sizes_below_a_prefix(bucket: Bucket) -> None:
     assert names(bucket) == []
-
-
-def test_objects_are_listed_by_name_with_their_sizes(bucket: Bucket) -> None:
     for name in ("b/two", "b.x", "a", "b-1", "b/deep/er"):
         bucket.write(name, name.encode())
     listed = list(bucket.list())
     assert [blob.name for blob in listed] == ["a", "b-1", "b.x", "b/deep/er", "b/two"]
     assert [blob.size for blob in listed] == [1, 3, 3, 9, 5]
     assert listed == [bucket.info(blob.name) for blob in listed]
-
-
-def test_a_prefix_is_plain_text(bucket: Bucket) -> None:
-    for name in ("step_5/x", "step_50/x", "other"):
-        bucket.write(name, b"")
-    assert names(bucket, "step_5") == ["step_5/x", "step_50/x"]
-    assert names(bucket, "step_5/") == ["step_5/x"]
+    assert names(bucket, "b") == ["b-1", "b.x", "b/deep/er", "b/two"]  # plain text
+    assert names(bucket, "b/") == ["b/deep/er", "b/two"]
     assert names(bucket, "nothing/here") == []
 
 
@@ -66,18 +58,14 @@ def test_writing_the_same_again_is_fine_and_other_bytes_are_refused(bucket: Buck
     assert bucket.read("state") == b"three"
 
 
-def test_an_absent_object_has_no_info_cannot_be_read_and_can_be_deleted(bucket: Bucket) -> None:
-    assert bucket.info("nothing") is None
-    with pytest.raises(BucketError, match="no such object"):
-        bucket.read("nothing")
-    bucket.delete("nothing")
-
-
-def test_a_deleted_object_is_gone(bucket: Bucket) -> None:
+def test_an_absent_or_deleted_object_has_no_info_and_can_be_deleted(bucket: Bucket) -> None:
     bucket.write("folder/x", b"1")
     bucket.delete("folder/x")
     assert bucket.info("folder/x") is None
     assert names(bucket) == []
+    with pytest.raises(BucketError, match="no such object"):
+        bucket.read("folder/x")
+    bucket.delete("folder/x")
 
 
 def test_a_file_goes_up_and_comes_down_the_same(bucket: Bucket, tmp_path: Path) -> None:
@@ -111,18 +99,15 @@ def test_uploading_the_same_again_is_fine_and_another_file_is_refused(
     assert bucket.read("x") == b"first"
 
 
-def test_a_file_that_is_not_what_its_checksum_says_is_not_stored(
+def test_a_file_that_is_missing_or_not_what_its_checksum_says_is_not_stored(
     bucket: Bucket, tmp_path: Path
 ) -> None:
     (tmp_path / "source").write_bytes(b"damaged")
     with pytest.raises(BucketError, match="expected"):
         bucket.upload(tmp_path / "source", "x", crc32c=1234)
-    assert names(bucket) == []
-
-
-def test_a_missing_source_is_named(bucket: Bucket, tmp_path: Path) -> None:
     with pytest.raises(BucketError, match=r"absent\.bin: No such file"):
         bucket.upload(tmp_path / "absent.bin", "x")
+    assert names(bucket) == []
 
 
 def test_a_download_with_another_checksum_leaves_no_file(bucket: Bucket, tmp_path: Path) -> None:
@@ -141,17 +126,16 @@ def test_names_with_control_characters_are_refused_and_shown_without_them(
     assert all(character.isprintable() for character in str(raised.value))
 
 
-@pytest.mark.parametrize("name", ["../x", "/x", "a\\b", "a/../../x", "", "c:/x", "a/./b"])
+@pytest.mark.parametrize("name", ["../x", "/x", "a\\b", "a/../../x", "", "c:/x", "a/./b", "//x"])
 def test_names_that_leave_the_folder_are_refused(bucket: Bucket, tmp_path: Path, name: str) -> None:
     (tmp_path / "source").write_bytes(b"x")
-    with pytest.raises(BucketError, match="outside its folder"):
-        bucket.write(name, b"x")
-    with pytest.raises(BucketError, match="outside its folder"):
-        bucket.upload(tmp_path / "source", name)
-    with pytest.raises(BucketError, match="outside its folder"):
-        bucket.download(BlobInfo(name=name, size=1, crc32c=1), tmp_path / "down")
-    with pytest.raises(BucketError, match="outside its folder"):
-        bucket.read(name)
-    with pytest.raises(BucketError, match="outside its folder"):
-        bucket.delete(name)
+    for ask in (
+        lambda: bucket.write(name, b"x"),
+        lambda: bucket.upload(tmp_path / "source", name),
+        lambda: bucket.download(BlobInfo(name=name, size=1, crc32c=1), tmp_path / "down"),
+        lambda: bucket.read(name),
+        lambda: bucket.delete(name),
+    ):
+        with pytest.raises(BucketError, match="outside its folder"):
+            ask()
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["source"]

@@ -109,29 +109,26 @@ def test_a_file_system_without_hard_links_will_do(
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-def test_a_full_disk_is_told_before_anything_is_written(
+def test_a_full_disk_is_told_before_anything_is_written_and_leaves_no_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("refocused.bucket.partial_files.free_bytes", lambda _: 3)
     (tmp_path / "source").write_bytes(b"12345")
     bucket = DirectoryBucket(tmp_path / "bucket")
-    with pytest.raises(BucketError, match=r"No space left in .*bucket.*: 5 bytes needed, 3 free"):
-        bucket.upload(tmp_path / "source", "x")
-    with pytest.raises(BucketError, match="No space left"):
-        bucket.write("x", b"12345")
-    assert names(bucket) == []
+    with monkeypatch.context() as disk:
+        disk.setattr("refocused.bucket.partial_files.free_bytes", lambda _: 3)
+        wanted = r"No space left in .*bucket.*: 5 bytes needed, 3 free"
+        with pytest.raises(BucketError, match=wanted):
+            bucket.upload(tmp_path / "source", "x")
+        with pytest.raises(BucketError, match=wanted):
+            bucket.write("x", b"12345")
 
-
-def test_a_disk_that_fills_up_meanwhile_leaves_no_object(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(BucketError, match="No space left"):
-        DirectoryBucket(tmp_path).write("x", b"1")
-    assert list(tmp_path.iterdir()) == []
+        bucket.write("x", b"1")
+    assert list((tmp_path / "bucket").iterdir()) == []
 
 
 def test_a_listing_that_is_no_longer_true_is_found(tmp_path: Path) -> None:

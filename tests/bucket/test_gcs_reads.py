@@ -1,11 +1,12 @@
+"""Downloads, reads and listings of Google Cloud Storage: what arrives is whole and right."""
+
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes import Emulator, Fault, Request
+from fakes import Emulator, Fault
 
 from refocused.bucket.bucket import BlobInfo, crc32c_of
 from refocused.bucket.gcs import GcsBucket
@@ -16,31 +17,44 @@ from refocused.system.errors import BucketError
 pytestmark = pytest.mark.bucket
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
-IS_DOWNLOAD: Callable[[Request], bool] = lambda request: request.is_download  # noqa: E731
+CUT = Fault(cut_after=300_000)
+NO_CRC = frozenset({"crc32c"})
+
+
+@dataclasses.dataclass
+class Remote:
+    """One object of `CONTENT` in a bucket, and where it is to be downloaded to."""
+
+    emulator: Emulator
+    gcs: GcsBucket
+    blob: BlobInfo
+    target: Path
+
+    def fails(self, fault: Fault, times: int = 1) -> None:
+        self.emulator.proxy.script(lambda request: request.is_download, fault, times=times)
+
+    def download(self, blob: BlobInfo | None = None) -> int:
+        """Download the object, which must be whole then, with nothing beside it."""
+        checksum = self.gcs.download(blob or self.blob, self.target)
+        assert self.target.read_bytes() == CONTENT
+        assert list(self.target.parent.iterdir()) == [self.target]
+        return checksum
+
+    @property
+    def ranges(self) -> list[str | None]:
+        """The Range headers of the downloads so far."""
+        return [
+            next((v for k, v in request.headers.items() if k.lower() == "range"), None)
+            for request in self.emulator.proxy.requests
+            if request.is_download
+        ]
 
 
 @pytest.fixture
-def stored(emulator: Emulator, gcs: GcsBucket) -> BlobInfo:
+def remote(emulator: Emulator, gcs: GcsBucket, tmp_path: Path) -> Remote:
     emulator.put("some/prefix/shard.bin", CONTENT)
-    (blob,) = gcs.list()
-    return blob
-
-
-def ranges(emulator: Emulator) -> list[str | None]:
-    """The Range headers of the downloads so far."""
-    return [
-        next((v for k, v in request.headers.items() if k.lower() == "range"), None)
-        for request in emulator.proxy.requests
-        if request.is_download
-    ]
-
-
-def assert_whole(target: Path) -> None:
-    assert target.read_bytes() == CONTENT
-    assert [path.name for path in target.parent.iterdir()] == [target.name]
-
-
-CUT = Fault(cut_after=300_000)
+    [blob] = gcs.list()
+    return Remote(emulator, gcs, blob, tmp_path / "down" / "x")
 
 
 @pytest.mark.parametrize(
@@ -53,31 +67,21 @@ CUT = Fault(cut_after=300_000)
     ],
 )
 def test_corruption_is_found_and_the_object_fetched_afresh(
-    emulator: Emulator,
-    gcs: GcsBucket,
-    stored: BlobInfo,
-    tmp_path: Path,
-    faults: list[Fault],
-    requests: int,
+    remote: Remote, faults: list[Fault], requests: int
 ) -> None:
     for fault in faults:
-        emulator.proxy.script(IS_DOWNLOAD, fault)
-    gcs.download(stored, tmp_path / "down" / "x")
-    assert_whole(tmp_path / "down" / "x")
-    assert len(ranges(emulator)) == requests
+        remote.fails(fault)
+    remote.download()
+    assert len(remote.ranges) == requests
 
 
-def test_a_cut_download_is_resumed_where_it_ended(
-    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, tmp_path: Path
-) -> None:
-    emulator.proxy.script(IS_DOWNLOAD, Fault(cut_after=300_000))
-    assert gcs.download(stored, tmp_path / "down" / "x") == stored.crc32c
-    assert_whole(tmp_path / "down" / "x")
-    first, second = ranges(emulator)
+def test_a_cut_download_is_resumed_where_it_ended(remote: Remote) -> None:
+    remote.fails(CUT)
+    assert remote.download() == remote.blob.crc32c
+    first, second = remote.ranges
     assert first is None
     assert second is not None
-    start = int(second.removeprefix("bytes=").removesuffix("-"))
-    assert 0 < start <= 300_000
+    assert 0 < int(second.removeprefix("bytes=").removesuffix("-")) <= 300_000
 
 
 @pytest.mark.parametrize(
@@ -90,74 +94,64 @@ def test_a_cut_download_is_resumed_where_it_ended(
     ],
 )
 def test_what_an_earlier_process_received_is_kept_unless_it_is_foreign(
-    emulator: Emulator,
-    gcs: GcsBucket,
-    stored: BlobInfo,
-    tmp_path: Path,
-    left: bytes,
-    asked: list[str | None],
+    remote: Remote, left: bytes, asked: list[str | None]
 ) -> None:
-    (tmp_path / "down").mkdir()
-    part_path(tmp_path / "down" / "x").write_bytes(left)
-    gcs.download(stored, tmp_path / "down" / "x")
-    assert_whole(tmp_path / "down" / "x")
-    assert ranges(emulator) == asked
+    remote.target.parent.mkdir()
+    part_path(remote.target).write_bytes(left)
+    remote.download()
+    assert remote.ranges == asked
 
 
 def test_an_object_corrupt_for_good_is_named_with_both_checksums(
-    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, tmp_path: Path
+    remote: Remote, tmp_path: Path
 ) -> None:
-    emulator.proxy.script(IS_DOWNLOAD, Fault(flip_byte=0), times=100)
+    remote.fails(Fault(flip_byte=0), times=100)
     with pytest.raises(BucketError) as raised:
-        gcs.download(stored, tmp_path / "down" / "x")
+        remote.download()
     corrupt = tmp_path / "corrupt"
     corrupt.write_bytes(b"\xff" + CONTENT[1:])
-    assert f"{emulator.url}/some/prefix/shard.bin" in str(raised.value)
-    assert f"{stored.crc32c:#010x} expected" in str(raised.value)
+    assert f"{remote.emulator.url}/some/prefix/shard.bin" in str(raised.value)
+    assert f"{remote.blob.crc32c:#010x} expected" in str(raised.value)
     assert f"{crc32c_of(corrupt):#010x} received 4 times" in str(raised.value)
-    assert len(ranges(emulator)) == 4
-    assert list((tmp_path / "down").iterdir()) == []
+    assert len(remote.ranges) == 4
+    assert list(remote.target.parent.iterdir()) == []
 
 
-def test_progress_renews_the_attempts(
-    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, tmp_path: Path, waits: list[float]
-) -> None:
-    emulator.proxy.script(IS_DOWNLOAD, Fault(cut_after=100_000), times=8)
-    gcs.download(stored, tmp_path / "down" / "x")
-    assert_whole(tmp_path / "down" / "x")
+def test_progress_renews_the_attempts(remote: Remote, waits: list[float]) -> None:
+    remote.fails(Fault(cut_after=100_000), times=8)
+    remote.download()
     assert waits == [0.5] * 8
 
 
 def test_faults_without_progress_end_after_the_attempts_and_keep_what_arrived(
-    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, tmp_path: Path
+    remote: Remote,
 ) -> None:
-    emulator.proxy.script(IS_DOWNLOAD, Fault(cut_after=300_000))
-    emulator.proxy.script(IS_DOWNLOAD, Fault(status=503), times=100)
+    remote.fails(CUT)
+    remote.fails(Fault(status=503), times=100)
     with pytest.raises(BucketError, match=r"HTTP 503.*given up after 4 attempts"):
-        gcs.download(stored, tmp_path / "x")
-    assert part_path(tmp_path / "x").stat().st_size > 0
-    assert not (tmp_path / "x").exists()
+        remote.download()
+    assert part_path(remote.target).stat().st_size > 0
+    assert not remote.target.exists()
 
 
+@pytest.mark.parametrize("unlisted", [frozenset(), NO_CRC])
 def test_an_object_replaced_since_it_was_listed_is_not_taken_for_the_old_one(
-    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, tmp_path: Path
+    remote: Remote, unlisted: frozenset[str]
 ) -> None:
-    emulator.put("some/prefix/shard.bin", b"other")
+    remote.emulator.proxy.unlisted = unlisted
+    [listed] = remote.gcs.list()
+    remote.emulator.put("some/prefix/shard.bin", CONTENT[::-1])
     with pytest.raises(BucketError, match=r"shard\.bin: HTTP 404.*replaced after it was listed"):
-        gcs.download(stored, tmp_path / "x")
+        remote.download(listed)
 
 
 def test_a_disk_without_room_is_told_before_anything_is_fetched(
-    emulator: Emulator,
-    gcs: GcsBucket,
-    stored: BlobInfo,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("refocused.bucket.partial_files.free_bytes", lambda _: 1000)
     with pytest.raises(BucketError, match=r"No space left.*1,048,576 bytes needed, 1,000 free"):
-        gcs.download(stored, tmp_path / "x")
-    assert ranges(emulator) == []
+        remote.download()
+    assert remote.ranges == []
 
 
 @pytest.mark.parametrize(
@@ -166,46 +160,30 @@ def test_a_disk_without_room_is_told_before_anything_is_fetched(
         (Fault(flip_byte=5), 0, None, True),  # its corruption shows in the whole object alone
         (Fault(status=416), len(CONTENT), None, False),  # which the emulator does not answer
         (Fault(status=200), 5, 10, True),  # the range was not heeded
-        (
-            Fault(answered_as=200, headers={"Content-Range": f"bytes 5-14/{len(CONTENT)}"}),
-            5,
-            10,
-            False,
-        ),
+        (Fault(answered_as=200, headers={"Content-Range": "bytes 5-14/1048576"}), 5, 10, False),
         (CUT, 5, 500_000, True),
     ],
 )
 def test_a_read_returns_the_bytes_that_were_asked_for(
-    emulator: Emulator,
-    gcs: GcsBucket,
-    stored: BlobInfo,
-    fault: Fault,
-    start: int,
-    length: int | None,
-    repeated: bool,
+    remote: Remote, fault: Fault, start: int, length: int | None, repeated: bool
 ) -> None:
-    emulator.proxy.script(IS_DOWNLOAD, fault)
+    remote.fails(fault)
     wanted = CONTENT[start:] if length is None else CONTENT[start : start + length]
-    assert gcs.read(stored.name, start=start, length=length) == wanted
-    assert len(ranges(emulator)) == 1 + repeated
+    assert remote.gcs.read("shard.bin", start=start, length=length) == wanted
+    assert len(remote.ranges) == 1 + repeated
 
 
 @pytest.mark.parametrize("told", ["bytes 0-9/1048576", "bytes 5-", "pages 5-14/99", "bytes x-y/z"])
 def test_a_part_of_another_range_is_not_taken(
-    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, waits: list[float], told: str
+    remote: Remote, waits: list[float], told: str
 ) -> None:
-    wrong = Fault(reply=b"0123456789", headers={"Content-Range": told})
-    emulator.proxy.script(IS_DOWNLOAD, wrong)
-    assert gcs.read(stored.name, start=5, length=10) == CONTENT[5:15]
+    remote.fails(Fault(reply=b"0123456789", headers={"Content-Range": told}))
+    assert remote.gcs.read("shard.bin", start=5, length=10) == CONTENT[5:15]
     assert waits == [0.5]
 
 
 def test_no_more_than_the_listed_bytes_are_written(
-    emulator: Emulator,
-    gcs: GcsBucket,
-    stored: BlobInfo,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
     really_write = PartFile.write
@@ -215,21 +193,24 @@ def test_no_more_than_the_listed_bytes_are_written(
         sizes.append(part.size)
 
     monkeypatch.setattr(PartFile, "write", write)
-    emulator.proxy.script(IS_DOWNLOAD, Fault(reply=b"x" * 9_000_000), times=100)
+    remote.fails(Fault(reply=b"x" * 9_000_000), times=100)
     with pytest.raises(BucketError, match=r"shard\.bin: .*more than the 1,048,576 bytes that were"):
-        gcs.download(stored, tmp_path / "down" / "x")
+        remote.download()
     assert max(sizes) == len(CONTENT) + 1
-    assert list((tmp_path / "down").iterdir()) == []
+    assert list(remote.target.parent.iterdir()) == []
     with pytest.raises(BucketError, match=r"more bytes were answered than were asked for"):
-        gcs.read(stored.name, start=0, length=10)
+        remote.gcs.read("shard.bin", start=0, length=10)
 
 
 def test_a_listing_goes_over_all_pages(emulator: Emulator, gcs: GcsBucket) -> None:
     names = [f"part_{number:05d}" for number in range(2050)]
     for name in reversed(names):
         emulator.put(f"some/prefix/{name}", b"1")
+    for name in ("some/prefix/", "some/prefix/part_/", "some/prefix2/part_x"):  # no objects of it
+        emulator.put(name, b"1")
     assert [blob.name for blob in gcs.list("part_")] == names
     assert sum(request.is_listing for request in emulator.proxy.requests) == 3
+    assert [blob.name for blob in gcs.list()] == names
 
 
 def test_a_fault_in_a_later_page_repeats_only_that_page(emulator: Emulator, gcs: GcsBucket) -> None:
@@ -245,72 +226,47 @@ def test_a_fault_in_a_later_page_repeats_only_that_page(emulator: Emulator, gcs:
     assert tokens == [None, "2", "2", "4"]
 
 
-def test_folder_placeholders_and_objects_beside_the_prefix_are_not_listed(
-    emulator: Emulator, gcs: GcsBucket
-) -> None:
-    for name in ("some/prefix/", "some/prefix/folder/", "some/prefix2/x", "some/prefix/x"):
-        emulator.put(name, b"1")
-    assert [blob.name for blob in gcs.list()] == ["x"]
-
-
-def test_a_lost_answer_to_a_delete_is_fine(
-    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo
-) -> None:
-    emulator.proxy.script(lambda request: request.method == "DELETE", Fault(lose_reply=True))
-    gcs.delete(stored.name)
-    assert list(gcs.list()) == []
-
-
-NO_CRC = frozenset({"crc32c"})
+def test_a_lost_answer_to_a_delete_is_fine(remote: Remote) -> None:
+    remote.emulator.proxy.script(lambda asked: asked.method == "DELETE", Fault(lose_reply=True))
+    remote.gcs.delete("shard.bin")
+    assert list(remote.gcs.list()) == []
 
 
 def test_a_listing_without_checksums_is_completed_by_the_objects_own_descriptions(
-    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, waits: list[float], tmp_path: Path
+    remote: Remote, waits: list[float]
 ) -> None:
-    emulator.proxy.unlisted = NO_CRC  # as in a bucket with customer-managed keys
-    (listed,) = gcs.list()
-    assert listed == dataclasses.replace(stored, crc32c=None)
-    assert with_checksum(gcs, listed) == stored
-    emulator.proxy.script(IS_DOWNLOAD, Fault(flip_byte=5))
-    assert gcs.download(listed, tmp_path / "down" / "x") == stored.crc32c
-    assert_whole(tmp_path / "down" / "x")
+    remote.emulator.proxy.unlisted = NO_CRC  # as in a bucket with customer-managed keys
+    [listed] = remote.gcs.list()
+    assert listed == dataclasses.replace(remote.blob, crc32c=None)
+    assert with_checksum(remote.gcs, listed) == remote.blob
+    remote.fails(Fault(flip_byte=5))
+    assert remote.download(listed) == remote.blob.crc32c
     assert waits == []
 
 
 def test_an_object_without_any_checksum_is_read_and_hashed(
-    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, small: Path, tmp_path: Path
+    remote: Remote, small: Path, tmp_path: Path
 ) -> None:
-    emulator.proxy.undescribed = NO_CRC
-    (listed,) = gcs.list()
-    assert gcs.download(listed, tmp_path / "down" / "x") == stored.crc32c
-    assert_whole(tmp_path / "down" / "x")
-    assert gcs.read(stored.name) == CONTENT
-    assert stored_crc32c(gcs, listed) == stored.crc32c
-    gcs.upload(small, "new")
-    gcs.upload(small, "new")
+    remote.emulator.proxy.undescribed = NO_CRC
+    [listed] = remote.gcs.list()
+    assert remote.download(listed) == remote.blob.crc32c
+    assert remote.gcs.read("shard.bin") == CONTENT
+    assert stored_crc32c(remote.gcs, listed) == remote.blob.crc32c
+    remote.gcs.upload(small, "new")
+    remote.gcs.upload(small, "new")
     other = tmp_path / "other"
     other.write_bytes(b"x" * small.stat().st_size)
     with pytest.raises(BucketError, match=r"new already holds other bytes"):
-        gcs.upload(other, "new")
-
-
-def test_an_object_replaced_since_a_listing_without_checksums_is_not_taken_for_the_old_one(
-    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, tmp_path: Path
-) -> None:
-    emulator.proxy.unlisted = NO_CRC
-    (listed,) = gcs.list()
-    emulator.put("some/prefix/shard.bin", CONTENT[::-1])
-    with pytest.raises(BucketError, match="replaced after it was listed"):
-        gcs.download(listed, tmp_path / "x")
+        remote.gcs.upload(other, "new")
 
 
 def test_a_listed_object_without_a_size_is_asked_about_and_named_when_it_has_none(
-    emulator: Emulator, gcs: GcsBucket, stored: BlobInfo, waits: list[float]
+    remote: Remote, waits: list[float]
 ) -> None:
-    emulator.put("some/prefix/other.bin", CONTENT)
-    emulator.proxy.unlisted = frozenset({"size"})
-    assert [blob.size for blob in gcs.list()] == [len(CONTENT)] * 2
-    emulator.proxy.undescribed = frozenset({"size"})
+    remote.emulator.put("some/prefix/other.bin", CONTENT)
+    remote.emulator.proxy.unlisted = frozenset({"size"})
+    assert [blob.size for blob in remote.gcs.list()] == [len(CONTENT)] * 2
+    remote.emulator.proxy.undescribed = frozenset({"size"})
     with pytest.raises(BucketError, match=r"other\.bin: .* no size"):
-        list(gcs.list())
+        list(remote.gcs.list())
     assert waits == []

@@ -98,21 +98,15 @@ def test_a_missing_file_stops_an_upload_first(bucket: DirectoryBucket, tmp_path:
     assert list(bucket.list("new/")) == []
 
 
-def test_a_disk_that_cannot_hold_all_is_told_first_with_numbers(
+def test_a_disk_must_hold_what_part_files_do_not_hold_yet(
     bucket: DirectoryBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("refocused.bucket.partial_files.free_bytes", lambda _: 100)
-    with pytest.raises(BucketError, match=r"No space left in .*down: 190 bytes needed, 100 free"):
+    monkeypatch.setattr("refocused.bucket.partial_files.free_bytes", lambda _: 171)
+    with pytest.raises(BucketError, match=r"No space left in .*down: 190 bytes needed, 171 free"):
         download_many(bucket, list(bucket.list()), tmp_path / "down")
     assert not (tmp_path / "down").exists()
-
-
-def test_what_part_files_hold_already_needs_no_space(
-    bucket: DirectoryBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     (tmp_path / "down" / "folder_1").mkdir(parents=True)
     part_path(tmp_path / "down" / "folder_1" / "x19").write_bytes(b"1" * 19)
-    monkeypatch.setattr("refocused.bucket.partial_files.free_bytes", lambda _: 171)
     assert len(download_many(bucket, list(bucket.list()), tmp_path / "down")) == 20
 
 
@@ -128,15 +122,16 @@ def test_failures_are_told_together_and_the_rest_arrives(
     assert sum(path.is_file() for path in (tmp_path / "down").rglob("*")) == 20
 
 
-def test_a_single_failure_is_told_plainly(bucket: DirectoryBucket, tmp_path: Path) -> None:
-    with pytest.raises(BucketError, match=r"^.*gone: there is no such object"):
-        download_many(bucket, [BlobInfo(name="gone", size=1)], tmp_path / "down")
-
-
-def test_after_many_failures_the_rest_is_left(bucket: DirectoryBucket, tmp_path: Path) -> None:
-    missing = [BlobInfo(name=f"gone_{number:04d}", size=1) for number in range(2000)]
-    with pytest.raises(BucketError, match=r"^8 of 2000 .* more were not begun"):
-        download_many(bucket, missing, tmp_path / "down", threads=1)
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [(1, r"^.*gone_0000: there is no such object"), (2000, r"^8 of 2000 .* more were not begun")],
+)
+def test_one_failure_is_told_plainly_and_after_many_the_rest_is_left(
+    bucket: DirectoryBucket, tmp_path: Path, missing: int, message: str
+) -> None:
+    blobs = [BlobInfo(name=f"gone_{number:04d}", size=1) for number in range(missing)]
+    with pytest.raises(BucketError, match=message):
+        download_many(bucket, blobs, tmp_path / "down", threads=1)
 
 
 @pytest.mark.bucket
