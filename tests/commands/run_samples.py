@@ -72,7 +72,10 @@ class SampleRun:
 
     def command(self, *arguments: object) -> tuple[int, str, str]:
         """Run a verb; return its exit code, standard output and standard error."""
-        code = run_command("checkpoints", [str(argument) for argument in arguments])
+        try:
+            code = run_command("checkpoints", [str(argument) for argument in arguments])
+        except SystemExit as ended:
+            code = int(ended.code or 0)
         out, err = self.capture.readouterr()
         return code, out, err
 

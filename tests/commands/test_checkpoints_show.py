@@ -1,0 +1,261 @@
+"""`checkpoints list`, `info`, `compare`, `plot`, and what every verb says to a mistake."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints.step_samples import flip_byte, make_readable_step
+from commands.run_samples import SampleRun
+from ranks import ROOT
+
+from refocused.checkpoints.mirror.mirror_status import MirrorFiles
+from refocused.commands.main import VERBS
+from refocused.metrics.jsonl import JsonLines
+
+HEAVY = {"torch", "matplotlib", "google", "numpy", "yaml", "pydantic", "rich"}
+HEADINGS = ("STEP", "SAVED", "SIZE", "LOCAL", "BUCKET", "LOSS", "VALIDATION", "NOTE")
+SCRIPT = str(ROOT / "launch" / "checkpoints.py")
+
+
+def imported_by(*arguments: str) -> tuple[set[str], str]:
+    """Run the script; return the modules that it imported, and what it printed."""
+    command = [sys.executable, "-X", "importtime", SCRIPT, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        ("", 2, ""),
+        ("lst", 2, "'lst' is no verb. There are: list, info, verify, prune, compare, export, plot"),
+        ("list --run ones", 2, "--run ones: there is no such folder, nor runs/ones. Near: one"),
+        ("list --remote", 2, "has no mirror. Name the bucket: --bucket gs://bucket/prefix"),
+        ("list --remote --bucket gone", 1, "does not exist"),
+        ("info 11", 1, "Nearest: checkpoint_step_10"),
+        ("info 20", 1, "trainer.json has CRC-32C"),
+        ("info 20", 1, "python launch/checkpoints.py verify --deep 20"),
+        ("compare 10 30", 1, "run.yaml has CRC-32C"),
+        ("compare 10 40", 1, "There is no checkpoint '40'"),
+        ("verify 40", 1, "There is no checkpoint '40'"),
+        ("plot", 1, "runs/one/logs/training_metrics.jsonl cannot be read (No such file"),
+        ("plot --run new", 1, "runs/new/logs/training_metrics.jsonl holds no step yet"),
+        ("plot --out loss.pdf", 2, "--out loss.pdf: give it a name that ends in .png"),
+        ("download 10", 2, "has no mirror. Name the bucket: --bucket gs://bucket/prefix"),
+        ("upload 10", 2, "has no mirror. Name the bucket: --bucket gs://bucket/prefix"),
+        ("download ./10 --bucket empty", 2, "give its number or name"),
+        ("upload ./10 --bucket empty", 2, "give its number or name"),
+        ("prune --remote --keep 2 --yes", 2, "has no mirror. Name the bucket"),
+        ("prune", 2, "--keep"),
+        ("export latest runs", 2, "runs exists already. Remove it, or name another folder."),
+    ],
+)
+def test_each_mistake_has_one_message(
+    sample_run: SampleRun, command: str, code: int, message: str
+) -> None:
+    sample_run.save_readable(10)
+    flip_byte(sample_run.save_readable(20).trainer)
+    flip_byte(sample_run.save_readable(30).run)
+    JsonLines(Path("runs/new/logs/training_metrics.jsonl")).close()
+    os.utime("runs/new", (1, 1))
+    Path("empty").mkdir()
+    found, out, err = sample_run.command(*command.split())
+    assert found == code
+    assert message in err and "Traceback" not in err
+    assert out == "" or not command
+
+
+def test_without_any_run_one_is_requested(sample_run: SampleRun) -> None:
+    sample_run.checkpoints.rmdir()
+    sample_run.folder.rmdir()
+    code, _, err = sample_run.command("list")
+    assert code == 2
+    assert "--run FOLDER, or for a run that is only in a bucket: --run NAME --bucket gs://" in err
+
+
+def test_the_table_shows_both_places_newest_first(sample_run: SampleRun) -> None:
+    mirrored = sample_run.save(9500, size=3_000_000, validation_loss=2.0)
+    sample_run.mirror(mirrored, keep=False)
+    sample_run.save(10000, loss=2.8702, created="2026-01-01T00:00:00Z")
+    sample_run.save(10500).trainer.unlink()
+    (sample_run.checkpoints / ".tmp-checkpoint_step_11000-ab").mkdir()
+    (sample_run.checkpoints / ".tmp-checkpoint_step_11000-ab" / "part").write_bytes(b"x" * 5000)
+    code, out, err = sample_run.command("list")
+    assert (code, err) == (0, "")
+    heading, broken, local, remote, disk, bucket = out.splitlines()
+    assert tuple(heading.split()) == HEADINGS
+    assert broken.startswith("10,500") and "broken" in broken
+    assert "trainer.json is missing; ignored by resume" in broken
+    assert local.split()[-6:] == ["kB", "ok", "-", "2.8702", "-", "latest"]
+    assert remote.split()[-6:] == ["MB", "-", "ok", "2.5000", "2.0000", "best"]
+    assert "5.0 kB in interrupted or running saves" in disk
+    assert bucket == f"bucket   21.0 MB in {sample_run.bucket}/one/checkpoints"
+
+
+def test_json_holds_every_step_ascending(sample_run: SampleRun) -> None:
+    for step in (10000, 9500):
+        sample_run.save(step)
+    content = sample_run.command_json("list")
+    assert [step["step"] for step in content["steps"]] == [9500, 10000]
+    assert content["bucket"] is None
+    assert content["steps"][0]["created"].startswith("2026-11-27T22:20:00")
+    assert content["disk_bytes"]["steps"] > 14000
+
+
+def test_the_steps_of_either_place_and_of_a_run_only_in_a_bucket(sample_run: SampleRun) -> None:
+    def steps(*options: object) -> list[tuple[int, str]]:
+        found = sample_run.command_json("list", *options)["steps"]
+        return [(step["step"], step["bucket"]) for step in found]
+
+    sample_run.mirror(sample_run.save(10))
+    sample_run.save(20)
+    assert steps("--local") == [(10, "-"), (20, "-")]
+    assert steps("--remote") == [(10, "ok")]
+    MirrorFiles(sample_run.folder).status.unlink()
+    assert steps() == [(10, "-"), (20, "-")]
+    settings = f"run: {{name: one}}\ncheckpoint: {{mirror: {sample_run.bucket}}}\n"
+    (sample_run.folder / "run.yaml").write_text(settings)
+    assert steps() == [(10, "ok"), (20, "-")]
+    sample_run.folder.rename("elsewhere")
+    assert steps("--run", "one", "--bucket", sample_run.bucket) == [(10, "ok")]
+
+
+@pytest.mark.parametrize(
+    ("command", "printed"),
+    [
+        ("list", "\n10 "),
+        ("info 10", "local      ok"),
+        ("compare 10 20", "settings that differ: none"),
+        ("verify all", "2 of 2 steps are whole"),
+    ],
+)
+def test_a_bucket_that_is_down_is_reported_once_and_the_disk_is_shown(
+    sample_run: SampleRun, command: str, printed: str
+) -> None:
+    for step in (10, 20):
+        sample_run.save_readable(step)
+    code, out, err = sample_run.command(*command.split(), "--bucket", "gone")
+    assert code == 1
+    assert printed in out
+    assert "does not exist" in err
+    assert err.count("Only the local steps are looked at.") == 1
+    assert sample_run.command(*command.split(), "--bucket", "gone", "--local")[0] == 0
+
+
+@pytest.mark.parametrize("verb", ["list", "verify all"])
+def test_a_run_without_steps_says_so(sample_run: SampleRun, verb: str) -> None:
+    code, out, _ = sample_run.command(*verb.split())
+    assert code == 0
+    assert out.startswith("No checkpoints in runs/one/checkpoints.\n")
+
+
+def test_the_script_runs_from_any_folder_and_loads_no_torch(sample_run: SampleRun) -> None:
+    sample_run.save(10)
+    imported, out = imported_by("list")
+    assert out.splitlines()[1].startswith("10 ")
+    assert "refocused.checkpoints.resume.catalog" in imported
+    assert not imported & {"torch", "google.cloud.storage", "checkpoints"}
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS["checkpoints"]])
+def test_help_imports_nothing_but_the_command(sample_run: SampleRun, verb: str) -> None:
+    imported, out = imported_by(*verb.split(), "--help")
+    assert f"usage: checkpoints {verb}" in out
+    assert not imported & HEAVY
+
+
+def test_a_step_is_shown_with_all_that_its_files_say(sample_run: SampleRun) -> None:
+    told = {"best_loss": 1.9, "best_step": 9000, "seconds": 5400.0, "cost_usd": 12.5}
+    sample_run.save_readable(9500, validation_loss=2.0, **told)
+    code, out, err = sample_run.command("info", "9500")
+    assert (code, err) == (0, "")
+    lines = [line.split(maxsplit=1) for line in out.splitlines()]
+    assert lines[0] == ["checkpoint_step_9500", "latest, best"]
+    rows = dict(lines[1:])
+    assert rows["alias"] == "checkpoint-epoch0-step9500-files950"
+    assert rows["saved"].startswith("2026-11-27 22:20:00 UTC (")
+    assert rows["trained"] == "9,500 steps, 9.73 M tokens, epoch 0, 950 of its files done"
+    assert rows["loss"] == "training 2.5000, validation 2.0000, best so far 1.9000 at step 9,000"
+    assert rows["spent"] == "1 h 30 min, $12.50"
+    assert "1,000 parameters, 2 ranks, ZeRO stage 3, bf16" in rows["form"]
+    assert "ranks/ 2.0 kB in 2, zero/ 2.0 kB in 2" in rows["files"]
+    assert rows["local"] == "ok, runs/one/checkpoints/checkpoint_step_9500"
+    assert "bucket" not in rows
+
+
+def test_info_reads_a_step_in_the_bucket_or_of_another_run(sample_run: SampleRun) -> None:
+    sample_run.mirror(sample_run.save_readable(10, settings={"run": {"seed": 7}}), keep=False)
+    content = sample_run.command_json("info", "latest")
+    assert content["local"] == "-"
+    assert content["read_from"].endswith("bucket/one/checkpoints/checkpoint_step_10")
+    assert content["settings"] == {"run.seed": 7}
+    assert content["trainer"]["tokens"] == 10240
+    assert content["manifest"]["world_size"] == 2
+    path = make_readable_step(Path("runs/two/checkpoints"), 7).path
+    assert sample_run.command_json("info", path)["step"] == 7
+
+
+def test_a_broken_step_is_shown_as_far_as_it_can_be(sample_run: SampleRun) -> None:
+    sample_run.save_readable(10).path.joinpath("ranks/rank_00001.pt").unlink()
+    code, out, _ = sample_run.command("info", "10")
+    assert code == 0
+    assert "incomplete: local: ranks/rank_00001.pt is missing" in out
+    assert "alias" not in out
+    assert sample_run.command_json("info", "10")["local"].startswith("broken")
+
+
+def test_two_steps_are_shown_side_by_side(sample_run: SampleRun) -> None:
+    sample_run.save_readable(10, settings={"optimizer": {"lr": 0.0003}}, loss=3.0)
+    sample_run.save_readable(2000, settings={"optimizer": {"lr": 0.0006}}, loss=2.5)
+    code, out, err = sample_run.command("compare", "10", "latest")
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[0] == ["A", "runs/one/checkpoints/checkpoint_step_10"]
+    assert rows[1] == ["B", "runs/one/checkpoints/checkpoint_step_2000"]
+    assert ["loss", "3.0000", "2.5000", "-0.5000"] in rows
+    assert ["validation_loss", "unknown", "unknown"] in rows
+    assert ["step", "10", "2,000"] in rows
+    assert ["optimizer.lr", "0.0003", "0.0006"] in rows
+    assert not [row for row in rows if row and row[0] == "world_size"]
+
+
+def test_a_step_in_the_bucket_is_compared_with_one_of_another_run(sample_run: SampleRun) -> None:
+    here = make_readable_step(Path("runs/two/checkpoints"), 5).path
+    step = sample_run.save_readable(10, settings={"run": {"name": "sample", "seed": 2}})
+    sample_run.mirror(step, keep=False)
+    content = sample_run.command_json("compare", "10", here, "--run", "one")
+    assert content["a"].endswith("bucket/one/checkpoints/checkpoint_step_10")
+    assert content["b"] == str(here)
+    assert content["settings"] == [{"name": "run.seed", "a": 2, "b": None, "only_in": "a"}]
+    assert content["losses"][0] == {"name": "loss", "a": 2.5, "b": 2.5, "change": 0.0}
+
+
+def test_the_losses_of_a_run_that_went_back_are_drawn(sample_run: SampleRun) -> None:
+    file = JsonLines(sample_run.folder / "logs" / "training_metrics.jsonl")
+    for step, loss in ((1000, 3.0), (2000, 2.0), (3000, 1.0), (2000, 2.2)):
+        file.write({"kind": "step", "step": step, "loss": loss})
+    file.write({"kind": "validation", "step": 2000, "validation_loss": 2.4})
+    file.close()
+    code, out, err = sample_run.command("plot")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "runs/one/loss.png: 2 steps, 1 validations",
+        "  last training   2.2000 at step 2,000",
+        "  last validation 2.4000 at step 2,000",
+        "  best validation 2.4000 at step 2,000",
+    ]
+    assert (sample_run.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    content: Any = sample_run.command_json("plot", "--out", "pictures/one.PNG")
+    assert content["file"] == "pictures/one.PNG"
+    assert content["training"] == [{"step": 1000, "loss": 3.0}, {"step": 2000, "loss": 2.2}]
+    assert content["best"] == {"step": 2000, "loss": 2.4}
+    assert Path("pictures/one.PNG").is_file()
+    Path("file").touch()
+    code, _, err = sample_run.command("plot", "--out", "file/loss.png")
+    assert code == 1
+    assert "file/loss.png cannot be written" in err
