@@ -1,0 +1,342 @@
+"""`checkpoints download`, `upload`, `prune`: what is moved or removed, and what is kept."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoints.step_samples import flip_byte, make_step
+from checkpoints.two_machines import Machines
+from commands.run_samples import SampleRun
+from fakes import Emulator
+from thread_ranks import results
+
+from refocused.checkpoints.mirror.mirror_status import MirrorFiles
+from refocused.checkpoints.step.branches import checkpoint_paths
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
+from refocused.checkpoints.step.staging import remove_step, set_aside
+from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.verify import verify
+from refocused.system.locks import FileLock
+
+
+class Terminal(io.StringIO):
+    """Standard input at which somebody sits."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def save_all(run: SampleRun, *steps: int) -> None:
+    for step in steps:
+        run.save(step)
+
+
+def test_a_step_is_downloaded_verified_into_the_run(sample_run: SampleRun) -> None:
+    sample_run.mirror(sample_run.save(9500, validation_loss=2.0), keep=False)
+    sample_run.mirror(sample_run.save(10000), keep=False)
+    code, out, err = sample_run.command("download", "best")
+    assert (code, err) == (0, "")
+    path = sample_run.checkpoints / "checkpoint_step_9500"
+    assert out.startswith(f"{path}: 7 files, 7.0 kB, all verified, downloaded in ")
+    assert sample_run.local_steps() == [9500]
+    assert verify(read_step(path), deep=True) == []
+    sample_run.folder.rename("elsewhere")
+    options = ("--run", "one", "--bucket", sample_run.bucket)
+    assert sample_run.command("download", "10000", *options)[0] == 0
+    assert sample_run.local_steps() == [10000]
+
+
+def test_a_step_that_is_here_is_not_downloaded_unless_a_byte_is_wrong(
+    sample_run: SampleRun,
+) -> None:
+    step = sample_run.save(10)
+    sample_run.mirror(step)
+    assert sample_run.command_json("download", "latest")["downloaded"] is False
+    flip_byte(step.trainer)
+    content = sample_run.command_json("download", "checkpoint_step_10")
+    assert (content["downloaded"], content["bytes"]) == (True, 7000)
+    assert verify(step, deep=True) == []
+
+
+def test_another_folder_can_be_named_and_keeps_what_it_has(sample_run: SampleRun) -> None:
+    sample_run.mirror(sample_run.save(10), keep=False)
+    sample_run.mirror(sample_run.save(20), keep=False)
+    other = make_step(Path("copies"), 10, seed=99)
+    assert sample_run.command("download", "latest", "--to", "copies")[0] == 0
+    assert sample_run.local_steps() == []
+    assert verify(read_step(Path("copies/checkpoint_step_20")), deep=True) == []
+    code, _, err = sample_run.command("download", "10", "--to", "copies")
+    assert code == 1
+    assert "exists and is not a copy of" in err
+    assert verify(other, deep=True) == []
+    assert sample_run.command_json("download", "20", "--to", "copies")["downloaded"] is False
+
+
+def test_a_damaged_object_is_refused_and_nothing_appears(sample_run: SampleRun) -> None:
+    sample_run.mirror(sample_run.save(10), keep=False)
+    flip_byte(sample_run.there(10, "trainer.json"))
+    code, _, err = sample_run.command("download", "10")
+    assert code == 1
+    assert "damaged: trainer.json has CRC-32C" in err
+    assert sample_run.local_steps() == []
+
+
+def test_an_upload_completes_what_is_missing_newest_first(sample_run: SampleRun) -> None:
+    sample_run.mirror(sample_run.save(10))
+    interrupted = sample_run.save(20)
+    sample_run.mirror(interrupted)
+    sample_run.there(20, COMMITTED).unlink()
+    sample_run.there(20, "trainer.json").unlink()
+    sample_run.save(30)
+    content = sample_run.command_json("upload", "all")
+    assert (content["uploaded"], content["there"], content["failed"]) == ([30, 20], [10], {})
+    assert [step["bucket"] for step in sample_run.command_json("list")["steps"]] == ["ok"] * 3
+    assert sample_run.there(20, "trainer.json").read_bytes() == interrupted.trainer.read_bytes()
+
+
+def test_one_step_alone_is_uploaded_to_a_bucket_of_choice_and_repaired(
+    sample_run: SampleRun,
+) -> None:
+    save_all(sample_run, 10, 20)
+    sample_run.bucket.mkdir()
+    options = ("upload", "10", "--bucket", sample_run.bucket)
+    code, out, err = sample_run.command(*options)
+    assert (code, err) == (0, "")
+    assert out.startswith("uploaded: 10\n")
+    assert "1 of 1 steps are whole there" in out
+    assert sample_run.there(10, COMMITTED).is_file()
+    assert not sample_run.there(20).exists()
+    sample_run.there(10, "run.yaml").unlink()  # after the marker
+    assert sample_run.command_json(*options)["uploaded"] == [10]
+    assert sample_run.there(10, "run.yaml").is_file()
+
+
+def test_a_step_damaged_here_fails_and_does_not_keep_the_others_back(sample_run: SampleRun) -> None:
+    sample_run.mirror(sample_run.save(5), keep=False)
+    sample_run.save(10)
+    flip_byte(sample_run.save(20).trainer)
+    sample_run.save(30).model.unlink()
+    content = sample_run.command_json("upload", "all", code=1)
+    assert content["uploaded"] == [10]
+    assert "trainer.json has CRC-32C" in content["failed"]["20"]
+    assert "model.json is missing" in content["failed"]["30"]
+    assert not sample_run.there(20, COMMITTED).exists()
+    code, _, err = sample_run.command("upload", "5")
+    assert code == 1
+    assert "there is nothing to upload" in err
+
+
+def test_an_upload_does_not_work_beside_the_runs_mirror(sample_run: SampleRun) -> None:
+    sample_run.tell_of_mirror()
+    sample_run.save(10)
+    lock = FileLock(MirrorFiles(sample_run.folder).lock)
+    assert lock.acquire()
+    code, _, err = sample_run.command("upload", "all")
+    assert code == 1
+    assert "its mirror, or another upload" in err
+    lock.release()
+    assert sample_run.command("upload", "all")[0] == 0
+
+
+@pytest.mark.bucket
+def test_an_object_store_gets_steps_shows_damage_and_gives_them_back(
+    sample_run: SampleRun, emulator: Emulator
+) -> None:
+    bucket = ("--bucket", f"{emulator.url}/mirror")
+    save_all(sample_run, 10, 20, 30)
+    assert sample_run.command_json("upload", "all", *bucket)["uploaded"] == [30, 20, 10]
+    assert sample_run.command_json("prune", "--keep", "2", "--yes", *bucket)["removed"] == [10]
+    assert sample_run.command("verify", "all", *bucket)[0] == 0
+    emulator.put("mirror/one/checkpoints/checkpoint_step_20/trainer.json", b"x" * 1000)
+    code, out, _ = sample_run.command("verify", "all", *bucket)
+    assert code == 3
+    assert "bucket trainer.json has CRC-32C" in out
+    assert sample_run.command_json("upload", "20", *bucket)["uploaded"] == [20]
+    assert sample_run.command_json("download", "10", *bucket)["downloaded"] is True
+    assert sample_run.command("verify", "all", "--deep", *bucket)[0] == 0
+
+
+@pytest.fixture
+def machines(tmp_path: Path, sample_run: SampleRun) -> Machines:
+    """Two machines with disks of their own, each with its part of step 10."""
+    found = Machines(tmp_path)
+    results(found.save(10))
+    sample_run.tell_of_mirror()
+    return found
+
+
+def be_on(node: int, machines: Machines, run: SampleRun) -> Path:
+    """Let the run's folder be that of one machine; return its step."""
+    shutil.rmtree(run.checkpoints, ignore_errors=True)
+    shutil.copytree(machines.folders[node], run.checkpoints)
+    return run.checkpoints / "checkpoint_step_10"
+
+
+def test_a_part_is_called_one(machines: Machines, sample_run: SampleRun) -> None:
+    path = be_on(1, machines, sample_run)
+    code, out, _ = sample_run.command("list")
+    assert code == 0
+    assert out.splitlines()[1].split("   ")[3].strip() == "node 1 of 2"
+    assert "incomplete: local: node 1 of 2: its part" in out
+    code, out, _ = sample_run.command("verify", "all", "--deep")
+    assert code == 0
+    assert "checkpoint_step_10   local node 1 of 2: its part   bucket -" in out
+    flip_byte(path / "zero/rank_1.pt")
+    code, out, _ = sample_run.command("verify", "10", "--deep")
+    assert code == 3 and "zero/rank_1.pt has CRC-32C" in out
+
+
+def test_each_machine_sends_its_part_and_a_download_makes_it_whole(
+    machines: Machines, sample_run: SampleRun
+) -> None:
+    for node, code in ((0, 5), (1, 5), (0, 0), (1, 0)):
+        path = be_on(node, machines, sample_run)
+        found, out, err = sample_run.command("upload", "all")
+        assert (found, err) == (code, ""), out
+        assert ("parts of other machines are missing: 10" in out) == (code == 5)
+        assert sample_run.there(10, COMMITTED).exists() == (code == 0)
+    (entry,) = sample_run.command_json("list")["steps"]
+    assert (entry["local"], entry["bucket"]) == ("node 1 of 2: its part", "ok")
+    assert sample_run.command("download", "10")[0] == 0
+    assert (path / "zero/rank_0.pt").exists() and not (path / "part.json").exists()
+    (entry,) = sample_run.command_json("list")["steps"]
+    assert (entry["local"], entry["bucket"]) == ("ok", "ok")
+
+
+def test_the_newest_and_the_best_stay(sample_run: SampleRun) -> None:
+    for step, loss in ((900, 3.0), (1000, 2.0), (8000, None), (9500, 2.5), (10000, 2.6)):
+        sample_run.save(step, validation_loss=loss)
+    content = sample_run.command_json("prune", "--keep", "2", "--yes")
+    assert (content["removed"], content["kept"]) == ([900, 8000], [1000, 9500, 10000])
+    assert content["bytes"] == 14000
+    assert sample_run.local_steps() == [1000, 9500, 10000]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_two_whole_steps_stay_whatever_is_requested(sample_run: SampleRun, broken: bool) -> None:
+    save_all(sample_run, 10, 20, 30)
+    if broken:
+        sample_run.save(40).trainer.unlink()
+    assert sample_run.command("prune", "--keep", "1", "--yes")[0] == 0
+    assert sample_run.local_steps() == [20, 30, *([40] if broken else [])]
+
+
+def test_what_the_mirror_lacks_is_never_removed(sample_run: SampleRun) -> None:
+    for step in (10, 20, 30, 40, 50, 60):
+        saved = sample_run.save(step)
+        if step in (10, 30, 40):
+            sample_run.mirror(saved)
+    sample_run.there(30, COMMITTED).unlink()
+    remove_step(sample_run.checkpoints / "checkpoint_step_40")
+    sample_run.save(40, seed=99, created="2026-11-28T00:00:00Z")  # the bucket has another save
+    content = sample_run.command_json("prune", "--keep", "2", "--yes")
+    assert (content["removed"], content["unmirrored"]) == ([10], [20, 30, 40])
+    assert sample_run.local_steps() == [20, 30, 40, 50, 60]
+    sample_run.bucket.rename("away")  # and when it cannot be read, everything stays
+    code, out, err = sample_run.command("prune", "--keep", "2", "--yes")
+    assert (code, out) == (1, "")
+    assert "does not exist" in err
+    assert sample_run.local_steps() == [20, 30, 40, 50, 60]
+
+
+@pytest.mark.parametrize(
+    ("options", "typed", "code", "printed", "left"),
+    [
+        ("--dry-run", None, 0, "would be removed: 10\nkept: 20, 30\n", [10, 20, 30]),
+        ("--dry-run", None, 0, "1 of 3 steps, 7.0 kB would be removed\n", [10, 20, 30]),
+        ("", io.StringIO("y\n"), 2, "add --yes to do it, or --dry-run", [10, 20, 30]),
+        ("", Terminal("y\n"), 0, "Go on? [y/N] ", [20, 30]),
+        ("", Terminal("\n"), 1, "This will remove 1 of 3 steps, 7.0 kB in runs/one/", [10, 20, 30]),
+    ],
+)
+def test_nothing_goes_unless_somebody_agrees(
+    sample_run: SampleRun,
+    monkeypatch: pytest.MonkeyPatch,
+    options: str,
+    typed: io.StringIO | None,
+    code: int,
+    printed: str,
+    left: list[int],
+) -> None:
+    save_all(sample_run, 10, 20, 30)
+    monkeypatch.setattr("sys.stdin", typed)
+    found, out, err = sample_run.command("prune", "--keep", "2", *options.split())
+    assert found == code
+    assert printed in out + err
+    assert sample_run.local_steps() == left
+
+
+def test_in_the_bucket_the_same_stay_and_what_is_on_its_way_too(sample_run: SampleRun) -> None:
+    for step in (10, 20, 30, 40, 50, 60):
+        changes = {"validation_loss": 1.0} if step == 10 else {}
+        tiers = ["epoch"] if step == 20 else ["rolling"]
+        sample_run.mirror(sample_run.save(step, tiers=tiers, **changes), keep=step > 50)
+    sample_run.there(30, COMMITTED).unlink()  # half of an upload that nobody finishes
+    content = sample_run.command_json("prune", "--remote", "--keep", "2", "--yes")
+    assert (content["removed"], content["kept"]) == ([30, 40], [10, 20, 50, 60])
+    assert content["where"] == f"{sample_run.bucket}/one/checkpoints"
+    assert not sample_run.there(40).exists()
+    assert sample_run.local_steps() == [60]
+    listed = sample_run.command_json("list")
+    assert [step["step"] for step in listed["steps"]] == [10, 20, 50, 60]
+    assert listed["bucket_bytes"] > 4 * 7000
+
+
+def test_a_disk_that_does_not_let_go_is_reported(
+    sample_run: SampleRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_all(sample_run, 10, 20, 30, 40)
+    rename = Path.rename
+
+    def refusing(path: Path, target: Path) -> Path:
+        if path.name == "checkpoint_step_10":
+            raise PermissionError(13, "Permission denied", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refusing)
+    content = sample_run.command_json("prune", "--keep", "2", "--yes", code=1)
+    assert (content["removed"], content["failed"]) == ([20], {"10": "Permission denied"})
+    assert content["bytes"] == 7000
+
+
+def test_what_was_set_aside_is_shown_and_removed_without_counting_as_kept(
+    sample_run: SampleRun,
+) -> None:
+    save_all(sample_run, 10, 20, 30)
+    superseded = sample_run.checkpoints / "superseded-checkpoint_step_50-ab"  # by an older version
+    aside = [set_aside(sample_run.save(40).path), sample_run.save(50).path.rename(superseded)]
+    names = [path.name for path in aside]
+    assert [name.partition("checkpoint")[0] for name in names] == [".bad-", "superseded-"]
+    size = sum(file.stat().st_size for path in aside for file in path.rglob("*"))
+    size -= sum(folder.stat().st_size for path in aside for folder in path.rglob("*/"))
+    listed = sample_run.command_json("list")
+    assert [step["step"] for step in listed["steps"]] == [10, 20, 30]
+    assert listed["disk_bytes"]["aside"] == size
+    assert " set aside (checkpoints prune removes it)" in sample_run.command("list")[1]
+    content = sample_run.command_json("prune", "--keep", "2", "--dry-run")
+    assert content["aside"] == names
+    assert content["bytes"] == size + listed["steps"][0]["size"]
+    assert all(path.exists() for path in aside)
+    code, out, _ = sample_run.command("prune", "--keep", "2", "--yes")
+    assert code == 0 and f"removed: {names[0]}, {names[1]}" in out
+    assert sample_run.local_steps() == [20, 30]
+    assert not any(path.exists() for path in aside)
+    path = set_aside(sample_run.save(40).path)  # it alone is asked about too
+    code, _, err = sample_run.command("prune", "--keep", "2")
+    assert code == 2 and f"remove 0 of 2 steps and {path.name}" in err
+    assert path.exists()
+
+
+def test_the_steps_of_a_branch_that_was_left_go_but_for_epochs(sample_run: SampleRun) -> None:
+    save_all(sample_run, 10, 20, 30)
+    sample_run.save(40, tiers=["epoch"])
+    sample_run.save(25, branch=2, ancestry=((1, 20),))
+    content = sample_run.command_json("prune", "--keep", "9", "--yes")
+    assert (content["removed"], content["aside"]) == ([], ["checkpoint_step_30"])
+    assert list(checkpoint_paths(sample_run.checkpoints)) == [
+        *(f"checkpoint_step_{step}" for step in (10, 20, 40)),
+        "branch-2/checkpoint_step_25",
+    ]
