@@ -1,3 +1,5 @@
+"""`evaluate MODEL`, `compare` and `spectrum`: scores, speed and horizons, as text and as JSON."""
+
 from __future__ import annotations
 
 import functools
@@ -11,59 +13,86 @@ from typing import Any
 import pytest
 from commands.run_samples import SampleRun
 from end_to_end.forked import ForkedRanks
-from evaluate.harness import CONTEXT, SCORES, bytes_model
-from ranks import ROOT
+from evaluate.harness import CONTEXT, MODELS, SCORES
+from ranks import ROOT, Ended
 from safetensors.torch import load_file, save_file
 
-from refocused.commands.evaluate.model import usual_dtype
+from refocused.commands.evaluate.compare import steps_of_one_run
+from refocused.commands.evaluate.model import Evaluated, usual_dtype
 from refocused.commands.main import run_command
+from refocused.evaluate.comparison import SpeedRow, draw_scores, draw_speed, measure_speed
+from refocused.evaluate.multiple_choice import Measure
 
 main = functools.partial(run_command, "evaluate")
-
 ON_FILE: dict[str, Any] = json.loads(SCORES.read_text())
+PNG = b"\x89PNG"
+ITEM = {"ctx": "the cat", "endings": ["sat on", "ran"], "label": 0}
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A transformers folder, and task files beside it."""
-    folder = tmp_path_factory.mktemp("model")
-    network, tokenizer = bytes_model()
-    network.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The transformers folders `bytes` and `words`, with task files beside them."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, make in MODELS.items():
+        network, tokenizer = make()
+        network.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
     for form, rows in ON_FILE["items"].items():
         if form != "perplexity":
             lines = "".join(json.dumps(row) + "\n" for row in rows)
             (folder / f"{form}_test.jsonl").write_text(lines)
     (folder / "story.txt").write_text(ON_FILE["items"]["perplexity"][0]["text"])
+    (folder / "quiz.jsonl").write_text((json.dumps(ITEM) + "\n") * 3)
+    (folder / "broken.jsonl").write_text("{")
     return folder
 
 
-def command(capture: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
-    assert main([str(argument) for argument in arguments]) == code
+@pytest.fixture
+def copy(models: Path, tmp_path: Path) -> Path:
+    """A copy of a model, to be changed."""
+    return Path(shutil.copytree(models / "bytes", tmp_path / "copy"))
+
+
+def evaluate(capture: Capture, *arguments: object, code: int = 0) -> str:
+    """Run the command on the CPU; return what it printed, or its message."""
+    verb = arguments[:1] == ("spectrum",)
+    given = [*arguments, *(() if verb else ("--device", "cpu"))]
+    assert main([str(argument) for argument in given]) == code
     out, err = capture.readouterr()
     return out if code == 0 else err
 
 
-def test_all_tasks_of_a_folder_give_the_scores_on_file(model: Path, capsys: Any) -> None:
+def compare(capture: Capture, *arguments: object) -> str:
+    return evaluate(capture, "compare", *arguments)
+
+
+def change_weights(folder: Path, change: Any) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_all_tasks_of_a_folder_give_the_scores_on_file(models: Path, capsys: Capture) -> None:
     tasks = "hellaswag,piqa,lambada,multiple_choice,perplexity"
-    arguments = ("--tasks", tasks, "--data", model, "--device", "cpu", "--json")
-    told = json.loads(command(capsys, model / "model", *arguments))
+    arguments = ("--tasks", tasks, "--data", models, "--json")
+    told = json.loads(evaluate(capsys, models / "bytes", *arguments))
     assert (told["context_tokens"], told["dtype"], told["ranks"]) == (CONTEXT, "fp32", 1)
     for form, wanted in ON_FILE["scores"]["bytes"].items():
         found = told["tasks"]["story" if form == "perplexity" else form]
-        for name in ("acc", "acc_norm", "byte_perplexity"):
-            if name in wanted:
-                assert found[name]["value"] == pytest.approx(wanted[name], rel=1e-5)
+        for name in {"acc", "acc_norm", "byte_perplexity"} & set(wanted):
+            assert found[name]["value"] == pytest.approx(wanted[name], rel=1e-5)
         assert found["seconds"] > 0
     assert told["tasks"]["hellaswag"]["items"] == 12
     assert told["tasks"]["lambada"]["cut"] > 0  # and hellaswag's contexts all fit
     assert told["tasks"]["hellaswag"]["cut"] == 0
 
 
-def test_a_person_sees_a_line_a_task(model: Path, capsys: Any) -> None:
-    arguments = ("--tasks", "piqa", "--data", model, "--limit", 3, "--device", "cpu")
-    first, line = command(capsys, model / "model", *arguments).splitlines()
-    assert first.startswith(f"{model}/model: 22,968 parameters")
+def test_a_person_sees_a_line_a_task(models: Path, capsys: Capture) -> None:
+    arguments = ("--tasks", "piqa", "--data", models, "--limit", 3)
+    first, line = evaluate(capsys, models / "bytes", *arguments).splitlines()
+    assert first.startswith(f"{models}/bytes: 22,968 parameters")
     assert first.endswith(f"context {CONTEXT}, fp32 on CPU")
     assert line.startswith("piqa       3 items  acc 0.")
     assert " +- 0." in line
@@ -72,35 +101,33 @@ def test_a_person_sees_a_line_a_task(model: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ((), 2, "is not from a run here, so that it has no validation set. Name at least one"),
-        (("--tasks", " ,"), 2, "--tasks: name at least one"),
-        (("--tasks", "piqa"), 2, "name its file, piqa=FILE"),
-        (("--tasks", "{}/broken.jsonl"), 1, "broken.jsonl:1: it is no JSON"),
-        (("--tasks", "{}/story.txt", "--context", "97"), 1, "reads at most 96 tokens at once"),
-        (("--tasks", "{}/story.txt", "--stride", "97"), 1, "--stride 97: a number from 1 to"),
+        ("{}/bytes", 2, "is not from a run here, so that it has no validation set. Name at least"),
+        ("{}/bytes --tasks ,", 2, "--tasks: name at least one"),
+        ("{}/bytes --tasks piqa", 2, "name its file, piqa=FILE"),
+        ("{}/bytes --tasks {}/broken.jsonl", 1, "broken.jsonl:1: it is no JSON"),
+        ("{}/bytes --tasks {}/story.txt --context 97", 1, "reads at most 96 tokens at once"),
+        ("{}/bytes --tasks {}/story.txt --stride 97", 1, "--stride 97: a number from 1 to"),
+        ("7 --tasks {}/story.txt", 1, "There is no checkpoint '7'"),
+        ("{}/checkpoint_step_3 --tasks {}/story.txt", 1, "checkpoint_step_"),
+        ("half --tasks {}/story.txt", 1, "half cannot be loaded by transformers"),
+        ("5 --tasks {}/story.txt", 1, "model.json"),
+        ("compare", 2, "compare: name models"),
+        ("compare x --picture a.jpg", 2, "--picture a.jpg: give it a name that ends in .png"),
+        ("compare gpt2_tiny --lengths 8 --batches 1 --picture /proc/a.png", 1, "cannot be written"),
+        ("spectrum ten_nano --picture a.jpg", 2, "give it a name that ends in .png"),
+        ("spectrum ten_nano --picture /proc/a.png", 1, "/proc/a.png cannot be written"),
+        ("spectrum gpt2_tiny --picture a.png", 2, "positions meet by attention"),
     ],
 )
-def test_what_cannot_be_is_one_message(
-    model: Path, capsys: Any, arguments: tuple[str, ...], code: int, message: str
+def test_each_mistake_has_one_message(
+    models: Path, sample_run: SampleRun, capsys: Capture, arguments: str, code: int, message: str
 ) -> None:
-    (model / "broken.jsonl").write_text("{")
-    given = [argument.format(model) for argument in arguments]
-    told = command(capsys, model / "model", *given, "--device", "cpu", code=code)
+    sample_run.save(5).model.unlink()
+    Path("half").mkdir()
+    Path("half/config.json").write_text('{"model_type": "gpt2"}')
+    told = evaluate(capsys, *arguments.replace("{}", str(models)).split(), code=code)
     assert message in told
     assert len(told.splitlines()) == 1
-
-
-def test_what_is_no_model_is_named(model: Path, sample_run: SampleRun, capsys: Any) -> None:
-    tasks = ("--tasks", f"{model}/story.txt", "--device", "cpu")
-    assert "There is no checkpoint '7'" in command(capsys, "7", *tasks, code=1)
-    assert "checkpoint_step_" in command(capsys, model / "checkpoint_step_3", *tasks, code=1)
-    half = model / "half"
-    half.mkdir(exist_ok=True)
-    (half / "config.json").write_text('{"model_type": "gpt2"}')
-    assert "half cannot be loaded by transformers" in command(capsys, half, *tasks, code=1)
-    sample_run.save(5)
-    (sample_run.checkpoints / "checkpoint_step_5" / "model.json").unlink()
-    assert "model.json" in command(capsys, "5", *tasks, code=1)
 
 
 @pytest.mark.parametrize(
@@ -113,88 +140,210 @@ def test_what_is_no_model_is_named(model: Path, sample_run: SampleRun, capsys: A
     ],
 )
 def test_a_damaged_folder_is_not_measured(
-    model: Path, tmp_path: Path, capsys: Any, damage: str, message: str
+    models: Path, copy: Path, capsys: Capture, damage: str, message: str
 ) -> None:
-    folder = shutil.copytree(model / "model", tmp_path / "copy")
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
+    wpe = "transformer.wpe.weight"
     if damage == "cut off":
+        file = copy / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-100])
     elif damage == "lacking":
-        del tensors["transformer.h.1.mlp.c_fc.weight"]
-        save_file(tensors, file, metadata={"format": "pt"})
+        change_weights(copy, lambda tensors: tensors.pop("transformer.h.1.mlp.c_fc.weight"))
     elif damage == "other shape":
-        tensors["transformer.wpe.weight"] = tensors["transformer.wpe.weight"][1:].clone()
-        save_file(tensors, file, metadata={"format": "pt"})
+        change_weights(copy, lambda tensors: tensors.update({wpe: tensors[wpe][1:].clone()}))
     else:
-        for path in folder.glob("tokenizer*"):
+        for path in copy.glob("tokenizer*"):
             path.unlink()
-    told = command(capsys, folder, "--tasks", f"{model}/story.txt", "--device", "cpu", code=1)
+    told = evaluate(capsys, copy, "--tasks", f"{models}/story.txt", code=1)
     assert message in told
     assert len(told.splitlines()) == 1
 
 
-def test_what_the_configuration_does_not_describe_is_said(
-    model: Path, tmp_path: Path, capsys: Any, caplog: Any
+def test_what_the_configuration_does_not_describe_is_reported(
+    models: Path, copy: Path, capsys: Capture, caplog: Any
 ) -> None:
-    folder = shutil.copytree(model / "model", tmp_path / "copy")
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    tensors["transformer.h.7.ln_1.weight"] = tensors["transformer.ln_f.weight"].clone()
-    save_file(tensors, file, metadata={"format": "pt"})
-    command(capsys, folder, "--tasks", f"{model}/story.txt", "--device", "cpu")
+    name = "transformer.ln_f.weight"
+    change_weights(copy, lambda one: one.update({"transformer.h.7.ln_1.weight": one[name].clone()}))
+    evaluate(capsys, copy, "--tasks", f"{models}/story.txt")
     assert "1 tensors are left out that its config.json does not describe" in caplog.text
 
 
 def test_a_model_of_the_same_shape_without_training_shows_what_chance_is(
-    model: Path, capsys: Any
+    models: Path, capsys: Capture
 ) -> None:
-    arguments = (model / "model", "--tasks", f"{model}/story.txt", "--device", "cpu")
-    told = json.loads(command(capsys, *arguments, "--untrained", "--json"))
+    arguments = (models / "bytes", "--tasks", f"{models}/story.txt")
+    told = json.loads(evaluate(capsys, *arguments, "--untrained", "--json"))
     assert (told["trained"], told["parameters"]) == (False, 22_968)
     chance = told["tasks"]["story"]["perplexity"]["value"]
     assert chance == pytest.approx(257, rel=0.1)  # one of V ids
-    assert told["tasks"] != json.loads(command(capsys, *arguments, "--json"))["tasks"]
-    assert "untrained: 22,968 parameters" in command(capsys, *arguments, "--untrained")
+    assert told["tasks"] != json.loads(evaluate(capsys, *arguments, "--json"))["tasks"]
+    assert "untrained: 22,968 parameters" in evaluate(capsys, *arguments, "--untrained")
 
 
-def test_the_context_is_the_trained_one_and_a_longer_one_is_said(
-    model: Path, tmp_path: Path, capsys: Any
+def test_the_context_is_the_trained_one_and_a_longer_one_is_reported(
+    models: Path, copy: Path, capsys: Capture
 ) -> None:
-    folder = shutil.copytree(model / "model", tmp_path / "copy")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"trained_sequence_length": 40}))
-    tasks = ("--tasks", f"{model}/story.txt", "--device", "cpu", "--json")
-    alike = []
-    for source, context in ((folder, ()), (model / "model", ("--context", 40))):
-        assert main([str(argument) for argument in (source, *tasks, *context)]) == 0
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"trained_sequence_length": 40}))
+
+    def measured(*arguments: object) -> tuple[Any, str]:
+        given = (*arguments, "--tasks", f"{models}/story.txt", "--device", "cpu", "--json")
+        assert main([str(argument) for argument in given]) == 0
         out, err = capsys.readouterr()
-        alike.append(json.loads(out)["tasks"]["story"]["perplexity"])
-        assert err == ""
-    assert alike[0] == alike[1]
-    assert main([str(folder), *tasks, "--context", "96"]) == 0
-    out, err = capsys.readouterr()
-    told = json.loads(out)
+        return json.loads(out), err
+
+    alike = [measured(copy), measured(models / "bytes", "--context", 40)]
+    assert [err for _, err in alike] == ["", ""]
+    first, second = (told["tasks"]["story"]["perplexity"] for told, _ in alike)
+    assert first == second
+    told, err = measured(copy, "--context", "96")
     assert (told["context_tokens"], told["trained_sequence_length"]) == (96, 40)
-    assert f"{folder}: 96 tokens at once, and it was trained on 40" in err
+    assert f"{copy}: 96 tokens at once, and it was trained on 40" in err
     assert len(err.splitlines()) == 1
-    assert main([str(folder), *tasks, "--context", "96", "--untrained"]) == 0
-    assert capsys.readouterr().err == ""  # nothing of it is trained
+    assert measured(copy, "--context", "96", "--untrained")[1] == ""  # nothing of it is trained
 
 
-def be_a_rank(arguments: list[str]) -> int:
-    return main(arguments)
+def test_models_are_compared_by_tasks(models: Path, capsys: Capture) -> None:
+    out = models / "scores.png"
+    tasks = ("--tasks", models / "quiz.jsonl", "--picture", out)
+    told = json.loads(compare(capsys, models / "bytes", models / "words", *tasks, "--json"))
+    assert [one["model"] for one in told["models"]] == [f"{models}/bytes", f"{models}/words"]
+    for one in told["models"]:
+        assert one["tasks"]["quiz"]["items"] == 3
+        assert one["tasks"]["quiz"]["acc"]["value"] in (0.0, 1.0)
+    assert out.read_bytes().startswith(PNG)
+    lines = compare(capsys, models / "words", *tasks).splitlines()
+    assert lines[0].split() == ["MODEL", "quiz", "acc", "quiz", "acc_norm"]
+    assert lines[1].startswith(f"{models}/words")
+
+
+def test_a_model_that_no_item_fits_has_no_score(models: Path, capsys: Capture) -> None:
+    """Its tokens are bytes, of which every ending has more than the context."""
+    tasks = ("--tasks", models / "quiz.jsonl", "--context", 3)
+    both = compare(capsys, models / "bytes", models / "words", *tasks, "--out", models / "few.png")
+    heading, none, some, _ = both.splitlines()
+    assert heading.split() == ["MODEL", "quiz", "acc", "quiz", "acc_norm"]
+    assert none.split() == [f"{models}/bytes", "-", "-"]
+    assert len(some.split()) > 3
+    alone = compare(capsys, models / "bytes", *tasks, "--out", models / "none.png")
+    assert alone.splitlines()[1:] == [f"{models}/bytes"]
+    assert not (models / "none.png").exists()
+    told = evaluate(capsys, models / "bytes", *tasks)
+    assert "0 items" in told
+    assert "3 skipped: an ending is longer than the context" in told
+
+
+def test_models_are_compared_by_speed(models: Path, capsys: Capture) -> None:
+    out = models / "speed.png"
+    options = ("--lengths", "8,95,500", "--batches", "2", "--new-tokens", "4", "--picture", out)
+    rows = json.loads(compare(capsys, models / "bytes", *options, "--json"))["rows"]
+    short, full, too_long = rows
+    assert short["parameters"] == 22_968
+    assert short["tokens_per_second"] == pytest.approx(16 / short["latency_seconds"])
+    assert short["written_per_second"] is None or short["written_per_second"] > 0
+    assert full["latency_seconds"] > 0
+    assert full["written_per_second"] is None  # no room for four tokens more
+    assert too_long["latency_seconds"] is None
+    assert out.read_bytes().startswith(PNG)
+    lines = compare(capsys, "ten_tiny", "--lengths", "8", "--batches", "1", "--picture", out)
+    assert lines.splitlines()[0].split()[:4] == ["MODEL", "PARAMETERS", "LENGTH", "BATCH"]
+    assert lines.splitlines()[1].split()[0] == "ten_tiny"
+
+
+def test_nothing_is_drawn_unless_a_picture_is_named(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    compare(capsys, models / "words", "--tasks", models / "quiz.jsonl")
+    compare(capsys, "ten_tiny", "--lengths", "8", "--batches", "1", "--new-tokens", "0")
+    evaluate(capsys, "spectrum", "ten_tiny")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_what_was_measured_is_printed_though_it_cannot_be_drawn(
+    models: Path, capsys: Capture
+) -> None:
+    tasks = ("--tasks", str(models / "quiz.jsonl"), "--picture", "/proc/none/a.png")
+    assert main(["compare", str(models / "words"), *tasks, "--device", "cpu"]) == 1
+    out, err = capsys.readouterr()
+    assert f"{models}/words" in out.splitlines()[1]
+    assert "/proc/none/a.png cannot be written" in err
+
+
+class Clock:
+    """Seconds that pass from call to call, by a function of the calls so far."""
+
+    def __init__(self, second: Any) -> None:
+        self.calls, self._second = 0, second
+
+    def __call__(self) -> float:
+        self.calls += 1
+        return float(self._second(self.calls))
+
+
+def test_speed_is_counted_by_the_clock_and_unknown_in_its_noise() -> None:
+    network, _ = MODELS["bytes"]()
+    clock = Clock(lambda calls: (calls - 1) ** 2)
+    options: dict[str, Any] = {"lengths": [8], "new_tokens": 5}
+    (row,) = measure_speed("m", network, batches=[3], clock=clock, **options)
+    # The clock is read twice for each time: 1, 5, 9 s read, 13, 17, 21 s write, 25, 29, 33 s pass.
+    assert row.written_per_second == pytest.approx(3 * 4 / (17 - 5))
+    assert row.latency_seconds == 29.0
+    assert row.tokens_per_second == pytest.approx(24 / 29)
+    alike = Clock(lambda calls: calls)
+    (row,) = measure_speed("m", network, batches=[1], clock=alike, **options)
+    assert row.written_per_second is None
+
+
+@pytest.mark.parametrize("memory_gib", [None, 0.0, 0.5])
+def test_what_is_unknown_of_every_model_is_drawn_as_that(
+    tmp_path: Path, memory_gib: float | None
+) -> None:
+    row = SpeedRow("m", 10, 8, 2, latency_seconds=0.1, memory_gib=memory_gib)
+    draw_speed([row, SpeedRow("m", 10, 16, 2)], tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").read_bytes().startswith(PNG)
+
+
+def test_scores_over_the_steps_of_one_run_are_a_curve(tmp_path: Path) -> None:
+    rows = {str(step): {"quiz acc": Measure(step / 100, None)} for step in (10, 20)}
+    draw_scores(rows, tmp_path / "a" / "curve.png", steps={"10": 10, "20": 20})
+    assert (tmp_path / "a" / "curve.png").read_bytes().startswith(PNG)
+    one, other, later = (
+        Evaluated({"run": run, "step": step}, [])
+        for run, step in (("one", 10), ("other", 20), ("one", 30))
+    )
+    assert steps_of_one_run({"a": one, "b": later}) == {"a": 10, "b": 30}
+    assert steps_of_one_run({"a": one, "b": other}) == {}
+    assert steps_of_one_run({"a": one, "b": Evaluated({}, [])}) == {}
+
+
+def test_a_table_and_a_picture_show_the_horizons(tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "spectrum.png"
+    told = evaluate(capsys, "spectrum", "ten_nano", "--picture", out)
+    heading, first, *_, last = told.splitlines()
+    assert heading.split() == ["PART", "MODES", "HORIZON", "IN", "TOKENS", "RADIANS", "A", "TOKEN"]
+    assert first.split()[0] == "model.layers.0.mixer.cells.0"
+    assert len(first.split()) == 8
+    assert last == f"{out}: drawn"
+    assert out.read_bytes()[:4] == PNG
+    told = evaluate(capsys, "spectrum", "ten_nano", "--picture", out, "--json")
+    parts = json.loads(told)["parts"]
+    assert [part["part"] for part in parts] == [f"model.layers.{i}.mixer.cells.0" for i in range(4)]
+    assert parts[0]["longest_tokens"] == pytest.approx(499.7, abs=1)
+
+
+def on_two_ranks(folder: Path, *arguments: object) -> Ended:
+    given = [str(argument) for argument in arguments]
+    started = ForkedRanks(2, given, folder=folder, command=main)
+    try:
+        return started.wait(60)
+    finally:
+        started.kill()
 
 
 @pytest.mark.slow
-def test_two_ranks_share_the_items_and_one_speaks(model: Path, tmp_path: Path) -> None:
-    tasks = "hellaswag,lambada,perplexity"
-    arguments = [str(model / "model"), "--tasks", tasks, "--data", str(model), "--json"]
-    started = ForkedRanks(2, [*arguments, "--batch", "5"], folder=tmp_path, command=be_a_rank)
-    try:
-        ended = started.wait(60)
-    finally:
-        started.kill()
+def test_two_ranks_share_the_items_and_one_prints(models: Path, tmp_path: Path) -> None:
+    options = ("--tasks", "hellaswag,lambada,perplexity", "--data", models, "--batch", 5, "--json")
+    ended = on_two_ranks(tmp_path, models / "bytes", *options)
     assert ended.codes == [0, 0], ended.everything
     assert ended.out[1] == ""
     told = json.loads(ended.out[0])
@@ -207,20 +356,42 @@ def test_two_ranks_share_the_items_and_one_speaks(model: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_two_ranks_say_a_mistake_once(model: Path, tmp_path: Path) -> None:
-    (model / "broken.jsonl").write_text("{")
-    arguments = [str(model / "model"), "--tasks", str(model / "broken.jsonl")]
-    started = ForkedRanks(2, arguments, folder=tmp_path, command=be_a_rank)
-    try:
-        ended = started.wait(60)
-    finally:
-        started.kill()
-    assert ended.codes == [1, 1]
-    assert "broken.jsonl:1: it is no JSON" in ended.err[0]
-    assert "broken.jsonl" not in ended.err[1]
+def test_ranks_share_the_tasks_of_a_comparison(
+    models: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    given = (models / "bytes", models / "words", "--tasks", models / "quiz.jsonl", "--json")
+    alone = json.loads(compare(capsys, *given, "--picture", tmp_path / "alone.png"))
+    both = tmp_path / "both.png"
+    options = ("--picture", both, "--local_rank=0", "--device", "cpu")
+    ended = on_two_ranks(tmp_path, "compare", *given, *options)
+    assert ended.codes == [0, 0], ended.everything
+    assert ended.out[1] == ""
+    for one, other in zip(alone["models"], json.loads(ended.out[0])["models"], strict=True):
+        assert one["model"] == other["model"]
+        for name in ("acc", "acc_norm", "items"):
+            assert one["tasks"]["quiz"][name] == other["tasks"]["quiz"][name]
+    assert both.read_bytes().startswith(PNG)
 
 
-def test_the_script_helps_without_torch() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ("{}/bytes --tasks {}/broken.jsonl", 1, "broken.jsonl:1: it is no JSON"),
+        ("compare {}/bytes --lengths 8", 2, "speed is measured by one process, and 2 ranks would"),
+    ],
+)
+def test_two_ranks_report_a_mistake_once(
+    models: Path, tmp_path: Path, arguments: str, code: int, message: str
+) -> None:
+    given = arguments.replace("{}", str(models)).split()
+    ended = on_two_ranks(tmp_path, *given, "--device", "cpu")
+    assert ended.codes == [code, code], ended.everything
+    assert message in ended.err[0]
+    assert ended.out == ["", ""] and message not in ended.err[1]
+
+
+def test_help_imports_no_torch() -> None:
     script = "import sys; from refocused.commands.main import run_command\n"
     script += "try: run_command('evaluate', ['--help'])\n"
     script += "finally: assert 'torch' not in sys.modules"
