@@ -1,3 +1,5 @@
+"""Branches: which steps one has, which one is present, and when a resume begins another."""
+
 from __future__ import annotations
 
 import json
@@ -8,7 +10,7 @@ from checkpoints.step_samples import make_step, mirrored
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.checkpoints.resume.resume_selection import Selection, select_checkpoint
+from refocused.checkpoints.resume.resume_selection import select_checkpoint
 from refocused.checkpoints.step.branches import (
     FIRST_BRANCH,
     Branch,
@@ -21,14 +23,39 @@ from refocused.system.errors import BucketError, CheckpointError
 
 PREFIX = "sample/checkpoints"
 SECOND = {"branch": 2, "ancestry": ((1, 20),)}
+Chosen = tuple[str | None, int, tuple[tuple[int, int], ...]]
+
+
+class SometimesDown(DirectoryBucket):
+    """A bucket that cannot be listed while it is down."""
+
+    is_down = False
+
+    def list(self, prefix: str = "") -> object:  # type: ignore[override]
+        if self.is_down:
+            raise BucketError("the bucket is down.")
+        return super().list(prefix)
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> SometimesDown:
+    (tmp_path / "bucket").mkdir()
+    return SometimesDown(tmp_path / "bucket")
+
+
+@pytest.fixture
+def catalog(local: Path, bucket: SometimesDown) -> Catalog:
+    return Catalog(local, bucket, PREFIX)
 
 
 def record(local: Path, branch: Branch) -> None:
     """Write `state.json` as a run on a branch does."""
+    local.parent.mkdir(exist_ok=True)
     (local.parent / "state.json").write_text(json.dumps({"step": 1, **branch.as_record()}))
 
 
-def chosen(selection: Selection) -> tuple[str | None, int, tuple[tuple[int, int], ...]]:
+def chosen(catalog: Catalog, request: str = "auto") -> Chosen:
+    selection = select_checkpoint(catalog, request)
     name = selection.step.name if selection.step is not None else None
     return name, selection.branch.number, selection.branch.ancestry
 
@@ -38,9 +65,8 @@ def test_a_branch_has_the_steps_of_its_ancestors_up_to_where_it_left_them() -> N
     assert [branch.holder(step) for step in (100, 101, 150, 151)] == [1, 2, 2, 3]
     assert branch.name_of(100) == "checkpoint_step_100"
     assert branch.name_of(200) == "branch-3/checkpoint_step_200"
-    assert branch.step_of("branch-2/checkpoint_step_120") == 120
-    assert branch.step_of("branch-2/checkpoint_step_160") is None
-    assert branch.step_of("checkpoint_step_101") is None
+    names = ("branch-2/checkpoint_step_120", "branch-2/checkpoint_step_160", "checkpoint_step_101")
+    assert [branch.step_of(name) for name in names] == [120, None, None]
 
 
 def test_a_fork_keeps_the_ancestors_before_it_and_a_new_start_none() -> None:
@@ -74,17 +100,16 @@ def test_the_newest_checkpoint_continues_its_branch_and_an_earlier_one_opens_ano
     for step in (10, 20, 30):
         make_step(local, step, run_id="a")
     catalog = Catalog(local)
-    assert chosen(select_checkpoint(catalog, "auto")) == ("checkpoint_step_30", 1, ())
-    assert chosen(select_checkpoint(catalog, "20")) == ("checkpoint_step_20", 2, ((1, 20),))
-    assert chosen(select_checkpoint(catalog, "none")) == (None, 2, ())
+    assert chosen(catalog) == ("checkpoint_step_30", 1, ())
+    assert chosen(catalog, "20") == ("checkpoint_step_20", 2, ((1, 20),))
+    assert chosen(catalog, "none") == (None, 2, ())
     record(local, select_checkpoint(catalog, "20").branch)
-    assert chosen(select_checkpoint(catalog, "auto")) == ("checkpoint_step_20", 2, ((1, 20),))
+    assert chosen(catalog) == ("checkpoint_step_20", 2, ((1, 20),))
     make_step(local, 25, run_id="a", **SECOND)
-    assert chosen(select_checkpoint(catalog, "auto"))[0] == "branch-2/checkpoint_step_25"
-    left = select_checkpoint(catalog, "30")  # of the branch that was left
-    assert chosen(left) == ("checkpoint_step_30", 3, ((1, 30),))
-    again = select_checkpoint(catalog, "branch-1/checkpoint_step_20")
-    assert chosen(again) == ("checkpoint_step_20", 3, ((1, 20),))
+    assert chosen(catalog)[0] == "branch-2/checkpoint_step_25"
+    assert chosen(catalog, "30") == ("checkpoint_step_30", 3, ((1, 30),))  # of the branch left
+    again = chosen(catalog, "branch-1/checkpoint_step_20")
+    assert again == ("checkpoint_step_20", 3, ((1, 20),))
 
 
 def test_checkpoints_of_another_branch_are_listed_and_are_neither_latest_nor_best(
@@ -101,102 +126,79 @@ def test_checkpoints_of_another_branch_are_listed_and_are_neither_latest_nor_bes
     ]
 
 
-class SometimesDown(DirectoryBucket):
-    """A bucket that cannot be listed while it is down."""
-
-    is_down = False
-
-    def list(self, prefix: str = "") -> object:  # type: ignore[override]
-        if self.is_down:
-            raise BucketError("the bucket is down.")
-        return super().list(prefix)
-
-
 def test_a_bucket_that_is_down_when_a_run_goes_back_does_not_bring_the_other_branch_back(
-    local: Path, bucket: DirectoryBucket
+    local: Path, bucket: SometimesDown, catalog: Catalog
 ) -> None:
     """Found: the mark that did this was not written, and `auto` took the abandoned step 30."""
-    down = SometimesDown(Path(bucket.url))
     for step in (10, 20, 30):
         mirrored(bucket, make_step(local, step, run_id="a"))
-    catalog = Catalog(local, down, PREFIX)
-    down.is_down = True
+    bucket.is_down = True
     record(local, select_checkpoint(catalog, "10").branch)
-    down.is_down = False
-    branch = {"run_id": "a", "branch": 2, "ancestry": ((1, 10),)}
-    mirrored(bucket, make_step(local, 15, **branch))
-    assert chosen(select_checkpoint(Catalog(local, down, PREFIX), "auto"))[0] == (
-        "branch-2/checkpoint_step_15"
-    )
+    bucket.is_down = False
+    mirrored(bucket, make_step(local, 15, run_id="a", branch=2, ancestry=((1, 10),)))
+    fifteen = "branch-2/checkpoint_step_15"
+    assert chosen(Catalog(local, bucket, PREFIX))[0] == fifteen
     elsewhere = local.parents[1] / "new" / "checkpoints"  # a machine with nothing but the mirror
-    fetched = select_checkpoint(Catalog(elsewhere, down, PREFIX), "auto")
-    assert chosen(fetched) == ("branch-2/checkpoint_step_15", 2, ((1, 10),))
-    assert fetched.branch.run_id == "a"
-    assert fetched.step is not None and fetched.step.path == elsewhere / fetched.step.name
+    fetched = select_checkpoint(Catalog(elsewhere, bucket, PREFIX), "auto")
+    assert fetched.step is not None and fetched.step.path == elsewhere / fifteen
+    assert fetched.branch == Branch(run_id="a", number=2, ancestry=((1, 10),))
 
 
+@pytest.mark.parametrize("request_", ["auto", "10", "none"])
+@pytest.mark.parametrize("is_saved", [True, False])
 def test_another_run_of_the_same_name_in_the_mirror_is_refused(
-    local: Path, bucket: DirectoryBucket
+    local: Path, bucket: SometimesDown, catalog: Catalog, request_: str, is_saved: bool
 ) -> None:
     remove_step(mirrored(bucket, make_step(local, 30, run_id="theirs")).path)
-    make_step(local, 10, run_id="mine")
-    for request in ("auto", "10", "none"):
-        with pytest.raises(CheckpointError, match=r"another run of this name \(id theirs"):
-            select_checkpoint(Catalog(local, bucket, PREFIX), request)
-    assert saved_steps(local) == [10]
-
-
-def test_a_run_of_the_same_name_that_has_saved_nothing_yet_is_told_by_its_state(
-    local: Path, bucket: DirectoryBucket
-) -> None:
-    remove_step(mirrored(bucket, make_step(local, 30, run_id="theirs")).path)
-    record(local, Branch(run_id="mine"))
-    with pytest.raises(CheckpointError, match=r"the run in .* is mine"):
-        select_checkpoint(Catalog(local, bucket, PREFIX), "auto")
+    if is_saved:
+        make_step(local, 10, run_id="mine")
+    else:
+        record(local, Branch(run_id="mine"))
+    message = r"another run of this name \(id theirs; the run in .* is mine"
+    with pytest.raises(CheckpointError, match=message):
+        select_checkpoint(catalog, request_)
+    assert saved_steps(local) == [10] * is_saved
 
 
 def test_an_upload_that_never_finished_opens_no_branch(
-    local: Path, bucket: DirectoryBucket
+    local: Path, bucket: SometimesDown, catalog: Catalog
 ) -> None:
     mirrored(bucket, make_step(local, 10, run_id="a"))
     step = mirrored(bucket, make_step(local, 20, run_id="a"))
     (Path(bucket.url) / PREFIX / step.name / "COMMITTED").unlink()
     remove_step(step.path)
-    assert chosen(select_checkpoint(Catalog(local, bucket, PREFIX), "auto"))[1] == 1
+    assert chosen(catalog)[1] == 1
 
 
 def test_a_corrupt_checkpoint_gives_way_to_a_new_one_on_the_same_branch(local: Path) -> None:
     make_step(local, 10, run_id="a")
     make_step(local, 20, run_id="a").trainer.unlink()
-    selection = select_checkpoint(Catalog(local), "auto")
-    assert chosen(selection) == ("checkpoint_step_10", 1, ())
-    assert selection.corrupt == (local / "checkpoint_step_20",)
+    assert chosen(Catalog(local)) == ("checkpoint_step_10", 1, ())
+    corrupt = select_checkpoint(Catalog(local), "auto").corrupt
+    assert corrupt == (local / "checkpoint_step_20",)
 
 
 def test_a_checkpoint_that_is_damaged_in_the_bucket_keeps_its_name_there(
-    local: Path, bucket: DirectoryBucket
+    local: Path, bucket: SometimesDown, catalog: Catalog
 ) -> None:
     mirrored(bucket, make_step(local, 10, run_id="a"))
     step = mirrored(bucket, make_step(local, 20, run_id="a"))
     remove_step(step.path)
     (Path(bucket.url) / PREFIX / step.name / "trainer.json").unlink()
-    selection = select_checkpoint(Catalog(local, bucket, PREFIX), "auto")
-    assert chosen(selection) == ("checkpoint_step_10", 2, ((1, 10),))
+    assert chosen(catalog) == ("checkpoint_step_10", 2, ((1, 10),))
 
 
 def test_what_a_version_without_branches_wrote_is_read(
-    local: Path, bucket: DirectoryBucket
+    local: Path, bucket: SometimesDown, catalog: Catalog
 ) -> None:
     for step in (10, 20, 30):
         made = make_step(local, step, schema_version=1)
         (made.path / "COMMITTED").unlink()
         mirrored(bucket, made)
-    (Path(bucket.url) / PREFIX / "checkpoint_step_30" / "SUPERSEDED").touch()
+    mark = Path(bucket.url) / PREFIX / "checkpoint_step_30" / "SUPERSEDED"
+    mark.touch()
     remove_step(local / "checkpoint_step_30")
-    selection = select_checkpoint(Catalog(local, bucket, PREFIX), "auto")
-    assert chosen(selection) == ("checkpoint_step_20", 2, ((1, 20),))  # a mark is no damage
-    assert len(selection.branch.run_id) == 16
-    (Path(bucket.url) / PREFIX / "checkpoint_step_30" / "SUPERSEDED").unlink()
-    assert chosen(select_checkpoint(Catalog(local, bucket, PREFIX), "auto"))[0] == (
-        "checkpoint_step_30"
-    )
+    assert chosen(catalog) == ("checkpoint_step_20", 2, ((1, 20),))  # a mark is no damage
+    assert len(select_checkpoint(catalog, "auto").branch.run_id) == 16
+    mark.unlink()
+    assert chosen(catalog)[0] == "checkpoint_step_30"

@@ -1,3 +1,5 @@
+"""What a run says differently from the step it resumes: told, refused, or allowed by name."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -8,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 from checkpoints.fake_owner import FACTS
-from checkpoints.step_samples import fill, manifest_for
+from checkpoints.step_samples import fill, make_step, manifest_for
 
+from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.changes import (
     ALLOWABLE,
     MOST_LINES,
@@ -18,11 +21,13 @@ from refocused.checkpoints.resume.changes import (
     changes_since,
     check_allowable,
 )
+from refocused.checkpoints.resume.comparison import Difference, differences, dotted, read_contents
 from refocused.checkpoints.step.step_directory import StepDirectory
 from refocused.config.suggestions import settings_in
 from refocused.system.errors import CheckpointError, ConfigError
 
-RUN: dict[str, dict[str, Any]] = {
+Settings = dict[str, dict[str, Any]]
+RUN: Settings = {
     "run": {"name": "sample", "seed": 1},
     "data": {"block_shards": 4},
     "optimizer": {"lr": 0.1, "weight_decay": 0.1},
@@ -31,9 +36,13 @@ RUN: dict[str, dict[str, Any]] = {
 MODEL = {"model_type": "gpt2", "n_head": 4, "initializer_range": 0.02, "vocab_size": 50_000}
 
 
-def facts(settings: dict[str, dict[str, Any]], **changes: Any) -> RunFacts:
+def model(**changes: object) -> dict[str, str]:
+    return {"model_json": json.dumps(MODEL | changes)}
+
+
+def facts(settings: Settings, **changes: Any) -> RunFacts:
     resolved = {name: RUN.get(name, {}) | settings.get(name, {}) for name in RUN | settings}
-    text = {"run_yaml": yaml.safe_dump(resolved, sort_keys=False), "model_json": json.dumps(MODEL)}
+    text = {"run_yaml": yaml.safe_dump(resolved, sort_keys=False), **model()}
     return dataclasses.replace(FACTS, **(text | changes))
 
 
@@ -47,7 +56,7 @@ def step(tmp_path: Path) -> StepDirectory:
 
 def compared(
     step: StepDirectory,
-    settings: dict[str, dict[str, Any]] | None = None,
+    settings: Settings | None = None,
     *,
     world_size: int = 2,
     allowed: tuple[str, ...] = (),
@@ -58,25 +67,32 @@ def compared(
     )
 
 
-def test_nothing_changed(step: StepDirectory) -> None:
-    same = compared(step)
-    assert (same.lines(), same.allowed, same.way, same.new_data) == ([], (), "exact", False)
-
-
-def test_settings_that_change_no_model_and_no_data_are_told(step: StepDirectory) -> None:
-    changes = compared(step, {"optimizer": {"lr": 0.2, "eps": 1e-8}, "run": {"name": "other"}})
-    assert changes.lines() == [
-        'run.name "sample" -> "other"',
-        "optimizer.lr 0.1 -> 0.2",
-        "optimizer.eps not set -> 1e-08",
-    ]
-    assert changes.way == "exact"
-
-
-def test_skipped_shards_are_told_and_refuse_nothing(step: StepDirectory) -> None:
-    changes = compared(step, {"data": {"skip": ["bad.npy"]}})
-    assert changes.lines() == ['data.skip not set -> ["bad.npy"]']
-    assert (changes.way, changes.new_data, changes.allowed) == ("exact", False, ())
+@pytest.mark.parametrize(
+    ("settings", "lines"),
+    [
+        ({}, []),
+        (
+            {"optimizer": {"lr": 0.2, "eps": 1e-8}, "run": {"name": "other"}},
+            [
+                'run.name "sample" -> "other"',
+                "optimizer.lr 0.1 -> 0.2",
+                "optimizer.eps not set -> 1e-08",
+            ],
+        ),
+        ({"data": {"skip": ["bad.npy"]}}, ['data.skip not set -> ["bad.npy"]']),
+        (
+            {"precision": {"initial_scale_power": 12, "scale_window": 500}},  # one takes effect
+            ["precision.scale_window not set -> 500"],
+        ),
+        ({"model": {"vocabulary": None}}, []),  # unknown to the version before, and not used
+    ],
+)
+def test_settings_that_change_no_model_and_no_data_are_told(
+    step: StepDirectory, settings: Settings, lines: list[str]
+) -> None:
+    changes = compared(step, settings)
+    assert changes.lines() == lines
+    assert (changes.allowed, changes.way, changes.new_data) == ((), "exact", False)
 
 
 def test_many_settings_are_counted(step: StepDirectory) -> None:
@@ -95,85 +111,85 @@ def test_many_settings_are_counted(step: StepDirectory) -> None:
     ],
 )
 def test_another_layout_divides_the_states_anew(
-    step: StepDirectory, settings: dict[str, Any], others: dict[str, Any]
+    step: StepDirectory, settings: Settings, others: dict[str, Any]
 ) -> None:
     assert compared(step, settings, **others).way == "resharded"
 
 
-def test_without_zero_any_number_of_ranks_reads_the_same_file(step: StepDirectory) -> None:
-    manifest = step.manifest.model_copy(update={"zero_stage": 0})
-    plain = StepDirectory(step.path, manifest)
+@pytest.fixture
+def plain(step: StepDirectory) -> StepDirectory:
+    """Saved without ZeRO."""
+    return StepDirectory(step.path, step.manifest.model_copy(update={"zero_stage": 0}))
+
+
+def test_without_zero_any_number_of_ranks_reads_the_same_file(plain: StepDirectory) -> None:
     assert compared(plain, zero_stage=0, world_size=8).way == "exact"
 
 
-def test_only_a_setting_that_takes_effect_is_told(step: StepDirectory) -> None:
-    precision = {"initial_scale_power": 12, "scale_window": 500}
-    new = {"vocabulary": None}  # unknown to the version that saved the step, and not used
-    lines = compared(step, {"precision": precision, "model": new}).lines()
-    assert lines == ["precision.scale_window not set -> 500"]
+def test_without_zero_no_change_of_the_precision_can_be_allowed(plain: StepDirectory) -> None:
+    with pytest.raises(CheckpointError) as told:
+        compared(plain, allowed=("precision.dtype",), zero_stage=0, dtype="fp32")
+    assert "--allow-change" not in str(told.value)
 
 
-@pytest.mark.parametrize(
-    ("change", "settings", "found", "way_out"),
-    [
-        ({"zero_stage": 0}, {}, "zero.stage 3; this run has 0", "set zero.stage=3 (1, 2 and 3"),
-        ({"parameters": 7}, {}, "parameters 1000; this run has 7", "set model.preset back;"),
-        (
-            {"parameters": 7, "model_json": json.dumps(MODEL | {"vocab_size": 50_257})},
-            {},
-            "parameters 1000; this run has 7",
-            "set model.vocabulary=50000;",
-        ),
-        (
-            {"model_json": json.dumps(MODEL | {"vocab_size": 50_001})},
-            {},
-            "model.vocab_size 50000; this run has 50001",
-            "set model.vocabulary=50000, or accept what follows from it with --allow-change "
-            "model.preset",
-        ),
-        (
-            {"dtype": "fp32"},
-            {},
-            "precision.dtype bf16; this run has fp32",
-            "set precision.dtype=bf16, or accept what follows from it with --allow-change "
-            "precision.dtype (the masters are float32 in both);",
-        ),
-        (
-            {},
-            {"optimizer": {"kind": "muon"}},
-            "optimizer.kind adamw; this run has muon",
-            "set optimizer.kind=adamw",
-        ),
-        (
-            {"data_fingerprint": "b"},
-            {},
-            "data f00d; this run has b",
-            "set data.source back, or accept what follows from it with --allow-change data "
-            "(a new pass over the data begins);",
-        ),
-        (
-            {"data_order": "seed 2"},
-            {"run": {"seed": 2}, "data": {"block_shards": 8}},
-            "data order seed 1; this run has seed 2",
-            "--allow-change run.seed --allow-change data.block_shards (a new pass",
-        ),
-        (
-            {"data_mixture": "a 512, b 512"},
-            {},
-            "data.mixture none; this run has a 512, b 512",
-            "--allow-change data.mixture (every source goes on where it stands, in its new share)",
-        ),
-        (
-            {"model_json": json.dumps(MODEL | {"n_head": 8, "initializer_range": 0.1})},
-            {},
-            "model.n_head 4; this run has 8",
-            "set model.preset back, or accept what follows from it with --allow-change "
-            "model.preset (the weights were trained for the other shape);",
-        ),
-    ],
-)
+ACCEPT = ", or accept what follows from it with --allow-change"
+REFUSED: list[tuple[dict[str, Any], Settings, str, str]] = [
+    ({"zero_stage": 0}, {}, "zero.stage 3; this run has 0", "set zero.stage=3 (1, 2 and 3"),
+    ({"parameters": 7}, {}, "parameters 1000; this run has 7", "set model.preset back;"),
+    (
+        {"parameters": 7, **model(vocab_size=50_257)},
+        {},
+        "parameters 1000; this run has 7",
+        "set model.vocabulary=50000;",
+    ),
+    (
+        model(vocab_size=50_001),
+        {},
+        "model.vocab_size 50000; this run has 50001",
+        f"set model.vocabulary=50000{ACCEPT} model.preset",
+    ),
+    (
+        {"dtype": "fp32"},
+        {},
+        "precision.dtype bf16; this run has fp32",
+        f"set precision.dtype=bf16{ACCEPT} precision.dtype (the masters are float32 in both);",
+    ),
+    (
+        {},
+        {"optimizer": {"kind": "muon"}},
+        "optimizer.kind adamw; this run has muon",
+        "set optimizer.kind=adamw",
+    ),
+    (
+        {"data_fingerprint": "b"},
+        {},
+        "data f00d; this run has b",
+        f"set data.source back{ACCEPT} data (a new pass over the data begins);",
+    ),
+    (
+        {"data_order": "seed 2"},
+        {"run": {"seed": 2}, "data": {"block_shards": 8}},
+        "data order seed 1; this run has seed 2",
+        "--allow-change run.seed --allow-change data.block_shards (a new pass",
+    ),
+    (
+        {"data_mixture": "a 512, b 512"},
+        {},
+        "data.mixture none; this run has a 512, b 512",
+        "--allow-change data.mixture (every source goes on where it stands, in its new share)",
+    ),
+    (
+        model(n_head=8, initializer_range=0.1),
+        {},
+        "model.n_head 4; this run has 8",
+        f"set model.preset back{ACCEPT} model.preset (the weights were trained for the other",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "settings", "found", "way_out"), REFUSED)
 def test_what_changes_the_model_or_the_data_is_refused_with_the_way_out(
-    step: StepDirectory, change: dict[str, Any], settings: dict[str, Any], found: str, way_out: str
+    step: StepDirectory, change: dict[str, Any], settings: Settings, found: str, way_out: str
 ) -> None:
     with pytest.raises(CheckpointError) as told:
         compared(step, settings, **change)
@@ -186,25 +202,34 @@ def test_what_changes_the_model_or_the_data_is_refused_with_the_way_out(
 @pytest.mark.parametrize(
     ("change", "settings", "allowed", "way", "new_data"),
     [
-        ({"dtype": "fp32"}, {}, ("precision.dtype",), "resharded", False),
-        ({"data_fingerprint": "b"}, {}, ("data",), "exact", True),
-        ({"data_fingerprint": "b", "data_order": "seed 2"}, {}, ("data",), "exact", True),
-        ({"data_order": "seed 2"}, {"run": {"seed": 2}}, ("run.seed",), "exact", True),
-        ({"data_mixture": "a 512"}, {}, ("data.mixture",), "exact", False),
-        ({"model_json": json.dumps(MODEL | {"n_head": 8})}, {}, ("model.preset",), "exact", False),
+        ({"dtype": "fp32"}, {}, "precision.dtype", "resharded", False),
+        ({"data_fingerprint": "b"}, {}, "data", "exact", True),
+        ({"data_fingerprint": "b", "data_order": "seed 2"}, {}, "data", "exact", True),
+        ({"data_order": "seed 2"}, {"run": {"seed": 2}}, "run.seed", "exact", True),
+        ({"data_mixture": "a 512"}, {}, "data.mixture", "exact", False),
+        (model(n_head=8), {}, "model.preset", "exact", False),
     ],
 )
 def test_what_is_allowed_by_name_is_taken_and_told(
     step: StepDirectory,
     change: dict[str, Any],
-    settings: dict[str, Any],
-    allowed: tuple[str, ...],
+    settings: Settings,
+    allowed: str,
     way: str,
     new_data: bool,
 ) -> None:
-    changes = compared(step, settings, allowed=allowed, **change)
+    changes = compared(step, settings, allowed=(allowed,), **change)
     assert (changes.way, changes.new_data) == (way, new_data)
     assert "changes here: it was" in changes.allowed[0]
+
+
+def test_one_allowed_change_allows_no_other(step: StepDirectory) -> None:
+    with pytest.raises(CheckpointError, match="data f00d") as told:
+        compared(step, allowed=("precision.dtype",), dtype="fp32", data_fingerprint="b")
+    assert "precision" not in str(told.value)
+    seed = {"run": {"seed": 2}, "data": {"block_shards": 8}}
+    with pytest.raises(CheckpointError, match="data order"):
+        compared(step, seed, allowed=("run.seed",), data_order="seed 2")
 
 
 def test_a_checkpoint_of_an_earlier_version_is_compared_by_names_and_sizes(
@@ -219,29 +244,32 @@ def test_a_checkpoint_of_an_earlier_version_is_compared_by_names_and_sizes(
         compared(step, data_fingerprint="content", data_fingerprint_by_size="other")
 
 
-def test_one_allowed_change_allows_no_other(step: StepDirectory) -> None:
-    with pytest.raises(CheckpointError, match="data f00d") as told:
-        compared(step, allowed=("precision.dtype",), dtype="fp32", data_fingerprint="b")
-    assert "precision" not in str(told.value)
-    seed = {"run": {"seed": 2}, "data": {"block_shards": 8}}
-    with pytest.raises(CheckpointError, match="data order"):
-        compared(step, seed, allowed=("run.seed",), data_order="seed 2")
-
-
-def test_without_zero_no_change_of_the_precision_can_be_allowed(step: StepDirectory) -> None:
-    plain = StepDirectory(step.path, step.manifest.model_copy(update={"zero_stage": 0}))
-    with pytest.raises(CheckpointError) as told:
-        compared(plain, allowed=("precision.dtype",), zero_stage=0, dtype="fp32")
-    assert "--allow-change" not in str(told.value)
-
-
-def test_every_name_that_can_be_allowed_is_a_setting() -> None:
+def test_every_name_that_can_be_allowed_is_a_setting_and_no_other_can() -> None:
     check_allowable(ALLOWABLE)
     for name in ALLOWABLE[1:]:
         path = name.split(".")
         assert path[-1] in settings_in(path[:-1]), name
-
-
-def test_a_change_that_nothing_refuses_is_no_name_to_allow() -> None:
     with pytest.raises(ConfigError, match=r"optimizer.lr: .* There are data, data.mixture"):
         check_allowable(["data", "optimizer.lr"])
+
+
+def test_nested_settings_get_dotted_names() -> None:
+    settings = {"optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}, "data": {"mixture": {}}}
+    betas = {"optimizer.betas": [0.9, 0.95]}
+    assert dotted(settings) == {"optimizer.lr": 0.1, **betas, "data.mixture": {}}
+
+
+def test_only_what_differs_is_told_and_who_has_it() -> None:
+    a = {"same": 1, "changed": 2, "gone": None}
+    assert differences(a, {"new": 4, "same": 1, "changed": 3}) == [
+        Difference("changed", 2, 3),
+        Difference("gone", None, None, only_in="a"),
+        Difference("new", None, 4, only_in="b"),
+    ]
+
+
+def test_a_broken_step_has_no_contents(local: Path) -> None:
+    make_step(local, 10).model.unlink()
+    catalog = Catalog(local)
+    with pytest.raises(CheckpointError, match=r"cannot be read: incomplete: local: model\.json"):
+        read_contents(catalog, catalog.entries()[0])
