@@ -19,15 +19,11 @@ Signature = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CopyOrder:
-    """The steps that a bucket lacks.
+    """The steps that a bucket lacks."""
 
-    Attributes:
-        wanted: Those to copy, the next one first.
-        skipped: Rolling and emergency saves that newer ones replace: copied when nothing else is to
-            be done, and not waited for at the end.
-    """
-
-    wanted: tuple[int, ...]
+    wanted: tuple[int, ...]  # the next one first
+    # Rolling and emergency saves that newer ones replace: copied when nothing else is to be done,
+    # and not waited for at the end.
     skipped: tuple[int, ...]
 
 

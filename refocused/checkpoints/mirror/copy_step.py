@@ -87,20 +87,12 @@ def marker_of(step: StepDirectory) -> Marker:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepCopier:
-    """Copies steps to a bucket, one at a time, several files at once.
-
-    Attributes:
-        remote: Where to.
-        stopping: Called before each object; once it returns True, no further one is started.
-        report: Called with the bytes that are there and those of the whole step, at least every
-            `REPORT_SECONDS` while objects are on their way.
-        threads: Objects at once.
-    """
+    """Copies steps to a bucket, one at a time, several files at once."""
 
     remote: RemoteSteps
-    stopping: Callable[[], bool]
-    report: Callable[[int, int], None]
-    threads: int = 4
+    stopping: Callable[[], bool]  # once it returns True, no further object is started
+    report: Callable[[int, int], None]  # of bytes in the bucket and of the step, once a second
+    threads: int = 4  # objects at once
 
     def copy(self, step: StepDirectory) -> bool:
         """Copy a step unless the bucket holds it; return whether the bucket has the whole step.

@@ -14,42 +14,24 @@ BLOCKED = "blocked: "
 
 
 class MirrorSettings(pydantic.BaseModel):
-    """The settings of the background process.
-
-    Attributes:
-        run: The run's folder.
-        bucket: `gs://bucket/prefix` or a folder.
-        prefix: Where this run's steps are below it.
-        branch: The branch of the run whose checkpoints are copied.
-        training: The process whose checkpoints are mirrored; when it is gone, the mirror finishes
-            its queue and exits.
-        credentials_file: Key file for `gs://`; None: what the environment offers.
-        project: Google Cloud project; None: that of the credentials.
-        drain_seconds: Longest time to finish the queue when training is gone.
-        scan_seconds: Time between two looks at the folder.
-        longest_wait_seconds: Longest wait between two attempts when the bucket is down, and every
-            wait when it refuses us.
-        threads: Uploads at once.
-        keep_remote: Newest rolling steps that stay in the bucket; None: all stay.
-        node: The machine, of `nodes` that each mirror their own part. The first one also removes
-            old steps from the bucket and points to the newest.
-        nodes: Such machines; 1: the run's folder is whole.
-    """
+    """The settings of the background process."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
-    run: Path
-    bucket: str
-    prefix: str
-    branch: Branch = FIRST_BRANCH
-    training: ProcessIdentity
-    credentials_file: Path | None = None
-    project: str | None = None
-    drain_seconds: float = 1800.0
-    scan_seconds: float = 1.0
-    longest_wait_seconds: float = 60.0
-    threads: int = 4
-    keep_remote: int | None = None
+    run: Path  # the run's folder
+    bucket: str  # `gs://bucket/prefix` or a folder
+    prefix: str  # of this run's steps below it
+    branch: Branch = FIRST_BRANCH  # the checkpoints that are copied
+    training: ProcessIdentity  # when it is gone, the mirror finishes its queue and exits
+    credentials_file: Path | None = None  # for `gs://`; None: what the environment offers
+    project: str | None = None  # None: that of the credentials
+    drain_seconds: float = 1800.0  # longest time to finish the queue when training is gone
+    scan_seconds: float = 1.0  # between two looks at the folder
+    longest_wait_seconds: float = 60.0  # between attempts; every wait when the bucket refuses us
+    threads: int = 4  # uploads at once
+    keep_remote: int | None = None  # newest rolling steps that stay in the bucket; None: all
+    # The machine, of `nodes` that each mirror their own part. The first one also removes old steps
+    # from the bucket and points to the newest.
     node: int = 0
     nodes: int = 1
 
@@ -89,43 +71,23 @@ class MirrorFiles:
 
 
 class MirrorStatus(pydantic.BaseModel):
-    """The mirror's last report.
-
-    Attributes:
-        bucket: Address it copies to.
-        prefix: Where this run's steps are below it.
-        process: The mirror itself.
-        heartbeat: Unix time of this status, in seconds.
-        mirrored: Local steps that the bucket holds whole, with their marker.
-        waiting: Committed local steps that it does not hold yet, in the order in which they are
-            copied; the first is the one being copied.
-        skipped: Older ones of those that it does not hold, rolling saves that wait until nothing
-            newer does; at the end they are not waited for.
-        unwanted: Local steps that `keep_remote` would remove at once.
-        failed: Steps that cannot be copied, with the reason: damaged here, or another step of
-            that name there.
-        done_bytes: Bytes of the step being copied that the bucket holds.
-        total_bytes: Bytes of that step.
-        last_error: Why the last attempt failed (`blocked: ...` when trying again cannot help by
-            itself); None once an attempt succeeds.
-        drained: Token of the request to finish that was answered.
-    """
+    """The mirror's last report."""
 
     model_config = pydantic.ConfigDict(frozen=True)
 
     bucket: str
     prefix: str
-    process: ProcessIdentity
-    heartbeat: float
-    mirrored: tuple[int, ...] = ()
-    waiting: tuple[int, ...] = ()
-    skipped: tuple[int, ...] = ()
-    unwanted: tuple[int, ...] = ()
-    failed: dict[int, str] = {}
-    done_bytes: int = 0
+    process: ProcessIdentity  # the mirror itself
+    heartbeat: float  # Unix time of this status, in seconds
+    mirrored: tuple[int, ...] = ()  # local steps that the bucket holds whole, with their marker
+    waiting: tuple[int, ...] = ()  # those that it lacks; the first is the one being copied
+    skipped: tuple[int, ...] = ()  # older ones that newer ones replace; not waited for at the end
+    unwanted: tuple[int, ...] = ()  # those that `keep_remote` would remove at once
+    failed: dict[int, str] = {}  # why a step cannot be copied: damaged here, or another one there
+    done_bytes: int = 0  # of the step being copied
     total_bytes: int = 0
-    last_error: str | None = None
-    drained: str | None = None
+    last_error: str | None = None  # of the last attempt; `blocked: ...` when retrying cannot help
+    drained: str | None = None  # token of the request to finish that was answered
 
     @property
     def alive(self) -> bool:

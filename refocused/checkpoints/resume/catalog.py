@@ -48,40 +48,28 @@ _LIST = "python launch/checkpoints.py list"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """One step as both places know it.
-
-    Attributes:
-        size: Bytes of its files; None, as `created`: no manifest can be read.
-        local: `ok` (structure and sizes are right), `node N of M: its part` (that is right),
-            `broken: ...`, `unreadable: ...` or `-`.
-        bucket: `ok` (committed), `NN %` (of its bytes are there), `superseded` (training went on
-            from an earlier step), `broken: ...` or `-`.
-        loss: Training loss of the step, in nats a token, as `validation_loss`.
-        bucket_bytes: Bytes of its objects in the bucket, whole or not.
-        tiers: The save reasons; none when no manifest can be read.
-        notes: `latest`, `best`, `final`, `epoch E`, `emergency`, `incomplete: ...`.
-        branch: Branch whose folder holds it.
-        local_run_id: Identity of the run that saved the local one; empty in the first schema.
-        alias: The other name it is found by, `checkpoint-epochE-stepN-filesF`.
-        is_present: Whether it is on the run's present branch: only those are `latest` or `best`.
-    """
+    """One step as both places know it."""
 
     step: int
     name: str
-    size: int | None
+    size: int | None  # bytes of its files; None, as `created`: no manifest can be read
     created: datetime.datetime | None
+    # `ok` (structure and sizes are right), `node N of M: its part` (that is right), `broken: ...`,
+    # `unreadable: ...` or `-`
     local: str
+    # `ok` (committed), `NN %` (of its bytes are there), `superseded` (by version 0.1: training went
+    # on from an earlier step), `broken: ...`, `unreadable: ...` or `-`
     bucket: str
-    loss: float | None
+    loss: float | None  # in nats a token
     validation_loss: float | None
-    bucket_bytes: int = 0
+    bucket_bytes: int = 0  # of its objects, whole or not
     tiers: tuple[SaveReason, ...] = ()
-    notes: tuple[str, ...] = ()
-    branch: int = 1
-    local_run_id: str = ""
+    notes: tuple[str, ...] = ()  # `latest`, `best`, `final`, `epoch E`, `incomplete: ...`
+    branch: int = 1  # whose folder holds it
+    local_run_id: str = ""  # of the run that saved it; empty in the first schema
     bucket_run_id: str = ""
-    alias: str | None = None
-    is_present: bool = True
+    alias: str | None = None  # `checkpoint-epochE-stepN-filesF`
+    is_present: bool = True  # on the present branch: only those are `latest` or `best`
 
     @property
     def usable(self) -> bool:
@@ -95,19 +83,13 @@ class CatalogEntry:
 
 
 class Catalog:
-    """The steps of one run.
-
-    Attributes:
-        local: Folder of the step directories; need not exist.
-        remote: The same in the bucket; None: there is no mirror, or it is left out.
-        branch: The run's present branch, once the steps are listed.
-    """
+    """The steps of one run."""
 
     def __init__(self, local: Path, mirror: Bucket | None = None, prefix: str = "") -> None:
         """Look at a folder, and at the steps below `prefix` of a bucket (see `prefix_of`)."""
-        self.local = local
+        self.local = local  # need not exist
         self.remote = RemoteSteps(mirror, prefix) if mirror is not None else None
-        self.branch = FIRST_BRANCH
+        self.branch = FIRST_BRANCH  # the present one, once the steps are listed
 
     def entries(self) -> list[CatalogEntry]:
         """List every checkpoint; those of the present branch last, by step ascending.

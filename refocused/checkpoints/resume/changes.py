@@ -73,21 +73,13 @@ class Changes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Obstacle:
-    """One difference that keeps a step from being resumed as things are.
-
-    Attributes:
-        what: What differs.
-        saved: Its value in the step.
-        now: Its value in the run.
-        remedy: How to resume without the difference.
-        keys: What allows it, all of them together; none: nothing does.
-    """
+    """One difference that keeps a step from being resumed as things are."""
 
     what: str
     saved: object
     now: object
     remedy: str
-    keys: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()  # what allows it, all of them together; none: nothing does
 
     def is_allowed(self, allowed: Collection[str]) -> bool:
         """Whether all its keys are allowed; `data` allows every change of the data."""

@@ -25,18 +25,11 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Selection:
-    """What training starts from.
+    """What training starts from."""
 
-    Attributes:
-        step: The checkpoint, local and verified; None: from scratch.
-        branch: The branch that training goes on with: a new one unless the checkpoint is the
-            newest of the present branch.
-        corrupt: Newer checkpoints on this disk that cannot be used.
-    """
-
-    step: StepDirectory | None
-    branch: Branch
-    corrupt: tuple[Path, ...] = ()
+    step: StepDirectory | None  # local and verified; None: from scratch
+    branch: Branch  # a new one unless the step is the newest of the present branch
+    corrupt: tuple[Path, ...] = ()  # newer checkpoints on this disk that cannot be used
 
 
 def select_checkpoint(catalog: Catalog, request: str) -> Selection:

@@ -85,52 +85,33 @@ def _inside(files: dict[str, FileRecord]) -> dict[str, FileRecord]:
 
 
 class CheckpointManifest(pydantic.BaseModel):
-    """Describes a checkpoint; the marker beside it, written after it, holds its checksum.
-
-    Attributes:
-        run_id: Identity of the run, random and made once; empty in the first schema.
-        ancestry: For each ancestor of the branch, oldest first: its number, and the last step
-            that the branch has from it.
-        name: Directory name, below the folder of the run's checkpoints.
-        step: Optimizer updates done.
-        epoch: Complete passes over the data.
-        files_done: Token files of this epoch that are consumed.
-        tiers: The save reasons.
-        dtype: DeepSpeed's file names depend on it.
-        versions: Version of each package whose files these are.
-        data_order: What decides which window comes when: seed, blocks, sequence length.
-        data_mixture: Shares of the sources of a mixture; empty for a single source.
-        validation_loss: Mean loss on the validation windows, in nats a token; None: not measured.
-            A loss that is not finite is written as None, so that it is never the best.
-        loss: Training loss of the step, in nats a token; None: not known.
-        tokens: Tokens trained on since the run began.
-        files: Each file but the manifest and the marker, by its path below the directory.
-    """
+    """Describes a checkpoint; the marker beside it, written after it, holds its checksum."""
 
     model_config = _STRICT
 
     schema_version: int = SCHEMA_VERSION
     run: str
-    run_id: str = ""
+    run_id: str = ""  # random and made once; empty in the first schema
     branch: Annotated[Whole, pydantic.Field(ge=1)] = 1
-    ancestry: tuple[tuple[Whole, Whole], ...] = ()
-    name: str
-    step: Whole
-    epoch: Whole
-    files_done: Whole
+    ancestry: tuple[tuple[Whole, Whole], ...] = ()  # see `Branch`
+    name: str  # of the directory, below the folder of the run's checkpoints
+    step: Whole  # optimizer updates done
+    epoch: Whole  # complete passes over the data
+    files_done: Whole  # token files of this epoch that are consumed
     created: pydantic.AwareDatetime
-    tiers: tuple[SaveReason, ...] = (SaveReason.ROLLING,)
+    tiers: tuple[SaveReason, ...] = (SaveReason.ROLLING,)  # why it was saved
     world_size: Annotated[int, pydantic.Field(ge=1, le=MOST_RANKS)]
     zero_stage: Annotated[int, pydantic.Field(ge=0, le=3)]
-    dtype: Dtype
-    versions: dict[str, str]
+    dtype: Dtype  # DeepSpeed's file names depend on it
+    versions: dict[str, str]  # of each package whose files these are
     data_fingerprint: str
-    data_order: str
-    data_mixture: str = ""
+    data_order: str  # decides which window comes when: seed, blocks, sequence length
+    data_mixture: str = ""  # shares of the sources of a mixture; empty for a single source
     parameters: Whole
+    # In nats a token; None: not known, or not finite, so that it is never the best.
     validation_loss: float | None
     loss: float | None
-    tokens: Whole
+    tokens: Whole  # trained on since the run began
     files: Annotated[dict[str, FileRecord], pydantic.AfterValidator(_inside)]
 
     @property

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.step.checkpoint_manifest import (
@@ -27,21 +27,10 @@ from refocused.system.errors import CheckpointError, RefocusedError
 from refocused.system.world import World
 
 if TYPE_CHECKING:
-    from refocused.engine.engine import ShardsWritten
+    from refocused.engine.engine import Engine, ShardsWritten
 
 FREE_SPACE_FACTOR = 1.2  # of the last save's size
 T = TypeVar("T")
-
-
-class ShardOwner(Protocol):
-    """What is saved, an engine: each rank writes and reads its own shards."""
-
-    def save_shards(self, folder: Path) -> ShardsWritten: ...  # noqa: D102
-    def copy_shards(self, folder: Path) -> Callable[[], ShardsWritten]: ...  # noqa: D102
-    def load_shards(self, folder: Path) -> None: ...  # noqa: D102
-    def load_resharded(self, folder: Path, *, ranks: int) -> None: ...  # noqa: D102
-    @property
-    def steps_made(self) -> int: ...  # noqa: D102
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,7 +108,7 @@ class Checkpointer:
 
     def save(
         self,
-        owner: ShardOwner,
+        engine: Engine,
         trainer: Mapping[str, Any],
         *,
         files_done: int,
@@ -128,19 +117,19 @@ class Checkpointer:
         """Write and commit one step directory.
 
         Args:
-            owner: What is saved.
+            engine: What is saved.
             trainer: The training state for `trainer.json`; its step, position, tokens and losses
                 go into the manifest too.
             files_done: Token files of this epoch that are consumed.
             tiers: The save reasons.
         """
         being_saved = self._start(trainer, files_done, tiers)
-        part = self._write(being_saved, lambda: owner.save_shards(being_saved.staging.path))
+        part = self._write(being_saved, lambda: engine.save_shards(being_saved.staging.path))
         return self._complete(being_saved, part)
 
     def begin(
         self,
-        owner: ShardOwner,
+        engine: Engine,
         trainer: Mapping[str, Any],
         *,
         files_done: int,
@@ -149,7 +138,7 @@ class Checkpointer:
         """Copy the state and write it in a thread; `finish` commits it. Arguments as of `save`."""
         assert self._begun is None, "one save at a time: the copy's memory is used again"
         being_saved = self._start(trainer, files_done, tiers)
-        write = owner.copy_shards(being_saved.staging.path)
+        write = engine.copy_shards(being_saved.staging.path)
         self._begun = being_saved, self._writer.submit(self._write, being_saved, write)
 
     @property
@@ -171,7 +160,7 @@ class Checkpointer:
         self._begun = None
         return self._complete(being_saved, writing.result())
 
-    def load(self, owner: ShardOwner, step: StepDirectory, *, exact: bool) -> dict[str, Any]:
+    def load(self, engine: Engine, step: StepDirectory, *, exact: bool) -> dict[str, Any]:
         """Load a verified step; return the content of its `trainer.json`.
 
         If `exact`, every rank reads its own file; otherwise the states are divided anew.
@@ -179,7 +168,7 @@ class Checkpointer:
         rank = self._world.rank
         with assembled(step, self._world, exact=exact) as folder:
             self._world.on_all_ranks(lambda: require_readable(step, folder, rank=rank, exact=exact))
-            self._world.on_all_ranks(lambda: self._load(owner, step, folder, exact=exact))
+            self._world.on_all_ranks(lambda: self._load(engine, step, folder, exact=exact))
         return read_mapping(step.trainer)
 
     def bring_back_history(self, step: StepDirectory) -> None:
@@ -307,13 +296,13 @@ class Checkpointer:
         )
 
     @staticmethod
-    def _load(owner: ShardOwner, step: StepDirectory, folder: Path, *, exact: bool) -> None:
+    def _load(engine: Engine, step: StepDirectory, folder: Path, *, exact: bool) -> None:
         if exact:
-            owner.load_shards(folder)
+            engine.load_shards(folder)
         else:
-            owner.load_resharded(folder, ranks=step.manifest.world_size)
-        if owner.steps_made != step.step:
+            engine.load_resharded(folder, ranks=step.manifest.world_size)
+        if engine.steps_made != step.step:
             raise CheckpointError(
                 f"{step.path} is of step {step.step:,}, and what was loaded from it has made "
-                f"{owner.steps_made:,} updates. Resume from another step."
+                f"{engine.steps_made:,} updates. Resume from another step."
             )

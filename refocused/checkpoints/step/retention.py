@@ -28,24 +28,15 @@ LOW_DISK_SAVES = 2.5  # two saves, and what else the disk is used for meanwhile
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeptStep:
-    """What retention has to know about one step in one place.
-
-    Attributes:
-        verified: Its manifest can be read and its files have their sizes; others never count
-            among those kept.
-        tiers: The save reasons.
-        mirrored: The bucket holds all of it, with its marker; None: no copy of it is wanted.
-        skipped: The mirror puts newer steps first.
-        in_use: Something is reading it: a resume, an export, an upload.
-    """
+    """What retention has to know about one step in one place."""
 
     step: int
-    verified: bool
+    verified: bool  # readable manifest, right sizes; others never count among those kept
     tiers: frozenset[SaveReason] = frozenset({SaveReason.ROLLING})
-    mirrored: bool | None = None
-    skipped: bool = False
+    mirrored: bool | None = None  # whole and marked in the bucket; None: no copy is wanted
+    skipped: bool = False  # the mirror puts newer steps first
     best: bool = False
-    in_use: bool = False
+    in_use: bool = False  # by a resume, an export, an upload
 
 
 def to_remove(steps: Sequence[KeptStep], *, keep: int, disk_low: bool = False) -> list[int]:
