@@ -200,7 +200,7 @@ def describe_machine(gpus: int) -> Record:
 
 def run_tests() -> Record:
     """Run the tests marked gpu; return how they ended."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfEs"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-rfEs"]
     with tempfile.TemporaryFile("w+") as out:
         tests = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
         try:

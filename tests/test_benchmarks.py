@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -40,6 +41,7 @@ def test_a_benchmark_says_how_it_is_used(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # it starts a dozen processes
 def test_a_certificate_walks_its_whole_path_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "report"
     command = [sys.executable, str(FOLDER / "certify_gpu.py"), "--tiny", "--out", str(out)]
@@ -55,5 +57,7 @@ def test_a_certificate_walks_its_whole_path_without_a_gpu(tmp_path: Path) -> Non
     assert run["same_losses"] and run["same_files"]
     page = (out / "report.md").read_text()
     assert "Not complete" not in page
+    assert re.search(r"^[0-9]+ (passed|skipped).* \(exit code 0\)$", page, re.MULTILINE)
+    assert "- SKIPPED " in page
     assert page.count("equal to the last bit") == 2
     assert {path.name for path in out.glob("*.png")} == {"memory.png", "speed.png", "steps.png"}
