@@ -14,240 +14,222 @@ from textual.widgets import Static
 
 from refocused.monitor.screen.live_screen import CurvePlot, Dashboard
 
-Story = Callable[[Dashboard, Pilot[None]], Awaitable[None]]
+ERROR = "Loss is not finite on rank 2 at step 1,001 (shard_0113.npz, windows 4096-4099). Stopped."
+
+
+class Watcher:
+    """A dashboard without a terminal, and what happens to it."""
+
+    def __init__(self, app: Dashboard, pilot: Pilot[None]) -> None:
+        self.app, self.pilot = app, pilot
+
+    async def look(self) -> None:
+        self.app.look()
+        await self.pilot.pause()
+
+    async def press(self, *keys: str) -> None:
+        await self.pilot.press(*keys)
+        await self.pilot.pause()
+
+    @property
+    def lines(self) -> list[str]:
+        strips = self.app.screen._compositor.render_strips()
+        return ["".join(part.text for part in strip) for strip in strips]
+
+    @property
+    def words(self) -> str:
+        return " ".join(" ".join(self.lines).split())
 
 
 def watch(
-    runs: Sequence[WatchedRun],
-    story: Story,
-    *,
+    story: Callable[[Watcher], Awaitable[None]],
+    *runs: WatchedRun,
     size: tuple[int, int] = (80, 24),
     ascii_only: bool = False,
 ) -> None:
-    """Run a dashboard without a terminal, and what happens to it."""
-
     async def session() -> None:
-        app = Dashboard(
-            [run.reader() for run in runs],
-            interval_seconds=1000,
-            ascii_only=ascii_only,
-            clock=lambda: NOW,
-        )
+        readers = [run.reader() for run in runs]
+        app = Dashboard(readers, interval_seconds=1000, ascii_only=ascii_only, clock=lambda: NOW)
         async with app.run_test(size=size) as pilot:
             await pilot.pause()
-            await story(app, pilot)
+            await story(Watcher(app, pilot))
 
     asyncio.run(session())
 
 
-def screen_of(app: Dashboard) -> list[str]:
-    """Return the characters on the screen, line by line."""
-    return [
-        "".join(part.text for part in strip) for strip in app.screen._compositor.render_strips()
-    ]
-
-
-def full_run(folder: Path, *, name: str = "one", alarms: bool = True) -> WatchedRun:
+def full_run(folder: Path, *, name: str = "one", notes: Sequence[str] = ()) -> WatchedRun:
     run = new_run(folder, name)
     run.begin(run=name)
     run.gpus(*(dataclasses.replace(GPU, index=index) for index in range(8)))
     run.line("events", NOW - 60, {"kind": "save", "text": "save  900 local 1.9 s", "step": 900})
-    if alarms:
-        run.alarm(name="gpu_throttle", critical=False)
-        run.alarm(name="gpu_lost")
+    for text in notes:
+        run.line("events", NOW - 5, {"kind": "note", "text": text})
     return run
 
 
 @pytest.mark.parametrize(("size", "curves"), [((80, 24), "beside"), ((160, 48), "above")])
 def test_everything_is_on_the_screen(tmp_path: Path, size: tuple[int, int], curves: str) -> None:
-    async def story(app: Dashboard, _pilot: Pilot[None]) -> None:
-        lines = screen_of(app)
-        text = "\n".join(lines)
-        for part in ("TRAINING", "step 1,000/2,000 50.0%", "1.5 s/step", "700,000 tok/s"):
-            assert part in text
-        for part in ("MFU 46.0%", "left 24.8 min", "ends ", "at risk 100 steps = 2.5 min"):
-            assert part in text
-        assert all(f" {index}    97%" in text for index in range(8))
-        assert "ALARM  2.0 min  GPU 7: gpu_lost" in text
-        assert "save 900 local 1.9 s" in text
+    run = full_run(tmp_path)
+    run.alarm(name="gpu_throttle", critical=False)
+    run.alarm(name="gpu_lost")
+
+    async def story(watcher: Watcher) -> None:
+        lines = watcher.lines
+        for part in (
+            *("TRAINING", "step 1,000/2,000 50.0%", "1.5 s/step", "700,000 tok/s", "MFU 46.0%"),
+            *("left 24.8 min", "ends ", "at risk 100 steps = 2.5 min", "save 900 local 1.9 s"),
+            "ALARM 2.0 min GPU 7: gpu_lost",
+        ):
+            assert part in watcher.words
+        assert all(any(f" {index}    97%" in line for line in lines) for index in range(8))
         assert "q quit" in lines[-1]
         speeds = next(line for line in lines if "tokens a second" in line)
         assert ("loss" in speeds) == (curves == "beside")
         assert len(lines) == size[1]
-
-    watch([full_run(tmp_path)], story, size=size)
-
-
-def test_new_lines_appear_and_alarms_go(tmp_path: Path) -> None:
-    run = full_run(tmp_path)
-
-    async def story(app: Dashboard, pilot: Pilot[None]) -> None:
         run.metrics([1010], last=1010)
         run.state(step=1010, status="training")
         run.alarm(name="gpu_lost", raised=False)
-        app.look()
-        await pilot.pause()
-        text = "\n".join(screen_of(app))
-        assert "step 1,010/2,000" in text
-        assert "ALARM" not in text
-        assert "WARN" in text
+        await watcher.look()
+        assert "step 1,010/2,000" in watcher.words
+        assert "ALARM" not in watcher.words
+        assert "WARN" in watcher.words
 
-    watch([run], story)
-
-
-ERROR = "Loss is not finite on rank 2 at step 1,001 (shard_0113.npz, windows 4096-4099). Stopped."
+    watch(story, run, size=size)
 
 
 @pytest.mark.parametrize("ascii_only", [False, True])
-def test_a_line_that_is_too_long_says_so(tmp_path: Path, ascii_only: bool) -> None:
-    run = full_run(tmp_path, alarms=False)
-    run.line("events", NOW - 5, {"kind": "note", "text": "x" * 200})
+def test_a_line_that_is_too_long_is_visibly_cut(tmp_path: Path, ascii_only: bool) -> None:
     mark = "..." if ascii_only else "\u2026"
 
-    async def story(app: Dashboard, _pilot: Pilot[None]) -> None:
-        lines = screen_of(app)
+    async def story(watcher: Watcher) -> None:
+        lines = watcher.lines
         assert any("xxx" in line and line.rstrip().endswith(f"x{mark}") for line in lines)
         # What a run may cost is never shown by half of its digits.
         assert any("elapsed 25.2 min $20.10 of $400" in line for line in lines)
 
-    watch([run], story, ascii_only=ascii_only)
+    watch(story, full_run(tmp_path, notes=["x" * 200]), ascii_only=ascii_only)
 
 
 def test_why_a_run_failed_is_shown_whole(tmp_path: Path) -> None:
-    run = full_run(tmp_path, alarms=False)
+    run = full_run(tmp_path)
     run.state(step=1000, status="failed", exit_code=1)
     run.line("events", NOW - 5, {"kind": "failed", "error": ERROR})
 
-    async def story(app: Dashboard, _pilot: Pilot[None]) -> None:
-        rows = [line.strip() for line in screen_of(app)[1:3]]
-        assert " ".join(rows) == ERROR
+    async def story(watcher: Watcher) -> None:
+        assert " ".join(line.strip() for line in watcher.lines[1:3]) == ERROR
 
-    watch([run], story)
+    watch(story, run)
 
 
 def test_alarms_are_whole_where_there_is_room_for_all(tmp_path: Path) -> None:
-    run = full_run(tmp_path, alarms=False)
+    run = full_run(tmp_path)
     long = "the machine needs a reboot, and whoever rents it out has to do that: ask for another"
     run.alarm(name=long)
 
-    async def story(app: Dashboard, pilot: Pilot[None]) -> None:
-        text = " ".join(" ".join(screen_of(app)).split())
-        assert f"ALARM 2.0 min GPU 7: {long}" in text
+    async def story(watcher: Watcher) -> None:
+        assert f"ALARM 2.0 min GPU 7: {long}" in watcher.words
         for name in ("gpu_lost", "gpu_ecc", "gpu_throttle"):
             run.alarm(name=name)
-        app.look()
-        await pilot.pause()
-        lines = screen_of(app)
-        assert sum("ALARM" in line for line in lines) == 3
-        assert any("and 1 more" in line for line in lines)
+        await watcher.look()
+        assert sum("ALARM" in line for line in watcher.lines) == 3
+        assert "and 1 more" in watcher.words
 
-    watch([run], story)
+    watch(story, run)
 
 
 def test_what_has_not_changed_is_not_drawn_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = full_run(tmp_path)
-    drawn: list[str | None] = []
-    render = CurvePlot.render
+    run, drawn = full_run(tmp_path), list[str | None]()
+    render, update = CurvePlot.render, Static.update
 
-    def draw(plot: CurvePlot) -> Text:
+    def note_render(plot: CurvePlot) -> Text:
         drawn.append(plot.id)
         return render(plot)
 
-    monkeypatch.setattr(CurvePlot, "render", draw)
+    def note_update(widget: Static, *content: Any, **options: Any) -> None:
+        drawn.append(widget.id)
+        update(widget, *content, **options)
 
-    async def story(app: Dashboard, pilot: Pilot[None]) -> None:
-        update, updated = Static.update, list[str | None]()
+    monkeypatch.setattr(CurvePlot, "render", note_render)
+    monkeypatch.setattr(Static, "update", note_update)
 
-        def note(widget: Static, *content: Any, **options: Any) -> None:
-            updated.append(widget.id)
-            update(widget, *content, **options)
+    async def story(watcher: Watcher) -> None:
+        for change, expected in (
+            (lambda: None, []),
+            (lambda: run.gpus(dataclasses.replace(GPU, temperature_celsius=70)), ["gpus"]),
+            (lambda: run.metrics([1010], last=1010), ["head", "loss", "speed"]),
+        ):
+            drawn.clear()
+            change()
+            await watcher.look()
+            assert sorted(filter(None, drawn)) == expected
 
-        monkeypatch.setattr(Static, "update", note)
-        drawn.clear()
-        app.look()
-        await pilot.pause()
-        assert (drawn, updated) == ([], [])
-        run.gpus(dataclasses.replace(GPU, temperature_celsius=70))
-        app.look()
-        await pilot.pause()
-        assert (drawn, updated) == ([], ["gpus"])
-        run.metrics([1010], last=1010)
-        app.look()
-        await pilot.pause()
-        assert sorted(filter(None, drawn)) == ["loss", "speed"]
-
-    watch([run], story)
+    watch(story, run)
 
 
 def test_a_run_is_chosen_from_the_list(tmp_path: Path) -> None:
-    runs = [full_run(tmp_path, name=name) for name in ("first", "second")]
+    async def story(watcher: Watcher) -> None:
+        assert "first" in watcher.lines[0]
+        await watcher.press("n")
+        assert "second" in watcher.lines[0]
+        await watcher.press("r")
+        assert [" first" in line for line in watcher.lines[1:3]] == [True, False]
+        await watcher.press("up", "enter")
+        assert "first" in watcher.lines[0]
+        await watcher.press("r")
+        await watcher.press("escape")
+        assert "TRAINING" in watcher.lines[0]
 
-    async def story(app: Dashboard, pilot: Pilot[None]) -> None:
-        assert "first" in screen_of(app)[0]
-        await pilot.press("n")
-        await pilot.pause()
-        assert "second" in screen_of(app)[0]
-        await pilot.press("r")
-        await pilot.pause()
-        assert [" first" in line for line in screen_of(app)[1:3]] == [True, False]
-        await pilot.press("up", "enter")
-        await pilot.pause()
-        assert "first" in screen_of(app)[0]
-        await pilot.press("r")
-        await pilot.pause()
-        await pilot.press("escape")
-        await pilot.pause()
-        assert "TRAINING" in screen_of(app)[0]
-
-    watch(runs, story)
+    watch(story, *(full_run(tmp_path, name=name) for name in ("first", "second")))
 
 
 def test_the_newest_part_of_the_curves_is_a_key_away(tmp_path: Path) -> None:
-    async def story(app: Dashboard, pilot: Pilot[None]) -> None:
-        def places() -> list[str]:
-            return next(line for line in screen_of(app) if line.rstrip().endswith("1,000")).split()
+    async def story(watcher: Watcher) -> None:
+        for key, first in (("", "10"), ("z", "810")):
+            await watcher.press(*key)
+            ends = next(line for line in watcher.lines if line.rstrip().endswith("1,000"))
+            assert ends.split() == [first, "1,000", first, "1,000"]
 
-        assert places() == ["10", "1,000", "10", "1,000"]
-        await pilot.press("z")
-        await pilot.pause()
-        assert places() == ["810", "1,000", "810", "1,000"]
-
-    watch([full_run(tmp_path)], story)
+    watch(story, full_run(tmp_path))
 
 
 @pytest.mark.parametrize("keys", [(), ("r",)])
 def test_ascii_is_ascii_in_every_cell(tmp_path: Path, keys: tuple[str, ...]) -> None:
-    run = full_run(tmp_path, name="one")
-    run.line("events", NOW, {"kind": "note", "text": "caf\u00e9 \u26a0"})
+    run = full_run(tmp_path, notes=["caf\u00e9 \u26a0"])
+    run.line("training_metrics", NOW, {"kind": "validation", "step": 1000, "validation_loss": 3.2})
 
-    async def story(app: Dashboard, pilot: Pilot[None]) -> None:
-        await pilot.press(*keys)
-        await pilot.pause()
-        text = "".join(screen_of(app))
+    async def story(watcher: Watcher) -> None:
+        await watcher.press(*keys)
+        text = "".join(watcher.lines)
         assert text.isascii(), {sign for sign in text if not sign.isascii()}
+        assert ("***" in text) == (not keys)
 
-    watch([run], story, ascii_only=True)
+    watch(story, run, ascii_only=True)
 
 
 def test_words_that_look_like_markup_are_shown_as_they_are(tmp_path: Path) -> None:
-    run = full_run(tmp_path)
-    run.line("events", NOW, {"kind": "note", "text": "[/bold] [red]x[ \x1b[31m"})
+    async def story(watcher: Watcher) -> None:
+        assert "[/bold] [red]x[" in watcher.words
+        assert "\x1b" not in watcher.words
 
-    async def story(app: Dashboard, _pilot: Pilot[None]) -> None:
-        text = "\n".join(screen_of(app))
-        assert "[/bold] [red]x[" in text
-        assert "\x1b" not in text
-
-    watch([run], story)
+    watch(story, full_run(tmp_path, notes=["[/bold] [red]x[ \x1b[31m"]))
 
 
 @pytest.mark.parametrize("size", [(20, 5), (40, 12), (300, 80)])
-def test_any_size_is_survived(tmp_path: Path, size: tuple[int, int]) -> None:
-    async def story(app: Dashboard, pilot: Pilot[None]) -> None:
-        await pilot.resize_terminal(81, 25)
-        await pilot.pause()
-        assert "TRAINING" in screen_of(app)[0]
+@pytest.mark.parametrize("losses", [[], [None], [3.0]])
+def test_any_size_and_few_values_are_survived(
+    tmp_path: Path, size: tuple[int, int], losses: list[float | None]
+) -> None:
+    run = new_run(tmp_path)
+    for step, loss in enumerate(losses):
+        run.line("training_metrics", NOW, {"kind": "step", "step": step, "loss": loss})
+        run.line("training_metrics", NOW, {"kind": "validation", "step": step})
 
-    watch([full_run(tmp_path)], story, size=size)
+    async def story(watcher: Watcher) -> None:
+        await watcher.pilot.resize_terminal(81, 25)
+        await watcher.pilot.pause()
+        assert "STARTING" in watcher.lines[0]
+        assert watcher.words.count("no values yet") == (1 if losses == [3.0] else 2)
+
+    watch(story, run, size=size)
