@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -90,6 +90,24 @@ class SystemSample:
     disk_written_mib_per_second: float | None = None
     network_received_mib_per_second: float | None = None  # all devices but the loopback
     network_sent_mib_per_second: float | None = None
+
+
+class Rates:
+    """Rates of counters since they were last read."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, Sequence[float | None]] | None = None
+
+    def since_last(self, now: float, counts: Sequence[float | None]) -> list[float | None]:
+        """Return each counter's rate a second; None if it is new, unknown or began anew."""
+        began, before = self._before or (now, counts)
+        self._before = now, counts
+        return [
+            round((after - count) / (now - began), 3)
+            if count is not None and after is not None and after >= count and now > began
+            else None
+            for count, after in zip(before, counts, strict=True)
+        ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

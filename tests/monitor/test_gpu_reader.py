@@ -16,7 +16,6 @@ from refocused.monitor.sampler.gpu_reader import (
     NoGpusError,
     driver_versions,
     gpu_capabilities,
-    local_ranks,
     visible_devices,
 )
 from refocused.system.errors import RefocusedError
@@ -202,10 +201,21 @@ def test_the_memory_of_a_process_may_be_unknown(eight_gpus: Machine, reader: Gpu
     assert [sample.processes for sample in reader.samples()[:3]] == [{17: None}, {}, {17: 0.5}]
 
 
-def test_the_ranks_gpus_by_cuda_visible_devices(eight_gpus: Machine) -> None:
-    reader = GpuReader(host="node1", visible=f"{uuid(6)},2", ranks=2)
-    owners = {sample.index: sample.local_rank for sample in reader.samples()}
-    assert {index: rank for index, rank in owners.items() if rank is not None} == {6: 0, 2: 1}
+@pytest.mark.parametrize(
+    ("visible", "ranks", "owners"),
+    [
+        (f"{uuid(6)},2", 2, {6: 0, 2: 1}),
+        ("3,1", 4, {3: 0, 1: 1}),
+        (None, 2, {0: 0, 1: 1}),
+        ("0", 0, {}),
+    ],
+)
+def test_the_ranks_gpus_by_cuda_visible_devices(
+    eight_gpus: Machine, visible: str | None, ranks: int, owners: dict[int, int]
+) -> None:
+    samples = GpuReader(host="node1", visible=visible, ranks=ranks).samples()
+    found = {one.index: one.local_rank for one in samples if one.local_rank is not None}
+    assert found == owners
 
 
 ALIKE = [("GPU-aa00", "H100"), ("GPU-ab00", "H100"), ("GPU-bb00", "H100"), ("GPU-cc00", "H100")]
@@ -242,19 +252,6 @@ def test_devices_as_cuda_numbers_them(
     expected: list[int | None],
 ) -> None:
     assert visible_devices(gpus, visible=visible, cuda_order=cuda_order) == expected
-
-
-@pytest.mark.parametrize(
-    ("visible", "ranks", "owners"),
-    [
-        ("3,1", 2, [None, 1, None, 0]),
-        (None, 2, [0, 1, None, None]),
-        ("3,1", 4, [None, 1, None, 0]),
-        ("0", 0, [None] * 4),
-    ],
-)
-def test_owners(visible: str | None, ranks: int, owners: list[int | None]) -> None:
-    assert local_ranks(ALIKE, visible=visible, cuda_order=None, ranks=ranks) == owners
 
 
 def test_versions_are_read_or_unknown(eight_gpus: Machine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import os
@@ -13,12 +14,12 @@ from typing import Any
 
 import pynvml
 
-from refocused.monitor.readings import GpuSample
+from refocused.monitor.readings import GpuSample, Rates
 from refocused.monitor.sampler.nvml_fields import (
     LostError,
     constants,
     health,
-    link_traffic_kib,
+    link_traffic_gib,
     measured,
 )
 from refocused.system.errors import RefocusedError
@@ -32,15 +33,11 @@ Capability = tuple[int, int]
 
 
 class NoGpusError(RefocusedError):
-    """NVIDIA's library cannot be used; the text says why, and what to do about a fault.
-
-    Attributes:
-        is_fault: There should be GPUs; without a driver at all there are none.
-    """
+    """NVIDIA's library cannot be used; the text says why, and what to do about a fault."""
 
     def __init__(self, text: str, *, is_fault: bool) -> None:
         super().__init__(text)
-        self.is_fault = is_fault
+        self.is_fault = is_fault  # there should be GPUs; without a driver at all there are none
 
 
 class GpuReader:
@@ -69,19 +66,14 @@ class GpuReader:
         """
         self._clock = clock
         # By index: NVML's handle (None: lost before it could be opened), and constant fields.
-        gpus = [_opened(index) for index in range(open_library())]
-        owners = local_ranks(
-            [(facts.get("uuid"), facts.get("name")) for _, facts in gpus],
-            visible=visible,
-            cuda_order=cuda_order,
-            ranks=ranks,
-        )
-        self._gpus = [
-            (handle, {**facts, "host": host, "index": index, "local_rank": owner})
-            for index, ((handle, facts), owner) in enumerate(zip(gpus, owners, strict=True))
-        ]
+        self._gpus = [_opened(index) for index in range(open_library())]
+        names = [(facts.get("uuid"), facts.get("name")) for _, facts in self._gpus]
+        devices = visible_devices(names, visible=visible, cuda_order=cuda_order)[:ranks]
+        owners = {index: rank for rank, index in enumerate(devices)}  # rank N has CUDA's device N
+        for index, (_, facts) in enumerate(self._gpus):
+            facts |= {"host": host, "index": index, "local_rank": owners.get(index)}
         self._slow_values: dict[int, tuple[float, Mapping[str, Any]]] = {}
-        self._traffic: dict[int, tuple[float, tuple[int | None, int | None]]] = {}
+        self._traffic = collections.defaultdict[int, Rates](Rates)
 
     @property
     def count(self) -> int:
@@ -113,25 +105,11 @@ class GpuReader:
         links = facts.get("nvlinks_total") or 0
         values = health(handle, links)
         if links:
-            sent, received = self._link_rates(index, now, link_traffic_kib(handle))
+            sent, received = self._traffic[index].since_last(now, link_traffic_gib(handle))
             values["nvlink_sent_gib_per_second"] = sent
             values["nvlink_received_gib_per_second"] = received
         self._slow_values[index] = now, values
         return values
-
-    def _link_rates(
-        self, index: int, now: float, kib: tuple[int | None, int | None]
-    ) -> list[float | None]:
-        """Return GiB a second since the last call, from what was ever sent and received."""
-        began, before = self._traffic.get(index, (now, kib))
-        self._traffic[index] = now, kib
-        return [_rate(*pair, now - began) for pair in zip(before, kib, strict=True)]
-
-
-def _rate(before_kib: int | None, now_kib: int | None, seconds: float) -> float | None:
-    if before_kib is None or now_kib is None or now_kib < before_kib or seconds <= 0:
-        return None
-    return round((now_kib - before_kib) / 2**20 / seconds, 3)
 
 
 def _opened(index: int) -> tuple[Any, dict[str, Any]]:
@@ -143,21 +121,6 @@ def _opened(index: int) -> tuple[Any, dict[str, Any]]:
     with contextlib.suppress(LostError):
         facts.update(constants(handle))  # what was answered before it was lost stays
     return handle, facts
-
-
-def local_ranks(
-    gpus: Sequence[Identity], *, visible: str | None, cuda_order: str | None, ranks: int
-) -> list[int | None]:
-    """Return the local rank of each GPU; None: no rank has it, or that cannot be known.
-
-    Local rank N uses CUDA's device N; arguments as in `visible_devices`.
-    """
-    devices = visible_devices(gpus, visible=visible, cuda_order=cuda_order)[:ranks]
-    owners: list[int | None] = [None] * len(gpus)
-    for rank, index in enumerate(devices):
-        if index is not None:
-            owners[index] = rank
-    return owners
 
 
 def visible_devices(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from refocused.monitor.readings import SystemSample
+from refocused.monitor.readings import Rates, SystemSample
 
 GIB, MIB = 2**30, 2**20
 _PROC, _CONTROL_GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
@@ -102,29 +102,17 @@ class SystemReader:
         gpu_note: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin to count.
-
-        Args:
-            folder: On the disk that is watched.
-            host: Name of this machine.
-            gpus: GPUs of the machine; None: there is no NVML.
-            gpu_note: Why there are none.
-            clock: Monotonic seconds.
-        """
+        """Begin to count; `folder` is on the watched disk, the next three are as in the sample."""
         self._folder, self._host = folder, host
         self._gpus, self._gpu_note = gpus, gpu_note
         self._clock = clock
         psutil.cpu_percent()  # what the next call counts from
-        self._at, self._traffic = clock(), _traffic()
+        self._rates = Rates()
+        self._rates.since_last(clock(), _traffic_mib())
 
     def sample(self) -> SystemSample:
         """Return the state now."""
-        now, traffic = self._clock(), _traffic()
-        read, written, received, sent = (
-            _rate(before, after, now - self._at)
-            for before, after in zip(self._traffic, traffic, strict=True)
-        )
-        self._at, self._traffic = now, traffic
+        read, written, received, sent = self._rates.since_last(self._clock(), _traffic_mib())
         memory = memory_now()
         try:
             disk = shutil.disk_usage(self._folder)
@@ -149,21 +137,11 @@ class SystemReader:
         )
 
 
-def _traffic() -> tuple[int | None, int | None, int, int]:
-    """Return bytes read, written, received and sent since the machine was started."""
+def _traffic_mib() -> list[float | None]:
+    """Return what was read, written, received and sent since the machine was started, in MiB."""
     disks = psutil.disk_io_counters(nowrap=False)  # None in some containers
     devices = psutil.net_io_counters(pernic=True, nowrap=False)
     outside = [device for name, device in devices.items() if name != "lo"]
-    return (
-        disks.read_bytes if disks else None,
-        disks.write_bytes if disks else None,
-        sum(device.bytes_recv for device in outside),
-        sum(device.bytes_sent for device in outside),
-    )
-
-
-def _rate(before: int | None, after: int | None, seconds: float) -> float | None:
-    """Return MiB a second; None where a device has gone or nothing is known."""
-    if before is None or after is None or after < before or seconds <= 0:
-        return None
-    return round((after - before) / MIB / seconds, 3)
+    moved = [disks.read_bytes, disks.write_bytes] if disks else [None, None]
+    moved += [sum(one.bytes_recv for one in outside), sum(one.bytes_sent for one in outside)]
+    return [None if count is None else count / MIB for count in moved]

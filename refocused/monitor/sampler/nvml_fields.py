@@ -120,10 +120,11 @@ def health(handle: Any, links: int) -> dict[str, Any]:
     return found
 
 
-def link_traffic_kib(handle: Any) -> tuple[int | None, int | None]:
-    """Return what was ever sent and received over all NVLinks, in KiB."""
-    found = _fields(handle, [_LINK_SENT, _LINK_RECEIVED])
-    return found.get(_LINK_SENT), found.get(_LINK_RECEIVED)
+def link_traffic_gib(handle: Any) -> list[float | None]:
+    """Return what was ever sent and received over all NVLinks, in GiB."""
+    wanted = [_LINK_SENT, _LINK_RECEIVED]
+    found = _fields(handle, wanted)
+    return [found[field] / 2**20 if field in found else None for field in wanted]
 
 
 def _answers(handle: Any, queries: _Queries) -> Iterator[tuple[str, Any]]:

@@ -18,30 +18,19 @@ if TYPE_CHECKING:
 
 
 class SamplerSettings(pydantic.BaseModel):
-    """Everything that the sampler needs to know.
-
-    Attributes:
-        run: The run's folder.
-        training: The machine's first rank, with which the sampler ends. None: no run is watched,
-            and the sampler goes on until it is interrupted.
-        interval_seconds: Between two readings.
-        node: This machine's number among those of the run; 0 also watches the run itself.
-        ranks: Of the run, on this machine.
-        visible_devices: CUDA_VISIBLE_DEVICES of the ranks; None: it is not set.
-        cuda_order: CUDA_DEVICE_ORDER of the ranks; None: it is not set.
-        cost: What alarms compare the run's cost with.
-    """
+    """Everything that the sampler needs to know."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
-    run: Path
-    training: ProcessIdentity | None
+    run: Path  # the run's folder
+    training: ProcessIdentity | None  # the machine's first rank, with which the sampler ends; None:
+    # no run is watched, and the sampler goes on until it is interrupted
     interval_seconds: float = pydantic.Field(default=5.0, gt=0)
-    node: int = 0
-    ranks: int = 1
-    visible_devices: str | None = None
-    cuda_order: str | None = None
-    cost: CostConfig = CostConfig()
+    node: int = 0  # this machine's number in the run; 0 also watches the run itself
+    ranks: int = 1  # of the run, on this machine
+    visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES of the ranks, if set
+    cuda_order: str | None = None  # CUDA_DEVICE_ORDER of the ranks, if set
+    cost: CostConfig = CostConfig()  # what alarms compare the run's cost with
 
     @pydantic.field_validator("run")
     @classmethod
