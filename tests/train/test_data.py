@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +26,13 @@ SHARDS = 4
 
 
 def built(
-    folder: Path, *, largest: int = 511, numbers: Iterable[int] = range(SHARDS), **settings: object
+    folder: Path,
+    *,
+    largest: int = 511,
+    numbers: Iterable[int] = range(SHARDS),
+    micro: int = 2,
+    steps: int = 20,
+    **settings: object,
 ) -> DataParts:
     (folder / "tokens").mkdir(exist_ok=True)
     for number in numbers:
@@ -33,15 +41,25 @@ def built(
     given = {"source": str(folder / "tokens"), "cache": str(folder / "cache"), **settings}
     return build_data(
         DataConfig.model_validate(given),
-        plan=BatchPlan(micro=2, accumulation=1, world_size=1, sequence_length=10),
+        plan=BatchPlan(micro=micro, accumulation=1, world_size=1, sequence_length=10),
         world=World(),
         vocabulary=512,
         seed=1,
-        steps=20,
+        steps=steps,
         evaluation_windows=8,
         credentials_file=None,
         project=None,
     )
+
+
+@contextlib.contextmanager
+def stream_of(data: DataParts, position: Position | None = None) -> Iterator[Any]:
+    """Open the batches of a run, and close everything in the end."""
+    with (
+        contextlib.closing(data.cache),
+        contextlib.closing(data.loader.batches_from(position or Position())) as stream,
+    ):
+        yield stream
 
 
 @pytest.mark.parametrize(("shards", "block"), [(2, 1), (4, 2)])
@@ -50,14 +68,10 @@ def test_room_is_counted_in_the_bytes_of_the_local_form(
 ) -> None:
     room = shards * (2 * TOKENS + HEADER_BYTES)  # int32 in the source, uint16 on this disk
     data = built(tmp_path, disk_limit_gb=room / 1e9, fetch_ahead_shards=1)
-    try:
-        assert isinstance(data.order, Order)
-        assert data.order.block_shards == block
-        stream = data.loader.batches_from(data.order.position_at(0))
+    assert isinstance(data.order, Order)
+    assert data.order.block_shards == block
+    with stream_of(data) as stream:
         assert len(stream.next_step()) == 1
-        stream.close()
-    finally:
-        data.cache.close()
 
 
 def test_room_for_less_than_two_blocks_is_refused(tmp_path: Path) -> None:
@@ -75,22 +89,14 @@ def of_uneven_shards(folder: Path, limit_bytes: int) -> DataParts:
     for number in range(8):
         ids = np.zeros((LONG if number % 2 else SHORT) * 10 + 1, dtype=np.uint16)
         np.save(folder / "tokens" / f"{number}.npy", ids)
-    return build_data(
-        DataConfig(
-            source=str(folder / "tokens"),
-            cache=str(folder / "cache"),
-            disk_limit_gb=limit_bytes / 1e9,
-            block_shards=1,
-            validation_fraction=0.0,
-        ),
-        plan=BatchPlan(micro=4, accumulation=1, world_size=1, sequence_length=10),
-        world=World(),
-        vocabulary=512,
-        seed=1,
+    return built(
+        folder,
+        numbers=(),
+        micro=4,
         steps=300,
-        evaluation_windows=0,
-        credentials_file=None,
-        project=None,
+        disk_limit_gb=limit_bytes / 1e9,
+        block_shards=1,
+        validation_fraction=0.0,
     )
 
 
@@ -100,25 +106,15 @@ def test_a_limit_that_some_step_would_exceed_is_refused_at_the_start(tmp_path: P
     with pytest.raises(ShardError, match="can reach over short shards") as refused:
         of_uneven_shards(tmp_path, limit - 1)
     assert f"take up to {limit:,} bytes" in str(refused.value)
-    data = of_uneven_shards(tmp_path, limit)
-    try:
-        stream = data.loader.batches_from(data.order.position_at(0))
+    with stream_of(of_uneven_shards(tmp_path, limit)) as stream:
         for _ in range(300):
             stream.next_step()
-        stream.close()
-    finally:
-        data.cache.close()
 
 
 def test_a_folder_written_anew_with_files_of_the_same_size_is_read_anew(tmp_path: Path) -> None:
     for largest in (511, 0):
-        data = built(tmp_path, largest=largest)
-        stream = data.loader.batches_from(data.order.position_at(0))
-        try:
+        with stream_of(built(tmp_path, largest=largest)) as stream:
             [batch] = stream.next_step()
-        finally:
-            stream.close()
-            data.cache.close()
         assert bool(batch.input_ids.any()) == bool(largest)
 
 
@@ -141,13 +137,9 @@ def test_a_shard_that_is_gone_is_skipped_where_a_manifest_knows_it(tmp_path: Pat
     with pytest.raises(ShardError, match=r"2\.npy is missing.*data\.skip"):
         without()
     data = without(skip=["2.npy"])
-    try:
-        assert data.manifest.fingerprint == before.manifest.fingerprint
-        assert data.order_text == before.order_text
-        stream = data.loader.batches_from(Position(0, 7))
+    assert data.manifest.fingerprint == before.manifest.fingerprint
+    assert data.order_text == before.order_text
+    with stream_of(data, Position(0, 7)) as stream:
         shards = {shard for _ in range(100) for one in stream.next_step() for shard in one.shards}
-        stream.close()
         assert shards == {0, 1, 3}
         assert not list(tmp_path.rglob("cache/*/shards/2.npy.npy"))
-    finally:
-        data.cache.close()

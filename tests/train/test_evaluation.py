@@ -1,30 +1,48 @@
+"""Evaluation between steps: what is measured when, tasks, and text samples."""
+
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
+from data.text_samples import word_file
 from evaluate.harness import bytes_model
 from run_fakes import FakeEngine, FakeStop, Log, parts_of
 from thread_ranks import on_two_ranks, results
+from torch import Tensor
 
 from refocused.config.data import DataConfig
 from refocused.config.outputs import EvaluationConfig
+from refocused.engine.engine import Engine
 from refocused.evaluate.continuations import Continuation
 from refocused.evaluate.multiple_choice import Examination, measures_of
 from refocused.evaluate.tasks import Question
+from refocused.models.head_loss import label_scores
 from refocused.system.errors import ConfigError, RefocusedError
 from refocused.system.world import World
-from refocused.train.lifecycle.tokenizer_and_tasks import build_texts
-from refocused.train.step.evaluation import TextSampler, evaluate, make_up_evaluation, take_tasks
+from refocused.tokenizers.encoders import TokenizerChoice
+from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
+from refocused.train.lifecycle.tokenizer_and_tasks import TextParts, build_texts
+from refocused.train.step.evaluation import (
+    TOP_K,
+    TextSampler,
+    evaluate,
+    make_up_evaluation,
+    take_tasks,
+)
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import Cadence
 from refocused.train.step.stopping import StopRequest
 
-BYTES = DataConfig(source="tokens", tokenizer="bytes")
+RATED = ["rate 2"] * 3
+AT_2 = TrainState(step=2)
 
 
 def questions(answers: list[int]) -> Examination:
@@ -44,62 +62,58 @@ class FakeSampler:
         return None if stopping() else "text"
 
 
-def at_step(step: int, stop_when: str | None = None, **cadence: int) -> tuple[Log, TrainState]:
+def after(
+    state: TrainState, stop_when: str | None = None, measure: Any = evaluate, **intervals: int
+) -> tuple[Log, TrainState]:
+    """Measure what is due after a state, of a run of 6 steps."""
     log: Log = []
     parts = parts_of(
         log,
-        cadence=Cadence(log=0, checkpoint=0, **{"validation": 0} | cadence),
+        cadence=Cadence(log=0, checkpoint=0, **{"validation": 0} | intervals),
         tasks=[questions([0, 0, 1])],
         sampler=cast("TextSampler", FakeSampler()),
     )
-    state = dataclasses.replace(TrainState(), step=step)
-    return log, evaluate(parts, state, cast("StopRequest", FakeStop(log, stop_when)))
+    return log, measure(parts, state, cast("StopRequest", FakeStop(log, stop_when)))
 
 
-def test_each_is_measured_when_it_is_due() -> None:
-    assert at_step(2, tasks=2)[0] == ["rate 2"] * 3 + ["tell quiz 0.67 after 2"]
-    assert at_step(2, sample=2)[0] == ["write", "tell 'text' after 2"]
-    assert at_step(2, validation=2)[0] == ["validate", "tell 2.0"]
-    assert at_step(2, validation=3, tasks=3, sample=3)[0] == []
-
-
-def test_after_the_last_step_all_is_measured_but_the_sample_of_the_summary() -> None:
-    log, state = at_step(6, sample=2)
-    assert log == ["validate", "tell 2.0", *["rate 2"] * 3, "tell quiz 0.67 after 6"]
-    assert (state.best_loss, state.best_step) == (2.0, 6)
-
-
-def test_tasks_leave_the_best_step_alone() -> None:
-    state = at_step(2, tasks=2, sample=2)[1]
-    assert state == dataclasses.replace(TrainState(), step=2, tasks_step=2)
-
-
-def resumed(state: TrainState, *, stop_when: str | None = None, **cadence: int) -> tuple[Log, Any]:
-    log: Log = []
-    every = Cadence(log=0, checkpoint=0, **{"validation": 0} | cadence)
-    parts = parts_of(log, cadence=every, tasks=[questions([0, 0, 1])])
-    return log, make_up_evaluation(parts, state, cast("StopRequest", FakeStop(log, stop_when)))
+@pytest.mark.parametrize(
+    ("step", "intervals", "log"),
+    [
+        (2, {"tasks": 2}, [*RATED, "tell quiz 0.67 after 2"]),
+        (2, {"sample": 2}, ["write", "tell 'text' after 2"]),
+        (2, {"validation": 2}, ["validate", "tell 2.0"]),
+        (2, {"validation": 3, "tasks": 3, "sample": 3}, []),
+        # After the last step all is measured but the sample of the summary.
+        (6, {"sample": 2}, ["validate", "tell 2.0", *RATED, "tell quiz 0.67 after 6"]),
+    ],
+)
+def test_each_is_measured_when_it_is_due(step: int, intervals: dict[str, int], log: Log) -> None:
+    said, state = after(TrainState(step=step), **intervals)
+    assert said == log
+    validated = "validate" in log  # tasks and samples leave the best step alone
+    assert (state.best_loss, state.best_step) == ((2.0, step) if validated else (None, None))
+    assert state.tasks_step == (step if "rate 2" in log else None)
 
 
 @pytest.mark.parametrize("step", [2, 6])
 def test_tasks_that_a_stop_cut_short_are_made_up(step: int) -> None:
-    _, stopped = at_step(step, stop_when="rate 2", validation=2, tasks=2)
+    due = {"validation": 2, "tasks": 2}
+    _, stopped = after(TrainState(step=step), stop_when="rate 2", **due)
     assert (stopped.validation_step, stopped.tasks_step) == (step, None)
-    log, state = resumed(stopped, validation=2, tasks=2)
-    assert log == ["rate 2"] * 3 + [f"tell quiz 0.67 after {step}"]
-    assert resumed(state, validation=2, tasks=2)[0] == []
+    log, state = after(stopped, measure=make_up_evaluation, **due)
+    assert log == [*RATED, f"tell quiz 0.67 after {step}"]
+    assert after(state, measure=make_up_evaluation, **due)[0] == []
 
 
 def test_nothing_is_made_up_that_was_not_due_or_for_which_there_is_no_time() -> None:
-    step = dataclasses.replace(TrainState(), step=2)
-    assert resumed(step, validation=3, tasks=3) == ([], step)
-    log, state = resumed(step, validation=2, tasks=2, stop_when="tell 2.0")
+    assert after(AT_2, measure=make_up_evaluation, validation=3, tasks=3) == ([], AT_2)
+    log, state = after(AT_2, "tell 2.0", make_up_evaluation, validation=2, tasks=2)
     assert (log, state.validation_step, state.tasks_step) == (["validate", "tell 2.0"], 2, None)
 
 
 @pytest.mark.parametrize("when", ["validate", "rate 2", "write"])
 def test_a_stop_cuts_short_what_it_meets(when: str) -> None:
-    log, _ = at_step(2, stop_when=when, validation=2, tasks=2, sample=2)
+    log, _ = after(AT_2, stop_when=when, validation=2, tasks=2, sample=2)
     assert log[-1] == when
     assert log.count(when) == 1
 
@@ -118,23 +132,25 @@ def test_ranks_share_a_batch_of_trainings_tokens_each() -> None:
 
 def test_a_real_model_is_rated_without_its_padding() -> None:
     network, _ = bytes_model()
+    rated = []
 
     class Rating(FakeEngine):
         def label_scores(self, input_ids: Any, labels: Any, *, vocabulary: int) -> Any:
-            from refocused.models.head_loss import label_scores
-
             assert vocabulary == 257
             hidden = network.base_model(input_ids).last_hidden_state
-            return label_scores(network.lm_head, hidden, labels, vocabulary=vocabulary)
+            scores = label_scores(network.lm_head, hidden, labels, vocabulary=vocabulary)
+            rated.extend(scores[0].tolist())
+            return scores
 
     parts = parts_of([], engine=Rating([]), vocabulary=257, tasks=[questions([0])])
     (result,) = take_tasks(parts, cast("StopRequest", FakeStop([]))) or []
     assert result.items == 1
+    assert len(rated) == 2 and all(score < 0 for score in rated)
 
 
-def built(tmp_path: Path, **settings: Any) -> Any:
+def built(data: dict[str, str] | None = None, **settings: Any) -> TextParts:
     return build_texts(
-        BYTES,
+        DataConfig(source="tokens", **{"tokenizer": "bytes"} | (data or {})),
         EvaluationConfig(**settings),
         vocabulary=300,
         context_tokens=32,
@@ -147,7 +163,7 @@ def test_tasks_are_read_before_training_and_only_their_first_items(tmp_path: Pat
     file = tmp_path / "quiz.jsonl"
     rows = [{"ctx": f"{n}", "endings": ["yes", "no"], "label": 0} for n in range(5)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    texts = built(tmp_path, tasks=[str(file)], task_items=3)
+    texts = built(tasks=[str(file)], task_items=3)
     (examination,) = texts.tasks
     assert (examination.task, examination.items) == ("quiz", 3)
     assert examination.continuations[0].ids == (*b"0 yes",)
@@ -155,35 +171,99 @@ def test_tasks_are_read_before_training_and_only_their_first_items(tmp_path: Pat
     assert texts.tokenizer_json is not None
 
 
-def test_a_broken_task_stops_the_run_with_one_message(tmp_path: Path) -> None:
-    file = tmp_path / "quiz.jsonl"
+def test_tasks_and_prompts_that_cannot_be_put_are_refused(tmp_path: Path) -> None:
+    file, words = tmp_path / "quiz.jsonl", word_file(tmp_path / "words.json")
     file.write_text("{}\n")
     with pytest.raises(ConfigError, match=r"evaluation\.tasks: .*quiz\.jsonl:1: it has no"):
-        built(tmp_path, tasks=[str(file)])
+        built(tasks=[str(file)])
     with pytest.raises(ConfigError, match=r"evaluation\.tasks: .*none\.jsonl: there is no such"):
-        built(tmp_path, tasks=["hellaswag=none.jsonl"])
-
-
-def test_a_prompt_without_a_token_is_refused(tmp_path: Path) -> None:
-    assert built(tmp_path, sample_prompt="def ").sampler.prompt == "def "
+        built(tasks=["hellaswag=none.jsonl"])
+    for task in ("hellaswag", "quiz.txt", "a=b=c.jsonl"):
+        with pytest.raises(ValueError, match=r"a task is NAME=FILE\.jsonl"):
+            EvaluationConfig(tasks=(task,))
     with pytest.raises(ValueError, match="at least 1 character"):
         EvaluationConfig(sample_prompt="")
-    words = tmp_path / "words.json"
-    from data.text_samples import word_file
-
-    data = DataConfig(source="tokens", tokenizer=str(word_file(words)))
     with pytest.raises(RefocusedError, match="has no token of data"):
-        build_texts(
-            data,
-            EvaluationConfig(sample_prompt=" "),
-            vocabulary=300,
-            context_tokens=32,
-            seed=1,
-            world=World(),
-        )
+        built({"tokenizer": str(words)}, sample_prompt=" ")
+    sampler = built(sample_prompt="def ").sampler
+    assert sampler is not None and sampler.prompt == "def "
 
 
-@pytest.mark.parametrize("task", ["hellaswag", "quiz.txt", "a=b=c.jsonl"])
-def test_a_task_without_a_file_is_refused(task: str) -> None:
-    with pytest.raises(ValueError, match=r"a task is NAME=FILE\.jsonl"):
-        EvaluationConfig(tasks=(task,))
+END = 256
+
+
+@dataclasses.dataclass
+class ScriptedEngine:
+    """Predicts the next byte, or evenly; notes the contexts that it was shown."""
+
+    evenly: bool = False
+    contexts: list[list[int]] = dataclasses.field(default_factory=list)
+    held: int = 0
+
+    @contextlib.contextmanager
+    def weights_held(self) -> Iterator[None]:
+        self.held += 1
+        yield
+
+    def next_token_logits(self, input_ids: Tensor) -> Tensor:
+        self.contexts.append(input_ids[0].tolist())
+        logits = torch.full((1, 512), -20.0)
+        if self.evenly:  # finds the letters from `A` on ever less likely, by very little
+            logits[0, 65 : 65 + 60] = -torch.arange(60) / 1000
+        else:
+            last = int(input_ids[0, -1])
+            logits[0, END if last == ord("~") else last + 1] = 20.0
+            logits[0, END + 1 :] = 50.0  # ids that mean nothing are the likeliest of all
+        return logits
+
+
+def sample(engine: object, prompt: str, *, tokens: int, length: int = 8, seed: int = 0) -> str:
+    content = tokenizer_file(TokenizerChoice("bytes"), vocabulary=512)
+    tokenizer = as_transformers(content, end_of_text_id=None, max_length=64)
+    sampler = TextSampler(tokenizer, prompt, tokens, context_tokens=length, seed=seed)
+    text = sampler.write(cast("Engine", engine))
+    assert text is not None
+    return text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "text"),
+    [
+        ("ab", 5, "abcdefg"),  # and nothing without a meaning
+        ("{", 5, "{|}~"),  # a text that ends is written up to there
+        ("\x7f", 1, "\x7f\ufffd"),  # bytes that are no text
+    ],
+)
+def test_the_likely_bytes_follow_the_prompt(prompt: str, tokens: int, text: str) -> None:
+    engine = ScriptedEngine()
+    assert sample(engine, prompt, tokens=tokens) == text
+    # By every rank, whichever of them sees the end; the weights are gathered once for all tokens.
+    assert (engine.held, len(engine.contexts)) == (1, tokens)
+
+
+def test_the_context_is_no_longer_than_what_was_trained_on() -> None:
+    engine = ScriptedEngine()
+    sample(engine, "abc", tokens=4, length=4)
+    assert [len(context) for context in engine.contexts] == [3, 4, 4, 4]
+    assert engine.contexts[-1] == list(b"cdef")
+
+
+def test_draws_repeat_with_their_seed_and_come_from_the_likeliest() -> None:
+    text = sample(ScriptedEngine(evenly=True), "A", tokens=300)
+    assert text == sample(ScriptedEngine(evenly=True), "A", tokens=300)
+    assert text != sample(ScriptedEngine(evenly=True), "A", tokens=300, seed=1)
+    assert {*text} == {chr(65 + place) for place in range(TOP_K)}
+
+
+def test_any_tokenizer_writes_until_it_is_stopped(tmp_path: Path) -> None:
+    class Cats(ScriptedEngine):
+        def next_token_logits(self, input_ids: Tensor) -> Tensor:
+            self.contexts.append([])
+            return torch.tensor([[0.0, 90.0, *[0.0] * 6]])
+
+    content = word_file(tmp_path / "words.json").read_bytes()
+    tokenizer = as_transformers(content, end_of_text_id=None, max_length=9)
+    sampler, cats = TextSampler(tokenizer, "the", 3, context_tokens=9, seed=0), Cats()
+    assert sampler.write(cast("Engine", cats)) == "the cat cat cat"
+    assert sampler.write(cast("Engine", cats), stopping=lambda: len(cats.contexts) == 5) is None
+    assert len(cats.contexts) == 5

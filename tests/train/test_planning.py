@@ -1,4 +1,4 @@
-"""What a run leaves open is settled: its vocabulary, its precision, its memory."""
+"""What a run leaves open is settled: vocabulary, precision, memory; and the lines that say so."""
 
 from __future__ import annotations
 
@@ -6,30 +6,45 @@ import dataclasses
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from thread_ranks import on_two_ranks, results
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.batch_plan import BatchPlan
-from refocused.config.load_run import load_run
+from refocused.config.data import DataConfig
+from refocused.config.load_run import LoadedRun, load_run
+from refocused.config.optimization import PrecisionConfig
+from refocused.engine.compiled import Compilation
 from refocused.estimate.activations import activation_memory
+from refocused.estimate.memory_plan import refuse_cpu
 from refocused.models.causal_lm import CausalLM
+from refocused.models.fp8 import VALUES, in_8_bits, scale_of
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
 from refocused.train.lifecycle import job
-from refocused.train.lifecycle.job import settle
+from refocused.train.lifecycle.banner import (
+    EAGER_BYTES_TO_8_BITS,
+    opening_lines,
+    tokenizer_lines,
+    uncompiled_fp8,
+)
+from refocused.train.lifecycle.job import Plan
 from refocused.train.lifecycle.open_data import build_data
 
 END_OF_TEXT = 50_256
 MILAN, GENOA = frozenset({"avx2"}), frozenset({"avx2", "avx512_bf16"})
+ALONE, ONE_GPU = World(), World(device_kind="cuda")
 
 
-def opened(name: str) -> DirectoryBucket:
-    return DirectoryBucket(Path(name))
+def settled(run: str, *settings: str, world: World = ALONE) -> tuple[LoadedRun, Plan]:
+    loaded = load_run(run, list(settings))
+    return job.settle(loaded, world, open_source=lambda name: DirectoryBucket(Path(name)))
 
 
 @pytest.mark.parametrize("run", ["gpt2_1b_8xh100", "gpt2_1b_8xh100_fast"])
@@ -38,12 +53,12 @@ def test_the_ids_of_gpt2_are_taken(tmp_path: Path, run: str) -> None:
     np.save(tmp_path / "tokens" / "a.npy", np.full(500, END_OF_TEXT, np.uint16))
     places = [f"data.source={tmp_path / 'tokens'}", f"data.cache={tmp_path / 'cache'}"]
     settings = [*places, "run.device=cpu", "data.validation_fraction=0"]
-    loaded, planned = settle(load_run(run, settings), World(), open_source=opened)
+    loaded, planned = settled(run, *settings)
     assert loaded.config.model.vocabulary == loaded.shape.vocabulary == END_OF_TEXT + 1
     data = build_data(
         loaded.config.data,
         plan=BatchPlan(micro=2, accumulation=1, world_size=1, sequence_length=10),
-        world=World(),
+        world=ALONE,
         vocabulary=loaded.shape.vocabulary,
         seed=1,
         steps=3,
@@ -59,7 +74,7 @@ def test_the_ids_of_gpt2_are_taken(tmp_path: Path, run: str) -> None:
         data.cache.close()
     assert int(batch.input_ids.max()) == END_OF_TEXT
     exact, fewer = (
-        settle(load_run(run, [*settings, *more]), World(), open_source=opened)[1].choice.memory
+        settled(run, *settings, *more)[1].choice.memory
         for more in (["model.vocabulary=50257"], ["model.vocabulary=9", "data.tokenizer=unknown"])
     )
     assert planned.choice.memory == exact
@@ -67,35 +82,57 @@ def test_the_ids_of_gpt2_are_taken(tmp_path: Path, run: str) -> None:
 
 
 def test_a_number_below_the_tokenizers_is_refused_before_anything_is_built() -> None:
-    settings = ["model.vocabulary=50256", "run.device=cpu"]
     with pytest.raises(ConfigError, match=r"50257 token ids.*Set model\.vocabulary=auto"):
-        settle(load_run("gpt2_1b_8xh100_fast", settings), World(), open_source=opened)
+        settled("gpt2_1b_8xh100_fast", "model.vocabulary=50256", "run.device=cpu")
 
 
-def gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
+def gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int], name: str = "") -> None:
     """Stand GPUs of 80 GB in for those of this machine."""
     memory = SimpleNamespace(total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device: capabilities[device.index]
     )
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    # The emulation of torch says yes on every GPU.
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
 
 
-@pytest.mark.parametrize(
-    ("flags", "gain", "dtype"), [(MILAN, 2, "fp32"), (GENOA, 2, "bf16"), (GENOA, 0.5, "fp32")]
-)
+def dtype_lines(loaded: LoadedRun, planned: Plan) -> list[str]:
+    """Return what the opening lines say of the precision."""
+    lines = opening_lines(dataclasses.replace(loaded, changes=()), planned, ALONE)
+    assert f"ZeRO-3, {loaded.config.precision.dtype}, CPU" in lines[3]
+    return lines[4:]
+
+
+@pytest.mark.parametrize(("flags", "dtype"), [(MILAN, "fp32"), (GENOA, "bf16")])
 def test_auto_follows_the_processor(
-    monkeypatch: pytest.MonkeyPatch, flags: frozenset[str], gain: float, dtype: str
+    monkeypatch: pytest.MonkeyPatch, flags: frozenset[str], dtype: str
 ) -> None:
     monkeypatch.setattr(job, "cpu_flags", lambda: flags)
-    monkeypatch.setattr(job.precision, "cpu_bf16_gain", lambda: gain)
-    loaded, plan = settle(load_run("demo"), World(), open_source=opened)
+    monkeypatch.setattr(job.precision, "cpu_bf16_gain", lambda: 2.0)
+    loaded, plan = settled("demo")
     assert loaded.config.precision.dtype == dtype
     assert plan.is_native_by_choice
-    memory = settle(load_run("demo", [f"precision.dtype={dtype}"]), World(), open_source=opened)[
-        1
-    ].choice.memory
+    memory = settled("demo", f"precision.dtype={dtype}")[1].choice.memory
     assert plan.choice.memory == memory  # the plan is of that precision too
+    said = [f"  dtype    {dtype} (precision.dtype=auto): {plan.native.reason}"]
+    assert dtype_lines(loaded, plan) == said
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_what_the_run_file_says_stays_and_is_a_warning_where_it_is_slow(
+    monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    monkeypatch.setattr(job, "cpu_flags", lambda: MILAN)
+    loaded, plan = settled("demo", f"precision.dtype={dtype}")
+    assert (loaded.config.precision.dtype, plan.is_native_by_choice) == (dtype, False)
+    assert plan.native.dtype == "fp32"
+    warning = (
+        f"  WARN     precision.dtype=bf16 is slow here: {plan.native.reason}. precision.dtype="
+    )
+    lines = dtype_lines(loaded, plan)
+    assert [line.startswith(f"{warning}fp32") for line in lines] == [True] * (dtype == "bf16")
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 5), "fp16"), ((9, 0), "bf16")])
@@ -104,11 +141,7 @@ def test_auto_follows_the_gpu(
 ) -> None:
     gpus(monkeypatch, capability)
     monkeypatch.setattr(job, "cpu_flags", lambda: GENOA)
-    # The emulation of torch says yes on every GPU.
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-    loaded, _ = settle(
-        load_run("gpt2_124m", ["batch.micro=2"]), World(device_kind="cuda"), open_source=opened
-    )
+    loaded, _ = settled("gpt2_124m", "batch.micro=2", world=ONE_GPU)
     assert loaded.config.precision.dtype == dtype
 
 
@@ -117,39 +150,36 @@ def test_ranks_that_differ_take_what_all_of_them_compute_in(
 ) -> None:
     gpus(monkeypatch, (9, 0), (7, 5))
 
-    def settled(world: World) -> str:
-        loaded = load_run("gpt2_124m", ["batch.micro=2"])
-        return settle(loaded, dataclasses.replace(world, device_kind="cuda"), open_source=opened)[
-            0
-        ].config.precision.resolved
+    def action(world: World) -> str:
+        on_gpus = dataclasses.replace(world, device_kind="cuda")
+        loaded, _ = settled("gpt2_124m", "batch.micro=2", world=on_gpus)
+        return loaded.config.precision.resolved
 
-    assert results(on_two_ranks(settled)) == ["fp16", "fp16"]
+    assert results(on_two_ranks(action)) == ["fp16", "fp16"]
 
 
-def test_what_the_run_file_says_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "cpu_flags", lambda: MILAN)
-    loaded, plan = settle(load_run("demo", ["precision.dtype=bf16"]), World(), open_source=opened)
-    assert (loaded.config.precision.dtype, plan.is_native_by_choice) == ("bf16", False)
-    assert plan.native.dtype == "fp32"
+def test_a_known_gpu_gives_what_a_step_should_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(name: str) -> list[str]:
+        gpus(monkeypatch, (9, 0), name=name)
+        loaded, planned = settled("gpt2_124m", "batch.micro=16", world=ONE_GPU)
+        lines = opening_lines(loaded, planned, ONE_GPU)
+        return [line for line in lines if line.startswith("  expect")]
+
+    assert said("NVIDIA H900") == []
+    (line,) = said("NVIDIA H100 80GB HBM3")
+    assert re.search(r"^  expect   [\d.]+ s a step, [\d,]+ tokens/s, MFU \d\d%, ", line)
+    assert "of it products (from data sheets, not measured)" in line
 
 
 def test_a_large_model_on_several_cpu_ranks_is_refused() -> None:
-    def settled(world: World) -> None:
-        settle(load_run("gpt2_124m", ["run.device=auto"]), world, open_source=opened)
-
-    for ended in on_two_ranks(settled):
+    for ended in on_two_ranks(lambda world: settled("gpt2_124m", "run.device=auto", world=world)):
         assert isinstance(ended.error, ConfigError)
         assert re.search(
             r"2 ranks .*124 M parameters on the CPU.*run\.device=cpu", str(ended.error)
         )
-
-
-@pytest.mark.parametrize(
-    ("run", "ranks", "device"),
-    [("demo", 8, "auto"), ("gpt2_124m", 1, "auto"), ("gpt2_124m", 8, "cpu")],
-)
-def test_a_trial_on_the_cpu_is_not_refused(run: str, ranks: int, device: str) -> None:
-    job.refuse_cpu(load_run(run, [f"run.device={device}"]), ranks=ranks)
+    trials = [("demo", 8, "auto"), ("gpt2_124m", 1, "auto"), ("gpt2_124m", 8, "cpu")]
+    for run, ranks, device in trials:
+        refuse_cpu(load_run(run, [f"run.device={device}"]), ranks=ranks)
 
 
 @pytest.mark.parametrize(
@@ -167,5 +197,42 @@ def test_a_micro_batch_that_lacks_memory_is_the_answer(
         expected = activation_memory(loaded.shape, model=config.model, micro=len(ids), dtype="fp32")
         return 10**9 + 2 * (expected.blocks + max(expected.head, expected.recomputed))
 
-    found = job.measured_over_computed(loaded, World(), peak_of=peak)
+    found = job.measured_over_computed(loaded, ALONE, peak_of=peak)
     assert found == (pytest.approx(factor), most_micro)
+
+
+def test_a_tokenizer_that_is_named_and_not_held_is_said_before_training() -> None:
+    (line,) = tokenizer_lines(DataConfig(source="tokens", tokenizer="gpt2"))
+    assert "final_model/ will hold no tokenizer" in line and "Set data.bpe_folder" in line
+    for settings in ({"bpe_folder": "bpe", "tokenizer": "gpt2"}, {"tokenizer": "bytes"}, {}):
+        assert tokenizer_lines(DataConfig(source="tokens", **settings)) == []
+
+
+class BytesMoved(TorchDispatchMode):
+    """Counts what operations read and write of tensors with more than one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in (*args, made):
+            if isinstance(tensor, Tensor) and tensor.numel() > 1:
+                self.bytes += tensor.numel() * tensor.element_size()
+        return made
+
+
+def test_8_bits_without_compiled_blocks_are_told_with_their_cost() -> None:
+    in_8, in_16 = PrecisionConfig(dtype="bf16", fp8="tensorwise"), PrecisionConfig(dtype="bf16")
+    written, compiled = Compilation(False, "as written"), Compilation(True, "compiled")
+    line = uncompiled_fp8(in_8, written)
+    assert line is not None
+    assert f"moves {EAGER_BYTES_TO_8_BITS} bytes" in line and "model.compile=auto" in line
+    assert uncompiled_fp8(in_8, compiled) is uncompiled_fp8(in_16, written) is None
+    matrix = torch.randn(16, 64).bfloat16()
+    with BytesMoved() as moved:
+        in_8_bits(matrix, scale_of(matrix, VALUES, by_rows=False), VALUES)
+    assert moved.bytes == EAGER_BYTES_TO_8_BITS * matrix.numel()

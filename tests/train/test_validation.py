@@ -1,3 +1,5 @@
+"""The losses of a run: validated, of a fresh model, and at a save and after its resume."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -11,6 +13,7 @@ from thread_ranks import on_two_ranks, results
 from torch import Tensor
 
 from refocused.config.batch_plan import BatchPlan
+from refocused.data.loader.batch import Batch
 from refocused.models.families import build_model
 from refocused.system.errors import CheckpointError, TrainingError
 from refocused.system.world import World
@@ -24,83 +27,58 @@ from refocused.train.step.loss_check import (
 )
 from refocused.train.step.stopping import StopRequest
 
+HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2},
-    "gpt_neox": {
-        "max_position_embeddings": 64,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 128,
-    },
+    "gpt_neox": {"max_position_embeddings": 64, "hidden_size": 32, **HEADS},
 }
-
-
-def never(log: Log) -> StopRequest:
-    return cast("StopRequest", FakeStop(log))
 
 
 def by_first_token(inputs: Tensor, labels: Tensor) -> float:
     return float(inputs[0, 0])
 
 
-def test_the_mean_is_over_tokens_so_padding_does_not_count() -> None:
+def validated(
+    batches: list[Batch], *, world: World | None = None, stop_when: str | None = None
+) -> tuple[ValidationLoss | None, Log]:
     log: Log = []
-    parts = parts_of(
-        log,
-        engine=FakeEngine(log, validation=by_first_token),
-        validation_batches=lambda: iter([batch(2, labels=10), batch(7, labels=10, ignored=8)]),
-    )
-    loss = validation_loss(parts, never(log))
-    assert loss is not None
-    assert loss.mean == pytest.approx((10 * 2 + 2 * 7) / 12)
-    assert loss.by_source == {}
+    engine = FakeEngine(log, validation=by_first_token)
+    parts = parts_of(log, world=world, engine=engine, validation_batches=lambda: iter(batches))
+    return validation_loss(parts, cast("StopRequest", FakeStop(log, stop_when))), log
 
 
-def test_the_mean_is_over_all_ranks() -> None:
-    def action(world: World) -> ValidationLoss | None:
-        log: Log = []
-        mine = [batch(2), batch(4)] if world.rank == 0 else [batch(8), batch(0, ignored=4)]
-        engine = FakeEngine(log, validation=by_first_token)
-        parts = parts_of(log, world=world, engine=engine, validation_batches=lambda: iter(mine))
-        return validation_loss(parts, never(log))
-
-    losses = results(on_two_ranks(action))
-    assert [loss.mean for loss in losses if loss] == [pytest.approx(14 / 3)] * 2
+def test_the_mean_is_over_tokens_so_padding_does_not_count() -> None:
+    loss, _ = validated([batch(2, labels=10), batch(7, labels=10, ignored=8)])
+    assert loss == ValidationLoss(pytest.approx((10 * 2 + 2 * 7) / 12), {})
 
 
-def test_each_source_has_a_loss_of_its_own_over_all_ranks() -> None:
-    def action(world: World) -> ValidationLoss | None:
-        log: Log = []
-        mine = (
-            [batch(2, source="web"), batch(5, source="web"), batch(8, source="code")]
-            if world.rank == 0
-            else [  # too few windows of one source for the second rank's last rows
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ([batch(2), batch(4)], [batch(8), batch(0, ignored=4)], ValidationLoss(14 / 3, {})),
+        (
+            [batch(2, source="web"), batch(5, source="web"), batch(8, source="code")],
+            [  # too few windows of one source for the second rank's last rows
                 batch(3, source="web"),
                 batch(0, ignored=4, source="web"),
                 batch(0, ignored=4, source="code"),
-            ]
-        )
-        engine = FakeEngine(log, validation=by_first_token)
-        parts = parts_of(log, world=world, engine=engine, validation_batches=lambda: iter(mine))
-        return validation_loss(parts, never(log))
-
-    for loss in results(on_two_ranks(action)):
-        assert loss == ValidationLoss(pytest.approx(18 / 4), {"web": 10 / 3, "code": 8.0})
-
-
-def test_without_validation_data_there_is_no_loss() -> None:
-    log: Log = []
-    assert validation_loss(parts_of(log, validation_batches=lambda: iter([])), never(log)) is None
-    assert log == []
+            ],
+            ValidationLoss(18 / 4, {"web": 10 / 3, "code": 8.0}),
+        ),
+    ],
+)
+def test_the_mean_and_that_of_each_source_are_over_all_ranks(
+    first: list[Batch], second: list[Batch], expected: ValidationLoss
+) -> None:
+    for loss in results(
+        on_two_ranks(lambda world: validated([first, second][world.rank], world=world)[0])
+    ):
+        assert loss == dataclasses.replace(expected, mean=pytest.approx(expected.mean))
 
 
-def test_a_stop_ends_it_without_a_result() -> None:
-    log: Log = []
-    parts = parts_of(log, validation_batches=lambda: iter([batch(0)] * 5))
-    stop = cast("StopRequest", FakeStop(log, "validate"))
-    assert validation_loss(parts, stop) is None
-    assert log == ["validate"]
+def test_without_data_or_when_stopped_there_is_no_loss() -> None:
+    assert validated([]) == (None, [])
+    assert validated([batch(0)] * 5, stop_when="validate") == (None, ["validate"])
 
 
 @pytest.mark.parametrize("off", [-0.31, 0.31, math.inf, math.nan])
@@ -131,28 +109,23 @@ class ModelEngine(FakeEngine):
         return loss
 
 
-def first_loss(family: str, **changes: float) -> float:
-    torch.manual_seed(0)
-    model = build_model(
-        SHAPES[family] | changes | {"model_type": family},
-        vocabulary=512,
-        dropout=0.0,
-        activation_checkpointing=False,
-        chunk_tokens=64,
-    )
-    engine = ModelEngine([], model=model)
-    return check_first_loss(parts_of([], engine=engine, plan=BatchPlan(1, 1, 1, 64)))
-
-
 @pytest.mark.parametrize("family", list(SHAPES))
-def test_a_right_initialisation_passes(family: str) -> None:
-    assert first_loss(family) == pytest.approx(math.log(512), abs=0.1)
+def test_a_right_initialisation_passes_and_one_that_is_too_wide_is_refused(family: str) -> None:
+    def first_loss(**changes: float) -> float:
+        torch.manual_seed(0)
+        model = build_model(
+            SHAPES[family] | changes | {"model_type": family},
+            vocabulary=512,
+            dropout=0.0,
+            activation_checkpointing=False,
+            chunk_tokens=64,
+        )
+        engine = ModelEngine([], model=model)
+        return check_first_loss(parts_of([], engine=engine, plan=BatchPlan(1, 1, 1, 64)))
 
-
-@pytest.mark.parametrize("family", list(SHAPES))
-def test_an_initialisation_that_is_too_wide_is_refused_with_the_way_out(family: str) -> None:
+    assert first_loss() == pytest.approx(math.log(512), abs=0.1)
     with pytest.raises(TrainingError, match="Check initializer_range in the model's JSON"):
-        first_loss(family, initializer_range=1.0)
+        first_loss(initializer_range=1.0)
 
 
 SAVED = SavedLoss(windows=((1, 2, 3), (4, 5, 6)), losses=(2.0, 2.4))  # within 0.2
@@ -208,8 +181,5 @@ def test_a_save_without_a_step_or_a_finite_loss_records_none(rows: Tensor | None
     engine = FakeEngine([], validation=lambda inputs, labels: math.nan, last_batch=rows)
     assert measure_saved_loss(cast("Any", engine), World()) is None
     assert read_saved_loss({"step": 7}) is None and read_saved_loss({"saved_loss": None}) is None
-
-
-def test_a_malformed_record_is_named() -> None:
     with pytest.raises(CheckpointError, match="malformed saved_loss"):
         read_saved_loss({"saved_loss": {"windows": [], "losses": "x"}})
