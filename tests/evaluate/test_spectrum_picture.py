@@ -1,22 +1,14 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from torch import nn
 
-from refocused.evaluate.comparison import draw_spectrum, spectra
+from refocused.evaluate.comparison import spectra
 from refocused.models.resonance.resonance import ResonanceConfig, ResonanceForCausalLM
 from refocused.models.ten.ten import TenConfig, TenForCausalLM
-from refocused.system.errors import ConfigError
 
-COMMON = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "max_position_embeddings": 100,
-}
+COMMON = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 3}
+COMMON |= {"max_position_embeddings": 100}
 
 
 def ten() -> TenForCausalLM:
@@ -60,14 +52,3 @@ def test_a_mode_that_slowed_down_is_seen_where_it_is_now(family: str) -> None:
     one = spectra(model)[first_of_block_1]
     ratio = one.now.log_decay[4].detach() / one.start.log_decay[4]
     assert float(ratio) == pytest.approx(torch.e**-3)
-
-
-def test_the_picture_is_a_png(tmp_path: Path) -> None:
-    file = tmp_path / "spectrum.png"
-    draw_spectrum(spectra(ten()), file, title="small, step 0")
-    assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_a_model_with_attention_has_no_spectrum() -> None:
-    with pytest.raises(ConfigError, match="positions meet by attention"):
-        spectra(nn.Linear(2, 2))

@@ -13,7 +13,7 @@ from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.stored import stored_crc32c
 from refocused.data.manifest.shard_manifest import Manifest, Shard, write_manifest
 from refocused.prepare import inspect_data as report_module
-from refocused.prepare.inspect_data import DataReport, draw_report, inspect_data
+from refocused.prepare.inspect_data import DataReport, inspect_data
 from refocused.prepare.verify_data import Finding, verify_data
 from refocused.system.errors import ShardError
 
@@ -153,14 +153,6 @@ def test_a_bucket_is_inspected_by_ranges(emulator: Emulator) -> None:
     assert downloads
     assert all("range" in {name.lower() for name in r.headers} for r in downloads)
     assert (report.tokens, report.sample.tokens) == (2_060_000, 10_000)
-
-
-def test_the_picture_is_a_png(bucket: WatchedBucket, tmp_path: Path) -> None:
-    bucket.put("a.npy", npy_bytes(np.arange(100, dtype=np.uint16)))
-    file = tmp_path / "new" / "picture.png"
-    draw_report(inspect(bucket), file)
-    assert file.read_bytes().startswith(b"\x89PNG")
-    assert file.stat().st_size > 5000
 
 
 def verify(

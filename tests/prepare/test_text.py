@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
+from typing import Any
 
 import pytest
 from data.text_samples import random_texts, tiny_bpe, write_jsonl, write_parquet
@@ -100,11 +101,6 @@ def test_a_txt_file_is_one_document(tmp_path: Path, small_pieces: None) -> None:
     assert len(list(pieces(Span(path), Reading(cuts_at_spaces=False)))) == 1
 
 
-def test_an_empty_txt_file_has_no_document(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").touch()
-    assert documents(tmp_path / "a.txt") == []
-
-
 @pytest.mark.parametrize("last", ["", "\n", "\n--"])
 def test_a_line_separates_the_documents_of_a_txt(
     tmp_path: Path, small_pieces: None, last: str
@@ -116,10 +112,19 @@ def test_a_line_separates_the_documents_of_a_txt(
     assert second.rstrip() == f"three {'four ' * 20}".rstrip()
 
 
-def test_an_empty_line_can_separate(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("one\ntwo\n\nthree\n")
-    assert documents(path, separator="") == ["one\ntwo\n", "three\n"]
+@pytest.mark.parametrize(
+    ("name", "content", "options", "wanted"),
+    [
+        ("a.txt", "", {}, []),
+        ("a.txt", "one\ntwo\n\nthree\n", {"separator": ""}, ["one\ntwo\n", "three\n"]),
+        ("a.jsonl", '{"text": "a"}\n\n  \r\n{"text": "b"}', {}, ["a", "b"]),
+    ],
+)
+def test_empty_lines_and_files(
+    tmp_path: Path, name: str, content: str, options: dict[str, Any], wanted: list[str]
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert documents(tmp_path / name, **options) == wanted
 
 
 @given(
@@ -177,12 +182,6 @@ def test_spans_of_a_parquet_hold_each_row_once(tmp_path: Path) -> None:
     texts = random_texts(25)
     path = write_parquet(tmp_path / "a.parquet", texts, group=10)
     assert [text for at in range(3) for text in documents(path, at, at + 1)] == texts
-
-
-def test_blank_lines_and_a_missing_last_line_end_are_fine(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n\n  \r\n{"text": "b"}')
-    assert documents(path) == ["a", "b"]
 
 
 def test_bad_lines_are_named_by_their_place(tmp_path: Path) -> None:

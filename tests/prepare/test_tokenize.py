@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ def make(
     *,
     bucket: Bucket | None = None,
     workers: int = 1,
-    progress: list[TokenizeProgress] | None = None,
+    progress: Callable[[TokenizeProgress], object] = lambda _progress: None,
     **changes: Any,
 ) -> TokenizeResult:
     request = TokenizeRequest(
@@ -52,7 +54,7 @@ def make(
         work=out / ".prepare",
         request=request,
         workers=workers,
-        progress=(progress if progress is not None else []).append,
+        progress=progress,
     )
 
 
@@ -120,7 +122,7 @@ def test_a_large_vocabulary_takes_four_bytes(texts: Path, tmp_path: Path) -> Non
 
 def test_progress_reaches_the_end(texts: Path, tmp_path: Path) -> None:
     progress: list[TokenizeProgress] = []
-    result = make(texts, tmp_path / "out", progress=progress)
+    result = make(texts, tmp_path / "out", progress=progress.append)
     assert len(progress) > 3
     assert all(a.done_bytes < b.done_bytes for a, b in itertools.pairwise(progress))
     assert (progress[0].done_bytes, progress[0].tokens) == (0, 0)
@@ -153,22 +155,20 @@ def test_another_recipe_is_refused_by_what_differs(texts: Path, tmp_path: Path) 
     assert files_of(out) == before
 
 
-def test_a_place_in_use_for_something_else_is_refused(texts: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "notes.txt").touch()
-    with pytest.raises(ShardError, match=r"not empty; it holds notes\.txt"):
-        make(texts, out)
-    assert [path.name for path in out.iterdir()] == ["notes.txt"]
-
-
-def test_two_at_once_are_refused(texts: Path, tmp_path: Path) -> None:
+def test_a_place_in_use_for_something_else_or_by_another_is_refused(
+    texts: Path, tmp_path: Path
+) -> None:
     work = tmp_path / "out" / ".prepare"
     work.mkdir(parents=True)
     with (work / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ShardError, match="another process is at work"):
             make(texts, tmp_path / "out")
+    shutil.rmtree(work)
+    (tmp_path / "out" / "notes.txt").touch()
+    with pytest.raises(ShardError, match=r"not empty; it holds notes\.txt"):
+        make(texts, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
 
 
 def test_a_bad_file_stops_it_and_the_good_ones_are_kept(texts: Path, tmp_path: Path) -> None:
@@ -204,16 +204,8 @@ def test_a_lost_shard_of_an_unfinished_set_is_made_again(
         if not stop_at:
             raise KeyboardInterrupt
 
-    request = TokenizeRequest(tokenizer=BYTES, shard_tokens=1000, validation_ratio=0.2)
     with pytest.raises(KeyboardInterrupt):
-        tokenize(
-            find_inputs([str(texts)]),
-            DirectoryBucket(out),
-            work=out / ".prepare",
-            request=request,
-            workers=1,
-            progress=stop,
-        )
+        make(texts, out, progress=stop)
     finished = sorted(out.glob("*_train_*.npy"))
     assert len(finished) > 3
     content = bytearray(finished[1].read_bytes())
