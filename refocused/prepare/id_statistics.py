@@ -67,12 +67,9 @@ class IdCounter:
         self._min_id = low if self._min_id is None else min(low, self._min_id)
         self._max_id = high if self._max_id is None else max(high, self._max_id)
         usual = ids if high < COUNTED_IDS else ids[ids < COUNTED_IDS]
-        counts = np.bincount(usual.astype(np.int64, copy=False))
-        if len(counts) > len(self._counts):
-            counts[: len(self._counts)] += self._counts
-            self._counts = counts
-        else:
-            self._counts[: len(counts)] += counts
+        counts = np.bincount(usual.astype(np.int64, copy=False), minlength=len(self._counts))
+        counts[: len(self._counts)] += self._counts
+        self._counts = counts
 
     def add_to_document(self, ids: Ids) -> None:
         """Append ids to the open document, without counting them."""
