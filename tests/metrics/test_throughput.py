@@ -40,48 +40,47 @@ class Watch:
         self.throughput.end_step()
         self.throughput.lap("step")
 
-    def left(self, **ahead: int) -> float | None:
-        return self.throughput.seconds_left(ahead)  # type: ignore[arg-type]
-
 
 def test_a_lap_is_the_time_since_the_last_one() -> None:
     watch = Watch()
     assert watch.spend(3.0) == 3.0
     assert watch.spend(5.0, "save") == 5.0
-    assert watch.throughput.session_seconds == 18.0
+    watch.now += 4.0
+    assert watch.throughput.lap("save", continued=True) == 4.0
+    assert watch.throughput.session_seconds == 22.0
+    assert (watch.throughput.laps["save"], watch.throughput.steps) == (9.0, 1)
 
 
-def test_nothing_is_known_before_the_first_step() -> None:
+Laps = list[tuple[float, Activity]]
+STEP_AND_REST: Laps = [(2.0, "step"), (100.0, "validation"), (200.0, "save")]
+
+
+@pytest.mark.parametrize(
+    ("laps", "ahead", "left"),
+    [
+        ([(5.0, "validation")], {"step": 3}, None),  # before the first step
+        # The mean of steps alone, slow ones included.
+        ([*STEP_AND_REST, (3.0, "step"), *STEP_AND_REST, (41.0, "step")], {"step": 2}, 24.0),
+        # The first ten steps count only until there are others.
+        ([(9.0, "step")] * 10, {"step": 1}, 9.0),
+        ([*[(9.0, "step")] * 10, (1.0, "step")], {"step": 1}, 1.0),
+        # A new pace replaces the old one.
+        ([*[(8.0, "step")] * RECENT, *[(2.0, "step")] * RECENT], {"step": 1}, 2.0),
+        # What is neither measured nor forecast takes no time.
+        ([(2.0, "step")], AHEAD, 20.0),
+        # Validations and saves have their own speed.
+        (
+            [(2.0, "step"), (5.0, "validation"), (9.0, "validation"), (30.0, "save")],
+            AHEAD,
+            10 * 2.0 + 3 * 7.0 + 2 * 30.0,
+        ),
+    ],
+)
+def test_the_time_left(laps: Laps, ahead: dict[Activity, int], left: float | None) -> None:
     watch = Watch()
-    watch.spend(5.0, "validation")
-    assert watch.left(step=3) is None
-
-
-def test_a_step_is_the_mean_of_steps_alone_including_the_slow_ones() -> None:
-    watch = Watch()
-    for seconds in (2.0, 3.0, 40.0):
-        watch.spend(seconds)
-        watch.spend(100.0, "validation")
-        watch.spend(200.0, "save")
-    assert watch.left(step=2) == 30.0
-
-
-def test_the_first_ten_steps_count_only_until_there_are_others() -> None:
-    watch = Watch()
-    for _ in range(10):
-        watch.spend(9.0)
-    assert watch.left(step=1) == 9.0
-    watch.spend(1.0)
-    assert watch.left(step=1) == 1.0
-    assert watch.throughput.steps == 11
-
-
-def test_a_new_pace_replaces_the_old_one() -> None:
-    watch = Watch()
-    for seconds in (8.0, 2.0):
-        for _ in range(RECENT):
-            watch.spend(seconds)
-    assert watch.left(step=1) == 2.0
+    for seconds, activity in laps:
+        watch.spend(seconds, activity)
+    assert watch.throughput.seconds_left(ahead) == left
 
 
 def test_a_continued_lap_belongs_to_the_step_before() -> None:
@@ -89,19 +88,9 @@ def test_a_continued_lap_belongs_to_the_step_before() -> None:
     for _ in range(12):
         watch.spend(1.0)
         watch.now += 4.0
-        assert watch.throughput.lap("step", continued=True) == 4.0
-    assert watch.left(step=1) == 5.0
+        watch.throughput.lap("step", continued=True)
+    assert watch.throughput.seconds_left({"step": 1}) == 5.0
     assert (watch.throughput.laps["step"], watch.throughput.steps) == (60.0, 12)
-
-
-def test_the_time_left_holds_validations_and_saves_at_their_own_speed() -> None:
-    watch = Watch()
-    watch.spend(2.0)
-    assert watch.left(**AHEAD) == 20.0  # nothing else is known or forecast
-    watch.spend(5.0, "validation")
-    watch.spend(9.0, "validation")
-    watch.spend(30.0, "save")
-    assert watch.left(**AHEAD) == 10 * 2.0 + 3 * 7.0 + 2 * 30.0
 
 
 def test_what_has_not_been_measured_is_forecast_including_the_ending() -> None:
@@ -114,10 +103,10 @@ def test_what_has_not_been_measured_is_forecast_including_the_ending() -> None:
     watch = Watch(expected)
     watch.spend(30.0, "start_up")
     watch.spend(2.0)
-    ahead = {**AHEAD, "tasks": 1, "sample": 1}
-    assert watch.left(**ahead) == 20.0 + 3 * 1.0 + 1.0 + 10.0 + 40.0
+    ahead: dict[Activity, int] = {**AHEAD, "tasks": 1, "sample": 1}
+    assert watch.throughput.seconds_left(ahead) == 20.0 + 3 * 1.0 + 1.0 + 10.0 + 40.0
     watch.spend(8.0, "validation")
-    assert watch.left(**ahead) == 20.0 + 3 * 8.0 + 1.0 + 10.0 + 40.0
+    assert watch.throughput.seconds_left(ahead) == 20.0 + 3 * 8.0 + 1.0 + 10.0 + 40.0
 
 
 def test_every_second_gets_one_use() -> None:
