@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 
@@ -48,37 +49,39 @@ CPU = dataclasses.replace(
 )
 
 
-def test_the_line_of_a_step_on_gpus() -> None:
-    assert FULL.as_line() == (
-        "step   1,200/100,000 1.2% | loss 3.2146 mean 3.2301 best val 3.1021 | lr 2.99e-4 | "
-        "gnorm 0.46 | 1.83 s 571,467 tok/s | MFU 41.2% | spent $14.60, left 50.4 h $1,208.60"
-    )
+HEAD = "step      10/40 25.0% | loss 3.2146 | lr 3.00e-10"
 
 
-def test_the_line_shows_waits_and_memory_that_ask_for_attention_and_stays_within_200() -> None:
-    assert len(FULL.as_line()) < 170
-    full = dataclasses.replace(
-        FULL, step=99_990, data_wait_fraction=0.123, gpu_memory_fraction=0.95, cost_usd=1214.6
-    )
-    assert "| MFU 41.2% | data 12.3% | mem 95% | spent $1,214.60, left" in full.as_line()
-    assert len(full.as_line()) < 200
-
-
-def test_what_is_unknown_is_left_out() -> None:
-    assert CPU.as_line() == (
-        "step      10/40 25.0% | loss 3.2146 | lr 3.00e-10 | 0.06 s 4,267 tok/s | "
-        "data 25.0% | left 2 s"
-    )
-
-
-def test_fp16_shows_its_scale_and_what_it_skipped() -> None:
-    line = dataclasses.replace(CPU, loss_scale=32_768.0, skipped_steps=2).as_line()
-    assert "| scale 32768 (2 skipped) |" in line
-
-
-def test_before_the_first_speed_there_is_none() -> None:
-    line = dataclasses.replace(CPU, step_seconds=None, tokens_per_second=None, seconds_left=None)
-    assert line.as_line() == "step      10/40 25.0% | loss 3.2146 | lr 3.00e-10 | data 25.0%"
+@pytest.mark.parametrize(
+    ("metrics", "changes", "line"),
+    [
+        (
+            FULL,
+            {},
+            "step   1,200/100,000 1.2% | loss 3.2146 mean 3.2301 best val 3.1021 | lr 2.99e-4 | "
+            "gnorm 0.46 | 1.83 s 571,467 tok/s | MFU 41.2% | spent $14.60, left 50.4 h $1,208.60",
+        ),
+        (  # waits and memory are shown where they ask for attention
+            FULL,
+            {"data_wait_fraction": 0.123, "gpu_memory_fraction": 0.95, "best_loss": None},
+            "step   1,200/100,000 1.2% | loss 3.2146 mean 3.2301 | lr 2.99e-4 | gnorm 0.46 | "
+            "1.83 s 571,467 tok/s | MFU 41.2% | data 12.3% | mem 95% | spent $14.60, "
+            "left 50.4 h $1,208.60",
+        ),
+        # What is unknown is left out.
+        (CPU, {}, f"{HEAD} | 0.06 s 4,267 tok/s | data 25.0% | left 2 s"),
+        (CPU, {"step_seconds": None, "seconds_left": None}, f"{HEAD} | data 25.0%"),
+        (
+            CPU,
+            {"loss_scale": 32_768.0, "skipped_steps": 2, "mfu_refused": True},
+            f"{HEAD} | scale 32768 (2 skipped) | 0.06 s 4,267 tok/s | MFU ? | data 25.0% | "
+            "left 2 s",
+        ),
+    ],
+)
+def test_the_line_of_a_step(metrics: StepMetrics, changes: dict[str, Any], line: str) -> None:
+    assert dataclasses.replace(metrics, **changes).as_line() == line
+    assert len(line) < 200
 
 
 def test_a_record_holds_every_field_under_its_name() -> None:

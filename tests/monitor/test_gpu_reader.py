@@ -20,6 +20,8 @@ from refocused.monitor.sampler.gpu_reader import (
 )
 from refocused.system.errors import RefocusedError
 
+UNKNOWN_MEMORY = pynvml.NVML_VALUE_NOT_AVAILABLE_ulonglong.value
+
 
 class Clock:
     def __init__(self) -> None:
@@ -84,33 +86,35 @@ def test_a_healthy_gpu(reader: GpuReader) -> None:
     assert {name: getattr(found, name) for name in found.__slots__} == expected
 
 
+THROTTLES = ("hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake")
+REMAPPED = {"remapped_corrected": 1, "remapped_uncorrected": 2, "remap_pending": 1}
+
+
 @pytest.mark.parametrize(
-    ("bits", "names"),
+    ("facts", "expected"),
     [
-        (0x8, ("hw_slowdown",)),
-        (0x20, ("sw_thermal",)),
-        (0x44, ("hw_thermal",)),
-        (0x80, ("hw_power_brake",)),
-        (0x1 | 0x2 | 0x10 | 0x100, ()),
-        (0xFF, ("hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake")),
+        ({"clock_events": 0x8}, {"throttle_reasons": THROTTLES[:1]}),
+        ({"clock_events": 0x20}, {"throttle_reasons": THROTTLES[1:2]}),
+        ({"clock_events": 0x44}, {"throttle_reasons": THROTTLES[2:3]}),
+        ({"clock_events": 0x80}, {"throttle_reasons": THROTTLES[3:]}),
+        ({"clock_events": 0x1 | 0x2 | 0x10 | 0x100}, {"throttle_reasons": ()}),
+        ({"clock_events": 0xFF}, {"throttle_reasons": THROTTLES}),
+        ({"ecc_corrected": 12}, {"ecc_corrected": 12, "ecc_uncorrected": 0}),
+        ({"ecc_uncorrected": 3}, {"ecc_corrected": 0, "ecc_uncorrected": 3}),
+        (REMAPPED, {"remapped_rows": 3, "remap_pending": True, "remap_failed": False}),
+        ({"remap_failed": 1}, {"remap_pending": False, "remap_failed": True}),
+        ({"process": f"17 {UNKNOWN_MEMORY}"}, {"processes": {17: None}}),
+        ({"process": None}, {"processes": {}}),
+        ({"process": f"17 {GIB // 2}"}, {"processes": {17: 0.5}}),
     ],
 )
-def test_reasons_to_throttle(
-    eight_gpus: Machine, reader: GpuReader, bits: int, names: tuple[str, ...]
+def test_one_gpu_among_healthy_ones(
+    eight_gpus: Machine, reader: GpuReader, facts: dict[str, object], expected: dict[str, object]
 ) -> None:
-    eight_gpus.gpu(5, clock_events=bits)
-    assert reader.samples()[5].throttle_reasons == names
-    assert reader.samples()[4].throttle_reasons == ()
-
-
-def test_errors_of_the_memory(eight_gpus: Machine, reader: GpuReader) -> None:
-    ecc = {"ecc_corrected": 12, "ecc_uncorrected": 3}
-    remapped = {"remapped_corrected": 1, "remapped_uncorrected": 2}
-    eight_gpus.gpu(2, **ecc, **remapped, remap_pending=1, remap_failed=1)
-    found = reader.samples()[2]
-    assert (found.ecc_corrected, found.ecc_uncorrected, found.remapped_rows) == (12, 3, 3)
-    assert found.remap_pending
-    assert found.remap_failed
+    eight_gpus.gpu(5, **facts)
+    samples = reader.samples()
+    assert {name: getattr(samples[5], name) for name in expected} == expected
+    assert samples[4].throttle_reasons == ()
 
 
 def test_a_gpu_that_is_lost_is_still_known(eight_gpus: Machine, reader: GpuReader) -> None:
@@ -192,13 +196,6 @@ def test_traffic_and_errors_of_nvlink(eight_gpus: Machine, reader: GpuReader, cl
     eight_gpus.gpu(0, field_138=100)  # a counter that began anew gives no rate
     clock.now += SLOW_SECONDS
     assert reader.samples()[0].nvlink_sent_gib_per_second is None
-
-
-def test_the_memory_of_a_process_may_be_unknown(eight_gpus: Machine, reader: GpuReader) -> None:
-    eight_gpus.gpu(0, process=f"17 {pynvml.NVML_VALUE_NOT_AVAILABLE_ulonglong.value}")
-    eight_gpus.gpu(1, process=None)
-    eight_gpus.gpu(2, process=f"17 {GIB // 2}")
-    assert [sample.processes for sample in reader.samples()[:3]] == [{17: None}, {}, {17: 0.5}]
 
 
 @pytest.mark.parametrize(
