@@ -1,4 +1,4 @@
-"""Steps named by their address in an object store, and what is here under their names."""
+"""Checkpoints and models named by their address in an object store, and their local copies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ pytestmark = pytest.mark.bucket
 OPTIONS = argparse.Namespace(run=None, bucket=None, gcs_credentials=None, gcp_project=None)
 
 
-def test_a_step_is_brought_here_by_its_address(sample_run: SampleRun, emulator: Emulator) -> None:
+def test_a_step_is_fetched_by_its_address_unless_another_has_its_name(
+    sample_run: SampleRun, emulator: Emulator
+) -> None:
     step = sample_run.save_readable(10)
     bucket = f"{emulator.url}/mirror"
     assert sample_run.command_json("upload", "10", "--bucket", bucket)["uploaded"] == [10]
@@ -34,17 +36,11 @@ def test_a_step_is_brought_here_by_its_address(sample_run: SampleRun, emulator: 
     assert step.path.is_dir()
     with pytest.raises(CheckpointError, match=r"no checkpoint 'checkpoint_step_11'.*Nearest"):
         local_step(address.replace("10/", "11"), OPTIONS)
-
-
-def test_another_step_of_the_name_is_kept(sample_run: SampleRun, emulator: Emulator) -> None:
-    bucket = f"{emulator.url}/mirror"
-    theirs = sample_run.save_readable(10)
-    sample_run.command("upload", "10", "--bucket", bucket)
-    remove_step(theirs.path)
+    remove_step(step.path)
     mine = sample_run.save_readable(10, loss=1.0)
     before = mine.trainer.read_bytes()
     with pytest.raises(CheckpointError, match=r"checkpoint_step_10 exists and is not a copy of"):
-        local_step(f"{bucket}/one/checkpoints/checkpoint_step_10", OPTIONS)
+        local_step(address, OPTIONS)
     assert mine.trainer.read_bytes() == before
 
 

@@ -1,0 +1,158 @@
+"""How commands read numbers and print quantities, tables and progress; how they end."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import ROOT
+
+from refocused.commands.main import VERBS, run_command
+from refocused.commands.output import (
+    age,
+    count,
+    count_text,
+    duration_text,
+    positive,
+    print_table,
+    progress_line,
+    ratio,
+    size_text,
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("spell", "texts"),
+    [
+        (size_text, {0: "0 B", 999: "999 B", 1500: "1.5 kB", 2.5e9: "2.5 GB", 3e12: "3.0 TB"}),
+        (count_text, {12_345: "12,345", 3.4e6: "3.40 M", 51.6e9: "51.60 B"}),
+        (duration_text, {0.4: "0 s", 59: "59 s", 61: "1 min 1 s", 3_700: "1 h 1 min"}),
+        (duration_text, {90_000: "1 d 1 h"}),
+        (age, {-5: "just now", 59: "just now", 125: "2 min ago", 11_400: "3 h 10 min ago"}),
+        (age, {3 * 86400 + 7200: "3 d 2 h ago"}),
+    ],
+)
+def test_quantities_are_spelt_for_people(
+    spell: Callable[[float], str], texts: dict[float, str]
+) -> None:
+    assert {number: spell(number) for number in texts} == texts
+
+
+@pytest.mark.parametrize(
+    ("read", "numbers"),
+    [
+        (count, {"1": 1, "1e8": 10**8, "100_000": 10**5, "1,000": 1000, "1.5M": 1_500_000}),
+        (count, {"2b": 2 * 10**9}),
+        (ratio, {"0": 0.0, "0.5": 0.5}),
+        (positive, {"7.92": 7.92}),
+    ],
+)
+def test_numbers_are_read_in_every_usual_form(read: Any, numbers: dict[str, float]) -> None:
+    assert {text: read(text) for text in numbers} == numbers
+
+
+@pytest.mark.parametrize(
+    ("read", "texts"),
+    [
+        (count, ("0", "-1", "1.5", "x", "", "1e", "nan", "1x")),
+        (ratio, ("-0.1", "1.1", "x", "nan")),
+        (positive, ("0", "inf", "nan", "x")),
+    ],
+)
+def test_other_numbers_are_refused(read: Any, texts: tuple[str, ...]) -> None:
+    for text in texts:
+        with pytest.raises(argparse.ArgumentTypeError):
+            read(text)
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_a_table_is_plain_off_a_terminal_and_fits_one(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "40")
+    note = "a note [of] several :words: that needs some room"
+    print_table([("10", note), ("1,000", "")], "STEP", "NOTE", file=stream)
+    heading, first, *others = stream.getvalue().splitlines()
+    assert heading == "STEP    NOTE"
+    if stream.isatty():
+        assert len(others) == 2 and max(map(len, (first, *others))) <= 40
+    else:
+        assert (first, others) == (f"10      {note}", ["1,000"])
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_progress_moves_on_a_terminal_and_is_a_line_now_and_then_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    now = 100.0
+    with progress_line("sync", stream=stream, clock=lambda: now) as show:
+        show(40_000_000, 100_000_000)
+        for _ in range(20):
+            now += 1
+            show(40_000_000 + 1_000_000 * int(now - 100), 100_000_000, "3 of 5 objects")
+    printed = stream.getvalue()
+    # What was done by the first call does not count for the rate.
+    assert "sync  60.0 % 60.0/100.0 MB 1.0 MB/s left 0:00:40 3 of 5 objects" in printed
+    moves, lines = printed.count("\r"), printed.count("\n")
+    assert (moves >= 20, lines) == ((True, 1) if stream.isatty() else (False, 2))
+
+
+def test_progress_that_never_begins_prints_nothing() -> None:
+    for stream in (io.StringIO(), Terminal()):
+        with progress_line("sync", stream=stream):
+            pass
+        assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "verb"), [(command, verb) for command in VERBS for verb in VERBS[command]]
+)
+def test_every_verb_has_its_function(command: str, verb: str) -> None:
+    functions = importlib.import_module(f"refocused.commands.{VERBS[command][verb][0]}")
+    assert callable(getattr(functions, f"run_{verb or command}"))
+
+
+@pytest.mark.parametrize("command", ["prepare_data.py --help", "checkpoints.py list"])
+def test_a_reader_that_leaves_ends_a_command_without_a_traceback(
+    tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "runs" / "one" / "checkpoints").mkdir(parents=True)
+    script, argument = command.split()
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, ROOT / "launch" / script, argument],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_broken_connections_stay_errors_and_do_not_end_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_command("prepare_data", ["--help"])
+    run_command("checkpoints", ["list"])
+    assert signal.getsignal(signal.SIGPIPE) == signal.SIG_IGN
