@@ -62,12 +62,7 @@ def assemble_parts(
 ) -> Parts:
     """Bring together what the loop uses.
 
-    Args:
-        job: The run.
-        data: Where batches come from.
-        built: The model.
-        branch: The branch that training continues.
-        began_seconds: When this process's session began, on the monotonic clock.
+    `began_seconds` is when this process started, on the monotonic clock.
     """
     config, shape, world = job.loaded.config, job.loaded.shape, job.world
     rows = shape.padded_vocabulary(config.model.vocabulary_multiple)

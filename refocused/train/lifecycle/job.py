@@ -30,29 +30,17 @@ from refocused.system.world import World
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """What the command line asks for besides the run file.
+    """What the command line asks for besides the run file."""
 
-    Attributes:
-        resume: `auto`, `latest`, `best`, `none`, a step, a name, a path or a `gs://` address.
-        dry_run: Build and check everything, train nothing.
-        profile_steps: Steps to trace after the first ones; 0: none.
-        credentials_file: Key file for `gs://`.
-        project: Google Cloud project.
-        command: The command that was typed, for the summary.
-        allowed_changes: Settings that may differ from those of the checkpoint.
-        trusts_others: A checkpoint of another run may be taken over.
-        or_start: If nothing can be resumed, start from scratch under another name.
-    """
-
-    resume: str
-    dry_run: bool
-    credentials_file: Path | None
-    project: str | None
-    command: str
-    allowed_changes: frozenset[str] = frozenset()
-    trusts_others: bool = False
-    or_start: bool = False
-    profile_steps: int = 0
+    resume: str  # `auto`, `latest`, `best`, `none`, a step, a name, a path or a `gs://` address
+    dry_run: bool  # build and check everything, train nothing
+    credentials_file: Path | None  # key file for `gs://`
+    project: str | None  # Google Cloud project
+    command: str  # the command that was typed, for the summary
+    allowed_changes: frozenset[str] = frozenset()  # settings that may differ from the checkpoint's
+    trusts_others: bool = False  # a checkpoint of another run may be taken over
+    or_start: bool = False  # if nothing can be resumed, start from scratch under another name
+    profile_steps: int = 0  # steps to trace after the first ones; 0: none
 
     def open_bucket(self, url: str) -> Bucket:
         """Return the bucket of an address, reached with the command line's credentials."""
@@ -61,23 +49,14 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What was chosen, and for what memory.
+    """What was chosen, and for what memory."""
 
-    Attributes:
-        choice: Stage, offloads, micro-batch and the memory they take.
-        batch: Of a step.
-        memory_bytes: Of the smallest GPU; None without GPUs.
-        without_offload: Bytes of a step without an offload that is not needed.
-        native: The precision that the hardware of all ranks computes fastest in.
-        is_native_by_choice: Whether `precision.dtype: auto` chose it.
-    """
-
-    choice: Choice
-    batch: BatchPlan
-    memory_bytes: float | None
-    without_offload: int | None
-    native: precision.NativeDtype
-    is_native_by_choice: bool
+    choice: Choice  # stage, offloads, micro-batch and the memory they take
+    batch: BatchPlan  # of a step
+    memory_bytes: float | None  # of the smallest GPU; None without GPUs
+    without_offload: int | None  # bytes of a step without an offload that is not needed
+    native: precision.NativeDtype  # what the hardware of all ranks computes fastest in
+    is_native_by_choice: bool  # whether `precision.dtype: auto` chose it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -49,9 +49,7 @@ class Signals:
     The launcher signals ranks one after another and kills them 30 s later, so that a handler that
     saved by itself would wait for ranks that do not come. This one only sets a flag.
 
-    Args:
-        speaks: Whether to print the notices on stderr; rank 0 does.
-        clock: Monotonic seconds.
+    Only a rank that `speaks`, rank 0, prints the notices on stderr.
     """
 
     def __init__(self, *, speaks: bool, clock: Callable[[], float] = time.monotonic) -> None:
@@ -93,23 +91,16 @@ _FOLDER_PREFIX = "refocused-launch-"
 
 
 class RankNote(pydantic.BaseModel):
-    """What one rank reports of itself.
-
-    Attributes:
-        run: The run's folder, once it is open; before, nothing was written anywhere.
-        training: Whether the loop has begun: from there on, an end without a save loses steps.
-        exit_code: Reported just before the end; None: the rank did not get there.
-        reason: Name of the StopReason it ended for.
-    """
+    """What one rank reports of itself."""
 
     model_config = pydantic.ConfigDict(frozen=True)
 
     rank: int
     process: ProcessIdentity
-    run: str | None = None
-    training: bool = False
-    exit_code: int | None = None
-    reason: str | None = None
+    run: str | None = None  # the run's folder, once it is open; before, nothing was written
+    training: bool = False  # whether an end without a save loses steps
+    exit_code: int | None = None  # reported just before the end; None: the rank did not get there
+    reason: str | None = None  # name of the StopReason it ended for
 
     @property
     def alive(self) -> bool:
@@ -118,24 +109,16 @@ class RankNote(pydantic.BaseModel):
 
 
 class Launch(pydantic.BaseModel):
-    """What the supervisor tells its ranks.
-
-    Attributes:
-        folder: Of this launch; every process of it carries the path in its environment.
-        host: The supervisor's machine; ranks elsewhere do without it.
-        began_seconds: When the command began, on this machine's monotonic clock.
-        grace_seconds: Time that ranks have to stop after a signal.
-        command: Resumes the run.
-    """
+    """What the supervisor tells its ranks."""
 
     model_config = pydantic.ConfigDict(frozen=True)
 
-    folder: Path
-    host: str
+    folder: Path  # of this launch; every process of it carries the path in its environment
+    host: str  # the supervisor's machine; ranks elsewhere do without it
     supervisor: ProcessIdentity
-    began_seconds: float
-    grace_seconds: float
-    command: str
+    began_seconds: float  # when the command began, on this machine's monotonic clock
+    grace_seconds: float  # time that ranks have to stop after a signal
+    command: str  # resumes the run
 
     @classmethod
     def create(cls, *, began_seconds: float, grace_seconds: float, command: str) -> Launch:

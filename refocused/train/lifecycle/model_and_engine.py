@@ -23,20 +23,13 @@ from refocused.train.step.garbage_collection import keep_freed_memory, quick_imp
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Built:
-    """The model, partitioned over the ranks.
-
-    Attributes:
-        parameters: Elements of the whole model, padding included.
-        mixing: The implementation of the sequence mixer.
-        compilation: How the blocks are computed.
-        freed_memory: How freed memory on the host is handled; empty: a step frees nothing large.
-    """
+    """The model, partitioned over the ranks."""
 
     engine: Engine
-    parameters: int
-    mixing: str
-    compilation: Compilation
-    freed_memory: str
+    parameters: int  # elements of the whole model, padding included
+    mixing: str  # the implementation of the sequence mixer
+    compilation: Compilation  # how the blocks are computed
+    freed_memory: str  # how freed memory on the host is handled; empty: a step frees nothing large
 
 
 def assemble_engine(job: Job) -> Built:

@@ -41,25 +41,15 @@ from refocused.train.step.state import TrainState
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DataParts:
-    """The data of a run, ready to be read.
+    """The data of a run, ready to be read."""
 
-    Attributes:
-        manifest: All shards.
-        sources: The windows of each source; a run without a mixture has one.
-        order: The order of training.
-        order_text: What decides the order, besides the data and the mixture.
-        cache: The machine's local shards.
-        loader: Gives this rank its batches.
-        validation_batches: Yields this rank's validation batches.
-    """
-
-    manifest: Manifest
-    sources: Sequence[Source]
-    order: Order | Mixture
-    order_text: str
-    cache: ShardCache
-    loader: Loader
-    validation_batches: Callable[[], Iterator[Batch]]
+    manifest: Manifest  # all shards
+    sources: Sequence[Source]  # the windows of each source; a run without a mixture has one
+    order: Order | Mixture  # the order of training
+    order_text: str  # what decides the order, besides the data and the mixture
+    cache: ShardCache  # the machine's local shards
+    loader: Loader  # gives this rank its batches
+    validation_batches: Callable[[], Iterator[Batch]]  # yields this rank's validation batches
 
     @property
     def mixture_text(self) -> str:
@@ -95,16 +85,7 @@ def build_data(
 ) -> DataParts:
     """Open the source, describe it on rank 0, and prepare to read it on every rank.
 
-    Args:
-        data: The run's data section.
-        plan: The batch of a step.
-        world: The ranks.
-        vocabulary: Ids that the model knows; larger ones in the data are refused.
-        seed: Of the order.
-        steps: Of the whole run.
-        evaluation_windows: Windows of one validation.
-        credentials_file: Key file for `gs://`.
-        project: Google Cloud project.
+    Ids in the data beyond `vocabulary` are refused. A validation has `evaluation_windows`.
 
     Raises:
         RefocusedError: On every rank alike: the source cannot be read or does not fit the run.

@@ -46,17 +46,11 @@ class CannotResumeError(CheckpointError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chosen:
-    """What training starts from.
+    """What training starts from."""
 
-    Attributes:
-        path: The step directory; None: from scratch.
-        branch: The branch that training continues.
-        corrupt: Newer checkpoints on rank 0's disk that cannot be used.
-    """
-
-    path: Path | None
-    branch: Branch
-    corrupt: tuple[Path, ...] = ()
+    path: Path | None  # the step directory; None: from scratch
+    branch: Branch  # the branch that training continues
+    corrupt: tuple[Path, ...] = ()  # newer checkpoints on rank 0's disk that cannot be used
 
 
 def choose(job: Job) -> Chosen:

@@ -41,20 +41,14 @@ _STATE, _PARENT = 0, 1  # positions after the command's name in /proc/PID/stat
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Session:
-    """What a rank knows before it has joined the others.
-
-    Attributes:
-        began_seconds: When the command began, on this machine's monotonic clock.
-        rank_began_seconds: When this process did; the launcher may have started others before.
-        launch: The supervisor's; None without one.
-    """
+    """What a rank knows before it has joined the others."""
 
     signals: Signals
     ancestors: Ancestors
     presence: Presence
-    began_seconds: float
-    rank_began_seconds: float
-    launch: Launch | None
+    began_seconds: float  # when the command began, on this machine's monotonic clock
+    rank_began_seconds: float  # when this process did; the launcher may have started others before
+    launch: Launch | None  # the supervisor's; None without one
 
     @property
     def training_notices(self) -> Notices:
@@ -117,10 +111,7 @@ class Ancestors:
     gets another parent, which is how a rank notices. A rank that a person started has no launcher:
     it keeps running when their shell ends.
 
-    Args:
-        launch: The supervisor's; None without one.
-        environment: Of this process.
-        processes: The kernel's table of processes.
+    `processes` is the kernel's table of processes.
     """
 
     def __init__(

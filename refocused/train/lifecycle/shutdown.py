@@ -106,21 +106,13 @@ def _await_export(
 
 @dataclasses.dataclass
 class DrainProgress:
-    """Logs every ten percent of an upload; soon what holds up the mirror, and that again.
+    """Logs every ten percent of an upload; soon what holds up the mirror, and that again."""
 
-    Attributes:
-        checkpoints: The folder of the local steps.
-        timeout_s: Longest wait, in seconds.
-        clock: Monotonic seconds.
-        per_hour_usd: Price of the machine that waits; None: unknown.
-        setting: The setting that bounds the wait, if one does.
-    """
-
-    checkpoints: Path
-    timeout_s: float
-    clock: Callable[[], float] = time.monotonic
-    per_hour_usd: float | None = None
-    setting: str | None = None
+    checkpoints: Path  # the folder of the local steps
+    timeout_s: float  # longest wait, in seconds
+    clock: Callable[[], float] = time.monotonic  # monotonic seconds
+    per_hour_usd: float | None = None  # price of the machine that waits; None: unknown
+    setting: str | None = None  # the setting that bounds the wait, if one does
 
     def __post_init__(self) -> None:
         self._logged_at = self.clock()

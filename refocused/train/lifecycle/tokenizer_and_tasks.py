@@ -20,17 +20,11 @@ from refocused.train.step.evaluation import TextSampler
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextParts:
-    """The same on every rank.
+    """The same on every rank."""
 
-    Attributes:
-        tokenizer_json: Stored in the checkpoints; None if the run names no tokenizer files.
-        tasks: Tasks to evaluate.
-        sampler: Writes text samples; None if the run has no prompt.
-    """
-
-    tokenizer_json: bytes | None
-    tasks: Sequence[Examination] = ()
-    sampler: TextSampler | None = None
+    tokenizer_json: bytes | None  # stored in the checkpoints; None if the run names no files
+    tasks: Sequence[Examination] = ()  # tasks to evaluate
+    sampler: TextSampler | None = None  # writes text samples; None if the run has no prompt
 
 
 def build_texts(
@@ -43,14 +37,6 @@ def build_texts(
     world: World,
 ) -> TextParts:
     """Read the tokenizer and the tasks on rank 0; every rank must call.
-
-    Args:
-        data: Names the tokenizer.
-        evaluation: Names the tasks and the prompt.
-        vocabulary: Ids that the model knows.
-        context_tokens: Longest context that it is trained on.
-        seed: Of the samples.
-        world: The ranks.
 
     Raises:
         RefocusedError: On every rank: the tokenizer or a task does not fit the model.

@@ -25,35 +25,20 @@ from refocused.train.step.stopping import StopRequest
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialStep:
-    """What the step was.
+    """What the step was."""
 
-    Attributes:
-        untrained_loss: On random tokens, before it, in nats.
-        loss: Of its batch.
-        tokens: In it.
-        seconds: Of the step, in which everything runs for the first time.
-        build_seconds: For reading the data's headers and building model and engine.
-        wait_seconds: Until its batches were there.
-        micro: Windows of a pass, as planned.
-        zero_stage: As planned.
-        compute: How the blocks are computed.
-        planned_bytes: Memory of a rank by the plan.
-        peak_bytes: Most memory allocated, on the fullest GPU; None without GPUs.
-        gpu_bytes: Memory of the smallest GPU; None without GPUs.
-    """
-
-    untrained_loss: float
+    untrained_loss: float  # on random tokens, before it, in nats
     loss: float
     tokens: int
-    seconds: float
-    build_seconds: float
-    wait_seconds: float
-    micro: int
-    zero_stage: int
-    compute: str
-    planned_bytes: int
-    peak_bytes: float | None
-    gpu_bytes: float | None
+    seconds: float  # of the step, in which everything runs for the first time
+    build_seconds: float  # for reading the data's headers and building model and engine
+    wait_seconds: float  # until its batches were there
+    micro: int  # windows of a pass, as planned
+    zero_stage: int  # as planned
+    compute: str  # how the blocks are computed
+    planned_bytes: int  # memory of a rank by the plan
+    peak_bytes: float | None  # most memory allocated, on the fullest GPU; None without GPUs
+    gpu_bytes: float | None  # memory of the smallest GPU; None without GPUs
 
 
 def take_trial_step(

@@ -160,18 +160,12 @@ def take_tasks(parts: Parts, stop: StopRequest) -> list[TaskResult] | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextSampler:
-    """Continues a prompt by up to `tokens` tokens, always from the same seed.
+    """Continues a prompt by up to `tokens` tokens, always from the same seed."""
 
-    Attributes:
-        tokenizer: A transformers tokenizer.
-        prompt: Text to continue; not empty.
-        context_tokens: Longest context that the model is trained on.
-    """
-
-    tokenizer: Any
-    prompt: str
+    tokenizer: Any  # a transformers tokenizer
+    prompt: str  # text to continue; not empty
     tokens: int
-    context_tokens: int
+    context_tokens: int  # longest context that the model is trained on
     seed: int
 
     def write(
@@ -179,11 +173,8 @@ class TextSampler:
     ) -> str | None:
         """Return the prompt and its continuation, up to the end of a text; every rank must call.
 
-        Only ids that the tokenizer knows are drawn, not the vocabulary's padding.
-
-        Args:
-            engine: Of the model.
-            stopping: Called before each token, alike on all ranks; the result is None once true.
+        Only ids that the tokenizer knows are drawn, not the vocabulary's padding. `stopping` is
+        called before each token, alike on all ranks; once it is true, None is returned.
         """
         generator = torch.Generator().manual_seed(self.seed)
         known = torch.tensor(sorted(self.tokenizer.get_vocab().values()))

@@ -86,11 +86,7 @@ def keep_freed_memory(
     Otherwise the kernel maps and clears temporaries of hundreds of MB anew at each step, and page
     faults take half of a large one. Call this once the model and optimizer states are built.
 
-    Args:
-        plan: Of this machine's memory.
-        available: Free memory, in bytes.
-        ranks_here: Ranks that share it.
-        environment: Its settings of malloc, if any, are left as they are.
+    The `available` bytes are shared by `ranks_here`. Settings of malloc in `environment` are kept.
 
     Returns:
         What was done and why, for the log; empty if a step frees nothing large.

@@ -54,19 +54,12 @@ def explaining_lack_of_memory(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepTaken:
-    """A step whose update is queued on the device.
+    """A step whose update is queued on the device."""
 
-    Attributes:
-        step: Its number, from 1.
-        losses: This rank's mean loss of each micro-batch `[accumulation]`, on the device.
-        verdict: Whether the update was made.
-        micro_batches: The batches of these losses.
-    """
-
-    step: int
-    losses: Tensor
-    verdict: Verdict
-    micro_batches: Sequence[Batch]
+    step: int  # its number, from 1
+    losses: Tensor  # this rank's mean loss of each micro-batch `[accumulation]`, on the device
+    verdict: Verdict  # whether the update was made
+    micro_batches: Sequence[Batch]  # the batches of these losses
 
 
 class FiniteSteps:
@@ -125,10 +118,7 @@ def fetch_together(
 ) -> list[Batch] | None:
     """Fetch a step's batches on every rank; return None on all of them if a stop was requested.
 
-    Args:
-        world: The ranks.
-        fetch: Waits at most so many seconds for this rank's batches; None: not there yet.
-        stop: Checked while a rank waits.
+    `fetch` waits at most so many seconds for this rank's batches, and returns None without them.
 
     Raises:
         RefocusedError: On every rank when one fails; a rank that failed alone would leave the

@@ -29,16 +29,12 @@ class SavedLoss(pydantic.BaseModel):
 
     The windows are stored with it, so that the comparison depends neither on the data nor on the
     number of ranks, and needs no shard.
-
-    Attributes:
-        windows: Token ids of equally long windows; each id but the first of a window is predicted.
-        losses: Mean of each window, in nats a token.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
-    windows: tuple[tuple[int, ...], ...] = pydantic.Field(min_length=1)
-    losses: tuple[float, ...] = pydantic.Field(min_length=1)
+    windows: tuple[tuple[int, ...], ...] = pydantic.Field(min_length=1)  # token ids, equally long
+    losses: tuple[float, ...] = pydantic.Field(min_length=1)  # mean of each window, in nats a token
 
     @property
     def mean(self) -> float:
@@ -127,10 +123,7 @@ def check_first_loss(parts: Parts) -> float:
 def check_resumed_loss(parts: Parts, saved: SavedLoss | None, *, allowed: bool) -> None:
     """Compare the loaded model's loss with the saved one; every rank must call.
 
-    Args:
-        parts: The run's parts.
-        saved: The checkpoint's record, if it has one.
-        allowed: Whether the user allowed a change of the model, the data or the precision.
+    `allowed` means that the user allowed a change of the model, the data or the precision.
 
     Raises:
         TrainingError: On every rank: a trained model was saved, and an untrained one was loaded.

@@ -24,23 +24,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
-    """Everything the loop needs, built once by `refocused.train.lifecycle.build_run`.
-
-    Attributes:
-        validation_batches: Yields this rank's validation batches, the same ones at every call;
-            none without validation data.
-        vocabulary: Ids that can be predicted.
-        vocabulary_rows: Rows of the embedding, padding included.
-        untrained_loss: Expected loss of a right initialisation on random tokens, in nats.
-        tasks: Tasks to evaluate, the same on every rank.
-        sampler: Writes text samples; None if the run has no prompt.
-        profiler: Traces some steps; None on other ranks and without `--profile`.
-    """
+    """Everything the loop needs, built once by `refocused.train.lifecycle.build_run`."""
 
     world: World
     engine: Engine
     loader: Loader
-    validation_batches: Callable[[], Iterator[Batch]]
+    validation_batches: Callable[[], Iterator[Batch]]  # the same ones at every call
     plan: BatchPlan
     total_steps: int
     optimizer: OptimizerConfig
@@ -49,9 +38,9 @@ class Parts:
     throughput: Throughput
     reporter: Reporter
     saver: Saver
-    vocabulary: int
-    vocabulary_rows: int
-    untrained_loss: float
-    tasks: Sequence[Examination] = ()
-    sampler: TextSampler | None = None
-    profiler: StepProfiler | None = None
+    vocabulary: int  # ids that can be predicted
+    vocabulary_rows: int  # rows of the embedding, padding included
+    untrained_loss: float  # expected loss of a right initialisation on random tokens, in nats
+    tasks: Sequence[Examination] = ()  # tasks to evaluate, the same on every rank
+    sampler: TextSampler | None = None  # writes text samples; None if the run has no prompt
+    profiler: StepProfiler | None = None  # None on other ranks and without `--profile`

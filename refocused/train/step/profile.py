@@ -32,13 +32,7 @@ class StepProfiler:
     ) -> None:
         """Prepare; nothing is traced before the warm-up is over.
 
-        Args:
-            folder: For the trace and the table.
-            steps: Steps to trace, at least 1.
-            on_gpu: Whether kernels run on a GPU.
-            report: Takes the table, as one text.
-            clock: Monotonic seconds.
-            warm_up_steps: Steps before the trace, at least 2: the tracer needs one itself.
+        At least 2 steps must warm up, since the tracer needs one itself.
         """
         self._folder, self._steps, self._on_gpu = folder, steps, on_gpu
         self._report, self._clock, self._warm_up = report, clock, warm_up_steps

@@ -122,10 +122,8 @@ class Reporter:
     ) -> TrainState:
         """Read the losses from the device, report the step, return the state with its loss.
 
-        Args:
-            state: After the step.
-            losses: Of each step since the last log line `[accumulation]`, on the device.
-            waited_seconds: For batches, since the session began.
+        `losses` are those of each step since the last log line `[accumulation]`, on the device.
+        `waited_seconds` for batches are counted since the session began.
         """
         read = torch.stack([losses[-1].mean(), torch.cat(list(losses)).mean()]).tolist()
         loss, loss_mean = (of_all / self._world.world_size for of_all in self._world.total(read))
@@ -227,10 +225,7 @@ class Reporter:
     def write_failure(self, state: TrainState, error: BaseException, exit_code: int) -> None:
         """Record in `state.json` and in the events that the run failed.
 
-        Args:
-            state: At the session's start, in case nothing was reported since.
-            error: Why it failed.
-            exit_code: Of the command.
+        `state` is that of the session's start, in case nothing was reported since.
         """
         state = self.booked(self._latest or state)
         self._record_time("time", state, self._throughput.time_without_use())

@@ -33,32 +33,22 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(kw_only=True)
 class Saver:
-    """Saves the state, keeps the mirror running and removes old steps; all ranks call together.
-
-    Attributes:
-        compare: Compares a step with this run; raises if it cannot be resumed.
-        folder: Of the step directories.
-        branch: The branch that training continues.
-        files_done: Token files of the epoch that are consumed at a state.
-        saved_step: The newest step that this run saved or resumed from; None: there is none.
-        loaded_loss: Record of the loaded checkpoint, if it has one.
-        loaded_changed: Whether the user allowed a change from the settings of that checkpoint.
-    """
+    """Saves the state, keeps the mirror running and removes old steps; all ranks call together."""
 
     checkpointer: Checkpointer
-    compare: Callable[[StepDirectory], Changes]
-    folder: Path
-    branch: Branch = FIRST_BRANCH
+    compare: Callable[[StepDirectory], Changes]  # raises if it cannot be resumed
+    folder: Path  # of the step directories
+    branch: Branch = FIRST_BRANCH  # the branch that training continues
     engine: Engine
     mirror: Mirroring
     settings: CheckpointConfig
     reporter: Reporter
     throughput: Throughput
     world: World
-    files_done: Callable[[TrainState], int]
-    saved_step: int | None = None
-    loaded_loss: SavedLoss | None = None
-    loaded_changed: bool = False
+    files_done: Callable[[TrainState], int]  # token files of the epoch that are consumed at a state
+    saved_step: int | None = None  # the newest that this run saved or resumed from
+    loaded_loss: SavedLoss | None = None  # record of the loaded checkpoint, if it has one
+    loaded_changed: bool = False  # whether the user allowed a change of settings
     _failures: int = 0
     _stall_seconds: float = 0.0
 

@@ -20,32 +20,20 @@ NEWER_FIELDS = {"validation_step", "tasks_step", "wandb_id"}  # missing in older
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainState:
-    """The run's progress.
+    """The run's progress."""
 
-    Attributes:
-        step: Optimizer steps made.
-        position: Where the next batch begins in the data.
-        loss: Training loss of the last step whose loss was read from the device.
-        validation_step: Step of the last completed validation.
-        tasks_step: Step of the last completed evaluation on tasks.
-        best_loss: Lowest validation loss so far.
-        seconds: Time of all sessions, including start-up and steps that a rewind discarded.
-        cost_usd: Price of that time; None while no price is known.
-        wandb_id: The run's id at Weights & Biases; None before it was first tracked there.
-    """
-
-    step: int = 0
+    step: int = 0  # optimizer steps made
     tokens: int = 0
-    position: Position = dataclasses.field(default_factory=Position)
-    loss: float | None = None
+    position: Position = dataclasses.field(default_factory=Position)  # of the next batch
+    loss: float | None = None  # training loss of the last step whose loss was read from the device
     validation_loss: float | None = None
-    best_loss: float | None = None
+    best_loss: float | None = None  # lowest validation loss so far
     best_step: int | None = None
-    seconds: float = 0.0
-    cost_usd: float | None = None
-    validation_step: int | None = None
-    tasks_step: int | None = None
-    wandb_id: str | None = None
+    seconds: float = 0.0  # of all sessions, with start-up and steps that a rewind discarded
+    cost_usd: float | None = None  # price of all sessions; None while no price is known
+    validation_step: int | None = None  # step of the last completed validation
+    tasks_step: int | None = None  # step of the last completed evaluation on tasks
+    wandb_id: str | None = None  # the run's id at Weights & Biases, once it was tracked there
 
     def after_step(self, plan: BatchPlan, position: Position) -> TrainState:
         """Return the state one optimizer step later."""

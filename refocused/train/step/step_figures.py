@@ -27,22 +27,16 @@ Interval = Literal["log", "validation", "checkpoint", "tasks", "sample", "histog
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cadence:
-    """Intervals in optimizer steps; 0 is never.
-
-    Attributes:
-        keep_epochs: Save at the end of an epoch too.
-        save_best: Save after the best validation so far too.
-        histograms: Between histograms of weights and gradients.
-    """
+    """Intervals in optimizer steps; 0 is never."""
 
     log: int
     validation: int
     checkpoint: int
-    keep_epochs: bool = False
-    save_best: bool = False
+    keep_epochs: bool = False  # save at the end of an epoch too
+    save_best: bool = False  # save after the best validation so far too
     tasks: int = 0
     sample: int = 0
-    histograms: int = 0
+    histograms: int = 0  # between histograms of weights and gradients
 
     def due(self, what: Interval, step: int) -> bool:
         """Whether this is due at the end of a step."""
@@ -58,12 +52,7 @@ class Cadence:
     ) -> tuple[SaveReason, ...]:
         """Return why to save after a step; nothing: there is no save.
 
-        Args:
-            step: Optimizer steps made.
-            last: It is the run's last one.
-            epoch_ended: A pass over the data was completed in it.
-            is_best: Its validation is the best so far.
-            stopping: Training ends after it; saves even if nothing else is due.
+        `last` is the run's last step; `stopping` saves even if nothing else is due.
         """
         due = {
             SaveReason.ROLLING: self.due("checkpoint", step),
@@ -100,14 +89,7 @@ class Cadence:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunFigures:
-    """What does not change during a run.
-
-    Attributes:
-        mfu: Turns tokens a second into MFU; None if the GPU is unknown.
-        per_hour_usd: Price of the machine; None: unknown.
-        credible_mfu: A larger MFU is not reported.
-        epoch_windows: Windows of one epoch of each source of a mixture, by name.
-    """
+    """What does not change during a run."""
 
     name: str
     total_steps: int
@@ -115,11 +97,11 @@ class RunFigures:
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     cadence: Cadence
-    mfu: Callable[[float], float | None]
-    per_hour_usd: float | None
+    mfu: Callable[[float], float | None]  # of tokens a second; None if the GPU is unknown
+    per_hour_usd: float | None  # price of the machine; None: unknown
     branch: Branch = FIRST_BRANCH
-    credible_mfu: float = CREDIBLE_MFU
-    epoch_windows: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    credible_mfu: float = CREDIBLE_MFU  # a larger MFU is not reported
+    epoch_windows: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of each source
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,12 +138,8 @@ class StepFigures:
     ) -> StepMetrics:
         """Return a step's metrics.
 
-        Args:
-            state: After the step.
-            loss: Mean over ranks, in nats a token.
-            loss_mean: Mean over all steps since the last call.
-            waited_seconds: For batches, since the session began.
-            memory: Peak share of the GPU's memory; None without a GPU.
+        `loss_mean` is over all steps since the last call, `waited_seconds` since the session began,
+        `memory` the peak share of the GPU's memory.
         """
         figures, engine, tokens = self._figures, self._engine, self._figures.plan.tokens
         now = _Totals(

@@ -51,21 +51,14 @@ _TEXTS = {
 
 @dataclasses.dataclass
 class StopRequest:
-    """Collects reasons to stop on this rank and agrees on them with the others.
-
-    Attributes:
-        stop_file: Its existence, on any storage rank's disk, is a reason.
-        signalled: Whether a signal asked this process to stop.
-        orphaned: Whether the processes that started this one are gone.
-        limits: Further reasons; called on rank 0.
-    """
+    """Collects reasons to stop on this rank and agrees on them with the others."""
 
     world: World
     _: dataclasses.KW_ONLY
-    stop_file: Path | None
-    signalled: Callable[[], bool]
-    orphaned: Callable[[], bool]
-    limits: list[Callable[[], StopReason]] = dataclasses.field(default_factory=list)
+    stop_file: Path | None  # its existence, on any storage rank's disk, is a reason
+    signalled: Callable[[], bool]  # whether a signal asked this process to stop
+    orphaned: Callable[[], bool]  # whether the processes that started this one are gone
+    limits: list[Callable[[], StopReason]] = dataclasses.field(default_factory=list)  # on rank 0
     _reason: StopReason = StopReason.NONE
 
     def agreed(self) -> StopReason:
