@@ -278,14 +278,14 @@ class _Source:
             written = written[:-1]
         key, setting, origin = ".".join(written), self._settings.get(written), self._origin(written)
         is_group = setting is not None and setting.is_group
-        if error["type"] == "missing" and (setting is None or is_group):
+        if error["type"] == "missing" and not (setting and isinstance(setting.plain, list)):
             return self._missing(path)
         if setting is None and origin is None:
             return (
                 f"{self.file}: {key} = {error['input']!r} (from the file's name): {wanted(error)}"
             )
-        if isinstance(error["input"], dict) and not is_group:
-            inner = next(one for one in self._settings if one[:-1] == written)
+        inner = next((one for one in self._settings if one[: len(written)] == written != one), None)
+        if inner and isinstance(error["input"], dict) and not is_group:
             name, origin = ".".join(inner), self._settings[inner].origin
             return f"{origin}: {name} is not a setting. {key} takes a value of its own."
         if setting is None or (is_group and not isinstance(error["input"], dict)):

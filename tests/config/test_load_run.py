@@ -448,6 +448,12 @@ def test_a_part_of_a_mixture_or_all_of_it_is_overridden(tmp_path: Path) -> None:
         ),
         ("weight: 0.7", "weight: -1", "10: data.mixture.web.weight = -1: more than 0 is wanted"),
         ("      weight: 0.7\n", "", "8: data.mixture.web.weight is missing"),
+        ("      source: gs://tokens/web\n      weight: 0.7\n", "", "8: data.mixture.web.source is"),
+        (
+            "pad_id: 0}",
+            "pad_id: 0}\n  include: [{a: 1}]",
+            "12: data.include = [{a: 1}]: text is wanted",
+        ),
         (
             "weight: 0.7",
             "weight: 1\n      weight: 2",
