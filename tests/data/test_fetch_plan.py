@@ -28,12 +28,11 @@ def test_what_is_asked_for_comes_first_then_the_current_then_the_pinned():
         queue.busy.add(index)
         order.append(index)
     assert order == [5, 7, 8, 9, 2]
-
-
-def test_a_shard_on_its_way_that_can_be_helped_with_comes_before_a_later_one():
-    queue = queue_of({3}, [3, 4, 5, 6], busy={4, 5})
+    queue = queue_of({3}, [3, 4, 5, 6], busy={4, 5})  # what can be helped with comes before 6
     for shared, expected in (({4, 5}, 4), ({5}, 5), (set(), 6)):
         assert queue.following(now=0.0, shared=shared) == expected
+    queue.pause(6, until=5.0)  # after a failure
+    assert (queue.following(now=4.0), queue.following(now=5.0)) == (None, 6)
 
 
 def test_the_first_of_the_plan_and_what_is_asked_for_are_in_a_hurry():
@@ -44,12 +43,6 @@ def test_the_first_of_the_plan_and_what_is_asked_for_are_in_a_hurry():
 def test_not_begun_is_what_is_wanted_and_neither_local_nor_on_its_way():
     queue = queue_of({3, 4}, [3, 5, 6], pinned={4, 8}, asked_here={9}, busy={6, 7})
     assert queue.not_begun() == len({5, 8, 9})
-
-
-def test_a_paused_shard_lets_others_pass_until_its_time():
-    queue = queue_of(set(), [1, 2])
-    queue.pause(1, until=5.0)
-    assert (queue.following(now=4.0), queue.following(now=5.0)) == (2, 1)
 
 
 def test_the_plan_of_longest_ago_is_evicted_first_and_no_more_than_needed():
@@ -74,15 +67,6 @@ def test_what_is_asked_for_or_on_its_way_is_not_evicted():
     queue = queue_of({1, 2, 3}, [], busy={2}, asked_here={1}, asked_elsewhere={3})
     assert queue.evictable(bytes_wanted=100) == []
     assert queue.present_bytes() == 30
-
-
-def test_what_comes_next_is_ready_up_to_the_first_that_is_not_local():
-    queue = queue_of({1, 2, 4}, [])
-    assert queue.ready() == 0
-    queue.plan([2, 1, 3, 4])
-    assert queue.ready() == 2
-    queue.present.add(3)
-    assert queue.ready() == 4
 
 
 def order_of(shards: int, *, block_shards: int = 2, skipped: tuple[int, ...] = ()) -> Order:

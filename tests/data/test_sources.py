@@ -72,6 +72,12 @@ def order_of(
     )
 
 
+def text_of(order: Any, manifest: Manifest, *, document_id: int | None = None) -> str:
+    return describe_order(
+        order, manifest=manifest, seed=7, sequence_length=LENGTH, document_id=document_id
+    )
+
+
 def test_each_source_is_divided_by_its_own_names_and_counts_shards_of_the_whole() -> None:
     code, web = split(MIXED, mixture(validation_files=["val.npy"]))
     assert (code.name, code.share, code.windows, code.kept) == ("code", 256, 10, 4)
@@ -91,11 +97,6 @@ def test_a_validation_takes_its_windows_by_the_shares() -> None:
     assert (code.kept, code.windows, len(code.validation.windows)) == (0, 14, 0)
 
 
-def test_what_is_wrong_with_a_source_names_it() -> None:
-    with pytest.raises(ShardError, match=r"^data\.mixture\.code: data\.validation_files: 'none'"):
-        split(MIXED, mixture(validation_files=["none"]))
-
-
 def test_without_a_mixture_there_is_one_source_and_its_plain_order() -> None:
     data = DataConfig(source="x", validation_files=("val*",))
     [source] = split(ALONE, data)
@@ -105,19 +106,14 @@ def test_without_a_mixture_there_is_one_source_and_its_plain_order() -> None:
     plain = Order(source.train, seed=7, block_shards=1)
     numbers = np.arange(30)
     assert np.array_equal(order.locate(numbers).windows, plain.locate(numbers).windows)
-    text = describe_order(order, manifest=ALONE, seed=7, sequence_length=LENGTH, document_id=None)
     # Checkpoints of every version hold this text.
-    assert text == "seed 7, blocks of 1 shards, 10 windows of 4 tokens"
+    assert text_of(order, ALONE) == "seed 7, blocks of 1 shards, 10 windows of 4 tokens"
     assert describe_mixture(order) == ""
 
 
 def test_the_texts_of_a_mixture_tell_order_and_shares_apart() -> None:
     orders = [order_of(mixture()), order_of(mixture(2.0))]  # the same shares
-    texts = {
-        describe_order(order, manifest=MIXED, seed=7, sequence_length=LENGTH, document_id=50256)
-        for order in orders
-    }
-    assert texts == {
+    assert {text_of(order, MIXED, document_id=50256) for order in orders} == {
         "seed 7, blocks of 2 shards, code 14, web 80 windows of 4 tokens, documents masked by id "
         "50256"
     }
@@ -174,36 +170,25 @@ def test_another_packing_of_the_same_chunks_is_another_order() -> None:
     manifests = [packed((0, 1), (2, 3)), packed((0, 1, 2), (3,))]
     order = order_of(DataConfig(source="x"), ALONE)
     assert manifests[0].fingerprint == manifests[1].fingerprint
-    texts = {
-        describe_order(order, manifest=one, seed=7, sequence_length=LENGTH, document_id=None)
-        for one in manifests
-    }
-    assert len(texts) == 2
+    assert len({text_of(order, one) for one in manifests}) == 2
 
 
 def test_skipped_shards_keep_the_order_and_lose_their_windows() -> None:
     plain, data = mixture(), mixture().model_copy(update={"skip": ("web/a.npy",)})
     before, after = order_of(plain), order_of(data)
-    texts = [
-        describe_order(order, manifest=MIXED, seed=1, sequence_length=LENGTH, document_id=None)
-        for order in (before, after)
-    ]
-    assert texts[0] == texts[1]
+    assert text_of(before, MIXED) == text_of(after, MIXED)
     assert after.stream_from(Position()).skipped == {2}
     numbers = np.arange(400)
-    for stream in ("shards", "windows"):
-        one, other = (
-            getattr(order.stream_from(Position()).locate(numbers), stream)
-            for order in (before, after)
-        )
-        assert np.array_equal(one, other)
+    one, other = (order.stream_from(Position()).locate(numbers) for order in (before, after))
+    assert np.array_equal(one.shards, other.shards)
+    assert np.array_equal(one.windows, other.windows)
     plan = BatchPlan(micro=8, accumulation=1, world_size=2, sequence_length=LENGTH)
     steps = steps_from(after.stream_from(Position()), Position(), plan=plan, rank=1)
     shards = np.concatenate([next(steps).shards.ravel() for _ in range(40)])
     assert set(shards.tolist()) == {0, 1, 3}
 
 
-def test_a_skip_that_cannot_be_meant_is_refused() -> None:
+def test_a_skip_or_a_pattern_that_cannot_be_meant_is_refused() -> None:
     for skip, said in {
         ("c.npy",): "data.skip: 'c.npy' fits none of the 5 token files",
         ("code/a.npy",): "data.skip leaves no window of the source code to train on",
@@ -211,6 +196,8 @@ def test_a_skip_that_cannot_be_meant_is_refused() -> None:
     }.items():
         with pytest.raises(ShardError, match=said):
             split(MIXED, mixture(validation_files=["val*"]).model_copy(update={"skip": skip}))
+    with pytest.raises(ShardError, match=r"^data\.mixture\.code: data\.validation_files: 'none'"):
+        split(MIXED, mixture(validation_files=["none"]))
 
 
 def test_the_windows_that_validate_stay_the_same_but_for_those_of_skipped_shards() -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import functools
 import http.server
-import json
 import shlex
 import threading
 from pathlib import Path
@@ -48,19 +47,6 @@ def test_byte_pairs_are_those_of_tiktokens_own_loader(
     assert ours.vocabulary == len(ranks) + 1
 
 
-def test_another_encoding_is_never_called_gpt2(tmp_path: Path) -> None:
-    name = open_tokenizer(TokenizerChoice("gpt2", bpe_folder=tiny_bpe(tmp_path))).name
-    assert name.startswith("bpe-")
-
-
-def test_changed_files_are_seen_though_their_path_is_the_same(tmp_path: Path) -> None:
-    folder = tiny_bpe(tmp_path)
-    open_tokenizer(TokenizerChoice("gpt2", bpe_folder=folder))
-    lines = (folder / "vocab.bpe").read_text().splitlines()
-    (folder / "vocab.bpe").write_text("\n".join(lines[:-1]))
-    assert "not of one encoding" in refused(TokenizerChoice("gpt2", bpe_folder=folder))
-
-
 def test_missing_byte_pair_files_are_asked_for(tmp_path: Path) -> None:
     assert "--bpe-folder" in refused(TokenizerChoice("gpt2"))
     folder = tmp_path / "two words"
@@ -75,36 +61,41 @@ def test_missing_byte_pair_files_are_asked_for(tmp_path: Path) -> None:
     assert f"--bpe-folder '{folder}'" in advice
 
 
-def test_damaged_byte_pair_files_are_refused(tmp_path: Path) -> None:
-    folder = tiny_bpe(tmp_path)
-    (folder / "encoder.json").write_text("{")
-    assert "not those of a GPT-2 encoding" in refused(TokenizerChoice("gpt2", bpe_folder=folder))
-
-
 def test_a_file_neither_pads_nor_cuts_nor_adds(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(TokenizerChoice(str(word_file(tmp_path / "tokenizer.json"))))
     assert tokenizer.encode("the cat the").tolist() == [0, 1, 0]
-    assert tokenizer.end_of_text_id == 3
-    assert tokenizer.vocabulary == 4
+    assert (tokenizer.end_of_text_id, tokenizer.vocabulary) == (3, 4)
+    assert 3 not in tokenizer.encode("the <|endoftext|> cat")  # there it is text
+    other = str(word_file(tmp_path / "other.json", ends="<stop>"))
+    assert open_tokenizer(TokenizerChoice(other, end_of_text="<stop>")).end_of_text_id == 3
 
 
-def test_the_end_of_text_in_a_text_is_text(tmp_path: Path) -> None:
-    tokenizer = open_tokenizer(TokenizerChoice(str(word_file(tmp_path / "tokenizer.json"))))
-    assert tokenizer.end_of_text_id not in tokenizer.encode("the <|endoftext|> cat")
-
-
-def test_the_end_of_text_of_a_file_can_be_named(tmp_path: Path) -> None:
-    file = str(word_file(tmp_path / "tokenizer.json", ends="<stop>"))
-    assert "--end-of-text" in refused(TokenizerChoice(file))
-    assert open_tokenizer(TokenizerChoice(file, end_of_text="<stop>")).end_of_text_id == 3
-    assert "no token '<end>'" in refused(TokenizerChoice(file, end_of_text="<end>"))
-
-
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    other = tmp_path / "config.json"
-    other.write_text(json.dumps({"model": 1}))
-    assert "no file of the tokenizers library" in refused(TokenizerChoice(str(other)))
-    assert "neither gpt2 nor bytes" in refused(TokenizerChoice("gpt3"))
+@pytest.mark.parametrize(
+    ("file", "content", "choice", "said"),
+    [
+        ("encoder.json", "{", {"name": "gpt2"}, "not those of a GPT-2 encoding"),
+        # Changed files are seen though their path is the same.
+        ("vocab.bpe", "#version: 0.2\nt h\n", {"name": "gpt2"}, "not of one encoding"),
+        ("words.json", None, {"name": "words.json"}, "--end-of-text"),
+        ("words.json", None, {"name": "words.json", "end_of_text": "<e>"}, "no token '<e>'"),
+        ("x.json", '{"model": 1}', {"name": "x.json"}, "no file of the tokenizers library"),
+        ("x.json", None, {"name": "gpt3"}, "neither gpt2 nor bytes"),
+    ],
+)
+def test_what_cannot_be_a_tokenizer_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file: str,
+    content: str | None,
+    choice: dict[str, str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    open_tokenizer(TokenizerChoice("gpt2", bpe_folder=tiny_bpe(tmp_path)))
+    word_file(tmp_path / "words.json", ends="<stop>")
+    if content is not None:
+        (tmp_path / file).write_text(content)
+    assert said in refused(TokenizerChoice(**choice, bpe_folder=tmp_path))
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
