@@ -1,20 +1,20 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from cache_site import Site, eventually, shard_tokens
 from power_cut import Disk
-from shard_samples import WatchedBucket, npy_bytes, npz_bytes, opened, settings
+from shard_samples import WatchedBucket, npy_bytes, npz_bytes, opened, pt_bytes, settings
 
 from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.folder import DirectoryBucket
 from refocused.data.cache import shard_download
 from refocused.data.cache.cache import ShardCache
-from refocused.data.manifest.shard_manifest import build_manifest
+from refocused.data.manifest.run_manifest import build_run_manifest
 from refocused.system.errors import ShardError
 
 OBJECT_BYTES = 128 + 4 * 100
@@ -90,22 +90,20 @@ def test_what_is_local_survives_a_power_cut(
     assert np.array_equal(opened(site.cache(), 3), tokens)
 
 
-@pytest.fixture
-def in_folder(tmp_path: Path) -> Iterator[ShardCache]:
-    """A cache over a folder of two shards, one of them to be converted."""
+def in_folder(tmp_path: Path, files: dict[str, bytes]) -> ShardCache:
+    """A cache over a folder of this machine."""
     source = tmp_path / "source"
     source.mkdir()
-    (source / "a.npz").write_bytes(npz_bytes(tokens=shard_tokens(0)))
-    (source / "b.npy").write_bytes(npy_bytes(shard_tokens(1).astype(np.uint16)))
+    for name, content in files.items():
+        (source / name).write_bytes(content)
     bucket, data = DirectoryBucket(source), settings()
-    manifest = build_manifest(bucket, data, cache_file=None)
-    folder = tmp_path / "cache"
-    with ShardCache(bucket, manifest, folder, data=data, vocabulary=2000, fetches=True) as cache:
-        yield cache
+    manifest = build_run_manifest(bucket, data, cache_file=None)
+    how = {"data": data, "vocabulary": 2000, "fetches": True}
+    return ShardCache(bucket, manifest, tmp_path / "cache", **how)
 
 
 def test_a_file_of_this_machine_is_converted_where_it_lies(
-    in_folder: ShardCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     downloads = []
     download = DirectoryBucket.download
@@ -115,24 +113,33 @@ def test_a_file_of_this_machine_is_converted_where_it_lies(
         return download(bucket, blob, target)
 
     monkeypatch.setattr(DirectoryBucket, "download", noted)
-    for index in range(2):
-        assert np.array_equal(opened(in_folder, index), shard_tokens(index))
+    local_form = npy_bytes(shard_tokens(1).astype(np.uint16))
+    files = {"a.npz": npz_bytes(tokens=shard_tokens(0)), "b.npy": local_form}
+    with in_folder(tmp_path, files) as cache:
+        for index in range(2):
+            assert np.array_equal(opened(cache, index), shard_tokens(index))
     assert downloads == ["b.npy"]  # its copy has the local form already
     assert sorted(path.name for path in (tmp_path / "source").iterdir()) == ["a.npz", "b.npy"]
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["a file", "a chunk of a pack"])
 def test_a_file_that_changes_while_it_is_converted_is_named(
-    in_folder: ShardCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, packed: bool
 ) -> None:
-    path = tmp_path / "source" / "a.npz"
+    files = {"a.npz": npz_bytes(tokens=shard_tokens(0))}
+    if packed:
+        files = {f"chunk_00000{n}.pt": pt_bytes(torch.arange(50)) for n in range(2)}
+    changed = "chunk_000001.pt" if packed else "a.npz"
     convert = shard_download.write_local_form
 
     def convert_slowly(*arguments: Any, **named: Any) -> int:
         max_id = convert(*arguments, **named)
-        path.write_bytes(npz_bytes(tokens=shard_tokens(5)[:90]))
+        (tmp_path / "source" / changed).write_bytes(b"other content")
         return max_id
 
     monkeypatch.setattr(shard_download, "write_local_form", convert_slowly)
-    with pytest.raises(ShardError, match=r"a\.npz: the object in .* changed since it was listed"):
-        in_folder.open(0)
-    assert not list((tmp_path / "cache").rglob("a.npz.npy"))
+    said = rf"{changed}: the object in .* changed since it was listed"
+    with in_folder(tmp_path, files) as cache, pytest.raises(ShardError, match=said):
+        cache.open(0)
+    assert "is gone" not in caplog.text  # of the first attempt's warning too
+    assert not list((tmp_path / "cache").rglob("shards/*.npy"))

@@ -131,8 +131,9 @@ class ShardDownload:
                 data=self._local.data(self.index),
                 vocabulary=self._local.vocabulary,
             )
-            if self._sources() != sources:
-                self._explain(self._shard, BucketError("it changed while it was read."))
+            for file, before, now in zip(self._shard.files, sources, self._sources(), strict=True):
+                if now != before:
+                    self._explain(file, BucketError("it changed while it was read."))
             for path in self._paths:  # nothing that may wait for the disk follows the publishing
                 path.unlink(missing_ok=True)
             self._local.publish(self.index, finished, max_id=max_id)
