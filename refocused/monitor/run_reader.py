@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from refocused.config.yaml_source import parse_yaml_mapping
 from refocused.metrics.history import METRICS_FILE, LossPoint, MetricsTimeline, StepPoint, unix_time
@@ -31,7 +32,6 @@ EVENTS_KEPT = 50
 OLD_SAMPLE_SECONDS = 60.0  # before the newest one: that GPU or machine is of an earlier session
 
 Liveness = Literal["alive", "gone", "elsewhere"]
-_Sample = TypeVar("_Sample", GpuSample, SystemSample)
 _KINDS = {  # of a sample's fields that are not numbers
     **dict.fromkeys(("host", "uuid", "name", "gpu_note"), str),
     **dict.fromkeys(("lost", "remap_pending", "remap_failed", "mig"), bool),
@@ -172,8 +172,7 @@ class RunReader:
         last_bytes = METRICS_BYTES if recent_only else None
         self._metrics = JsonLinesTail(folder / METRICS_FILE, last_bytes=last_bytes)
         self._tails: dict[Path, JsonLinesTail | SamplesTail] = {}
-        self._gpus: dict[tuple[str, int], tuple[float, GpuSample]] = {}
-        self._systems: dict[str, tuple[float, SystemSample]] = {}
+        self._samples: dict[tuple[str, int], tuple[float, GpuSample | SystemSample]] = {}
         self._alarms: dict[tuple[str, str], Alarm] = {}
         self._events: collections.deque[Event] = collections.deque(maxlen=EVENTS_KEPT)
         self._saved_time: float | None = None
@@ -199,17 +198,16 @@ class RunReader:
             return found
         self._read_logs("events*.jsonl", JsonLinesTail, self._take_event)
         self._read_logs("gpu_metrics*.jsonl", _last_samples, self._take_sample)
-        sampled = max(
-            (at for at, _ in (*self._gpus.values(), *self._systems.values())), default=None
-        )
+        sampled = max((at for at, _ in self._samples.values()), default=None)
         oldest = (sampled or 0.0) - OLD_SAMPLE_SECONDS
+        samples = [one for _, (at, one) in sorted(self._samples.items()) if at >= oldest]
         return dataclasses.replace(
             found,
             settings=self._read_settings(),
             validations=self._timeline.validations,
             saved_time=self._saved_time,
-            gpus=[one for _, (at, one) in sorted(self._gpus.items()) if at >= oldest],
-            systems=[one for _, (at, one) in sorted(self._systems.items()) if at >= oldest],
+            gpus=[one for one in samples if isinstance(one, GpuSample)],
+            systems=[one for one in samples if isinstance(one, SystemSample)],
             sampled=sampled,
             alarms=sorted(self._alarms.values(), key=lambda alarm: not alarm.critical),
             events=sorted(self._events, key=lambda event: event.time or 0.0),
@@ -229,13 +227,11 @@ class RunReader:
                 take(record)
 
     def _read_settings(self) -> Record:
-        try:
-            file = self.folder / "run.yaml"
+        file = self.folder / "run.yaml"
+        with contextlib.suppress(OSError, MalformedError):
             written = file.stat().st_mtime_ns
             if written != self._settings[0]:
                 self._settings = written, parse_yaml_mapping(file.read_bytes())
-        except (OSError, MalformedError):
-            pass
         return self._settings[1]
 
     def _take_event(self, record: Record) -> None:
@@ -254,11 +250,10 @@ class RunReader:
                 self._alarms[key] = Alarm(*key, critical, words, event.time)
 
     def _take_sample(self, record: Record) -> None:
-        at = unix_time(record.get("time")) or 0.0
-        if record.get("kind") == GpuSample.kind and (gpu := _sample(GpuSample, record)):
-            self._gpus[gpu.host, gpu.index] = at, gpu
-        elif record.get("kind") == SystemSample.kind and (system := _sample(SystemSample, record)):
-            self._systems[system.host] = at, system
+        sample = _sample(record)
+        if sample is not None:
+            index = sample.index if isinstance(sample, GpuSample) else -1
+            self._samples[sample.host, index] = unix_time(record.get("time")) or 0.0, sample
 
 
 def event_of(record: Record) -> Event | None:
@@ -284,14 +279,15 @@ def _last_samples(path: Path) -> SamplesTail:
     return SamplesTail(path, last_bytes=SAMPLES_BYTES)
 
 
-def _sample(form: type[_Sample], record: Record) -> _Sample | None:
+def _sample(record: Record) -> GpuSample | SystemSample | None:
     """Return a record as a sample, a damaged field as unknown; None without what identifies it."""
-    names = {field.name for field in dataclasses.fields(form)}
-    fields = {name: value for name, value in record.items() if name in names and _fits(name, value)}
-    try:
-        return form(**fields)
-    except TypeError:  # a field that it cannot be without is missing
-        return None
+    for form in (GpuSample, SystemSample):
+        if record.get("kind") == form.kind:
+            names = form.__slots__
+            known = {name: record[name] for name in names if name in record}
+            with contextlib.suppress(TypeError):  # a field that it cannot be without is missing
+                return form(**{name: one for name, one in known.items() if _fits(name, one)})
+    return None
 
 
 def _fits(name: str, value: object) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -34,60 +33,51 @@ ALARMS_SHOWN = 3  # in a line each; the table of GPUs shows the others' notes
 ALARM_ROWS = 4  # where all alarms are shown whole
 NEWEST_SHARE = 0.1  # of the logged steps
 NEWEST_POINTS = 20  # at least
-MARK_DISTANCE = 6  # characters between two marks, at least
+POINT_DISTANCE = 6  # characters between two points, at least
 LABEL_WIDTH = 8
 MOST_POINTS = 400  # of a curve: two for each column of a wide terminal
 _ASCII_FRAME = str.maketrans("\u2502\u2524", "||")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Curve:
-    """A line over steps, and single points drawn over it; `form` is that of the values' labels."""
-
-    title: str
-    line: Line
-    marks: Line = ([], [])
-    form: str = ".4f"
-
-
 class CurvePlot(PlotextPlot):
-    """One curve, drawn into the room that there is."""
+    """A line over steps with single points over it, drawn into the room that there is."""
 
-    def __init__(self, *, name: str, ascii_only: bool) -> None:
+    def __init__(self, name: str, title: str, *, form: str, ascii_only: bool) -> None:
+        """Draw nothing yet; `form` is that of the values beside the axis."""
         super().__init__(id=name, classes="curve")
         self.theme = "clear"
-        self._ascii_only = ascii_only
-        self._curve = Curve(name, ([], []))
+        self._title, self._form, self._ascii_only = title, form, ascii_only
+        self._line: Line = [], []
+        self._points: Line = [], []
 
-    def show(self, curve: Curve) -> None:
-        """Draw another curve."""
-        self._curve = curve
+    def show(self, line: Line, points: Line = ([], [])) -> None:
+        """Draw another line and points."""
+        self._line, self._points = line, points
         self.refresh()
 
     def render(self) -> Text:
         """Return the drawing."""
-        curve, size, plot = self._curve, self.size, self.plt
-        if is_empty(curve.line) and is_empty(curve.marks):
-            return Text(f"{curve.title}\n\n  no values yet", style="dim")
+        size, plot, lines = self.size, self.plt, (self._line, self._points)
+        if all(map(is_empty, lines)):
+            return Text(f"{self._title}\n\n  no values yet", style="dim")
         if size.width < 2 * LABEL_WIDTH or size.height < 3:
-            return Text(curve.title)
+            return Text(self._title)
         plot.clear_figure()
-        plot.title(curve.title)
+        plot.title(self._title)
         plot.xaxes(False, False)
         plot.yaxes(True, False)
-        low, high = limits(curve.line, curve.marks)
-        plot.ylim(low, high)
-        labels = [format(one, curve.form)[:LABEL_WIDTH].rjust(LABEL_WIDTH) for one in (low, high)]
-        plot.yticks([low, high], labels)
-        ends = [place for line in (curve.line, curve.marks) for place in line[0]]
-        first, last = min(ends), max(ends)
-        plot.xticks([first, last], [f"{first:,.0f}", f"{last:,.0f}"])
+        ends = list(limits(*lines))
+        plot.ylim(*ends)
+        plot.yticks(ends, [f"{one:{self._form}}"[:LABEL_WIDTH].rjust(LABEL_WIDTH) for one in ends])
+        places = [place for line in lines for place in line[0]]
+        ends = [min(places), max(places)]
+        plot.xticks(ends, [f"{one:,.0f}" for one in ends])
+        plot.plot(*self._line, marker="*" if self._ascii_only else "braille", color="cyan")
+        # Points too close to each other would hide the line; the newest one is always there.
         columns = size.width - LABEL_WIDTH - 1
-        places, values = curve.line
-        plot.plot(places, values, marker="*" if self._ascii_only else "braille", color="cyan")
-        stride = math.ceil(len(curve.marks[0]) * MARK_DISTANCE / columns) or 1
-        places, values = (side[::-1][::stride] for side in curve.marks)  # with the newest one
-        plot.scatter(places, values, marker="o" if self._ascii_only else "dot", color="orange")
+        stride = math.ceil(len(self._points[0]) * POINT_DISTANCE / columns) or 1
+        points = (side[::-1][::stride] for side in self._points)
+        plot.scatter(*points, marker="o" if self._ascii_only else "dot", color="orange")
         drawn = super().render()
         assert isinstance(drawn, Text)
         if self._ascii_only:
@@ -169,8 +159,9 @@ class Dashboard(App[None]):
         yield Static(id="alarms")
         with Container(id="body"):
             with Container(id="curves"):
-                yield CurvePlot(name="loss", ascii_only=self._ascii_only)
-                yield CurvePlot(name="speed", ascii_only=self._ascii_only)
+                title, is_ascii = "loss (line), validation (dots)", self._ascii_only
+                yield CurvePlot("loss", title, form=".4f", ascii_only=is_ascii)
+                yield CurvePlot("speed", "tokens a second", form=",.0f", ascii_only=is_ascii)
             with Container(id="side"):
                 yield Static(id="gpus")
                 yield Static(id="events")
@@ -237,9 +228,15 @@ class Dashboard(App[None]):
         if drawn == self._drawn:
             return
         self._drawn = drawn
-        loss, speed = curves_of(view, newest_only=self._zoomed)
-        self.query_one("#loss", CurvePlot).show(loss)
-        self.query_one("#speed", CurvePlot).show(speed)
+        steps, validations = view.steps, view.validations
+        if self._zoomed:
+            steps = steps[-max(NEWEST_POINTS, round(len(steps) * NEWEST_SHARE)) :]
+            first = steps[0].step if steps else 0
+            validations = [point for point in validations if point.step >= first]
+        losses = line_of(steps, "step", "loss", most=MOST_POINTS)
+        self.query_one("#loss", CurvePlot).show(losses, line_of(validations, "step", "loss"))
+        speeds = line_of(steps, "step", "tokens_per_second", most=MOST_POINTS)
+        self.query_one("#speed", CurvePlot).show(speeds)
 
 
 def alarms_shown(view: RunView, *, now: float, width: int) -> list[Text]:
@@ -251,19 +248,3 @@ def alarms_shown(view: RunView, *, now: float, width: int) -> list[Text]:
     hidden = len(view.alarms) - ALARMS_SHOWN
     more = [Text(f" and {hidden} more", style="dim")] if hidden > 0 else []
     return [*alarm_lines(view.alarms[:ALARMS_SHOWN], now=now, live=live), *more]
-
-
-def curves_of(view: RunView, *, newest_only: bool = False) -> tuple[Curve, Curve]:
-    """Return the curves of loss and of speed, of all logged steps or of their last tenth."""
-    steps, validations = view.steps, view.validations
-    if newest_only:
-        steps = steps[-max(NEWEST_POINTS, round(len(steps) * NEWEST_SHARE)) :]
-        first = steps[0].step if steps else 0
-        validations = [point for point in validations if point.step >= first]
-    marks = line_of(validations, "step", "loss")
-    losses = line_of(steps, "step", "loss", most=MOST_POINTS)
-    speeds = line_of(steps, "step", "tokens_per_second", most=MOST_POINTS)
-    return (
-        Curve("loss (line), validation (dots)", losses, marks),
-        Curve("tokens a second", speeds, form=",.0f"),
-    )

@@ -68,8 +68,7 @@ def write_summary(folder: Path, view: RunView, *, now: float) -> list[Path]:
     logs = sorted((folder / "logs").glob("events*.jsonl"))
     events = [record for file in logs for record in JsonLinesTail(file).records()]
     title = f"{view.name}: {view.status}"
-    rows = [*_progress(view), *_losses(view), *_money(view), *_speed(view), *_gpus(gpus)]
-    rows += [*_saves(view, events)]
+    rows = [*_progress(view), *_money(view), *_statistics(view, gpus), *_saves(view, events)]
     troubles = _troubles(events)
     picture = draw_summary(view, gpus, title=title)
     contents = {
@@ -125,15 +124,12 @@ def _progress(view: RunView) -> Rows:
     ended = "" if view.exit_code is None or view.is_live else f", exit code {view.exit_code}"
     note = f" ({view.note})" if view.note else ""
     steps = f"{view.step:,} of {value(view.total_steps, ',')} ({percent(view.progress_fraction)})"
-    return [
+    rows = [
         ("status", f"{view.status}{ended}{note}"),
         ("steps", steps),
         ("tokens", value(view.tokens, ",")),
+        ("training loss", value(view.loss, ".4f")),
     ]
-
-
-def _losses(view: RunView) -> Rows:
-    rows = [("training loss", value(view.loss, ".4f"))]
     for what, loss, where in (
         ("validation loss", view.validation_loss, ""),
         ("best validation loss", view.best_loss, f" at step {view.best_step or 0:,}"),
@@ -155,32 +151,25 @@ def _money(view: RunView) -> Rows:
     return rows
 
 
-def _speed(view: RunView) -> Rows:
+def _statistics(view: RunView, gpus: Sequence[GpuMinute]) -> Rows:
     rows = []
-    for what, name, form, mean in (
-        ("tokens a second, mean", "tokens_per_second", "{:,.0f}", statistics.harmonic_mean),
-        ("step, mean", "step_seconds", "{:.3g} s", statistics.fmean),
-        ("MFU, mean", "mfu_fraction", "{:.1%}", statistics.harmonic_mean),
-        ("waited for data, mean", "data_wait_fraction", "{:.1%}", statistics.fmean),
+    for points, name, what, form, of_all in (
+        (view.steps, "tokens_per_second", "tokens a second, mean", "{:,.0f}", _harmonic_mean),
+        (view.steps, "step_seconds", "step, mean", "{:.3g} s", statistics.fmean),
+        (view.steps, "mfu_fraction", "MFU, mean", "{:.1%}", _harmonic_mean),
+        (view.steps, "data_wait_fraction", "waited for data, mean", "{:.1%}", statistics.fmean),
+        (gpus, "utilization_fraction", "GPUs busy, mean", "{:.1%}", statistics.fmean),
+        (gpus, "hottest_celsius", "hottest GPU", "{:.0f} C", max),
+        (gpus, "memory_gib", "GPU memory, most", "{:.1f} GiB", max),
     ):
-        measured = [getattr(point, name) for point in view.steps]
-        found = [one for one in measured if one is not None and one >= 0]
-        if found:
-            rows.append((what, form.format(mean(found))))
-    return rows
-
-
-def _gpus(minutes: Sequence[GpuMinute]) -> Rows:
-    rows = []
-    for what, name, form, of_all in (
-        ("GPUs busy, mean", "utilization_fraction", "{:.1%}", statistics.fmean),
-        ("hottest GPU", "hottest_celsius", "{:.0f} C", max),
-        ("GPU memory, most", "memory_gib", "{:.1f} GiB", max),
-    ):
-        known = [one for minute in minutes if (one := getattr(minute, name)) is not None]
+        known = [one for point in points if (one := getattr(point, name)) is not None]
         if known:
             rows.append((what, form.format(of_all(known))))
     return rows
+
+
+def _harmonic_mean(values: Sequence[float]) -> float:
+    return statistics.harmonic_mean([max(0.0, value) for value in values])
 
 
 def _saves(view: RunView, events: Sequence[dict[str, Any]]) -> Rows:
