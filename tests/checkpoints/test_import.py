@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from checkpoints.step_samples import flip_byte, make_step, mirrored
 
-from refocused.bucket.bucket import Bucket
 from refocused.bucket.folder import DirectoryBucket
 from refocused.checkpoints.mirror.remote_steps import prefix_of
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.import_checkpoint import (
+    ForeignStep,
     as_own,
     bring,
     find_elsewhere,
@@ -34,16 +33,29 @@ from refocused.system.errors import CheckpointError
 SHARD = "zero/zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
-def opener(tmp_path: Path) -> Callable[[str], Bucket]:
-    """Read `gs://` addresses as folders below `tmp_path`."""
-    return lambda url: DirectoryBucket(tmp_path / url.removeprefix("gs://"))
+@pytest.fixture
+def catalog(local: Path, bucket: DirectoryBucket) -> Catalog:
+    return Catalog(local, bucket, prefix_of("sample"))
 
 
-def taken(request: str, catalog: Catalog, tmp_path: Path) -> StepDirectory:
-    found = find_elsewhere(request, opener(tmp_path))
+@pytest.fixture
+def foreign(tmp_path: Path) -> StepDirectory:
+    """Another run's step, of the same files' names and sizes."""
+    return make_step(tmp_path / "there", 20, seed=99, run="other")
+
+
+def found(request: object, root: Path) -> ForeignStep:
+    """Find a step; `gs://` addresses are folders below `root`."""
+    return find_elsewhere(
+        str(request), lambda url: DirectoryBucket(root / url.removeprefix("gs://"))
+    )
+
+
+def taken(request: object, catalog: Catalog, root: Path) -> StepDirectory:
+    elsewhere = found(request, root)
     entries = list_checkpoints(catalog)
     present = present_branch(catalog, entries)
-    step = bring(found, catalog)
+    step = bring(elsewhere, catalog)
     branch = next_branch(present, entries, None if is_brought(step.path) else step)
     return take_over(step, catalog.local, run="mine", branch=branch)
 
@@ -68,24 +80,15 @@ def taken(request: str, catalog: Catalog, tmp_path: Path) -> StepDirectory:
         ("gs://other/steps/checkpoint_step_10", None),
     ],
 )
+@pytest.mark.parametrize("mirror", ["a folder", "gs://bucket/prefix/"])
 def test_what_is_not_below_the_runs_own_steps_is_elsewhere(
-    local: Path, bucket: DirectoryBucket, request_: str, own: str | None
+    local: Path, bucket: DirectoryBucket, request_: str, own: str | None, mirror: str
 ) -> None:
+    bucket.url = mirror if "://" in mirror else bucket.url
     catalog = Catalog(local, bucket, prefix_of("sample"))
     assert catalog.remote is not None
     local.mkdir(parents=True)
-    request = request_.format(local=local, mirror=catalog.remote.url)
-    assert as_own(request, catalog) == own
-
-
-def test_an_address_below_the_runs_own_mirror_is_not_elsewhere(
-    local: Path, bucket: DirectoryBucket
-) -> None:
-    bucket.url = "gs://bucket/prefix/"
-    catalog = Catalog(local, bucket, prefix_of("sample"))
-    own = "gs://bucket/prefix/sample/checkpoints/checkpoint_step_10"
-    assert as_own(f"{own}/", catalog) == "checkpoint_step_10"
-    assert as_own(own.replace("sample", "other"), catalog) is None
+    assert as_own(request_.format(local=local, mirror=catalog.remote.url), catalog) == own
 
 
 @pytest.mark.parametrize(
@@ -99,7 +102,7 @@ def test_an_address_below_the_runs_own_mirror_is_not_elsewhere(
     ],
 )
 @pytest.mark.parametrize("scheme", ["", "gs://"])
-def test_a_step_a_folder_of_steps_or_a_run_is_taken_over_whole(
+def test_a_step_a_folder_of_steps_or_a_run_is_taken_over_whole_and_once(
     tmp_path: Path, local: Path, place: str, scheme: str
 ) -> None:
     for step in (9, 20):
@@ -107,83 +110,64 @@ def test_a_step_a_folder_of_steps_or_a_run_is_taken_over_whole(
         if scheme:
             (tmp_path / "cloud").mkdir(exist_ok=True)
             mirrored(DirectoryBucket(tmp_path / "cloud"), made, run="other")
-    request = f"gs://cloud/{place}/" if scheme else str(tmp_path / "there" / place)
-    step = taken(request, Catalog(local), tmp_path)
-    assert step.path == local / name_of(20)
-    assert read_step(step.path).manifest.run == "mine"
-    assert verify(step, deep=True) == []
+    request = f"gs://cloud/{place}/" if scheme else tmp_path / "there" / place
+    own = taken(request, Catalog(local), tmp_path)
+    assert own.path == local / name_of(20)
+    assert read_step(own.path).manifest.run == "mine"
+    assert verify(own, deep=True) == []
+    assert taken(request, Catalog(local), tmp_path) == own
     assert [path.name for path in local.iterdir() if path.is_dir()] == [name_of(20)]
 
 
 def test_nothing_of_the_run_changes_before_the_step_is_taken_over(
-    tmp_path: Path, local: Path
+    tmp_path: Path, local: Path, foreign: StepDirectory
 ) -> None:
     make_step(local, 20)
-    make_step(tmp_path / "there", 20, seed=99, run="other")
     catalog = Catalog(local)
-    found = find_elsewhere(str(tmp_path / "there"), opener(tmp_path))
-    brought = bring(found, catalog)
-    assert verify(brought, deep=True) == []
+    assert verify(bring(found(foreign.path.parent, tmp_path), catalog), deep=True) == []
     assert [entry.name for entry in catalog.entries()] == [name_of(20)]
     own = select_checkpoint(catalog, "auto").step
     assert own is not None and own.manifest.run == "sample"
 
 
 def test_a_step_that_is_taken_over_begins_a_branch_and_what_the_run_had_stays(
-    tmp_path: Path, local: Path, bucket: DirectoryBucket
+    tmp_path: Path, local: Path, bucket: DirectoryBucket, catalog: Catalog, foreign: StepDirectory
 ) -> None:
     for step in (10, 20, 30):
         mirrored(bucket, make_step(local, step))
-    make_step(tmp_path / "there", 20, seed=99, run="other")
-    catalog = Catalog(local, bucket, prefix_of("sample"))
-    step = taken(str(tmp_path / "there"), catalog, tmp_path)
-    assert step.manifest.files[SHARD] != make_step(tmp_path / "again", 20).manifest.files[SHARD]
+    step = taken(foreign.path.parent, catalog, tmp_path)
+    assert step.manifest.files == foreign.manifest.files
     assert step.path == local / "branch-2" / "checkpoint_step_20"
     assert (step.manifest.branch, step.manifest.ancestry) == (2, ())
     assert read_step(step.path).manifest == step.manifest
-    found = {entry.name: (entry.usable, entry.is_present) for entry in catalog.entries()}
-    assert found == {
+    entries = {entry.name: (entry.usable, entry.is_present) for entry in catalog.entries()}
+    assert entries == {
         "checkpoint_step_10": (True, False),
         "checkpoint_step_20": (True, False),
         "checkpoint_step_30": (True, False),
         "branch-2/checkpoint_step_20": (True, True),
     }
-
-
-def test_a_step_that_was_taken_over_is_mirrored_beside_the_runs_own(
-    tmp_path: Path, local: Path, bucket: DirectoryBucket
-) -> None:
-    mirrored(bucket, make_step(local, 20, run="mine"), run="mine")
-    make_step(tmp_path / "there", 20, seed=99, run="other")
-    catalog = Catalog(local, bucket, prefix_of("mine"))
-    mirrored(bucket, taken(str(tmp_path / "there"), catalog, tmp_path), run="mine")
+    mirrored(bucket, step)  # beside the run's own
     assert catalog.remote is not None
     scanned = catalog.remote.scan()
-    assert list(scanned) == [name_of(20), name_of(20, branch=2)]
+    assert list(scanned) == list(entries)
     assert all(COMMITTED in objects for objects in scanned.values())
 
 
-def test_a_step_is_taken_over_once(tmp_path: Path, local: Path) -> None:
-    make_step(tmp_path / "there", 20, run="other")
-    catalog = Catalog(local)
-    first = taken(str(tmp_path / "there"), catalog, tmp_path)
-    again = taken(str(tmp_path / "there"), catalog, tmp_path)
-    assert again.path == first.path
-    assert again.manifest == first.manifest
-    assert [path.name for path in local.iterdir()] == [name_of(20)]
+def test_a_step_with_a_name_of_its_own_gets_its_proper_one(
+    tmp_path: Path, local: Path, foreign: StepDirectory
+) -> None:
+    copy = foreign.path.rename(tmp_path / "my copy")
+    assert taken(copy, Catalog(local), tmp_path).path == local / name_of(20)
 
 
-def test_a_step_with_a_name_of_its_own_gets_its_proper_one(tmp_path: Path, local: Path) -> None:
-    make_step(tmp_path, 20).path.rename(tmp_path / "my copy")
-    assert taken(str(tmp_path / "my copy"), Catalog(local), tmp_path).path == local / name_of(20)
-
-
-def test_a_corrupt_step_is_not_taken_over(tmp_path: Path, local: Path) -> None:
+def test_a_corrupt_step_is_not_taken_over(
+    tmp_path: Path, local: Path, foreign: StepDirectory
+) -> None:
     make_step(local, 20)
-    there = make_step(tmp_path / "there", 20, seed=99)
-    flip_byte(there.path / SHARD)
+    flip_byte(foreign.path / SHARD)
     with pytest.raises(CheckpointError, match=f"{SHARD} has CRC-32C"):
-        taken(str(there.path), Catalog(local), tmp_path)
+        taken(foreign.path, Catalog(local), tmp_path)
     assert read_step(local / name_of(20)).manifest.run == "sample"
 
 
@@ -194,13 +178,7 @@ def test_a_step_whose_upload_never_finished_is_not_taken_over(
     (tmp_path / "bucket" / prefix_of("sample") / name_of(20) / COMMITTED).unlink()
     for place in ("sample", f"sample/checkpoints/{name_of(20)}"):
         with pytest.raises(CheckpointError, match=r"holds none that is whole|never finished"):
-            find_elsewhere(f"gs://bucket/{place}", opener(tmp_path))
-
-
-def test_a_folder_without_a_whole_step_is_refused(tmp_path: Path) -> None:
-    (make_step(tmp_path, 20).path / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match="is no checkpoint and holds none that is whole"):
-        find_elsewhere(str(tmp_path), opener(tmp_path))
+            found(f"gs://bucket/{place}", tmp_path)
 
 
 def test_the_newest_whole_step_of_a_folder_is_meant_and_none_that_was_left_behind(
@@ -210,15 +188,16 @@ def test_the_newest_whole_step_of_a_folder_is_meant_and_none_that_was_left_behin
         make_step(tmp_path, step)
     (tmp_path / name_of(30) / SHARD).unlink()
     (tmp_path / name_of(20) / SUPERSEDED).touch()
-    found = find_elsewhere(str(tmp_path), opener(tmp_path))
-    assert found.manifest.step == 10
+    assert found(tmp_path, tmp_path).manifest.step == 10
+    for step in (9, 10):
+        (tmp_path / name_of(step) / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match="is no checkpoint and holds none that is whole"):
+        found(tmp_path, tmp_path)
 
 
-def test_a_step_of_another_run_has_to_be_trusted(tmp_path: Path) -> None:
-    manifest = make_step(tmp_path, 20, run="other").manifest
-    require_trust(manifest, where="there", run="other", trusted=False)
-    require_trust(manifest, where="there", run="mine", trusted=True)
-    with pytest.raises(
-        CheckpointError, match=r"there was saved by run other, not by mine.*--trust"
-    ):
-        require_trust(manifest, where="there", run="mine", trusted=False)
+def test_a_step_of_another_run_has_to_be_trusted(foreign: StepDirectory) -> None:
+    require_trust(foreign.manifest, where="there", run="other", trusted=False)
+    require_trust(foreign.manifest, where="there", run="mine", trusted=True)
+    message = r"there was saved by run other, not by mine.*--trust"
+    with pytest.raises(CheckpointError, match=message):
+        require_trust(foreign.manifest, where="there", run="mine", trusted=False)
