@@ -48,23 +48,14 @@ LONGEST_LIFE_S = 0.15  # a few saves
 
 @dataclasses.dataclass
 class Report:
-    """What the kills did; the two lists must be empty.
-
-    Attributes:
-        kills: Processes killed.
-        interrupted: Of those, how many left a directory that was being written or removed.
-        saved: Steps that were told as saved.
-        uneven: Kills after which one machine had a step that the other had not.
-        broken: Visible steps that were not whole.
-        lost: Resumes that found less than what was told as saved.
-    """
+    """What the kills did; the two lists must be empty."""
 
     kills: int = 0
-    interrupted: int = 0
-    saved: int = 0
-    uneven: int = 0
-    broken: list[str] = dataclasses.field(default_factory=list)
-    lost: list[str] = dataclasses.field(default_factory=list)
+    interrupted: int = 0  # kills that left a directory that was being written or removed
+    saved: int = 0  # steps that were told as saved
+    uneven: int = 0  # kills after which one machine had a step that the other had not
+    broken: list[str] = dataclasses.field(default_factory=list)  # visible steps not whole
+    lost: list[str] = dataclasses.field(default_factory=list)  # resumes that found less
 
 
 class SmallShards:
@@ -85,9 +76,6 @@ class SmallShards:
         writer.save(self._tensors, str(folder / f"zero/rank_{self._rank}_optim_states.pt"))
         writer.save({"random": torch.rand(8)}, str(folder / rank_file(self._rank)))
         return ShardsWritten(tuple(writer.written), tuple(writer.errors))
-
-    def load_shards(self, folder: Path) -> None:
-        raise NotImplementedError  # nothing here loads
 
 
 def run_kills(folders: list[Path], *, kills: int, seed: int) -> Report:

@@ -1,11 +1,12 @@
+"""The mirror as the trainer's ranks use it: what they report of it, and how they wait for it."""
+
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 import pytest
 from thread_ranks import on_two_ranks, results
-from train.saver_session import FakeMirror, Session, on_machines, said_by_mirror
+from train.saver_session import FakeMirror, Session, said_by_mirror
 
 from refocused.checkpoints.mirror.mirror_status import MirrorStatus
 from refocused.data.order.position import Position
@@ -52,8 +53,7 @@ def test_the_mirror_belongs_to_rank_0_and_both_hear_of_its_end(tmp_path: Path) -
     mirror = FakeMirror([], drains=False)
 
     def action(world: World) -> bool:
-        mine = mirror if world.is_rank_0 else None
-        session = Session(tmp_path, world=world, mirror=mine)
+        session = Session(tmp_path, world=world, mirror=mirror if world.is_rank_0 else None)
         session.saver.begin()
         session.save(10, position=Position(0, 4))
         return session.saver.mirror.drain(60.0, lambda status: None)
@@ -82,28 +82,21 @@ def test_without_a_mirror_everything_is_where_it_should_be(tmp_path: Path) -> No
     assert Session(tmp_path).saver.mirror.drain(0.0, lambda status: None)
 
 
-@pytest.mark.parametrize(("drains", "finished"), [(True, True), (False, False)])
-def test_the_end_waits_for_every_machines_mirror(
-    tmp_path: Path, drains: bool, finished: bool
-) -> None:
-    def drain(session: Session) -> bool:
-        mirror = cast("FakeMirror", session.saver.mirror._mirror)
-        mirror.drains = drains if session.folder.name == "machine_1" else True
+@pytest.mark.parametrize("drains", [True, False])
+def test_every_machines_mirror_is_reported_and_waited_for(tmp_path: Path, drains: bool) -> None:
+    mirrors = FakeMirror([]), FakeMirror([], said_by_mirror(last_error="down"), drains=drains)
+    sessions: list[Session] = []
+
+    def action(world: World) -> bool:
+        folder = tmp_path / f"machine_{world.rank}"
+        folder.mkdir()
+        session = Session(folder, world=world, mirror=mirrors[world.rank])
+        session.save(10)
+        sessions.append(session)
         return session.saver.mirror.drain(5.0, lambda _status: None)
 
-    assert on_machines(tmp_path, drain, drains=True) == [finished] * 2
-
-
-def test_what_is_wrong_with_another_machines_mirror_is_told_with_the_save(tmp_path: Path) -> None:
-    def save(session: Session) -> list[str]:
-        if session.folder.name == "machine_1":
-            cast("FakeMirror", session.saver.mirror._mirror).said = said_by_mirror(
-                last_error="it is down"
-            )
-        session.save(10)
-        return session.log
-
-    first, _ = on_machines(tmp_path, save, drains=True)
-    assert first[-1].endswith(
-        "| upload queued | node 1: nothing mirrored yet, 1 behind, last error: it is down"
+    assert results(on_two_ranks(action, machines=2)) == [drains] * 2
+    (first,) = (session for session in sessions if session.folder.name == "machine_0")
+    assert first.log[-1].endswith(
+        "| upload queued | node 1: nothing mirrored yet, 1 behind, last error: down"
     )

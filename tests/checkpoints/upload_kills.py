@@ -43,23 +43,14 @@ AGAIN_EVERY = 4  # kills after which a step whose upload is not complete is save
 
 @dataclasses.dataclass
 class Report:
-    """What the kills did; `broken` must be empty and every step committed.
-
-    Attributes:
-        kills: Mirrors killed.
-        interrupted: Of those, how many left a step in the bucket without its marker.
-        replaced: Steps that were saved again under their name.
-        broken: Marked steps that were not whole.
-        committed: Steps that were in the bucket in the end, as they are on the disk.
-        steps: Steps on the disk in the end.
-    """
+    """What the kills did; `broken` must be empty and every step committed."""
 
     kills: int = 0
-    interrupted: int = 0
-    replaced: int = 0
-    broken: list[str] = dataclasses.field(default_factory=list)
-    committed: int = 0
-    steps: int = 0
+    interrupted: int = 0  # kills that left a step in the bucket without its marker
+    replaced: int = 0  # steps that were saved again under their name
+    broken: list[str] = dataclasses.field(default_factory=list)  # marked steps not whole
+    committed: int = 0  # steps that were in the bucket in the end, as they are on the disk
+    steps: int = 0  # on the disk in the end
 
 
 def run_kills(folder: Path, bucket: str, *, kills: int, seed: int) -> Report:
@@ -71,12 +62,15 @@ def run_kills(folder: Path, bucket: str, *, kills: int, seed: int) -> Report:
     checkpoints = settings.files.checkpoints
     checkpoints.mkdir(parents=True)
     for kill in range(1, kills + 1):
-        make_step(checkpoints, kill, size=200_000, tiers=[SaveReason.EPOCH])  # none is skipped
+        _save(checkpoints, kill)
         if kill % AGAIN_EVERY == 0:
             _save_again(checkpoints, _unmarked(bucket, kill), kill)
             report.replaced += 1
         mirror = _start(settings)
-        time.sleep(chance.uniform(0.02, LONGEST_LIFE_S))
+        if kill % 3:
+            time.sleep(chance.uniform(0.02, LONGEST_LIFE_S))
+        else:  # on a slow machine too some uploads have begun
+            _await_an_object(bucket, kill)
         os.kill(mirror, signal.SIGKILL)
         os.waitpid(mirror, 0)
         _check(bucket, report)
@@ -93,6 +87,12 @@ def run_kills(folder: Path, bucket: str, *, kills: int, seed: int) -> Report:
     return report
 
 
+def _await_an_object(bucket: str, step: int) -> None:
+    remote, deadline = RemoteSteps(open_bucket(bucket), PREFIX), time.monotonic() + PATIENCE_S
+    while not remote.objects(name_of(step)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def _unmarked(bucket: str, newest: int) -> int:
     """Return the oldest step that has no marker; a complete one is never replaced."""
     marked = RemoteSteps(open_bucket(bucket), PREFIX).scan()
@@ -100,18 +100,14 @@ def _unmarked(bucket: str, newest: int) -> int:
     return next((s for s in steps if COMMITTED not in marked.get(name_of(s), {})), newest)
 
 
+def _save(checkpoints: Path, step: int, **changes: object) -> None:
+    make_step(checkpoints, step, size=200_000, tiers=[SaveReason.EPOCH], **changes)  # not skipped
+
+
 def _save_again(checkpoints: Path, step: int, kill: int) -> None:
     remove_step(checkpoints / name_of(step))
     created = START.replace(year=START.year + 1 + kill)
-    make_step(
-        checkpoints,
-        step,
-        size=200_000,
-        seed=1000 + kill,
-        token="again",
-        created=created,
-        tiers=[SaveReason.EPOCH],
-    )
+    _save(checkpoints, step, seed=1000 + kill, token="again", created=created)
 
 
 def _start(settings: MirrorSettings) -> int:
