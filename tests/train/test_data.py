@@ -26,13 +26,7 @@ SHARDS = 4
 
 
 def built(
-    folder: Path,
-    *,
-    largest: int = 511,
-    numbers: Iterable[int] = range(SHARDS),
-    micro: int = 2,
-    steps: int = 20,
-    **settings: object,
+    folder: Path, *, largest: int = 511, numbers: Iterable[int] = range(SHARDS), **settings: object
 ) -> DataParts:
     (folder / "tokens").mkdir(exist_ok=True)
     for number in numbers:
@@ -41,11 +35,11 @@ def built(
     given = {"source": str(folder / "tokens"), "cache": str(folder / "cache"), **settings}
     return build_data(
         DataConfig.model_validate(given),
-        plan=BatchPlan(micro=micro, accumulation=1, world_size=1, sequence_length=10),
+        plan=BatchPlan(micro=2, accumulation=1, world_size=1, sequence_length=10),
         world=World(),
         vocabulary=512,
         seed=1,
-        steps=steps,
+        steps=20,
         evaluation_windows=8,
         credentials_file=None,
         project=None,
@@ -78,37 +72,6 @@ def test_room_for_less_than_two_blocks_is_refused(tmp_path: Path) -> None:
     room = 2 * (2 * TOKENS + HEADER_BYTES) - 1
     with pytest.raises(ShardError, match="two blocks of 1 shards"):
         built(tmp_path, disk_limit_gb=room / 1e9)
-
-
-LONG, SHORT = 100, 2  # windows
-
-
-def of_uneven_shards(folder: Path, limit_bytes: int) -> DataParts:
-    """Long and short shards, in steps that reach over a short one into the two beside it."""
-    (folder / "tokens").mkdir(exist_ok=True)
-    for number in range(8):
-        ids = np.zeros((LONG if number % 2 else SHORT) * 10 + 1, dtype=np.uint16)
-        np.save(folder / "tokens" / f"{number}.npy", ids)
-    return built(
-        folder,
-        numbers=(),
-        micro=4,
-        steps=300,
-        disk_limit_gb=limit_bytes / 1e9,
-        block_shards=1,
-        validation_fraction=0.0,
-    )
-
-
-def test_a_limit_that_some_step_would_exceed_is_refused_at_the_start(tmp_path: Path) -> None:
-    long, short = (2 * (10 * windows + 1) + HEADER_BYTES for windows in (LONG, SHORT))
-    limit = 2 * long + short
-    with pytest.raises(ShardError, match="can reach over short shards") as refused:
-        of_uneven_shards(tmp_path, limit - 1)
-    assert f"take up to {limit:,} bytes" in str(refused.value)
-    with stream_of(of_uneven_shards(tmp_path, limit)) as stream:
-        for _ in range(300):
-            stream.next_step()
 
 
 def test_a_folder_written_anew_with_files_of_the_same_size_is_read_anew(tmp_path: Path) -> None:

@@ -91,12 +91,8 @@ def _open(
     session.presence.report(run=str(folder))
     if not request.dry_run:
         world.on_storage_ranks(claim)
-    stop = StopRequest(
-        world,
-        stop_file=None if request.dry_run else folder / "STOP",  # that of the run beside it
-        signalled=lambda: session.signals.asked,
-        orphaned=lambda: session.ancestors.gone,
-    )
+    # A dry run leaves the file to the run beside it.
+    stop = session.stop_request(world, stop_file=None if request.dry_run else folder / "STOP")
     return Job(loaded, request, planned, world, folder), stop
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from refocused.train.lifecycle.launch_session import (
     STOP_SIGNALS,
@@ -21,6 +22,10 @@ from refocused.train.lifecycle.launch_session import (
     Signals,
     launch_of,
 )
+from refocused.train.step.stopping import StopRequest
+
+if TYPE_CHECKING:
+    from refocused.system.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +54,15 @@ class Session:
     began_seconds: float  # when the command began, on this machine's monotonic clock
     rank_began_seconds: float  # when this process did; the launcher may have started others before
     launch: Launch | None  # the supervisor's; None without one
+
+    def stop_request(self, world: World, *, stop_file: Path | None) -> StopRequest:
+        """Return what asks the run to stop: signals, the end of the launcher, a file."""
+        return StopRequest(
+            world,
+            stop_file=stop_file,
+            signalled=lambda: self.signals.asked,
+            orphaned=lambda: self.ancestors.gone,
+        )
 
     @property
     def training_notices(self) -> Notices:

@@ -20,7 +20,6 @@ from refocused.train.step.guards import FiniteSteps, explaining_lack_of_memory, 
 from refocused.train.step.loop import take_step
 from refocused.train.step.loss_check import check_first_loss
 from refocused.train.step.state import TrainState
-from refocused.train.step.stopping import StopRequest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,12 +56,7 @@ def take_trial_step(
     loaded = dataclasses.replace(loaded, config=config)
     loaded, planned = settle(loaded, world, open_source=request.open_bucket)
     job = Job(loaded, request, planned, world, folder)
-    stop = StopRequest(
-        world,
-        stop_file=None,
-        signalled=lambda: session.signals.asked,
-        orphaned=lambda: session.ancestors.gone,
-    )
+    stop = session.stop_request(world, stop_file=None)
     data = world.on_all_ranks(lambda: assemble_data(job))
     with contextlib.closing(data.cache):
         with explaining_lack_of_memory(job.plan, world=world):
