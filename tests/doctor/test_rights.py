@@ -10,7 +10,6 @@ from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.gcs_client import ANONYMOUS
 from refocused.doctor.storage import (
-    Rights,
     judge_credentials,
     judge_rights,
     judge_wandb,
@@ -27,34 +26,24 @@ WHEN: dict[str, Callable[[Request], bool]] = {
 }
 
 
-def levels(rights: Rights, *wanted: str) -> dict[str, str]:
-    findings = judge_rights(rights, wanted=wanted)
-    return {one.text.partition(" does not")[0].rpartition(" ")[2]: one.level for one in findings}
-
-
 @pytest.mark.bucket
-def test_all_rights(emulator: Emulator) -> None:
+@pytest.mark.parametrize("missing", [None, *WHEN])
+def test_rights_in_a_mirror(emulator: Emulator, missing: str | None) -> None:
+    if missing is not None:
+        emulator.proxy.script(WHEN[missing], Fault(status=403, message="no"), times=10)
     bucket = GcsBucket(f"{emulator.url}/runs")
     rights = probe_mirror(bucket, MIRROR, prefix="tiny/checkpoints")
-    assert set(rights.allowed) == {"list", "read", "write", "delete"}
-    assert (rights.refused, rights.left, list(bucket.list())) == ({}, None, [])
-    (finding,) = judge_rights(rights, wanted={"write"})
-    assert finding.level == "ok"
-
-
-@pytest.mark.bucket
-@pytest.mark.parametrize("verb", ["list", "read", "write", "delete"])
-def test_one_right_is_missing(emulator: Emulator, verb: str) -> None:
-    emulator.proxy.script(WHEN[verb], Fault(status=403, message="no"), times=10)
-    bucket = GcsBucket(f"{emulator.url}/runs")
-    rights = probe_mirror(bucket, MIRROR, prefix="tiny")
-    assert list(rights.refused) == [verb]
-    assert "Grant the role" in rights.refused[verb]
-    assert (rights.left is not None) == (verb == "delete")
-    assert levels(rights, "list", "read", "write") == {verb: "warn" if verb == "delete" else "fail"}
-    assert levels(rights, verb) == {verb: "fail"}
-    (finding,) = judge_rights(rights, wanted=())
-    assert (f"{rights.left} stays there" in finding.text) == (verb == "delete")
+    assert list(rights.refused) == ([] if missing is None else [missing])
+    assert (rights.left is not None) == (missing == "delete")
+    (unneeded,), (needed,) = (list(judge_rights(rights, wanted=w)) for w in ((), WHEN))
+    if missing is None:
+        assert set(rights.allowed) == set(WHEN) and list(bucket.list()) == []
+        assert unneeded.level == needed.level == "ok"
+        return
+    assert (unneeded.level, needed.level) == ("warn", "fail")
+    assert "Grant the role" in rights.refused[missing]
+    assert f"{missing} does not work." in needed.text
+    assert (f"{rights.left} stays there" in needed.text) == (missing == "delete")
 
 
 @pytest.mark.bucket
