@@ -10,7 +10,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from refocused.checkpoints.step.branches import saved_steps
@@ -76,16 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RefocusedError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    section = loaded.config.run
-    launches = Launches(
-        typed=typed,
-        arguments=arguments,
-        run=Path(section.directory) / section.name,
-        grace_seconds=own.grace or (SPOT_GRACE_SECONDS if own.spot else GRACE_SECONDS),
-        began_seconds=began,
-        gpus=gpus,
-        count_again=lambda: usable_gpus(loaded),
-    )
+    grace = own.grace or (SPOT_GRACE_SECONDS if own.spot else GRACE_SECONDS)
+    launches = Launches(loaded, gpus, typed, arguments, grace_seconds=grace, began_seconds=began)
     launches.signals.install()
     if own.monitor:
         say(open_in_screen(launches.run))
@@ -135,16 +127,17 @@ class Launches:
     `typed` is its whole command line, and `arguments` the part for `launch/train.py`.
     """
 
+    loaded: LoadedRun
+    gpus: int
     typed: Sequence[str]
     arguments: Sequence[str]
-    run: Path
     grace_seconds: float
     began_seconds: float
-    gpus: int
-    count_again: Callable[[], int]
     signals: StopSignals = dataclasses.field(default_factory=StopSignals)
 
     def __post_init__(self) -> None:
+        section = self.loaded.config.run
+        self.run = Path(section.directory) / section.name
         chosen = {name: os.environ.get(name) for name in (VISIBLE, "RANKS")}  # chose the GPUs
         words = [f"{name}={value}" for name, value in chosen.items() if value]
         self.resume_command = shlex.join([*words, "launch/train.sh", *without_resume(self.typed)])
@@ -165,7 +158,7 @@ class Launches:
             say(f"Starting again after step {newest:,} (--restarts {restarts}).")
             time.sleep(RESTART_PAUSE_SECONDS)
             with contextlib.suppress(RefocusedError):  # a GPU may have been what crashed
-                self.gpus = self.count_again() or self.gpus
+                self.gpus = usable_gpus(self.loaded) or self.gpus
         if verdict.code != ExitCode.OK and (trouble := summarize(self.run)):
             say(trouble)
         if verdict.text or verdict.crashed:

@@ -252,7 +252,7 @@ def test_the_way_on_keeps_what_chose_the_gpus(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setenv("RANKS", "2")
     typed = ["--spot", "--config", "demo", "--resume", "none"]
-    launches = launch.Launches(typed, typed[1:], Path("runs/a"), 1.0, 0.0, 0, lambda: 0)
+    launches = launch.Launches(load_run("demo"), 0, typed, typed[1:], 1.0, 0.0)
     assert launches.resume_command == (
         "CUDA_VISIBLE_DEVICES=4,5 RANKS=2 launch/train.sh --spot --config demo"
     )

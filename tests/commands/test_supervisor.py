@@ -20,8 +20,9 @@ STAND_IN = Path(__file__).with_name("rank_stand_in.py")
 RUN = Path("runs/stand_in")
 # The real command, with the stand-in for DeepSpeed and without a run file.
 COMMAND = """
-import pathlib, sys
+import sys
 from refocused.commands import launch, supervisor
+from refocused.config.load_run import load_run
 supervisor.LAST_RANKS_SECONDS = supervisor.HURRIED_SECONDS = 2.0
 launch.RESTART_PAUSE_SECONDS = 0.0
 launch.SCRIPT = sys.argv[1]
@@ -29,13 +30,12 @@ launch.deepspeed_command = lambda environment, gpus: [
     sys.executable, sys.argv[1], "deepspeed", sys.argv[2]
 ]
 launches = launch.Launches(
+    load_run("demo", ["run.device=cpu"], name="stand_in"),
+    gpus=0,
     typed=["--config", "demo"],
     arguments=["--config", "demo", "--resume", "none"],
-    run=pathlib.Path("runs/stand_in"),
     grace_seconds=float(sys.argv[3]),
     began_seconds=0.0,
-    gpus=0,
-    count_again=lambda: 0,
 )
 launches.signals.install()
 sys.exit(launches.until_the_end(restarts=int(sys.argv[4])))
