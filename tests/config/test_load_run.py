@@ -149,6 +149,7 @@ def test_text_settings_keep_what_was_written(tmp_path: Path, name: str) -> None:
         ("tracking.wandb=my-team/demo_1.5", "my-team/demo_1.5"),
         ("tracking.openmetrics=node/run.prom", "node/run.prom"),
         ("data.bpe_folder=null", None),
+        ("tracking.wandb=007", "007"),
     ],
 )
 def test_settings_take_the_usual_ways_to_write_them(
@@ -193,14 +194,10 @@ def test_a_section_with_every_line_commented_out_keeps_its_defaults(
         ("data.validation_fraction=2", "data.validation_fraction = 2: at most 1 is wanted"),
         ("precision.tf32=maybe", "precision.tf32 = 'maybe': true or false is wanted"),
         ("zero.stage=4", "zero.stage = 4: one of 0, 1, 2, 3, auto is wanted"),
-        (
-            "schedule.kind=cosin",
-            "schedule.kind = 'cosin': one of cosine, one_cycle, warm_restarts, constant is "
-            "wanted. Did you mean cosine?",
-        ),
+        ("schedule.kind=cosin", "warm_restarts, constant is wanted. Did you mean cosine?"),
         (
             "run.name=../x",
-            "run.name = '../x': a run's name is letters, digits, '.', '_' and '-', at most 100",
+            "= '../x': a run's name is letters, digits, '.', '_' and '-', at most 10",
         ),
         ("checkpoint.drain_minutes=180", "drain_minutes = 180: at most 100 is wanted"),
         ("evaluation.tasks=[a.json]", "a task is NAME=FILE.jsonl, as hellaswag="),
@@ -249,6 +246,10 @@ def test_a_section_with_every_line_commented_out_keeps_its_defaults(
         ("model.lr=1", "model.lr is not a setting. Did you mean optimizer.lr?"),
         ("optimizer.lr.a=3", "optimizer.lr.a is not a setting. optimizer.lr takes a value of its"),
         ("optimizer.eps.a=3", "optimizer.eps.a is not a setting. optimizer.eps takes a value of"),
+        (
+            "optimizer.eps=1; optimizer.eps.a=3",
+            "optimizer.eps.a is not a setting. optimizer.eps ta",
+        ),
         ("optimiser.lr=1", "optimiser is not a section. Did you mean optimizer?"),
         ("lr=1", "'lr=1' is not an override. Write section.key=value"),
         ("optimizer.lr", "'optimizer.lr' is not an override."),
