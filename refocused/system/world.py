@@ -35,9 +35,7 @@ class World:
     world_size: int = 1
     local_world_size: int = 1  # processes of the run on this machine
     node: int = 0  # number of this machine among those of the run
-    storage_ranks: int = (
-        1  # ranks that write the run's files: 1 on a shared disk, else one a machine
-    )
+    storage_ranks: int = 1  # write the run's files: 1 on a shared disk, else one a machine
     device_kind: DeviceKind = "cpu"
     _control: Any = None
 
