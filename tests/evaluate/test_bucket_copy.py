@@ -34,8 +34,12 @@ def uploaded(tmp_path: Path) -> Path:
     """Where the bucket keeps a model."""
     write(tmp_path / "model", CONTENT)
     (tmp_path / "bucket").mkdir()
-    upload_folder(tmp_path / "model", DirectoryBucket(tmp_path / "bucket"), "run/final_model")
+    upload(tmp_path)
     return tmp_path / "bucket/run/final_model"
+
+
+def upload(folder: Path) -> None:
+    upload_folder(folder / "model", DirectoryBucket(folder / "bucket"), "run/final_model")
 
 
 class Counted(DirectoryBucket):
@@ -53,43 +57,30 @@ class Counted(DirectoryBucket):
         return super().download(blob, target)
 
 
-def test_a_folder_is_in_the_bucket_when_its_marker_is(tmp_path: Path) -> None:
-    folder, bucket = tmp_path / "model", DirectoryBucket(tmp_path / "bucket")
-    folder.mkdir()
-    (tmp_path / "bucket").mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "gone.bin").write_text("old")
-    upload_folder(folder, bucket, "run/final_model")
-    marker = tmp_path / "bucket/run/final_model/COMMITTED"
-    assert json.loads(marker.read_text())["gone.bin"]["bytes"] == 3
-    before = marker.stat().st_mtime_ns
-    upload_folder(folder, bucket, "run/final_model")
-    assert marker.stat().st_mtime_ns == before  # nothing was done
-    (folder / "gone.bin").unlink()
-    (folder / "config.json").write_text('{"other": 1}')
-    upload_folder(folder, bucket, "run/final_model")
-    there = {blob.name: bucket.read(blob.name) for blob in bucket.list("run/")}
-    assert there.keys() == {"run/final_model/COMMITTED", "run/final_model/config.json"}
-    assert there["run/final_model/config.json"] == b'{"other": 1}'
-
-
-def test_an_interrupted_upload_leaves_no_marker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_folder_is_in_the_bucket_when_its_marker_is(
+    uploaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, bucket = tmp_path / "model", DirectoryBucket(tmp_path / "bucket")
-    folder.mkdir()
-    (tmp_path / "bucket").mkdir()
-    (folder / "config.json").write_text("{}")
-    upload_folder(folder, bucket, "m")
+    marker = uploaded / "COMMITTED"
+    assert json.loads(marker.read_text())["model.safetensors"]["bytes"] == 200
+    before = marker.stat().st_mtime_ns
+    upload(tmp_path)
+    assert marker.stat().st_mtime_ns == before  # nothing was done
+    (tmp_path / "model/origin.json").unlink()
+    changed = {"config.json": b"[]", "model.safetensors": CONTENT["model.safetensors"]}
+    write(tmp_path / "model", changed)
 
-    def killed(*arguments: Any, **others: Any) -> None:
+    def killed(*_arguments: Any, **_others: Any) -> None:
         raise KeyboardInterrupt
 
-    (folder / "config.json").write_text("[]")
-    monkeypatch.setattr(export_copy, "upload_many", killed)
-    with pytest.raises(KeyboardInterrupt):
-        upload_folder(folder, bucket, "m")
-    assert bucket.info("m/COMMITTED") is None
+    with monkeypatch.context() as patch:
+        patch.setattr(export_copy, "upload_many", killed)
+        with pytest.raises(KeyboardInterrupt):
+            upload(tmp_path)
+    assert not marker.exists()
+    upload(tmp_path)
+    assert marker.exists()
+    marker.unlink()
+    assert files_of(uploaded) == changed
 
 
 def test_what_is_here_is_believed_by_its_checksums_alone(uploaded: Path, tmp_path: Path) -> None:
@@ -112,7 +103,7 @@ def test_a_newer_model_takes_the_place_of_the_copy(uploaded: Path, tmp_path: Pat
     model = tmp_path / "model"
     (model / "model.safetensors").unlink()
     write(model, {"model-1.safetensors": b"a", "model-2.safetensors": b"b"})
-    upload_folder(model, DirectoryBucket(tmp_path / "bucket"), "run/final_model")
+    upload(tmp_path)
     fetch_folder(DirectoryBucket(uploaded), here)
     assert files_of(here) == files_of(model)
 
