@@ -113,11 +113,11 @@ def load_model(
     return LoadedModel(network.to(device), chosen, source, facts)
 
 
-def untrained(model: LoadedModel, *, seed: int = 0) -> LoadedModel:
+def untrained(model: LoadedModel) -> LoadedModel:
     """Return a model of the same shape with the weights of before any training."""
     loaded = model.network
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         network = network_class(loaded.config)(loaded.config)
     network = network.to(device=loaded.device, dtype=loaded.dtype).eval()
     return dataclasses.replace(model, network=network, facts={}, is_trained=False)

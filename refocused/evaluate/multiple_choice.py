@@ -8,9 +8,8 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from refocused.evaluate.continuations import Continuation, Encoder, Scored, Scorer, score_all
+from refocused.evaluate.continuations import Continuation, Encoder, Scored
 from refocused.evaluate.tasks import Question
-from refocused.system.world import World
 
 LARGEST_EXPONENT = 700.0
 
@@ -49,28 +48,8 @@ class Examination:
     measure: Callable[[Sequence[Scored]], Mapping[str, Measure]]
     skipped: int = 0
 
-    def take(
-        self,
-        scorer: Scorer,
-        *,
-        rows: int,
-        tokens: int | None = None,
-        world: World,
-        stopping: Callable[[], bool] = lambda: False,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> TaskResult | None:
-        """Put it to a model, with the arguments of `score_all`; None when stopped."""
-        scored = score_all(
-            self.continuations,
-            scorer,
-            rows=rows,
-            tokens=tokens,
-            world=world,
-            stopping=stopping,
-            progress=progress,
-        )
-        if scored is None:
-            return None
+    def result(self, scored: Sequence[Scored]) -> TaskResult:
+        """Return what the scores of all continuations say; see `score_all`."""
         cut = sum(one.is_cut for one in self.continuations)
         return TaskResult(self.task, self.items, cut, self.measure(scored), self.skipped)
 

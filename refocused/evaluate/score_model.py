@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from refocused.evaluate import multiple_choice, perplexity
-from refocused.evaluate.continuations import Continuation, Encoder, tensors_of
+from refocused.evaluate.continuations import Continuation, Encoder, score_all, tensors_of
 from refocused.evaluate.load_model import LoadedModel
 from refocused.evaluate.multiple_choice import Examination, TaskResult
 from refocused.evaluate.tasks import PERPLEXITY, TaskFile, read_questions
@@ -166,14 +166,16 @@ class Evaluation:
         results = []
         for one in world.on_all_ranks(lambda: [self._prepare(task) for task in tasks]):
             began = time.monotonic()
-            result = one.take(
+            scored = score_all(
+                one.continuations,
                 self._scorer,
                 rows=self._settings.batch,
                 world=world,
                 progress=functools.partial(progress, one.task),
             )
-            assert result is not None  # nothing stops it
-            results.append(TimedResult(result, time.monotonic() - began))
+            assert scored is not None  # nothing stops it
+            seconds = time.monotonic() - began
+            results.append(TimedResult(one.result(scored), seconds))
         return results
 
     def _prepare(self, task: TaskFile) -> Examination:

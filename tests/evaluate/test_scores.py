@@ -213,9 +213,8 @@ def test_questions_with_an_ending_longer_than_the_context_are_skipped_and_counte
 
     def taken(*questions: Question) -> TaskResult:
         one = multiple_choice.prepare("task", questions, encoder)
-        found = one.take(NetworkScorer(model.network), rows=4, world=World())
-        assert found is not None
-        return found
+        scorer = NetworkScorer(model.network)
+        return one.result(score_all(one.continuations, scorer, rows=4, world=World()) or ())
 
     found = taken(fits[0], longer, fits[1])
     assert found == dataclasses.replace(taken(*fits), skipped=1)
@@ -303,8 +302,8 @@ def test_every_token_is_scored_with_its_whole_context(context: int, stride: int 
     encoder = Encoder(tokenizer, context_tokens=context, vocabulary=257)
     text = "the dog ran home and the cat sat, then it was fast"
     one = perplexity.prepare("t", text, encoder, stride=stride)
-    taken = one.take(NetworkScorer(network), rows=8, world=World())
-    assert taken is not None
+    scored = score_all(one.continuations, NetworkScorer(network), rows=8, world=World()) or ()
+    taken = one.result(scored)
     ids = [256, *text.encode()]
     total = 0.0
     for place in range(1, len(ids)):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from refocused.data.loader.batch import IGNORED_LABEL
 from refocused.data.loader.prefetch import ReadAhead
-from refocused.evaluate.continuations import Continuation, tensors_of
+from refocused.evaluate.continuations import Continuation, score_all, tensors_of
 from refocused.train.step.guards import fetch_together
 
 if TYPE_CHECKING:
@@ -145,16 +145,17 @@ def take_tasks(parts: Parts, stop: StopRequest) -> list[TaskResult] | None:
 
     results = []
     for task in parts.tasks:
-        result = task.take(
+        scored = score_all(
+            task.continuations,
             score,
             rows=len(task.continuations),
             tokens=parts.plan.micro * parts.plan.sequence_length,
             world=parts.world,
             stopping=lambda: bool(stop.agreed()),
         )
-        if result is None:
+        if scored is None:
             return None
-        results.append(result)
+        results.append(task.result(scored))
     return results
 
 
