@@ -61,7 +61,21 @@ def verify_data(
 
     def find(name: str) -> Finding:
         row = None if rows is None else rows[name]
-        return _found(bucket, name, listing.get(name), row, data, deep, vocabulary)
+        if name not in listing:
+            problem = "it is in the manifest and not in the listing. Upload it, or exclude it."
+            return Finding(name, 0, problem=f"{name}: {problem}")
+        blob = listing[name]
+        finding = Finding(name, blob.size)
+        try:
+            if row is not None:
+                _check_row(bucket, blob, row)
+                finding = dataclasses.replace(finding, tokens=row.tokens)
+            if deep or row is None:
+                finding = _read(bucket, blob, data, deep)
+                _check_tokens(finding, row, vocabulary)
+        except RefocusedError as error:
+            return dataclasses.replace(finding, problem=str(error))
+        return finding
 
     findings: list[Finding] = []
     done = 0
@@ -76,31 +90,6 @@ def verify_data(
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
     return findings
-
-
-def _found(
-    bucket: Bucket,
-    name: str,
-    blob: BlobInfo | None,
-    row: Shard | None,
-    data: DataConfig,
-    deep: bool,
-    vocabulary: int | None,
-) -> Finding:
-    if blob is None:
-        problem = "it is in the manifest and not in the listing. Upload it, or exclude it."
-        return Finding(name, 0, problem=f"{name}: {problem}")
-    finding = Finding(name, blob.size)
-    try:
-        if row is not None:
-            _check_row(bucket, blob, row)
-            finding = dataclasses.replace(finding, tokens=row.tokens)
-        if deep or row is None:
-            finding = _read(bucket, blob, data, deep)
-            _check_tokens(finding, row, vocabulary)
-    except RefocusedError as error:
-        return dataclasses.replace(finding, problem=str(error))
-    return finding
 
 
 def _check_row(bucket: Bucket, blob: BlobInfo, row: Shard) -> None:
