@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from refocused.data.formats.object_names import unusable
 from refocused.data.formats.object_reader import ByteSource
 from refocused.system.errors import ShardError
 
@@ -141,16 +142,14 @@ def read_npy_header(file: ByteSource | IO[bytes], *, what: str) -> NpyHeader:
     magic = file.read(8)
     length_bytes = _LENGTH_BYTES.get(magic[6], 0) if len(magic) == 8 else 0
     if magic[:6] != b"\x93NUMPY" or not length_bytes:
-        raise ShardError(
-            f"{what}: it starts with {magic!r}, which no .npy does. Write it again with "
-            "numpy.save, or put its name in data.exclude."
-        )
+        raise unusable(what, f"it starts with {magic!r}, which no .npy does")
     stored_length = file.read(length_bytes)
     length = int.from_bytes(stored_length, "little")
     if length > LARGEST_HEADER_BYTES:
-        raise ShardError(
-            f"{what}: its .npy header claims {length:,} bytes, and no array of tokens needs over "
-            f"{LARGEST_HEADER_BYTES:,}. Write it again, or put its name in data.exclude."
+        raise unusable(
+            what,
+            f"its .npy header claims {length:,} bytes, and no array of tokens needs over "
+            f"{LARGEST_HEADER_BYTES:,}",
         )
     rest = stored_length + file.read(length)
     formats = np.lib.format
@@ -159,10 +158,7 @@ def read_npy_header(file: ByteSource | IO[bytes], *, what: str) -> NpyHeader:
         with _PARSER:
             shape, column_order, dtype = parse(io.BytesIO(rest))
     except _MALFORMED as error:
-        raise ShardError(
-            f"{what}: its .npy header cannot be read ({error}). Write it again, or put its name "
-            "in data.exclude."
-        ) from None
+        raise unusable(what, f"its .npy header cannot be read ({error})") from None
     if dtype.hasobject:
         raise PickledArrayError(
             f"{what}: it holds Python objects, and pickled data can run code. Convert it once "

@@ -6,6 +6,8 @@ import fnmatch
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 
+from refocused.system.errors import ShardError
+
 TOKEN_SUFFIXES = (".npz", ".npy", ".pt", ".bin")
 TEXT_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".txt")
 MANIFEST_NAME = "manifest.json"
@@ -19,3 +21,8 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
         fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(last, pattern)
         for pattern in patterns
     )
+
+
+def unusable(name: str, problem: str) -> ShardError:
+    """Return the error of a token file that is damaged or lies."""
+    return ShardError(f"{name}: {problem}. Write the file again, or put its name in data.exclude.")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from isal import isal_zlib
 
 from refocused.bucket.bucket import BlobInfo, Bucket
+from refocused.data.formats.object_names import unusable
 from refocused.system.errors import ShardError
 
 FIRST_RANGE_BYTES = 64 * 1024  # holds the directory of a zip of a few members
@@ -65,10 +66,8 @@ class ObjectReader(io.BufferedIOBase):
         left = max(self._blob.size - self._position, 0)
         size = left if size is None or size < 0 else min(size, left)
         if size > LARGEST_READ_BYTES:
-            raise ShardError(
-                f"{self._blob.name}: its header asks for {size:,} bytes at once, which no token "
-                "file needs. Write the file again, or put its name in data.exclude."
-            )
+            problem = f"its header asks for {size:,} bytes at once, which no token file needs"
+            raise unusable(self._blob.name, problem)
         pieces = []
         while size:
             piece = self._piece(size)
@@ -124,20 +123,17 @@ def opened_zip(file: ByteSource, *, name: str) -> Iterator[zipfile.ZipFile]:
         OSError,  # a seek before the start: offsets that lie
         ValueError,  # the same from a file in memory; a member's name that is no text
     ) as error:
-        raise ShardError(
-            f"{name}: the zip file is truncated or corrupt ({error}). Write it again, or put its "
-            "name in data.exclude."
-        ) from None
+        raise unusable(name, f"the zip file is truncated or corrupt ({error})") from None
 
 
 def checked_member(archive: zipfile.ZipFile, member: str, *, name: str) -> zipfile.ZipInfo:
     """Return a member's entry; raise `ShardError` if it claims more than its bytes can hold."""
     info = archive.getinfo(member)
     if info.file_size > info.compress_size * LARGEST_RATIO:
-        raise ShardError(
-            f"{name}: its member {member} claims {info.file_size:,} bytes out of "
-            f"{info.compress_size:,} compressed ones, which cannot be. Write the file again, or "
-            "put its name in data.exclude."
+        raise unusable(
+            name,
+            f"its member {member} claims {info.file_size:,} bytes out of {info.compress_size:,} "
+            "compressed ones, which cannot be",
         )
     return info
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from refocused.data.formats.object_names import unusable
 from refocused.data.formats.object_reader import ByteSource, member_reader, opened_zip
 from refocused.data.formats.token_layout import LENGTHS_KEY, MASK_KEY, ArrayPlace, TokenLayout
 from refocused.system.errors import ShardError
@@ -102,10 +103,7 @@ def _blocks(
         count = min(rows, place.shape[0] - first)
         content = read(count * row_bytes)
         if len(content) != count * row_bytes:
-            raise ShardError(
-                f"{name}: it ends before its header says. Write the file again, or put its name "
-                "in data.exclude."
-            )
+            raise unusable(name, "it ends before its header says")
         yield np.frombuffer(content, place.dtype).reshape(count, *place.shape[1:])
     if place.member is not None:
         read(1)  # at its end, the member's CRC-32 is compared
@@ -142,10 +140,8 @@ def _kept(tells: Ids, layout: TokenLayout, *, name: str) -> Kept:
         return np.arange(layout.ids.shape[1]) < lengths[:, None]
     if layout.mask:
         if tells.min() < 0 or tells.max() > 1:
-            raise ShardError(
-                f"{name}: {MASK_KEY} holds {tells.min()} to {tells.max()}; it says 1 for a "
-                "token and 0 for padding. Write the file again, or put its name in data.exclude."
-            )
+            found = f"{MASK_KEY} holds {tells.min()} to {tells.max()}"
+            raise unusable(name, f"{found}; it says 1 for a token and 0 for padding")
         return np.asarray(tells == 1)
     is_token = tells != layout.pad_id
     # A token keeps all that is left of it: the running maximum from the right.
@@ -156,10 +152,8 @@ def _kept(tells: Ids, layout: TokenLayout, *, name: str) -> Kept:
 def _checked_lengths(lengths: Ids, layout: TokenLayout, *, name: str) -> npt.NDArray[np.int64]:
     columns = layout.ids.shape[1]
     if lengths.min() < 0 or lengths.max() > columns:
-        raise ShardError(
-            f"{name}: {LENGTHS_KEY} holds {lengths.min()} to {lengths.max()} for rows of "
-            f"{columns} ids. Write the file again, or put its name in data.exclude."
-        )
+        found = f"{LENGTHS_KEY} holds {lengths.min()} to {lengths.max()}"
+        raise unusable(name, f"{found} for rows of {columns} ids")
     return lengths.astype(np.int64)
 
 

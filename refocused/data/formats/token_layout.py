@@ -13,7 +13,7 @@ import numpy as np
 
 from refocused.config.data import DataConfig
 from refocused.data.formats.array_headers import NpyHeader, read_npy_header, read_tensor_header
-from refocused.data.formats.object_names import TEXT_SUFFIXES, TOKEN_SUFFIXES
+from refocused.data.formats.object_names import TEXT_SUFFIXES, TOKEN_SUFFIXES, unusable
 from refocused.data.formats.object_reader import ByteSource, checked_member, opened_zip
 from refocused.system.errors import ShardError
 
@@ -152,10 +152,10 @@ def _checked_place(place: ArrayPlace, *, what: str, room: int) -> ArrayPlace:
         )
     needed = place.elements * dtype.itemsize
     if needed != room:
-        raise ShardError(
-            f"{what}: the header says {given} of {dtype}, which is {needed:,} bytes, but "
-            f"{room:,} are there; the file is truncated or its header is wrong. Write it again, "
-            "or put its name in data.exclude."
+        raise unusable(
+            what,
+            f"the header says {given} of {dtype}, which is {needed:,} bytes, but {room:,} are "
+            "there; the file is truncated or its header is wrong",
         )
     if not place.elements:
         raise ShardError(f"{what}: it holds no tokens. Put its name in data.exclude.")
@@ -186,10 +186,8 @@ def _npz_layout(file: ByteSource, *, name: str, data: DataConfig) -> TokenLayout
         (mask, MASK_KEY, ids.shape),
     ):
         if place is not None and place.shape != shape:
-            raise ShardError(
-                f"{name}: {its_key} has the shape {place.shape} for ids of {ids.shape}. "
-                "Write the file again, or put its name in data.exclude."
-            )
+            problem = f"{its_key} has the shape {place.shape} for ids of {ids.shape}"
+            raise unusable(name, problem)
     if len(ids.shape) == 2 and not (lengths or mask) and data.pad_id is None:
         raise ShardError(
             f"{name}: `{key}` holds rows of {ids.shape[1]} ids without {MASK_KEY} or "
@@ -248,10 +246,7 @@ def _tensor_place(file: ByteSource, *, name: str) -> ArrayPlace:
         header = read_tensor_header(_content(archive, pickles[0]), what=name, big_endian=big)
         member = f"{folder}data/{header.storage}"
         if member not in members:
-            raise ShardError(
-                f"{name}: its storage {member} is missing. Save it again with torch.save, or put "
-                "its name in data.exclude."
-            )
+            raise unusable(name, f"its storage {member} is missing")
         stored = checked_member(archive, member, name=name).file_size
     offset = header.first * header.dtype.itemsize
     place = ArrayPlace(member, offset, header.dtype, header.shape)
@@ -271,10 +266,8 @@ def _bin_layout(file: ByteSource, *, name: str, size: int, data: DataConfig) -> 
         magic, version, tokens = struct.unpack("<3i", header[:12])
         if magic == LLM_C_MAGIC:
             if version != 1:
-                raise ShardError(
-                    f"{name}: version {version} of the llm.c form; only version 1 (uint16) is "
-                    "read. Write it again, or put its name in data.exclude."
-                )
+                problem = f"version {version} of the llm.c form; only version 1 (uint16) is read"
+                raise unusable(name, problem)
             place = ArrayPlace(None, LLM_C_HEADER_BYTES, np.dtype("<u2"), (tokens,))
             ids = _checked_place(place, what=name, room=size - LLM_C_HEADER_BYTES)
             return TokenLayout("llm.c", ids)
