@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,133 +24,134 @@ from refocused.system.processes import ProcessIdentity, identify, this_process
 from refocused.system.world import World
 
 LONG_S = 60.0
+COST = CostConfig(per_hour_usd=24, budget_usd=400, credit_usd=500)
 
 
-def settings(run: Path, training: ProcessIdentity | None = None, **more: Any) -> SamplerSettings:
-    return SamplerSettings(
-        run=run, training=training or this_process(), interval_seconds=0.1, ranks=8, **more
-    )
+class Site:
+    """A run's folder on a machine with eight GPUs, and what samplers write there."""
+
+    def __init__(self, run: Path, machine: Machine) -> None:
+        self.run, self.machine = run, machine
+
+    def settings(self, training: ProcessIdentity | None = None, **more: Any) -> SamplerSettings:
+        rank = training or this_process()
+        return SamplerSettings(run=self.run, training=rank, interval_seconds=0.1, ranks=8, **more)
+
+    def lines(self, name: str = "gpu_metrics") -> list[dict[str, Any]]:
+        file = self.run / "logs" / f"{name}.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    @property
+    def alarms(self) -> list[tuple[str, str, bool]]:
+        found = [line for line in self.lines("events") if line["kind"] == "alarm"]
+        return [(one["alarm"], one["subject"].rpartition(" ")[2], one["raised"]) for one in found]
+
+    def await_lines(self, count: int, name: str = "gpu_metrics") -> None:
+        await_that(lambda: len(self.lines(name)) >= count)
 
 
-def lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+def await_that(happens: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
-def alarms(run: Path) -> list[tuple[str, str, bool]]:
-    found = [line for line in lines(run / "logs" / "events.jsonl") if line["kind"] == "alarm"]
-    return [(line["alarm"], line["subject"].rpartition(" ")[2], line["raised"]) for line in found]
+@pytest.fixture
+def site(tmp_path: Path, eight_gpus: Machine) -> Site:
+    return Site(tmp_path, eight_gpus)
 
 
-def ill(machine: Machine) -> None:
-    """One GPU is hot and slows down, one has errors, one is lost."""
-    machine.gpu(5, temperature=88, clock_events=0x44, sm_clock=1305)
-    machine.gpu(2, ecc_uncorrected=3)
-    machine.gpu(7, lost=1)
-
-
-def test_a_round_writes_a_line_for_each_gpu_and_one_for_the_machine(
-    tmp_path: Path, eight_gpus: Machine
-) -> None:
-    Sampler(settings(tmp_path, visible_devices="4,5,6,7,0,1,2,3")).round()
-    found = lines(tmp_path / "logs" / "gpu_metrics.jsonl")
+def test_a_round_writes_a_line_for_each_gpu_and_one_for_the_machine(site: Site) -> None:
+    Sampler(site.settings(visible_devices="4,5,6,7,0,1,2,3")).round()
+    found = site.lines()
     assert [line["kind"] for line in found] == ["gpu"] * 8 + ["system"]
     assert [line["local_rank"] for line in found[:8]] == [4, 5, 6, 7, 0, 1, 2, 3]
     assert found[8]["gpus"] == 8
-    assert alarms(tmp_path) == []
+    assert site.alarms == []
 
 
-def test_alarms_of_gpus(
-    tmp_path: Path, eight_gpus: Machine, monkeypatch: pytest.MonkeyPatch
+def test_alarms_begin_and_end_and_a_new_start_looks_for_itself(
+    site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for alarm in ("gpu_temperature", "gpu_throttle"):
         at_once = dataclasses.replace(RULES[alarm], begins_after=0.0, ends_after=0.0)
         monkeypatch.setitem(RULES, alarm, at_once)
-    sampler = Sampler(settings(tmp_path))
+    sampler = Sampler(site.settings())
     sampler.round()
-    ill(eight_gpus)
+    site.machine.gpu(5, temperature=88, clock_events=0x44, sm_clock=1305)
+    site.machine.gpu(2, ecc_uncorrected=3)
+    site.machine.gpu(7, lost=1)
     sampler.round()
     sampler.round()
-    raised = {
-        ("gpu_temperature", "5", True),
-        ("gpu_throttle", "5", True),
-        ("gpu_ecc", "2", True),
-        ("gpu_lost", "7", True),
-    }
-    assert sorted(alarms(tmp_path)) == sorted(raised)
-    eight_gpus.gpu(5, temperature=70, clock_events=0x4)
+    hot = {("gpu_temperature", "5"), ("gpu_throttle", "5")}
+    raised = hot | {("gpu_ecc", "2"), ("gpu_lost", "7")}
+    assert sorted(site.alarms) == sorted((*alarm, True) for alarm in raised)
+    site.machine.gpu(5, temperature=70, clock_events=0x4)
     sampler.round()
-    ended = {("gpu_temperature", "5", False), ("gpu_throttle", "5", False)}
-    assert sorted(alarms(tmp_path)) == sorted(raised | ended)
+    assert sorted(site.alarms[4:]) == sorted((*alarm, False) for alarm in hot)
+    site.machine.gpu(7, lost=0)
+    Sampler(site.settings()).round()
+    ended = [("gpu_ecc", "2", False), ("gpu_lost", "7", False)]
+    assert sorted(site.alarms[6:8]) == ended
+    assert site.alarms[8:] == [("gpu_ecc", "2", True)]
 
 
-def test_a_new_start_ends_the_alarms_of_the_last_and_looks_for_itself(
-    tmp_path: Path, eight_gpus: Machine
-) -> None:
-    eight_gpus.gpu(2, ecc_uncorrected=3)
-    eight_gpus.gpu(7, lost=1)
-    Sampler(settings(tmp_path)).round()
-    eight_gpus.gpu(7, lost=0)
-    Sampler(settings(tmp_path)).round()
-    assert [alarm for alarm in alarms(tmp_path) if alarm[0] == "gpu_lost"] == [
-        ("gpu_lost", "7", True),
-        ("gpu_lost", "7", False),
-    ]
-    still = [raised for name, _, raised in alarms(tmp_path) if name == "gpu_ecc"]
-    assert still == [True, False, True]
-
-
-def test_the_first_machine_watches_the_run_and_the_others_files_are_their_own(
-    tmp_path: Path, eight_gpus: Machine
-) -> None:
-    write_state(tmp_path / "state.json", {"status": "training", "step": 1})
-    (tmp_path / "logs").mkdir()
-    metrics = JsonLines(tmp_path / "logs" / "training_metrics.jsonl")
-    first, second = (Sampler(settings(tmp_path, node=node)) for node in (0, 1))
+def test_the_first_machine_watches_the_run_and_the_others_files_are_their_own(site: Site) -> None:
+    write_state(site.run / "state.json", {"status": "training", "step": 1})
+    metrics = JsonLines(site.run / "logs" / "training_metrics.jsonl")
+    first, second = (Sampler(site.settings(node=node)) for node in (0, 1))
     metrics.write({"kind": "step", "step": 1, "loss": None})
     first.round()
     second.round()
-    assert alarms(tmp_path) == [("non_finite", "run", True)]
-    assert len(lines(tmp_path / "logs" / "gpu_metrics-node-1.jsonl")) == 9
-    assert lines(tmp_path / "logs" / "events-node-1.jsonl") == []
+    assert site.alarms == [("non_finite", "run", True)]
+    assert len(site.lines("gpu_metrics-node-1")) == 9
+    assert site.lines("events-node-1") == []
 
 
+def test_without_a_rank_nothing_is_said_of_a_run(site: Site) -> None:
+    write_state(site.run / "state.json", {"status": "training", "step": 1})
+    site.machine.gpu(7, lost=1)
+    alone = SamplerSettings(run=site.run, training=None)
+    assert take_turn(alone)
+    assert not take_turn(alone)  # another one samples: nothing to wait for
+    Sampler(alone).round()
+    assert site.alarms == [("gpu_lost", "7", True)]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "words"),
+    [
+        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "sampler", "has no NVIDIA driver"),
+        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "sampler_warning", "Restart the machine"),
+    ],
+)
 def test_a_machine_without_a_driver_is_watched_without_gpus(
-    tmp_path: Path, eight_gpus: Machine, monkeypatch: pytest.MonkeyPatch
+    site: Site, code: int, kind: str, words: str
 ) -> None:
-    missing = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-    monkeypatch.setattr(gpu_reader.pynvml, "nvmlInit", lambda: (_ for _ in ()).throw(missing))
-    sampler = Sampler(settings(tmp_path))
+    site.machine.driver(init=code)
+    sampler = Sampler(site.settings())
     sampler.round()
     sampler.round()
-    [first, second] = lines(tmp_path / "logs" / "gpu_metrics.jsonl")
+    [first, second] = site.lines()
     assert first["kind"] == second["kind"] == "system"
     assert first["gpus"] is second["gpus"] is None
-    said = lines(tmp_path / "logs" / "events.jsonl")
-    assert [(line["kind"], line["text"]) for line in said] == [("sampler", first["gpu_note"])]
+    [event] = site.lines("events")
+    assert (event["kind"], event["text"]) == (kind, first["gpu_note"])
+    assert words in event["text"]
 
 
-def test_a_driver_that_does_not_answer_is_a_warning(tmp_path: Path, eight_gpus: Machine) -> None:
-    eight_gpus.driver(init=pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
-    Sampler(settings(tmp_path)).round()
-    [said] = lines(tmp_path / "logs" / "events.jsonl")
-    assert said["kind"] == "sampler_warning"
-    assert "Restart the machine" in said["text"]
-
-
-def test_a_round_that_fails_is_said_once_and_costs_no_other(
-    tmp_path: Path,
-    eight_gpus: Machine,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_a_round_that_fails_is_logged_once_and_costs_no_other(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sampler = Sampler(settings(tmp_path))
+    sampler = Sampler(site.settings())
     with monkeypatch.context() as broken:
         broken.setattr(gpu_reader.GpuReader, "samples", lambda self: 1 / 0)
         sampler.round()
         sampler.round()
     sampler.round()
-    assert [r.getMessage() for r in caplog.records] == ["a round of samples failed"]
-    assert len(lines(tmp_path / "logs" / "gpu_metrics.jsonl")) == 9
+    assert caplog.messages == ["a round of samples failed"]
+    assert len(site.lines()) == 9
 
 
 class Rank:
@@ -174,73 +175,40 @@ def rank() -> Iterator[Rank]:
     started.kill()
 
 
-def await_lines(file: Path, count: int) -> list[dict[str, Any]]:
-    deadline = time.monotonic() + LONG_S
-    while len(found := lines(file)) < count:
-        assert time.monotonic() < deadline, f"{len(found)} of {count} lines in {file}"
-        time.sleep(0.02)
-    return found
-
-
-def await_end(pid: int) -> None:
-    deadline = time.monotonic() + LONG_S
-    while identify(pid) is not None:
-        assert time.monotonic() < deadline, "the sampler goes on"
-        time.sleep(0.02)
-
-
-def test_the_process_ends_with_its_rank_and_says_that_it_was_killed(
-    tmp_path: Path, eight_gpus: Machine, rank: Rank
-) -> None:
-    write_state(tmp_path / "state.json", {"status": "training", "step": 12})
-    chosen = settings(tmp_path, rank.identity)
-    pid = start_sampler.start_sampler(chosen)
+def test_the_process_ends_with_its_rank_and_says_that_it_was_killed(site: Site, rank: Rank) -> None:
+    write_state(site.run / "state.json", {"status": "training", "step": 12})
+    pid = start_sampler.start_sampler(site.settings(rank.identity))
     assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == "1"  # no rank's
-    await_lines(chosen.samples, 18)
-    eight_gpus.gpu(7, lost=1)
-    found = await_lines(chosen.events, 1)
-    assert (found[0]["alarm"], found[0]["raised"]) == ("gpu_lost", True)
+    site.await_lines(18)
+    site.machine.gpu(7, lost=1)
+    site.await_lines(1, "events")
     rank.kill()
-    await_end(pid)
-    assert alarms(tmp_path)[1:] == [("run_died", "run", True)]
-    log = (tmp_path / "logs" / "training.log").read_text()
+    await_that(lambda: identify(pid) is None)
+    assert site.alarms == [("gpu_lost", "7", True), ("run_died", "run", True)]
+    log = (site.run / "logs" / "training.log").read_text()
     assert " sampler WARNING ALARM: " in log
     assert "has ended at step 12" in log
-    assert (tmp_path / "logs" / "sampler.log").read_text() == ""
+    assert (site.run / "logs" / "sampler.log").read_text() == ""
 
 
 @pytest.mark.slow
-def test_of_two_on_a_machine_one_samples(tmp_path: Path, eight_gpus: Machine, rank: Rank) -> None:
+def test_of_two_on_a_machine_one_samples(site: Site, rank: Rank) -> None:
     """The sampler of a start that was killed ends; that of the next one goes on for it."""
     later = Rank()
-    first = start_sampler.start_sampler(settings(tmp_path, rank.identity))
-    file = settings(tmp_path).samples
-    await_lines(file, 9)
-    second = start_sampler.start_sampler(settings(tmp_path, later.identity))
+    first = start_sampler.start_sampler(site.settings(rank.identity))
+    site.await_lines(9)
+    second = start_sampler.start_sampler(site.settings(later.identity))
     os.kill(first, signal.SIGSTOP)
-    count = len(lines(file))
+    count = len(site.lines())
     time.sleep(0.5)
-    assert len(lines(file)) == count  # the second one waits
+    assert len(site.lines()) == count  # the second one waits
     os.kill(first, signal.SIGCONT)
     rank.kill()
-    await_end(first)
-    await_lines(file, count + 27)
+    await_that(lambda: identify(first) is None)
+    site.await_lines(count + 27)
     assert identify(second) is not None
     later.kill()
-    await_end(second)
-
-
-def test_without_a_rank_nothing_is_said_of_a_run(tmp_path: Path, eight_gpus: Machine) -> None:
-    write_state(tmp_path / "state.json", {"status": "training", "step": 1})
-    eight_gpus.gpu(7, lost=1)
-    alone = SamplerSettings(run=tmp_path, training=None)
-    assert take_turn(alone)
-    assert not take_turn(alone)  # another one samples: nothing to wait for
-    Sampler(alone).round()
-    assert alarms(tmp_path) == [("gpu_lost", "7", True)]
-
-
-COST = CostConfig(per_hour_usd=24, budget_usd=400, credit_usd=500)
+    await_that(lambda: identify(second) is None)
 
 
 def start(world: World, folder: Path, *, seconds: float = 5.0) -> list[str]:
