@@ -215,15 +215,6 @@ def test_the_newest_and_the_best_stay(sample_run: SampleRun) -> None:
     assert sample_run.local_steps() == [1000, 9500, 10000]
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_two_whole_steps_stay_whatever_is_requested(sample_run: SampleRun, broken: bool) -> None:
-    save_all(sample_run, 10, 20, 30)
-    if broken:
-        sample_run.save(40).trainer.unlink()
-    assert sample_run.command("prune", "--keep", "1", "--yes")[0] == 0
-    assert sample_run.local_steps() == [20, 30, *([40] if broken else [])]
-
-
 def test_what_the_mirror_lacks_is_never_removed(sample_run: SampleRun) -> None:
     for step in (10, 20, 30, 40, 50, 60):
         saved = sample_run.save(step)
