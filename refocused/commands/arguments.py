@@ -67,17 +67,11 @@ class Once(argparse.Action):
 
 
 def run_verb(command: str, verbs: Mapping[str, tuple[str, str]], given: Sequence[str]) -> int:
-    """Run the verb that the first argument names; return the exit code.
+    """Run the verb of `main.VERBS` that the first argument names; return the exit code.
 
     A verb V is the function `run_V(parser)` of its module: it adds its options, reads them by
-    `parser.read()`, does the work and returns an exit code, or None for OK. Modules are imported
-    only when their verb is run, and import what it needs only after the options are read, so that
-    `--help` is fast. The verb "" has the command's own name.
-
-    Args:
-        command: Name of the command.
-        verbs: For each verb the module below `refocused.commands`, and one line about it.
-        given: The command line without the command.
+    `parser.read()`, does the work and returns an exit code, or None for OK. Modules import what
+    they need only after the options are read, so that `--help` is fast.
     """
     verb = given[0] if given and given[0] in verbs else ""
     if verb in verbs:

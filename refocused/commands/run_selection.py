@@ -57,15 +57,10 @@ def add_run_options(parser: Parser, *, local: bool = True) -> None:
 
 
 def find_run(request: str | None, *, must_exist: bool = True, option: str | None = "--run") -> Path:
-    """Return the folder of a run.
+    """Return the folder of a run, named by its path or its name below `runs/`; None: the newest.
 
-    Args:
-        request: A folder, or a name below `runs/`; None: the newest run there.
-        must_exist: Refuse a run without a folder (one only in a bucket has none).
-        option: What names a run on this command line; None: a word without an option.
-
-    Raises:
-        ConfigError: There is no such run.
+    `option` is what names a run on this command line; None: a word without an option. A run that is
+    only in a bucket has no folder, which `must_exist=False` allows.
     """
     runs = [path for path in RUNS.iterdir() if path.is_dir()] if RUNS.is_dir() else []
     runs.sort(key=_last_change, reverse=True)
@@ -114,16 +109,9 @@ def run_of(arguments: argparse.Namespace) -> Path:
 def catalog_of(
     run: Path, arguments: argparse.Namespace, *, checkpoints: Path | None = None
 ) -> Catalog:
-    """Return a run's catalog, with its bucket when one is known and may be read.
+    """Return a run's catalog, with its bucket unless none is known or `--local` excludes it.
 
-    Args:
-        run: The run's folder.
-        arguments: With the options of `add_run_options`, and perhaps `--remote`.
-        checkpoints: Where the local steps are; None: in the run's own folder.
-
-    Raises:
-        ConfigError: Only the bucket is wanted and none is known.
-        BucketError: The bucket's address is not one.
+    `checkpoints` is the folder of the local steps; None: that of the run.
     """
     from refocused.checkpoints.mirror.mirror_status import MirrorFiles
     from refocused.checkpoints.mirror.remote_steps import prefix_of
@@ -150,8 +138,7 @@ def _own_mirror(run: Path) -> tuple[str, str] | None:
     from refocused.checkpoints.mirror.remote_steps import prefix_of
     from refocused.config.yaml_source import read_document
 
-    status = MirrorFiles(run).read_status()
-    if status is not None:
+    if (status := MirrorFiles(run).read_status()) is not None:
         return status.bucket, status.prefix
     if not (run / "run.yaml").is_file():
         return None
@@ -163,12 +150,7 @@ def _own_mirror(run: Path) -> tuple[str, str] | None:
 
 
 def list_steps(arguments: argparse.Namespace) -> Listing:
-    """List a run's checkpoints; the local ones, with a message, if the bucket cannot be read.
-
-    Raises:
-        ConfigError: There is no such run.
-        BucketError: The bucket cannot be read and `--remote` wants only what it has.
-    """
+    """List a run's checkpoints; unless `--remote`, the local ones if the bucket cannot be read."""
     run = run_of(arguments)
     catalog = catalog_of(run, arguments)
     only_remote = getattr(arguments, "remote", False)
@@ -186,13 +168,7 @@ def list_steps(arguments: argparse.Namespace) -> Listing:
 
 
 def find_steps(requests: Sequence[str], arguments: argparse.Namespace) -> list[FoundStep]:
-    """Find `latest`, `best`, numbers or names in the run, paths and addresses where they say.
-
-    Raises:
-        CheckpointError: There is no such checkpoint; the nearest are named.
-        ConfigError: There is no such run.
-        BucketError: An address names a bucket that cannot be listed.
-    """
+    """Find `latest`, `best`, numbers or names in the run, paths and addresses where they say."""
     listing = None
     found = []
     for request in requests:
@@ -224,11 +200,7 @@ def _find_by_place(request: str, arguments: argparse.Namespace) -> FoundStep:
 def local_step(request: str, arguments: argparse.Namespace) -> StepDirectory:
     """Return the checkpoint that `request` names, fetched from the bucket if it is not whole here.
 
-    Raises:
-        CheckpointError: There is none, it is whole in neither place, or an address names one and
-            another is here under its name.
-        ConfigError: There is no such run.
-        BucketError: The bucket cannot be read, or the disk has no room.
+    If `request` is an address, what is here under its name must be a copy of it.
     """
     from refocused.checkpoints.resume.step_state import LEFT_BEHIND, WHOLE
     from refocused.checkpoints.step.step_directory import read_step
@@ -282,7 +254,7 @@ def model_source(request: str, arguments: argparse.Namespace) -> Path:
     """Return the folder of a model, either a checkpoint or a transformers folder.
 
     `request` is a folder of either kind, the `gs://` address of an export, a run's folder or name
-    (its latest checkpoint), or what `local_step` takes; it raises the same errors.
+    (its latest checkpoint), or what `local_step` takes.
     """
     folder = Path(request).expanduser()
     if (folder / "config.json").is_file():

@@ -8,7 +8,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from refocused.commands.arguments import Parser
 from refocused.commands.checkpoints.move import step_lines
@@ -31,13 +31,8 @@ class Removal:
     remove: Callable[[], None]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrunedPlace:
-    """The disk or the bucket: what retention has to know, and what can be removed there."""
-
-    where: str
-    steps: list[KeptStep]
-    removals: list[Removal]
+# Where it is, what retention has to know of each checkpoint there, and all that can be removed.
+Place: TypeAlias = "tuple[str, list[KeptStep], list[Removal]]"
 
 
 def run_prune(parser: Parser) -> int:
@@ -55,15 +50,15 @@ def run_prune(parser: Parser) -> int:
     arguments = parser.read()
     from refocused.checkpoints.step.retention import to_remove
 
-    place = _bucket(arguments) if arguments.remote else _disk(arguments)
-    doomed = to_remove(place.steps, keep=arguments.keep)
-    kept = [step.step for step in place.steps if step.step not in doomed]
-    free_of_mirror = [dataclasses.replace(step, mirrored=None) for step in place.steps]
+    where, steps, possible = (_bucket if arguments.remote else _disk)(arguments)
+    doomed = to_remove(steps, keep=arguments.keep)
+    kept = [step.step for step in steps if step.step not in doomed]
+    free_of_mirror = [dataclasses.replace(step, mirrored=None) for step in steps]
     without_mirror = to_remove(free_of_mirror, keep=arguments.keep)
-    removals = [one for one in place.removals if one.step is None or one.step in doomed]
+    removals = [one for one in possible if one.step is None or one.step in doomed]
     failed: dict[str, str] = {}
     if removals and not arguments.dry_run:
-        if not (arguments.yes or _is_agreed(_share(removals, place), place.where, doomed)):
+        if not (arguments.yes or _is_agreed(_share(removals, len(steps)), where, doomed)):
             print("Nothing was removed.", file=sys.stderr)
             return ExitCode.FAILED
         for one in removals:
@@ -71,7 +66,7 @@ def run_prune(parser: Parser) -> int:
                 one.remove()
             except (OSError, BucketError) as error:
                 failed[str(one.step or one.name)] = getattr(error, "strerror", "") or str(error)
-                print(f"{one.name} in {place.where} was not removed: {error}", file=sys.stderr)
+                print(f"{one.name} in {where} was not removed: {error}", file=sys.stderr)
     went = [one for one in removals if str(one.step or one.name) not in failed]
     verb = "would be removed" if arguments.dry_run else "removed"
     record: dict[str, Any] = {
@@ -82,7 +77,7 @@ def run_prune(parser: Parser) -> int:
         "bytes": sum(one.bytes for one in went),
         "aside": [one.name for one in went if one.step is None],
         "dry_run": arguments.dry_run,
-        "where": place.where,
+        "where": where,
     }
     lines = [f"{verb}: {', '.join(record['aside'])}"] if record["aside"] else []
     lines += step_lines(
@@ -92,16 +87,16 @@ def run_prune(parser: Parser) -> int:
             "kept since the mirror lacks them": record["unmirrored"],
         }
     )
-    lines.append(f"{place.where}: {_share(went, place)} {verb}")
+    lines.append(f"{where}: {_share(went, len(steps))} {verb}")
     print_result(record, lines, as_json=arguments.json)
     return ExitCode.FAILED if failed else ExitCode.OK
 
 
-def _share(removals: Sequence[Removal], place: PrunedPlace) -> str:
-    steps = [one for one in removals if one.step is not None]
+def _share(removals: Sequence[Removal], total: int) -> str:
+    count = sum(one.step is not None for one in removals)
     aside = ", ".join(one.name for one in removals if one.step is None)
     size = size_text(sum(one.bytes for one in removals))
-    return f"{len(steps)} of {len(place.steps)} steps{f' and {aside}' if aside else ''}, {size}"
+    return f"{count} of {total} steps{f' and {aside}' if aside else ''}, {size}"
 
 
 def _is_agreed(share: str, where: str, steps: Sequence[int]) -> bool:
@@ -116,7 +111,7 @@ def _is_agreed(share: str, where: str, steps: Sequence[int]) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _disk(arguments: argparse.Namespace) -> PrunedPlace:
+def _disk(arguments: argparse.Namespace) -> Place:
     from refocused.checkpoints.step.checkpoint_manifest import SaveReason
     from refocused.checkpoints.step.staging import bytes_below, remove_step, steps_set_aside
     from refocused.checkpoints.step.step_directory import unused
@@ -141,10 +136,10 @@ def _disk(arguments: argparse.Namespace) -> PrunedPlace:
     for path in aside:
         name = path.relative_to(catalog.local).as_posix()
         removals.append(Removal(None, name, bytes_below(path), functools.partial(remove, path)))
-    return PrunedPlace(str(catalog.local), steps, removals)
+    return str(catalog.local), steps, removals
 
 
-def _bucket(arguments: argparse.Namespace) -> PrunedPlace:
+def _bucket(arguments: argparse.Namespace) -> Place:
     from refocused.checkpoints.mirror.mirror_status import MirrorFiles
     from refocused.checkpoints.mirror.remote_steps import RemoteRetention
 
@@ -160,7 +155,7 @@ def _bucket(arguments: argparse.Namespace) -> PrunedPlace:
         name = branch.name_of(step.step)
         remove = functools.partial(remote.retract, name)
         removals.append(Removal(step.step, name, sizes.get(name, 0), remove))
-    return PrunedPlace(remote.url, steps, removals)
+    return remote.url, steps, removals
 
 
 def _kept_step(catalog: Catalog, entry: CatalogEntry) -> KeptStep:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket
     from refocused.config.data import DataConfig
     from refocused.data.manifest.shard_manifest import Manifest
-    from refocused.prepare.tokenize import TokenizeProgress
+    from refocused.prepare.tokenize import TokenizeProgress, TokenizeResult
 
 _NAMED = 20
 FOLDER_SAMPLE, BUCKET_SAMPLE = 100_000_000, 8_000_000  # tokens
@@ -127,7 +127,10 @@ def run_tokenize(parser: Parser) -> None:
             workers=arguments.workers,
             progress=show_tokens,
         )
-    seconds = time.monotonic() - started
+    _print_tokenized(result, time.monotonic() - started, arguments)
+
+
+def _print_tokenized(result: TokenizeResult, seconds: float, arguments: argparse.Namespace) -> None:
     manifest, kept = result.manifest, result.kept_shards
     train, val = (
         sum(shard.tokens for shard in manifest.shards if f"_{split}_" in shard.name)
