@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import importlib
+import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -15,8 +15,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from ranks import Ended, Ranks, free_port
+
+from refocused.system.world import World, join_world
 
 _BASE = {
     "PYTHONWARNINGS": "ignore",
@@ -142,14 +145,48 @@ def train(
         return started.wait(timeout)
 
 
-def main_of(module: str) -> Command:
-    """Return the command that is the `main` of a module, which the rank alone imports."""
-    return functools.partial(_be, module)
+def measured(
+    module: str, folder: Path, *, ranks: int = 2, timeout: float = 240
+) -> tuple[list[Any], str]:
+    """Call a module's `measure(world, folder)` on ranks.
+
+    Returns:
+        What it returned on each rank (as JSON carries it), and all that the ranks printed.
+    """
+    started = ForkedRanks(ranks, [module, str(folder)], folder=folder, command=_measure)
+    ended = started.wait(timeout)
+    assert ended.codes == [0] * ranks, ended.everything
+    files = [folder / f"{rank}_of_{ranks}.json" for rank in range(ranks)]
+    return [json.loads(file.read_text()) for file in files], ended.everything
 
 
-def _be(module: str, arguments: list[str]) -> int:
-    code: int = importlib.import_module(module).main(arguments)
-    return code
+def join_ready() -> World:
+    """Join the ranks with all imported, so that no engine's start collects what that made."""
+    from refocused.engine.build_engine import load_deepspeed
+    from refocused.models.families import register_families
+    from refocused.train.step.garbage_collection import quick_imports
+
+    with quick_imports():
+        world = join_world("cpu")
+        register_families()
+        load_deepspeed()
+    return world
+
+
+def leave(world: World) -> NoReturn:
+    """End a rank that all others have ended with."""
+    world.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads abort an ordinary end now and then
+
+
+def _measure(arguments: list[str]) -> int:
+    module, folder = arguments
+    world = join_ready()
+    found = importlib.import_module(module).measure(world, Path(folder))
+    file = Path(folder) / f"{world.rank}_of_{world.world_size}.json"
+    file.write_text(json.dumps(found))
+    leave(world)
 
 
 def _start_server() -> None:

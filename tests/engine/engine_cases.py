@@ -14,13 +14,12 @@ from torch import Tensor
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.deepspeed import deepspeed_config
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
-from refocused.engine.build_engine import build_engine, load_deepspeed
+from refocused.engine.build_engine import build_engine
 from refocused.engine.engine import Engine
 from refocused.models.causal_lm import CausalLM, counted_parameters
-from refocused.models.families import build_model, register_families
+from refocused.models.families import build_model
 from refocused.models.fp8 import compute_in_fp8
-from refocused.system.world import World, join_world
-from refocused.train.step.garbage_collection import quick_imports
+from refocused.system.world import World
 
 STEPS = 6
 SAVED_AT = 3
@@ -149,15 +148,6 @@ REFUSING = [
 ]
 DROPPING = Case(3, dropout=0.2, resumes=True)
 CASES = [*EXACT, *HALF, WARMED, DROPPING, *OVERFLOWING]
-
-
-def join_ready() -> World:
-    """Join the ranks with all imported, so that no engine's start collects what that made."""
-    with quick_imports():
-        world = join_world("cpu")
-        register_families()
-        load_deepspeed()
-    return world
 
 
 def fresh_model(

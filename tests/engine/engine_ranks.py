@@ -1,13 +1,10 @@
-"""Trains every case on this rank, and writes what it measured."""
+"""Trains every case on this rank."""
 
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,6 @@ from engine_cases import (
     WARMED,
     Case,
     fresh_model,
-    join_ready,
     start_engine,
     windows,
 )
@@ -214,21 +210,13 @@ def save_on_a_failing_disk(world: World, scratch: Path) -> dict[str, Any]:
     return found
 
 
-def main(arguments: list[str]) -> int:
-    out = Path(arguments[0])
-    world = join_ready()
+def measure(world: World, folder: Path) -> dict[str, Any]:
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True
-    scratch = Path(world.broadcast(tempfile.mkdtemp(dir=out)))
-    found: dict[str, Any] = {case.name: run(case, world, scratch) for case in CASES}
+    found: dict[str, Any] = {case.name: run(case, world, folder) for case in CASES}
     for case in LOOKING:
         found[f"look {case.name}"] = look_without_training(case, world)
     for case in REFUSING:
         found[f"refuse {case.name}"] = refuse_what_is_not_finite(case, world)
-    found["failing disk"] = world.gather(save_on_a_failing_disk(world, scratch))
-    if world.is_rank_0:
-        (out / "found.json").write_text(json.dumps(found))
-    world.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads abort an ordinary end now and then
+    return found | {"failing disk": world.gather(save_on_a_failing_disk(world, folder))}

@@ -8,12 +8,11 @@ and 0.2 %. Without taking back DeepSpeed's first update bf16 at stage 0 is 8.4e-
 from __future__ import annotations
 
 import functools
-import json
 import math
 from typing import Any
 
 import pytest
-from end_to_end.forked import ForkedRanks, main_of
+from end_to_end.forked import measured
 from engine_cases import (
     ACCUMULATION,
     CASES,
@@ -42,12 +41,8 @@ plain_run = functools.cache(train_plainly)
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What the ranks measured, all cases in one start."""
-    folder = tmp_path_factory.mktemp("engine")
-    ranks = ForkedRanks(2, [str(folder)], folder=folder, command=main_of("engine_ranks"))
-    ended = ranks.wait()
-    assert ended.codes == [0, 0], ended.everything
-    measured: Found = json.loads((folder / "found.json").read_text())
-    return measured | {"printed": ended.everything}
+    (found, _), printed = measured("engine_ranks", tmp_path_factory.mktemp("engine"))
+    return {**found, "printed": printed}
 
 
 def named(cases: list[Case]) -> Any:

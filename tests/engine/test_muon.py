@@ -7,7 +7,6 @@ float32, of the iteration's bfloat16, and 1.1e-3 in bf16. AdamW's last loss is 4
 from __future__ import annotations
 
 import functools
-import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from end_to_end.forked import ForkedRanks, main_of
+from end_to_end.forked import measured
 from engine_cases import RATES, SAVED_AT, Case, fresh_model, train_plainly
-from muon_cases import MUON, MUON_CASES, train_plainly_by_muon, updates_of_all
+from muon_ranks import MUON, MUON_CASES, train_plainly_by_muon, updates_of_all
 
 from refocused.engine import muon
 from refocused.engine.muon import MuonAndAdamW, block_matrices, flat_matrices, scaled_orthogonal
@@ -30,14 +29,9 @@ by_case = pytest.mark.parametrize("case", MUON_CASES, ids=lambda case: case.name
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("muon")
-    ranks = ForkedRanks(2, [str(folder)], folder=folder, command=main_of("muon_ranks"))
-    ended = ranks.wait()
-    assert ended.codes == [0, 0], ended.everything
-    alone = ForkedRanks(1, [str(folder)], folder=folder, command=main_of("muon_ranks")).wait()
-    assert alone.codes == [0], alone.everything
-    measured: dict[str, Any] = json.loads((folder / "on_2.json").read_text())
-    on_one = json.loads((folder / "on_1.json").read_text())
-    return {name: found | {"on one": on_one[name]} for name, found in measured.items()}
+    (on_two, _), _ = measured("muon_ranks", folder)
+    (on_one,), _ = measured("muon_ranks", folder, ranks=1)
+    return {name: found | {"on one": on_one[name]} for name, found in on_two.items()}
 
 
 @pytest.mark.slow

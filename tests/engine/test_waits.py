@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from ranks import Ranks
+from end_to_end.forked import measured
 
 # Where a host may wait for its device between two lines of the log, and why.
 NAMED = {
@@ -29,10 +27,7 @@ NAMED = {
 
 @pytest.mark.slow
 def test_the_host_waits_for_the_device_only_where_named(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("waits_ranks.py")
-    ended = Ranks(2, [str(script), str(tmp_path)], folder=tmp_path).wait()
-    assert ended.codes == [0, 0], ended.everything
-    found: dict[str, Any] = json.loads((tmp_path / "found.json").read_text())
+    (found, _), _ = measured("waits_ranks", tmp_path)
     assert len(found) == 8
     for case, waits in found.items():
         allowed = set().union(*(places for part, places in NAMED.items() if case.endswith(part)))

@@ -1,26 +1,18 @@
-"""Counts what each stage of ZeRO sends in a step, by collective: `traffic_ranks.py OUT`."""
+"""Counts what each stage of ZeRO sends in a step, by collective."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import inspect
-import json
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from engine_cases import ACCUMULATION, Case, start_engine, windows
 from torch import Tensor
-
-os.environ["DS_ACCELERATOR"] = "cpu"
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine_cases import ACCUMULATION, Case, join_ready, start_engine, windows
 
 from refocused.engine.engine import Engine
 from refocused.models.causal_lm import counted_parameters
@@ -92,41 +84,30 @@ def train(engine: Engine, world: World, step: Tensor) -> None:
     engine.update(1e-3)
 
 
-def main() -> None:
-    out = Path(sys.argv[1])
-    world = join_ready()
+def measure(world: World, folder: Path) -> dict[str, Any]:
     count_what_is_sent()
-    found: dict[str, Any] = {"steps": {}}
+    steps: dict[str, Any] = {}
     for name, (stage, dtype, zero) in CASES.items():
         fragment = {"zero_optimization": zero} if zero else {}
         engine = start_engine(Case(stage, dtype=dtype), world, fragment=fragment)
-        found["steps"][name] = [
+        steps[name] = [
             counted_in(functools.partial(train, engine, world, step)) for step in windows()[:4]
         ]
         if name != list(CASES)[-1]:
             engine.close()
-    found["in a save"] = counted_in(lambda: engine.save_shards(out / "saved"))
-    found["in samples"] = []
-    for holding in (contextlib.nullcontext(), engine.weights_held()):
-        found["in samples"].append(counted_in(functools.partial(sample, engine, holding)))
-    found |= {
+    saved = counted_in(lambda: engine.save_shards(folder / "saved"))
+    holding = (contextlib.nullcontext(), engine.weights_held())
+    return {
+        "steps": steps,
+        "in a save": saved,
+        "in samples": [counted_in(functools.partial(sample, engine, one)) for one in holding],
         "parameters": counted_parameters(engine._engine.module),
         "accumulation": ACCUMULATION,
         "bucket": BUCKET,
-        "inductor": "torch._inductor.compile_fx" in sys.modules,
-        "compile": torch.compile.__module__,
     }
-    if world.is_rank_0:
-        (out / "found.json").write_text(json.dumps(found))
-    world.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads abort an ordinary end now and then
 
 
 def sample(engine: Engine, holding: contextlib.AbstractContextManager[Any]) -> None:
     with holding:
         for length in (4, 5, 6):
             engine.next_token_logits(windows()[0, 0, 0, :, :length])
-
-
-main()

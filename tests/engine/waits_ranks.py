@@ -1,4 +1,4 @@
-"""Counts where the host waits for the device in each step, by stage: `waits_ranks.py OUT`.
+"""Counts where the host waits for the device in each step, by stage.
 
 The device is the CPU behind an accelerator that claims streams of its own, as a GPU does, so that
 DeepSpeed takes the paths of a GPU.
@@ -7,8 +7,6 @@ DeepSpeed takes the paths of a GPU.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -16,14 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-os.environ["DS_ACCELERATOR"] = "cpu"
-sys.path.insert(0, str(Path(__file__).parent))
-
 from deepspeed import accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from engine_cases import RATES, Case, join_ready, start_engine, windows
+from engine_cases import RATES, Case, start_engine, windows
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from refocused.engine.engine import Engine
 from refocused.system.world import World
@@ -133,11 +127,9 @@ def counted() -> Iterator[None]:
         yield
 
 
-def main() -> None:
-    out = Path(sys.argv[1])
+def measure(world: World, folder: Path) -> dict[str, dict[str, int]]:
     accelerator.set_accelerator(FakeGpu())
     torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign, assignment]
-    world = join_ready()
     found = {}
     for case in CASES:
         engine = start_engine(case, world)
@@ -146,11 +138,4 @@ def main() -> None:
             train(engine, world, steps=COUNTED_STEPS)
         found[case.name] = dict(WAITS)
         engine.close()
-    if world.is_rank_0:
-        (out / "found.json").write_text(json.dumps(found))
-    world.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads abort an ordinary end now and then
-
-
-main()
+    return found

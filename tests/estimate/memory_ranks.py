@@ -1,10 +1,8 @@
-"""Makes two steps in every case and writes the peaks that it counted."""
+"""Makes steps in every case, and counts the most bytes of tensors."""
 
 from __future__ import annotations
 
 import gc
-import json
-import os
 from pathlib import Path
 
 import torch
@@ -14,11 +12,10 @@ from memory_cases import CASES, CHUNK, ROWS, Case, shape_of
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.deepspeed import deepspeed_config
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig
-from refocused.engine.build_engine import build_engine, load_deepspeed
+from refocused.engine.build_engine import build_engine
 from refocused.models.causal_lm import counted_parameters
-from refocused.models.families import build_model, register_families
-from refocused.system.world import World, join_world
-from refocused.train.step.garbage_collection import quick_imports
+from refocused.models.families import build_model
+from refocused.system.world import World
 
 
 def peak_of(case: Case, world: World) -> int:
@@ -68,16 +65,9 @@ def peak_of(case: Case, world: World) -> int:
     return min(peaks[1:])
 
 
-def main(arguments: list[str]) -> int:
-    with quick_imports():  # or each of the collections would walk them
-        out, world = Path(arguments[0]), join_world("cpu")
-        register_families()
-        load_deepspeed()
+def measure(world: World, folder: Path) -> dict[str, int]:
     peaks = {}
     for case in CASES:
         peaks[case.name] = peak_of(case, world)
         gc.collect()
-    if world.is_rank_0:
-        (out / "peaks.json").write_text(json.dumps(peaks))
-    world.barrier()
-    os._exit(0)  # gloo's threads abort an ordinary end now and then
+    return peaks

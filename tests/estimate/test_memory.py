@@ -6,10 +6,8 @@ activations and within 10 % where they are recomputed.
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from end_to_end.forked import ForkedRanks, main_of
+from end_to_end.forked import measured
 from memory_cases import CASES, CHUNK, Case, shape_of
 
 from refocused.config.load_run import find_config
@@ -36,12 +34,9 @@ def planned(case: Case, *, ranks: int) -> MemoryPlan:
 
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    folder = tmp_path_factory.mktemp("memory")
-    ranks = ForkedRanks(2, [str(folder)], folder=folder, command=main_of("memory_ranks"))
-    ended = ranks.wait(timeout=900)
-    assert ended.codes == [0, 0], ended.everything
-    counted: dict[str, int] = json.loads((folder / "peaks.json").read_text())
-    return counted
+    (counted, _), _ = measured("memory_ranks", tmp_path_factory.mktemp("memory"), timeout=900)
+    found: dict[str, int] = counted
+    return found
 
 
 @pytest.mark.slow
