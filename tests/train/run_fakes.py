@@ -105,20 +105,24 @@ class FakeEngine:
 
 
 @dataclasses.dataclass
-class FakeStream:
-    """Batches of two passes a step; a step may fail instead, or not come.
+class FakeLoader:
+    """Batches of two passes a step, and its own stream; a step may fail instead, or not come.
 
     Windows are counted on over the ends of epochs, as those of a mixture are.
     """
 
     log: Log
-    position: Position
-    failing: dict[int, RefocusedError]
-    missing_from: int
+    failing: dict[int, RefocusedError] = dataclasses.field(default_factory=dict)
+    missing_from: int = 10**9
     windows_per_epoch: int = 0
+    position: Position = dataclasses.field(default_factory=Position)
     wait_seconds: float = 0.0
 
-    def next_step(self, patience_seconds: float | None = None) -> list[Batch] | None:
+    def batches_from(self, position: Position) -> FakeLoader:
+        self.position = position
+        return self
+
+    def next_step(self, timeout_seconds: float | None = None) -> list[Batch] | None:
         first = self.position.windows
         if first in self.failing:
             raise self.failing[first]
@@ -134,26 +138,10 @@ class FakeStream:
 
 
 @dataclasses.dataclass
-class FakeLoader:
-    """Opens streams; the steps that begin with some windows fail, and from one on none comes."""
-
-    log: Log
-    failing: dict[int, RefocusedError] = dataclasses.field(default_factory=dict)
-    missing_from: int = 10**9
-    windows_per_epoch: int = 0
-
-    def batches_from(self, position: Position) -> FakeStream:
-        return FakeStream(
-            self.log, position, self.failing, self.missing_from, self.windows_per_epoch
-        )
-
-
-@dataclasses.dataclass
 class FakeReporter:
     """Notes what is told."""
 
     log: Log
-    seconds: float = 7.0
     figures: list[dict[str, object]] = dataclasses.field(default_factory=list)
     reported: list[list[float]] = dataclasses.field(default_factory=list)
 
@@ -178,7 +166,7 @@ class FakeReporter:
         self.log.append(f"draw {step}")
 
     def booked(self, state: TrainState) -> TrainState:
-        return dataclasses.replace(state, seconds=self.seconds)
+        return dataclasses.replace(state, seconds=7.0)
 
     def end(self, state: TrainState) -> TrainState:
         return state

@@ -11,12 +11,12 @@ from typing import Any, Literal, cast
 import pytest
 from checkpoints.step_samples import make_step
 from run_fakes import FakeReporter, FakeSaver, FakeStop, Log, parts_of
+from saver_session import said_by_mirror
 
 from refocused.checkpoints.mirror.mirror_status import MirrorStatus
 from refocused.config.outputs import CheckpointConfig, CostConfig
 from refocused.evaluate.final_model import FinalModel, FinalModelAnswer
 from refocused.system.errors import ExitCode
-from refocused.system.processes import this_process
 from refocused.train.lifecycle.job import Job, Request
 from refocused.train.lifecycle.shutdown import (
     INTERRUPTED_DRAIN_S,
@@ -82,7 +82,7 @@ class FakeFinalModel:
     """A final model that comes to this; None: it is not done in time."""
 
     log: Log
-    answer: FinalModelAnswer | None
+    status: Literal["made", "uploaded", "failed"] | None = "made"
     folder = Path("final_model")
 
     def begin(self, step: int) -> None:
@@ -90,11 +90,9 @@ class FakeFinalModel:
 
     def wait(self, timeout_s: float, stop: StopRequest) -> FinalModelAnswer | None:
         self.log.append(f"wait {timeout_s}")
-        return self.answer
-
-
-def answered(status: Literal["made", "uploaded", "failed"]) -> FinalModelAnswer:
-    return FinalModelAnswer(token="", status=status, text="so it is")
+        if self.status is None:
+            return None
+        return FinalModelAnswer(token="", status=self.status, text="so it is")
 
 
 def end(
@@ -155,37 +153,31 @@ def test_the_exit_code_says_how_it_ended(
     ]
 
 
+MADE = "final model final_model: so it is"
+OPEN = "final model final_model: it goes on in the background"
+
+
 @pytest.mark.parametrize(
-    ("answer", "mirror", "code", "said"),
+    ("status", "mirror", "code", "said"),
     [
-        (answered("uploaded"), "m", ExitCode.OK, "export: final model final_model: so it is"),
-        (answered("made"), None, ExitCode.OK, "export: final model final_model: so it is"),
-        (
-            answered("made"),
-            "m",
-            ExitCode.NOT_MIRRORED,
-            "export_warning: final model final_model: so it is",
-        ),
-        (answered("failed"), "m", ExitCode.FAILED, "export_failed: final model NOT made: so it is"),
-        (
-            None,
-            "m",
-            ExitCode.NOT_MIRRORED,
-            "export_warning: final model final_model: it goes on in the background",
-        ),
+        ("uploaded", "m", ExitCode.OK, f"export: {MADE}"),
+        ("made", None, ExitCode.OK, f"export: {MADE}"),
+        ("made", "m", ExitCode.NOT_MIRRORED, f"export_warning: {MADE}"),
+        ("failed", "m", ExitCode.FAILED, "export_failed: final model NOT made: so it is"),
+        (None, "m", ExitCode.NOT_MIRRORED, f"export_warning: {OPEN}"),
     ],
 )
 def test_the_final_model_counts_for_the_exit_code(
-    answer: FinalModelAnswer | None, mirror: str | None, code: ExitCode, said: str
+    status: Any, mirror: str | None, code: ExitCode, said: str
 ) -> None:
     log: Log = []
-    assert end(EndingSaver(log), mirror=mirror, final=FakeFinalModel(log, answer)) == code
+    assert end(EndingSaver(log), mirror=mirror, final=FakeFinalModel(log, status)) == code
     assert log[:3] == ["begin 6", "wait 120.0", said]
 
 
 def test_a_final_model_is_made_of_finished_and_saved_runs_alone() -> None:
     log: Log = []
-    final = FakeFinalModel(log, answered("made"))
+    final = FakeFinalModel(log)
     end(EndingSaver(log), stopped=StopReason.SIGNAL, final=final)
     end(EndingSaver(log, last_save_failed=True, saved_step=4), final=final)
     assert "begin 6" not in log
@@ -256,16 +248,8 @@ def test_the_last_lines(
 
 
 def status(done: int, *waiting: int, error: str | None = None) -> MirrorStatus:
-    return MirrorStatus(
-        bucket="b",
-        prefix="p",
-        process=this_process(),
-        heartbeat=0.0,
-        waiting=waiting,
-        done_bytes=done,
-        total_bytes=1000,
-        last_error=error,
-    )
+    facts = {"waiting": waiting, "done_bytes": done, "total_bytes": 1000, "last_error": error}
+    return said_by_mirror(**facts)
 
 
 def test_the_upload_is_told_at_every_tenth(caplog: pytest.LogCaptureFixture) -> None:

@@ -50,67 +50,64 @@ def trained(
 ) -> tuple[Log, FakeSaver, Outcome]:
     log: Log = []
     saver = FakeSaver(log)
-    parts = parts_of(
-        log,
-        total_steps=total,
-        cadence=cadence,
-        saver=saver,
-        **{"engine": FakeEngine(log)} | changes,
-    )
+    parts = parts_of(log, total_steps=total, cadence=cadence, saver=saver, **changes)
     return log, saver, run(parts, log, stop_when=stop_when)
 
 
-def test_a_step_accumulates_all_its_passes_and_then_updates() -> None:
-    log, _, outcome = trained(2, every(log=1))
-    assert log == [
-        *("accumulate 0", "accumulate 1", rate(0, 2), "report 1"),
-        *("accumulate 2", "accumulate 3", rate(1, 2), "report 2"),
-        *("validate", "tell 2.0", "save 2", "close"),
-    ]
-    assert (outcome.state.tokens, outcome.state.position) == (2 * 8, Position(0, 4))
-    assert outcome.stopped is StopReason.NONE
-
-
-def test_weights_and_gradient_are_described_before_the_update_of_a_step() -> None:
-    log, _, _ = trained(3, every(histograms=2))
-    assert log[:9] == [
-        *("accumulate 0", "accumulate 1", rate(0, 3)),
-        *("accumulate 2", "accumulate 3", "describe", "draw 2", rate(1, 3)),
-        "accumulate 4",
-    ]
-
-
 @pytest.mark.parametrize(
-    ("total", "cadence", "expected"),
+    ("total", "cadence", "words", "expected"),
     [
+        (
+            2,
+            every(log=1),
+            "accumulate update report validate tell save close",
+            [
+                *("accumulate 0", "accumulate 1", rate(0, 2), "report 1"),
+                *("accumulate 2", "accumulate 3", rate(1, 2), "report 2"),
+                *("validate", "tell 2.0", "save 2", "close"),
+            ],
+        ),
+        (  # weights and gradient are described before the update of a step
+            3,
+            every(histograms=2),
+            "describe draw update",
+            [rate(0, 3), "describe", "draw 2", rate(1, 3), rate(2, 3)],
+        ),
         (
             7,
             every(log=3, validation=4, checkpoint=2),
+            "report tell save",
             [
                 *("save 2", "report 3", "tell 2.0", "save 4"),
                 *("report 6", "save 6", "report 7", "tell 2.0", "save 7"),
             ],
         ),
-        (2, every(log=2, validation=2, checkpoint=2), ["report 2", "tell 2.0", "save 2"]),
+        (
+            2,
+            every(log=2, validation=2, checkpoint=2),
+            "report tell save",
+            ["report 2", "tell 2.0", "save 2"],
+        ),
     ],
+    ids=["steps", "histograms", "intervals", "the last step"],
 )
-def test_reports_validations_and_saves_come_when_they_are_due(
-    total: int, cadence: Cadence, expected: list[str]
+def test_what_is_due_is_done_in_this_order(
+    total: int, cadence: Cadence, words: str, expected: list[str]
 ) -> None:
-    assert happened(trained(total, cadence)[0], "report", "tell", "save") == expected
+    log, _, outcome = trained(total, cadence)
+    assert happened(log, *words.split()) == expected
+    assert (outcome.state.tokens, outcome.state.position) == (total * 8, Position(0, 2 * total))
+    assert outcome.stopped is StopReason.NONE
 
 
-def test_a_report_is_of_all_steps_since_the_one_before() -> None:
+def test_a_report_is_of_all_steps_since_the_one_before_and_a_save_holds_its_validation() -> None:
     reporter = FakeReporter([])
     engine = FakeEngine([], training_loss=float)
-    trained(5, every(log=2), reporter=reporter, engine=engine)
+    cadence = every(log=2, validation=2, checkpoint=2)
+    _, saver, outcome = trained(5, cadence, reporter=reporter, engine=engine)
     assert reporter.reported == [[1.0, 2.0], [3.0, 4.0], [5.0]]
-
-
-def test_what_is_saved_holds_the_validation_before_it() -> None:
-    _, saver, outcome = trained(4, every(log=1, validation=2, checkpoint=2))
     saved = [(state.step, state.loss, state.validation_loss) for state in saver.saved]
-    assert saved == [(2, 1.0, 2.0), (4, 1.0, 2.0)]
+    assert saved == [(2, 2.0, 2.0), (4, 4.0, 2.0), (5, 5.0, 2.0)]
     assert (outcome.state.best_loss, outcome.state.best_step) == (2.0, 2)
 
 
@@ -228,23 +225,20 @@ def test_a_stop_saves_once_and_ends(
     assert (outcome.stopped, outcome.state.validation_loss) == (StopReason.SIGNAL, None)
 
 
-def test_neither_a_stop_before_the_first_step_nor_a_finished_run_takes_one() -> None:
-    log: Log = ["already"]
-    assert run(parts_of(log), log, stop_when="already").stopped is StopReason.SIGNAL
-    assert log == ["already", "close"]
-    log = []
-    state = TrainState(step=6, position=Position(0, 12), validation_step=6)
-    assert run(parts_of(log), log, state=state).state == state
-    assert log == ["close"]
-
-
-def test_a_resumed_run_goes_on_where_it_stood() -> None:
-    log: Log = []
-    run(parts_of(log), log, state=TrainState(step=4, tokens=32, position=Position(0, 8)))
-    assert happened(log, "accumulate", "update") == [
-        *("accumulate 8", "accumulate 9", rate(4, 6)),
-        *("accumulate 10", "accumulate 11", rate(5, 6)),
-    ]
+def test_a_session_goes_on_where_it_stood_if_it_may_and_there_is_something_to_do() -> None:
+    resumed, finished = (
+        TrainState(step=step, position=Position(0, 2 * step), validation_step=step)
+        for step in (5, 6)
+    )
+    passes = ["accumulate 10", "accumulate 11", rate(5, 6)]
+    for state, log, rest in (
+        (resumed, [], [*passes, "report 6", "validate", "tell 2.0", "save 6"]),
+        (finished, [], []),
+        (resumed, ["stop"], ["stop"]),
+    ):
+        outcome = run(parts_of(log), log, stop_when="stop", state=state)
+        assert log == [*rest, "close"]
+        assert outcome.stopped is (StopReason.SIGNAL if "stop" in log else StopReason.NONE)
 
 
 @pytest.mark.parametrize(

@@ -81,30 +81,22 @@ def test_every_second_of_a_session_is_recorded_once(tmp_path: Path) -> None:
     assert session.reporter.run_time().goodput_fraction == 14.0 / 58.5
 
 
-def test_one_cost_is_told_everywhere_at_the_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_one_cost_is_told_everywhere_at_the_end(tmp_path: Path, fails: bool) -> None:
     session = Session(tmp_path, per_hour_usd=100.0)
     trackers = listened(session)
     session.reporter.start(TrainState())
     state = session.step(TrainState(step=100), seconds=36.0)
     assert trackers.records[-1]["cost_usd"] == pytest.approx(1.0)
     session.clock.now += 72.0  # the mirror, the export
-    state = session.reporter.end(state)
-    session.reporter.write_state(state, "finished")
-    assert state.cost_usd == pytest.approx(3.0)
-    assert trackers.records[-1]["cost_usd"] == state.cost_usd == session.state_file()["cost_usd"]
+    if fails:
+        session.reporter.write_failure(state, RuntimeError("lost"), 1)
+    else:
+        session.reporter.write_state(session.reporter.end(state), "finished")
     last = session.records("performance_metrics")[-1]
-    assert (last["cost_usd"], last["finished"]) == (state.cost_usd, True)
-
-
-def test_the_end_of_a_failed_session_is_told_too(tmp_path: Path) -> None:
-    session = Session(tmp_path, per_hour_usd=100.0)
-    trackers = listened(session)
-    session.reporter.start(TrainState())
-    session.clock.now += 36.0
-    session.reporter.write_failure(TrainState(step=7), RuntimeError("lost"), 1)
-    (told,) = trackers.records
-    assert told["cost_usd"] == session.state_file()["cost_usd"] == pytest.approx(1.0)
-    assert "finished" not in session.records("performance_metrics")[-1]
+    assert session.state_file()["cost_usd"] == pytest.approx(3.0)
+    assert trackers.records[-1]["cost_usd"] == last["cost_usd"] == session.state_file()["cost_usd"]
+    assert last.get("finished", False) is not fails
 
 
 def test_without_a_price_the_cost_stays_what_it_was(tmp_path: Path) -> None:
