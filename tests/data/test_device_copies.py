@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any, cast
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,77 +19,49 @@ GPU = torch.device("cuda", 1)
 MANIFEST = FakeManifest.of(45, 60, 33)
 
 
-class FakeCuda:
-    """Stands in for `torch.cuda`, and writes down what happens on which stream."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.current = "computing"
-
-    def Stream(self, device: torch.device) -> FakeStream:  # noqa: N802 - torch's own name
-        return FakeStream(self, f"copying on {device}")
-
-    @contextlib.contextmanager
-    def stream(self, stream: FakeStream):
-        self.current = stream.name
-        yield
-        self.current = "computing"
-
-    def current_stream(self, device: torch.device) -> FakeStream:
-        return FakeStream(self, f"{self.current} on {device}")
+NOTED = {"to", "__enter__", "__exit__", "record_event", "wait_event", "record_stream"}
 
 
-class FakeStream:
-    def __init__(self, cuda: FakeCuda, name: str) -> None:
-        self.cuda, self.name = cuda, name
-
-    def record_event(self) -> str:
-        self.cuda.log.append(f"{self.name}: event")
-        return f"event of {self.name}"
-
-    def wait_event(self, event: str) -> None:
-        self.cuda.log.append(f"{self.name}: wait for {event}")
-
-
-class FakeTensor:
-    """A tensor on the CPU or the GPU; its views tell what they are views of."""
-
-    def __init__(self, cuda: FakeCuda, name: str) -> None:
-        self.cuda, self.name = cuda, name
-
-    def to(self, device: torch.device, *, non_blocking: bool) -> FakeTensor:
-        assert non_blocking
-        self.cuda.log.append(f"{self.cuda.current}: copy {self.name} to {device}")
-        return FakeTensor(self.cuda, f"{self.name} there")
-
-    def record_stream(self, stream: FakeStream) -> None:
-        self.cuda.log.append(f"{stream.name}: uses {self.name}")
-
-    def __getitem__(self, place: tuple[Any, slice]) -> FakeTensor:
-        return FakeTensor(self.cuda, f"{self.name}[{place[1].start or ''}:{place[1].stop or ''}]")
-
-    def unbind(self) -> list[str]:
-        return [f"{self.name} {number}" for number in range(2)]
+def noted(log: mock.MagicMock) -> list[str]:
+    """What happened, in order: on which stream or tensor."""
+    names = [call[0] for call in log.mock_calls if call[0].rpartition(".")[2] in NOTED]
+    log.reset_mock()
+    return names
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_copies_run_on_their_own_stream_and_the_computation_waits_for_them_on_the_device(masked):
-    cuda = FakeCuda()
-    copier = DeviceCopier(GPU, cuda=cuda)
+    log, kinds = mock.MagicMock(), ["tokens", "labels"] if masked else ["tokens"]
+    for kind in ("tokens", "labels"):
+        there = getattr(log, kind).to.return_value
+        there.unbind.return_value = [f"{kind} 0", f"{kind} 1"]
+        there.__getitem__.side_effect = lambda place: mock.Mock(
+            unbind=lambda: [f"{place[1]} {number}" for number in range(2)]
+        )
+    copier = DeviceCopier(GPU, cuda=log.cuda)
     none = np.empty((2, 0), np.int64)
-    kinds = ["tokens", "labels"] if masked else ["tokens"]
-    tokens, labels = (cast("Any", FakeTensor(cuda, kind)) for kind in ("tokens", "labels"))
-    copies = copier.begin(Passes(tokens, labels if masked else None, none, none, ()))
-    copying, computing = "copying on cuda:1", "computing on cuda:1"
-    moved = [f"{copying}: copy {kind} to cuda:1" for kind in kinds]
-    assert cuda.log == [*moved, f"{copying}: event"]
-    cuda.log.clear()
+    copies = copier.begin(Passes(log.tokens, log.labels if masked else None, none, none, ()))
+    for kind in kinds:
+        getattr(log, kind).to.assert_called_once_with(GPU, non_blocking=True)
+    assert noted(log) == [
+        "cuda.stream().__enter__",
+        *(f"{kind}.to" for kind in kinds),
+        "cuda.Stream().record_event",
+        "cuda.stream().__exit__",
+    ]
     batches: list[Any] = copier.hand_over(copies)
-    uses = [f"{computing}: uses {kind} there" for kind in kinds]
-    assert cuda.log == [f"{computing}: wait for event of {copying}", *uses]
-    assert [batch.input_ids for batch in batches] == ["tokens there[:-1] 0", "tokens there[:-1] 1"]
-    copied = "labels there" if masked else "tokens there[1:]"
-    assert [batch.labels for batch in batches] == [f"{copied} 0", f"{copied} 1"]
+    computing = log.cuda.current_stream.return_value
+    computing.wait_event.assert_called_once_with(copies.arrived)
+    for kind in kinds:
+        getattr(log, kind).to.return_value.record_stream.assert_called_once_with(computing)
+    assert noted(log) == [
+        "cuda.current_stream().wait_event",
+        *(f"{kind}.to().record_stream" for kind in kinds),
+    ]
+    inputs, shifted = slice(None, -1), slice(1, None)
+    assert [batch.input_ids for batch in batches] == [f"{inputs} 0", f"{inputs} 1"]
+    labels = "labels" if masked else shifted
+    assert [batch.labels for batch in batches] == [f"{labels} 0", f"{labels} 1"]
 
 
 class RecordingCopier:

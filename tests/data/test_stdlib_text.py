@@ -9,7 +9,6 @@ import pytest
 from shard_samples import settings
 
 from refocused.bucket.folder import DirectoryBucket
-from refocused.data.manifest import stdlib_text
 from refocused.data.manifest.shard_manifest import build_manifest
 from refocused.data.manifest.stdlib_text import prepare_stdlib
 from refocused.system.errors import ShardError
@@ -37,43 +36,39 @@ def test_documents_are_the_librarys_own_text(tmp_path: Path) -> None:
     assert [shard.tokens for shard in manifest.shards] == [100_000, 100_000, 85_000, 15_000]
 
 
-def test_the_same_python_gives_the_same_bytes_and_a_valid_manifest(tmp_path: Path) -> None:
+def test_the_same_python_gives_the_same_bytes_once_and_after_an_interruption(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "stdlib_train_000000.npy").write_bytes(b"of an interrupted call")
     first, second = (
         prepare_stdlib(DirectoryBucket(tmp_path / name), max_tokens=50_000) for name in "ab"
     )
     assert first == second
+    bucket = DirectoryBucket(tmp_path / "a")
     data = settings(tokenizer="bytes", validation_files=["stdlib_val_*"], max_files=1)
-    built = build_manifest(DirectoryBucket(tmp_path / "a"), data, cache_file=None)
-    assert built == first
-
-
-def test_a_second_call_does_nothing(tmp_path: Path) -> None:
-    bucket = DirectoryBucket(tmp_path)
-    first = prepare_stdlib(bucket, max_tokens=50_000)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert build_manifest(bucket, data, cache_file=None) == first
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()}
     assert prepare_stdlib(bucket, max_tokens=99) == first
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
-
-
-def test_an_interrupted_call_is_finished_by_the_next(tmp_path: Path) -> None:
-    (tmp_path / "stdlib_train_000000.npy").write_bytes(b"of another size")
-    manifest = prepare_stdlib(DirectoryBucket(tmp_path), max_tokens=50_000)
-    assert (tmp_path / "stdlib_train_000000.npy").stat().st_size == manifest.shards[0].size
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()} == before
 
 
 def test_tests_and_installed_packages_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = tmp_path / "library"
-    for name in ("a.py", "b/c.py", "b/test/x.py", "site-packages/y.py", "idlelib/z.py", "d.txt"):
+    taken = [f"{folder}{n}.py" for folder in ("", "b/") for n in range(60)]
+    left_out = ["b/test/x.py", "site-packages/y.py", "idlelib/z.py", "d.txt"]
+    for name in (*taken, *left_out):
         (library / name).parent.mkdir(parents=True, exist_ok=True)
-        (library / name).write_text(name)
+        (library / name).write_text(f"{name};")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
-    monkeypatch.setattr(stdlib_text, "_is_validation", lambda name: name == "b/c.py")
     bucket = DirectoryBucket(tmp_path / "out")
     prepare_stdlib(bucket)
-    assert tokens_of(bucket, "train").tolist() == [256, *b"a.py"]
-    assert tokens_of(bucket, "val").tolist() == [256, *b"b/c.py"]
+    kinds = [tokens_of(bucket, kind).tolist() for kind in ("train", "val")]
+    texts = [bytes(t for t in tokens if t != 256).decode().split(";") for tokens in kinds]
+    assert sorted(texts[0] + texts[1]) == sorted(["", "", *taken])  # each once
+    assert 0 < len(texts[1]) < 20
 
 
 def test_a_python_without_its_sources_is_refused(
