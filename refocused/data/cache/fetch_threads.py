@@ -179,7 +179,8 @@ class Fetcher:
                     self._queue.busy.add(index)
                     self._beginning = True  # the others wait for its jobs, or go on without them
                     return index
-                self._changed.wait()  # the coordinator notifies five times a second
+                # The coordinator notifies five times a second.
+                self._changed.wait(LONGEST_PAUSE_SECONDS)
         return None
 
     def _fetch(self, index: int) -> None:
