@@ -156,7 +156,7 @@ def prepare_final_model(
     credentials_file: Path | None,
     project: str | None,
 ) -> FinalModel | None:
-    """Prepare what `checkpoint.export_final` requests; None where it does not, or nobody can."""
+    """Prepare the export; None if `checkpoint.export_final` is off or no disk has all files."""
     if not settings.export_final:
         return None
     if world.storage_ranks > 1:

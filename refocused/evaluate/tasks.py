@@ -95,7 +95,7 @@ def _existing(name: str) -> Path:
 def read_questions(task: TaskFile, *, limit: int | None = None) -> list[Question]:
     """Read a task's items, at most the first `limit`.
 
-    The fields of the first item give its form where `TOLD_BY_FIELDS` has them, else the task does.
+    `READERS_BY_FIELDS` gives the form by the first item's fields, else the task's own form counts.
 
     Raises:
         EvaluationError: The file cannot be read, or one of the lines read is invalid.
@@ -131,8 +131,8 @@ Reader = Callable[[Item], Question]  # raises ValueError with a sentence on what
 
 
 def _reader(form: str, first: Item) -> Reader:
-    told = (read for fields, read in TOLD_BY_FIELDS.items() if first.keys() >= set(fields))
-    return next(told, FORMS[form])
+    fits = (read for fields, read in READERS_BY_FIELDS.items() if first.keys() >= set(fields))
+    return next(fits, FORMS[form])
 
 
 def _hellaswag(item: Item) -> Question:
@@ -167,10 +167,10 @@ def _piqa(item: Item) -> Question:
 
 def _arc(item: Item) -> Question:
     """Read an item as AI2 published it, or as the table on the hub has it."""
-    asked = item.get("question")
-    asked = asked if isinstance(asked, dict) else {**item, "stem": asked}
-    context = f"Question: {_text(asked, 'stem')}\nAnswer:"
-    choices = asked.get("choices")
+    question = item.get("question")
+    question = question if isinstance(question, dict) else {**item, "stem": question}
+    context = f"Question: {_text(question, 'stem')}\nAnswer:"
+    choices = question.get("choices")
     if isinstance(choices, dict):
         texts, labels = choices.get("text"), choices.get("label")
     elif isinstance(choices, list) and all(isinstance(one, dict) for one in choices):
@@ -251,7 +251,7 @@ FORMS: Mapping[str, Reader] = {
     PLAIN: _plain,
 }
 # Published files and other harnesses' dumps, whatever the task is called.
-TOLD_BY_FIELDS: Mapping[tuple[str, ...], Reader] = {
+READERS_BY_FIELDS: Mapping[tuple[str, ...], Reader] = {
     ("context", "continuation"): _continued,
     ("query", "choices", "gold"): _queried,
     ("question", "answerKey"): _arc,

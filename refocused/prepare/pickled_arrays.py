@@ -1,8 +1,8 @@
-"""Reads a pickled array of token lists, in a process of its own that does nothing else.
+"""Program: read a pickled array of token lists, in a process of its own.
 
-Run as a program with the path of a `.npy` or `.npz`, the key order, and a folder: it writes `ids`
-(int64, one after the other) and `lengths` (int64) there. A pickle can run any code: a process of
-its own protects the memory of the one that asks, and nothing else.
+Its arguments are a `.npy` or `.npz`, the keys in order, and a folder that gets `ids` (int64, all
+lists joined) and `lengths` (int64). A pickle can run any code. The process protects the memory of
+its caller, and nothing else.
 """
 
 from __future__ import annotations

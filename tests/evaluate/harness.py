@@ -25,33 +25,22 @@ WORDS = [
     *("it", "was", "red", "big", "fast", "home", "away", ",", "."),
 ]
 # As its own task files have them (hellaswag.yaml, piqa.yaml, lambada_openai.yaml).
+CHOICE = {
+    "output_type": "multiple_choice",
+    "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    "doc_to_target": "label",
+}
 TASKS: dict[str, dict[str, Any]] = {
-    "hellaswag": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{query}}",
-        "doc_to_target": "{{label}}",
-        "doc_to_choice": "choices",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-    },
-    "piqa": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "Question: {{goal}}\nAnswer:",
-        "doc_to_target": "label",
-        "doc_to_choice": "{{[sol1, sol2]}}",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-    },
+    "hellaswag": CHOICE
+    | {"doc_to_text": "{{query}}", "doc_to_target": "{{label}}", "doc_to_choice": "choices"},
+    "piqa": CHOICE
+    | {"doc_to_text": "Question: {{goal}}\nAnswer:", "doc_to_choice": "{{[sol1, sol2]}}"},
+    "multiple_choice": CHOICE | {"doc_to_text": "{{ctx}}", "doc_to_choice": "endings"},
     "lambada": {
         "output_type": "loglikelihood",
         "doc_to_text": "{{text.split(' ')[:-1]|join(' ')}}",
         "doc_to_target": "{{' '+text.split(' ')[-1]}}",
         "metric_list": [{"metric": "perplexity", "aggregation": "perplexity"}, {"metric": "acc"}],
-    },
-    "multiple_choice": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{ctx}}",
-        "doc_to_target": "label",
-        "doc_to_choice": "endings",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
     },
     "perplexity": {
         "output_type": "loglikelihood_rolling",
@@ -64,15 +53,8 @@ TASKS: dict[str, dict[str, Any]] = {
 
 def bytes_model() -> tuple[Any, Any]:
     """A GPT-2 of bytes."""
-    config = transformers.GPT2Config(
-        vocab_size=257,
-        n_positions=CONTEXT,
-        n_embd=24,
-        n_layer=2,
-        n_head=3,
-        bos_token_id=256,
-        eos_token_id=256,
-    )
+    ids = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}
+    config = transformers.GPT2Config(n_positions=CONTEXT, n_embd=24, n_layer=2, n_head=3, **ids)
     content = tokenizer_file(TokenizerChoice("bytes"), vocabulary=257)
     return _filled(transformers.GPT2LMHeadModel, config), _tokenizer(content, 256)
 

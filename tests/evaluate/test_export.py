@@ -84,18 +84,32 @@ def test_round_trip(saved: dict[int, Path], tmp_path: Path, ranks: int, save: Sa
     assert found.bytes == sum(p.stat().st_size for p in (tmp_path / "out").iterdir())
 
 
-def test_an_export_knows_how_long_its_training_sequences_were(
+def test_an_export_has_its_tokenizer_its_card_and_the_length_of_training(
     saved: dict[int, Path], tmp_path: Path
 ) -> None:
-    weights = opened(saved, 2, SAVE)
+    weights, out = opened(saved, 2, SAVE), tmp_path / "out"
+    with pytest.raises(CheckpointError, match=r"has no tokenizer .*--no-tokenizer"):
+        tokenizer_of(weights)
+    with pytest.raises(ShardError, match="ids up to 256, and the model knows 101"):
+        tokenizer_of(weights, TokenizerChoice("bytes"))
     words = TokenizerChoice(str(word_file(tmp_path / "words.json")))
-    export_step(weights, tmp_path / "out", tokenizer=tokenizer_of(weights, words))
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    export_step(weights, out, tokenizer=tokenizer_of(weights, words), compare=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert tokenizer("the cat the")["input_ids"] == [0, 1, 0]  # not cut: the file said 2
+    config = json.loads((out / "config.json").read_text())
+    assert tokenizer.eos_token_id == config["eos_token_id"] == 3
     assert (config["n_positions"], config["trained_sequence_length"]) == (33, LENGTH)
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "| context | trained on 16 tokens at once, of 33 that it takes |" in card
-    for source, tokenizer in ((tmp_path / "out", None), (step_of(saved[2], SAVE), words)):
-        model = load_model(source, dtype="fp32", tokenizer=tokenizer)
+    generated = transformers.GenerationConfig.from_pretrained(out)
+    assert generated.eos_token_id == generated.pad_token_id == 3
+    card = (out / "README.md").read_text()
+    for fact in (
+        *("sample, step 2", "2,048 trained on", "f00d", "4.2500 (perplexity 70.11)"),
+        "| context | trained on 16 tokens at once, of 33 that it takes |",
+        "| time | 1.00 h until this step was saved |\n| cost | $2.50 until this step was saved |",
+    ):
+        assert fact in card
+    for source, choice in ((out, None), (step_of(saved[2], SAVE), words)):
+        model = load_model(source, dtype="fp32", tokenizer=choice)
         assert Evaluation(model, Settings()).context_tokens == LENGTH
         assert model.beyond_training(LENGTH) is None
         assert "17 tokens at once" in str(model.beyond_training(LENGTH + 1))
@@ -120,33 +134,6 @@ def test_several_files_of_half_the_bytes_load_alike(saved: dict[int, Path], tmp_
     assert torch.equal(logits_of(tmp_path / "one", ids), logits_of(tmp_path / "many", ids))
     config = json.loads((tmp_path / "one" / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
-
-
-def test_the_card_says_where_the_model_comes_from(saved: dict[int, Path], tmp_path: Path) -> None:
-    export_step(opened(saved, 2, SAVE), tmp_path / "out", tokenizer=None, compare=False)
-    card = (tmp_path / "out" / "README.md").read_text()
-    for fact in ("sample, step 2", "2,048 trained on", "f00d", "4.2500 (perplexity 70.11)"):
-        assert fact in card
-    assert (
-        "| time | 1.00 h until this step was saved |\n| cost | $2.50 until this step was saved |"
-        in card
-    )
-
-
-def test_a_named_tokenizer_goes_along(saved: dict[int, Path], tmp_path: Path) -> None:
-    weights = opened(saved, 2, SAVE)
-    with pytest.raises(CheckpointError, match=r"has no tokenizer .*--no-tokenizer"):
-        tokenizer_of(weights)
-    choice = TokenizerChoice(str(word_file(tmp_path / "words.json")))
-    export_step(weights, tmp_path / "out", tokenizer=tokenizer_of(weights, choice))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert tokenizer("the cat the")["input_ids"] == [0, 1, 0]  # not cut: the file said 2
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert tokenizer.eos_token_id == config["eos_token_id"] == 3
-    generated = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
-    assert generated.eos_token_id == generated.pad_token_id == 3
-    with pytest.raises(ShardError, match="ids up to 256, and the model knows 101"):
-        tokenizer_of(weights, TokenizerChoice("bytes"))
 
 
 def test_the_tokenizer_that_travelled_is_taken(saved: dict[int, Path], tmp_path: Path) -> None:
