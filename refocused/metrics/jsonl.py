@@ -29,11 +29,9 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, *, compact: bool = False) -> None:
-        """Open a file for appending, and end a line that a crash had torn.
+        """Open a file, which may be new, and end a line that a crash had torn.
 
-        Args:
-            path: The file; its folder is made.
-            compact: Write no spaces: for what grows fast.
+        `compact` leaves out the spaces, for a file that grows fast.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
@@ -79,12 +77,7 @@ class JsonLinesTail:
     """
 
     def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
-        """Read nothing yet.
-
-        Args:
-            path: It may not exist yet.
-            last_bytes: Read only so much of the end of a file that is already longer; None: all.
-        """
+        """Read nothing yet; later only the `last_bytes` of a file that is already longer."""
         self._path = path
         self._last_bytes = last_bytes
         self._file_id: tuple[int, int] | None = None

@@ -49,13 +49,7 @@ class OpenMetricsTracker:
     name = "openmetrics"
 
     def __init__(self, file: Path, *, run: str, clock: Callable[[], float] = time.time) -> None:
-        """Prepare; nothing is written before the first record.
-
-        Args:
-            file: Replaced at every record; its folder must exist.
-            run: The run's name, the label of every metric.
-            clock: Unix seconds.
-        """
+        """Prepare; nothing is written before the first record. The clock gives Unix seconds."""
         self._file, self._run, self._clock = file, run, clock
         self._values: dict[str, float] = {}
 

@@ -34,13 +34,8 @@ def forecast(
 ) -> Forecast:
     """Forecast from the amount of work: a forward pass is a third of a training pass.
 
-    Args:
-        plan: The batch of a step.
-        validation_windows: Windows of one validation.
-        task_tokens: Tokens of all endings of the tasks, with their contexts.
-        sample_tokens: Tokens of one text sample. Each takes one forward pass on every rank, which
-            is mostly overhead: about half as long as that of a micro-batch.
-        exports: Whether the final model is made.
+    `task_tokens` are those of all endings of the tasks, with their contexts. A token of a sample
+    takes one forward pass on every rank, mostly overhead: half as long as that of a micro-batch.
     """
     return Forecast(
         validation=validation_windows * plan.sequence_length / (3 * plan.tokens),
@@ -76,7 +71,7 @@ class Throughput:
             clock: Monotonic seconds.
             device_kind: `cuda`: steps are timed by events in the GPU's current stream.
             began_seconds: When the session began, by that clock; None: now.
-            forecast: For what has not been measured yet; None: it takes no time.
+            forecast: For what has not been measured yet.
         """
         self._clock = clock
         self._mark = _cuda_mark if device_kind == "cuda" else clock
@@ -97,9 +92,7 @@ class Throughput:
     def lap(self, activity: Activity, *, continued: bool = False) -> float:
         """Book the time since the last call on an activity; return it in seconds.
 
-        Args:
-            activity: What the time was spent on.
-            continued: It belongs to the last step, validation or save, and is not another one.
+        If `continued`, it belongs to the last step, validation or save, and is not another one.
         """
         now, recent = self._clock(), self._recent[activity]
         seconds, self._last = now - self._last, now

@@ -64,13 +64,8 @@ def start_tracking(
 ) -> str | None:
     """Open the trackers on rank 0; return the run id at Weights & Biases, if any.
 
-    Every rank must call. Opening happens in the trackers' threads and cannot fail the run.
-
-    Args:
-        run: The run.
-        world: The ranks.
-        track: Takes the trackers, on rank 0.
-        report: Takes the kind of an event and its text.
+    Every rank must call; `track` takes the trackers on rank 0. Opening happens in their threads
+    and cannot fail the run.
     """
 
     def start() -> str | None:
@@ -96,13 +91,10 @@ class Trackers:
     """All trackers of a run."""
 
     def __init__(self, trackers: Sequence[Tracker], *, report: Report, room: int = ROOM) -> None:
-        """Open them, each in its thread.
+        """Open them, each in its thread, with so much room for records that wait.
 
-        Args:
-            trackers: The destinations.
-            report: Takes an event's kind and text, in the thread that calls the methods here, so
-                that one thread alone writes the run's files.
-            room: Records that may wait for each of them.
+        `report` is called in the thread that calls the methods here, so that one thread alone
+        writes the run's files.
         """
         self._threads = [_TrackerThread(tracker, room) for tracker in trackers]
         self._report = report

@@ -155,12 +155,9 @@ class RunReader:
         saved_steps: Callable[[Path], Sequence[int]] = lambda checkpoints: (),
         recent_only: bool = False,
     ) -> None:
-        """Read nothing yet.
+        """Read nothing yet; `saved_steps` lists the steps in a folder of checkpoints.
 
-        Args:
-            folder: The run's folder.
-            saved_steps: Lists the steps in a folder of checkpoints.
-            recent_only: Read the state, the mirror, checkpoints and the last logged steps alone.
+        If `recent_only`, later read the state, the mirror, checkpoints and the last logged steps.
         """
         self.folder = folder
         self._saved_steps = saved_steps

@@ -24,12 +24,7 @@ DiskPoint = tuple[float, float]  # seconds, and GiB that were free then
 
 
 def gpu_readings(samples: Sequence[GpuSample], *, is_training: bool) -> Iterator[Reading]:
-    """Yield what the rules find of a machine's GPUs, sampled at one time.
-
-    Args:
-        samples: Of one time.
-        is_training: Whether the run takes steps, so that its GPUs should be busy.
-    """
+    """Yield what the rules find of a machine's GPUs, which should be busy if the run trains."""
     for gpu in samples:
         name = f"{gpu.host} GPU {gpu.index}"
         lost = (
@@ -120,12 +115,7 @@ def _work(gpu: GpuSample, name: str, *, is_training: bool) -> Iterator[Reading]:
 
 
 def system_readings(system: SystemSample, disk: Sequence[DiskPoint]) -> Iterator[Reading]:
-    """Yield what the rules find of a machine.
-
-    Args:
-        system: Its last reading.
-        disk: What was free on its disk, the oldest first, the last of it now.
-    """
+    """Yield what the rules find of a machine and of its disk, the oldest point first."""
     free, total = system.disk_free_gib, system.disk_total_gib
     if free is not None and total is not None:
         least = max(LEAST_DISK_GIB, LEAST_DISK_FRACTION * total)
@@ -160,10 +150,7 @@ def hours_until_full(disk: Sequence[DiskPoint]) -> float | None:
 def is_training(run: RunFiles, *, began: float, alive: bool) -> bool:
     """Whether a run takes steps: it says so, has taken one in this session, and has some left.
 
-    Args:
-        run: What its files say.
-        began: When watching it began, in Unix seconds.
-        alive: Whether the process that trains runs.
+    `began` is when watching it began, in Unix seconds; `alive` is of the process that trains.
     """
     is_stepping = alive and run.status == "training" and run.has_steps_left
     return is_stepping and bool(logged_times(run.steps, since=began))

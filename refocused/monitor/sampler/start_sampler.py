@@ -77,14 +77,7 @@ def start_sampling(
 ) -> None:
     """Start the sampler of this machine, if the run has any; every rank may call.
 
-    If it cannot be started, that is reported and the run goes on.
-
-    Args:
-        folder: The run's folder.
-        world: The ranks.
-        report: Takes the kind of an event and its text.
-        log: How often to sample.
-        cost: What alarms compare the run's cost with.
+    If it cannot be started, that is reported (an event's kind and text) and the run goes on.
     """
     if not log.sample_seconds or not world.is_local_rank_0:
         return

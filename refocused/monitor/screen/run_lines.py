@@ -78,9 +78,7 @@ def all_lines(view: RunView, *, now: float, events: int) -> list[Text]:
 def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
     """Return the run, its figures, its time and money, its checkpoints, its data, the machine.
 
-    Args:
-        view: The run.
-        width: Characters of a line, at which sentences are wrapped; None: no limit.
+    Sentences are wrapped at `width` characters.
     """
     lines = [_run_line(view)]
     if view.note and view.status in _TROUBLES:
@@ -254,13 +252,9 @@ def gpu_trouble(gpu: GpuSample) -> str:
 def alarm_lines(
     alarms: Sequence[Alarm], *, now: float, live: bool, width: int | None = None
 ) -> list[Text]:
-    """Return a line for each alarm; those of a run that has ended are history.
+    """Return a line for each alarm, wrapped at `width` characters; `now` is in Unix seconds.
 
-    Args:
-        alarms: The critical ones first.
-        now: Unix seconds.
-        live: Whether the run may still be helped.
-        width: Characters of a line, at which an alarm is wrapped; None: no limit.
+    Those of a run that has ended (`live` is False) are history.
     """
     lines = []
     for alarm in alarms:
@@ -313,13 +307,7 @@ def shown(lines: Sequence[Text], *, ascii_only: bool) -> list[Text]:
 
 
 def fitted(line: Text, width: int, *, ascii_only: bool) -> Text:
-    """Return a line that shows where it was cut: half a number would be another one.
-
-    Args:
-        line: What is to be shown.
-        width: Characters of a line; 0: unknown yet.
-        ascii_only: Use only ASCII.
-    """
+    """Return a line that shows where it was cut at `width` (0: unknown): half a number misleads."""
     if not width or line.cell_len <= width:
         return line
     mark = "..." if ascii_only else "\u2026"

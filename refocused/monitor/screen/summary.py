@@ -54,12 +54,7 @@ Rows = list[tuple[str, str]]  # what, and how much
 
 
 def write_summary(folder: Path, view: RunView, *, now: float) -> list[Path]:
-    """Write the summary of a run into its folder; return the files.
-
-    Args:
-        folder: The run's folder.
-        view: The run.
-        now: Unix seconds.
+    """Write the summary of a run into its folder at a Unix time; return the files.
 
     Raises:
         OSError: The folder cannot be written.
