@@ -13,18 +13,12 @@ from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.import_checkpoint import (
     ForeignStep,
     as_own,
-    bring,
     find_elsewhere,
-    is_brought,
     require_trust,
+    select_elsewhere,
     take_over,
 )
-from refocused.checkpoints.resume.resume_selection import (
-    list_checkpoints,
-    next_branch,
-    present_branch,
-    select_checkpoint,
-)
+from refocused.checkpoints.resume.resume_selection import select_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, SUPERSEDED
 from refocused.checkpoints.step.step_directory import StepDirectory, name_of, read_step
 from refocused.checkpoints.step.verify import verify
@@ -52,12 +46,9 @@ def found(request: object, root: Path) -> ForeignStep:
 
 
 def taken(request: object, catalog: Catalog, root: Path) -> StepDirectory:
-    elsewhere = found(request, root)
-    entries = list_checkpoints(catalog)
-    present = present_branch(catalog, entries)
-    step = bring(elsewhere, catalog)
-    branch = next_branch(present, entries, None if is_brought(step.path) else step)
-    return take_over(step, catalog.local, run="mine", branch=branch)
+    selected = select_elsewhere(found(request, root), catalog)
+    assert selected.step is not None
+    return take_over(selected.step, catalog.local, run="mine", branch=selected.branch)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +115,8 @@ def test_nothing_of_the_run_changes_before_the_step_is_taken_over(
 ) -> None:
     make_step(local, 20)
     catalog = Catalog(local)
-    assert verify(bring(found(foreign.path.parent, tmp_path), catalog), deep=True) == []
+    brought = select_elsewhere(found(foreign.path.parent, tmp_path), catalog).step
+    assert brought is not None and verify(brought, deep=True) == []
     assert [entry.name for entry in catalog.entries()] == [name_of(20)]
     own = select_checkpoint(catalog, "auto").step
     assert own is not None and own.manifest.run == "sample"

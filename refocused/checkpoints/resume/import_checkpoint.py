@@ -14,6 +14,12 @@ from refocused.bucket.bucket import Bucket
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.download import fetch_step
+from refocused.checkpoints.resume.resume_selection import (
+    Selection,
+    list_checkpoints,
+    next_branch,
+    present_branch,
+)
 from refocused.checkpoints.step.branches import Branch, step_paths
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,
@@ -108,29 +114,32 @@ def require_trust(manifest: CheckpointManifest, *, where: str, run: str, trusted
     )
 
 
-def bring(found: ForeignStep, catalog: Catalog) -> StepDirectory:
-    """Return a verified copy of a step below the run's own, under a hidden name.
+def select_elsewhere(found: ForeignStep, catalog: Catalog) -> Selection:
+    """Copy a step below the run's own, verified, under a hidden name; select it.
 
-    Where the run took the same step over before, that is returned. Raises CheckpointError when it
-    is corrupt, or the disk has no room.
+    Where the run took the same step over before, its own is selected. Raises CheckpointError when
+    the step is corrupt, or the disk has no room.
     """
-    name = catalog.branch.name_of(found.manifest.step)
-    if (catalog.local / name).exists() and _is_same(catalog.local / name, found.manifest):
-        return read_step(catalog.local / name)
+    entries = list_checkpoints(catalog)
+    present = present_branch(catalog, entries)
+    path = catalog.local / catalog.branch.name_of(found.manifest.step)
+    if path.exists() and _is_same(path, found.manifest):
+        own = read_step(path)
+        return Selection(own, next_branch(present, entries, own))
     logger.info("Fetching %s", found.where)
     stage = f"{STAGING_PREFIX}{name_of(found.manifest.step)}-from-elsewhere"
-    return found.bring(catalog.local / stage)
+    return Selection(found.bring(catalog.local / stage), next_branch(present, entries, None))
 
 
 def is_brought(path: Path) -> bool:
-    """Whether a checkpoint that `bring` returned is not the run's own yet."""
+    """Whether a checkpoint that `select_elsewhere` selected is not the run's own yet."""
     return any(parent.name.startswith(STAGING_PREFIX) for parent in path.parents)
 
 
 def take_over(
     brought: StepDirectory, checkpoints: Path, *, run: str, branch: Branch
 ) -> StepDirectory:
-    """Make a checkpoint that `bring` returned the run's own, on the branch that it begins."""
+    """Make a checkpoint from elsewhere the run's own, on the branch that it begins."""
     if not is_brought(brought.path):
         return brought  # an earlier start took it over
     stage = next(path for path in brought.path.parents if path.parent == checkpoints)

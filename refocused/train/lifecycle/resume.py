@@ -11,19 +11,14 @@ from pathlib import Path
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.import_checkpoint import (
     as_own,
-    bring,
     find_elsewhere,
     is_brought,
     require_trust,
+    select_elsewhere,
     take_over,
 )
 from refocused.checkpoints.resume.multi_node import decide_together
-from refocused.checkpoints.resume.resume_selection import (
-    list_checkpoints,
-    next_branch,
-    present_branch,
-    select_checkpoint,
-)
+from refocused.checkpoints.resume.resume_selection import select_checkpoint
 from refocused.checkpoints.step.branches import Branch
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.config.load_run import LoadedRun
@@ -73,22 +68,20 @@ def _choose(job: Job, catalog: Catalog) -> Chosen:
     own_request = as_own(request.resume, catalog)
     if own_request is not None:
         selected = select_checkpoint(catalog, own_request)
-        step = selected.step
-        if step is not None:
-            trusted(step.manifest, where=str(step.path))
-        return Chosen(None if step is None else step.path, selected.branch, selected.corrupt)
-    if job.world.storage_ranks > 1:
+        if selected.step is not None:
+            trusted(selected.step.manifest, where=str(selected.step.path))
+    elif job.world.storage_ranks > 1:
         raise CheckpointError(
             f"--resume {request.resume}: machines that keep the run's files each on its own disk "
             "resume from this run's steps alone. Set run.directory to a folder on a disk that all "
             "machines share, or copy that step to this run's place in checkpoint.mirror first."
         )
-    found = find_elsewhere(request.resume, request.open_bucket)
-    trusted(found.manifest, where=found.where)
-    entries = list_checkpoints(catalog)
-    present = present_branch(catalog, entries)
-    step = bring(found, catalog)
-    return Chosen(step.path, next_branch(present, entries, None if is_brought(step.path) else step))
+    else:
+        found = find_elsewhere(request.resume, request.open_bucket)
+        trusted(found.manifest, where=found.where)
+        selected = select_elsewhere(found, catalog)
+    path = selected.step.path if selected.step is not None else None
+    return Chosen(path, selected.branch, selected.corrupt)
 
 
 def start_or_resume(job: Job, parts: Parts, chosen: Chosen) -> TrainState:
