@@ -20,7 +20,7 @@ from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.multi_node import decide_together
 from refocused.checkpoints.resume.resume_selection import select_checkpoint
-from refocused.checkpoints.step.branches import step_paths
+from refocused.checkpoints.step.branches import saved_steps
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, CheckpointManifest, FileRecord
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.checkpoints.step.retention import thin_out
@@ -32,11 +32,19 @@ from refocused.system.errors import CheckpointError
 from refocused.system.world import World
 
 PREFIX = "sample/checkpoints"
+TEN = "checkpoint_step_10"
 
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Machines:
     return Machines(tmp_path)
+
+
+@pytest.fixture
+def saved(machines: Machines) -> Machines:
+    """Two machines with their parts of step 10."""
+    results(machines.save(10))
+    return machines
 
 
 @pytest.fixture
@@ -53,31 +61,48 @@ def names(machines: Machines) -> list[list[str]]:
     ]
 
 
-def test_each_machine_holds_its_part_under_the_same_manifest(machines: Machines) -> None:
-    results(machines.save(10))
-    first, second = machines.manifest(0, 10), machines.manifest(1, 10)
+def load(machines: Machines, *, exact: bool) -> list[PartOwner]:
+    def action(world: World, folder: Path) -> PartOwner:
+        owner = PartOwner(world.rank)
+        checkpointer = Checkpointer(folder, world=world, facts=FACTS)
+        checkpointer.load(owner, read_step(folder / TEN), exact=exact)
+        return owner
+
+    loaded = results(machines.do(action))
+    assert names(machines) == [[TEN]] * 2  # nothing is left behind
+    return loaded
+
+
+def choose(machines: Machines, remote: RemoteSteps | None, request: str = "auto") -> int | None:
+    def action(world: World, folder: Path) -> int | None:
+        def catalog() -> Catalog:
+            return Catalog(folder, remote.bucket if remote else None, PREFIX)
+
+        found = decide_together(world, catalog, lambda whole: select_checkpoint(whole, request))
+        return None if found.step is None else found.step.step
+
+    first, second = results(machines.do(action))
     assert first == second
-    nodes = {name: record.get("node", 0) for name, record in first["files"].items()}
-    assert nodes == {
-        "model.json": 0,
-        "run.yaml": 0,
-        "trainer.json": 0,
-        "ranks/rank_00000.pt": 0,
-        "ranks/rank_00001.pt": 1,
-        "zero/notes_0.txt": 0,
-        "zero/notes_1.txt": 1,
-        OF_ALL: 0,
-        "zero/rank_0.pt": 0,
-        "zero/rank_1.pt": 1,
+    return first  # type: ignore[no-any-return]
+
+
+def test_each_machine_holds_its_part_under_the_same_manifest(saved: Machines) -> None:
+    first, second = saved.manifest(0, 10), saved.manifest(1, 10)
+    assert first == second
+    assert {name: record.get("node", 0) for name, record in first["files"].items()} == {
+        **dict.fromkeys(("model.json", "run.yaml", "trainer.json", OF_ALL), 0),
+        **{f"ranks/rank_0000{node}.pt": node for node in range(2)},
+        **{f"zero/notes_{node}.txt": node for node in range(2)},
+        **{f"zero/rank_{node}.pt": node for node in range(2)},
     }
     for node in range(2):
-        step = machines.part(node, 10)
+        step = saved.part(node, 10)
         assert step.part == Part(node=node, nodes=2)
         assert verify(step, deep=True) == []
         assert not (step.path / f"zero/rank_{1 - node}.pt").exists()
         flip_byte(step.path / f"zero/rank_{node}.pt")
         assert [problem.file for problem in verify(step, deep=True)] == [f"zero/rank_{node}.pt"]
-    (entry,) = Catalog(machines.folders[1]).entries()
+    (entry,) = Catalog(saved.folders[1]).entries()
     assert entry.local == "node 1 of 2: its part" and entry.sound_here and not entry.usable
 
 
@@ -100,7 +125,7 @@ def test_a_full_disk_on_one_machine_costs_all_of_them_that_save(
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_machine_that_cannot_publish_its_part_takes_the_others_back(
-    machines: Machines, monkeypatch: pytest.MonkeyPatch, failing: int
+    saved: Machines, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     publish = Staging.publish
 
@@ -109,42 +134,23 @@ def test_a_machine_that_cannot_publish_its_part_takes_the_others_back(
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(staging.path))
         return publish(staging, manifest)
 
-    results(machines.save(10))
-    with monkeypatch.context() as patched:
-        patched.setattr(Staging, "publish", fails)
-        for rank in machines.save(20):
-            assert "checkpoint_step_20 was not saved: Input/output error" in str(rank.error)
-            assert str(rank.error).startswith("rank 1: ") == (failing == 1)
-    assert names(machines) == [["checkpoint_step_10"]] * 2
+    monkeypatch.setattr(Staging, "publish", fails)
+    for rank in saved.save(20):
+        assert "checkpoint_step_20 was not saved: Input/output error" in str(rank.error)
+        assert str(rank.error).startswith("rank 1: ") == (failing == 1)
+    assert names(saved) == [[TEN]] * 2
 
 
-def load(machines: Machines, step: int, *, exact: bool) -> list[PartOwner]:
-    def action(world: World, folder: Path) -> PartOwner:
-        owner = PartOwner(world.rank)
-        saved = read_step(folder / f"checkpoint_step_{step}")
-        checkpointer = Checkpointer(folder, world=world, facts=FACTS)
-        checkpointer.load(owner, saved, exact=exact)
-        return owner
-
-    loaded = results(machines.do(action))
-    assert names(machines) == [[f"checkpoint_step_{step}"]] * 2  # nothing is left behind
-    return loaded
-
-
-def test_each_rank_loads_its_own_part_and_what_the_first_one_wrote_for_all(
-    machines: Machines,
-) -> None:
-    results(machines.save(10))
-    for rank, owner in enumerate(load(machines, 10, exact=True)):
+def test_each_rank_loads_its_own_part_and_what_the_first_one_wrote_for_all(saved: Machines) -> None:
+    for rank, owner in enumerate(load(saved, exact=True)):
         assert owner.loaded == f"weights of {rank}".encode()
         assert owner.resharded_from is None
         assert owner.seen == ("mp_rank_00_model_states.pt", f"notes_{rank}.txt", f"rank_{rank}.pt")
-    assert not (machines.folders[1] / "checkpoint_step_10" / OF_ALL).exists()
+    assert not (saved.folders[1] / TEN / OF_ALL).exists()
 
 
-def test_states_that_are_divided_anew_reach_every_machine_whole(machines: Machines) -> None:
-    results(machines.save(10))
-    for owner in load(machines, 10, exact=False):
+def test_states_that_are_divided_anew_reach_every_machine_whole(saved: Machines) -> None:
+    for owner in load(saved, exact=False):
         assert owner.resharded_from == 2
         assert {"rank_0.pt", "rank_1.pt"} <= set(owner.seen)
 
@@ -153,37 +159,23 @@ def test_files_come_from_whoever_has_them_or_the_resume_is_refused() -> None:
     held = {0: frozenset({"a", "b"}), 1: frozenset({"c"})}
     wanted = {0: frozenset({"a", "c"}), 1: frozenset({"b", "c"})}
     plan = plan_deliveries(held, wanted)
-    assert [(one.name, one.source, set(one.receivers)) for one in plan] == [
-        ("b", 0, {1}),
-        ("c", 1, {0}),
-    ]
+    sent = [(one.name, one.source, set(one.receivers)) for one in plan]
+    assert sent == [("b", 0, {1}), ("c", 1, {0})]
     with pytest.raises(CheckpointError, match="No machine has d"):
         plan_deliveries(held, {0: frozenset({"d"})})
 
 
-def test_ranks_on_other_machines_than_before_read_all_files(machines: Machines) -> None:
-    results(machines.save(10))
-    manifest = machines.part(0, 10).manifest
+def test_ranks_on_other_machines_than_before_read_all_files(saved: Machines) -> None:
+    manifest = saved.part(0, 10).manifest
     assert "zero/rank_0.pt" not in wanted_files(manifest, [0, 1], exact=True)[1]
     assert wanted_files(manifest, [0, 0], exact=True) == {0: frozenset(manifest.files)}
     assert wanted_files(manifest, [0, 1, 1], exact=True)[1] == frozenset(manifest.files)
 
 
-def choose(machines: Machines, remote: RemoteSteps | None, request: str = "auto") -> int | None:
-    def action(world: World, folder: Path) -> int | None:
-        def catalog() -> Catalog:
-            return Catalog(folder, remote.bucket if remote else None, PREFIX)
-
-        found = decide_together(world, catalog, lambda whole: select_checkpoint(whole, request))
-        return None if found.step is None else found.step.step
-
-    first, second = results(machines.do(action))
-    assert first == second
-    return first  # type: ignore[no-any-return]
-
-
 def test_a_step_counts_when_every_machine_has_its_part(machines: Machines) -> None:
     assert choose(machines, None) is None
+    with pytest.raises(CheckpointError, match="There is no checkpoint"):
+        choose(machines, None, "latest")  # on all machines alike
     results(machines.save(10, 20))
     assert choose(machines, None) == 20
     shutil.rmtree(machines.folders[1] / "checkpoint_step_20")
@@ -204,16 +196,15 @@ def test_a_flipped_byte_on_any_machine_is_found(machines: Machines, remote: Remo
 
 
 def test_a_machine_that_lost_its_disk_fetches_its_own_part(
-    machines: Machines, remote: RemoteSteps
+    saved: Machines, remote: RemoteSteps
 ) -> None:
-    results(machines.save(10))
-    machines.mirror(remote, 10)
-    shutil.rmtree(machines.folders[1])
-    assert choose(machines, remote) == 10
-    part = machines.part(1, 10)
+    saved.mirror(remote, 10)
+    shutil.rmtree(saved.folders[1])
+    assert choose(saved, remote) == 10
+    part = saved.part(1, 10)
     assert part.part == Part(node=1, nodes=2) and verify(part, deep=True) == []
     assert not (part.path / "zero/rank_0.pt").exists()
-    assert load(machines, 10, exact=True)[1].loaded == b"weights of 1"
+    assert load(saved, exact=True)[1].loaded == b"weights of 1"
 
 
 def test_saves_of_one_step_that_do_not_belong_together_are_not_mixed(machines: Machines) -> None:
@@ -227,41 +218,33 @@ def test_saves_of_one_step_that_do_not_belong_together_are_not_mixed(machines: M
     assert choose(machines, None) == 10
 
 
-def test_a_refusal_on_one_machine_reaches_all(machines: Machines) -> None:
-    with pytest.raises(CheckpointError, match="There is no checkpoint"):
-        choose(machines, None, "latest")
-
-
-def test_the_marker_comes_when_every_part_is_there(machines: Machines, remote: RemoteSteps) -> None:
-    results(machines.save(10))
-    first, second = machines.part(0, 10), machines.part(1, 10)
+def test_the_marker_comes_when_every_part_is_there(saved: Machines, remote: RemoteSteps) -> None:
+    first, second = saved.part(0, 10), saved.part(1, 10)
     assert not copy_part(remote, second)
-    assert remote.objects("checkpoint_step_10") == {}  # the first machine clears the way
+    assert remote.objects(TEN) == {}  # the first machine clears the way
     assert not copy_part(remote, first)
     assert not copy_part(remote, first)
-    assert COMMITTED not in remote.objects("checkpoint_step_10")
+    assert COMMITTED not in remote.objects(TEN)
     assert not copy_part(remote, second)
     assert copy_part(remote, first)
     assert copy_part(remote, second)
-    assert verify_remote(remote, "checkpoint_step_10", deep=True) == []
-    names = set(remote.objects("checkpoint_step_10")) - {COMMITTED, "manifest.json"}
-    assert names == set(first.manifest.files)
+    assert verify_remote(remote, TEN, deep=True) == []
+    assert set(remote.objects(TEN)) - {COMMITTED, "manifest.json"} == set(first.manifest.files)
 
 
 def test_parts_of_another_save_of_the_step_are_replaced_not_mixed(
-    machines: Machines, remote: RemoteSteps
+    saved: Machines, remote: RemoteSteps
 ) -> None:
-    results(machines.save(10))
-    machines.mirror(remote, 10)
+    saved.mirror(remote, 10)
     for node in range(2):
-        shutil.rmtree(machines.part(node, 10).path)
-    results(machines.save(10))
-    remote.unmark("checkpoint_step_10")
-    first, second = machines.part(0, 10), machines.part(1, 10)
+        shutil.rmtree(saved.part(node, 10).path)
+    results(saved.save(10))
+    remote.unmark(TEN)
+    first, second = saved.part(0, 10), saved.part(1, 10)
     assert not copy_part(remote, second)
-    assert remote.manifest("checkpoint_step_10") != second.manifest
-    machines.mirror(remote, 10)
-    assert remote.manifest("checkpoint_step_10") == first.manifest
+    assert remote.manifest(TEN) != second.manifest
+    saved.mirror(remote, 10)
+    assert remote.manifest(TEN) == first.manifest
 
 
 def test_old_steps_go_from_every_disk_alike(machines: Machines) -> None:
@@ -275,6 +258,5 @@ def test_old_steps_go_from_every_disk_alike(machines: Machines) -> None:
 
     with reading:
         assert results(machines.do(action)) == [[], []]
-    assert results(machines.do(action)) == [["checkpoint_step_10"]] * 2
-    there = [[read_step(path).step for path in step_paths(f).values()] for f in machines.folders]
-    assert there == [[20, 30, 40]] * 2
+    assert results(machines.do(action)) == [[TEN]] * 2
+    assert [saved_steps(folder) for folder in machines.folders] == [[20, 30, 40]] * 2
