@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from refocused.bucket.bucket import BlobInfo, checked_name, extended_crc32c
+from refocused.bucket.bucket import (
+    BlobInfo,
+    checked_name,
+    crc32c_of,
+    extended_crc32c,
+    require_checksum,
+    require_same,
+)
 from refocused.bucket.gcs_client import GoogleConnection
 from refocused.bucket.gcs_errors import Fault, RefusedRequestError, RetryPolicy, fault_types
-from refocused.bucket.gcs_requests import GoogleRequests
-from refocused.bucket.gcs_upload import Uploads
-from refocused.bucket.partial_files import PartFile, require_space
+from refocused.bucket.gcs_requests import ONCE, GoogleRequests
+from refocused.bucket.gcs_upload import CREATE, ResumableUpload, new_blob
+from refocused.bucket.partial_files import PartFile, disk_errors, require_space
 from refocused.bucket.stored import crc32c_of_bytes, with_checksum
 from refocused.system.errors import BucketError
 
+SMALL_BYTES = 8 * 1024 * 1024  # uploaded in one request
 _FRESH_STARTS = 3  # after bytes that do not match their checksum
+_BAD_REQUEST = 400  # the bytes were damaged on the way, or the file changed
+_EXISTS = 412  # an object of that name is there: another's, or ours whose answer was lost
 _READ = "storage.objects.get"
 _ADDRESS = re.compile(r"gs://(?P<bucket>[a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(/(?P<prefix>.*))?")
 
@@ -61,9 +71,6 @@ class GcsBucket:
             connection=connection,
             policy=retry or RetryPolicy(),
         )
-        self._uploads = Uploads(
-            self._requests, crc32c_of_object=lambda name: crc32c_of_bytes(self, name)
-        )
 
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
         """Yield every object whose name starts with the text `prefix`, sorted by name."""
@@ -107,7 +114,23 @@ class GcsBucket:
 
     def write(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
         """Store a small object; an existing one stays as it is unless `overwrite`."""
-        return self._uploads.store_bytes(name, content, overwrite=overwrite)
+        checksum = extended_crc32c(0, content)
+
+        def send() -> BlobInfo:
+            blob = new_blob(self._requests, name, checksum)
+            match = None if overwrite else 0
+            blob.upload_from_string(
+                content, content_type=None, if_generation_match=match, checksum=None, **ONCE
+            )
+            try:
+                return self._requests.described(blob._properties)
+            except TypeError:
+                raise ConnectionError("the store's answer describes no object") from None
+
+        def ask() -> BlobInfo:
+            return self._requests.ask(send, name, permission=CREATE)
+
+        return self._store(name, (len(content), checksum), ask)
 
     def download(self, blob: BlobInfo, target: Path) -> int:
         """Fetch a whole object through a temporary file, resumed after faults; return its CRC-32C.
@@ -142,11 +165,48 @@ class GcsBucket:
     def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
         """Store a file under a new name; done already when the same bytes are there."""
         checked_name(name, where=self.url)
-        return self._uploads.store_file(name, source, crc32c=crc32c)
+        with disk_errors(source):
+            size = source.stat().st_size
+            content = source.read_bytes() if size <= SMALL_BYTES else None
+            checksum = crc32c_of(source) if content is None and crc32c is None else crc32c
+        if content is None:
+            assert checksum is not None
+            upload = ResumableUpload(self._requests, name, source, size=size, checksum=checksum)
+            return self._store(name, (size, checksum), upload.send)
+        require_checksum(source, found=extended_crc32c(0, content), expected=crc32c)
+        return self.write(name, content)
 
     def delete(self, name: str) -> None:
         """Remove one object; absent is fine."""
         self._requests.delete(name)
+
+    def _store(
+        self, name: str, here: tuple[int, int], send: Callable[[], BlobInfo | None]
+    ) -> BlobInfo:
+        """Send until the store has described the object with our size and checksum.
+
+        `send` makes one attempt and returns the store's description, where that is readable. The
+        store compares what arrives with the checksum that goes along.
+        """
+        address = self._requests.address(name)
+        for start in range(_FRESH_STARTS + 1):
+            sent = None
+            try:
+                sent = send()
+            except RefusedRequestError as refused:
+                last = start == _FRESH_STARTS
+                if refused.status != _EXISTS and (refused.status != _BAD_REQUEST or last):
+                    raise
+            if (stored := sent or self.info(name)) is not None:
+                found = stored.crc32c
+                if found is None:  # the store keeps none, but it has compared what was sent
+                    found = here[1] if sent else crc32c_of_bytes(self, name)
+                require_same(address, there=(stored.size, found), here=here)
+                return stored
+        raise BucketError(
+            f"{address}: the store said that it has it, and does not. Another program deletes "
+            "there, or a lifecycle rule does: see the bucket's settings, then run again."
+        )
 
     def _read_range(
         self, name: str, *, start: int, length: int | None, generation: int | None = None

@@ -1,32 +1,18 @@
-"""Storing bytes in Google Cloud Storage so that exactly they are there, or an error is raised."""
+"""A large file sent to Google Cloud Storage in chunks that survive a broken connection."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from refocused.bucket.bucket import (
-    BlobInfo,
-    crc32c_of,
-    extended_crc32c,
-    require_checksum,
-    require_same,
-)
-from refocused.bucket.gcs_errors import (
-    Fault,
-    RefusedRequestError,
-    fault_of,
-    fault_of_response,
-    fault_types,
-)
+from refocused.bucket.bucket import BlobInfo
+from refocused.bucket.gcs_errors import Fault, fault_of, fault_of_response, fault_types
 from refocused.bucket.gcs_requests import ONCE, TIMEOUT_S, GoogleRequests, crc32c_to_base64
 from refocused.bucket.partial_files import disk_errors
 from refocused.system.errors import BucketError
 
-SMALL_BYTES = 8 * 1024 * 1024  # sent in one request
 # Multiples of 256 KiB, as the protocol requires. A connection that is cut before a chunk is
 # through makes no progress where the store keeps nothing of it: the chunks then get smaller, and
 # larger again after some were kept.
@@ -34,91 +20,11 @@ CHUNK_BYTES = 16 * 1024 * 1024
 SMALLEST_CHUNK_BYTES = 256 * 1024
 _SHRINK = 4
 _KEPT_TO_GROW = 4
-_FRESH_STARTS = 3  # after bytes that the store refused as damaged
-_PERMISSION = "storage.objects.create"
-_TYPE = "application/octet-stream"
+CREATE = "storage.objects.create"  # the permission
 _HELD = re.compile(r"bytes=0-(\d{1,15})")
 _DONE = (200, 201)
 _INCOMPLETE = 308
 _SESSION_GONE = (404, 410)
-_BAD_REQUEST = 400  # the bytes were damaged on the way, or the file changed
-_EXISTS = 412  # an object of that name is there: another's, or ours whose answer was lost
-
-
-class Uploads:
-    """Checked uploads below one prefix.
-
-    Args:
-        requests: Access to the store.
-        crc32c_of_object: Reads an object that the store keeps no checksum of.
-    """
-
-    def __init__(self, requests: GoogleRequests, *, crc32c_of_object: Callable[[str], int]) -> None:
-        self._requests = requests
-        self._crc32c_of_object = crc32c_of_object
-
-    def store_bytes(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
-        """Store bytes in one request; raises when others are there, or the store refuses."""
-        checksum = extended_crc32c(0, content)
-
-        def send() -> BlobInfo:
-            blob = _new_blob(self._requests, name, checksum)
-            match = None if overwrite else 0
-            blob.upload_from_string(
-                content, content_type=_TYPE, if_generation_match=match, checksum=None, **ONCE
-            )
-            try:
-                return self._requests.described(blob._properties)
-            except TypeError:
-                raise ConnectionError("the store's answer describes no object") from None
-
-        def ask() -> BlobInfo:
-            return self._requests.ask(send, name, permission=_PERMISSION)
-
-        return self._store(name, (len(content), checksum), ask)
-
-    def store_file(self, name: str, source: Path, *, crc32c: int | None) -> BlobInfo:
-        """Store a file, which must not change meanwhile: a large one in chunks."""
-        with disk_errors(source):
-            size = source.stat().st_size
-            content = source.read_bytes() if size <= SMALL_BYTES else None
-            checksum = crc32c_of(source) if content is None and crc32c is None else crc32c
-        if content is None:
-            assert checksum is not None
-            upload = ResumableUpload(self._requests, name, source, size=size, checksum=checksum)
-            return self._store(name, (size, checksum), upload.send)
-        require_checksum(source, found=extended_crc32c(0, content), expected=crc32c)
-        return self.store_bytes(name, content)
-
-    def _store(
-        self, name: str, here: tuple[int, int], send: Callable[[], BlobInfo | None]
-    ) -> BlobInfo:
-        """Send until the store has described the object with our size and checksum.
-
-        `send` makes one attempt and returns the store's description, where that is readable. The
-        store compares what arrives with the checksum that goes along.
-        """
-        requests = self._requests
-        for start in range(_FRESH_STARTS + 1):
-            sent = None
-            try:
-                sent = send()
-            except RefusedRequestError as refused:
-                last = start == _FRESH_STARTS
-                if refused.status != _EXISTS and (refused.status != _BAD_REQUEST or last):
-                    raise
-            stored = sent or requests.info(name)
-            if stored is not None:
-                found = stored.crc32c
-                if found is None:  # the store keeps none, but it has compared what was sent
-                    found = here[1] if sent else self._crc32c_of_object(name)
-                require_same(requests.address(name), there=(stored.size, found), here=here)
-                return stored
-        raise BucketError(
-            f"{requests.address(name)}: the store said that it has it, and does not. Another "
-            "program deletes there, or a lifecycle rule does: see the bucket's settings, then run "
-            "again."
-        )
 
 
 class ResumableUpload:
@@ -169,13 +75,13 @@ class ResumableUpload:
 
     def _open_session(self) -> str:
         def ask() -> str:
-            blob = _new_blob(self._requests, self._name, self._checksum)
+            blob = new_blob(self._requests, self._name, self._checksum)
             url: str = blob.create_resumable_upload_session(
-                content_type=_TYPE, size=self._size, if_generation_match=0, checksum=None, **ONCE
+                size=self._size, if_generation_match=0, checksum=None, **ONCE
             )
             return url
 
-        return self._requests.ask(ask, self._name, permission=_PERMISSION)
+        return self._requests.ask(ask, self._name, permission=CREATE)
 
     def _put(self, url: str, confirmed: int | None) -> Any:
         """Send the next chunk, or ask for the state; return the answer or a `Fault`."""
@@ -207,7 +113,7 @@ class ResumableUpload:
 
     def _wait_after(self, fault: Fault) -> None:
         if not fault.transient:
-            raise self._requests.refused(fault, self._name, permission=_PERMISSION)
+            raise self._requests.refused(fault, self._name, permission=CREATE)
         self._attempts.wait_after(fault)
 
     def _confirmed(self, answer: Any, *, is_chunk: bool) -> int | None:
@@ -237,8 +143,9 @@ class ResumableUpload:
             self._chunk_bytes = min(2 * self._chunk_bytes, CHUNK_BYTES)
 
 
-def _new_blob(requests: GoogleRequests, name: str, checksum: int) -> Any:
+def new_blob(requests: GoogleRequests, name: str, checksum: int) -> Any:
     """Make a blob whose metadata carry the checksum, so that the store refuses other bytes."""
     blob = requests.blob(name)
     blob.crc32c = crc32c_to_base64(checksum)
+    blob.content_type = "application/octet-stream"
     return blob

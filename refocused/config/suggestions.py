@@ -95,16 +95,12 @@ SYNONYMS = {
     for synonym in synonyms.split()
 }
 SECTION_SYNONYMS = {
-    "checkpointing": "checkpoint",
-    "checkpoints": "checkpoint",
+    **dict.fromkeys(("checkpointing", "checkpoints"), "checkpoint"),
+    **dict.fromkeys(("eval", "validation"), "evaluation"),
+    **dict.fromkeys(("lr_scheduler", "scheduler"), "schedule"),
+    **dict.fromkeys(("trainer", "training"), "run"),
     "dataset": "data",
-    "eval": "evaluation",
     "logging": "log",
-    "lr_scheduler": "schedule",
-    "scheduler": "schedule",
-    "trainer": "run",
-    "training": "run",
-    "validation": "evaluation",
     "zero_optimization": "zero",
 }
 

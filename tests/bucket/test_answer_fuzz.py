@@ -16,7 +16,7 @@ import requests
 import urllib3
 from requests.adapters import HTTPAdapter
 
-from refocused.bucket import gcs_upload
+from refocused.bucket import gcs, gcs_upload
 from refocused.bucket.bucket import BlobInfo, extended_crc32c
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.gcs_errors import RetryPolicy
@@ -114,7 +114,7 @@ def test_answers_of_every_kind_end_in_a_result_or_a_named_error(
 ) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
     monkeypatch.setattr(gcs_upload, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(gcs_upload, "SMALL_BYTES", 50 if operation == "large" else 1000)
+    monkeypatch.setattr(gcs, "SMALL_BYTES", 50 if operation == "large" else 1000)
     (tmp_path / "source").write_bytes(CONTENT)
     store = Store()
     monkeypatch.setattr(HTTPAdapter, "send", lambda adapter, asked, **_: store.send(adapter, asked))

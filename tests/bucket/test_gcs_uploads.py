@@ -109,6 +109,8 @@ def test_an_upload_is_described_by_its_own_answer(
 ) -> None:
     stored = gcs.upload(request.getfixturevalue(file), "x")
     assert not any(asked.method == "GET" for asked in emulator.proxy.requests)
+    first = emulator.proxy.requests[0]
+    assert "application/octet-stream" in f"{first.headers} {first.body[:1000]!r}"
     assert stored == gcs.info("x")
 
 
