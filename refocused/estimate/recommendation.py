@@ -97,13 +97,8 @@ def recommend(
 
     Args:
         windows: To train on, in one pass.
-        preset: Name of the model.
-        shape: Of the model.
         epochs: Passes; None: as many as give 20 tokens a parameter.
         step_tokens: Most tokens of an optimizer step; None: 2^20, or less for at least 1,000 steps.
-        sequence_length: Tokens of a window.
-        gpus: To train on.
-        gpu: What they are.
         mfu: Share of the peak that is reached; None: as expected of a step.
         per_hour_usd: Price of all GPUs.
 
@@ -124,12 +119,6 @@ def recommend(
         trained, gpus=gpus, wanted=step_tokens, sequence_length=sequence_length
     )
     steps = trained // step_windows
-    if not steps:
-        raise ConfigError(
-            f"{trained:,} windows of {sequence_length:,} tokens are less than one step of "
-            f"{step_windows:,}, at least one on each of {gpus} GPUs. Use fewer --gpus or "
-            "--step-tokens, a shorter --sequence-length, or more data."
-        )
     step_tokens = step_windows * sequence_length
     flops = flops_per_token(shape, sequence_length=sequence_length)
     recomputes, step = _fitting_step(
@@ -237,9 +226,17 @@ def save_interval(steps: int, *, steps_per_hour: float) -> int:
 def _step_windows(trained: int, *, gpus: int, wanted: int | None, sequence_length: int) -> int:
     """Return the windows of a step: as many on each GPU, a power of two unless `wanted`."""
     if wanted is not None:
-        return gpus * max(1, wanted // (sequence_length * gpus))
-    most = min(STEP_TOKENS // sequence_length, trained // FEWEST_STEPS)
-    return gpus << max(0, (most // gpus).bit_length() - 1)
+        windows = gpus * max(1, wanted // (sequence_length * gpus))
+    else:
+        most = min(STEP_TOKENS // sequence_length, trained // FEWEST_STEPS)
+        windows = gpus << max(0, (most // gpus).bit_length() - 1)
+    if trained < windows:
+        raise ConfigError(
+            f"{trained:,} windows of {sequence_length:,} tokens are less than one step of "
+            f"{windows:,}, at least one on each of {gpus} GPUs. Use fewer --gpus or "
+            "--step-tokens, a shorter --sequence-length, or more data."
+        )
+    return windows
 
 
 def _notes(tokens_per_parameter: float, epochs: float) -> list[str]:

@@ -91,13 +91,7 @@ def build_data(
         RefocusedError: On every rank alike: the source cannot be read or does not fit the run.
     """
     opened = functools.partial(open_bucket, credentials_file=credentials_file, project=project)
-    bucket = world.on_all_ranks(
-        lambda: (
-            opened(data.source)
-            if data.source is not None
-            else MixedBucket({name: opened(one.source) for name, one in data.mixture.items()})
-        )
-    )
+    bucket = world.on_all_ranks(lambda: _open_sources(data, opened))
     cache_folder = Path(data.cache)
     manifest = world.on_rank_0(lambda: _describe(bucket, data, cache_folder / "counts.json"))
     sources = split_sources(
@@ -133,12 +127,7 @@ def build_data(
         cache,
         plan=plan,
         rank=world.rank,
-        ahead=FetchAhead(
-            data.fetch_ahead_shards,
-            seconds=data.fetch_ahead_seconds,
-            bytes=None if data.fetch_ahead_gb is None else int(data.fetch_ahead_gb * 1e9),
-            room_bytes=room,
-        ),
+        ahead=_fetch_ahead(data, room),
         pin=pin,
         document_id=document_id,
         copier=DeviceCopier(world.device) if pin else None,
@@ -159,6 +148,21 @@ def build_data(
         lambda: itertools.chain.from_iterable(
             loader.validation_batches(source.validation, source=source.name) for source in sources
         ),
+    )
+
+
+def _open_sources(data: DataConfig, opened: Callable[[str], Bucket]) -> Bucket:
+    if data.source is not None:
+        return opened(data.source)
+    return MixedBucket({name: opened(one.source) for name, one in data.mixture.items()})
+
+
+def _fetch_ahead(data: DataConfig, room_bytes: int | None) -> FetchAhead:
+    return FetchAhead(
+        data.fetch_ahead_shards,
+        seconds=data.fetch_ahead_seconds,
+        bytes=None if data.fetch_ahead_gb is None else int(data.fetch_ahead_gb * 1e9),
+        room_bytes=room_bytes,
     )
 
 
