@@ -14,13 +14,7 @@ from refocused.data.manifest.select_files import is_skipped
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.data.order.mixture_order import PERIOD, Mixture, shares_of, source_seed
 from refocused.data.order.window_order import Order, choose_block_shards
-from refocused.data.order.windows import (
-    Split,
-    ValidationWindows,
-    WindowRange,
-    split_windows,
-    window_count,
-)
+from refocused.data.order.windows import ValidationWindows, WindowRange, split_windows, window_count
 from refocused.system.errors import ShardError
 
 MOST_EPOCHS = 1000  # to look at: more than any run that streams makes, in a second at most
@@ -69,18 +63,42 @@ def split_sources(
                 "Correct the pattern; it may fit a file's name with or without its folder."
             )
     skipped = frozenset(i for i, shard in enumerate(manifest.shards) if is_skipped(shard, data))
-    if not data.mixture:
-        split = _split(manifest, data, sequence_length)
-        return [_source(None, PERIOD, split, evaluation_windows, skipped)]
-    shares = shares_of({name: one.weight for name, one in data.mixture.items()})
+    shares, parts = {"": PERIOD}, {"": (0, manifest)}
+    if data.mixture:
+        shares = shares_of({name: one.weight for name, one in data.mixture.items()})
+        parts = split_by_source(manifest)
     sources = []
-    for name, (first, own) in split_by_source(manifest).items():
+    for name, (first_shard, own) in parts.items():
+        windows, config, of_source = evaluation_windows, data, ""
+        if name:
+            windows = max(1, round(evaluation_windows * shares[name] / PERIOD))
+            config, of_source = data.of_source(name), f" of the source {name}"
         try:
-            split = _split(own, data.of_source(name), sequence_length, first_shard=first)
+            split = split_windows(
+                own,
+                sequence_length=sequence_length,
+                validation_files=config.validation_files,
+                validation_fraction=config.validation_fraction,
+                first_shard=first_shard,
+            )
         except ShardError as error:
-            raise ShardError(f"data.mixture.{name}: {error}") from None
-        windows = max(1, round(evaluation_windows * shares[name] / PERIOD))
-        sources.append(_source(name, shares[name], split, windows, skipped))
+            raise ShardError(f"data.mixture.{name}: {error}" if name else str(error)) from None
+        source = Source(
+            name=name or None,
+            share=shares[name],
+            train=split.train,
+            kept=window_count(split.validation),
+            validation=ValidationWindows(split.validation, windows=windows, skipped=skipped),
+            skipped=skipped,
+        )
+        unvalidated = windows and source.kept and not len(source.validation.windows)
+        untrained = source.skipped_windows == source.windows
+        for is_lost, verb in ((untrained, "train"), (unvalidated, "validate")):
+            if is_lost:
+                raise ShardError(
+                    f"data.skip leaves no window{of_source} to {verb} on. Skip fewer shards."
+                )
+        sources.append(source)
     return sources
 
 
@@ -208,36 +226,3 @@ def files_done(order: Order, consumed: int) -> int:
     """Count the shards of a source's present epoch that are consumed whole, block by block."""
     block = int(order.blocks_of(np.array([consumed]))[0])
     return block % order.blocks_per_epoch * order.block_shards
-
-
-def _split(
-    manifest: Manifest, data: DataConfig, sequence_length: int, *, first_shard: int = 0
-) -> Split:
-    return split_windows(
-        manifest,
-        sequence_length=sequence_length,
-        validation_files=data.validation_files,
-        validation_fraction=data.validation_fraction,
-        first_shard=first_shard,
-    )
-
-
-def _source(
-    name: str | None, share: int, split: Split, windows: int, skipped: frozenset[int]
-) -> Source:
-    source = Source(
-        name=name,
-        share=share,
-        train=split.train,
-        kept=window_count(split.validation),
-        validation=ValidationWindows(split.validation, windows=windows, skipped=skipped),
-        skipped=skipped,
-    )
-    of_source = "" if name is None else f" of the source {name}"
-    if source.skipped_windows == source.windows:
-        raise ShardError(f"data.skip leaves no window{of_source} to train on. Skip fewer shards.")
-    if windows and source.kept and not len(source.validation.windows):
-        raise ShardError(
-            f"data.skip leaves no window{of_source} to validate on. Skip fewer shards."
-        )
-    return source
