@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 from typing import Any, Literal
 
@@ -18,7 +19,6 @@ from refocused.config.run_config import ModelConfig
 from refocused.models.attention import compiled_within_documents, document_blocks
 from refocused.models.causal_lm import CausalLM
 from refocused.models.head_choice import choose_head
-from refocused.models.ten.ten_choice import choose_scan
 from refocused.models.timed_trial import fastest_seconds, short_reason
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
@@ -87,12 +87,15 @@ def _choose_mixer(
         return f"{chosen}, within documents by a dense mask ({reason})"
     if isinstance(mixer, Resonators):
         return "resonators by FFT"
-    return choose_scan(
+    # By its name: no other family needs it.
+    choose = importlib.import_module("refocused.models.ten.ten_choice").choose_scan
+    chosen_scan: str = choose(
         model,
         batch_shape=(plan.micro, plan.sequence_length),
         compiles=config.compile != "off",
         world=world,
     )
+    return chosen_scan
 
 
 def why_dense(asked: AttentionChoice, query: Tensor, *, dropout: float, world: World) -> str | None:
