@@ -40,20 +40,12 @@ _NO_TEXT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # controls, halves 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlobInfo:
-    """One object of a bucket, as a listing shows it.
+    """One object of a bucket, as a listing shows it."""
 
-    Attributes:
-        name: Path below the bucket's prefix, with `/` between its parts.
-        size: Bytes.
-        crc32c: CRC-32C of the whole content as an unsigned integer; None where the store does not
-            keep one (a folder does not).
-        generation: The store's version of the object (in a folder, the time of its last change, in
-            ns since 1970); None where it is not known.
-    """
-
-    name: str
-    size: int
-    crc32c: int | None = None
+    name: str  # path below the bucket's prefix, with `/` between its parts
+    size: int  # bytes
+    crc32c: int | None = None  # of the whole content; None: the store (such as a folder) keeps none
+    # The store's version of the object; in a folder, the time of its last change in ns since 1970.
     generation: int | None = None
 
 

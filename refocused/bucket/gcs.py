@@ -37,12 +37,8 @@ class GcsBucket:
     attempts are counted only while no byte arrives, so a slow transfer never times out as a whole.
     Objects whose name ends in `/` (the console's "folders") are not listed.
 
-    Args:
-        url: `gs://bucket` or `gs://bucket/prefix`.
-        credentials_file: Service account key; None: STORAGE_EMULATOR_HOST (anonymous), else the
-            application default credentials, else anonymous reads of public buckets.
-        project: Project that pays for the requests to a requester-pays bucket.
-        retry: How often and how long a fault is waited out.
+    Without the key file of a service account requests are anonymous where STORAGE_EMULATOR_HOST is
+    set; else the application default credentials are used, else public buckets are read.
 
     Raises:
         BucketError: The address names no valid bucket.

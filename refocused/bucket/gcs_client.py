@@ -33,12 +33,8 @@ class GoogleConnection:
     """Access to one bucket, safe to share between threads.
 
     `google.cloud` is imported by the first request that needs it. A client is never shared: its
-    connection pool is not made for threads that fail halfway.
-
-    Args:
-        bucket_name: The bucket, without a prefix.
-        credentials_file: Key file; None: the environment's own credentials.
-        project: Project that pays for the requests; None: the bucket's owner.
+    connection pool is not made for threads that fail halfway. Without a key file the environment's
+    own credentials are used; `project` pays for the requests, without it the bucket's owner.
     """
 
     def __init__(

@@ -47,12 +47,7 @@ def download_many(
 ) -> list[Path]:
     """Fetch objects below a folder under their own names; return the files in the same order.
 
-    Args:
-        bucket: Where they are.
-        blobs: What to fetch; names with `/` become folders.
-        folder: Where they go; made when missing.
-        threads: Objects at once.
-        progress: Called in this thread after each object.
+    Names with `/` become folders. `progress` is called in this thread after each object.
 
     Raises:
         BucketError: Names cannot be files, or two would be one file; the disk cannot hold all of
@@ -77,7 +72,7 @@ def upload_many(
 ) -> list[BlobInfo]:
     """Store files; return what the bucket then has, in the same order.
 
-    `sources` has the file of each object name; the rest is as in `download_many`.
+    `sources` has the file of each object name; `progress` is called as in `download_many`.
 
     Raises:
         BucketError: A name or a file is wrong (nothing is sent then), or objects failed: the
@@ -117,12 +112,8 @@ def _run_in_threads(
 
     After Ctrl+C nothing is waited for: a transfer may be silent for its whole time-out. The
     threads are daemons, so that the process can exit; what they were receiving stays resumable.
-
-    Args:
-        calls: What is run, in this order.
-        threads: How many at once.
-        ended: Called in this thread with the index of each call that has ended and its outcome;
-            after it returned False no further call is begun or reported.
+    `ended` is called in this thread with the index and the outcome of each call that has ended;
+    after it returned False no further call is begun or reported.
     """
     waiting = collections.deque(enumerate(calls))
     outcomes: queue.SimpleQueue[tuple[int, concurrent.futures.Future[Result]]] = queue.SimpleQueue()

@@ -10,19 +10,12 @@ from refocused.system.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """The batch of one optimizer step.
+    """The batch of one optimizer step."""
 
-    Attributes:
-        micro: Windows of one pass on one rank.
-        accumulation: Passes of one step.
-        world_size: Ranks.
-        sequence_length: Tokens a window trains on.
-    """
-
-    micro: int
-    accumulation: int
+    micro: int  # windows of one pass on one rank
+    accumulation: int  # passes of one step
     world_size: int
-    sequence_length: int
+    sequence_length: int  # tokens a window trains on
 
     @property
     def windows(self) -> int:

@@ -174,13 +174,8 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`; optimizer and schedule are our objects.
 
-    Args:
-        batch: The batch of one step.
-        optimizer: Only its clipping concerns DeepSpeed.
-        precision: What the passes compute in.
-        zero: How the state is spread.
-        parameters: Elements of the whole model, padding included.
-        fragment: The content of a file of `config/deepspeed/`, or nothing.
+    `parameters` are the elements of the whole model, padding included; `fragment` is the content of
+    a file of `config/deepspeed/`, or empty.
 
     Raises:
         ConfigError: The fragment holds something that a section owns, or that is not known.

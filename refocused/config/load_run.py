@@ -49,21 +49,12 @@ class Change:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedRun:
-    """A run that may start.
-
-    Attributes:
-        config: All settings.
-        shape: The shape that `model.preset` names, with the vocabulary that `model.vocabulary`
-            gives; while that is `auto`, the shape's own.
-        fragment: The DeepSpeed settings that `zero.fragment` names; empty without one.
-        changes: What the command line changed.
-        file: The run file.
-    """
+    """A run that may start."""
 
     config: RunConfig
-    shape: ModelShape
-    fragment: dict[str, Any]
-    changes: list[Change]
+    shape: ModelShape  # of `model.preset`, with `model.vocabulary`, or its own while that is `auto`
+    fragment: dict[str, Any]  # the DeepSpeed settings that `zero.fragment` names, if any
+    changes: list[Change]  # by the command line
     file: Path
 
     def with_vocabulary(self, vocabulary: int) -> LoadedRun:
@@ -88,10 +79,8 @@ def load_run(
 ) -> LoadedRun:
     """Read a run file with the model shape and the DeepSpeed settings that it names.
 
-    Args:
-        file: A path, or the name of a file in `config/runs`.
-        overrides: `section.key=value`; they win over the file.
-        name: `run.name`; wins over both. Without any the file's own name is taken.
+    `file` is a path, or the name of a file in `config/runs`. `overrides`, each `section.key=value`,
+    win over the file, and `name` over any `run.name`; without one the file's own name is taken.
 
     Raises:
         ConfigError: Everything that is wrong, one line each, with where it was written.
@@ -148,12 +137,9 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def find_config(kind: Kind, name: str | Path, *, beside: Path | None = None) -> Path:
-    """Find a run, a model shape or a DeepSpeed fragment.
+    """Find a run, a model shape or a DeepSpeed fragment by a path, or by its bare name.
 
-    Args:
-        kind: Folder below `config/`.
-        name: A path to a file, or the bare name of one in that folder.
-        beside: A run file; the `config/` folder that holds it is searched before the repository's.
+    The `config/` folder that holds `beside`, a run file, is searched before the repository's.
 
     Raises:
         ConfigError: There is none; the message names those that exist.

@@ -44,31 +44,18 @@ Mixer = Attention | Resonators | Eigenstates
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What decides a model's parameters and its work.
+    """What decides a model's parameters and its work."""
 
-    Attributes:
-        family: transformers' `model_type`.
-        vocabulary: Token ids of the model, V.
-        width: Size of the residual stream, D.
-        layers: Blocks, L.
-        ffn_width: Inner size of the feed-forward part.
-        max_length: Longest sequence, T_max.
-        learned_positions: Whether there is an embedding for each position up to T_max.
-        tied: Whether the head shares the token embedding.
-        mixer: How positions of a sequence meet inside a block.
-        settings: The whole file, for transformers.
-    """
-
-    family: Family
-    vocabulary: int
-    width: int
-    layers: int
-    ffn_width: int
-    max_length: int
-    learned_positions: bool
-    tied: bool
-    mixer: Mixer
-    settings: Mapping[str, Any] = dataclasses.field(repr=False, hash=False)
+    family: Family  # transformers' `model_type`
+    vocabulary: int  # token ids of the model, V
+    width: int  # of the residual stream, D
+    layers: int  # blocks, L
+    ffn_width: int  # inner size of the feed-forward part
+    max_length: int  # longest sequence, T_max
+    learned_positions: bool  # an embedding for each position up to T_max
+    tied: bool  # the head shares the token embedding
+    mixer: Mixer  # how positions of a sequence meet inside a block
+    settings: Mapping[str, Any] = dataclasses.field(repr=False, hash=False)  # the whole file
 
     def padded_vocabulary(self, multiple: int) -> int:
         """Return the embedding's rows: V rounded up to a multiple."""

@@ -115,19 +115,12 @@ def _explained(error: yaml.YAMLError) -> tuple[int | None, str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """One value as somebody wrote it.
+    """One value as somebody wrote it."""
 
-    Attributes:
-        value: What YAML makes of it.
-        plain: The same with every scalar as a `Scalar`, for settings that want text.
-        text: The characters as written.
-        origin: `file:line`, or `command line`.
-    """
-
-    value: Any
-    plain: Any
-    text: str
-    origin: str
+    value: Any  # what YAML makes of it
+    plain: Any  # the same with every scalar as a `Scalar`, for settings that want text
+    text: str  # the characters as written
+    origin: str  # `file:line`, or `command line`
 
     @property
     def is_group(self) -> bool:

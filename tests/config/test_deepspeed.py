@@ -38,22 +38,17 @@ def generated(
     )
 
 
-def test_the_batch_and_the_clipping_come_from_the_run() -> None:
+def test_the_batch_the_clipping_and_one_precision_come_from_the_run() -> None:
     config = generated()
     assert config["train_batch_size"] == 512
     assert config["train_micro_batch_size_per_gpu"] == 4
     assert config["gradient_accumulation_steps"] == 16
     assert config["gradient_clipping"] == 0.5
-
-
-def test_each_precision_enables_itself_and_no_other() -> None:
-    assert generated()["bf16"] == {"enabled": True}
-    assert "fp16" not in generated()
-    half = generated(dtype="fp16")
-    assert half["fp16"]["initial_scale_power"] == 12
-    assert half["fp16"]["loss_scale"] == 0
-    assert "bf16" not in half
-    assert not {"bf16", "fp16"} & set(generated(dtype="fp32"))
+    assert config["bf16"] == {"enabled": True}
+    half = generated(dtype="fp16")["fp16"]
+    assert (half["initial_scale_power"], half["loss_scale"]) == (12, 0)
+    for dtype in ("bf16", "fp16", "fp32"):
+        assert {"bf16", "fp16"} & set(generated(dtype=dtype)) == {dtype} - {"fp32"}
 
 
 def test_stage_3_keeps_the_gathered_model_unless_parameters_are_offloaded() -> None:
