@@ -22,7 +22,7 @@ from refocused.data.manifest.select_files import check_chunks, is_megatron, name
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.prepare import pickled_arrays
 from refocused.prepare.document_streams import document_blocks, megatron_blocks
-from refocused.prepare.packing_state import Journal, manifest_of, pack_once, resume_packer
+from refocused.prepare.packing_state import Journal, manifest_of, pack_once
 from refocused.prepare.shard_packer import ShardPacker
 from refocused.system.errors import ShardError
 
@@ -94,15 +94,14 @@ class _Making:
 
     def run(self, journal: Journal, progress: Callable[[int, int], None]) -> None:
         shard_tokens = self.request.shard_tokens
-        packer, _ = resume_packer(
+        packer = ShardPacker(
+            self.target,
             journal,
             STREAM,
-            self.target,
             folder=self.work,
             name=STREAM,
             shard_name=self._shard_name,
             shard_tokens=shard_tokens or _NO_LIMIT,
-            dtype=element_type(self.request.vocabulary),
             begin_id=None,  # the files may have it before or between documents
         )
         sizes = [self.listing[name].size for name in self.names]

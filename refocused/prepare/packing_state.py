@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,6 @@ from refocused.bucket.partial_files import disk_errors
 from refocused.bucket.stored import is_stored
 from refocused.data.formats.object_names import MANIFEST_NAME
 from refocused.data.manifest.shard_manifest import Manifest, Shard, read_manifest, write_manifest
-from refocused.prepare.shard_packer import Cursor, ShardPacker, is_open_shard_whole
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import ShardError
 from refocused.system.locks import exclusive_folder
@@ -27,8 +25,6 @@ from refocused.system.strict_json import MalformedError, parse_json_object
 
 RECIPE_NAME = "recipe.json"
 _NOTED = ("name", "tokens", "size", "crc32c", "max_id", "documents")  # of a shard, in the journal
-
-_log = logging.getLogger(__name__)
 
 
 def pack_once(
@@ -115,6 +111,19 @@ def _finished_manifest(bucket: Bucket) -> Manifest | None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Cursor:
+    """How far a stream is packed."""
+
+    source: int = 0  # number of the task, or the file, that is being packed
+    offset: int = 0  # ids of it that are packed
+    shard: int = 0  # number of the open shard
+    filled: int = 0  # ids in the open shard
+    crc32c: int = 0  # of these ids
+    max_id: int = 0  # the largest of them
+    documents: int = 0  # that begin among them
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Line:
     """The cursor of a stream after a step, and the shard that the step finished, if any."""
 
@@ -129,7 +138,7 @@ class Journal:
     def __init__(self, path: Path, *, dtype: np.dtype[Any]) -> None:
         """Open the file, or make it; all shards have one element type."""
         self._path = path
-        self._dtype = dtype
+        self.dtype = dtype
         with disk_errors(path):
             path.touch()
             content = path.read_bytes()
@@ -180,7 +189,7 @@ class Journal:
         content = parse_json_object(text)
         row, shard = content["row"], None
         if row is not None:
-            shard = Shard(**row, dtype=self._dtype.name, generation=None)
+            shard = Shard(**row, dtype=self.dtype.name, generation=None)
         return _Line(content["stream"], Cursor(**content["cursor"]), shard)
 
 
@@ -188,52 +197,6 @@ def _text(line: _Line) -> bytes:
     row = None if line.shard is None else {name: getattr(line.shard, name) for name in _NOTED}
     content = {"stream": line.stream, "cursor": dataclasses.asdict(line.cursor), "row": row}
     return json.dumps(content).encode() + b"\n"
-
-
-def resume_packer(
-    journal: Journal,
-    stream: str,
-    bucket: Bucket,
-    *,
-    folder: Path,
-    name: str,
-    shard_name: Callable[[int], str],
-    shard_tokens: int,
-    dtype: np.dtype[Any],
-    begin_id: int | None,
-) -> tuple[ShardPacker, int]:
-    """Verify what a stream's journal names, and go on after it; see `ShardPacker`.
-
-    The first bad shard and what follows it are made again, and a damaged open shard.
-
-    Returns:
-        The packer, and the number of finished shards that are kept.
-    """
-    shards: Sequence[Shard] = journal.shards(stream)
-    kept = len(shards)
-    for number, shard in enumerate(shards):
-        assert shard.crc32c is not None  # the packer took it
-        if not is_stored(bucket, shard.name, size=shard.size, crc32c=shard.crc32c):
-            _log.warning("%s: it is missing or damaged, and made again", shard.name)
-            bucket.delete(shard.name)
-            journal.rewind(stream, shards=number)
-            kept = number
-            break
-    if not is_open_shard_whole(folder, name, journal.cursor(stream), dtype=dtype):
-        _log.warning("%s: the unfinished shard is damaged, and made again", name)
-        journal.rewind(stream, shards=kept)
-    packer = ShardPacker(
-        bucket,
-        folder=folder,
-        name=name,
-        shard_name=shard_name,
-        shard_tokens=shard_tokens,
-        dtype=dtype,
-        begin_id=begin_id,
-        cursor=journal.cursor(stream),
-        note=lambda cursor, shard: journal.note(stream, cursor, shard),
-    )
-    return packer, kept
 
 
 def manifest_of(

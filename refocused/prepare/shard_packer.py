@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
 from refocused.bucket.bucket import BLOCK_BYTES, Bucket, crc32c_of, extended_crc32c
 from refocused.bucket.partial_files import disk_errors
+from refocused.bucket.stored import is_stored
 from refocused.data.manifest.shard_manifest import Shard
+from refocused.prepare.packing_state import Cursor, Journal
 from refocused.tokenizers.encoders import Ids
 
 HEADER_BYTES = 128  # of every .npy that numpy writes for one short shape
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cursor:
-    """How far a stream is packed."""
-
-    source: int = 0  # number of the task, or the file, that is being packed
-    offset: int = 0  # ids of it that are packed
-    shard: int = 0  # number of the open shard
-    filled: int = 0  # ids in the open shard
-    crc32c: int = 0  # of these ids
-    max_id: int = 0  # the largest of them
-    documents: int = 0  # that begin among them
+_log = logging.getLogger(__name__)
 
 
 class ShardPacker:
@@ -43,39 +36,71 @@ class ShardPacker:
     def __init__(
         self,
         bucket: Bucket,
+        journal: Journal,
+        stream: str,
         *,
         folder: Path,
         name: str,
         shard_name: Callable[[int], str],
         shard_tokens: int,
-        dtype: np.dtype[Any],
         begin_id: int | None,
-        cursor: Cursor,
-        note: Callable[[Cursor, Shard | None], None],
     ) -> None:
-        """Open the shard at the cursor of an earlier start.
+        """Verify what a stream's journal names, and go on after it.
+
+        The first bad shard and what follows it are made again, and a damaged open shard. `kept` is
+        the number of finished shards that remain.
 
         Args:
             bucket: Where shards go.
+            journal: Of this and other streams.
+            stream: Its name in the journal.
             folder: Local folder of the open shard.
             name: Of the open shard's file, different for each stream of the folder.
             shard_name: Returns the object name of a shard by its number.
             shard_tokens: Ids of a full shard.
-            dtype: Element type, little-endian.
             begin_id: Id that begins a document; None: documents are not known.
-            cursor: Where to go on.
-            note: Gets each new cursor and the shard that was finished; durable on return.
         """
-        self.cursor = cursor
         self._bucket = bucket
+        self._journal = journal
+        self._stream = stream
+        self._path = folder / f"{name}.open"
         self._shard_name = shard_name
         self._shard_tokens = shard_tokens
-        self._dtype = dtype
+        self._dtype = journal.dtype
         self._begin_id = begin_id
-        self._note = note
-        self._path = _open_path(folder, name)
+        self.kept = self._verified()
+        self.cursor = journal.cursor(stream)
         with disk_errors(self._path):
             self._file = self._reopened()
+
+    def _verified(self) -> int:
+        shards = self._journal.shards(self._stream)
+        kept = len(shards)
+        for number, shard in enumerate(shards):
+            assert shard.crc32c is not None  # it was packed here
+            if not is_stored(self._bucket, shard.name, size=shard.size, crc32c=shard.crc32c):
+                _log.warning("%s: it is missing or damaged, and made again", shard.name)
+                self._bucket.delete(shard.name)
+                self._journal.rewind(self._stream, shards=number)
+                kept = number
+                break
+        if not self._is_open_shard_whole(self._journal.cursor(self._stream)):
+            _log.warning("%s: the unfinished shard is damaged, and made again", self._path.stem)
+            self._journal.rewind(self._stream, shards=kept)
+        return kept
+
+    def _is_open_shard_whole(self, cursor: Cursor) -> bool:
+        if not cursor.filled:
+            return True
+        if not self._path.exists():
+            return False
+        left, checksum = cursor.filled * self._dtype.itemsize, 0
+        with self._path.open("rb") as file:
+            file.seek(HEADER_BYTES)
+            while left and (block := file.read(min(left, BLOCK_BYTES))):
+                checksum = extended_crc32c(checksum, block)
+                left -= len(block)
+        return not left and checksum == cursor.crc32c
 
     def add(self, ids: Ids) -> None:
         """Append ids of the source at the cursor.
@@ -99,7 +124,7 @@ class ShardPacker:
         with disk_errors(self._path):
             self._file.flush()
         self.cursor = dataclasses.replace(self.cursor, source=self.cursor.source + 1, offset=0)
-        self._note(self.cursor, None)
+        self._journal.note(self._stream, self.cursor, None)
 
     def end_shard(self) -> None:
         """Store the open shard as it is, unless it is empty."""
@@ -127,7 +152,7 @@ class ShardPacker:
         )
         self._bucket.upload(self._path, shard.name, crc32c=checksum)
         self.cursor = Cursor(done.source, done.offset, shard=done.shard + 1)
-        self._note(self.cursor, shard)
+        self._journal.note(self._stream, self.cursor, shard)
         with disk_errors(self._path):
             self._file.close()
             self._file = self._reopened()
@@ -161,24 +186,3 @@ class ShardPacker:
         file.truncate(HEADER_BYTES + self.cursor.filled * self._dtype.itemsize)
         file.seek(0, os.SEEK_END)
         return file
-
-
-def is_open_shard_whole(folder: Path, name: str, cursor: Cursor, *, dtype: np.dtype[Any]) -> bool:
-    """Whether the open shard of an earlier start holds what a cursor knows of it."""
-    if not cursor.filled:
-        return True
-    path = _open_path(folder, name)
-    if not path.exists():
-        return False
-    left = cursor.filled * dtype.itemsize
-    checksum = 0
-    with path.open("rb") as file:
-        file.seek(HEADER_BYTES)
-        while left and (block := file.read(min(left, BLOCK_BYTES))):
-            checksum = extended_crc32c(checksum, block)
-            left -= len(block)
-    return not left and checksum == cursor.crc32c
-
-
-def _open_path(folder: Path, name: str) -> Path:
-    return folder / f"{name}.open"

@@ -18,7 +18,7 @@ from refocused.bucket.bucket import Bucket
 from refocused.bucket.partial_files import disk_errors
 from refocused.data.formats.token_layout import element_type
 from refocused.data.manifest.shard_manifest import Manifest
-from refocused.prepare.packing_state import Journal, manifest_of, pack_once, resume_packer
+from refocused.prepare.packing_state import Journal, manifest_of, pack_once
 from refocused.prepare.shard_packer import ShardPacker
 from refocused.prepare.text_documents import BadText, Reading
 from refocused.prepare.text_inputs import Task, TextFile, plan_tasks
@@ -125,11 +125,8 @@ class _Making:
 
     def pack(self, journal: Journal) -> Manifest:
         tasks = plan_tasks(self.inputs)
-        packers: dict[Split, ShardPacker] = {}
-        self.kept = 0
-        for split in SPLITS:
-            packers[split], kept = self._packer(journal, split)
-            self.kept += kept
+        packers = {split: self._packer(journal, split) for split in SPLITS}
+        self.kept = sum(packer.kept for packer in packers.values())
         first = min(packer.cursor.source for packer in packers.values())
         for number in range(first):
             remove_result(self.work, number)
@@ -153,17 +150,16 @@ class _Making:
         name, vocabulary = self.tokenizer.name, self.tokenizer.vocabulary
         return manifest_of(found, tokenizer=name, vocabulary=vocabulary)
 
-    def _packer(self, journal: Journal, split: Split) -> tuple[ShardPacker, int]:
+    def _packer(self, journal: Journal, split: Split) -> ShardPacker:
         name = f"{self.request.name}_{split}"
-        return resume_packer(
+        return ShardPacker(
+            self.bucket,
             journal,
             split,
-            self.bucket,
             folder=self.work,
             name=name,
             shard_name=lambda number: f"{name}_{number:06d}.npy",
             shard_tokens=self.request.shard_tokens,
-            dtype=self.dtype,
             begin_id=self.tokenizer.end_of_text_id,
         )
 

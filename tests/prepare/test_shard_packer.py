@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +10,8 @@ from power_cut import Disk
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.data.manifest.shard_manifest import Shard
-from refocused.prepare.packing_state import Journal
-from refocused.prepare.shard_packer import Cursor, ShardPacker, is_open_shard_whole
+from refocused.prepare.packing_state import Cursor, Journal
+from refocused.prepare.shard_packer import ShardPacker
 
 DTYPE = np.dtype("<u2")
 SOURCES = [np.arange(n * 100, n * 100 + 35) for n in range(6)]
@@ -23,35 +22,39 @@ class PowerCutError(Exception):
     pass
 
 
-def opened(folder: Path) -> Any:
-    return contextlib.closing(Journal(folder / "work" / "journal.jsonl", dtype=DTYPE))
+class CutJournal(Journal):
+    """A journal that loses its power after so many lines."""
+
+    left = 10**9
+
+    def note(self, stream: str, cursor: Cursor, shard: Shard | None) -> None:
+        if not self.left:
+            raise PowerCutError
+        self.left -= 1
+        super().note(stream, cursor, shard)
 
 
-def pack(folder: Path, *, cut_after: int = 10**9) -> list[Shard]:
+def opened(folder: Path) -> contextlib.closing[CutJournal]:
+    return contextlib.closing(CutJournal(folder / "work" / "journal.jsonl", dtype=DTYPE))
+
+
+def pack(folder: Path, *, cut_after: int = 10**9, is_whole: bool = True) -> list[Shard]:
     """Pack all sources, or until so many lines of the journal were written."""
     (folder / "work").mkdir(exist_ok=True)
     with opened(folder) as journal:
-        lines = 0
-
-        def note(cursor: Cursor, row: Shard | None) -> None:
-            nonlocal lines
-            if lines == cut_after:
-                raise PowerCutError
-            lines += 1
-            journal.note("s", cursor, row)
-
-        assert is_open_shard_whole(folder / "work", "s_train", journal.cursor("s"), dtype=DTYPE)
+        journal.left = cut_after
+        known = journal.cursor("s")
         packer = ShardPacker(
             DirectoryBucket(folder),
+            journal,
+            "s",
             folder=folder / "work",
             name="s_train",
             shard_name=lambda number: f"s_train_{number:06d}.npy",
             shard_tokens=50,
-            dtype=DTYPE,
             begin_id=100,
-            cursor=journal.cursor("s"),
-            note=note,
         )
+        assert (packer.cursor == known) is is_whole
         while packer.cursor.source < len(SOURCES):
             packer.add(SOURCES[packer.cursor.source][packer.cursor.offset :])
             packer.end_source()
@@ -94,24 +97,21 @@ def test_packing_goes_on_from_any_line_of_the_journal(tmp_path: Path, lines: int
 
 
 @pytest.mark.parametrize("damage", ["gone", "short", "changed"])
-def test_a_damaged_open_shard_is_seen(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_open_shard_is_made_again(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(PowerCutError):
         pack(tmp_path, cut_after=1)
-    work = tmp_path / "work"
-    path = work / "s_train.open"
-    with opened(tmp_path) as journal:
-        cursor = journal.cursor("s")
-    assert cursor.filled == 35
-    assert is_open_shard_whole(work, "s_train", cursor, dtype=DTYPE)
+    path = tmp_path / "work" / "s_train.open"
+    content = bytearray(path.read_bytes())
+    content[140] ^= 1
     if damage == "gone":
         path.unlink()
-    elif damage == "short":
-        path.write_bytes(path.read_bytes()[: 128 + 69])
     else:
-        content = bytearray(path.read_bytes())
-        content[140] ^= 1
-        path.write_bytes(content)
-    assert not is_open_shard_whole(work, "s_train", cursor, dtype=DTYPE)
+        path.write_bytes(content[: 128 + 69] if damage == "short" else content)
+    pack(tmp_path, is_whole=False)
+    assert "s_train: the unfinished shard is damaged, and made again" in caplog.text
+    assert stream(tmp_path, "train") == ALL
 
 
 def test_a_journal_forgets_what_followed_a_shard(tmp_path: Path) -> None:
