@@ -51,7 +51,7 @@ VERBS = {
         "split": ("prepare.token_files", "choose files for validation; copies nothing"),
         "inspect": ("prepare.token_files", "say what token files really hold"),
         "verify": ("prepare.token_files", "compare files with their manifest, or read them"),
-        "manifest": ("prepare.manifest", "list the files with their tokens"),
+        "manifest": ("prepare.token_files", "list the files with their tokens"),
         "recommend": ("prepare.recommend", "propose a model and a run for a data set"),
         "sync": (
             "prepare.token_files",

@@ -85,6 +85,7 @@ def test_a_table_is_plain_off_a_terminal_and_fits_one(
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("LINES", "25")
     note = "a note [of] several :words: that needs some room"
     print_table([("10", note), ("1,000", "")], "STEP", "NOTE", file=stream)
     heading, first, *others = stream.getvalue().splitlines()

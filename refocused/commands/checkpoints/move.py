@@ -1,4 +1,4 @@
-"""`checkpoints export`, `download`, `upload`, `prune`: convert, copy and remove checkpoints."""
+"""`checkpoints export`, `download`, `upload`: convert and copy checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`checkpoints list`, `info`, `compare`, `plot`, `verify`: what is known about checkpoints."""
+"""`checkpoints list`, `info`, `compare`, `plot`: what is known about checkpoints."""
 
 from __future__ import annotations
 
