@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from checkpoints.step_samples import copied
+
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.folder import DirectoryBucket
-from refocused.checkpoints.mirror.copy_step import StepCopier
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.step.step_directory import StepDirectory
 
@@ -29,8 +30,7 @@ class RecordingBucket(DirectoryBucket):
 
 
 def copy(bucket: Bucket, step: StepDirectory, stopping: Callable[[], bool] = lambda: False) -> bool:
-    remote = RemoteSteps(bucket, "run/")
-    return StepCopier(remote, stopping=stopping, report=lambda _done, _total: None).copy(step)
+    return copied(RemoteSteps(bucket, "run/"), step, stopping)
 
 
 def objects(bucket: DirectoryBucket) -> dict[str, bytes]:

@@ -8,6 +8,7 @@ import json
 import pickle
 import random
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket, crc32c_of
@@ -109,10 +110,15 @@ def make_step(
     return commit(staging, manifest_for(staging.path, step, **changes))
 
 
+def copied(
+    remote: RemoteSteps, step: StepDirectory, stopping: Callable[[], bool] = lambda: False
+) -> bool:
+    return StepCopier(remote, stopping=stopping, report=lambda _done, _total: None).copy(step)
+
+
 def mirrored(bucket: Bucket, step: StepDirectory, *, run: str = "sample") -> StepDirectory:
     """Copy a step to where a run's mirror puts it."""
-    remote = RemoteSteps(bucket, prefix_of(run))
-    assert StepCopier(remote, stopping=lambda: False, report=lambda *_: None).copy(step)
+    assert copied(RemoteSteps(bucket, prefix_of(run)), step)
     return step
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from checkpoints.fake_owner import FACTS
-from checkpoints.step_samples import flip_byte
-from checkpoints.two_machines import OF_ALL, Machines, PartOwner, copy_part
+from checkpoints.step_samples import copied, flip_byte
+from checkpoints.two_machines import OF_ALL, Machines, PartOwner
 from thread_ranks import results
 
 from refocused.bucket.folder import DirectoryBucket
@@ -87,9 +87,9 @@ def choose(machines: Machines, remote: RemoteSteps | None, request: str = "auto"
 
 
 def test_each_machine_holds_its_part_under_the_same_manifest(saved: Machines) -> None:
-    first, second = saved.manifest(0, 10), saved.manifest(1, 10)
+    first, second = saved.part(0, 10).manifest, saved.part(1, 10).manifest
     assert first == second
-    assert {name: record.get("node", 0) for name, record in first["files"].items()} == {
+    assert {name: record.node for name, record in first.files.items()} == {
         **dict.fromkeys(("model.json", "run.yaml", "trainer.json", OF_ALL), 0),
         **{f"ranks/rank_0000{node}.pt": node for node in range(2)},
         **{f"zero/notes_{node}.txt": node for node in range(2)},
@@ -220,14 +220,14 @@ def test_saves_of_one_step_that_do_not_belong_together_are_not_mixed(machines: M
 
 def test_the_marker_comes_when_every_part_is_there(saved: Machines, remote: RemoteSteps) -> None:
     first, second = saved.part(0, 10), saved.part(1, 10)
-    assert not copy_part(remote, second)
+    assert not copied(remote, second)
     assert remote.objects(TEN) == {}  # the first machine clears the way
-    assert not copy_part(remote, first)
-    assert not copy_part(remote, first)
+    assert not copied(remote, first)
+    assert not copied(remote, first)
     assert COMMITTED not in remote.objects(TEN)
-    assert not copy_part(remote, second)
-    assert copy_part(remote, first)
-    assert copy_part(remote, second)
+    assert not copied(remote, second)
+    assert copied(remote, first)
+    assert copied(remote, second)
     assert verify_remote(remote, TEN, deep=True) == []
     assert set(remote.objects(TEN)) - {COMMITTED, "manifest.json"} == set(first.manifest.files)
 
@@ -241,7 +241,7 @@ def test_parts_of_another_save_of_the_step_are_replaced_not_mixed(
     results(saved.save(10))
     remote.unmark(TEN)
     first, second = saved.part(0, 10), saved.part(1, 10)
-    assert not copy_part(remote, second)
+    assert not copied(remote, second)
     assert remote.manifest(TEN) != second.manifest
     saved.mirror(remote, 10)
     assert remote.manifest(TEN) == first.manifest

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from checkpoints.fake_owner import FACTS, FakeOwner
-from checkpoints.step_samples import state_file
+from checkpoints.step_samples import copied, state_file
 from thread_ranks import Ended, on_two_ranks
 
 from refocused.bucket.bucket import crc32c_of
-from refocused.checkpoints.mirror.copy_step import StepCopier
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
@@ -84,16 +82,5 @@ class Machines:
 
     def mirror(self, remote: RemoteSteps, *steps: int) -> None:
         for step in steps:
-            outcomes = [copy_part(remote, self.part(node, step)) for node in (0, 1, 0)]
+            outcomes = [copied(remote, self.part(node, step)) for node in (0, 1, 0)]
             assert outcomes == [False, False, True]
-
-    def manifest(self, node: int, step: int) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads(
-            (self.folders[node] / f"checkpoint_step_{step}" / "manifest.json").read_text()
-        )
-        return content
-
-
-def copy_part(remote: RemoteSteps, step: StepDirectory) -> bool:
-    copier = StepCopier(remote, stopping=lambda: False, report=lambda _done, _total: None)
-    return copier.copy(step)
