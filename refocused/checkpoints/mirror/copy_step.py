@@ -181,7 +181,7 @@ class StepCopier:
         return {}
 
     def _send_missing(self, step: StepDirectory, objects: dict[str, BlobInfo]) -> bool:
-        """Send this machine's files that the bucket lacks; return False when told to stop."""
+        """Send this machine's files that the bucket lacks; return False if stopped."""
         files = step.own_files
         missing = missing_files(files, objects)
         for file in missing:

@@ -43,12 +43,7 @@ class CheckpointMirror:
     def __init__(self, settings: MirrorSettings) -> None:
         self._settings = settings
         self._files = settings.files
-        self._process: ProcessIdentity | None = None
-
-    @property
-    def process(self) -> ProcessIdentity | None:
-        """The process that was started last."""
-        return self._process
+        self.process: ProcessIdentity | None = None  # the one that was started last
 
     def start(self) -> None:
         """Start the background process, which waits for one that is still finishing."""
@@ -65,7 +60,7 @@ class CheckpointMirror:
 
     def ensure_alive(self) -> bool:
         """Start the process again when it has died; return whether that was needed."""
-        if self._process is not None and self._process.alive:
+        if self.process is not None and self.process.alive:
             return False
         logger.warning("The mirror has ended (see %s); it is started again.", self._files.log)
         try:
@@ -118,7 +113,7 @@ class CheckpointMirror:
 
     def _restart_for_drain(self, token: str) -> None:
         """Restart a dead mirror, unless it has answered between two looks and ended rightly."""
-        dead = self._process is None or not self._process.alive
+        dead = self.process is None or not self.process.alive
         status = self.status()
         if dead and (status is None or status.drained != token):
             self.ensure_alive()
@@ -128,7 +123,7 @@ class CheckpointMirror:
         module = "refocused.checkpoints.mirror.mirror_process"
         for attempt in range(1, START_ATTEMPTS + 1):
             try:
-                self._process = identify(start_detached(module, settings, log=self._files.log))
+                self.process = identify(start_detached(module, settings, log=self._files.log))
                 return
             except (OSError, subprocess.SubprocessError) as error:
                 killed = isinstance(error, subprocess.CalledProcessError) and error.returncode < 0

@@ -244,7 +244,7 @@ class MirrorLoop:
         """Wait, and meanwhile observe and report; return False once there is nothing to wait for.
 
         That is so after SIGTERM, or when the queue is to be finished and nothing is left in it: a
-        bucket that is down then delays nobody for nothing.
+        bucket that is down then delays no exit.
         """
         until, observes = time.monotonic() + seconds, current_thread() is main_thread()
         next_report = time.monotonic()

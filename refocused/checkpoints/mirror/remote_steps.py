@@ -118,8 +118,8 @@ class RemoteSteps:
     def marks_other_files(self, name: str, objects: Objects, manifest: CheckpointManifest) -> bool:
         """Whether a listed step's marker is of another manifest than the one beside it.
 
-        Two runs that meet under one name can leave that. A folder keeps no checksums to tell it by;
-        there a download tells. The marker is read only where its checksum is not the expected one.
+        Two runs that use one name can leave that. A folder keeps no checksums, so only a download
+        shows it there. The marker is read only where its checksum is not the expected one.
         """
         marker, listed = objects[COMMITTED], objects[MANIFEST]
         if marker.crc32c is None or listed.crc32c is None:

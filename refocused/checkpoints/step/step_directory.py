@@ -96,7 +96,8 @@ class Part(pydantic.BaseModel):
 class StepDirectory:
     """One committed step, which never changes.
 
-    The manifest lists the files of all machines; `part` says whose are here (None: all).
+    The manifest lists the files of all machines, and `part` is the machine whose files are here
+    (None: all machines).
     """
 
     path: Path

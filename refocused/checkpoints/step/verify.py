@@ -1,4 +1,4 @@
-"""Verify that a step directory is what its manifest says and that a resume can load it."""
+"""Verify that a step directory agrees with its manifest and that a resume can load it."""
 
 from __future__ import annotations
 
