@@ -25,18 +25,6 @@ def test_listing_a_missing_folder_is_an_error_and_writing_makes_it(tmp_path: Pat
     assert names(bucket) == ["x"]
 
 
-def test_a_file_that_changed_is_another_version_even_at_the_same_size(tmp_path: Path) -> None:
-    bucket = DirectoryBucket(tmp_path)
-    bucket.write("x", b"1")
-    [before] = bucket.list()
-    os.utime(tmp_path / "x", ns=(1, 1))
-    after = bucket.info("x")
-    assert after is not None
-    assert (after.size, after.generation) == (before.size, 1)
-    assert before.generation not in (None, 1)
-    assert list(bucket.list()) == [after]
-
-
 def test_temporary_and_hidden_files_are_no_objects_and_cannot_be_written(tmp_path: Path) -> None:
     hidden = (".hidden", "x.part", ".git/x", "a/.b/x", "a/.x")
     for name in (*hidden, "a/x"):

@@ -7,25 +7,8 @@ from pathlib import Path
 import pytest
 
 from refocused.bucket import partial_files
-from refocused.bucket.partial_files import (
-    PartFile,
-    disk_errors,
-    free_bytes,
-    part_path,
-    require_space,
-)
+from refocused.bucket.partial_files import PartFile, free_bytes, part_path, require_space
 from refocused.system.errors import BucketError
-
-
-def test_nothing_has_the_final_name_before_it_is_published(tmp_path: Path) -> None:
-    target = tmp_path / "deep" / "x"
-    with PartFile(target, total_bytes=4, resume=True) as part:
-        part.write(b"ab")
-        part.write(b"cd")
-        assert not target.exists()
-        part.publish()
-    assert target.read_bytes() == b"abcd"
-    assert not part.path.exists()
 
 
 def test_what_arrived_is_on_its_way_to_the_disk_before_it_is_published(
@@ -64,14 +47,6 @@ def test_a_full_device_is_met_by_the_write(tmp_path: Path) -> None:
         pytest.raises(BucketError, match="No space left"),
     ):
         part.write(b"abcd")
-
-
-def test_other_disk_errors_name_the_file(tmp_path: Path) -> None:
-    with (
-        pytest.raises(BucketError, match=r"absent: No such file or directory"),
-        disk_errors(tmp_path / "absent"),
-    ):
-        (tmp_path / "absent").read_bytes()
 
 
 def test_space_is_looked_up_on_the_disk_of_a_folder_to_be(tmp_path: Path) -> None:
