@@ -33,7 +33,7 @@ _ADDRESS = re.compile(r"gs://(?P<bucket>[a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(/(?P
 class GcsBucket:
     """The objects below `gs://bucket/prefix`.
 
-    Nothing is asked before the first use. Every request is tried again while its fault may pass;
+    No request is sent before the first use. Every request is retried while its fault may pass;
     attempts are counted only while no byte arrives, so a slow transfer never times out as a whole.
     Objects whose name ends in `/` (the console's "folders") are not listed.
 

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 _SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
 # Unless this is set, each client sends a request of its own from a thread of its own, for trace
-# attributes that nobody reads here, over the connections of the thread that it belongs to.
+# attributes that are not used here, over the connections of the thread that it belongs to.
 _NO_BACKGROUND_REQUESTS = "DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA"
 _NOT_FOUND = "default credentials were not found"  # google-auth's words for: none anywhere
 ANONYMOUS = "nobody (no credentials were found, so requests are anonymous)"

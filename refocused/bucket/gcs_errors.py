@@ -63,7 +63,7 @@ class RetryPolicy:
     initial_s: float = 0.5  # ceiling of the first wait; it doubles with each failure
     longest_s: float = 30.0  # whatever the store asks for
     sleep: Callable[[float], None] = time.sleep  # what it raises ends the operation
-    tell: Callable[[str], None] = lambda text: None  # hears what failed before each wait
+    report: Callable[[str], None] = lambda text: None  # gets each fault, before the wait
     # Not Python's own generator, whose state belongs to the training and is saved with it: a fault
     # of the network would change it.
     draw: Callable[[], float] = random.SystemRandom().random
@@ -103,7 +103,7 @@ class Attempts:
         asked = fault.retry_after_s or 0.0
         wish = f" (the store asks for {asked:,.0f} s)" if asked > wait else ""
         logger.warning("%s: %s; next attempt in %.1f s%s", self._what, fault.reason, wait, wish)
-        self._policy.tell(f"{self._what}: {fault.reason}")
+        self._policy.report(f"{self._what}: {fault.reason}")
         self._policy.sleep(wait)
 
 

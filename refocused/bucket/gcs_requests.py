@@ -51,14 +51,14 @@ class GoogleRequests:
         return self._address + name
 
     def blob(self, name: str) -> Any:
-        """Return this thread's `google.cloud.storage.Blob` of a name; nothing is asked."""
+        """Return this thread's `google.cloud.storage.Blob` of a name, without a request."""
         checked_name(name, where=self._address)
         return self.connection.bucket.blob(self._root + name)
 
     def page(self, prefix: str, token: str | None) -> tuple[list[BlobInfo], str | None]:
         """Return the objects of one page of a listing, and the token of the next page.
 
-        An object that the listing describes in part is asked for by itself; the console's
+        An object that the listing describes in part gets a request of its own; the console's
         "folders", whose names end in `/`, are left out.
         """
         query = self._query(

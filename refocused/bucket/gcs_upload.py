@@ -30,7 +30,7 @@ _SESSION_GONE = (404, 410)
 class ResumableUpload:
     """One large file on its way (cloud.google.com/storage/docs/performing-resumable-uploads).
 
-    After a fault the store is asked how much it holds, so that an answer that was lost costs
+    After a fault a request asks how much the store holds, so that an answer that was lost costs
     nothing, and smaller chunks follow if it kept nothing; a session that the store forgot is
     replaced by a new one. Attempts count only while the store does not hold more than ever before.
     (The client library sends a failed chunk again whole, at one size, in one session.)
@@ -53,7 +53,7 @@ class ResumableUpload:
     def send(self) -> BlobInfo | None:
         """Send everything; return the store's description, None where it is not readable."""
         url = self._open_session()
-        confirmed: int | None = 0  # None: unknown, the store must be asked
+        confirmed: int | None = 0  # None: unknown, ask the store
         while True:
             answer = self._put(url, confirmed)
             if isinstance(answer, Fault):

@@ -26,7 +26,7 @@ def open_bucket(
     project: str | None = None,
     retry: RetryPolicy | None = None,
 ) -> Bucket:
-    """Return the bucket that an address means; nothing is asked of it yet.
+    """Return the bucket that an address means; no request is sent yet.
 
     Args:
         url: `gs://bucket/prefix`, or the path of a folder (`~` is the home folder).

@@ -1,1 +1,1 @@
-"""What a run may say, checked before anything starts."""
+"""The settings of a run, checked before anything starts."""

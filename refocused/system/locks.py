@@ -22,7 +22,7 @@ class FileLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> bool:
-        """Take the lock when nobody else has it; return whether it is ours now.
+        """Take the lock if it is free; return whether it is ours now.
 
         Raises:
             OSError: The file cannot be made.

@@ -217,7 +217,7 @@ def join_world(asked_device: str) -> World:
     _take_cores(alone, near)
     if kind == "cuda":
         torch.cuda.set_device(alone.local_rank)
-        # A rank alone has nobody to connect to, and NCCL fails at that on some machines as soon as
+        # A single rank has no peer, and on some machines NCCL fails to connect to none as soon as
         # the device is bound (DeepSpeed issue 8248).
         bound = torch.device("cuda", alone.local_rank) if alone.world_size > 1 else None
         dist.init_process_group("nccl", device_id=bound)

@@ -64,7 +64,7 @@ class MirrorLoop:
             settings.bucket,
             credentials_file=settings.credentials_file,
             project=settings.project,
-            retry=RetryPolicy(sleep=self._wait_to_retry, tell=self._note_fault),
+            retry=RetryPolicy(sleep=self._wait_to_retry, report=self._note_fault),
         )
         self._remote = RemoteSteps(bucket, settings.prefix)
         self._copier = StepCopier(
