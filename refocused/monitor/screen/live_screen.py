@@ -35,7 +35,7 @@ NEWEST_SHARE = 0.1  # of the logged steps
 NEWEST_POINTS = 20  # at least
 POINT_DISTANCE = 6  # characters between two points, at least
 LABEL_WIDTH = 8
-MOST_POINTS = 400  # of a curve: two for each column of a wide terminal
+MOST_POINTS = 200  # of a curve: plotext takes 20 ms for them
 _ASCII_FRAME = str.maketrans("\u2502\u2524", "||")
 
 
