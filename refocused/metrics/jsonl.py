@@ -82,7 +82,6 @@ class JsonLinesTail:
         self._last_bytes = last_bytes
         self._file_id: tuple[int, int] | None = None
         self._offset = 0
-        self.read_bytes = 0
 
     def records(self) -> list[Record]:
         """Return the records that were written since the last call."""
@@ -94,7 +93,6 @@ class JsonLinesTail:
                 content = file.read(status.st_size - self._offset)
         except OSError:
             return []  # it does not exist yet, or its disk is away for now
-        self.read_bytes += len(content)
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
         lines = whole.split(b"\n")

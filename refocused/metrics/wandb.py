@@ -134,6 +134,7 @@ class WandbTracker:
 
         settings = wandb.setup(wandb.Settings(silent=True)).settings
         if settings.mode == "disabled":
+            wandb.teardown()  # else its process would stay
             raise ValueError("WANDB_MODE=disabled is set")
         why = _why_offline(settings)
         if why is None:
@@ -230,15 +231,14 @@ def _values(record: Record) -> dict[str, object]:
 def _why_offline(settings: Any) -> str | None:
     if settings.mode != "online":
         return f"WANDB_MODE={settings.mode}"
-    if not has_key(settings.base_url, settings.api_key or settings.identity_token_file):
+    if not _has_key(settings.base_url, settings.api_key or settings.identity_token_file):
         return "offline, no key (WANDB_API_KEY, or wandb login)"
-    if not is_reachable(settings.base_url):
-        return f"offline, {settings.base_url} did not answer within {REACH_SECONDS:.0f} s"
+    if not _is_reachable(settings.base_url):
+        return f"offline, {settings.base_url} did not answer within {REACH_SECONDS:g} s"
     return None
 
 
-def has_key(url: str, key: str | None) -> bool:
-    """Whether there is a key for a host: one that was set, or one in the netrc file."""
+def _has_key(url: str, key: str | None) -> bool:
     if key:
         return True
     file = os.environ.get("NETRC") or Path("~/.netrc").expanduser()
@@ -247,10 +247,10 @@ def has_key(url: str, key: str | None) -> bool:
     return False
 
 
-def is_reachable(url: str, *, limit_seconds: float = REACH_SECONDS) -> bool:
+def _is_reachable(url: str) -> bool:
     """Whether a host answers at all; through the proxy, if the environment names one."""
     try:
-        with urllib.request.urlopen(url, timeout=limit_seconds):
+        with urllib.request.urlopen(url, timeout=REACH_SECONDS):
             return True
     except urllib.error.HTTPError:
         return True

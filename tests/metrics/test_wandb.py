@@ -14,14 +14,13 @@ import pytest
 from metrics.session_records import HISTOGRAMS, SAMPLE, VALIDATION, step, tracked_run
 from wandb_files import offline_sessions
 
+from refocused.metrics import wandb as wandb_module
 from refocused.metrics.trackers import Record
 from refocused.metrics.wandb import (
     NOTE_FILE,
     WandbNote,
     WandbTracker,
     continued,
-    has_key,
-    is_reachable,
     read_note,
     write_note,
 )
@@ -191,27 +190,44 @@ def test_an_environment_that_switches_it_off_is_obeyed(
     assert offline_sessions(tmp_path) == []
 
 
-def test_whether_a_host_answers(refusing_host: str, missing_host: str) -> None:
-    assert is_reachable(refusing_host)
-    assert not is_reachable(missing_host)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        assert not is_reachable(address, limit_seconds=0.05)
-    assert not is_reachable("no address")
+@pytest.fixture
+def silent_host() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_key_is_found_where_wandb_finds_it(tmp_path: Path) -> None:
-    url = "https://api.example.org/x"
-    assert has_key(url, "key")
-    assert not has_key(url, None)
-    netrc = tmp_path / "netrc"  # which NETRC names
-    for content, has in (
-        ("machine other.example.org login user password key\n", False),
-        ("machine api.example.org login user password key\n", True),
-        ("machine\n", False),
-    ):
-        netrc.write_text(content)
-        assert has_key(url, None) == has
+NETRC = "machine 127.0.0.1 login user password key\n"
+NO_KEY = "offline, no key (WANDB_API_KEY, or wandb login)"
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "netrc", "reason"),
+    [
+        ("missing_host", "", "", NO_KEY),
+        ("missing_host", "", NETRC.replace("127.0.0.1", "other.example.org"), NO_KEY),
+        ("missing_host", "", "machine\n", NO_KEY),
+        ("missing_host", "", NETRC, "did not answer within 0.5 s"),
+        ("silent_host", "x" * 40, "", "did not answer within 0.5 s"),
+        ("refusing_host", "x" * 40, "", None),
+    ],
+)
+def test_what_keeps_a_run_offline(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    host: str,
+    key: str,
+    netrc: str,
+    reason: str | None,
+) -> None:
+    (tmp_path / "netrc").write_text(netrc)  # which NETRC names
+    monkeypatch.setenv("WANDB_BASE_URL", request.getfixturevalue(host))
+    monkeypatch.setattr(wandb_module, "REACH_SECONDS", 0.5)
+    if key:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+    found = wandb_module.what_keeps_offline()
+    assert (found is None) == (reason is None)
+    assert (reason or "") in (found or "")
 
 
 HERE = WandbNote("run-2-abcd", 0, last=17)
