@@ -100,7 +100,6 @@ def recommend(
         epochs: Passes; None: as many as give 20 tokens a parameter.
         step_tokens: Most tokens of an optimizer step; None: 2^20, or less for at least 1,000 steps.
         mfu: Share of the peak that is reached; None: as expected of a step.
-        per_hour_usd: Price of all GPUs.
 
     Raises:
         ConfigError: The data are less than one step, nothing fits, or `mfu` cannot be.
@@ -112,15 +111,13 @@ def recommend(
         )
     count = count_parameters(shape)
     data_tokens = windows * sequence_length
-    ideal = (data_tokens * (epochs or 1.0)) / TOKENS_PER_PARAMETER
-    epochs = epochs or count.total * TOKENS_PER_PARAMETER / data_tokens
-    trained = int(windows * epochs)
+    passes = epochs or count.total * TOKENS_PER_PARAMETER / data_tokens
+    trained = int(windows * passes)
     step_windows = _step_windows(
         trained, gpus=gpus, wanted=step_tokens, sequence_length=sequence_length
     )
     steps = trained // step_windows
     step_tokens = step_windows * sequence_length
-    flops = flops_per_token(shape, sequence_length=sequence_length)
     recomputes, step = _fitting_step(
         shape,
         ModelConfig(preset=preset, sequence_length=sequence_length),
@@ -134,7 +131,7 @@ def recommend(
         steps=steps,
         step_tokens=step_tokens,
         sequence_length=sequence_length,
-        flops_per_token=flops,
+        flops_per_token=flops_per_token(shape, sequence_length=sequence_length),
         evaluation=EvaluationConfig(interval=interval),
         checkpoint=CheckpointConfig(interval=interval),
         save_bytes=checkpoint_bytes(count.total, stage=3, dtype="bf16"),
@@ -144,12 +141,12 @@ def recommend(
     tokens_per_parameter = trained * sequence_length / count.total
     return Recommendation(
         data_tokens=data_tokens,
-        ideal_parameters=round(ideal),
+        ideal_parameters=round(data_tokens * (epochs or 1.0) / TOKENS_PER_PARAMETER),
         preset=preset,
         parameters=count.total,
         sequence_length=sequence_length,
         tokens_per_parameter=tokens_per_parameter,
-        epochs=epochs,
+        epochs=passes,
         steps=steps,
         step_windows=step_windows,
         step_tokens=step_tokens,
@@ -161,7 +158,7 @@ def recommend(
         tokens_per_second=cost.tokens_per_second,
         hours=cost.hours,
         cost_usd=cost.cost_usd,
-        notes=tuple(_notes(tokens_per_parameter, epochs)),
+        notes=tuple(_notes(tokens_per_parameter, passes)),
     )
 
 
