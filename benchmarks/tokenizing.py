@@ -136,14 +136,13 @@ def _measure_tiktoken(path: Path, folder: Path) -> Record:
 
 
 def _measure_ours(path: Path, folder: Path) -> Record:
-    from refocused.prepare.text_documents import Reading
     from refocused.prepare.text_inputs import find_inputs, plan_tasks
-    from refocused.prepare.tokenize_worker import TaskSettings, Worker
+    from refocused.prepare.tokenize_worker import TokenizeRequest, Worker
     from refocused.tokenizers.encoders import TokenizerChoice
 
     choice = TokenizerChoice("gpt2", bpe_folder=folder)
     with tempfile.TemporaryDirectory() as results:
-        worker = Worker(TaskSettings(choice, Reading(), 0.01, Path(results)))
+        worker = Worker(TokenizeRequest(choice, 10**8, 0.01), Path(results))
         tasks = plan_tasks(find_inputs([str(path)]))
         worker.run(0, ())  # the first calls
         began, cpu = time.perf_counter(), time.process_time()

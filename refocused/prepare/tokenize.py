@@ -20,13 +20,12 @@ from refocused.data.formats.token_layout import element_type
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.prepare.packing_state import Journal, manifest_of, pack_once
 from refocused.prepare.shard_packer import ShardPacker
-from refocused.prepare.text_documents import BadText, Reading
 from refocused.prepare.text_inputs import Task, TextFile, plan_tasks
 from refocused.prepare.tokenize_worker import (
     SPLITS,
     Split,
     TaskResult,
-    TaskSettings,
+    TokenizeRequest,
     read_result,
     remove_result,
     run_task,
@@ -34,22 +33,9 @@ from refocused.prepare.tokenize_worker import (
     start_worker,
 )
 from refocused.system.errors import ShardError
-from refocused.tokenizers.encoders import Tokenizer, TokenizerChoice, open_tokenizer
+from refocused.tokenizers.encoders import Tokenizer, open_tokenizer
 
 READ_IDS = 1 << 20
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenizeRequest:
-    """What to make of the files; the same request gives the same bytes."""
-
-    tokenizer: TokenizerChoice
-    shard_tokens: int  # of a full shard; the last of each split is shorter
-    validation_ratio: float  # share of the documents for validation, 0 to 1
-    name: str = "tokens"  # start of the shards' names
-    field: str = "text"  # where `.jsonl` and `.parquet` keep the text
-    separator: str | None = None  # line between the documents of a `.txt`; None: there is one
-    bad_text: BadText = "refuse"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -182,20 +168,14 @@ class _Making:
     @contextlib.contextmanager
     def _pool(self) -> Iterator[ProcessPoolExecutor]:
         """Start processes; an error ends them after the document they are at."""
-        reading = Reading(
-            field=self.request.field,
-            separator=self.request.separator,
-            bad_text=self.request.bad_text,
-            cuts_at_spaces=self.tokenizer.cuts_at_spaces,
-        )
-        settings = TaskSettings(
-            self.request.tokenizer, reading, self.request.validation_ratio, self.work
-        )
         # Forked processes would inherit threads and the bucket's connections.
         context = multiprocessing.get_context("spawn")
         stopping = context.Event()
         pool = ProcessPoolExecutor(
-            self.workers, context, initializer=start_worker, initargs=(settings, stopping)
+            self.workers,
+            context,
+            initializer=start_worker,
+            initargs=(self.request, self.work, stopping),
         )
         try:
             yield pool

@@ -19,7 +19,7 @@ import numpy as np
 
 from refocused.bucket.bucket import crc32c_of, extended_crc32c
 from refocused.data.formats.token_layout import element_type
-from refocused.prepare.text_documents import Piece, Reading, pieces
+from refocused.prepare.text_documents import BadText, Piece, Reading, pieces
 from refocused.prepare.text_inputs import Span
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import ShardError
@@ -33,13 +33,16 @@ _BUFFERED_IDS = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TaskSettings:
-    """What all tasks share; `folder` gets the results."""
+class TokenizeRequest:
+    """What to make of the files; the same request gives the same bytes."""
 
     tokenizer: TokenizerChoice
-    reading: Reading
-    validation_ratio: float
-    folder: Path
+    shard_tokens: int  # of a full shard; the last of each split is shorter
+    validation_ratio: float  # share of the documents for validation, 0 to 1
+    name: str = "tokens"  # start of the shards' names
+    field: str = "text"  # where `.jsonl` and `.parquet` keep the text
+    separator: str | None = None  # line between the documents of a `.txt`; None: there is one
+    bad_text: BadText = "refuse"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,11 +137,20 @@ class _StoppedError(Exception):
 class Worker:
     """What one process keeps between tasks."""
 
-    def __init__(self, settings: TaskSettings, stopping: Event | None = None) -> None:
+    def __init__(
+        self, request: TokenizeRequest, folder: Path, stopping: Event | None = None
+    ) -> None:
         """Open the tokenizer; the main process sets `stopping` to end tasks early."""
-        self._settings = settings
+        self._request = request
+        self._folder = folder
         self._stopping = stopping
-        self._tokenizer: Tokenizer = open_tokenizer(settings.tokenizer)
+        self._tokenizer: Tokenizer = open_tokenizer(request.tokenizer)
+        self._reading = Reading(
+            field=request.field,
+            separator=request.separator,
+            bad_text=request.bad_text,
+            cuts_at_spaces=self._tokenizer.cuts_at_spaces,
+        )
 
     def run(self, number: int, spans: Iterable[Span]) -> TaskResult:
         """Tokenize spans; the result is written last.
@@ -150,12 +162,12 @@ class Worker:
             return self._run(number, spans)
         except OSError as error:
             raise ShardError(
-                f"{self._settings.folder}: {error.strerror or error} while task {number} was "
+                f"{self._folder}: {error.strerror or error} while task {number} was "
                 "written. Free space there, and run the same command again: it goes on from here."
             ) from None
 
     def _run(self, number: int, spans: Iterable[Span]) -> TaskResult:
-        folder = self._settings.folder
+        folder = self._folder
         dtype = element_type(self._tokenizer.vocabulary)
         with (
             contextlib.closing(_SplitWriter(split_path(folder, number, "train"), dtype)) as train,
@@ -164,7 +176,7 @@ class Worker:
             writer = train
             begin = np.array([self._tokenizer.end_of_text_id], dtype)
             for span in spans:
-                for piece in pieces(span, self._settings.reading):
+                for piece in pieces(span, self._reading):
                     if piece.begins:
                         writer = val if self._validates(piece) else train
                         writer.add(begin)
@@ -177,15 +189,15 @@ class Worker:
     def _validates(self, piece: Piece) -> bool:
         if self._stopping is not None and self._stopping.is_set():
             raise _StoppedError
-        return is_validation(piece.text, ratio=self._settings.validation_ratio)
+        return is_validation(piece.text, ratio=self._request.validation_ratio)
 
 
-def start_worker(settings: TaskSettings, stopping: Event) -> None:
+def start_worker(request: TokenizeRequest, folder: Path, stopping: Event) -> None:
     """Prepare a process of the pool, which ends with its parent and leaves Ctrl+C to it."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker = Worker(settings, stopping)
+    _worker = Worker(request, folder, stopping)
 
 
 def run_task(number: int, spans: tuple[Span, ...]) -> TaskResult:

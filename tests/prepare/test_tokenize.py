@@ -28,8 +28,8 @@ from refocused.bucket.gcs import GcsBucket
 from refocused.data.manifest.shard_manifest import build_manifest, read_manifest
 from refocused.prepare import text_inputs
 from refocused.prepare.text_inputs import find_inputs
-from refocused.prepare.tokenize import TokenizeProgress, TokenizeRequest, TokenizeResult, tokenize
-from refocused.prepare.tokenize_worker import is_validation
+from refocused.prepare.tokenize import TokenizeProgress, TokenizeResult, tokenize
+from refocused.prepare.tokenize_worker import TokenizeRequest, is_validation
 from refocused.system.errors import ShardError
 from refocused.tokenizers.encoders import TokenizerChoice
 

@@ -100,7 +100,8 @@ def run_tokenize(parser: Parser) -> None:
     add_credentials(parser)
     arguments = parser.read()
     from refocused.prepare.text_inputs import find_inputs
-    from refocused.prepare.tokenize import TokenizeRequest, tokenize
+    from refocused.prepare.tokenize import tokenize
+    from refocused.prepare.tokenize_worker import TokenizeRequest
     from refocused.tokenizers.encoders import TokenizerChoice
 
     work = _work_folder(arguments)
