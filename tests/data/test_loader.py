@@ -127,7 +127,7 @@ def test_reading_ahead_is_bounded_and_ends_with_the_stream(cache, loader):
     time.sleep(0.05)  # in which a thread without bounds reads on
     assert cache.reads == 4 * STEPS_READY
     stream.close()
-    assert not reading_threads()
+    eventually(lambda: not reading_threads())
     with pytest.raises(RuntimeError, match="closed"):
         stream.next_step()
 
@@ -163,6 +163,7 @@ def test_an_error_while_reading_is_raised_itself_after_the_steps_before_it(cache
 
 
 def test_close_returns_while_a_shard_is_awaited_and_wakes_whoever_waits_for_a_step(late, loader):
+    eventually(lambda: not reading_threads())  # of other tests
     stream = loader.batches_from(Position())
     assert late.waiting.wait(timeout=10)
     with concurrent.futures.ThreadPoolExecutor() as pool:
