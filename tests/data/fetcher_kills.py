@@ -120,16 +120,18 @@ class Site:
 
 
 def run_kills(folder: Path, *, kills: int, seed: int) -> Report:
-    """Kill `kills` fetchers, then let one finish."""
-    site, chance, report = Site(folder), random.Random(seed), Report(kills=kills)
-    for _ in range(kills):
+    """Kill `kills` fetchers or more, until downloads were interrupted; then let one finish."""
+    site, chance, report = Site(folder), random.Random(seed), Report()
+    while report.kills < kills or (not report.ranged and report.kills < 10 * kills):
+        longest_s = LONGEST_LIFE_S * (1 + report.kills // kills)  # on a machine that is busy
+        report.kills += 1
         before, logged = site.whole(), len(site.downloads())
         if len(before) == SHARDS:  # all there: lose some as an eviction does, and go on
             for index in chance.sample(sorted(before), SHARDS // 2):
                 site.local.remove(index)
             before = site.whole()
         order = chance.sample(range(SHARDS), SHARDS)
-        _one_life(site, order, chance.uniform(0.0, LONGEST_LIFE_S))
+        _one_life(site, order, chance.uniform(0.0, longest_s))
         report.interrupted += any(site.cache_folder.rglob("incoming/*/*"))
         report.ranged += any(site.cache_folder.rglob("incoming/*/*.ranges"))
         _check(site, report, before, logged)

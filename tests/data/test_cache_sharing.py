@@ -184,8 +184,8 @@ def test_a_fetcher_that_hangs_or_never_started_is_missed_by_its_silence(
 ) -> None:
     with pytest.raises(ShardError, match=r"a/t_9\.npy: it is not local.*never started"):
         site.cache(fetches=False, silence=0.0, exclude=["a/t_0.npy"]).open(8)
+    site.cache(fetches=False).open(0)
     reader = site.cache(fetches=False, silence=2.5)
-    reader.open(0)
     child.process.send_signal(signal.SIGSTOP)
     who = rf"process {child.process.pid}\) has given no sign"
     with pytest.raises(ShardError, match=rf"a/t_1\.npy: .*{who}"):
