@@ -71,8 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = train.read_arguments(arguments)
     try:
         loaded = train.load(wanted)
-        gpus = usable_gpus(loaded)
-        _check(loaded, wanted, gpus=gpus)
+        gpus = _check(loaded, wanted)
     except RefocusedError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -84,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return launches.until_the_end(restarts=own.restarts)
 
 
-def _check(loaded: LoadedRun, wanted: argparse.Namespace, *, gpus: int) -> None:
-    """Refuse what cannot start before ranks take their time to find out.
+def _check(loaded: LoadedRun, wanted: argparse.Namespace) -> int:
+    """Refuse what cannot start before ranks take their time to find out; return the usable GPUs.
 
     Raises:
         ConfigError: Everything that was found.
@@ -95,8 +94,9 @@ def _check(loaded: LoadedRun, wanted: argparse.Namespace, *, gpus: int) -> None:
     with contextlib.suppress(ShardError):  # rank 0 reads it, maybe on another machine
         require_room_for_tokenizer(loaded, fetch=False)
         loaded = decide_vocabulary(loaded)
+    gpus = usable_gpus(loaded)
     if wanted.print_config:
-        return
+        return gpus
     device = loaded.config.run.device
     if device == "cuda" and not gpus:
         raise ConfigError(
@@ -118,6 +118,7 @@ def _check(loaded: LoadedRun, wanted: argparse.Namespace, *, gpus: int) -> None:
         resume=wanted.resume,
         credentials_file=wanted.gcs_credentials,
     )
+    return gpus
 
 
 @dataclasses.dataclass
