@@ -80,9 +80,9 @@ def _write(arguments: argparse.Namespace) -> None:
     found = generate(model, prompts, sampling, batch=arguments.batch, show=show)
     if arguments.json:
         print_result(_record(model, prompts, sampling, found), [], as_json=True)
-        _warn_of_length(model, found)
     else:
-        _print_answers(model, prompts, found, is_single=is_single)
+        _print_answers(prompts, found, is_single=is_single)
+    _warn_of_length(model, found)
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str] | None:
@@ -180,7 +180,8 @@ def _converse(model: LoadedModel, sampling: Sampling) -> None:
         show = _show if is_single else None
         try:
             found = generate(model, [prompt], drawn, batch=sampling.samples, show=show)
-            _print_answers(model, [prompt], found, is_single=is_single)
+            _print_answers([prompt], found, is_single=is_single)
+            _warn_of_length(model, found)
         except ConfigError as error:
             print(error, file=sys.stderr)
         except KeyboardInterrupt:
@@ -191,9 +192,7 @@ def _show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _print_answers(
-    model: LoadedModel, prompts: Sequence[str], found: Generated, *, is_single: bool
-) -> None:
+def _print_answers(prompts: Sequence[str], found: Generated, *, is_single: bool) -> None:
     """Print the texts, unless the single one was shown while it was written, and the pace."""
     if is_single:
         print()
@@ -207,13 +206,10 @@ def _print_answers(
         f"tokens/s, first after {found.first_seconds:.2f} s{ended}]",
         file=sys.stderr,
     )
-    _warn_of_length(model, found)
 
 
 def _warn_of_length(model: LoadedModel, found: Generated) -> None:
-    """Warn when a text went beyond what the model was trained on."""
-    line = model.beyond_training(found.longest)
-    if line is not None:
+    if (line := model.beyond_training(found.longest)) is not None:
         print(line, file=sys.stderr)
 
 

@@ -25,7 +25,7 @@ MODELS = Path("data/models")  # those fetched from buckets, each below its addre
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Listing:
-    """A run's checkpoints, ascending by step, as far as they can be seen.
+    """A run's checkpoints, ascending by step, as far as they can be seen; or one of them.
 
     `outcome` is OK, or the exit code of the failure that left the bucket's out.
     """
@@ -33,15 +33,6 @@ class Listing:
     run: Path
     catalog: Catalog
     entries: list[CatalogEntry]
-    outcome: ExitCode
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FoundStep:
-    """The checkpoint that a command line names, which may be broken; `outcome` as in `Listing`."""
-
-    catalog: Catalog
-    entry: CatalogEntry
     outcome: ExitCode
 
 
@@ -167,8 +158,12 @@ def list_steps(arguments: argparse.Namespace) -> Listing:
     return Listing(run, catalog, entries, ExitCode.OK)
 
 
-def find_steps(requests: Sequence[str], arguments: argparse.Namespace) -> list[FoundStep]:
-    """Find `latest`, `best`, numbers or names in the run, paths and addresses where they say."""
+def find_steps(requests: Sequence[str], arguments: argparse.Namespace) -> list[Listing]:
+    """Find `latest`, `best`, numbers or names in the run, paths and addresses where they say.
+
+    Returns:
+        For each request a listing of one checkpoint, which may be broken.
+    """
     listing = None
     found = []
     for request in requests:
@@ -177,11 +172,11 @@ def find_steps(requests: Sequence[str], arguments: argparse.Namespace) -> list[F
             continue
         listing = listing or list_steps(arguments)
         entry = listing.catalog.find(request, listing.entries)
-        found.append(FoundStep(listing.catalog, entry, listing.outcome))
+        found.append(dataclasses.replace(listing, entries=[entry]))
     return found
 
 
-def _find_by_place(request: str, arguments: argparse.Namespace) -> FoundStep:
+def _find_by_place(request: str, arguments: argparse.Namespace) -> Listing:
     """Find a checkpoint by its path, or by its address, whose copy is where `download` puts it."""
     from refocused.checkpoints.resume.catalog import Catalog
     from refocused.checkpoints.resume.import_checkpoint import split_address
@@ -194,7 +189,8 @@ def _find_by_place(request: str, arguments: argparse.Namespace) -> FoundStep:
         catalog = Catalog(RUNS / run / "checkpoints", place(parent, arguments))
     else:
         catalog = Catalog(Path(parent or "/").expanduser())
-    return FoundStep(catalog, catalog.find(name, catalog.entries()), ExitCode.OK)
+    entry = catalog.find(name, catalog.entries())
+    return Listing(catalog.local.parent, catalog, [entry], ExitCode.OK)
 
 
 def local_step(request: str, arguments: argparse.Namespace) -> StepDirectory:
@@ -206,7 +202,7 @@ def local_step(request: str, arguments: argparse.Namespace) -> StepDirectory:
     from refocused.checkpoints.step.step_directory import read_step
 
     (found,) = find_steps([request], arguments)
-    catalog, entry = found.catalog, found.entry
+    catalog, (entry,) = found.catalog, found.entries
     path = catalog.local / entry.name
     if "://" in request and catalog.remote is not None:
         refuse_another(catalog.remote, path, entry.name)

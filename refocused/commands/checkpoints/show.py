@@ -111,7 +111,7 @@ def run_info(parser: Parser) -> int:
     from refocused.checkpoints.resume.step_state import LEFT_BEHIND
 
     (found,) = find_steps([arguments.step], arguments)
-    catalog, entry = found.catalog, found.entry
+    catalog, (entry,) = found.catalog, found.entries
     record, rows = _entry_record(entry), {}
     if entry.usable or entry.bucket == LEFT_BEHIND:
         contents = read_contents(catalog, entry)
@@ -173,7 +173,7 @@ def run_compare(parser: Parser) -> int:
     from refocused.checkpoints.resume.comparison import compare, read_contents
 
     found = find_steps([arguments.a, arguments.b], arguments)
-    a, b = (read_contents(step.catalog, step.entry) for step in found)
+    a, b = (read_contents(step.catalog, step.entries[0]) for step in found)
     comparison = compare(a, b)
     record = {"a": a.where, "b": b.where, **dataclasses.asdict(comparison)}
     print_result(record, [f"A  {a.where}", f"B  {b.where}"], as_json=arguments.json)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser
@@ -42,14 +42,11 @@ def run_verify(parser: Parser) -> int:
     add("--deep", action="store_true", help="also read every byte here, and compare checksums")
     add_run_options(parser)
     arguments = parser.read()
-    entries: Sequence[CatalogEntry]
     if arguments.step == "all":
-        listing = list_steps(arguments)
-        catalog, entries, outcome = listing.catalog, listing.entries, listing.outcome
+        found = list_steps(arguments)
     else:
         (found,) = find_steps([arguments.step], arguments)
-        catalog, entries, outcome = found.catalog, [found.entry], found.outcome
-    deep, done = arguments.deep, 0
+    catalog, entries, deep, done = found.catalog, found.entries, arguments.deep, 0
     total = sum(entry.size or 0 for entry in entries if entry.local != "-")
     with progress_line("verify") as show:
 
@@ -69,7 +66,7 @@ def run_verify(parser: Parser) -> int:
     if not checks:
         lines = [f"No checkpoints in {catalog.local}."]
     print_result([dataclasses.asdict(check) for check in checks], lines, as_json=arguments.json)
-    return outcome if whole == len(checks) else ExitCode.CHECK_FAILED
+    return found.outcome if whole == len(checks) else ExitCode.CHECK_FAILED
 
 
 def _check_lines(check: StepCheck) -> list[str]:
