@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,32 @@ def test_what_a_log_line_waits_for_belongs_to_its_step(tmp_path: Path) -> None:
     session.clock.now += 3.0  # the device is behind: reading the loss waits for it
     session.reporter.step(TrainState(step=1), [torch.tensor([3.0])], 0.0)
     assert session.records()[0]["step_seconds"] == 4.0
+
+
+def test_the_time_left_is_right_where_steps_are_uneven(tmp_path: Path) -> None:
+    total, draw = 3000, random.Random(0)
+    cadence = Cadence(log=20, validation=100, checkpoint=250)
+    session, told = Session(tmp_path, total_steps=total, cadence=cadence), {}
+    for step in range(1, total + 1):
+        session.clock.now += draw.choice((1.0, 1.0, 1.0, 6.0))
+        session.throughput.lap("step")
+        if cadence.due("log", step):
+            session.reporter.step(TrainState(step=step), [torch.tensor([3.0])], 0.0)
+            told[step] = session.clock.now
+        if cadence.due("validation", step):
+            session.clock.now += draw.uniform(10.0, 40.0)
+            session.throughput.lap("validation")
+        if cadence.due("checkpoint", step):
+            session.clock.now += draw.uniform(10.0, 90.0)
+            session.throughput.lap("save")
+    ended = session.clock.now
+    errors = {
+        record["step"]: record["seconds_left"] / (ended - told[record["step"]]) - 1
+        for record in session.records()
+        if 300 <= record["step"] <= 2500
+    }
+    worst = max(errors, key=lambda step: abs(errors[step]))
+    assert abs(errors[worst]) < 0.15, (worst, errors[worst])
 
 
 def test_an_impossible_mfu_is_left_out_and_doubted_once(
