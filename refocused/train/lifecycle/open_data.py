@@ -99,9 +99,8 @@ def build_data(
     )
     pinned = [shard for source in sources for shard in source.validation.shards_used()]
     sizes = [local_bytes(shard, vocabulary=vocabulary) for shard in manifest.shards]
-    room = None
-    if data.disk_limit_gb is not None:
-        room = int(data.disk_limit_gb * 1e9) - sum(sizes[shard] for shard in pinned)
+    limit = data.disk_limit_gb
+    room = None if limit is None else int(limit * 1e9) - sum(sizes[shard] for shard in pinned)
     order = order_sources(
         sources,
         data,
