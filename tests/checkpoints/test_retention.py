@@ -366,7 +366,11 @@ def test_a_local_step_that_would_be_removed_at_once_is_not_wanted(
         60: {},
     }
     lacking = {s: make_step(tmp_path, s, **changes).manifest for s, changes in kinds.items()}
-    assert RemoteRetention(remote, keep=2).unwanted(lacking) == {20}
+    keeper = RemoteRetention(remote, keep=2)
+    assert keeper.thin_out() == []
+    assert keeper.unwanted(lacking) == {20}
+    keeper.steps()
+    assert keeper.unwanted(lacking) == {20}
 
 
 @pytest.mark.bucket

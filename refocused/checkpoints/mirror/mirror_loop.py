@@ -206,7 +206,11 @@ class MirrorLoop:
             return
         order = self._order()
         in_use = {*order.wanted, *order.skipped}
-        removed = self._retention.thin_out(in_use=in_use) if self._settings.node == 0 else []
+        removed: list[int] = []
+        if self._settings.node == 0:
+            removed = self._retention.thin_out(in_use=in_use)
+        else:
+            self._retention.steps()
         for step in removed:
             logger.info("%s is removed from the bucket", self._name_of(step))
             self._steps.forget(step)

@@ -179,10 +179,11 @@ class RemoteRetention:
         self._branch = branch
         self._keep = keep
         self._manifests: dict[int, tuple[BlobInfo, CheckpointManifest | None]] = {}
+        self._whole: set[int] = set()  # as listed last
 
     def steps(self, *, in_use: Collection[int] = ()) -> list[KeptStep]:
         """List the steps, those `in_use` by a copy marked; each manifest is read once."""
-        manifests, whole = {}, set()
+        manifests, whole = {}, set[int]()
         for name, objects in self._remote.scan().items():
             step = self._branch.step_of(name)
             if step is None or SUPERSEDED in objects:
@@ -193,6 +194,7 @@ class RemoteRetention:
             manifests[step] = manifest
             if COMMITTED in objects and not missing_files(manifest.files, objects):
                 whole.add(step)
+        self._whole = whole
         return kept_steps(manifests, whole=whole, in_use=in_use)
 
     def thin_out(self, *, in_use: Collection[int] = ()) -> list[int]:
@@ -200,12 +202,15 @@ class RemoteRetention:
         doomed = to_remove(self.steps(in_use=in_use), keep=self._keep)
         for step in doomed:
             self._remote.retract(self._branch.name_of(step))
+        self._whole -= set(doomed)
         return doomed
 
     def unwanted(self, lacking: Mapping[int, CheckpointManifest]) -> set[int]:
-        """Return the steps of `lacking`, which only the disk has, that would be removed."""
-        there = {step.step for step in self.steps() if step.verified}
-        manifests = {step: self._manifests[step][1] for step in there} | dict(lacking)
+        """Return the steps of `lacking`, which only the disk has, that would be removed.
+
+        The bucket's steps are those that `steps` or `thin_out` listed last.
+        """
+        manifests = {step: self._manifests[step][1] for step in self._whole} | dict(lacking)
         together = kept_steps(manifests, whole=set(manifests))
         return set(to_remove(together, keep=self._keep)) & set(lacking)
 
