@@ -7,6 +7,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import queue
+import sys
 import tempfile
 import threading
 import unicodedata
@@ -135,20 +136,16 @@ def _run_in_threads(
         threading.Thread(target=work, name=f"transfer-{number}", daemon=True)
         for number in range(min(threads, len(calls)))
     ]
-    is_interrupted = False
     try:
         for worker in workers:
             worker.start()
         for _ in calls:
             if not ended(*outcomes.get()):
                 break
-    except KeyboardInterrupt:
-        is_interrupted = True
-        raise
     finally:
         waiting.clear()
         for worker in workers:
-            if worker.is_alive() and not is_interrupted:
+            if worker.is_alive() and not isinstance(sys.exception(), KeyboardInterrupt):
                 worker.join()
 
 
