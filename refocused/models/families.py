@@ -126,17 +126,12 @@ def register_families() -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-    """A model family: where its classes are, and which of its settings are dropouts.
+    """A model family: where its classes are, and which of its settings are dropouts."""
 
-    Attributes:
-        prefix: Of the names of its classes in `module`.
-        is_maskable: Whether it can leave out earlier documents, as attention alone can.
-    """
-
-    prefix: str
+    prefix: str  # of the names of its classes in `module`
     dropouts: tuple[str, ...]
     module: str = "transformers"
-    is_maskable: bool = False
+    is_maskable: bool = False  # whether it can leave out earlier documents, as attention alone can
 
     def find(self, suffix: str) -> Any:
         """Return one of its classes; the module is imported only then."""

@@ -57,17 +57,13 @@ class Tokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenizerChoice:
-    """Which tokenizer is meant; small, so that it can be sent to other processes.
+    """Which tokenizer is meant; small, so that it can be sent to other processes."""
 
-    Attributes:
-        name: `gpt2`, `bytes`, the path of a file of the `tokenizers` library (`.json`), or `hub:`
-            and the name of a model of the Hugging Face hub that has such a file.
-        bpe_folder: Folder of `vocab.bpe` and `encoder.json`, for `gpt2`.
-        end_of_text: Token that separates documents, for a file that has several or an unusual one.
-    """
-
+    # `gpt2`, `bytes`, the path of a file of the `tokenizers` library (`.json`), or `hub:` and the
+    # name of a model of the Hugging Face hub that has such a file
     name: str
-    bpe_folder: Path | None = None
+    bpe_folder: Path | None = None  # folder of `vocab.bpe` and `encoder.json`, for `gpt2`
+    # token that separates documents, for a file that has several or an unusual one
     end_of_text: str | None = None
 
     @classmethod

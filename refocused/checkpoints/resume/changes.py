@@ -47,21 +47,16 @@ _CONSEQUENCES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Changes:
-    """What is done about the differences between a step and the run that resumes it.
+    """What is done about the differences between a step and the run that resumes it."""
 
-    Attributes:
-        settings: Settings that differ; all of them take effect.
-        allowed: What is accepted all the same, in words: what would be refused if it had not been
-            allowed, and data that are compared as the version that saved the step did.
-        way: `exact`: every rank reads its own file back; `resharded`: the states are divided anew,
-            because ranks, stage, precision or offload differ.
-        new_data: The data, or their order, are others: a pass over them begins.
-    """
-
-    settings: tuple[Difference, ...]
+    settings: tuple[Difference, ...]  # settings that differ; all of them take effect
+    # what is accepted all the same, in words: what would be refused if it had not been allowed, and
+    # data that are compared as the version that saved the step did
     allowed: tuple[str, ...]
+    # `exact`: every rank reads its own file back; `resharded`: the states are divided anew, because
+    # ranks, stage, precision or offload differ
     way: Literal["exact", "resharded"]
-    new_data: bool
+    new_data: bool  # the data, or their order, are others: a pass over them begins
 
     def lines(self) -> list[str]:
         """Describe the settings that differ, at most `MOST_LINES` of them."""

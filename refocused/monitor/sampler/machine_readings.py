@@ -23,17 +23,11 @@ _PAGE_CACHE = ("active_file", "inactive_file")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory in bytes.
+    """Memory in bytes."""
 
-    Attributes:
-        total: Of the machine, or the container's limit if that is less.
-        available: What processes may still take, page cache included.
-        swap_used: Of the machine.
-    """
-
-    total: int
-    available: int
-    swap_used: int
+    total: int  # of the machine, or the container's limit if that is less
+    available: int  # what processes may still take, page cache included
+    swap_used: int  # of the machine
 
 
 def memory_now(proc: Path = _PROC, groups: Path = _CONTROL_GROUPS) -> Memory:
