@@ -234,13 +234,9 @@ def _entry(name: str, here: Found, there: Found, *, on: Branch) -> CatalogEntry:
         notes.append(f"branch {entry.branch}, which the run left; ignored by resume")
     if manifest is not None and entry.usable:
         texts = {tier: tier.value for tier in (SaveReason.FINAL, SaveReason.EMERGENCY)}
-        texts[SaveReason.EPOCH] = _epoch_note(manifest.epoch)
+        texts[SaveReason.EPOCH] = f"epoch {manifest.epoch}"
         notes += [texts[tier] for tier in manifest.tiers if tier in texts]
     return dataclasses.replace(entry, notes=(*notes, *_troubles(entry)))
-
-
-def _epoch_note(epochs: int) -> str:
-    return f"epoch {epochs}"  # complete ones
 
 
 def _troubles(entry: CatalogEntry) -> list[str]:
@@ -287,7 +283,7 @@ def _by_role(role: str, entries: Sequence[CatalogEntry]) -> CatalogEntry | None:
     if role == "latest_backup":
         return usable[-2] if len(usable) > 1 else None
     epoch = _EPOCH.fullmatch(role)
-    note = role if epoch is None else _epoch_note(int(epoch[1]))
+    note = role if epoch is None else f"epoch {int(epoch[1])}"
     return next((entry for entry in reversed(usable) if note in entry.notes), None)
 
 
