@@ -23,20 +23,20 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "package lines": (53_200, 32_000),
-    "package files": (316, 230),
-    "tests lines": (46_300, 26_000),
-    "benchmarks lines": (7_159, 5_000),
-    "largest folder": (42, 15),
-    "longest file": (399, 350),
-    "loop closure lines": (9_977, 7_000),
-    "train closure lines": (40_236, 20_000),
+    "package lines": (43_297, 32_000),
+    "package files": (265, 230),
+    "tests lines": (41_373, 26_000),
+    "benchmarks lines": (6_522, 5_000),
+    "largest folder": (15, 15),
+    "longest file": (350, 350),
+    "loop closure lines": (7_000, 7_000),
+    "train closure lines": (26_297, 20_000),
     "reader's path files": (20, 20),
-    "reader's path lines": (4_225, 4_500),
-    "lonely files": (9, 15),
-    "function median": (9, 12),
-    "function p90": (25, 30),
-    "function max": (110, 80),
+    "reader's path lines": (4_500, 4_500),
+    "lonely files": (15, 15),
+    "function median": (12, 12),
+    "function p90": (30, 30),
+    "function max": (80, 80),
 }
 
 
