@@ -139,7 +139,8 @@ def choose_attention(
 
     Args:
         asked: `cudnn`, `flash` (FlashAttention-3 where it is installed and fits) or `math`; `auto`:
-            the fastest on a GPU, torch's own choice on a CPU and with a mask.
+            the fastest on a GPU; torch's own choice on a CPU, with a mask and in a deterministic
+            run.
         query: Of training's shape, `[B, H, T, E]`.
         dropout: Probability of the model's dropouts, which FlashAttention-3 lacks.
         masked: Whether passes give a dense mask, which flash cannot read on a GPU.
@@ -150,7 +151,9 @@ def choose_attention(
     """
     runs = functools.partial(running_kernel, dropout=dropout, masked=masked)
     why = f"model.attention={asked}"
-    if asked == "auto" and world.device_kind == "cuda" and not masked:
+    # Times differ from start to start, so that a deterministic run takes torch's own choice.
+    is_timed = world.device_kind == "cuda" and not torch.are_deterministic_algorithms_enabled()
+    if asked == "auto" and is_timed and not masked:
         seconds = world.on_rank_0(lambda: _timed(query, dropout=dropout))
         asked = min(seconds, key=lambda kernel: seconds[kernel], default="auto")
         why = ", ".join(f"{kernel} {1e3 * taken:.2f} ms" for kernel, taken in seconds.items())

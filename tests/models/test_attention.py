@@ -60,6 +60,19 @@ def test_torchs_own_choice_on_a_cpu_is_named() -> None:
     assert chosen("auto") == "attention by math, torch's choice"
 
 
+def test_a_deterministic_run_does_not_depend_on_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "pass_seconds", lambda query, dropout: 1e-3)
+    query = torch.randn(2, 2, 16, 8, requires_grad=True)
+    on_gpu = World(device_kind="cuda")
+    assert "flash 1.00 ms" in choose_attention("auto", query, dropout=0, masked=False, world=on_gpu)
+    torch.use_deterministic_algorithms(True)
+    try:
+        said = choose_attention("auto", query, dropout=0, masked=False, world=on_gpu)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert said == "attention by flash, torch's choice"
+
+
 def test_what_runs_is_asked_with_the_mask() -> None:
     assert chosen("auto", masked=True) == "attention by flash, torch's choice"  # CPUs read masks
     torch.backends.cuda.enable_flash_sdp(False)

@@ -32,6 +32,17 @@ def test_without_a_gpu_the_scan_runs_in_chunks_and_says_so() -> None:
     assert all(cells.kernel is None for cells in built.cells)
 
 
+def test_a_deterministic_run_does_not_depend_on_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ten_choice, "_failure", lambda device: pytest.fail("it was tried"))
+    torch.use_deterministic_algorithms(True)
+    try:
+        on_gpu = World(device_kind="cuda")
+        said = choose_scan(mixer(), batch_shape=SHAPE, compiles=False, world=on_gpu)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert said == "eigenstates in chunks (a deterministic run)"
+
+
 def test_a_model_without_cells_is_left_alone() -> None:
     assert choose_scan(torch.nn.Linear(2, 2), batch_shape=SHAPE, compiles=True, world=World()) == ""
 

@@ -39,6 +39,8 @@ def choose_scan(
         return ""
     if world.device_kind != "cuda":
         return "eigenstates in chunks (the kernel is for GPUs)"
+    if torch.are_deterministic_algorithms_enabled():  # times differ from start to start
+        return "eigenstates in chunks (a deterministic run)"
     reasons = world.gather(_failure(world.device))
     reason = next((reason for reason in reasons if reason), None)
     if reason is not None:
