@@ -23,14 +23,14 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "package lines": (43_297, 32_000),
+    "package lines": (43_400, 32_000),
     "package files": (265, 230),
-    "tests lines": (41_373, 26_000),
-    "benchmarks lines": (6_522, 5_000),
+    "tests lines": (41_500, 26_000),
+    "benchmarks lines": (6_600, 5_000),
     "largest folder": (15, 15),
     "longest file": (350, 350),
     "loop closure lines": (7_000, 7_000),
-    "train closure lines": (26_297, 20_000),
+    "train closure lines": (26_400, 20_000),
     "reader's path files": (20, 20),
     "reader's path lines": (4_500, 4_500),
     "lonely files": (15, 15),
