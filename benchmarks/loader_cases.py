@@ -83,8 +83,6 @@ class Ours:
             seed=1,
             steps=1,
             evaluation_windows=0,
-            credentials_file=None,
-            project=None,
         )
         stream = parts.loader.batches_from(Position(0, state * ROWS))
         try:

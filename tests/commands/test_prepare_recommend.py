@@ -55,8 +55,6 @@ def settled(file: Path, cache: Path) -> LoadedRun:
         seed=1,
         steps=config.run.steps,
         evaluation_windows=config.evaluation.windows,
-        credentials_file=None,
-        project=None,
     )
     stream = data.loader.batches_from(data.order.position_at(0))
     try:

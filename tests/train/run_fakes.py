@@ -25,8 +25,7 @@ from refocused.metrics.run_time import RunTime
 from refocused.metrics.throughput import Throughput
 from refocused.system.errors import RefocusedError
 from refocused.system.world import World
-from refocused.train.step.loop import Outcome, train
-from refocused.train.step.parts import Parts
+from refocused.train.step.loop import Outcome, Parts, train
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import Cadence
 from refocused.train.step.stopping import StopReason, StopRequest

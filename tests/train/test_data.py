@@ -41,8 +41,6 @@ def built(
         seed=1,
         steps=20,
         evaluation_windows=8,
-        credentials_file=None,
-        project=None,
     )
 
 

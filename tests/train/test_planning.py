@@ -63,8 +63,6 @@ def test_the_ids_of_gpt2_are_taken(tmp_path: Path, run: str) -> None:
         seed=1,
         steps=3,
         evaluation_windows=0,
-        credentials_file=None,
-        project=None,
     )
     stream = data.loader.batches_from(data.order.position_at(0))
     try:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from pathlib import Path
 
 import torch
 
+from refocused.bucket.open_bucket import open_bucket
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.load_run import read_run
 from refocused.config.run_config import RunConfig
@@ -53,8 +55,9 @@ def measure_validation(
         seed=config.run.seed,
         steps=config.run.steps,
         evaluation_windows=windows,
-        credentials_file=arguments.gcs_credentials,
-        project=arguments.gcp_project,
+        open_source=functools.partial(
+            open_bucket, credentials_file=arguments.gcs_credentials, project=arguments.gcp_project
+        ),
     )
     began = time.monotonic()
     try:

@@ -34,7 +34,7 @@ from refocused.train.lifecycle.job import Job
 from refocused.train.lifecycle.model_and_engine import Built
 from refocused.train.lifecycle.open_data import DataParts, build_data
 from refocused.train.lifecycle.tokenizer_and_tasks import build_texts
-from refocused.train.step.parts import Parts
+from refocused.train.step.loop import Parts
 from refocused.train.step.profile import StepProfiler
 from refocused.train.step.reporter import Reporter
 from refocused.train.step.saver import Saver
@@ -52,8 +52,7 @@ def assemble_data(job: Job) -> DataParts:
         seed=config.run.seed,
         steps=config.run.steps,
         evaluation_windows=config.evaluation.windows,
-        credentials_file=job.request.credentials_file,
-        project=job.request.project,
+        open_source=job.request.open_bucket,
     )
 
 

@@ -171,6 +171,19 @@ def _smallest_gpu_bytes(world: World) -> float | None:
     return -world.largest([-total])[0]
 
 
+def build_network(loaded: LoadedRun, *, document_id: int | None = None) -> CausalLM:
+    """Build the run's model on the current device, with random weights."""
+    model = loaded.config.model
+    return build_model(
+        loaded.shape.settings,
+        vocabulary=loaded.shape.padded_vocabulary(model.vocabulary_multiple),
+        dropout=model.dropout,
+        activation_checkpointing=model.activation_checkpointing,
+        chunk_tokens=model.head_chunk_tokens,
+        document_id=document_id,
+    )
+
+
 def measured_over_computed(
     loaded: LoadedRun, world: World, *, peak_of: Callable[[CausalLM, Tensor], int]
 ) -> tuple[float, int | None]:
@@ -185,13 +198,7 @@ def measured_over_computed(
     """
     config, device = loaded.config, world.device
     with torch.device(device):
-        model = build_model(
-            loaded.shape.settings,
-            vocabulary=loaded.shape.padded_vocabulary(config.model.vocabulary_multiple),
-            dropout=config.model.dropout,
-            activation_checkpointing=config.model.activation_checkpointing,
-            chunk_tokens=config.model.head_chunk_tokens,
-        )
+        model = build_network(loaded)
     model.to(DTYPES[config.precision.resolved])
     sizes: list[int] = []
     computed: list[int] = []

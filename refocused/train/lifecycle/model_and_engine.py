@@ -14,10 +14,10 @@ from refocused.engine.engine import Engine
 from refocused.engine.shard_files import seed_everything
 from refocused.estimate.memory_plan import plan_host
 from refocused.models.causal_lm import CausalLM, counted_parameters
-from refocused.models.families import build_model, register_families
+from refocused.models.families import register_families
 from refocused.models.kernels import choose_mixing
 from refocused.monitor.sampler.machine_readings import memory_now
-from refocused.train.lifecycle.job import Job
+from refocused.train.lifecycle.job import Job, build_network
 from refocused.train.step.garbage_collection import keep_freed_memory, quick_imports
 
 
@@ -80,18 +80,12 @@ def assemble_engine(job: Job) -> Built:
 
 
 def _build_model(job: Job) -> tuple[CausalLM, str, Compilation]:
-    config, shape, world = job.loaded.config, job.loaded.shape, job.world
-    model = build_model(
-        shape.settings,
-        vocabulary=shape.padded_vocabulary(config.model.vocabulary_multiple),
-        dropout=config.model.dropout,
-        activation_checkpointing=config.model.activation_checkpointing,
-        chunk_tokens=config.model.head_chunk_tokens,
-        document_id=config.data.document_id if config.data.mask_documents else None,
-    )
+    config, world = job.loaded.config, job.world
+    masked = config.data.mask_documents
+    model = build_network(job.loaded, document_id=config.data.document_id if masked else None)
     mixing = choose_mixing(
         model,
-        shape.mixer,
+        job.loaded.shape.mixer,
         config=config.model,
         dtype=DTYPES[config.precision.dtype],
         plan=job.plan,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -80,8 +79,7 @@ def build_data(
     seed: int,
     steps: int,
     evaluation_windows: int,
-    credentials_file: Path | None,
-    project: str | None,
+    open_source: Callable[[str], Bucket] = open_bucket,
 ) -> DataParts:
     """Open the source, describe it on rank 0, and prepare to read it on every rank.
 
@@ -90,8 +88,7 @@ def build_data(
     Raises:
         RefocusedError: On every rank alike: the source cannot be read or does not fit the run.
     """
-    opened = functools.partial(open_bucket, credentials_file=credentials_file, project=project)
-    bucket = world.on_all_ranks(lambda: _open_sources(data, opened))
+    bucket = world.on_all_ranks(lambda: _open_sources(data, open_source))
     cache_folder = Path(data.cache)
     manifest = world.on_rank_0(lambda: _describe(bucket, data, cache_folder / "counts.json"))
     sources = split_sources(
@@ -150,10 +147,10 @@ def build_data(
     )
 
 
-def _open_sources(data: DataConfig, opened: Callable[[str], Bucket]) -> Bucket:
+def _open_sources(data: DataConfig, open_source: Callable[[str], Bucket]) -> Bucket:
     if data.source is not None:
-        return opened(data.source)
-    return MixedBucket({name: opened(one.source) for name, one in data.mixture.items()})
+        return open_source(data.source)
+    return MixedBucket({name: open_source(one.source) for name, one in data.mixture.items()})
 
 
 def _fetch_ahead(data: DataConfig, room_bytes: int | None) -> FetchAhead:

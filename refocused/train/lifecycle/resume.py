@@ -26,8 +26,8 @@ from refocused.engine.schedule import planned_steps, rate_change
 from refocused.system.atomic_files import write_bytes_atomic
 from refocused.system.errors import CheckpointError, CheckpointUnavailableError, ConfigError
 from refocused.train.lifecycle.job import Job
+from refocused.train.step.loop import Parts
 from refocused.train.step.loss_check import check_first_loss, check_resumed_loss
-from refocused.train.step.parts import Parts
 from refocused.train.step.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ def own(job: Job, parts: Parts, chosen: Chosen) -> None:
     parts.saver.set_aside(chosen.corrupt)
     if path is None:
         return
-    parts.saver.bring_back_history(job.world.on_all_ranks(lambda: read_step(path)))
+    parts.saver.checkpointer.bring_back_history(job.world.on_all_ranks(lambda: read_step(path)))
     if is_brought(path):
         parts.saver.saved_step = job.world.on_rank_0(
             lambda: take_over(read_step(path), job.checkpoints, run=run, branch=chosen.branch).step

@@ -39,8 +39,7 @@ from refocused.train.lifecycle.run_folder import (
 )
 from refocused.train.lifecycle.session import Session
 from refocused.train.step.guards import explaining_lack_of_memory, fetch_together
-from refocused.train.step.loop import train
-from refocused.train.step.parts import Parts
+from refocused.train.step.loop import Parts, train
 from refocused.train.step.state import TrainState
 from refocused.train.step.stopping import StopRequest, budget_limit, time_limit
 

@@ -18,8 +18,7 @@ from refocused.metrics.step_metrics import dollars, duration, perplexity
 from refocused.system.errors import ExitCode
 from refocused.train.lifecycle.job import Job
 from refocused.train.lifecycle.launch_session import write_summary
-from refocused.train.step.loop import Outcome
-from refocused.train.step.parts import Parts
+from refocused.train.step.loop import Outcome, Parts
 from refocused.train.step.reporter import TRACKERS_END_S
 from refocused.train.step.stopping import StopReason, StopRequest
 

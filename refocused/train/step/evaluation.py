@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from refocused.engine.engine import Engine
     from refocused.evaluate.multiple_choice import TaskResult
     from refocused.system.world import World
-    from refocused.train.step.parts import Parts
+    from refocused.train.step.loop import Parts
     from refocused.train.step.state import TrainState
     from refocused.train.step.stopping import StopRequest
 

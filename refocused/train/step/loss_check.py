@@ -16,7 +16,7 @@ from refocused.system.errors import CheckpointError, TrainingError
 if TYPE_CHECKING:
     from refocused.engine.engine import Engine
     from refocused.system.world import World
-    from refocused.train.step.parts import Parts
+    from refocused.train.step.loop import Parts
 
 FIRST_LOSS_TOLERANCE = 0.3  # nats; a right initialisation lands within 0.1 of the formula
 MOST_WINDOWS = 4

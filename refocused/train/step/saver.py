@@ -154,10 +154,6 @@ class Saver:
             self.saved_step = state.step
         return state
 
-    def bring_back_history(self, step: StepDirectory) -> None:
-        """Restore the losses before a resumed step, if the run's folder has none."""
-        self.checkpointer.bring_back_history(step)
-
     @property
     def last_save_failed(self) -> bool:
         """Whether there are steps that could not be saved."""
