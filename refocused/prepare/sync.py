@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import json
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of
 from refocused.bucket.folder import DirectoryBucket
-from refocused.bucket.partial_files import disk_errors, part_path
+from refocused.bucket.partial_files import disk_errors
 from refocused.bucket.stored import stored_crc32c, with_checksum
 from refocused.bucket.transfer import (
     Progress,
@@ -37,7 +35,6 @@ from refocused.system.strict_json import MalformedError, parse_json_object
 # The modules of manifests take 0.3 s to import, and are imported where one is read.
 
 INDEX_FOLDER = ".sync"
-TICK_SECONDS = 0.5
 _NAMED = 5
 
 Shown = Callable[[int, int, str], None]  # bytes done, bytes in all, and a note
@@ -112,15 +109,12 @@ def sync_folder(
         there = map_in_threads(index.has, data, threads=threads)
         missing = [blob for blob, has in zip(data, there, strict=True) if not has]
         index.write([blob for blob, has in zip(data, there, strict=True) if has])
-        if has_manifest:  # imported while bytes arrive
-            module = ("refocused.data.manifest.shard_manifest",)
-            threading.Thread(target=importlib.import_module, args=module, daemon=True).start()
-        _download(bucket, missing, folder, data=data, threads=threads, show=show)
+        progress = _shown(data, missing, show)
+        download_many(bucket, missing, folder, threads=threads, progress=progress)
         index.write(data)
         if has_manifest:
             _write_manifest(bucket, folder, {blob.name for blob in data})
-    size_only = sum(blob.crc32c is None for blob in missing)
-    return dataclasses.replace(_result(data, missing), size_only=size_only)
+    return _result(data, missing)
 
 
 def _is_data(name: str) -> bool:
@@ -183,55 +177,6 @@ class _Index:
         return crc32c_of(path)
 
 
-def _download(
-    bucket: Bucket,
-    missing: Sequence[BlobInfo],
-    folder: Path,
-    *,
-    data: Sequence[BlobInfo],
-    threads: int,
-    show: Shown,
-) -> None:
-    total = sum(blob.size for blob in data)
-    kept = total - sum(blob.size for blob in missing)
-    done = Progress(0, 0, 0, 0)
-
-    def progress(now: Progress) -> None:
-        nonlocal done
-        done = now
-
-    def tick() -> None:
-        parts = 0
-        for blob in missing:
-            with contextlib.suppress(FileNotFoundError):
-                parts += part_path(folder / blob.name).stat().st_size
-        objects = f"{len(data) - len(missing) + done.done_objects} of {len(data)} objects"
-        show(min(kept + done.done_bytes + parts, total), total, objects)
-
-    with _ticking(tick):
-        download_many(bucket, missing, folder, threads=threads, progress=progress)
-
-
-@contextlib.contextmanager
-def _ticking(tick: Callable[[], None]) -> Iterator[None]:
-    """Call something at the start, at intervals, and at the end."""
-    stopping = threading.Event()
-
-    def run() -> None:
-        while not stopping.wait(TICK_SECONDS):
-            tick()
-
-    tick()
-    thread = threading.Thread(target=run, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stopping.set()
-        thread.join()
-    tick()
-
-
 def _write_manifest(bucket: Bucket, folder: Path, names: set[str]) -> None:
     """Write the manifest of the source's shards that the folder has."""
     from refocused.data.manifest.shard_manifest import manifest_to_json, read_manifest
@@ -269,19 +214,12 @@ def upload_folder(folder: Path, bucket: Bucket, *, threads: int, show: Shown) ->
     if MANIFEST_NAME in files:
         _check_manifest(source, files, sums)
     missing = _missing(bucket, files, sums, threads=threads)
-    total = sum(blob.size for blob in files.values())
-    kept = total - sum(files[name].size for name in missing)
-
-    def progress(now: Progress) -> None:
-        done = len(files) - len(missing) + now.done_objects
-        show(kept + now.done_bytes, total, f"{done} of {len(files)} objects")
-
-    progress(Progress(0, 0, 0, 0))
+    blobs, moved = list(files.values()), [files[name] for name in missing]
     sources = {name: folder / name for name in missing if name != MANIFEST_NAME}
-    upload_many(bucket, sources, threads=threads, progress=progress)
+    upload_many(bucket, sources, threads=threads, progress=_shown(blobs, moved, show))
     if MANIFEST_NAME in missing:
         bucket.upload(folder / MANIFEST_NAME, MANIFEST_NAME)
-    return _result(list(files.values()), [files[name] for name in missing])
+    return dataclasses.replace(_result(blobs, moved), size_only=0)
 
 
 def _check_manifest(source: Bucket, files: Mapping[str, BlobInfo], sums: Mapping[str, int]) -> None:
@@ -329,6 +267,22 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
+def _shown(
+    blobs: Sequence[BlobInfo], missing: Sequence[BlobInfo], show: Shown
+) -> Callable[[Progress], None]:
+    """Return what shows the progress of a transfer; objects that are there count as done."""
+    total = sum(blob.size for blob in blobs)
+    kept = total - sum(blob.size for blob in missing)
+
+    def progress(now: Progress) -> None:
+        done = len(blobs) - len(missing) + now.done_objects
+        show(kept + now.done_bytes, total, f"{done} of {len(blobs)} objects")
+
+    progress(Progress(0, 0, 0, 0))
+    return progress
+
+
 def _result(blobs: Sequence[BlobInfo], moved: Sequence[BlobInfo]) -> SyncResult:
     sizes, moved_sizes = ([blob.size for blob in some] for some in (blobs, moved))
-    return SyncResult(len(sizes), sum(sizes), len(moved_sizes), sum(moved_sizes))
+    size_only = sum(blob.crc32c is None for blob in moved)
+    return SyncResult(len(sizes), sum(sizes), len(moved_sizes), sum(moved_sizes), size_only)

@@ -269,5 +269,5 @@ def test_an_outage_that_stays_ends_in_the_shards_name_and_the_last_failure(site:
 def test_a_folder_is_read_by_a_thread_a_core_and_a_store_by_as_many_as_are_set(
     cores: int, threads: int, tmp_path: Path
 ) -> None:
-    assert threads_for(DirectoryBucket(tmp_path), 8, cores=cores) == threads
-    assert threads_for(cast("Bucket", object()), 8, cores=cores) == 8
+    assert threads_for([DirectoryBucket(tmp_path)], 8, cores=cores) == threads
+    assert threads_for([cast("Bucket", object())], 8, cores=cores) == 8

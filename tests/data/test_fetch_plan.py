@@ -22,7 +22,7 @@ def queue_of(present: set[int], plan: list[int], **others: set[int]) -> FetchQue
 
 
 def test_what_is_asked_for_comes_first_then_the_current_then_the_pinned():
-    queue = queue_of({4}, [7, 4, 2], pinned={9, 8}, asked_here={5})
+    queue = queue_of({4}, [7, 4, 2], pinned={9, 8}, requested={5})
     order = []
     while (index := queue.following(now=0.0)) is not None:
         queue.busy.add(index)
@@ -36,12 +36,12 @@ def test_what_is_asked_for_comes_first_then_the_current_then_the_pinned():
 
 
 def test_the_first_of_the_plan_and_what_is_asked_for_are_in_a_hurry():
-    queue = queue_of(set(), [7, 3, 9, 1], asked_here={1}, asked_elsewhere={20})
+    queue = queue_of(set(), [7, 3, 9, 1], requested={1, 20})
     assert [i for i in (7, 3, 9, 1, 20, 5) if queue.is_among_first(2, i)] == [7, 3, 1, 20]
 
 
 def test_not_begun_is_what_is_wanted_and_neither_local_nor_on_its_way():
-    queue = queue_of({3, 4}, [3, 5, 6], pinned={4, 8}, asked_here={9}, busy={6, 7})
+    queue = queue_of({3, 4}, [3, 5, 6], pinned={4, 8}, requested={9}, busy={6, 7})
     assert queue.not_begun() == len({5, 8, 9})
 
 
@@ -56,15 +56,14 @@ def test_the_plan_of_longest_ago_is_evicted_first_and_no_more_than_needed():
 
 def test_what_was_asked_for_counts_as_wanted_then():
     queue = queue_of({1, 2}, [2])
-    queue.ask(here=[1])
-    queue.ask(elsewhere=[])
-    queue.asked_here.clear()
+    queue.request([1])
+    queue.request([])
     queue.plan([])
     assert queue.evictable(bytes_wanted=100) == [1, 2]
 
 
 def test_what_is_asked_for_or_on_its_way_is_not_evicted():
-    queue = queue_of({1, 2, 3}, [], busy={2}, asked_here={1}, asked_elsewhere={3})
+    queue = queue_of({1, 2, 3}, [], busy={2}, requested={1, 3})
     assert queue.evictable(bytes_wanted=100) == []
     assert queue.present_bytes() == 30
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from shard_samples import npy_bytes, npz_bytes
 from shard_samples import settings as data_settings
 
-from refocused.data.cache.local_form import HEADER_BYTES, local_bytes, write_local_form
-from refocused.data.cache.local_shards import TokenFile
+from refocused.data.cache.local_shards import HEADER_BYTES, TokenFile, local_bytes
+from refocused.data.cache.shard_download import write_local_form
 from refocused.data.manifest.shard_manifest import Shard
 from refocused.system.errors import ShardError
 

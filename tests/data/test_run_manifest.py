@@ -17,7 +17,6 @@ from refocused.config.data import DataConfig
 from refocused.data.cache.cache import ShardCache
 from refocused.data.manifest import run_manifest
 from refocused.data.manifest.run_manifest import (
-    MixedBucket,
     build_mixed_manifest,
     build_run_manifest,
     pack_chunks,
@@ -186,14 +185,14 @@ def test_a_limit_of_two_packs_lets_all_pass(bucket: WatchedBucket, tmp_path: Pat
 
 
 @pytest.fixture
-def mixed(tmp_path: Path) -> MixedBucket:
+def mixed(tmp_path: Path) -> dict[str, DirectoryBucket]:
     """Two sources with a file of the same name; one holds padded rows."""
     web, code = DirectoryBucket(tmp_path / "web"), DirectoryBucket(tmp_path / "code")
     web.write("sub/a.npy", npy_bytes(np.arange(10, dtype=np.uint16)))
     web.write("b.npy", npy_bytes(np.arange(100, 107, dtype=np.uint16)))
     rows = np.array([[1, 2, 0, 0], [3, 0, 5, 0]], dtype=np.int32)
     code.write("sub/a.npy", npy_bytes(rows))
-    return MixedBucket({"web": web, "code": code})
+    return {"web": web, "code": code}
 
 
 def data_of(**code: object) -> DataConfig:
@@ -204,28 +203,8 @@ def data_of(**code: object) -> DataConfig:
     return settings(source=None, mixture=sources, separator_id=9)
 
 
-def test_objects_stand_below_the_name_of_their_source(mixed: MixedBucket, tmp_path: Path) -> None:
-    assert [blob.name for blob in mixed.list()] == ["code/sub/a.npy", "web/b.npy", "web/sub/a.npy"]
-    assert [blob.name for blob in mixed.list("web/s")] == ["web/sub/a.npy"]
-    info = mixed.info("web/b.npy")
-    assert info is not None
-    assert info.name == "web/b.npy"
-    assert mixed.info("web/none.npy") is None
-    assert mixed.read("web/b.npy", start=1, length=5) == b"NUMPY"
-    mixed.download(info, tmp_path / "here.npy")
-    assert np.load(tmp_path / "here.npy")[0] == 100
-    assert mixed.local_file(info) == tmp_path / "web" / "b.npy"
-    uploaded = mixed.upload(tmp_path / "here.npy", "code/new.npy")
-    assert uploaded.name == "code/new.npy"
-    mixed.write("code/note.txt", b"x")
-    mixed.delete("code/new.npy")
-    assert [path.name for path in (tmp_path / "code").glob("*.*")] == ["note.txt"]
-    for name, bucket in mixed.sources.items():
-        assert f"{name} ({bucket.url})" in mixed.url
-
-
 def test_the_manifest_holds_the_sources_together_and_each_is_found_again(
-    mixed: MixedBucket,
+    mixed: dict[str, DirectoryBucket],
 ) -> None:
     data = data_of(pad_id=0)
     manifest = build_mixed_manifest(mixed, data, cache_file=None)
@@ -237,11 +216,13 @@ def test_the_manifest_holds_the_sources_together_and_each_is_found_again(
     parts = split_by_source(manifest)
     assert {name: first for name, (first, _) in parts.items()} == {"code": 0, "web": 1}
     for name, (_, own) in parts.items():
-        alone = build_manifest(mixed.sources[name], data.of_source(name), cache_file=None)
+        alone = build_manifest(mixed[name], data.of_source(name), cache_file=None)
         assert own.fingerprint == alone.fingerprint
 
 
-def test_every_shard_is_read_as_its_source_says(mixed: MixedBucket, tmp_path: Path) -> None:
+def test_every_shard_is_read_as_its_source_says(
+    mixed: dict[str, DirectoryBucket], tmp_path: Path
+) -> None:
     for code, rows in (
         ({"pad_id": 0}, [1, 2, 9, 3, 0, 5]),
         ({"pad_id": 5}, [1, 2, 0, 0, 9, 3, 0, 5, 0]),
@@ -262,10 +243,10 @@ def named(bucket: Bucket, name: str, tokens: int, tokenizer: str) -> None:
     write_manifest(bucket, Manifest((shard,), tokenizer))
 
 
-def test_sources_are_of_one_tokenizer_where_they_say_so(mixed: MixedBucket) -> None:
-    named(mixed.sources["web"], "b.npy", 7, "gpt2")
+def test_sources_are_of_one_tokenizer_where_they_say_so(mixed: dict[str, DirectoryBucket]) -> None:
+    named(mixed["web"], "b.npy", 7, "gpt2")
     assert build_mixed_manifest(mixed, data_of(pad_id=0), cache_file=None).tokenizer == "gpt2"
-    named(mixed.sources["code"], "sub/a.npy", 8, "bytes")
+    named(mixed["code"], "sub/a.npy", 8, "bytes")
     with pytest.raises(ShardError, match=r"different tokenizers \(code: bytes, web: gpt2\)"):
         build_mixed_manifest(mixed, data_of(), cache_file=None)
 
@@ -273,7 +254,7 @@ def test_sources_are_of_one_tokenizer_where_they_say_so(mixed: MixedBucket) -> N
 def test_packs_of_a_mixture_are_renamed_with_their_chunks(
     bucket: WatchedBucket, tmp_path: Path
 ) -> None:
-    mixed = MixedBucket({"a": bucket, "b": bucket})
+    mixed = {"a": bucket, "b": bucket}
     sources = {name: {"source": name, "weight": 1} for name in ("a", "b")}
     data = settings(source=None, mixture=sources)
     manifest = build_mixed_manifest(mixed, data, cache_file=None)

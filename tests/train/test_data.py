@@ -13,7 +13,7 @@ from refocused.bucket.bucket import crc32c_of
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
-from refocused.data.cache.local_form import HEADER_BYTES
+from refocused.data.cache.local_shards import HEADER_BYTES
 from refocused.data.manifest.shard_manifest import write_manifest
 from refocused.data.order.position import Position
 from refocused.data.order.window_order import Order

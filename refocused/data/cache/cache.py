@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
@@ -13,8 +13,7 @@ from refocused.config.data import DataConfig
 from refocused.data.cache.fetch_heartbeat import FetcherFiles, FetcherWatch, Heartbeat
 from refocused.data.cache.fetch_plan import FetchQueue
 from refocused.data.cache.fetch_threads import Fetcher
-from refocused.data.cache.local_form import check_vocabulary
-from refocused.data.cache.local_shards import LocalShards, TokenFile
+from refocused.data.cache.local_shards import LocalShards, TokenFile, check_vocabulary
 from refocused.data.manifest.select_files import is_skipped
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.system.errors import ShardError
@@ -25,28 +24,27 @@ SILENCE_SECONDS = 30.0
 MOST_OPEN = 512  # files; a process may have 1,024 by default
 
 
-def threads_for(bucket: Bucket, most: int, *, cores: int) -> int:
-    """Return how many threads fetch: for a folder no more than there are cores.
+def threads_for(buckets: Iterable[Bucket], most: int, *, cores: int) -> int:
+    """Return how many threads fetch: for folders no more than there are cores.
 
     Threads of a store wait for it most of the time. Those of a folder inflate and convert: eight
     on two cores took 1.15 times the CPU time that two did.
     """
-    return min(most, cores) if isinstance(bucket, DirectoryBucket) else most
+    are_folders = all(isinstance(bucket, DirectoryBucket) for bucket in buckets)
+    return min(most, cores) if are_folders else most
 
 
 class ShardCache:
     """The local shards of one data set, on one machine.
 
-    Each rank has one; that of local rank 0 fetches, the others read what it brings. Several threads
-    may use one.
+    Each rank has one. Only that of local rank 0 fetches; the others read what it fetched. Several
+    threads may use one.
 
     Args:
-        bucket: The source.
+        source: The bucket, or the buckets of a mixture by the names of their sources.
         manifest: Its shards; every index below is into them.
         folder: `data.cache`; the data set gets a folder of its own below it.
-        data: Limits, threads and time-outs.
         vocabulary: Ids that the model knows.
-        fetches: Whether this process fetches.
         silence_seconds: How long the fetcher may write no heartbeat before it counts as gone.
 
     Raises:
@@ -55,7 +53,7 @@ class ShardCache:
 
     def __init__(
         self,
-        bucket: Bucket,
+        source: Bucket | Mapping[str, Bucket],
         manifest: Manifest,
         folder: Path,
         *,
@@ -87,13 +85,15 @@ class ShardCache:
         self._open: dict[int, TokenFile] = {}
         self._fetcher: Fetcher | None = None
         if fetches:
+            buckets = source if isinstance(source, Mapping) else {"": source}
+            cores = len(os.sched_getaffinity(0))
             self._fetcher = Fetcher(
-                bucket,
+                buckets,
                 self._local,
                 self._files,
                 self._queue,
                 limit_bytes=self._limit,
-                threads=threads_for(bucket, data.fetch_threads, cores=len(os.sched_getaffinity(0))),
+                threads=threads_for(buckets.values(), data.fetch_threads, cores=cores),
             )
 
     def __enter__(self) -> ShardCache:
@@ -113,19 +113,28 @@ class ShardCache:
         `ShardError` if they and the pinned ones do not fit into `data.disk_limit_gb`.
         """
         with self._queue.changed:
-            kept = {*needed, *self._queue.pinned}
-            self._require_limit(kept)
-            self._queue.plan(needed)
-            self._queue.changed.notify_all()
-            self._open = {index: file for index, file in self._open.items() if index in kept}
+            self._want(needed, self._queue.pinned)
 
     def pin(self, indices: Iterable[int]) -> None:
-        """Keep shards for good, beside every plan; raises as `plan`."""
+        """Keep shards for good, besides every plan; raises as `plan`."""
         with self._queue.changed:
-            pinned = {*self._queue.pinned, *indices}
-            self._require_limit({*self._queue.planned, *pinned})
-            self._queue.pinned = pinned
-            self._queue.changed.notify_all()
+            self._want(self._queue.planned, {*self._queue.pinned, *indices})
+
+    def _want(self, planned: Sequence[int], pinned: set[int]) -> None:
+        wanted = {*planned, *pinned}
+        needed = sum(map(self._local.bytes, wanted))
+        # Without a limit, the free space of the disk is checked before each fetch.
+        if self._limit is not None and needed > self._limit:
+            raise ShardError(
+                f"{len(wanted)} shards are needed at once and take {needed:,} bytes, and "
+                f"data.disk_limit_gb allows {self._limit:,}. Raise data.disk_limit_gb to "
+                f"{needed / 1e9:.6f} or more, or lower data.block_shards or "
+                "data.fetch_ahead_shards."
+            )
+        self._queue.plan(planned)
+        self._queue.pinned = pinned
+        self._queue.changed.notify_all()
+        self._open = {index: file for index, file in self._open.items() if index in wanted}
 
     def open(self, index: int) -> TokenFile:
         """Return a shard's tokens, verified and open for reading; wait for them.
@@ -163,18 +172,6 @@ class ShardCache:
         if self._fetcher is not None:
             self._fetcher.close()
 
-    def _require_limit(self, indices: set[int]) -> None:
-        if self._limit is None:
-            return  # the disk's own room is checked before each fetch
-        needed = sum(map(self._local.bytes, indices))
-        if needed > self._limit:
-            raise ShardError(
-                f"{len(indices)} shards are needed at once and take {needed:,} bytes, and "
-                f"data.disk_limit_gb allows {self._limit:,}. Raise data.disk_limit_gb to "
-                f"{needed / 1e9:.6f} or more, or lower data.block_shards or "
-                "data.fetch_ahead_shards."
-            )
-
     def _wait_for(self, index: int) -> TokenFile:
         watch = FetcherWatch(
             self._files,
@@ -188,7 +185,9 @@ class ShardCache:
             while True:
                 now = time.monotonic()
                 if now - asked > REPEAT_SECONDS:
-                    self._ask(index)
+                    self._files.request(index)
+                    if self._fetcher is not None:
+                        self._fetcher.collect_requests()
                     asked = now
                 file = self._local.open(index)
                 if file is not None:
@@ -204,26 +203,14 @@ class ShardCache:
                 if now - moved > self._timeout_seconds:
                     raise ShardError(self._timeout_text(index, heartbeat))
                 time.sleep(POLL_SECONDS)
-        finally:
-            with self._queue.changed:
-                self._queue.asked_here.discard(index)
-            # Or the fetcher, which looks now and then, would bring it once more after its eviction.
+        finally:  # or the fetcher, which polls, would fetch it once more after its eviction
             self._files.withdraw(index)
-
-    def _ask(self, index: int) -> None:
-        if self._fetcher is not None:
-            with self._queue.changed:
-                self._queue.ask(here=[index])
-                self._queue.changed.notify_all()
-        if self._fetcher is None or not self._fetcher.leads:
-            self._files.request(index)
 
     def _timeout_text(self, index: int, heartbeat: Heartbeat | None) -> str:
         shard = self._local.manifest.shards[index]
         who = f" by process {heartbeat.pid}" if heartbeat else ""
-        trouble = ""
-        if heartbeat and heartbeat.trouble:
-            trouble = f" The last failure: {heartbeat.trouble}"
+        trouble = heartbeat.trouble if heartbeat else None
+        trouble = f" The last failure: {trouble}" if trouble else ""
         return (
             f"{shard.name}: nothing has been fetched{who} for {self._timeout_seconds:g} s, and it "
             f"is not local.{trouble} Check the network and the bucket, raise data.fetch_timeout_s, "

@@ -50,7 +50,7 @@ class FetcherFiles:
             return None
 
     def request(self, index: int) -> None:
-        """Ask whichever process fetches for a shard; to be repeated while it is wanted."""
+        """Request a shard from whichever process fetches; to be repeated while it is wanted."""
         self._requests.mkdir(parents=True, exist_ok=True)
         (self._requests / str(index)).touch()
 
@@ -73,7 +73,7 @@ class FetcherFiles:
         (self._requests / str(index)).unlink(missing_ok=True)
 
     def is_led(self) -> bool:
-        """Whether a living process holds the lock, which the kernel takes from a dead one."""
+        """Whether a living process holds the lock; the kernel releases that of a dead one."""
         try:
             descriptor = os.open(self._lock_path, os.O_RDONLY)
         except FileNotFoundError:
@@ -106,16 +106,15 @@ class FetcherWatch:
 
     def check(self, heartbeat: Heartbeat | None) -> None:
         """Raise `ShardError` if the fetcher failed, its process ended, or it is silent."""
-        now, who = time.monotonic(), "which never started"
-        seen, gone = self._started, False
-        if heartbeat is not None:
-            who, seen = f"process {heartbeat.pid}", max(heartbeat.time, self._started)
+        now, seen = time.monotonic(), self._started
+        who = f"process {heartbeat.pid}" if heartbeat else "which never started"
         # What an earlier run left in the folder says nothing about this one.
         if heartbeat is not None and heartbeat.time >= self._started:
+            seen = heartbeat.time
             if heartbeat.error is not None:
                 raise ShardError(f"{heartbeat.error} (reported by the fetcher, {who})")
-            gone = not self._files.is_led()
-        self._led = self._led if gone else now
+        if seen == self._started or self._files.is_led():
+            self._led = now
         silent = time.time() - seen
         if now - self._led > UNLED_SECONDS:
             state = "has ended"

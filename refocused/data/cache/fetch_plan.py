@@ -28,8 +28,7 @@ class FetchQueue:
         self.busy: set[int] = set()
         self.planned: list[int] = []
         self.pinned: set[int] = set()
-        self.asked_here: set[int] = set()
-        self.asked_elsewhere: set[int] = set()
+        self.requested: set[int] = set()
         self._paused_until: dict[int, float] = {}
         self._last_wanted: dict[int, int] = {}
         self._plans = 0
@@ -40,32 +39,31 @@ class FetchQueue:
         self.planned = list(needed)
         self._last_wanted.update(dict.fromkeys(needed, self._plans))
 
-    def ask(self, *, here: Iterable[int] = (), elsewhere: Collection[int] | None = None) -> None:
-        """Put shards that are waited for first: more of this process, all of the others."""
-        self.asked_here.update(here)
-        if elsewhere is not None:
-            self.asked_elsewhere = set(elsewhere)
-        self._last_wanted.update(dict.fromkeys(self._asked, self._plans))
+    def request(self, awaited: Iterable[int]) -> None:
+        """Replace the shards that ranks are waiting for; they come before the plan."""
+        self.requested = set(awaited)
+        self._last_wanted.update(dict.fromkeys(self.requested, self._plans))
 
     def pause(self, index: int, *, until: float) -> None:
         """Leave a shard alone until a time, after a failure."""
         self._paused_until[index] = until
 
     def following(self, *, now: float, shared: Collection[int] = ()) -> int | None:
-        """Return the shard to work on: asked for, in use, pinned, then the rest of the plan.
+        """Return the shard to work on: requested, in use, pinned, then the rest of the plan.
 
         So the whole bandwidth goes to what is needed first. `now` is by the clock of the pauses;
         another thread can help with `shared` shards.
         """
-        for index in (*self._asked, *self.planned[:2], *sorted(self.pinned), *self.planned[2:]):
+        first, later = self.planned[:2], self.planned[2:]
+        for index in (*sorted(self.requested), *first, *sorted(self.pinned), *later):
             begun = index in self.present or index in self.busy
             if index in shared or not (begun or self._paused_until.get(index, now) > now):
                 return index
         return None
 
     def is_among_first(self, count: int, index: int) -> bool:
-        """Whether a shard is asked for or among the first `count` of the plan."""
-        return index in self._asked or index in self.planned[:count]
+        """Whether a shard is requested or among the first `count` of the plan."""
+        return index in self.requested or index in self.planned[:count]
 
     def ready(self) -> int:
         """Return how many shards of the plan are local, up to the first that is not."""
@@ -91,12 +89,8 @@ class FetchQueue:
         return chosen
 
     @property
-    def _asked(self) -> list[int]:
-        return [*sorted(self.asked_here), *sorted(self.asked_elsewhere - self.asked_here)]
-
-    @property
     def _wanted(self) -> set[int]:
-        return {*self.planned, *self.pinned, *self.asked_here, *self.asked_elsewhere}
+        return {*self.planned, *self.pinned, *self.requested}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,9 +108,8 @@ class ShardPlanner:
 
     The ranks of a node share the cache, and the rank that fetches may read some steps ahead of the
     others. No rank starts step s before all have the batches of step s - 1, so a block is kept
-    until training, not reading, has left it. Where small blocks follow one another and reading
-    would need more of them than there is room for, it waits for training. `clock` measures the pace
-    of training.
+    until training, not reading, has left it. If there is no room for all blocks between the two,
+    reading waits for training. `clock` measures the pace of training.
     """
 
     def __init__(
@@ -166,26 +159,20 @@ class ShardPlanner:
     def reading(self, first_block: int, last_block: int) -> None:
         """Plan, in the reading thread, for the step to read next; wait until there is room for it.
 
-        Raises `ShardError` if its blocks alone exceed `data.disk_limit_gb`, and `RuntimeError` when
-        closed.
+        Raises `ShardError` if its blocks alone exceed the limit, and `RuntimeError` when closed.
         """
         if self._oldest is None:
             self._oldest = first_block
         with self._moved_on:
-            # A step with all the steps before it trained has the room to itself.
-            self._moved_on.wait_for(
-                lambda: (
-                    self._closed
-                    or self._has_room(first_block, last_block)
-                    or self._steps_trained == self._steps_read
-                )
-            )
+            while not (self._closed or self._has_room(last_block)):
+                if self._steps_trained == self._steps_read:
+                    self._oldest = first_block  # all steps before are trained: it has the room
+                    break
+                self._moved_on.wait()
             if self._closed:
                 raise RuntimeError("a ShardPlanner was closed")
-            if not self._has_room(first_block, last_block):
-                self._oldest = first_block
+            oldest = self._oldest
         self._steps_read += 1
-        oldest = self._oldest  # the training thread may change it at any time
         self._ahead = max(self._ahead, self._shards_of_seconds())  # never fewer than before
         planned_for = (oldest, last_block, self._ahead)
         if planned_for != self._planned_for:
@@ -199,11 +186,10 @@ class ShardPlanner:
         """Return the shards of some blocks, even beyond the room, and those ahead that fit in."""
         wanted = dict.fromkeys(self._stream.shards_between(oldest, newest))
         most = min(len(wanted) + self._ahead, self._stream.shard_count)
-        in_use = sum(map(self._cache.local_bytes, wanted))
-        room, ahead = self._limits.room_bytes, self._limits.bytes
-        left = min(
-            math.inf if room is None else room - in_use, math.inf if ahead is None else ahead
-        )
+        left = math.inf if self._limits.bytes is None else self._limits.bytes
+        if self._limits.room_bytes is not None:
+            in_use = sum(map(self._cache.local_bytes, wanted))
+            left = min(left, self._limits.room_bytes - in_use)
         later = self._stream.shards_after(newest)
         while len(wanted) < most:
             shard = next(shard for shard in later if shard not in wanted)
@@ -213,11 +199,10 @@ class ShardPlanner:
             wanted[shard] = None
         return list(wanted)
 
-    def _has_room(self, first_block: int, last_block: int) -> bool:
-        oldest = first_block if self._oldest is None else self._oldest
-        if self._limits.room_bytes is None:
+    def _has_room(self, last_block: int) -> bool:
+        if self._limits.room_bytes is None or self._oldest is None:
             return True
-        in_use = set(self._stream.shards_between(oldest, last_block))
+        in_use = set(self._stream.shards_between(self._oldest, last_block))
         return sum(map(self._cache.local_bytes, in_use)) <= self._limits.room_bytes
 
     def _shards_of_seconds(self) -> int:

@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
@@ -37,12 +38,12 @@ class Fetcher:
     """Makes the shards of a queue local, in its order, within the byte limit.
 
     It works only while it holds the folder's lock, and waits while another process does. Without
-    `limit_bytes`, shards may take what is free but 5 % of the disk.
+    `limit_bytes`, shards may take all free space but 5 % of the disk.
     """
 
     def __init__(
         self,
-        bucket: Bucket,
+        buckets: Mapping[str, Bucket],
         local: LocalShards,
         files: FetcherFiles,
         queue: FetchQueue,
@@ -50,7 +51,7 @@ class Fetcher:
         limit_bytes: int | None,
         threads: int,
     ) -> None:
-        self._bucket = bucket
+        self._buckets = buckets
         self._local = local
         self._files = files
         self._queue = queue
@@ -75,8 +76,7 @@ class Fetcher:
     def close(self) -> None:
         """End the threads, release the lock, and remove unfinished files.
 
-        A download that does not end within 10 s is left to itself; it publishes nothing, because
-        its folder is gone.
+        A download that does not end within 10 s publishes nothing, because its folder is gone.
         """
         with self._changed:
             self._stopped = True
@@ -93,7 +93,7 @@ class Fetcher:
             self._lead()
             beaten = 0.0
             while not self._stopped:
-                self._collect_requests()
+                self.collect_requests()
                 if time.monotonic() - beaten >= HEARTBEAT_SECONDS:
                     self._beat()
                     beaten = time.monotonic()
@@ -128,12 +128,13 @@ class Fetcher:
         with self._changed:
             self._changed.wait_for(lambda: self._stopped, seconds)
 
-    def _collect_requests(self) -> None:
+    def collect_requests(self) -> None:
+        """Look for the shards that ranks of this machine are waiting for."""
         requests = self._files.requests(now=time.time())
         with self._changed:
             queue = self._queue
-            queue.ask(elsewhere=requests)
-            for index in queue.present & (queue.asked_here | queue.asked_elsewhere):
+            queue.request(requests)
+            for index in queue.present & queue.requested:
                 if self._local.row(index) is None:  # removed by another process
                     queue.present.discard(index)
                 else:
@@ -141,9 +142,9 @@ class Fetcher:
             self._changed.notify_all()
 
     def _answer(self, index: int) -> None:
-        """Take a request of another process for met; it asks again if it was too slow."""
-        if index in self._queue.asked_elsewhere:
-            self._queue.asked_elsewhere.discard(index)
+        """Count a request as met; a rank that was too slow to open the shard repeats it."""
+        if index in self._queue.requested:
+            self._queue.requested.discard(index)
             self._files.withdraw(index)
 
     def _beat(self) -> None:
@@ -184,9 +185,8 @@ class Fetcher:
         return None
 
     def _fetch(self, index: int) -> None:
-        download = ShardDownload(
-            self._bucket, self._local, index, self._folder, changed=self._changed
-        )
+        bucket = self._buckets[self._local.source(index)]
+        download = ShardDownload(bucket, self._local, index, self._folder, changed=self._changed)
         try:
             self._begin(download)
             try:

@@ -11,22 +11,45 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from refocused.bucket.bucket import checked_name, crc32c_of
 from refocused.config.data import DataConfig
-from refocused.data.cache.local_form import check_vocabulary, local_bytes, local_dtype
 from refocused.data.formats.array_headers import read_npy_header
+from refocused.data.formats.token_layout import SMALL_VOCABULARY, vocabulary_for
 from refocused.data.manifest.run_manifest import source_of
-from refocused.data.manifest.shard_manifest import Manifest
+from refocused.data.manifest.shard_manifest import Manifest, Shard
 from refocused.system.atomic_files import fsync_path, replace_file
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import parse_json_object
 
+HEADER_BYTES = 128  # of every .npy that numpy writes for one short shape
 FINGERPRINT_CHARACTERS = 16
 MOST_DAMAGES = 2  # of one shard, each repaired by fetching it again; more come from the machine
 
 _log = logging.getLogger(__name__)
+
+
+def local_dtype(shard: Shard, *, vocabulary: int) -> str:
+    """Return the local element type: uint16 whenever the file or the vocabulary allows it."""
+    return "uint16" if vocabulary <= SMALL_VOCABULARY else shard.dtype
+
+
+def local_bytes(shard: Shard, *, vocabulary: int) -> int:
+    """Return the bytes that a shard takes on disk in its local form."""
+    dtype = np.dtype(local_dtype(shard, vocabulary=vocabulary))
+    return HEADER_BYTES + shard.tokens * dtype.itemsize
+
+
+def check_vocabulary(shard: Shard, max_id: int, *, vocabulary: int) -> None:
+    """Raise `ShardError` if a shard's largest id has no embedding in the model."""
+    if max_id >= vocabulary:
+        raise ShardError(
+            f"{shard.name}: its largest id is {max_id:,}, and the model's vocabulary ends at "
+            f"{vocabulary - 1:,}. {vocabulary_for(max_id)}, or put {shard.file_names} in "
+            "data.skip."
+        )
 
 
 class TokenFile:
@@ -78,7 +101,7 @@ class TokenFile:
 class LocalRow:
     """What is known of one local file; written after it, so that the file is whole."""
 
-    source: str  # digest of what it came from, and of the type that it has here
+    source: str  # digest of its origin and its local type
     size: int  # bytes of the local file
     crc32c: int  # of the local file
     max_id: int  # largest id in it
@@ -111,10 +134,13 @@ class LocalShards:
         """Return the bytes of a shard's local form."""
         return local_bytes(self.manifest.shards[index], vocabulary=self.vocabulary)
 
+    def source(self, index: int) -> str:
+        """Return the name of the source that a shard is from; empty without a mixture."""
+        return source_of(self.manifest.shards[index].name) if self._data.mixture else ""
+
     def data(self, index: int) -> DataConfig:
         """Return how a shard's file is read, which in a mixture depends on its source."""
-        name = self.manifest.shards[index].name
-        return self._data_of[source_of(name)] if self._data_of else self._data
+        return self._data_of.get(self.source(index), self._data)
 
     def row(self, index: int) -> LocalRow | None:
         """Return the row of a shard that is local: same object, same settings, same size."""

@@ -5,13 +5,18 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, BinaryIO, NoReturn
 
-from refocused.bucket.bucket import Bucket, crc32c_of
-from refocused.data.cache.local_form import write_local_form
-from refocused.data.cache.local_shards import LocalShards
+import numpy as np
+
+from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of
+from refocused.config.data import DataConfig
+from refocused.data.cache.local_shards import LocalShards, check_vocabulary, local_dtype
+from refocused.data.formats.object_reader import ByteSource
+from refocused.data.formats.token_blocks import Ids, token_blocks
+from refocused.data.formats.token_layout import TokenLayout, read_layout
 from refocused.data.manifest.shard_manifest import Shard
 from refocused.system.atomic_files import begin_write_back
 from refocused.system.errors import BucketError, ShardError
@@ -44,6 +49,9 @@ class ShardDownload:
         self._bucket = bucket
         self._local = local
         self._shard = local.manifest.shards[index]
+        # In a mixture, names begin with that of the source, which its bucket does not know.
+        source = local.source(index)
+        self._prefix = f"{source}/" if source else ""
         self._folder = folder
         self._paths = [folder / f"{index}.{i}.object" for i in range(len(self._shard.files))]
         self._ranged = folder / f"{index}.ranges"
@@ -158,11 +166,16 @@ class ShardDownload:
 
         A `.npy` may have the local form already: then its copy is moved, not converted.
         """
-        return None if file.name.endswith(".npy") else self._bucket.local_file(file.blob)
+        return None if file.name.endswith(".npy") else self._bucket.local_file(self._blob(file))
+
+    def _blob(self, file: Shard) -> BlobInfo:
+        """Return a file's object by the name that its bucket knows."""
+        return file.renamed(lambda name: name.removeprefix(self._prefix)).blob
 
     def _download_range(self, start: int, length: int) -> None:
         try:
-            content = self._bucket.read(self._shard.name, start=start, length=length)
+            name = self._blob(self._shard).name
+            content = self._bucket.read(name, start=start, length=length)
         except BucketError as error:
             self._explain(self._shard, error)
         with self._ranged.open("r+b") as file:
@@ -184,7 +197,7 @@ class ShardDownload:
 
     def _download(self, file: Shard, target: Path) -> None:
         try:
-            self._bucket.download(file.blob, target)
+            self._bucket.download(self._blob(file), target)
         except BucketError as error:
             self._explain(file, error)
         size = target.stat().st_size
@@ -198,7 +211,7 @@ class ShardDownload:
         """Tell an object that is gone, changed or corrupt from a bucket that is out of reach."""
         url = self._bucket.url
         try:
-            now = self._bucket.info(file.name)
+            now = self._bucket.info(self._blob(file).name)
         except BucketError:
             raise PassingError(str(error)) from None
         if now is None:
@@ -216,3 +229,67 @@ class ShardDownload:
             f"{file.name}: it cannot be read whole from {url}: {error} "
             "If the object itself is corrupt, upload it again or put its name in data.skip."
         ) from None
+
+
+def write_local_form(
+    sources: Sequence[Path], target: Path, *, shard: Shard, data: DataConfig, vocabulary: int
+) -> int:
+    """Turn the downloaded `shard.files` into the local form; return its largest id.
+
+    A lone file that has the form already is moved, not copied; otherwise `sources` stay. `target`
+    may be left half written on an error. Raises `ShardError` if a file is refused or corrupt,
+    differs from the manifest in its number of tokens or its reading, or holds an id outside the
+    vocabulary.
+    """
+    dtype = np.dtype(local_dtype(shard, vocabulary=vocabulary)).newbyteorder("<")
+    max_id, is_moved = 0, False
+    with target.open("wb") as out:
+        header = {"descr": dtype.str, "fortran_order": False, "shape": (shard.tokens,)}
+        np.lib.format.write_array_header_1_0(out, header)
+        for source, part in zip(sources, shard.files, strict=True):
+            with source.open("rb") as file:
+                layout = _checked_layout(file, part, data=data)
+                is_stream = layout.kind == "npy" and len(layout.ids.shape) == 1
+                is_moved = is_stream and layout.ids.dtype == dtype
+                blocks = token_blocks(file, layout, name=part.name)
+                copied = _copy(blocks, None if is_moved else out, dtype, shard=part)
+            check_vocabulary(part, copied, vocabulary=vocabulary)
+            max_id = max(max_id, copied)
+    if is_moved:  # never a pack: its parts are .pt files
+        sources[0].replace(target)
+    return max_id
+
+
+def _checked_layout(file: ByteSource, shard: Shard, *, data: DataConfig) -> TokenLayout:
+    layout = read_layout(file, name=shard.name, data=data)
+    counted = (shard.pad_id, shard.separator_id)
+    given = (layout.pad_id, layout.separator_id)
+    if counted != given:  # a manifest of an earlier version, or of somebody else
+        raise ShardError(
+            f"{shard.name}: its rows are read with the padding and separator ids {given}, and the "
+            f"manifest counted them with {counted}. Write the manifest again: "
+            "refocused prepare_data manifest --write"
+        )
+    return layout
+
+
+def _copy(
+    blocks: Iterator[Ids], out: BinaryIO | None, dtype: np.dtype[Any], *, shard: Shard
+) -> int:
+    """Write a file's ids, if there is an `out`; return the largest."""
+    tokens, max_id = 0, 0
+    for block in blocks:
+        tokens += len(block)
+        if tokens > shard.tokens:  # more than the space that was checked
+            break
+        if block.size:
+            max_id = max(max_id, int(block.max()))
+        if out is not None:
+            # An id too large for the type wraps here; the caller refuses it.
+            out.write(block.astype(dtype, copy=False).data)
+    if tokens != shard.tokens:
+        raise ShardError(
+            f"{shard.name}: {tokens:,} tokens are in it, and the manifest says "
+            f"{shard.tokens:,}. Prepare the data again, or put its name in data.skip."
+        )
+    return max_id

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import re
@@ -10,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from refocused.bucket.bucket import BlobInfo, Bucket
+from refocused.bucket.bucket import Bucket
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import MANIFEST_NAME
 from refocused.data.manifest.select_files import is_validation
@@ -89,79 +88,21 @@ def _packed(folder: str, chunks: dict[int, Shard], data: DataConfig) -> Iterator
 
 
 def source_of(name: str) -> str:
-    """Return the source that an object of a mixture belongs to."""
+    """Return the source that a shard of a mixture belongs to."""
     return name.partition("/")[0]
 
 
-def _without_source(name: str) -> str:
-    return name.partition("/")[2]
-
-
-class MixedBucket:
-    """The buckets of a mixture as one `Bucket`, each below the name of its source."""
-
-    def __init__(self, sources: Mapping[str, Bucket]) -> None:
-        self.sources = {name: sources[name] for name in sorted(sources)}
-        self.url = " + ".join(f"{name} ({bucket.url})" for name, bucket in self.sources.items())
-
-    def list(self, prefix: str = "") -> Iterator[BlobInfo]:
-        """Yield the objects of all sources whose names start with `prefix`."""
-        for source, bucket in self.sources.items():
-            for blob in bucket.list():
-                if f"{source}/{blob.name}".startswith(prefix):
-                    yield _renamed(blob, f"{source}/{blob.name}")
-
-    def info(self, name: str) -> BlobInfo | None:
-        """Describe one object."""
-        blob = self._bucket(name).info(_without_source(name))
-        return None if blob is None else _renamed(blob, name)
-
-    def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
-        """Return a part of an object."""
-        return self._bucket(name).read(_without_source(name), start=start, length=length)
-
-    def write(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
-        """Store a small object in its source."""
-        blob = self._bucket(name).write(_without_source(name), content, overwrite=overwrite)
-        return _renamed(blob, name)
-
-    def download(self, blob: BlobInfo, target: Path) -> int:
-        """Fetch a whole object."""
-        own = _renamed(blob, _without_source(blob.name))
-        return self._bucket(blob.name).download(own, target)
-
-    def local_file(self, blob: BlobInfo) -> Path | None:
-        """Return an object's file where its source lets it be read in place."""
-        return self._bucket(blob.name).local_file(_renamed(blob, _without_source(blob.name)))
-
-    def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
-        """Store a file in its source."""
-        blob = self._bucket(name).upload(source, _without_source(name), crc32c=crc32c)
-        return _renamed(blob, name)
-
-    def delete(self, name: str) -> None:
-        """Remove an object from its source."""
-        self._bucket(name).delete(_without_source(name))
-
-    def _bucket(self, name: str) -> Bucket:
-        return self.sources[source_of(name)]
-
-
-def _renamed(blob: BlobInfo, name: str) -> BlobInfo:
-    return dataclasses.replace(blob, name=name)
-
-
 def build_mixed_manifest(
-    bucket: MixedBucket, data: DataConfig, *, cache_file: Path | None
+    buckets: Mapping[str, Bucket], data: DataConfig, *, cache_file: Path | None
 ) -> Manifest:
-    """Describe the shards of a run over all sources, those of one source together.
+    """Describe the shards of a mixture, each below the name of its source.
 
     Raises as `build_manifest`, and `ShardError` if the tokens are those of different tokenizers.
     """
     shards: list[Shard] = []
     tokenizers = {}
-    for name, source in bucket.sources.items():
-        manifest = build_run_manifest(source, data.of_source(name), cache_file=cache_file)
+    for name in sorted(buckets):
+        manifest = build_run_manifest(buckets[name], data.of_source(name), cache_file=cache_file)
         shards += [shard.renamed(f"{name}/".__add__) for shard in manifest.shards]
         if manifest.tokenizer != "unknown":
             tokenizers[name] = manifest.tokenizer
@@ -180,6 +121,6 @@ def split_by_source(manifest: Manifest) -> dict[str, tuple[int, Manifest]]:
     indexed = enumerate(manifest.shards)
     for source, group in itertools.groupby(indexed, lambda numbered: source_of(numbered[1].name)):
         numbered = list(group)
-        shards = tuple(shard.renamed(_without_source) for _, shard in numbered)
+        shards = tuple(shard.renamed(lambda name: name.partition("/")[2]) for _, shard in numbered)
         parts[source] = numbered[0][0], Manifest(shards, manifest.tokenizer)
     return parts

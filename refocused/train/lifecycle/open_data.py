@@ -13,15 +13,11 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
 from refocused.data.cache.cache import ShardCache
 from refocused.data.cache.fetch_plan import FetchAhead
-from refocused.data.cache.local_form import local_bytes
+from refocused.data.cache.local_shards import local_bytes
 from refocused.data.loader.batch import Batch
 from refocused.data.loader.loader import Loader
 from refocused.data.loader.prefetch import DeviceCopier
-from refocused.data.manifest.run_manifest import (
-    MixedBucket,
-    build_mixed_manifest,
-    build_run_manifest,
-)
+from refocused.data.manifest.run_manifest import build_mixed_manifest, build_run_manifest
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.data.manifest.stdlib_text import prepare_stdlib
 from refocused.data.order.mixture_order import Mixture
@@ -88,9 +84,9 @@ def build_data(
     Raises:
         RefocusedError: On every rank alike: the source cannot be read or does not fit the run.
     """
-    bucket = world.on_all_ranks(lambda: _open_sources(data, open_source))
+    source = world.on_all_ranks(lambda: _open_sources(data, open_source))
     cache_folder = Path(data.cache)
-    manifest = world.on_rank_0(lambda: _describe(bucket, data, cache_folder / "counts.json"))
+    manifest = world.on_rank_0(lambda: _describe(source, data, cache_folder / "counts.json"))
     sources = split_sources(
         manifest, data, sequence_length=plan.sequence_length, evaluation_windows=evaluation_windows
     )
@@ -108,7 +104,7 @@ def build_data(
         room_bytes=room,
     )
     cache = ShardCache(
-        bucket,
+        source,
         manifest,
         cache_folder,
         data=data,
@@ -147,10 +143,12 @@ def build_data(
     )
 
 
-def _open_sources(data: DataConfig, open_source: Callable[[str], Bucket]) -> Bucket:
+def _open_sources(
+    data: DataConfig, open_source: Callable[[str], Bucket]
+) -> Bucket | dict[str, Bucket]:
     if data.source is not None:
         return open_source(data.source)
-    return MixedBucket({name: open_source(one.source) for name, one in data.mixture.items()})
+    return {name: open_source(one.source) for name, one in data.mixture.items()}
 
 
 def _fetch_ahead(data: DataConfig, room_bytes: int | None) -> FetchAhead:
@@ -162,9 +160,9 @@ def _fetch_ahead(data: DataConfig, room_bytes: int | None) -> FetchAhead:
     )
 
 
-def _describe(bucket: Bucket, data: DataConfig, counts_file: Path) -> Manifest:
-    if isinstance(bucket, MixedBucket):
-        return build_mixed_manifest(bucket, data, cache_file=counts_file)
+def _describe(source: Bucket | dict[str, Bucket], data: DataConfig, counts_file: Path) -> Manifest:
+    if isinstance(source, dict):
+        return build_mixed_manifest(source, data, cache_file=counts_file)
     if data.prepare == "python_stdlib":
-        prepare_stdlib(bucket)
-    return build_run_manifest(bucket, data, cache_file=counts_file)
+        prepare_stdlib(source)
+    return build_run_manifest(source, data, cache_file=counts_file)
