@@ -69,9 +69,7 @@ def convert(
     listing = {blob.name: blob for blob in source.list()}
     check_chunks(source, listing, data=data)
     names = _names(listing, data, url=source.url)
-    tokenizer = data.tokenizer
-    if tokenizer == "unknown":
-        tokenizer = named_tokenizer(source, listing, names) or "unknown"
+    tokenizer = named_tokenizer(source, listing, names, data=data)
     making = _Making(source, target, data, work, request, listing, names)
 
     def pack(journal: Journal) -> Manifest:

@@ -89,6 +89,7 @@ def inspect_data(
     problems: list[str] = []
     files = _read_headers(bucket, [listing[name] for name in names], data, problems)
     documents, tokenizer, unlisted = _manifest_facts(bucket, listing, data, problems)
+    tokenizer = tokenizer or named_tokenizer(bucket, listing, names, data=data)
     boundary = data.separator_id if data.separator_id is not None else _begin_id(bucket, listing)
     counter = IdCounter()
     tokens = sum(file.tokens for file in files)
@@ -125,7 +126,7 @@ def inspect_data(
         padding_fraction=1 - real / places if places else None,
         bytes_per_token=size / tokens if tokens else None,
         documents=documents,
-        tokenizer=named_tokenizer(bucket, listing, names) if tokenizer is None else tokenizer,
+        tokenizer=None if tokenizer == "unknown" else tokenizer,
         sampled_files=len(chosen),
         sampled_fraction=min(sample.tokens / real, 1.0) if real else 0.0,
         sample=sample,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import json
 import logging
@@ -10,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from refocused.bucket.bucket import BlobInfo, Bucket
+from refocused.bucket.transfer import map_in_threads
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_reader import ObjectReader
 from refocused.data.formats.token_blocks import count_tokens
 from refocused.data.formats.token_layout import read_layout
 from refocused.system.atomic_files import replace_file
-from refocused.system.errors import BucketError, ShardError
+from refocused.system.errors import ShardError
 from refocused.system.strict_json import parse_json_object
 
 SCHEMA = 2
@@ -49,43 +49,34 @@ def survey(
     if not unknown:
         return [known[key] for key in keys]
     _log.info("  shards   %s: reading the headers of %d files", bucket.url, len(unknown))
-    failures = []
+    failures: dict[str, str] = {}
+
+    def read(key: str) -> None:
+        name, file = unknown[key].name, ObjectReader(bucket, unknown[key])
+        try:
+            layout = read_layout(file, name=name, data=data)
+            count = count_tokens(file, layout, name=name)
+        except ShardError as error:
+            failures[key] = str(error)
+            return
+        ids = layout.pad_id, layout.separator_id
+        known[key] = HeaderFacts(count.tokens, layout.local_dtype, count.rows, *ids)
+
     try:
-        with concurrent.futures.ThreadPoolExecutor(data.fetch_threads, "headers") as pool:
-            jobs = {key: pool.submit(_facts, bucket, blob, data) for key, blob in unknown.items()}
-            for key, job in jobs.items():
-                try:
-                    known[key] = job.result()
-                except ShardError as error:
-                    failures.append(str(error))
-                except BucketError:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise
+        map_in_threads(read, list(unknown), threads=data.fetch_threads)
     finally:
         if cache_file is not None:
             _write_cache(cache_file, known)
-    if len(failures) == 1:
-        raise ShardError(f"{bucket.url}: {failures[0]}")
-    if failures:
-        more = len(failures) - NAMED_FAILURES
+    named = [failures[key] for key in unknown if key in failures]
+    if len(named) == 1:
+        raise ShardError(f"{bucket.url}: {named[0]}")
+    if named:
+        more = len(named) - NAMED_FAILURES
         raise ShardError(
-            f"{bucket.url}: {len(failures):,} of {len(blobs):,} files cannot be used:\n  "
-            + "\n  ".join(failures[:NAMED_FAILURES] + [f"and {more:,} more"] * (more > 0))
+            f"{bucket.url}: {len(named):,} of {len(blobs):,} files cannot be used:\n  "
+            + "\n  ".join(named[:NAMED_FAILURES] + [f"and {more:,} more"] * (more > 0))
         )
     return [known[key] for key in keys]
-
-
-def _facts(bucket: Bucket, blob: BlobInfo, data: DataConfig) -> HeaderFacts:
-    file = ObjectReader(bucket, blob)
-    layout = read_layout(file, name=blob.name, data=data)
-    count = count_tokens(file, layout, name=blob.name)
-    return HeaderFacts(
-        tokens=count.tokens,
-        dtype=layout.local_dtype,
-        documents=count.rows,
-        pad_id=layout.pad_id,
-        separator_id=layout.separator_id,
-    )
 
 
 def _key(blob: BlobInfo, data: DataConfig) -> str:

@@ -94,14 +94,16 @@ def check_chunks(bucket: Bucket, listing: Mapping[str, BlobInfo], *, data: DataC
 
 
 def named_tokenizer(
-    bucket: Bucket, listing: Mapping[str, BlobInfo], names: Iterable[str]
-) -> str | None:
-    """Return the tokenizer that the chosen files' metadata name, when they agree on one."""
+    bucket: Bucket, listing: Mapping[str, BlobInfo], names: Iterable[str], *, data: DataConfig
+) -> str:
+    """Return `data.tokenizer`, or the one that all metadata beside the files name; or `unknown`."""
+    if data.tokenizer != "unknown":
+        return data.tokenizer
     folders = sorted({PurePosixPath(name).parent for name in names})
     beside = [str(folder / METADATA_NAME) for folder in folders]
     found = [_metadata(bucket, listing[n]).get("tokenizer") for n in beside if n in listing]
     agree = found and isinstance(found[0], str) and found.count(found[0]) == len(found)
-    return str(found[0]) if agree else None
+    return str(found[0]) if agree else "unknown"
 
 
 def _metadata(bucket: Bucket, blob: BlobInfo) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -17,6 +16,7 @@ import pydantic
 
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.stored import known_content
+from refocused.bucket.transfer import map_in_threads
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import MANIFEST_NAME, matches
 from refocused.data.manifest.count_tokens import survey
@@ -156,10 +156,7 @@ def build_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Path | None)
     check_chunks(bucket, listing, data=data)
     names = chosen_names(listing, data=data, url=bucket.url)
     shards = describe_files(bucket, [listing[name] for name in names], data, cache_file=cache_file)
-    tokenizer = data.tokenizer
-    if tokenizer == "unknown":
-        tokenizer = named_tokenizer(bucket, listing, names) or "unknown"
-    return Manifest(shards, tokenizer)
+    return Manifest(shards, named_tokenizer(bucket, listing, names, data=data))
 
 
 def describe_files(
@@ -168,13 +165,7 @@ def describe_files(
     """Describe token files by headers and content; raises as `build_manifest`."""
     facts = survey(bucket, blobs, data=data, cache_file=cache_file)
     shards = [
-        Shard(
-            name=blob.name,
-            size=blob.size,
-            crc32c=blob.crc32c,
-            generation=blob.generation,
-            **dataclasses.asdict(found),
-        )
+        Shard(**dataclasses.asdict(blob), **dataclasses.asdict(found))
         for blob, found in zip(blobs, facts, strict=True)
     ]
     return _with_content(bucket, shards, data)
@@ -214,7 +205,7 @@ def manifest_from_json(text: bytes | str, *, where: str) -> Manifest:
             raise ValueError(f"vocabulary {size!r:.80}, not a number of token ids")
         manifest = Manifest(shards, str(content["tokenizer"]), vocabulary=size)
         if manifest.fingerprint != content["fingerprint"]:
-            raise ValueError("its rows are not those that its fingerprint was made of")
+            raise ValueError("its fingerprint is not that of its rows")
         return manifest
     except (ValueError, TypeError, KeyError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -277,7 +268,7 @@ def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobI
 
 
 def _with_content(bucket: Bucket, shards: Sequence[Shard], data: DataConfig) -> tuple[Shard, ...]:
-    """Find out what is in the files that no checksum is known of."""
+    """Find out what is in the files whose checksum is unknown."""
 
     def described(shard: Shard) -> Shard:
         if shard.crc32c is not None:
@@ -285,8 +276,7 @@ def _with_content(bucket: Bucket, shards: Sequence[Shard], data: DataConfig) -> 
         crc32c, sample = known_content(bucket, shard.blob)
         return dataclasses.replace(shard, crc32c=crc32c, sample=sample)
 
-    with concurrent.futures.ThreadPoolExecutor(data.fetch_threads, "content") as pool:
-        return tuple(pool.map(described, shards))
+    return tuple(map_in_threads(described, shards, threads=data.fetch_threads))
 
 
 def _check_listing(shards: list[Shard], listing: Mapping[str, BlobInfo], *, url: str) -> None:
@@ -303,6 +293,6 @@ def _check_listing(shards: list[Shard], listing: Mapping[str, BlobInfo], *, url:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ShardError(
             f"{url}: {len(wrong)} of {len(shards)} objects are not what {MANIFEST_NAME} says: "
-            f"{'; '.join(wrong[:5])}{more}. Upload them again, prepare the data again, or "
-            "leave them out: put their names in data.skip."
+            f"{'; '.join(wrong[:5])}{more}. Upload them again, prepare the data again, or put "
+            "their names in data.skip."
         )
