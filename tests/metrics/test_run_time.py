@@ -31,15 +31,11 @@ SECOND = [
 ]
 
 
-def test_a_session_by_hand() -> None:
+def test_a_session_and_a_resume_with_a_rewind_by_hand() -> None:
     found = run_time(FIRST)
     assert found.elapsed_seconds == 320.0  # 08:00:00 to 08:05:20
-    assert found.productive_seconds == 230.0
-    assert found.goodput_fraction == 230.0 / 320.0
+    assert (found.productive_seconds, found.goodput_fraction) == (230.0, 230.0 / 320.0)
     assert (found.sessions, found.restart_seconds, found.redone_seconds) == (1, 0.0, 0.0)
-
-
-def test_a_resume_with_a_rewind_by_hand() -> None:
     found = run_time(FIRST + SECOND)
     assert found.elapsed_seconds == 790.0  # 08:00:00 to 08:13:10
     assert found.away_seconds == 300.0  # 08:05:20 to 08:10:20
@@ -53,42 +49,35 @@ def test_a_resume_with_a_rewind_by_hand() -> None:
     assert shares["restarts"] == pytest.approx(340 / 790)
     assert shares["saves"] == pytest.approx(20 / 790)
     assert shares["forward/backward"] + shares["update"] == pytest.approx(284 / 790)
+    text = found.as_line()
+    assert text.startswith("goodput 35.9%: forward/backward ")
+    assert "restarts 43.0%" in text and "other" not in text
 
 
-def test_a_rewind_behind_a_rewind_loses_nothing_twice() -> None:
-    third = [line("session", 120, "2026-11-22T08:14:00", start_up=50.0)]
-    found = run_time(FIRST + SECOND + third)
-    assert found.redone_seconds == pytest.approx(36.0 + 90.0)
-    again = run_time(FIRST + SECOND + third + third)
-    assert again.redone_seconds == found.redone_seconds
-
-
-def test_a_start_from_scratch_loses_everything() -> None:
-    found = run_time([*FIRST, line("session", 0, "2026-11-22T09:00:00", start_up=5.0)])
-    assert (found.redone_seconds, found.productive_seconds) == (230.0, 0.0)
+@pytest.mark.parametrize(
+    ("later", "redone", "away"),
+    [
+        # A rewind behind a rewind loses nothing twice.
+        ([line("session", 120, "2026-11-22T08:14:00")] * 2, 36.0 + 90.0, 300.0 + 50.0),
+        # A start from scratch loses everything.
+        ([line("session", 0, "2026-11-22T08:13:10")], 230.0 + 90.0, 300.0),
+        # A clock that was set back makes no negative time.
+        ([line("session", 200, "2026-11-22T07:00:00")], 36.0, 300.0),
+    ],
+)
+def test_later_sessions(later: list[dict[str, Any]], redone: float, away: float) -> None:
+    found = run_time([*FIRST, *SECOND, *later])
+    assert (found.redone_seconds, found.away_seconds) == (pytest.approx(redone), away)
 
 
 def test_the_time_after_a_finished_run_is_not_away() -> None:
-    ended = {**SECOND[-1], "finished": True}
-    again = [line("session", 200, "2026-11-22T20:00:00", start_up=9.0)]
-    found = run_time([*FIRST, *SECOND[:-1], ended, *again])
-    assert found.away_seconds == 300.0  # between the first two sessions
-    assert found.elapsed_seconds == 790.0 + 9.0
-    longer = [line("time", 300, "2026-11-22T20:01:00", first=200, forward_backward=60)]
-    third = [line("session", 300, "2026-11-22T21:01:00", start_up=60.0)]  # killed an hour before
-    assert run_time([*FIRST, *SECOND[:-1], ended, *again, *longer, *third]).away_seconds == 3840.0
-
-
-def test_a_clock_that_was_set_back_makes_no_negative_time() -> None:
-    found = run_time([*FIRST, line("session", 150, "2026-11-22T07:00:00", start_up=5.0)])
-    assert found.away_seconds == 0.0
-
-
-def test_the_line_names_every_use_that_matters() -> None:
-    text = run_time(FIRST + SECOND).as_line()
-    assert text.startswith("goodput 35.9%: forward/backward ")
-    assert "restarts 43.0%" in text
-    assert "other" not in text
+    ended = [*FIRST, *SECOND[:-1], {**SECOND[-1], "finished": True}]
+    again = [*ended, line("session", 200, "2026-11-22T20:00:00", start_up=9.0)]
+    found = run_time(again)
+    assert (found.away_seconds, found.elapsed_seconds) == (300.0, 790.0 + 9.0)
+    longer = line("time", 300, "2026-11-22T20:01:00", first=200, forward_backward=60)
+    killed = line("session", 300, "2026-11-22T21:01:00", start_up=60.0)  # an hour before
+    assert run_time([*again, longer, killed]).away_seconds == 3840.0
 
 
 def test_a_file_with_torn_and_foreign_lines_is_read(tmp_path: Path) -> None:

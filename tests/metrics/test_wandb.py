@@ -56,61 +56,42 @@ class Session:
 
 def test_without_a_key_all_goes_to_files_that_sync_later(tmp_path: Path) -> None:
     random_before = random.getstate(), np.random.get_state()[1].tolist()
-    opened, closed = Session(tmp_path).log(step(1), VALIDATION, step(2), SAMPLE)
+    end: Record = {"kind": "end", "step": 3, "cost_usd": 4.48}
+    records = (step(1), VALIDATION, SAMPLE, HISTOGRAMS, step(3, cost_usd=4.15), end)
+    opened, closed = Session(tmp_path).log(*records)
     assert opened.startswith("offline, no key (WANDB_API_KEY, or wandb login): wandb sync ")
     assert closed == f"wandb sync {tmp_path}/wandb/offline-run-* sends it"
     (found,) = offline_sessions(tmp_path)
     assert (found.id, found.project, found.step_metric) == ("tiny-1", "demo", "train/step")
     assert found.config["optimizer"] == {"lr": 3e-4, "betas": [0.9, 0.95]}
-    shown = [
+    first, validation, sample, histogram, last, cost = (
         {name: one for name, one in record.items() if not name.startswith("_")}
         for record in found.history
-    ]
-    assert shown[:3] == [
-        {"train/step": 1, "train/loss": 2.5},
-        {"train/step": 1, "validation/loss": 3.0, "validation/perplexity": 20.0},
-        {"train/step": 2, "train/loss": 1.5},
-    ]
-    assert shown[3]["train/step"] == 2
+    )
+    assert first == {"train/step": 1, "train/loss": 2.5}
+    assert validation == {"train/step": 1, "validation/loss": 3.0, "validation/perplexity": 20.0}
+    assert sample["train/step"] == 2
     (page,) = tmp_path.glob("wandb/offline-run-*/files/media/html/*.html")
     assert page.read_text() == "<pre>def f():\n    return a &lt; b</pre>"
+    drawn = "weights/head.weight"
+    assert histogram[f"{drawn}/values"] == [1, 0, 2, 1]
+    assert histogram[f"{drawn}/bins"] == [-1.0, -0.5, 0.0, 0.5, 1.0]
+    # The cost at the end takes the place of the last step's.
+    assert (last["train/cost_usd"], cost["train/cost_usd"]) == (4.15, 4.48)
+    assert read_note(tmp_path / NOTE_FILE) == WandbNote("tiny-1", 0, last=3)
     # The saved random states of a rank would otherwise depend on its trackers.
     assert (random.getstate(), np.random.get_state()[1].tolist()) == random_before
 
 
 def test_a_session_that_repeats_steps_logs_none_of_them_twice(tmp_path: Path) -> None:
-    Session(tmp_path).log(*(step(number) for number in range(1, 8)))
+    Session(tmp_path).log(*(step(number) for number in range(1, 4)))
+    validation: Record = {**VALIDATION, "step": 3}  # the first session ended before it
     note = read_note(tmp_path / NOTE_FILE)
-    assert note == WandbNote("tiny-1", 0, last=7)
-    validation: Record = {**VALIDATION, "step": 7}  # the first session ended before it
-    repeated = [step(number) for number in range(5, 8)]
-    Session(tmp_path, note).log(*repeated, validation, step(8), step(9))
+    Session(tmp_path, note).log(step(2), step(3), validation, step(4))
     found = offline_sessions(tmp_path)
     assert [one.id for one in found] == ["tiny-1", "tiny-1"]
-    assert [one.steps for one in found] == [[1, 2, 3, 4, 5, 6, 7], [8, 9]]
+    assert [one.steps for one in found] == [[1, 2, 3], [4]]
     assert [one["validation/loss"] for one in found[1].history if "validation/loss" in one] == [3.0]
-
-
-def test_the_cost_at_the_end_takes_the_place_of_the_last_steps(tmp_path: Path) -> None:
-    end: Record = {"kind": "end", "step": 3, "cost_usd": 4.48}
-    Session(tmp_path).log(step(3, cost_usd=4.15), end)
-    (found,) = offline_sessions(tmp_path)
-    costs = [record["train/cost_usd"] for record in found.history if "train/cost_usd" in record]
-    assert costs == [4.15, 4.48]
-    assert read_note(tmp_path / NOTE_FILE) == WandbNote("tiny-1", 0, last=3)
-
-
-def test_histograms_are_logged(tmp_path: Path) -> None:
-    Session(tmp_path).log(HISTOGRAMS)
-    ((record,),) = [found.history for found in offline_sessions(tmp_path)]
-    drawn = {
-        name.removeprefix("weights/head.weight/"): value
-        for name, value in record.items()
-        if name.startswith("weights/head.weight/")
-    }
-    assert (record["train/step"], drawn["_type"]) == (3, "histogram")
-    assert drawn["values"] == [1, 0, 2, 1]
-    assert drawn["bins"] == [-1.0, -0.5, 0.0, 0.5, 1.0]
 
 
 def test_what_a_kill_may_have_lost_is_not_noted(tmp_path: Path) -> None:
@@ -161,7 +142,6 @@ def missing_host() -> str:
     ("environment", "reason"),
     [
         ({"WANDB_BASE_URL": "refusing_host"}, "offline, CommError: "),
-        ({"WANDB_BASE_URL": "missing_host"}, "did not answer within 5 s"),
         ({"WANDB_MODE": "offline"}, "WANDB_MODE=offline: "),
     ],
 )
@@ -179,15 +159,9 @@ def test_a_run_that_cannot_be_online_is_written_to_files(
     opened, _ = Session(tmp_path).log(step(1))
     assert reason in opened
     assert [one.steps for one in offline_sessions(tmp_path)] == [[1]]
-
-
-def test_an_environment_that_switches_it_off_is_obeyed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     with pytest.raises(ValueError, match="WANDB_MODE=disabled is set"):
         Session(tmp_path).log(step(1))
-    assert offline_sessions(tmp_path) == []
 
 
 @pytest.fixture
@@ -269,10 +243,10 @@ def test_which_run_there_a_session_continues(
     assert found == expected
 
 
-def test_the_id_of_a_run_with_a_long_name_is_known_again() -> None:
-    name = "n" * 100
-    first = continued(None, known=None, run=name, step=0, is_automatic=True, token="aaaa")
-    again = continued(None, known=first.id, run=name, step=5, is_automatic=True, token="bbbb")
+def test_a_run_with_a_long_name_is_recognized() -> None:
+    name, how = "n" * 100, {"is_automatic": True, "token": "aaaa"}
+    first = continued(None, known=None, run=name, step=0, **how)  # type: ignore[arg-type]
+    again = continued(None, known=first.id, run=name, step=5, **how)  # type: ignore[arg-type]
     assert (len(first.id), again.id) == (55, first.id)
 
 
