@@ -165,8 +165,7 @@ def read_history(file: Path) -> LossHistory:
         OSError: It cannot be read.
     """
     timeline = MetricsTimeline()
-    with file.open("rb") as lines:
-        for line in lines:
-            if (record := as_record(line)) is not None:
-                timeline.add(record)
+    for line in file.read_bytes().splitlines():
+        if (record := as_record(line)) is not None:
+            timeline.add(record)
     return timeline.losses

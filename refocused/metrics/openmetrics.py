@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from refocused.metrics.trackers import END, Record, TrackedRun, scalars, step_of
+from refocused.metrics.trackers import END, Record, TrackedRun, scalars
 from refocused.system.atomic_files import replace_file
 
 _HELP = {
@@ -38,19 +38,15 @@ _HELP = {
 }
 
 
-def tracker_of(run: TrackedRun) -> OpenMetricsTracker:
-    """Return the tracker of a run."""
-    return OpenMetricsTracker(Path(str(run.tracking.openmetrics)).expanduser(), run=run.name)
-
-
 class OpenMetricsTracker:
     """Keeps one file that holds the newest figures."""
 
     name = "openmetrics"
 
-    def __init__(self, file: Path, *, run: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, run: TrackedRun, *, clock: Callable[[], float] = time.time) -> None:
         """Prepare; nothing is written before the first record. The clock gives Unix seconds."""
-        self._file, self._run, self._clock = file, run, clock
+        self._file = Path(str(run.tracking.openmetrics)).expanduser()
+        self._run, self._clock = run.name, clock
         self._values: dict[str, float] = {}
 
     def open(self) -> str:
@@ -64,7 +60,7 @@ class OpenMetricsTracker:
         if record["kind"] not in ("step", "validation", END):
             return
         group = "validation" if record["kind"] == "validation" else "train"
-        numbers = {**scalars(record), f"{group}/step": step_of(record)}
+        numbers = {**scalars(record), f"{group}/step": record["step"]}
         self._values |= {name.replace("/", "_"): value for name, value in numbers.items()}
         self._replace(training=True)
 

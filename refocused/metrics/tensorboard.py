@@ -6,16 +6,11 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from refocused.metrics.trackers import Record, TrackedRun, histograms, scalars, step_of
-
-
-def tracker_of(run: TrackedRun) -> TensorBoardTracker:
-    """Return the tracker of a run, which writes into `RUN/tensorboard`."""
-    return TensorBoardTracker(run)
+from refocused.metrics.trackers import Record, TrackedRun, histograms, scalars
 
 
 class TensorBoardTracker:
-    """Writes event files, one more for each session."""
+    """Writes event files into `RUN/tensorboard`, one more for each session."""
 
     name = "tensorboard"
 
@@ -46,9 +41,9 @@ class TensorBoardTracker:
 
     def write(self, record: Record) -> None:
         """Add a record's numbers, a text sample or histograms."""
-        step = step_of(record)
+        step = record["step"]
         if record["kind"] == "sample":
-            text = "".join(f"    {line}\n" for line in str(record["sample"]).splitlines())
+            text = "".join(f"    {line}\n" for line in record["sample"].splitlines())
             self._writer.add_text("sample", text, step)
         elif record["kind"] == "histograms":
             for one in histograms(record):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
+import pkgutil
 import queue
 import threading
 import time
@@ -17,14 +17,14 @@ from refocused.config.outputs import TrackingConfig
 if TYPE_CHECKING:
     from refocused.system.world import World
 
-Record = Mapping[str, object]
+Record = Mapping[str, Any]  # its `kind`, its `step`, and what was measured
 Report = Callable[[Literal["tracker", "tracker_warning"], str], None]
 
-# Setting of `tracking`: module with a function `tracker_of(run)`, imported if the setting is on.
-MODULES = {
-    "wandb": "refocused.metrics.wandb",
-    "tensorboard": "refocused.metrics.tensorboard",
-    "openmetrics": "refocused.metrics.openmetrics",
+# Setting of `tracking`: the tracker's class, imported if the setting is on.
+TRACKERS = {
+    "wandb": "refocused.metrics.wandb:WandbTracker",
+    "tensorboard": "refocused.metrics.tensorboard:TensorBoardTracker",
+    "openmetrics": "refocused.metrics.openmetrics:OpenMetricsTracker",
 }
 ROOM = 1000  # waiting records, each of less than 2 KB but for the rare histograms
 END = "end"  # kind of a session's last record: the time and the cost of the whole run
@@ -32,7 +32,10 @@ _GROUPS = {"step": "train", END: "train"}  # prefix of a kind's metrics, if not 
 
 
 class Tracker(Protocol):
-    """A destination of records; all calls come from one thread, and any may raise anything."""
+    """A destination of records, made from a `TrackedRun`.
+
+    `open`, `write` and `close` are called from one thread, and may raise anything.
+    """
 
     name: str  # for messages
 
@@ -40,7 +43,7 @@ class Tracker(Protocol):
         """Begin; return where the records go, for a person."""
 
     def write(self, record: Record) -> None:
-        """Take a record: its `kind`, its `step`, and what was measured."""
+        """Take a record."""
 
     def close(self, exit_code: int) -> str:
         """End; return what a person should do about it, if anything."""
@@ -81,8 +84,8 @@ def start_tracking(
 def trackers_of(run: TrackedRun) -> list[Tracker]:
     """Return the trackers that a run asks for, none of them open."""
     return [
-        importlib.import_module(module).tracker_of(run)
-        for setting, module in MODULES.items()
+        pkgutil.resolve_name(name)(run)
+        for setting, name in TRACKERS.items()
         if getattr(run.tracking, setting)
     ]
 
@@ -215,20 +218,13 @@ def histograms(record: Mapping[str, Any]) -> Iterator[Histogram]:
             yield Histogram(f"{group}/{name}", edges, counts, one["total"], one["squares"])
 
 
-def step_of(record: Record) -> int:
-    """Return the step that a record belongs to."""
-    step = record["step"]
-    assert isinstance(step, int)  # the reporter writes it
-    return step
-
-
 def scalars(record: Record) -> dict[str, float]:
     """Return a record's known numbers by the names that trackers show.
 
     `train/loss` is of a step, `validation/loss` of a validation, `tasks/hellaswag/acc/value` of a
     task, `train/sources/web/tokens` of a source.
     """
-    kind = str(record["kind"])
+    kind: str = record["kind"]
     group = _GROUPS.get(kind, kind)
     found = dict(_numbers(record, group))
     del found[f"{group}/step"]

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import html
 import json
-import netrc
-import os
 import secrets
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import requests
+
 from refocused.metrics.jsonl import read_json
-from refocused.metrics.trackers import END, Record, TrackedRun, histograms, scalars, step_of
+from refocused.metrics.trackers import END, Record, TrackedRun, histograms, scalars
 from refocused.system.atomic_files import replace_file
 
 NOTE_FILE = Path("wandb") / "refocused.json"  # in the run's folder
@@ -90,19 +86,6 @@ def write_note(file: Path, note: WandbNote) -> None:
     replace_file(file, json.dumps(dataclasses.asdict(note)).encode())
 
 
-def tracker_of(run: TrackedRun) -> WandbTracker:
-    """Return the tracker of a run, under the id that the session continues or begins."""
-    note = continued(
-        read_note(run.folder / NOTE_FILE),
-        known=run.wandb_id,
-        run=run.name,
-        step=run.step,
-        is_automatic=run.is_automatic,
-        token=secrets.token_hex(4),
-    )
-    return WandbTracker(run, note)
-
-
 class WandbTracker:
     """Logs online if possible, else into files for `wandb sync`.
 
@@ -112,14 +95,20 @@ class WandbTracker:
 
     name = "wandb"
 
-    def __init__(
-        self, run: TrackedRun, note: WandbNote, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Prepare; `open` connects. The clock gives monotonic seconds."""
-        self.run_id = note.id
-        self._about, self._note, self._clock = run, note, clock
-        self._logged = self._last = note.last  # in earlier sessions, and in this one too
+    def __init__(self, run: TrackedRun, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Choose the run's id; `open` connects. The clock gives monotonic seconds."""
         self._note_file = run.folder / NOTE_FILE
+        self._note = continued(
+            read_note(self._note_file),
+            known=run.wandb_id,
+            run=run.name,
+            step=run.step,
+            is_automatic=run.is_automatic,
+            token=secrets.token_hex(4),
+        )
+        self.run_id = self._note.id
+        self._about, self._clock = run, clock
+        self._logged = self._last = self._note.last  # in earlier sessions, and in this one too
         self._noted_at = clock()  # the note is as of then, and written _SAFE_SECONDS later
         self._run: Any = None
 
@@ -153,7 +142,7 @@ class WandbTracker:
 
     def write(self, record: Record) -> None:
         """Log a record, unless this session repeats a step that was logged before."""
-        kind, step = record["kind"], step_of(record)
+        kind, step = record["kind"], record["step"]
         is_repeated = step < self._logged or (step == self._logged and kind == "step")
         if is_repeated and kind != END:
             return
@@ -218,7 +207,7 @@ def _values(record: Record) -> dict[str, object]:
     import wandb
 
     if record["kind"] == "sample":
-        text = html.escape(str(record["sample"]))
+        text = html.escape(record["sample"])
         return {"sample": wandb.Html(f"<pre>{text}</pre>", inject=False)}
     if record["kind"] == "histograms":
         return {
@@ -231,28 +220,11 @@ def _values(record: Record) -> dict[str, object]:
 def _why_offline(settings: Any) -> str | None:
     if settings.mode != "online":
         return f"WANDB_MODE={settings.mode}"
-    if not _has_key(settings.base_url, settings.api_key or settings.identity_token_file):
+    key = settings.api_key or settings.identity_token_file
+    if not (key or requests.utils.get_netrc_auth(settings.base_url)):
         return "offline, no key (WANDB_API_KEY, or wandb login)"
-    if not _is_reachable(settings.base_url):
+    try:
+        requests.head(settings.base_url, timeout=REACH_SECONDS)
+    except requests.RequestException:
         return f"offline, {settings.base_url} did not answer within {REACH_SECONDS:g} s"
     return None
-
-
-def _has_key(url: str, key: str | None) -> bool:
-    if key:
-        return True
-    file = os.environ.get("NETRC") or Path("~/.netrc").expanduser()
-    with contextlib.suppress(OSError, netrc.NetrcParseError):
-        return urllib.parse.urlsplit(url).hostname in netrc.netrc(file).hosts
-    return False
-
-
-def _is_reachable(url: str) -> bool:
-    """Whether a host answers at all; through the proxy, if the environment names one."""
-    try:
-        with urllib.request.urlopen(url, timeout=REACH_SECONDS):
-            return True
-    except urllib.error.HTTPError:
-        return True
-    except (OSError, ValueError):
-        return False

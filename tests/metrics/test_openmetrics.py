@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from metrics.session_records import step
+from metrics.session_records import step, tracked_run
 from prometheus_client import parser
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
@@ -19,7 +19,7 @@ def read(file: Path) -> dict[str, float]:
         for family in parse(file.read_text()):
             assert (family.type, bool(family.documentation)) == ("gauge", True)
             (sample,) = family.samples
-            assert sample.labels == {"run": "my-run_1.5"}
+            assert sample.labels == {"run": "tiny"}
             assert sample.timestamp is None  # node exporter refuses a file with one
             values[sample.name.removeprefix("refocused_")] = sample.value
         found.append(values)
@@ -28,7 +28,8 @@ def read(file: Path) -> dict[str, float]:
 
 
 def tracker(file: Path) -> OpenMetricsTracker:
-    return OpenMetricsTracker(file, run="my-run_1.5", clock=lambda: 1.7e9)
+    run = tracked_run(file.parent, openmetrics=str(file))
+    return OpenMetricsTracker(run, clock=lambda: 1.7e9)
 
 
 def test_the_file_holds_the_newest_of_every_figure(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import http.server
 import json
 import os
@@ -42,10 +43,10 @@ def nobody_is_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 class Session:
     """One session of a run that is logged to W&B, with a clock that a test moves."""
 
-    def __init__(self, folder: Path, note: WandbNote | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.now = 1000.0
-        run = tracked_run(folder, wandb="me/demo")
-        self.tracker = WandbTracker(run, note or WandbNote("tiny-1", 0), clock=lambda: self.now)
+        run = dataclasses.replace(tracked_run(folder, wandb="me/demo"), wandb_id="tiny-1")
+        self.tracker = WandbTracker(run, clock=lambda: self.now)
 
     def log(self, *records: Record) -> tuple[str, str]:
         opened = self.tracker.open()
@@ -86,8 +87,7 @@ def test_without_a_key_all_goes_to_files_that_sync_later(tmp_path: Path) -> None
 def test_a_session_that_repeats_steps_logs_none_of_them_twice(tmp_path: Path) -> None:
     Session(tmp_path).log(*(step(number) for number in range(1, 4)))
     validation: Record = {**VALIDATION, "step": 3}  # the first session ended before it
-    note = read_note(tmp_path / NOTE_FILE)
-    Session(tmp_path, note).log(step(2), step(3), validation, step(4))
+    Session(tmp_path).log(step(2), step(3), validation, step(4))
     found = offline_sessions(tmp_path)
     assert [one.id for one in found] == ["tiny-1", "tiny-1"]
     assert [one.steps for one in found] == [[1, 2, 3], [4]]
@@ -103,7 +103,7 @@ def test_what_a_kill_may_have_lost_is_not_noted(tmp_path: Path) -> None:
         session.tracker.write(step(number))
         noted.append(getattr(read_note(tmp_path / NOTE_FILE), "last", None))
     # W&B writes its file every second; what is two seconds old is there.
-    assert noted == [-1, -1, -1, 1, 1, 3]
+    assert noted == [0, 0, 0, 1, 1, 3]
     session.tracker.close(0)
     assert read_note(tmp_path / NOTE_FILE) == WandbNote("tiny-1", 0, last=6)
 
@@ -111,7 +111,7 @@ def test_what_a_kill_may_have_lost_is_not_noted(tmp_path: Path) -> None:
 class Answer(http.server.BaseHTTPRequestHandler):
     """Answers 404 to everything."""
 
-    def do_GET(self) -> None:
+    def do_HEAD(self) -> None:
         self.send_error(404)
 
     def do_POST(self) -> None:
