@@ -74,9 +74,7 @@ def launch(supervisor: ProcessIdentity) -> Launch:
 def test_the_end_of_any_process_that_launched_a_rank_is_noticed(
     commands: dict[int, str], environment: dict[str, str], machine: Machine
 ) -> None:
-    launchers = [pid for pid, command in commands.items() if command not in ("-bash", "bash")]
-    launchers = [pid for pid in launchers if commands[pid] != "sshd:"]
-    for ended in launchers:
+    for ended in (pid for pid in commands if commands[pid] not in ("-bash", "bash", "sshd:")):
         machine.chain(commands)
         family = machine.ancestors(environment=environment)
         assert not family.gone
@@ -92,12 +90,14 @@ def test_the_end_of_any_process_that_launched_a_rank_is_noticed(
         {41: "bash --init-file /shell/integration.sh", 40: "node server.js"},
         {41: "zsh -l", 40: "tmux"},
         {41: "bash train_here.sh", 40: "bash"},
+        {41: "python any.py"},
     ],
 )
 def test_a_rank_that_a_person_started_keeps_running_when_the_shell_ends(
     commands: dict[int, str], machine: Machine
 ) -> None:
-    for environment in ({}, RANKED):
+    # A launcher counts only for a rank.
+    for environment in ({},) if commands[41] == "python any.py" else ({}, RANKED):
         machine.chain(commands)
         family = machine.ancestors(environment=environment)
         if 40 in commands:
@@ -108,19 +108,16 @@ def test_a_rank_that_a_person_started_keeps_running_when_the_shell_ends(
         assert family.command_line == [] and family.environment == {}
 
 
-def test_without_a_launcher_a_parents_end_means_nothing(machine: Machine) -> None:
-    machine.chain({41: "python any.py"})
-    family = machine.ancestors(environment={})
-    machine.put("self", 1)
-    assert not family.gone
-
-
 def test_a_command_that_ended_before_the_rank_began_is_noticed(machine: Machine) -> None:
     machine.put(1, 0, "/sbin/init")
     machine.chain({41: DEEPSPEED[41]})
     assert machine.ancestors().gone
-    machine.put(1, 0, "python /bin/deepspeed x")  # a container's first process
-    assert not machine.ancestors().gone
+    # A container's first process.
+    machine.put(1, 0, "python /bin/deepspeed x", CUDA_VISIBLE_DEVICES="2,3")
+    family = machine.ancestors()
+    assert not family.gone
+    assert family.command_line == ["python", "/bin/deepspeed", "x"]
+    assert family.environment == {"CUDA_VISIBLE_DEVICES": "2,3"}
 
 
 def test_the_end_of_the_supervisor_is_noticed(machine: Machine) -> None:
@@ -129,14 +126,6 @@ def test_the_end_of_the_supervisor_is_noticed(machine: Machine) -> None:
     with subprocess.Popen(["true"]) as child:
         child.wait()
         assert machine.ancestors(launch(ProcessIdentity(pid=child.pid, started=1))).gone
-
-
-def test_what_was_typed_can_be_read(machine: Machine) -> None:
-    machine.chain(DEEPSPEED)
-    machine.put(40, 1, DEEPSPEED[40], CUDA_VISIBLE_DEVICES="2,3")
-    family = machine.ancestors()
-    assert family.command_line == ["python", "/bin/deepspeed", "x"]
-    assert family.environment == {"CUDA_VISIBLE_DEVICES": "2,3"}
 
 
 def test_the_kernels_own_table_can_be_read() -> None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from data.text_samples import word_file
-from evaluate.harness import bytes_model
-from run_fakes import FakeEngine, FakeStop, Log, parts_of
+from run_fakes import FakeStop, Log, parts_of
 from thread_ranks import on_two_ranks, results
 from torch import Tensor
 
@@ -24,7 +22,6 @@ from refocused.engine.engine import Engine
 from refocused.evaluate.continuations import Continuation
 from refocused.evaluate.multiple_choice import Examination, measures_of
 from refocused.evaluate.tasks import Question
-from refocused.models.head_loss import label_scores
 from refocused.system.errors import ConfigError, RefocusedError
 from refocused.system.world import World
 from refocused.tokenizers.encoders import TokenizerChoice
@@ -130,24 +127,6 @@ def test_ranks_share_a_batch_of_trainings_tokens_each() -> None:
         assert len(log) == 3  # ten endings of two tokens: two a batch of four, and two ranks
 
 
-def test_a_real_model_is_rated_without_its_padding() -> None:
-    network, _ = bytes_model()
-    rated = []
-
-    class Rating(FakeEngine):
-        def label_scores(self, input_ids: Any, labels: Any, *, vocabulary: int) -> Any:
-            assert vocabulary == 257
-            hidden = network.base_model(input_ids).last_hidden_state
-            scores = label_scores(network.lm_head, hidden, labels, vocabulary=vocabulary)
-            rated.extend(scores[0].tolist())
-            return scores
-
-    parts = parts_of([], engine=Rating([]), vocabulary=257, tasks=[questions([0])])
-    (result,) = take_tasks(parts, cast("StopRequest", FakeStop([]))) or []
-    assert result.items == 1
-    assert len(rated) == 2 and all(score < 0 for score in rated)
-
-
 def built(data: dict[str, str] | None = None, **settings: Any) -> TextParts:
     return build_texts(
         DataConfig(source="tokens", **{"tokenizer": "bytes"} | (data or {})),
@@ -157,18 +136,6 @@ def built(data: dict[str, str] | None = None, **settings: Any) -> TextParts:
         seed=1,
         world=World(),
     )
-
-
-def test_tasks_are_read_before_training_and_only_their_first_items(tmp_path: Path) -> None:
-    file = tmp_path / "quiz.jsonl"
-    rows = [{"ctx": f"{n}", "endings": ["yes", "no"], "label": 0} for n in range(5)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    texts = built(tasks=[str(file)], task_items=3)
-    (examination,) = texts.tasks
-    assert (examination.task, examination.items) == ("quiz", 3)
-    assert examination.continuations[0].ids == (*b"0 yes",)
-    assert texts.sampler is None
-    assert texts.tokenizer_json is not None
 
 
 def test_tasks_and_prompts_that_cannot_be_put_are_refused(tmp_path: Path) -> None:
@@ -217,13 +184,19 @@ class ScriptedEngine:
         return logits
 
 
-def sample(engine: object, prompt: str, *, tokens: int, length: int = 8, seed: int = 0) -> str:
+def sample(
+    engine: object,
+    prompt: str,
+    *,
+    tokens: int,
+    length: int = 8,
+    seed: int = 0,
+    stopping: Callable[[], bool] = lambda: False,
+) -> str | None:
     content = tokenizer_file(TokenizerChoice("bytes"), vocabulary=512)
     tokenizer = as_transformers(content, end_of_text_id=None, max_length=64)
     sampler = TextSampler(tokenizer, prompt, tokens, context_tokens=length, seed=seed)
-    text = sampler.write(cast("Engine", engine))
-    assert text is not None
-    return text
+    return sampler.write(cast("Engine", engine), stopping=stopping)
 
 
 @pytest.mark.parametrize(
@@ -241,9 +214,10 @@ def test_the_likely_bytes_follow_the_prompt(prompt: str, tokens: int, text: str)
     assert (engine.held, len(engine.contexts)) == (1, tokens)
 
 
-def test_the_context_is_no_longer_than_what_was_trained_on() -> None:
+def test_the_context_is_no_longer_than_what_was_trained_on_and_a_stop_ends_it() -> None:
     engine = ScriptedEngine()
-    sample(engine, "abc", tokens=4, length=4)
+    text = sample(engine, "abc", tokens=9, length=4, stopping=lambda: len(engine.contexts) == 4)
+    assert text is None
     assert [len(context) for context in engine.contexts] == [3, 4, 4, 4]
     assert engine.contexts[-1] == list(b"cdef")
 
@@ -252,18 +226,4 @@ def test_draws_repeat_with_their_seed_and_come_from_the_likeliest() -> None:
     text = sample(ScriptedEngine(evenly=True), "A", tokens=300)
     assert text == sample(ScriptedEngine(evenly=True), "A", tokens=300)
     assert text != sample(ScriptedEngine(evenly=True), "A", tokens=300, seed=1)
-    assert {*text} == {chr(65 + place) for place in range(TOP_K)}
-
-
-def test_any_tokenizer_writes_until_it_is_stopped(tmp_path: Path) -> None:
-    class Cats(ScriptedEngine):
-        def next_token_logits(self, input_ids: Tensor) -> Tensor:
-            self.contexts.append([])
-            return torch.tensor([[0.0, 90.0, *[0.0] * 6]])
-
-    content = word_file(tmp_path / "words.json").read_bytes()
-    tokenizer = as_transformers(content, end_of_text_id=None, max_length=9)
-    sampler, cats = TextSampler(tokenizer, "the", 3, context_tokens=9, seed=0), Cats()
-    assert sampler.write(cast("Engine", cats)) == "the cat cat cat"
-    assert sampler.write(cast("Engine", cats), stopping=lambda: len(cats.contexts) == 5) is None
-    assert len(cats.contexts) == 5
+    assert {*str(text)} == {chr(65 + place) for place in range(TOP_K)}

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +20,6 @@ from refocused.train.lifecycle.launch_session import (
     Presence,
     Signals,
     launch_of,
-    marked_processes,
     write_summary,
 )
 
@@ -95,22 +91,6 @@ def test_what_a_launch_left_of_which_all_was_killed_is_removed_by_the_next(launc
     assert is_left_by_the_next()
     rewrite(launch, supervisor=DEAD)
     assert not is_left_by_the_next()
-
-
-def test_processes_of_a_launch_are_found_by_their_environment(launch: Launch) -> None:
-    environment = {**os.environ, **launch.environment}
-    shell = f"{sys.executable} -c 'import time; print(1, flush=True); time.sleep(60)' & wait"
-    with subprocess.Popen(["sh", "-c", shell], env=environment, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        found = marked_processes(launch.folder)
-        assert process.pid in [one.pid for one in found]
-        assert len(found) == 2
-        for one in found:
-            os.kill(one.pid, 9)
-        while any(one.alive for one in found):
-            time.sleep(0.01)
-    assert marked_processes(launch.folder) == []
 
 
 class Clock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from run_fakes import (
@@ -14,7 +14,6 @@ from run_fakes import (
     FakeLoader,
     FakeReporter,
     FakeSaver,
-    FakeStop,
     Log,
     batch,
     happened,
@@ -31,12 +30,11 @@ from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.data.order.position import Position
 from refocused.engine.finite_updates import Verdict
 from refocused.metrics.throughput import Throughput
-from refocused.system.errors import ShardError
 from refocused.system.world import World
-from refocused.train.step.loop import Outcome, label_weights, train
+from refocused.train.step.loop import Outcome, label_weights
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import Cadence
-from refocused.train.step.stopping import StopReason, StopRequest
+from refocused.train.step.stopping import StopReason
 
 NEVER = Cadence(log=0, validation=0, checkpoint=0)
 
@@ -223,94 +221,6 @@ def test_a_stop_saves_once_and_ends(
     assert log[-1] == "close"
     assert (saver.reasons, saver.waited) == (reasons, [True])
     assert (outcome.stopped, outcome.state.validation_loss) == (StopReason.SIGNAL, None)
-
-
-def test_a_session_goes_on_where_it_stood_if_it_may_and_there_is_something_to_do() -> None:
-    resumed, finished = (
-        TrainState(step=step, position=Position(0, 2 * step), validation_step=step)
-        for step in (5, 6)
-    )
-    passes = ["accumulate 10", "accumulate 11", rate(5, 6)]
-    for state, log, rest in (
-        (resumed, [], [*passes, "report 6", "validate", "tell 2.0", "save 6"]),
-        (finished, [], []),
-        (resumed, ["stop"], ["stop"]),
-    ):
-        outcome = run(parts_of(log), log, stop_when="stop", state=state)
-        assert log == [*rest, "close"]
-        assert outcome.stopped is (StopReason.SIGNAL if "stop" in log else StopReason.NONE)
-
-
-@pytest.mark.parametrize(
-    ("total", "cadence", "rest"),
-    [
-        (2, NEVER, ["validate"]),
-        (3, every(validation=2), ["validate", rate(2, 3), "validate", "save 3"]),
-    ],
-)
-def test_a_validation_that_a_stop_left_out_is_made_by_the_next_session(
-    total: int, cadence: Cadence, rest: list[str]
-) -> None:
-    log: Log = []
-    parts = parts_of(log, total_steps=total, cadence=cadence)
-    outcome = run(parts, log, stop_when="accumulate 3")
-    assert happened(log, "validate", "tell", "save") == ["save 2"]
-    assert (outcome.state.step, outcome.state.validation_step) == (2, None)
-    log.clear()
-    outcome = run(parts, log, state=outcome.state)
-    assert happened(log, "validate", "update", "save") == rest
-    assert (outcome.stopped, outcome.state.validation_step) == (StopReason.NONE, total)
-
-
-def test_bad_data_on_one_rank_is_raised_on_both_before_any_pass_of_that_step() -> None:
-    logs: list[Log] = [[], []]
-
-    def action(world: World) -> None:
-        log = logs[world.rank]
-        failing = {2: ShardError("b.npy is corrupt")} if world.rank == 1 else {}
-        run(parts_of(log, world=world, loader=FakeLoader(log, failing)), log)
-
-    for ended, log in zip(on_two_ranks(action), logs, strict=True):
-        assert isinstance(ended.error, ShardError)
-        assert str(ended.error) == "rank 1: b.npy is corrupt"
-        assert ended.error.on_every_rank
-        assert log == ["accumulate 0", "accumulate 1", rate(0, 6), "close"]
-
-
-@dataclasses.dataclass
-class OneAsks(FakeStop):
-    """A reason to stop on one of the ranks, agreed on by all."""
-
-    world: World = dataclasses.field(default_factory=World)
-    asks: bool = True
-
-    def agreed(self) -> StopReason:
-        own = super().agreed() if self.asks else StopReason.NONE
-        return StopReason(int(self.world.largest([own])[0]))
-
-
-@pytest.mark.parametrize("asked", [0, 1])
-@pytest.mark.parametrize("late", [0, 1])
-def test_a_stop_ends_the_wait_of_one_rank_on_both_after_the_step_before(
-    late: int, asked: int
-) -> None:
-    logs: list[Log] = [[], []]
-
-    def action(world: World) -> Outcome:
-        log = logs[world.rank]
-        loader = FakeLoader(log, missing_from=4 if world.rank == late else 10**9)
-        parts = parts_of(log, world=world, loader=loader)
-        # Asked for on one rank, which has its batches or not, after the other has waited.
-        stop = OneAsks(logs[late], "waits", world=world, asks=world.rank == asked)
-        return train(parts, TrainState(), cast("StopRequest", stop))
-
-    outcomes = results(on_two_ranks(action))
-    for outcome, log in zip(outcomes, logs, strict=True):
-        assert happened(log, "update") == [rate(0, 6), rate(1, 6)]
-        assert log[-3:] == ["report 2", "save 2", "close"]
-        assert (outcome.state.step, outcome.state.position) == (2, Position(0, 4))
-        assert outcome.stopped is StopReason.SIGNAL
-    assert logs[1 - late] == [entry for entry in logs[late] if entry != "waits"]
 
 
 @pytest.mark.parametrize(("missing_from", "there"), [(0, []), (2, ["report 1", "save 1"])])

@@ -1,15 +1,18 @@
-"""What a reporter tells of steps, validations and events: to files, the screen and trackers."""
+"""What a reporter tells of a run, its time, speed and cost: to files, the screen and trackers."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import random
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from run_fakes import OPTIMIZER, SCHEDULE, Clock, FakeEngine
 from thread_ranks import on_two_ranks, results
 
@@ -90,16 +93,6 @@ def test_a_step_is_recorded_with_what_the_engine_says(tmp_path: Path) -> None:
     assert "sources" not in record
 
 
-def test_the_progress_of_each_source_is_told_with_every_step(tmp_path: Path) -> None:
-    session = Session(tmp_path, epoch_windows={"code": 8, "web": 50})
-    state = TrainState(step=4, position=Position(0, 24, {"code": 12, "web": 12}))
-    session.step(state, seconds=1.0)
-    assert session.records()[0]["sources"] == {
-        "code": {"tokens": 1200, "epoch": 1.5},
-        "web": {"tokens": 1200, "epoch": 0.24},
-    }
-
-
 def test_a_validation_is_told_with_its_perplexity(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -136,20 +129,6 @@ def test_events_are_written_and_failures_are_warnings(
     ]
     for event, (kind, text, facts) in zip(session.records("events"), told, strict=True):
         assert event.items() >= {"kind": kind, "text": text, **facts}.items()
-
-
-def test_numbers_that_json_does_not_know_are_null_in_every_file(tmp_path: Path) -> None:
-    session = Session(tmp_path, engine=FakeEngine([], norm=math.inf))  # after an overflow
-    state = session.step(TrainState(step=1), seconds=1.0, loss=math.nan)
-    state = state.after_validation(math.inf)
-    session.reporter.validation(state, 1.0, {"web": math.nan})
-    session.reporter.write_state(state, "training")
-    step, validation = session.records()
-    assert (step["loss"], step["gradient_norm"]) == (None, None)
-    assert (validation["validation_loss"], validation["perplexity"]) == (None, None)
-    assert validation["sources"] == {"web": {"validation_loss": None}}
-    written = session.state_file()
-    assert (written["loss"], written["validation_loss"]) == (None, None)
 
 
 def test_losses_are_means_over_ranks_and_steps_and_rank_0_alone_writes(tmp_path: Path) -> None:
@@ -260,3 +239,153 @@ def test_trackers_end_once_whether_the_run_fails_or_not(tmp_path: Path) -> None:
     session.reporter.write_failure(TrainState(), RuntimeError("lost"), 1)
     session.reporter.end_tracking(0, limit_seconds=30)
     assert listening.ends == [(1, 5.0)]
+
+
+def test_what_a_rewind_threw_away_is_paid_for_all_the_same(tmp_path: Path) -> None:
+    first = Session(tmp_path, per_hour_usd=100.0)
+    first.reporter.start(TrainState())
+    saved = first.step(TrainState(step=10), seconds=36.0)
+    first.step(TrainState(step=20), seconds=72.0)  # crashed here, before it was saved
+    first.reporter.close()
+
+    second = Session(tmp_path, per_hour_usd=200.0)
+    second.reporter.begin(saved)
+    state = second.step(TrainState(step=11), seconds=18.0)
+    assert (state.seconds, state.cost_usd) == (126.0, pytest.approx(4.0))
+
+
+def test_a_start_from_scratch_counts_what_earlier_attempts_took(tmp_path: Path) -> None:
+    first = Session(tmp_path, per_hour_usd=100.0)
+    first.clock.now += 36.0
+    first.reporter.start(TrainState())
+    first.clock.now += 36.0
+    first.reporter.write_failure(TrainState(), RuntimeError("nothing was saved"), 1)
+    second = Session(tmp_path, per_hour_usd=100.0)
+    second.reporter.begin(TrainState())
+    assert second.reporter.spent_usd() == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_one_cost_is_told_everywhere_at_the_end(tmp_path: Path, fails: bool) -> None:
+    session = Session(tmp_path, per_hour_usd=100.0)
+    trackers = listened(session)
+    session.reporter.start(TrainState())
+    state = session.step(TrainState(step=100), seconds=36.0)
+    assert trackers.records[-1]["cost_usd"] == pytest.approx(1.0)
+    session.clock.now += 72.0  # the mirror, the export
+    if fails:
+        session.reporter.write_failure(state, RuntimeError("lost"), 1)
+    else:
+        session.reporter.write_state(session.reporter.end(state), "finished")
+    last = session.records("performance_metrics")[-1]
+    assert session.state_file()["cost_usd"] == pytest.approx(3.0)
+    assert trackers.records[-1]["cost_usd"] == last["cost_usd"] == session.state_file()["cost_usd"]
+    assert last.get("finished", False) is not fails
+
+
+def test_without_a_price_the_cost_stays_what_it_was(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    assert session.step(TrainState(step=1), seconds=9.0).cost_usd is None
+    session.reporter.begin(TrainState(seconds=1.0, cost_usd=4.5))
+    assert session.step(TrainState(step=2), seconds=9.0).cost_usd == 4.5
+
+
+def test_speed_mfu_and_what_is_left_by_hand(tmp_path: Path) -> None:
+    session = Session(tmp_path, per_hour_usd=36.0)
+    session.step(TrainState(step=40, tokens=24_000), seconds=2.0)
+    record = session.records()[0]
+    assert record["step_seconds"] == 2.0
+    assert record["tokens_per_second"] == 300.0
+    assert record["mfu_fraction"] == 0.25
+    assert record["seconds_left"] == 60 * 2.0  # nothing is known of validations and saves yet
+    assert record["cost_left_usd"] == pytest.approx(1.2)
+
+    session.clock.now += 5.0
+    session.throughput.lap("validation")
+    session.clock.now += 7.0
+    session.throughput.lap("save")
+    session.step(TrainState(step=41), seconds=2.0)
+    # 59 steps, validations at 50 and 100, saves at 50, 75 and 100
+    record = session.records()[1]
+    assert record["seconds_left"] == 59 * 2.0 + 2 * 5.0 + 3 * 7.0
+    # One step of 600 tokens in 14 seconds, of which it took 2.
+    assert (record["step_seconds"], record["mfu_fraction"]) == (2.0, 0.25)
+    assert record["tokens_per_second"] == 600 / 14
+
+
+def test_what_a_log_line_waits_for_belongs_to_its_step(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    session.clock.now += 1.0
+    session.throughput.lap("step")
+    session.clock.now += 3.0  # the device is behind: reading the loss waits for it
+    session.reporter.step(TrainState(step=1), [torch.tensor([3.0])], 0.0)
+    assert session.records()[0]["step_seconds"] == 4.0
+
+
+def test_the_time_left_is_right_where_steps_are_uneven(tmp_path: Path) -> None:
+    total, draw = 3000, random.Random(0)
+    cadence = Cadence(log=20, validation=100, checkpoint=250)
+    session, told = Session(tmp_path, total_steps=total, cadence=cadence), {}
+    for step in range(1, total + 1):
+        session.clock.now += draw.choice((1.0, 1.0, 1.0, 6.0))
+        session.throughput.lap("step")
+        if cadence.due("log", step):
+            session.reporter.step(TrainState(step=step), [torch.tensor([3.0])], 0.0)
+            told[step] = session.clock.now
+        if cadence.due("validation", step):
+            session.clock.now += draw.uniform(10.0, 40.0)
+            session.throughput.lap("validation")
+        if cadence.due("checkpoint", step):
+            session.clock.now += draw.uniform(10.0, 90.0)
+            session.throughput.lap("save")
+    ended = session.clock.now
+    errors = {
+        record["step"]: record["seconds_left"] / (ended - told[record["step"]]) - 1
+        for record in session.records()
+        if 300 <= record["step"] <= 2500
+    }
+    worst = max(errors, key=lambda step: abs(errors[step]))
+    assert abs(errors[worst]) < 0.15, (worst, errors[worst])
+
+
+def test_an_impossible_mfu_is_left_out_and_doubted_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = Session(tmp_path)
+    for step in (1, 2):
+        session.step(TrainState(step=step), seconds=0.5)  # 1,200 tokens a second: 100 %
+    records = [record for record in session.records() if record["kind"] == "step"]
+    assert [record["mfu_fraction"] for record in records] == [None, None]
+    lines = [record.message for record in caplog.records]
+    assert sum("MFU ?" in line for line in lines) == 2
+    assert sum("MFU 100% is more than any training" in line for line in lines) == 1
+
+
+def test_the_share_of_waiting_is_of_the_time_since_the_last_line(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    session.step(TrainState(step=1), seconds=10.0, waited=2.0)
+    session.step(TrainState(step=2), seconds=10.0, waited=7.0)
+    session.step(TrainState(step=3), seconds=10.0, waited=7.0)
+    shares = [record["data_wait_fraction"] for record in session.records()]
+    assert shares == pytest.approx([0.2, 0.5, 0.0])
+
+
+@given(
+    step=st.integers(1, 60),
+    more=st.integers(0, 60),
+    interval=st.integers(0, 20),
+    saves=st.integers(0, 20),
+    save_best=st.booleans(),
+)
+def test_what_is_ahead_is_what_the_loop_will_do(
+    step: int, more: int, interval: int, saves: int, save_best: bool
+) -> None:
+    total = step + more
+    cadence = Cadence(log=1, validation=interval, checkpoint=saves, save_best=save_best)
+    to_come = range(step, total + 1)  # a step's validation and save come after its log line
+    validations = [one for one in to_come if one == total or cadence.due("validation", one)]
+    saved = {one for one in to_come if one == total or cadence.due("checkpoint", one)}
+    ahead = cadence.ahead(step, total)
+    assert ahead["step"] == more
+    assert ahead["validation"] == len(validations)
+    assert ahead["save"] == len(saved | set(validations) if save_best else saved)

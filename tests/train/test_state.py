@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from refocused.config.batch_plan import BatchPlan
 from refocused.data.order.position import Position
 from refocused.system.errors import CheckpointError
 from refocused.train.step.state import TrainState
@@ -59,13 +58,6 @@ def test_a_record_of_another_form_is_refused(changes: dict[str, Any], said: str)
     record = {name: value for name, value in changed if value is not ...}
     with pytest.raises(CheckpointError, match=said):
         TrainState.from_record(record)
-
-
-def test_a_step_moves_the_counters_and_nothing_else() -> None:
-    plan = BatchPlan(micro=2, accumulation=3, world_size=4, sequence_length=10)
-    after = STATE.after_step(plan, Position(1, 58))
-    moved = {"step": 13, "tokens": 98_304 + 240, "position": Position(1, 58)}
-    assert after == dataclasses.replace(STATE, **moved)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import pytest
 from thread_ranks import on_two_ranks, results
 
-from refocused.system.errors import ExitCode, StoppedEarlyError
+from refocused.system.errors import ExitCode
 from refocused.system.world import World
 from refocused.train.lifecycle.launch_session import Signals
 from refocused.train.step.stopping import StopReason, StopRequest, budget_limit, time_limit
@@ -48,8 +47,13 @@ def test_each_reason_counts_from_when_it_is_there(tmp_path: Path) -> None:
 def test_a_limit_is_obeyed_and_a_person_counts_more(tmp_path: Path) -> None:
     signals, given = Signals(speaks=False), [NONE]
     stop = request(tmp_path, signals=signals)
-    stop.limits += [lambda: NONE, lambda: given[0]]
+    now = 1899.0
+    half_an_hour = time_limit(0.5, began_seconds=100.0, clock=lambda: now)
+    stop.limits += [half_an_hour, lambda: given[0]]
     assert stop.agreed() is NONE
+    now = 1900.0
+    assert half_an_hour() is StopReason.TIME_LIMIT
+    now = 0.0
     given[0] = StopReason.BUDGET
     assert stop.agreed() is StopReason.BUDGET
     assert stop.agreed().exit_code == ExitCode.LIMIT_REACHED
@@ -59,22 +63,6 @@ def test_a_limit_is_obeyed_and_a_person_counts_more(tmp_path: Path) -> None:
     assert [stop.agreed(), stop.agreed()] == [StopReason.SIGNAL] * 2
 
 
-def test_limits_are_asked_on_rank_0_alone(tmp_path: Path) -> None:
-    asked = []
-
-    def limit(rank: int) -> StopReason:
-        asked.append(rank)
-        return StopReason.TIME_LIMIT
-
-    def action(world: World) -> StopReason:
-        stop = request(tmp_path, world)
-        stop.limits.append(lambda: limit(world.rank))
-        return stop.agreed()
-
-    assert results(on_two_ranks(action)) == [StopReason.TIME_LIMIT] * 2
-    assert asked == [0]
-
-
 def test_two_ranks_agree_on_the_largest_reason(tmp_path: Path) -> None:
     for rank in "01":
         (tmp_path / rank).mkdir()
@@ -82,8 +70,10 @@ def test_two_ranks_agree_on_the_largest_reason(tmp_path: Path) -> None:
 
     def action(world: World) -> list[StopReason]:
         signals = Signals(speaks=False)
-        # Rank 0 looks for the file, rank 1 does not.
-        assert request(tmp_path / str(world.rank), world).agreed() is NONE
+        # Rank 0 looks for the file and at the limits, rank 1 does not.
+        stop = request(tmp_path / str(world.rank), world)
+        stop.limits.append(lambda: StopReason.BUDGET if world.rank == 1 else NONE)
+        assert stop.agreed() is NONE
         stop = request(tmp_path / "1", world, signals)
         before = stop.agreed()
         if world.rank == 1:
@@ -92,27 +82,6 @@ def test_two_ranks_agree_on_the_largest_reason(tmp_path: Path) -> None:
 
     expected = [StopReason.STOP_FILE, StopReason.SIGNAL]
     assert results(on_two_ranks(action)) == [expected, expected]
-
-
-def test_before_training_both_ranks_leave_when_one_was_asked(tmp_path: Path) -> None:
-    def action(world: World) -> None:
-        signals = Signals(speaks=False)
-        if world.rank == 1:
-            signals.receive(signal.SIGTERM)
-        request(tmp_path, world, signals).leave_if_asked()
-
-    for ended in on_two_ranks(action):
-        assert isinstance(ended.error, StoppedEarlyError)
-        assert ended.error.on_every_rank
-        assert ended.error.exit_code is ExitCode.INTERRUPTED
-        assert str(ended.error).startswith("Stopped by a signal before training began")
-
-
-@pytest.mark.parametrize(
-    ("now", "reason"), [(100.0, NONE), (1899.0, NONE), (1900.0, StopReason.TIME_LIMIT)]
-)
-def test_a_session_may_take_its_hours(now: float, reason: StopReason) -> None:
-    assert time_limit(0.5, began_seconds=100.0, clock=lambda: now)() is reason
 
 
 def test_the_budget_warns_twice_and_then_stops() -> None:
