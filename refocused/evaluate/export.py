@@ -227,7 +227,7 @@ def _card(weights: ModelWeights, *, dtype: Dtype) -> str:
     """Return the README.md of an exported model."""
     step, config = weights.step, weights.config
     manifest = step.manifest
-    trainer = checked_trainer(read_mapping(step.trainer), where=str(step.path))
+    trainer = checked_trainer(read_mapping(step.path / "trainer.json"), where=str(step.path))
     cost, trained = trainer["cost_usd"], getattr(config, TRAINED_LENGTH)
     longest = config.max_position_embeddings
     fewer = f", of {longest:,} that it takes" if trained < longest else ""

@@ -81,7 +81,9 @@ class ModelWeights:
 
     def _describe(self, model: Mapping[str, Any]) -> None:
         """Set configurations and shapes, and compare them with what the files hold."""
-        shape = shape_from(read_mapping(self.step.model), where=str(self.step.model))
+        shape = shape_from(
+            read_mapping(self.step.path / "model.json"), where=str(self.step.path / "model.json")
+        )
         rows = shape.padded_vocabulary(self._count(model, "vocabulary_multiple", 128))
         self.config, self.padded = (
             transformers_config(
@@ -108,8 +110,8 @@ class ModelWeights:
         found = model.get(name, usual)
         if type(found) is not int or not 0 < found <= LARGEST_NUMBER:
             raise CheckpointError(
-                f"{self.step.run}: model.{name} = {found!r:.80}: a whole number of at least 1 is "
-                f"wanted. {_OTHERS}"
+                f"{self.step.path / 'run.yaml'}: model.{name} = {found!r:.80}: a whole number of "
+                f"at least 1 is wanted. {_OTHERS}"
             )
         return found
 
@@ -157,14 +159,14 @@ def tokenizer_of(weights: ModelWeights, choice: TokenizerChoice | None = None) -
     vocabulary, step = int(weights.config.vocab_size), weights.step
     data = weights.settings["data"]
     trained_on = data.get("tokenizer", "unknown")
-    is_saved = step.tokenizer.is_file()
+    is_saved = (step.path / "tokenizer.json").is_file()
     if choice is None and not is_saved and trained_on == BYTES:
         choice = TokenizerChoice(BYTES)
     if choice is not None:
         content = tokenizer_file(choice, vocabulary=vocabulary)
     elif is_saved:
-        content = step.tokenizer.read_bytes()
-        check_vocabulary(content, vocabulary=vocabulary, where=str(step.tokenizer))
+        content = (step.path / "tokenizer.json").read_bytes()
+        check_vocabulary(content, vocabulary=vocabulary, where=str(step.path / "tokenizer.json"))
     else:
         raise CheckpointError(
             f"{step.path} has no tokenizer (its run says data.tokenizer: {trained_on}, and names "
@@ -186,4 +188,8 @@ def saved_tokenizer(weights: ModelWeights) -> Any:
         ShardError: It is damaged, or has ids that the model does not know.
     """
     is_bytes = weights.settings["data"].get("tokenizer") == BYTES
-    return tokenizer_of(weights) if is_bytes or weights.step.tokenizer.is_file() else None
+    return (
+        tokenizer_of(weights)
+        if is_bytes or (weights.step.path / "tokenizer.json").is_file()
+        else None
+    )

@@ -157,7 +157,7 @@ def _save_forever(world: World, folders: list[Path], first: int, told: int) -> N
                 time.sleep(0.001)
         if world.is_rank_0:
             os.write(told, f"{step}\n".encode())
-        thin_out(folder, world, keep=2, mirrored=False, status=None)
+        thin_out(folder, world, keep=2)
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ def test_an_upload_that_never_finished_opens_no_branch(
 
 def test_a_corrupt_checkpoint_gives_way_to_a_new_one_on_the_same_branch(local: Path) -> None:
     make_step(local, 10, run_id="a")
-    make_step(local, 20, run_id="a").trainer.unlink()
+    (make_step(local, 20, run_id="a").path / "trainer.json").unlink()
     assert chosen(Catalog(local)) == ("checkpoint_step_10", 1, ())
     corrupt = select_checkpoint(Catalog(local), "auto").corrupt
     assert corrupt == (local / "checkpoint_step_20",)

@@ -64,7 +64,7 @@ def test_broken_steps_are_listed_with_the_reason_and_are_neither_latest_nor_best
 ) -> None:
     make_step(local, 10, validation_loss=3.0)
     (make_step(local, 20, validation_loss=2.0).path / "manifest.json").unlink()
-    make_step(local, 30, validation_loss=1.0).trainer.write_bytes(b"")
+    (make_step(local, 30, validation_loss=1.0).path / "trainer.json").write_bytes(b"")
     entries = Catalog(local).entries()
     assert entries[0].notes == ("latest", "best")
     assert entries[1].local.startswith("broken: manifest.json is missing")
@@ -184,9 +184,9 @@ def test_a_fetched_step_is_whole_and_nothing_else_remains(
 def test_a_broken_local_step_is_replaced_by_the_fetched_one(
     catalog: Catalog, copied: StepDirectory
 ) -> None:
-    copied.trainer.unlink()
+    (copied.path / "trainer.json").unlink()
     assert verify(catalog.fetch(NAME), deep=True) == []
-    flip_byte(copied.trainer)
+    flip_byte(copied.path / "trainer.json")
     taken_as_it_is = catalog.fetch(NAME)  # its sizes are right
     assert verify(taken_as_it_is, deep=True) != []
     assert verify(catalog.fetch(NAME, replace=True), deep=True) == []

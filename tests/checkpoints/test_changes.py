@@ -269,7 +269,7 @@ def test_only_what_differs_is_told_and_who_has_it() -> None:
 
 
 def test_a_broken_step_has_no_contents(local: Path) -> None:
-    make_step(local, 10).model.unlink()
+    (make_step(local, 10).path / "model.json").unlink()
     catalog = Catalog(local)
     with pytest.raises(CheckpointError, match=r"cannot be read: incomplete: local: model\.json"):
         read_contents(catalog, catalog.entries()[0])

@@ -126,15 +126,15 @@ def test_the_manifest_tells_all_about_the_step_and_every_file_in_it(tmp_path: Pa
         *("zero/rank_0.pt", "zero/notes_0.txt", "ranks/rank_00000.pt"),
     }
     assert verify(step, deep=True) == []
-    assert step.run.read_text() == FACTS.run_yaml
-    assert step.model.read_text() == FACTS.model_json
-    assert json.loads(step.trainer.read_text()) == STATE.as_record()
+    assert (step.path / "run.yaml").read_text() == FACTS.run_yaml
+    assert (step.path / "model.json").read_text() == FACTS.model_json
+    assert json.loads((step.path / "trainer.json").read_text()) == STATE.as_record()
 
 
 def test_the_tokenizer_travels_in_the_step(tmp_path: Path) -> None:
     facts = dataclasses.replace(FACTS, tokenizer_json=b"{}")
     step = read_step(save(tmp_path, facts=facts))
-    assert step.tokenizer.read_bytes() == b"{}"
+    assert (step.path / "tokenizer.json").read_bytes() == b"{}"
     assert step.manifest.files["tokenizer.json"].size == 2
     assert load(tmp_path, facts=facts)[0] == STATE
 

@@ -72,7 +72,7 @@ def test_an_interrupted_copy_sends_only_what_is_missing_or_wrong(
     bucket.sent.clear()
     assert copy(bucket, step)
     assert sorted(bucket.sent) == ["run.yaml", "trainer.json"]
-    assert objects(bucket)["run.yaml"] == step.run.read_bytes()
+    assert objects(bucket)["run.yaml"] == (step.path / "run.yaml").read_bytes()
 
 
 def test_a_copy_told_to_stop_leaves_no_marker(bucket: RecordingBucket, step: StepDirectory) -> None:
@@ -96,7 +96,7 @@ def test_an_object_lost_on_the_way_keeps_the_marker_away(
 def test_a_step_damaged_here_is_not_marked(
     bucket: RecordingBucket, step: StepDirectory, damage: Callable[[Path], None]
 ) -> None:
-    damage(step.trainer)
+    damage(step.path / "trainer.json")
     with pytest.raises(CheckpointError, match=r"is damaged: trainer\.json"):
         copy(bucket, step)
     assert COMMITTED not in objects(bucket)
@@ -220,7 +220,7 @@ def test_an_object_changed_in_the_store_before_the_marker_is_sent_again(
     bucket.delete(f"run/{NAME}/{COMMITTED}")
     emulator.put(f"mirror/run/{NAME}/trainer.json", b"x" * 1000)
     assert copy(bucket, step)
-    assert bucket.read(f"run/{NAME}/trainer.json") == step.trainer.read_bytes()
+    assert bucket.read(f"run/{NAME}/trainer.json") == (step.path / "trainer.json").read_bytes()
     remove_step(step.path)
     catalog = Catalog(step.path.parent, bucket, "run")
     [entry] = catalog.entries()

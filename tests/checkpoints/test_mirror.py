@@ -293,7 +293,7 @@ def test_a_step_saved_again_never_replaces_a_complete_copy(place: Place) -> None
 
 @slow
 def test_a_damaged_step_is_told_and_does_not_hold_up_the_others(place: Place) -> None:
-    flip_byte(make_step(place.checkpoints, 10).trainer)
+    flip_byte(make_step(place.checkpoints, 10).path / "trainer.json")
     make_step(place.checkpoints, 20)
     mirror = place.mirror()
     place.says(lambda status: status.mirrored == (20,) and status.failed)

@@ -18,24 +18,22 @@ from hypothesis import strategies
 
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.mirror.copy_step import verify_remote
-from refocused.checkpoints.mirror.mirror_status import MirrorStatus
 from refocused.checkpoints.mirror.remote_steps import RemoteRetention, RemoteSteps
 from refocused.checkpoints.step import retention
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, saved_steps
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, SUPERSEDED, SaveReason
 from refocused.checkpoints.step.retention import (
     EMERGENCIES,
+    Copies,
     KeptStep,
     best_of,
     disk_is_low,
-    local_steps,
     thin_out,
     to_remove,
 )
 from refocused.checkpoints.step.staging import remove_step
 from refocused.checkpoints.step.step_directory import in_use, is_in_use
 from refocused.system.errors import BucketError
-from refocused.system.processes import this_process
 from refocused.system.world import World
 
 flags = strategies.booleans()
@@ -154,7 +152,7 @@ def named(*steps: int) -> list[str]:
 
 
 def thinned(folder: Path) -> list[str]:
-    return thin_out(folder, World(), keep=2, mirrored=False, status=None)
+    return thin_out(folder, World(), keep=2)
 
 
 def test_labels_and_the_best_decide_what_stays(tmp_path: Path) -> None:
@@ -209,22 +207,9 @@ def test_a_step_removed_before_its_reader_has_the_lock_is_not_read(
 def test_what_is_mirrored_is_what_the_mirror_says(tmp_path: Path) -> None:
     for step in range(1, 7):
         make_step(tmp_path, step)
-    said = MirrorStatus(
-        bucket="b",
-        prefix="p",
-        process=this_process(),
-        heartbeat=0.0,
-        mirrored=(1, 6),
-        waiting=(5,),
-        skipped=(3, 4),
-        unwanted=(2,),
-    )
-    steps = local_steps(tmp_path, mirrored=True, status=said)
-    assert [step.mirrored for step in steps] == [True, None, False, False, False, True]
-    assert [step.skipped for step in steps] == [False, False, True, True, False, False]
-    assert all(not step.mirrored for step in local_steps(tmp_path, mirrored=True, status=None))
-    for status, low, gone in ((None, False, []), (said, False, [1, 2]), (said, True, [3, 4])):
-        removed = thin_out(tmp_path, World(), keep=2, mirrored=True, status=status, disk_low=low)
+    said = Copies(mirrored=(1, 6), skipped=(3, 4), unwanted=(2,))
+    for copies, low, gone in ((Copies(), False, []), (said, False, [1, 2]), (said, True, [3, 4])):
+        removed = thin_out(tmp_path, World(), keep=2, copies=copies, disk_low=low)
         assert removed == named(*gone)
 
 

@@ -129,7 +129,10 @@ def test_steps_are_in_numeric_order_and_nothing_else_is_listed(tmp_path: Path) -
 def test_a_step_is_read_with_the_paths_of_its_parts(step: StepDirectory) -> None:
     again = read_step(step.path)
     assert (again, again.step) == (step, 10)
-    assert all(path.is_file() for path in (step.trainer, step.run, step.model))
+    assert all(
+        path.is_file()
+        for path in (step.path / "trainer.json", step.path / "run.yaml", step.path / "model.json")
+    )
 
 
 def test_a_copied_directory_of_another_name_is_read(step: StepDirectory, tmp_path: Path) -> None:

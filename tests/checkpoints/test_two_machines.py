@@ -254,7 +254,7 @@ def test_old_steps_go_from_every_disk_alike(machines: Machines) -> None:
     reading.enter_context(in_use(machines.part(1, 10).path))
 
     def action(world: World, folder: Path) -> list[str]:
-        return thin_out(folder, world, keep=2, mirrored=False, status=None)
+        return thin_out(folder, world, keep=2)
 
     with reading:
         assert results(machines.do(action)) == [[], []]

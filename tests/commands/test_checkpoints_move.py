@@ -55,7 +55,7 @@ def test_a_step_that_is_here_is_not_downloaded_unless_a_byte_is_wrong(
     step = sample_run.save(10)
     sample_run.mirror(step)
     assert sample_run.command_json("download", "latest")["downloaded"] is False
-    flip_byte(step.trainer)
+    flip_byte(step.path / "trainer.json")
     content = sample_run.command_json("download", "checkpoint_step_10")
     assert (content["downloaded"], content["bytes"]) == (True, 7000)
     assert verify(step, deep=True) == []
@@ -94,7 +94,10 @@ def test_an_upload_completes_what_is_missing_newest_first(sample_run: SampleRun)
     content = sample_run.command_json("upload", "all")
     assert (content["uploaded"], content["there"], content["failed"]) == ([30, 20], [10], {})
     assert [step["bucket"] for step in sample_run.command_json("list")["steps"]] == ["ok"] * 3
-    assert sample_run.there(20, "trainer.json").read_bytes() == interrupted.trainer.read_bytes()
+    assert (
+        sample_run.there(20, "trainer.json").read_bytes()
+        == (interrupted.path / "trainer.json").read_bytes()
+    )
 
 
 def test_one_step_alone_is_uploaded_to_a_bucket_of_choice_and_repaired(
@@ -117,8 +120,8 @@ def test_one_step_alone_is_uploaded_to_a_bucket_of_choice_and_repaired(
 def test_a_step_damaged_here_fails_and_does_not_keep_the_others_back(sample_run: SampleRun) -> None:
     sample_run.mirror(sample_run.save(5), keep=False)
     sample_run.save(10)
-    flip_byte(sample_run.save(20).trainer)
-    sample_run.save(30).model.unlink()
+    flip_byte(sample_run.save(20).path / "trainer.json")
+    (sample_run.save(30).path / "model.json").unlink()
     content = sample_run.command_json("upload", "all", code=1)
     assert content["uploaded"] == [10]
     assert "trainer.json has CRC-32C" in content["failed"]["20"]

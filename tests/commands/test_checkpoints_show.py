@@ -82,7 +82,7 @@ def test_the_table_shows_both_places_newest_first(sample_run: SampleRun) -> None
     mirrored = sample_run.save(9500, size=3_000_000, validation_loss=2.0)
     sample_run.mirror(mirrored, keep=False)
     sample_run.save(10000, loss=2.8702, created="2026-01-01T00:00:00Z")
-    sample_run.save(10500).trainer.unlink()
+    (sample_run.save(10500).path / "trainer.json").unlink()
     (sample_run.checkpoints / ".tmp-checkpoint_step_11000-ab").mkdir()
     (sample_run.checkpoints / ".tmp-checkpoint_step_11000-ab" / "part").write_bytes(b"x" * 5000)
     code, out, err = sample_run.command("list")

@@ -122,7 +122,7 @@ def test_a_person_sees_a_line_a_task(models: Path, capsys: Capture) -> None:
 def test_each_mistake_has_one_message(
     models: Path, sample_run: SampleRun, capsys: Capture, arguments: str, code: int, message: str
 ) -> None:
-    sample_run.save(5).model.unlink()
+    (sample_run.save(5).path / "model.json").unlink()
     Path("half").mkdir()
     Path("half/config.json").write_text('{"model_type": "gpt2"}')
     told = evaluate(capsys, *arguments.replace("{}", str(models)).split(), code=code)

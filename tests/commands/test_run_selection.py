@@ -38,10 +38,10 @@ def test_a_step_is_fetched_by_its_address_unless_another_has_its_name(
         local_step(address.replace("10/", "11"), OPTIONS)
     remove_step(step.path)
     mine = sample_run.save_readable(10, loss=1.0)
-    before = mine.trainer.read_bytes()
+    before = (mine.path / "trainer.json").read_bytes()
     with pytest.raises(CheckpointError, match=r"checkpoint_step_10 exists and is not a copy of"):
         local_step(address, OPTIONS)
-    assert mine.trainer.read_bytes() == before
+    assert (mine.path / "trainer.json").read_bytes() == before
 
 
 @pytest.mark.parametrize(

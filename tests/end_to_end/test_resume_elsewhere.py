@@ -99,7 +99,7 @@ def test_other_data_begin_from_their_first_window_when_that_is_allowed(copied: P
     assert ended.codes == [0, 0], ended.everything
     assert "WARN  data order changes here: it was seed 1337" in ended.err[0]
     final = read_step(copied / "runs" / "tiny" / "checkpoints" / "checkpoint_step_20")
-    assert '"windows": 80' in final.trainer.read_text()
+    assert '"windows": 80' in (final.path / "trainer.json").read_text()
 
 
 def test_weights_that_are_not_those_that_were_saved_are_not_trained_on(copied: Path) -> None:

@@ -69,7 +69,7 @@ def test_retention_leaves_a_step_that_a_command_reads(
     make_step(step.parent, 4)
 
     def retain() -> list[str]:
-        return thin_out(step.parent, World(), keep=2, mirrored=False, status=None)
+        return thin_out(step.parent, World(), keep=2)
 
     module, _, name = reads.rpartition(".")
     original = getattr(importlib.import_module(module), name)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from refocused.checkpoints.mirror.mirror_status import MirrorSettings, MirrorStatus
 from refocused.checkpoints.step.branches import Branch, saved_steps
+from refocused.checkpoints.step.retention import Copies
 from refocused.system.atomic_files import write_bytes_atomic
 from refocused.system.errors import CheckpointError
 from refocused.system.processes import ProcessIdentity, identify, start_detached
@@ -151,11 +152,6 @@ class Mirroring:
         self._world = world
         self._blocked = False
 
-    @property
-    def exists(self) -> bool:
-        """Whether this rank has a mirror."""
-        return self._mirror is not None
-
     def start(self) -> None:
         """Start the background copies; all ranks call together."""
         self._world.on_storage_ranks(lambda: self._mirror.start() if self._mirror else None)
@@ -163,6 +159,13 @@ class Mirroring:
     def status(self) -> MirrorStatus | None:
         """Return this rank's mirror's last status; None: there is none."""
         return self._mirror.status() if self._mirror is not None else None
+
+    def copies(self) -> Copies | None:
+        """Return what retention has to know of the local steps; None: nothing is mirrored."""
+        if self._mirror is None:
+            return None
+        status = self._mirror.status()
+        return Copies(status.mirrored, status.skipped, status.unwanted) if status else Copies()
 
     @property
     def skipped_uploads(self) -> int:

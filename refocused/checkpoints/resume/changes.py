@@ -105,7 +105,7 @@ def changes_since(
     now = parse_mapping(facts.run_yaml, where="run.yaml")
     settings = tuple(
         one
-        for one in differences(dotted(read_mapping(step.run)), dotted(now))
+        for one in differences(dotted(read_mapping(step.path / "run.yaml")), dotted(now))
         if one.name not in _ONLY_AT_THE_START
         and (one.a, one.b) != (None, None)  # a setting that is new
     )
@@ -178,7 +178,9 @@ def _obstacles(
 
 def _shape_differences(step: StepDirectory, facts: RunFacts) -> list[Difference]:
     ours = parse_mapping(facts.model_json, where="model.json")
-    saved, now = (dotted({"model": model}) for model in (read_mapping(step.model), ours))
+    saved, now = (
+        dotted({"model": model}) for model in (read_mapping(step.path / "model.json"), ours)
+    )
     found = differences(saved, now)  # the initialization is of no use once the weights are there
     return [one for one in found if one.name != "model.initializer_range"]
 

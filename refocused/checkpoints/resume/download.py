@@ -12,7 +12,13 @@ from refocused.bucket.bucket import BlobInfo, crc32c_of
 from refocused.bucket.transfer import Progress, download_many
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps, missing_files
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, Marker
-from refocused.checkpoints.step.staging import FETCH_LOCK, FETCH_SUFFIX, STAGING_PREFIX, remove_step
+from refocused.checkpoints.step.staging import (
+    FETCH_LOCK,
+    FETCH_SUFFIX,
+    STAGING_PREFIX,
+    install,
+    remove_step,
+)
 from refocused.checkpoints.step.step_directory import (
     CHOOSE_ANOTHER,
     PART,
@@ -21,7 +27,7 @@ from refocused.checkpoints.step.step_directory import (
     read_step,
 )
 from refocused.checkpoints.step.verify import describe, verify
-from refocused.system.atomic_files import fsync_directories, fsync_path, write_bytes_atomic
+from refocused.system.atomic_files import fsync_directories, write_bytes_atomic
 from refocused.system.errors import (
     CheckpointError,
     CheckpointUnavailableError,
@@ -85,7 +91,12 @@ def fetch_step(
                 if (step.path / problem.file).is_file():
                     (step.path / problem.file).unlink()
             raise _broken(remote, name, describe(problems))
-        return _install(step, final, stage)
+        fsync_directories(stage)
+        if final.exists():
+            remove_step(final)
+        install(step.path, final)
+        shutil.rmtree(stage)
+        return StepDirectory(final, step.manifest, step.part)
     finally:
         lock.release()
 
@@ -160,18 +171,6 @@ def _fetch_manifest(remote: RemoteSteps, blob: BlobInfo, target: Path, marker: M
                 "Choose another step: python launch/checkpoints.py list"
             )
     write_bytes_atomic(target.with_name(COMMITTED), marker.to_json())
-
-
-def _install(step: StepDirectory, final: Path, stage: Path) -> StepDirectory:
-    fsync_directories(stage)
-    if final.exists():
-        remove_step(final)
-    final.parent.mkdir(exist_ok=True)  # of a branch
-    fsync_path(final.parent.parent)
-    step.path.rename(final)
-    fsync_path(final.parent)
-    shutil.rmtree(stage)
-    return StepDirectory(final, step.manifest, step.part)
 
 
 def _broken(remote: RemoteSteps, name: str, what: str) -> CheckpointError:

@@ -28,7 +28,7 @@ from refocused.checkpoints.step.checkpoint_manifest import (
     SUPERSEDED,
     CheckpointManifest,
 )
-from refocused.checkpoints.step.staging import STAGING_PREFIX, remove_step
+from refocused.checkpoints.step.staging import STAGING_PREFIX, install, remove_step, write_manifest
 from refocused.checkpoints.step.step_directory import (
     PART,
     StepDirectory,
@@ -37,12 +37,7 @@ from refocused.checkpoints.step.step_directory import (
     read_step,
 )
 from refocused.checkpoints.step.verify import describe, verify
-from refocused.system.atomic_files import (
-    fsync_directories,
-    fsync_path,
-    link_or_copy,
-    write_bytes_atomic,
-)
+from refocused.system.atomic_files import fsync_directories, fsync_path, link_or_copy
 from refocused.system.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -156,13 +151,10 @@ def take_over(
             "created": datetime.datetime.now(datetime.UTC),
         }
     )
-    content = ours.to_json()
     (brought.path / COMMITTED).unlink(missing_ok=True)  # a kill here leaves an unfinished copy
-    write_bytes_atomic(brought.path / MANIFEST, content)
-    write_bytes_atomic(brought.path / COMMITTED, ours.marker(content).to_json())
-    final.parent.mkdir(exist_ok=True)
-    brought.path.rename(final)
-    fsync_path(final.parent)
+    write_manifest(brought.path, ours)
+    fsync_path(brought.path)
+    install(brought.path, final)
     shutil.rmtree(stage)
     return StepDirectory(final, ours)
 

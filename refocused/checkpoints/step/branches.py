@@ -14,20 +14,17 @@ from refocused.system.strict_json import parse_json_object
 
 
 class Branch(pydantic.BaseModel):
-    """The steps that led to the present one; going back to an earlier one starts a new branch.
-
-    `run_id` is empty in the first schema. `ancestry` holds for each ancestor, oldest first, its
-    number and the last step taken from it.
-    """
+    """The steps that led to the present one; going back to an earlier one starts a new branch."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
-    run_id: str = ""
+    run_id: str = ""  # empty in the first schema
     number: Annotated[int, pydantic.Field(ge=1)] = 1
+    # For each ancestor, oldest first, its number and the last step taken from it.
     ancestry: tuple[tuple[int, int], ...] = ()
 
     def holder(self, step: int) -> int:
-        """Return the number of the branch whose folder holds a step of this branch."""
+        """Return the number of the branch whose folder has a step of this branch."""
         return next((number for number, last in self.ancestry if step <= last), self.number)
 
     def name_of(self, step: int) -> str:
@@ -40,7 +37,7 @@ class Branch(pydantic.BaseModel):
         return place[1] if place is not None and self.holder(place[1]) == place[0] else None
 
     def fork(self, step: int | None, *, number: int) -> Branch:
-        """Return the branch that goes on from a step of this one; None: it starts anew."""
+        """Return the branch that continues from a step of this one; None: it starts anew."""
         ancestry: tuple[tuple[int, int], ...] = ()
         if step is not None:
             older = tuple((ancestor, last) for ancestor, last in self.ancestry if last < step)

@@ -139,11 +139,7 @@ class CheckpointManifest(pydantic.BaseModel):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What all checkpoints of a run have in common; see `CheckpointManifest`.
-
-    `tokenizer_json` is None where no tokenizer is saved, `data_fingerprint_by_size` the fingerprint
-    that earlier versions gave the same data, from names and sizes.
-    """
+    """What all checkpoints of a run have in common; see `CheckpointManifest`."""
 
     run: str
     zero_stage: int
@@ -155,8 +151,8 @@ class RunFacts:
     run_yaml: str
     model_json: str
     data_mixture: str = ""
-    tokenizer_json: bytes | None = None
-    data_fingerprint_by_size: str | None = None
+    tokenizer_json: bytes | None = None  # None: no tokenizer is saved
+    data_fingerprint_by_size: str | None = None  # as earlier versions made it: names and sizes
 
     def files(self) -> dict[str, bytes]:
         """Return the files that describe the run in every step, by name."""

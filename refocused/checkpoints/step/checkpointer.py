@@ -169,7 +169,7 @@ class Checkpointer:
         with assembled(step, self._world, exact=exact) as folder:
             self._world.on_all_ranks(lambda: require_readable(step, folder, rank=rank, exact=exact))
             self._world.on_all_ranks(lambda: self._load(engine, step, folder, exact=exact))
-        return read_mapping(step.trainer)
+        return read_mapping(step.path / "trainer.json")
 
     def bring_back_history(self, step: StepDirectory) -> None:
         """Restore the run's metrics from a step of it on a machine that has none.

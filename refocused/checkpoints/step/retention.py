@@ -8,7 +8,6 @@ import math
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, checkpoint_paths, step_paths
 from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest, SaveReason
@@ -87,8 +86,7 @@ def kept_steps(
     in_use: Collection[int] = (),
 ) -> list[KeptStep]:
     """Return what retention has to know of each step; the best is one of the whole ones."""
-    losses = {s: m.validation_loss for s, m in manifests.items() if m and s in whole}
-    best = best_of(losses)
+    best = best_of({s: m.validation_loss for s, m in manifests.items() if m and s in whole})
     return [
         KeptStep(
             step=step,
@@ -101,21 +99,17 @@ def kept_steps(
     ]
 
 
-class Mirrored(Protocol):
-    """The mirror's last report: steps it has copied, put back, and will never copy."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Copies:
+    """The local steps that the mirror last reported as copied, put back, and never to be copied."""
 
-    @property
-    def mirrored(self) -> Collection[int]: ...  # noqa: D102
-    @property
-    def skipped(self) -> Collection[int]: ...  # noqa: D102
-    @property
-    def unwanted(self) -> Collection[int]: ...  # noqa: D102
+    mirrored: Collection[int] = ()
+    skipped: Collection[int] = ()
+    unwanted: Collection[int] = ()
 
 
-def local_steps(
-    checkpoints: Path, branch: Branch = FIRST_BRANCH, *, mirrored: bool, status: Mirrored | None
-) -> list[KeptStep]:
-    """Look at every checkpoint of a branch on this disk; arguments as of `thin_out`."""
+def local_steps(checkpoints: Path, branch: Branch, copies: Copies | None) -> list[KeptStep]:
+    """Look at every checkpoint of a branch on this disk; `copies` is None without a mirror."""
     paths = step_paths(checkpoints, branch)
     found = {step: _readable(path) for step, path in paths.items()}
     steps = kept_steps(
@@ -123,15 +117,13 @@ def local_steps(
         whole={step for step, (_, whole) in found.items() if whole},
         in_use={step for step, path in paths.items() if is_in_use(path)},
     )
-    if not mirrored:
+    if copies is None:
         return steps
-    if status is None:
-        return [dataclasses.replace(step, mirrored=False) for step in steps]
     return [
         dataclasses.replace(
             step,
-            mirrored=None if step.step in status.unwanted else step.step in status.mirrored,
-            skipped=step.step in status.skipped,
+            mirrored=None if step.step in copies.unwanted else step.step in copies.mirrored,
+            skipped=step.step in copies.skipped,
         )
         for step in steps
     ]
@@ -143,29 +135,19 @@ def thin_out(
     *,
     branch: Branch = FIRST_BRANCH,
     keep: int,
-    mirrored: bool,
-    status: Mirrored | None,
+    copies: Copies | None = None,
     disk_low: bool = False,
 ) -> list[str]:
     """Remove the steps that retention does not keep, from every storage rank's disk; return them.
 
     The checkpoints of branches that the run has left go as soon as its own branch has `keep` ones
     beyond the fork, or when the disk is low; those of epochs and the final one stay. All ranks
-    call; rank 0's `keep` and `disk_low` decide.
-
-    Args:
-        checkpoints: Folder of the step directories.
-        world: The ranks.
-        branch: The branch that the run is on.
-        keep: Newest rolling steps that stay.
-        mirrored: The run has a mirror; what that lacks stays.
-        status: What the mirror reported last; None: nothing yet.
-        disk_low: There may be no room for the next saves.
+    call; rank 0's `keep` and `disk_low` decide. Without a mirror `copies` is None.
     """
 
     def look() -> list[KeptStep]:
         try:
-            return local_steps(checkpoints, branch, mirrored=mirrored, status=status)
+            return local_steps(checkpoints, branch, copies)
         except OSError as error:
             logger.warning(
                 "%s cannot be read (%s): no step is removed.", checkpoints, error.strerror

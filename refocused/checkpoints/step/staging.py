@@ -41,7 +41,6 @@ class Staging:
     def __init__(
         self, checkpoints: Path, *, name: str, token: str, part: Part | None = None
     ) -> None:
-        """Choose the hidden name below `checkpoints`; `token` is unique to this attempt."""
         self.part = part
         self.final = checkpoints / name
         self.path = checkpoints / f"{STAGING_PREFIX}{self.final.name}-{token}"
@@ -93,19 +92,13 @@ class Staging:
             )
         if self.part is not None:
             _write_flushed(self.path / PART, self.part.model_dump_json().encode())
-        content = manifest.to_json()
-        _write_flushed(self.path / MANIFEST, content)
-        _write_flushed(self.path / COMMITTED, manifest.marker(content).to_json())
+        write_manifest(self.path, manifest)
         fsync_directories(self.path)
 
     def publish(self, manifest: CheckpointManifest) -> StepDirectory:
         """Give a sealed directory its final name, in one rename."""
-        if not self.final.parent.exists():  # of a branch: this is its first checkpoint
-            self.final.parent.mkdir()
-            fsync_path(self.final.parent.parent)
-        self.path.rename(self.final)
+        install(self.path, self.final)
         self._published = True
-        fsync_path(self.final.parent)
         return StepDirectory(self.final, manifest, self.part)
 
     def discard(self) -> None:
@@ -141,6 +134,22 @@ class Staging:
 def _write_flushed(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     fsync_path(path)
+
+
+def write_manifest(path: Path, manifest: CheckpointManifest) -> None:
+    """Write the manifest of a directory that has no marker, and then the marker."""
+    content = manifest.to_json()
+    _write_flushed(path / MANIFEST, content)
+    _write_flushed(path / COMMITTED, manifest.marker(content).to_json())
+
+
+def install(path: Path, final: Path) -> None:
+    """Give a complete directory, whose files are flushed, its final name in one rename."""
+    if not final.parent.exists():  # of a branch: this is its first checkpoint
+        final.parent.mkdir()
+        fsync_path(final.parent.parent)
+    path.rename(final)
+    fsync_path(final.parent)
 
 
 def _renamed(path: Path, prefix: str) -> Path:

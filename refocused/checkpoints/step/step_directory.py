@@ -34,8 +34,16 @@ from refocused.system.strict_json import MalformedError, parse_json_object
 
 PART = "part.json"
 # These files describe a step and lie in every part of it.
-DESCRIPTIONS = frozenset({"trainer.json", "run.yaml", "model.json", "tokenizer.json"})
+DESCRIPTIONS = frozenset(
+    {
+        "trainer.json",  # the training state: step, position, best loss, money
+        "run.yaml",  # the resolved run file
+        "model.json",  # the model's shape in the transformers config form
+        "tokenizer.json",  # the data's, as a `tokenizers` file; absent where the run had none
+    }
+)
 CHOOSE_ANOTHER = "Choose another checkpoint: python launch/checkpoints.py list"
+_INCOMPLETE = f"so this is not a complete checkpoint. {CHOOSE_ANOTHER}"
 # The directory's own name, and the names that other trainers give to the same thing.
 _NAMES = re.compile(
     r"checkpoint_step_(\d+)|checkpoint-epoch\d+-step(\d+)-files\d+"
@@ -70,15 +78,12 @@ def rank_file(rank: int) -> str:
 
 
 class Part(pydantic.BaseModel):
-    """The machine whose files a directory holds, where each machine keeps its own ranks' files.
-
-    Files of machines beyond `nodes` are divided among those.
-    """
+    """The machine whose files a directory holds, where each machine keeps its own ranks' files."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     node: Annotated[int, pydantic.Field(ge=0)]
-    nodes: Annotated[int, pydantic.Field(ge=1)]
+    nodes: Annotated[int, pydantic.Field(ge=1)]  # files of machines beyond are divided among them
 
     def holds(self, name: str, record: FileRecord) -> bool:
         """Whether a file of the manifest belongs here."""
@@ -94,29 +99,23 @@ class Part(pydantic.BaseModel):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepDirectory:
-    """One committed step, which never changes.
-
-    The manifest lists the files of all machines, and `part` is the machine whose files are here
-    (None: all machines).
-    """
+    """One committed step, which never changes."""
 
     path: Path
-    manifest: CheckpointManifest
-    part: Part | None = None
+    manifest: CheckpointManifest  # of the files of all machines
+    part: Part | None = None  # the machine whose files are here; None: all machines
 
     @property
     def files(self) -> dict[str, FileRecord]:
         """The manifest's files that belong into this directory."""
         part, files = self.part, self.manifest.files
-        if part is None:
-            return files
-        return {name: record for name, record in files.items() if part.holds(name, record)}
+        return {name: one for name, one in files.items() if part is None or part.holds(name, one)}
 
     @property
     def own_files(self) -> dict[str, FileRecord]:
         """The files that this machine copies to the bucket."""
         part, files = self.part, self.manifest.files
-        return {name: file for name, file in files.items() if part is None or part.owns(file)}
+        return {name: one for name, one in files.items() if part is None or part.owns(one)}
 
     @property
     def name(self) -> str:
@@ -133,26 +132,6 @@ class StepDirectory:
         """Optimizer updates done."""
         return self.manifest.step
 
-    @property
-    def trainer(self) -> Path:
-        """The training state (step, position, best loss, money) as JSON."""
-        return self.path / "trainer.json"
-
-    @property
-    def model(self) -> Path:
-        """The model's shape in the transformers config form."""
-        return self.path / "model.json"
-
-    @property
-    def run(self) -> Path:
-        """The resolved run file."""
-        return self.path / "run.yaml"
-
-    @property
-    def tokenizer(self) -> Path:
-        """The data's tokenizer, as a `tokenizers` file; absent where the run had none."""
-        return self.path / "tokenizer.json"
-
 
 def read_step(path: Path) -> StepDirectory:
     """Read the manifest of a committed step; `verify` looks at its files.
@@ -166,10 +145,7 @@ def read_step(path: Path) -> StepDirectory:
         content = manifest_path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         what = f"{manifest_path} is missing" if path.is_dir() else f"{path} is not a directory"
-        raise CorruptCheckpointError(
-            f"{what}, so this is not a complete checkpoint. "
-            "Choose another: python launch/checkpoints.py list"
-        ) from None
+        raise CorruptCheckpointError(f"{what}, {_INCOMPLETE}") from None
     except OSError as error:
         raise read_error(manifest_path, error) from error
     manifest = _marked_manifest(path, content)
@@ -199,10 +175,7 @@ def _marked_manifest(path: Path, content: bytes) -> CheckpointManifest:
             )
     manifest = parse_manifest(content, where=where)
     if marker is None and manifest.schema_version != FIRST_SCHEMA:
-        raise CorruptCheckpointError(
-            f"{marker_path} is missing, so this is not a complete checkpoint. "
-            "Choose another: python launch/checkpoints.py list"
-        )
+        raise CorruptCheckpointError(f"{marker_path} is missing, {_INCOMPLETE}")
     if marker is not None and marker != manifest.marker(content):
         raise CorruptCheckpointError(
             f"{marker_path} counts other files than {MANIFEST} lists. {CHOOSE_ANOTHER}"
@@ -252,9 +225,10 @@ def parse_mapping(content: bytes | str, *, where: str) -> dict[str, Any]:
 def run_settings(step: StepDirectory) -> dict[str, dict[str, Any]]:
     """Return the run file of a step by section; sections that it lacks are empty."""
     settings: collections.defaultdict[str, dict[str, Any]] = collections.defaultdict(dict)
-    for name, section in read_mapping(step.run).items():
+    run = step.path / "run.yaml"
+    for name, section in read_mapping(run).items():
         if not isinstance(section, dict):
-            raise CheckpointError(f"{step.run}: {name} is no section of settings. {CHOOSE_ANOTHER}")
+            raise CheckpointError(f"{run}: {name} is no section of settings. {CHOOSE_ANOTHER}")
         settings[name] = section
     return settings
 

@@ -51,8 +51,7 @@ def verify(
         step: The directory and its manifest.
         deep: Read every byte and compare CRC-32C, and open the files as a resume does; otherwise
             compare sizes only, which does not find a flipped bit.
-        files: Compare only the bytes of these files; None: of all that belong into the directory,
-            and also look for required files that the manifest lacks and for files it does not list.
+        files: Compare only the bytes of these files; None: of all, and find unlisted ones too.
 
     Raises:
         CheckpointUnavailableError: A file cannot be read for a reason that proves no damage.
@@ -67,15 +66,12 @@ def verify(
 
 
 def unreadable(step: StepDirectory, files: Iterable[str] | None = None) -> list[FileProblem]:
-    """Open files (None: all of the directory) as a resume does, leaving tensors on the disk.
-
-    Checksums do not find this: a file may be what was written and still be of no use.
-    """
+    """Open files (None: all) as a resume does: one may be what was written, and be useless."""
     problems = []
     for name in sorted(step.files if files is None else files):
         path = step.path / name
         try:
-            require_content(path, name, step=step.step)
+            require_content(path, name, step=step.step)  # tensors stay on the disk
         except CheckpointUnavailableError:
             raise
         except CheckpointError as error:

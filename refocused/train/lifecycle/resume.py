@@ -115,7 +115,7 @@ def start_or_resume(job: Job, parts: Parts, chosen: Chosen) -> TrainState:
         report("ranks", f"  ranks    {saved} -> {now}, the states are divided anew{new}")
     change = rate_change(
         state.step,
-        planned=planned_steps(step.run),
+        planned=planned_steps(step.path / "run.yaml"),
         total_steps=steps,
         peak=parts.optimizer.lr,
         schedule=parts.schedule,

@@ -251,7 +251,6 @@ class Saver:
             self.world,
             branch=self.branch,
             keep=keep,
-            mirrored=self.mirror.exists,
-            status=self.mirror.status(),
+            copies=self.mirror.copies(),
             disk_low=disk_low,
         )
