@@ -14,8 +14,8 @@ from pathlib import Path
 from refocused.bucket.bucket import Bucket, crc32c_of
 from refocused.checkpoints.mirror.copy_step import StepCopier
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps, prefix_of
-from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, CheckpointManifest, FileRecord
-from refocused.checkpoints.step.staging import Staging
+from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest, FileRecord
+from refocused.checkpoints.step.staging import Staging, write_manifest
 from refocused.checkpoints.step.step_directory import StepDirectory, name_of, rank_file, read_step
 
 START = datetime.datetime(2026, 11, 21, 8, 0, tzinfo=datetime.UTC)
@@ -161,5 +161,4 @@ def reseal(path: Path, file: str, content: bytes) -> None:
     manifest = read_step(path).manifest
     record = FileRecord(size=len(content), crc32c=crc32c_of(path / file))
     manifest = manifest.model_copy(update={"files": {**manifest.files, file: record}})
-    (path / "manifest.json").write_bytes(manifest.to_json())
-    (path / COMMITTED).write_bytes(manifest.marker(manifest.to_json()).to_json())
+    write_manifest(path, manifest)

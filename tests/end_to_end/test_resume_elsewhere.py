@@ -12,6 +12,7 @@ from forked import train
 from ranks import metrics
 from tiny import tiny_run
 
+from refocused.checkpoints.step.staging import write_manifest
 from refocused.checkpoints.step.step_directory import read_step
 
 pytestmark = pytest.mark.slow
@@ -120,8 +121,7 @@ def test_weights_that_are_not_those_that_were_saved_are_not_trained_on(copied: P
     )
     files = manifest.files | {"trainer.json": record}
     other = manifest.model_copy(update={"files": files})
-    (step / "manifest.json").write_bytes(other.to_json())
-    (step / "COMMITTED").write_bytes(other.marker(other.to_json()).to_json())
+    write_manifest(step, other)
     history = copied / "runs" / "tiny" / "logs" / "training_metrics.jsonl"
     history.unlink()  # as on a machine that got the step from the mirror
     ended = train(copied, *ALIKE, ranks=2)

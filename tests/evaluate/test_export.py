@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST
+from refocused.checkpoints.step.staging import write_manifest
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
 from refocused.evaluate.export import (
     add_modeling_file,
@@ -227,8 +228,7 @@ def with_file(path: Path, folder: Path, name: str, write: Any) -> StepDirectory:
         (copy / seal).unlink()
     files = manifest_for(copy, manifest.step).files
     manifest = manifest.model_copy(update={"files": files})
-    (copy / MANIFEST).write_bytes(manifest.to_json())
-    (copy / COMMITTED).write_bytes(manifest.marker(manifest.to_json()).to_json())
+    write_manifest(copy, manifest)
     return read_step(copy)
 
 

@@ -7,15 +7,14 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterator
 
-from refocused.bucket.bucket import BlobInfo, Bucket, extended_crc32c
+from refocused.bucket.bucket import BlobInfo, crc32c_of, extended_crc32c
 from refocused.bucket.stored import stored_crc32c
-from refocused.checkpoints.mirror.remote_steps import RemoteSteps, missing_files
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps, missing_files, object_problem
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,
     MANIFEST,
     SUPERSEDED,
     CheckpointManifest,
-    FileRecord,
     Marker,
     parse_manifest,
 )
@@ -44,11 +43,10 @@ def verify_remote(remote: RemoteSteps, name: str, *, deep: bool) -> list[FilePro
         return [FileProblem(MANIFEST, f"cannot be used: {error}")]
     problems = _marker_problems(remote, name, manifest, content) if committed else []
     for file, record in manifest.files.items():
-        if file in objects:
-            problem = _compare(remote.bucket, objects[file], record, deep=deep)
-        else:
-            problem = "is missing" if committed else None
-        if problem is not None:
+        if (blob := objects.get(file)) is not None and deep and blob.size == record.size:
+            blob = dataclasses.replace(blob, crc32c=stored_crc32c(remote.bucket, blob))
+        problem = object_problem(blob, record)
+        if problem is not None and (committed or blob is not None):
             problems.append(FileProblem(file, problem))
     foreign = set(objects) - {*manifest.files, MANIFEST, COMMITTED, SUPERSEDED}
     problems += [FileProblem(file, "is there but not in the manifest") for file in foreign]
@@ -62,27 +60,18 @@ def _marker_problems(
         marker = remote.marker(name)
     except CheckpointError as error:
         return [FileProblem(COMMITTED, f"cannot be used: {error}")]
-    if marker in (None, manifest.marker(content)):  # None: taken away since by an upload
-        return []
     found = extended_crc32c(0, content)
-    if marker is not None and found != marker.manifest_crc32c:
+    if marker is None or marker == manifest.marker(found):  # None: taken away since by an upload
+        return []
+    if found != marker.manifest_crc32c:
         what = f"has CRC-32C {found:08x}, but {COMMITTED} says {marker.manifest_crc32c:08x}"
         return [FileProblem(MANIFEST, what)]
     return [FileProblem(COMMITTED, f"counts other files than {MANIFEST} lists")]
 
 
-def _compare(bucket: Bucket, blob: BlobInfo, record: FileRecord, *, deep: bool) -> str | None:
-    if blob.size != record.size:
-        return f"has {blob.size:,} bytes, not {record.size:,}"
-    found = stored_crc32c(bucket, blob) if deep else blob.crc32c
-    if found not in (None, record.crc32c):
-        return f"has CRC-32C {found:08x}, not {record.crc32c:08x}"
-    return None
-
-
 def marker_of(step: StepDirectory) -> Marker:
     """Return the content of COMMITTED for a local step."""
-    return step.manifest.marker((step.path / MANIFEST).read_bytes())
+    return step.manifest.marker(crc32c_of(step.path / MANIFEST))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,7 +101,7 @@ class StepCopier:
         with _held(step):
             name, content = step.name, (step.path / MANIFEST).read_bytes()
             objects = self.remote.objects(name)
-            marker = step.manifest.marker(content)
+            marker = step.manifest.marker(extended_crc32c(0, content))
             if COMMITTED in objects and (there := self.remote.marker(name)) is not None:
                 if there == marker:
                     return True
@@ -209,9 +198,9 @@ class StepCopier:
         if self.stopping():
             return False
         problems = verify(step, deep=True, files=[file])
-        if problems and not step.path.exists():
-            raise _removed(step)
         if problems:
+            if not step.path.exists():
+                raise _removed(step)
             raise CheckpointError(
                 f"{step.path} is damaged: {describe(problems)}. It is not copied to the bucket; "
                 "remove it, or look at the disk."

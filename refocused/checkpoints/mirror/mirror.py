@@ -28,10 +28,10 @@ Progress = Callable[[MirrorStatus | None], None]  # None: there is no status yet
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DrainRequest:
-    """A request to finish: the token that the mirror repeats, and when waiting ends (monotonic)."""
+    """A request to finish the queue."""
 
-    token: str
-    deadline: float
+    token: str  # that the mirror repeats
+    deadline: float  # of waiting, on the monotonic clock
 
 
 class CheckpointMirror:
@@ -73,7 +73,7 @@ class CheckpointMirror:
     def request_drain(self, timeout_s: float) -> DrainRequest | None:
         """Ask the mirror to finish its queue and exit; None: the disk has no room for the request.
 
-        It does the same unasked, when the processes that train are gone.
+        Without a request it does so when the processes that train are gone.
         """
         request = DrainRequest(secrets.token_hex(8), time.monotonic() + timeout_s)
         try:
@@ -92,8 +92,7 @@ class CheckpointMirror:
     ) -> bool | None:
         """Wait for at most `slice_s` for the mirror to finish, calling `progress` meanwhile.
 
-        Returns:
-            Whether every committed step is in the bucket; None: it is too early to say.
+        Return whether every committed step is in the bucket; None: it is too early to say.
         """
         if request is None:
             return False
@@ -108,16 +107,12 @@ class CheckpointMirror:
                 return None
             if progress is not None:
                 progress(status)
-            self._restart_for_drain(request.token)
+            if self.process is None or not self.process.alive:
+                status = self.status()  # it may have answered between two looks and ended rightly
+                if status is None or status.drained != request.token:
+                    self.ensure_alive()
             left = min(request.deadline, pause_at) - time.monotonic()
             time.sleep(min(POLL_SECONDS, max(0.0, left)))
-
-    def _restart_for_drain(self, token: str) -> None:
-        """Restart a dead mirror, unless it has answered between two looks and ended rightly."""
-        dead = self.process is None or not self.process.alive
-        status = self.status()
-        if dead and (status is None or status.drained != token):
-            self.ensure_alive()
 
     def _spawn(self) -> None:
         settings = self._settings.model_dump_json()
@@ -138,14 +133,14 @@ class CheckpointMirror:
 
 
 class Mirroring:
-    """Starts the mirrors, reports on them and waits for them.
-
-    `mirror` is this storage rank's; None on all other ranks, and where nothing is mirrored.
-    `report` takes the kind of an event and its text.
-    """
+    """Starts the mirrors, reports on them and waits for them."""
 
     def __init__(
-        self, mirror: CheckpointMirror | None, *, report: Callable[[str, str], None], world: World
+        self,
+        mirror: CheckpointMirror | None,  # this storage rank's; None: others, or without a mirror
+        *,
+        report: Callable[[str, str], None],  # takes the kind of an event and its text
+        world: World,
     ) -> None:
         self._mirror = mirror
         self._report = report
@@ -201,13 +196,8 @@ class Mirroring:
     ) -> bool:
         """Wait until the bucket holds everything; return whether it does, from every machine.
 
-        All ranks call together.
-
-        Args:
-            timeout_s: Longest wait, in seconds.
-            progress: Called on rank 0 with the status.
-            given_up: Whether to stop waiting; the same on every rank, which all call it about
-                every second.
+        All ranks call together, and `given_up`, about every second: whether to stop waiting, the
+        same on every rank. `progress` is called on the storage ranks.
         """
         mirror, on_storage_ranks = self._mirror, self._world.on_storage_ranks
         requests = on_storage_ranks(lambda: mirror.request_drain(timeout_s) if mirror else None)

@@ -48,15 +48,20 @@ def is_refusal(error: BaseException) -> bool:
     return cause is not None
 
 
+def object_problem(blob: BlobInfo | None, record: FileRecord) -> str | None:
+    """Say how an object differs from a file of a manifest, as far as its listing tells."""
+    if blob is None:
+        return "is missing"
+    if blob.size != record.size:
+        return f"has {blob.size:,} bytes, not {record.size:,}"
+    if blob.crc32c not in (None, record.crc32c):
+        return f"has CRC-32C {blob.crc32c:08x}, not {record.crc32c:08x}"
+    return None
+
+
 def missing_files(files: Mapping[str, FileRecord], objects: Objects) -> list[str]:
     """Return the files that have no object of their size and, where it is listed, checksum."""
-    return [
-        file
-        for file, record in files.items()
-        if (blob := objects.get(file)) is None
-        or blob.size != record.size
-        or blob.crc32c not in (None, record.crc32c)
-    ]
+    return [file for file, record in files.items() if object_problem(objects.get(file), record)]
 
 
 class RemoteSteps:
@@ -121,15 +126,11 @@ class RemoteSteps:
         Two runs that use one name can leave that. A folder keeps no checksums, so only a download
         shows it there. The marker is read only where its checksum is not the expected one.
         """
-        marker, listed = objects[COMMITTED], objects[MANIFEST]
-        if marker.crc32c is None or listed.crc32c is None:
+        crc32c, listed = objects[COMMITTED].crc32c, objects[MANIFEST].crc32c
+        if crc32c is None or listed is None:
             return False
-        expected = Marker(
-            files=len(manifest.files), bytes=manifest.total_bytes, manifest_crc32c=listed.crc32c
-        )
-        if marker.crc32c == extended_crc32c(0, expected.to_json()):
-            return False
-        return self.marker(name) != expected
+        expected = manifest.marker(listed)
+        return crc32c != extended_crc32c(0, expected.to_json()) and self.marker(name) != expected
 
     def commit(self, name: str, marker: Marker) -> None:
         """Write the marker: from now on the step exists."""

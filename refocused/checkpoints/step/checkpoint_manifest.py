@@ -11,7 +11,7 @@ from typing import Annotated
 
 import pydantic
 
-from refocused.bucket.bucket import checked_name, extended_crc32c
+from refocused.bucket.bucket import checked_name
 from refocused.config.optimization import Dtype
 from refocused.system.errors import BucketError, CheckpointError, CorruptCheckpointError
 from refocused.system.strict_json import MalformedError, parse_json
@@ -128,13 +128,9 @@ class CheckpointManifest(pydantic.BaseModel):
         """Return the content of `manifest.json`."""
         return (self.model_dump_json(indent=1) + "\n").encode()
 
-    def marker(self, content: bytes) -> Marker:
-        """Return the marker of this manifest, whose file holds `content`."""
-        return Marker(
-            files=len(self.files),
-            bytes=self.total_bytes,
-            manifest_crc32c=extended_crc32c(0, content),
-        )
+    def marker(self, crc32c: int) -> Marker:
+        """Return the marker of this manifest, whose file has that checksum."""
+        return Marker(files=len(self.files), bytes=self.total_bytes, manifest_crc32c=crc32c)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

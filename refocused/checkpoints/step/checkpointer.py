@@ -35,16 +35,14 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SavedStep:
-    """A saved step, and the seconds in which the slowest rank hashed, wrote and flushed it."""
+    """A saved step."""
 
     step: StepDirectory
-    write_seconds: float
+    write_seconds: float  # in which the slowest rank hashed, wrote and flushed it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _BeingSaved:
-    """A step between its staging directory's creation and its commit."""
-
     staging: Staging
     step: int
     trainer: Mapping[str, Any]
@@ -54,9 +52,7 @@ class _BeingSaved:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _WrittenPart:
-    """What one rank wrote of a step, by path below it, its first error and the time it took."""
-
-    files: Mapping[str, FileRecord]
+    files: Mapping[str, FileRecord]  # that this rank wrote, by path below the step
     error: CheckpointError | None
     seconds: float
 
@@ -70,24 +66,14 @@ class Checkpointer:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path,  # on the shared disk, or on each storage rank's own
         *,
         world: World,
         facts: RunFacts,
         branch: Branch = FIRST_BRANCH,
-        history: Path | None = None,
-        least_bytes: int = 0,
+        history: Path | None = None,  # rank 0's file of metrics, of which every step keeps the end
+        least_bytes: int = 0,  # estimate of the smallest save on this disk; 0: unknown
     ) -> None:
-        """Save below a folder, on the shared disk or on each storage rank's own.
-
-        Args:
-            folder: Of all step directories.
-            world: The ranks.
-            facts: What all checkpoints have in common.
-            branch: The branch that training is on.
-            history: Rank 0's file of metrics, of which every step keeps the end; None: nothing.
-            least_bytes: Estimate of the smallest size of a save on this disk; 0: unknown.
-        """
         self._folder = folder
         self._world = world
         nodes = world.storage_ranks
@@ -118,8 +104,7 @@ class Checkpointer:
 
         Args:
             engine: What is saved.
-            trainer: The training state for `trainer.json`; its step, position, tokens and losses
-                go into the manifest too.
+            trainer: The content of `trainer.json`, of which some goes into the manifest too.
             files_done: Token files of this epoch that are consumed.
             tiers: The save reasons.
         """
@@ -147,10 +132,9 @@ class Checkpointer:
         return None if self._begun is None else self._begun[0].step
 
     def finish(self, *, wait: bool) -> SavedStep | None:
-        """Commit the step that was begun, once every rank has written its part.
+        """Commit the step that was begun; unless `wait`, None while a rank is still writing.
 
-        Without such a step the ranks exchange nothing. Unless `wait`, return None when a rank is
-        still writing.
+        Without such a step the ranks exchange nothing.
         """
         if self._begun is None:
             return None
@@ -168,7 +152,7 @@ class Checkpointer:
         rank = self._world.rank
         with assembled(step, self._world, exact=exact) as folder:
             self._world.on_all_ranks(lambda: require_readable(step, folder, rank=rank, exact=exact))
-            self._world.on_all_ranks(lambda: self._load(engine, step, folder, exact=exact))
+            self._world.on_all_ranks(lambda: _load(engine, step, folder, exact=exact))
         return read_mapping(step.path / "trainer.json")
 
     def bring_back_history(self, step: StepDirectory) -> None:
@@ -214,11 +198,11 @@ class Checkpointer:
                 files |= self._describe(being_saved)
             except OSError as error:
                 errors.append(error)
-        failure: CheckpointError | None = staging.failure(errors[0]) if errors else None
-        try:
-            staging.read_back(() if errors else files, rank=self._world.rank)
-        except CheckpointError as error:
-            failure = error
+        failure: CheckpointError | None = None
+        if errors:
+            failure = staging.failure(errors[0])
+        else:
+            failure = staging.read_back(files, rank=self._world.rank)
         return _WrittenPart(files, failure, time.monotonic() - began)
 
     def _describe(self, being_saved: _BeingSaved) -> dict[str, FileRecord]:
@@ -231,10 +215,9 @@ class Checkpointer:
     def _complete(self, being_saved: _BeingSaved, part: _WrittenPart) -> SavedStep:
         """Gather what every rank wrote, and commit it or remove it."""
         parts, staging = self._world.gather(part), being_saved.staging
-        failed = next((part.error for part in parts if part.error is not None), None)
-        if failed is not None:
+        if errors := [part.error for part in parts if part.error is not None]:
             self._world.on_storage_ranks(staging.discard)
-            raise failed
+            raise errors[0]
         node = self._world.storage_rank
         written: dict[str, FileRecord] = {}
         for part in reversed(parts):  # the first storage rank's record counts for common files
@@ -295,14 +278,14 @@ class Checkpointer:
             files=files,
         )
 
-    @staticmethod
-    def _load(engine: Engine, step: StepDirectory, folder: Path, *, exact: bool) -> None:
-        if exact:
-            engine.load_shards(folder)
-        else:
-            engine.load_resharded(folder, ranks=step.manifest.world_size)
-        if engine.steps_made != step.step:
-            raise CheckpointError(
-                f"{step.path} is of step {step.step:,}, and what was loaded from it has made "
-                f"{engine.steps_made:,} updates. Resume from another step."
-            )
+
+def _load(engine: Engine, step: StepDirectory, folder: Path, *, exact: bool) -> None:
+    if exact:
+        engine.load_shards(folder)
+    else:
+        engine.load_resharded(folder, ranks=step.manifest.world_size)
+    if engine.steps_made != step.step:
+        raise CheckpointError(
+            f"{step.path} is of step {step.step:,}, and what was loaded from it has made "
+            f"{engine.steps_made:,} updates. Resume from another step."
+        )

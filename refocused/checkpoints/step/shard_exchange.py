@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -28,15 +28,6 @@ from refocused.system.world import World
 CHUNK_BYTES = 32 * 1024 * 1024
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Delivery:
-    """A file, by its path below the step directory, that one storage rank sends to others."""
-
-    name: str
-    source: int
-    receivers: frozenset[int]
-
-
 @contextlib.contextmanager
 def assembled(step: StepDirectory, world: World, *, exact: bool) -> Iterator[Path]:
     """Yield a folder with all files of a verified step that the ranks here read.
@@ -51,18 +42,18 @@ def assembled(step: StepDirectory, world: World, *, exact: bool) -> Iterator[Pat
     if world.storage_ranks == 1:
         yield step.path
         return
-    held = dict(enumerate(world.on_storage_ranks(lambda: frozenset(step.files))))
+    held = world.on_storage_ranks(lambda: frozenset(step.files))
     wanted = wanted_files(step.manifest, world.gather(world.node), exact=exact)
-    deliveries = world.on_all_ranks(lambda: plan_deliveries(held, wanted))
-    if not deliveries:
+    sources = world.on_all_ranks(lambda: plan_deliveries(held, wanted))
+    if not sources:
         yield step.path
         return
     token = world.broadcast(secrets.token_hex(4))
     folder = step.path.with_name(f"{STAGING_PREFIX}{step.path.name}-load-{token}")
+    own = wanted[world.storage_rank]
     try:
-        here = held[world.storage_rank] & wanted[world.storage_rank]
-        world.on_storage_ranks(lambda: _link_all(step.path, folder, sorted(here)))
-        _exchange(step, folder, deliveries, world)
+        world.on_storage_ranks(lambda: _link_all(step.path, folder, own & frozenset(step.files)))
+        _exchange(step, folder, sources, own, world)
         yield folder
     finally:
         if world.is_storage_rank:
@@ -101,25 +92,21 @@ def wanted_files(
 
 
 def plan_deliveries(
-    held: Mapping[int, frozenset[str]], wanted: Mapping[int, frozenset[str]]
-) -> list[Delivery]:
-    """Decide who sends which file to whom, given what each storage rank has and needs."""
-    deliveries = []
-    for name in sorted(frozenset().union(*wanted.values())):
-        lacking = frozenset(
-            node for node, names in wanted.items() if name in names and name not in held[node]
-        )
-        sources = [node for node in sorted(held) if name in held[node]]
-        if lacking and not sources:
+    held: Sequence[frozenset[str]], wanted: Mapping[int, frozenset[str]]
+) -> dict[str, int]:
+    """Return for each file that some machine lacks the storage rank that sends it."""
+    sources = {}
+    for name in sorted({name for node, names in wanted.items() for name in names - held[node]}):
+        having = [node for node, names in enumerate(held) if name in names]
+        if not having:
             raise CheckpointError(
                 f"No machine has {name}. Resume from another step, or from the mirror."
             )
-        if lacking:
-            deliveries.append(Delivery(name, sources[0], lacking))
-    return deliveries
+        sources[name] = having[0]
+    return sources
 
 
-def _link_all(source: Path, target: Path, names: Sequence[str]) -> None:
+def _link_all(source: Path, target: Path, names: Iterable[str]) -> None:
     try:
         target.mkdir()
         for name in names:
@@ -130,16 +117,21 @@ def _link_all(source: Path, target: Path, names: Sequence[str]) -> None:
 
 
 def _exchange(
-    step: StepDirectory, folder: Path, deliveries: Sequence[Delivery], world: World
+    step: StepDirectory,
+    folder: Path,
+    sources: Mapping[str, int],
+    own: Collection[str],
+    world: World,
 ) -> None:
-    """Send every file from one that has it to those who lack it."""
+    """Send every file from the storage rank that has it to those whose `own` files lack it."""
     first_ranks = [rank for rank, keeps in enumerate(world.gather(world.is_storage_rank)) if keeps]
     received = []
-    for one in deliveries:
-        gets = world.is_storage_rank and world.storage_rank in one.receivers
-        target = folder / one.name if gets else None
-        _deliver(step.path / one.name, target, source=first_ranks[one.source], world=world)
-        received += [one.name] if gets else []
+    for name, source in sources.items():
+        target = None
+        if world.is_storage_rank and name in own and name not in step.files:
+            target = folder / name
+            received.append(name)
+        _deliver(step.path / name, target, source=first_ranks[source], world=world)
 
     def check() -> None:
         for name in received:

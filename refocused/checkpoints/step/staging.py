@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from refocused.bucket.bucket import crc32c_of
+from refocused.bucket.bucket import crc32c_of, extended_crc32c
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,
     MANIFEST,
@@ -62,16 +62,17 @@ class Staging:
         paths = self.path.rglob("*")
         return self._flushed((path for path in paths if self._name(path) not in listed), node)
 
-    def read_back(self, names: Iterable[str], *, rank: int) -> None:
-        """Open files that a rank wrote as a resume will."""
+    def read_back(self, names: Iterable[str], *, rank: int) -> CheckpointError | None:
+        """Open files that a rank wrote as a resume will; return what is wrong with one."""
         try:
             for name in names:
                 require_content(self.path / name, name, step=parse_name(self.final.name) or 0)
         except CheckpointError as error:
-            raise type(error)(
+            return type(error)(
                 f"{self.final.name} was not saved, since what rank {rank} wrote cannot be read "
                 f"back: {error}"
-            ) from error
+            )
+        return None
 
     def seal(self, manifest: CheckpointManifest) -> None:
         """Write the manifest and then its marker; the writers have flushed the files.
@@ -140,7 +141,8 @@ def write_manifest(path: Path, manifest: CheckpointManifest) -> None:
     """Write the manifest of a directory that has no marker, and then the marker."""
     content = manifest.to_json()
     _write_flushed(path / MANIFEST, content)
-    _write_flushed(path / COMMITTED, manifest.marker(content).to_json())
+    marker = manifest.marker(extended_crc32c(0, content))
+    _write_flushed(path / COMMITTED, marker.to_json())
 
 
 def install(path: Path, final: Path) -> None:

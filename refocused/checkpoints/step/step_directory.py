@@ -160,13 +160,12 @@ def read_step(path: Path) -> StepDirectory:
 def _marked_manifest(path: Path, content: bytes) -> CheckpointManifest:
     """Parse a manifest and compare it with its marker; the first schema has none on a disk."""
     where, marker_path = str(path / MANIFEST), path / COMMITTED
-    marker = None
+    marker, found = None, extended_crc32c(0, content)
     if marker_path.exists():
         try:
             marker = parse_marker(marker_path.read_bytes(), where=str(marker_path))
         except OSError as error:
             raise read_error(marker_path, error) from error
-        found = extended_crc32c(0, content)
         if found != marker.manifest_crc32c:
             raise CorruptCheckpointError(
                 f"{where} has CRC-32C {found:08x}, but {COMMITTED} says "
@@ -176,7 +175,7 @@ def _marked_manifest(path: Path, content: bytes) -> CheckpointManifest:
     manifest = parse_manifest(content, where=where)
     if marker is None and manifest.schema_version != FIRST_SCHEMA:
         raise CorruptCheckpointError(f"{marker_path} is missing, {_INCOMPLETE}")
-    if marker is not None and marker != manifest.marker(content):
+    if marker is not None and marker != manifest.marker(found):
         raise CorruptCheckpointError(
             f"{marker_path} counts other files than {MANIFEST} lists. {CHOOSE_ANOTHER}"
         )
