@@ -86,7 +86,7 @@ def test_a_copy_without_its_marker_is_a_share_in_percent(
     remove_step(copied.path)
     [entry] = catalog.entries()
     assert entry.notes == ("incomplete: bucket: 71 % of it; ignored by resume",)
-    with pytest.raises(CheckpointError, match="no usable checkpoint"):
+    with pytest.raises(CheckpointError, match="No usable checkpoint"):
         catalog.resolve("latest")
 
 

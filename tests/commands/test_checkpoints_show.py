@@ -59,8 +59,8 @@ def test_each_mistake_has_one_message(
     sample_run: SampleRun, command: str, code: int, message: str
 ) -> None:
     sample_run.save_readable(10)
-    flip_byte(sample_run.save_readable(20).trainer)
-    flip_byte(sample_run.save_readable(30).run)
+    flip_byte(sample_run.save_readable(20).path / "trainer.json")
+    flip_byte(sample_run.save_readable(30).path / "run.yaml")
     JsonLines(Path("runs/new/logs/training_metrics.jsonl")).close()
     os.utime("runs/new", (1, 1))
     Path("empty").mkdir()

@@ -115,7 +115,7 @@ class Catalog:
         return _marked(sorted(entries, key=lambda entry: entry.is_present))
 
     def local_only(self) -> Catalog:
-        """Return the same without the bucket."""
+        """Return a catalog of the same folder without the bucket."""
         return Catalog(self.local)
 
     def problems(self, step: StepDirectory) -> list[FileProblem]:
@@ -173,8 +173,7 @@ class Catalog:
         """Return a step's local directory, downloading it when it is absent or broken.
 
         With `replace` it is downloaded even when the local sizes are right, because a checksum was
-        not. Raises CheckpointError when there is no mirror, or the step in it is not whole, and
-        BucketError when the bucket cannot be read, or the disk has no room.
+        not. Raises CheckpointError without a mirror; else as `fetch_step`.
         """
         path = self.local / name
         if not replace and judge_directory(path).state == WHOLE:
@@ -189,21 +188,12 @@ class Catalog:
         )
 
     def _nothing(self, role: str) -> str:
-        places = self._places()
+        none = f"No usable checkpoint in {self._places()}"
         if role == "best":
-            return (
-                f"No usable checkpoint in {places} has a validation loss, so none is the best. "
-                f"Choose latest, or a step: {_LIST}"
-            )
+            return f"{none} has a validation loss. Choose latest, or a step: {_LIST}"
         if role == "latest":
-            return (
-                f"There is no usable checkpoint in {places}. Start without one (--resume none), or "
-                "name another run or --bucket."
-            )
-        return (
-            f"No usable checkpoint in {places} is what {role} stands for. See what each was saved "
-            f"for: {_LIST}"
-        )
+            return f"{none}. Start without one (--resume none), or name another run or --bucket."
+        return f"{none} is what {role} stands for. See what each was saved for: {_LIST}"
 
     def _places(self) -> str:
         return f"{self.local} or {self.remote.url}" if self.remote else str(self.local)
@@ -274,10 +264,9 @@ def _marked(entries: Sequence[CatalogEntry]) -> list[CatalogEntry]:
 
 
 def _by_role(role: str, entries: Sequence[CatalogEntry]) -> CatalogEntry | None:
-    """Return the usable step that has a role; None: no step has it.
+    """Return the usable step that has a role, such as `latest_backup`, the one before the latest.
 
-    `latest_backup` is the step before the latest; `epoch_00003` the one that was saved when three
-    passes over the data were complete.
+    `epoch_00003` was saved when three passes over the data were complete.
     """
     usable = [entry for entry in entries if entry.usable and entry.is_present]
     if role == "latest_backup":

@@ -37,25 +37,6 @@ class Difference:
     only_in: Literal["a", "b"] | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LossChange:
-    """One loss of both steps and how much the second is above the first, in nats a token."""
-
-    name: str
-    a: float | None
-    b: float | None
-    change: float | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Comparison:
-    """What differs of two manifests, the losses of both, and what differs of the run files."""
-
-    facts: list[Difference]
-    losses: list[LossChange]
-    settings: list[Difference]
-
-
 def read_contents(catalog: Catalog, entry: CatalogEntry) -> StepContents:
     """Read a step's small files, from the disk when it is whole there, else from the bucket.
 
@@ -68,10 +49,7 @@ def read_contents(catalog: Catalog, entry: CatalogEntry) -> StepContents:
         )
     remote, name = catalog.remote, entry.name
     if remote is None or entry.bucket not in (WHOLE, LEFT_BEHIND):
-        raise CheckpointError(
-            f"{name} cannot be read: {'; '.join(entry.notes)}. "
-            "Choose another: python launch/checkpoints.py list"
-        )
+        raise CheckpointError(f"{name} cannot be read: {'; '.join(entry.notes)}. {CHOOSE_ANOTHER}")
     return _contents(
         f"{remote.url}/{name}",
         remote.manifest(name),
@@ -110,16 +88,15 @@ def checked_trainer(trainer: dict[str, Any], *, where: str) -> dict[str, Any]:
     return trainer
 
 
-def compare(a: StepContents, b: StepContents) -> Comparison:
-    """Put two steps side by side."""
+def loss_changes(a: StepContents, b: StepContents) -> list[dict[str, Any]]:
+    """Return each loss of both steps, and the second one's less the first one's."""
     ours, theirs = ({**step.trainer, **step.manifest.model_dump()} for step in (a, b))
-    losses = []
+    changes: list[dict[str, Any]] = []
     for name in ("loss", "validation_loss", "best_loss"):
-        pair = ours[name], theirs[name]
-        losses.append(LossChange(name, *pair, None if None in pair else pair[1] - pair[0]))
-    return Comparison(
-        differences(_facts(a), _facts(b)), losses, differences(a.settings, b.settings)
-    )
+        one, other = ours[name], theirs[name]
+        change = None if None in (one, other) else other - one
+        changes.append({"name": name, "a": one, "b": other, "change": change})
+    return changes
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
@@ -143,7 +120,8 @@ def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _facts(step: StepContents) -> dict[str, Any]:
+def facts_of(step: StepContents) -> dict[str, Any]:
+    """Return what a manifest says of a step beside its files and losses, and what it took."""
     manifest = dotted(step.manifest.model_dump(mode="json", exclude=_NOT_SHOWN))
     spent = {name: step.trainer[name] for name in ("seconds", "cost_usd", "best_step")}
     return {**manifest, "bytes": step.manifest.total_bytes, **spent}

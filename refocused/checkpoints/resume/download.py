@@ -50,18 +50,10 @@ def fetch_step(
     threads: int = 8,
     progress: Callable[[Progress], None] | None = None,
 ) -> StepDirectory:
-    """Download a committed step into `checkpoints`, replacing a directory of that name.
+    """Download a committed step, or a part of it, replacing a directory of that name.
 
     What an interrupted download left is kept where its checksum is right. The directory gets its
     name only after every file of it agrees with the manifest.
-
-    Args:
-        remote: Where the step is.
-        name: Its directory name below that folder.
-        checkpoints: Folder of the step directories.
-        part: Fetch the files of this part only; None: all.
-        threads: Downloads at once.
-        progress: Called during the download.
 
     Raises:
         CorruptCheckpointError: Its marker or its objects do not match its manifest.
@@ -73,7 +65,7 @@ def fetch_step(
     if marker is None:
         raise CheckpointError(
             f"{remote.url}/{name} has no {COMMITTED} object: its upload never finished. "
-            "Choose another step: python launch/checkpoints.py list"
+            f"{CHOOSE_ANOTHER}"
         )
     checkpoints.mkdir(parents=True, exist_ok=True)
     lock, final = FileLock(checkpoints / FETCH_LOCK), checkpoints / name
@@ -152,9 +144,8 @@ def _staged(
         write_bytes_atomic(inner / PART, part.model_dump_json().encode())
     step = read_step(inner)
     if lost := sorted(missing_files(step.manifest.files, objects)):
-        raise _broken(
-            remote, name, f"{lost[0]} is missing, cut or changed ({len(lost)} such files)"
-        )
+        what = f"{lost[0]} is missing, cut or changed ({len(lost)} such files)"
+        raise _broken(remote, name, what)
     return step
 
 
@@ -168,7 +159,7 @@ def _fetch_manifest(remote: RemoteSteps, blob: BlobInfo, target: Path, marker: M
             raise CorruptCheckpointError(
                 f"{remote.url}: {blob.name} has CRC-32C {found:08x}, but {COMMITTED} says "
                 f"{marker.manifest_crc32c:08x}: the marker belongs to other files. "
-                "Choose another step: python launch/checkpoints.py list"
+                f"{CHOOSE_ANOTHER}"
             )
     write_bytes_atomic(target.with_name(COMMITTED), marker.to_json())
 

@@ -75,8 +75,8 @@ def as_own(request: str, catalog: Catalog) -> str | None:
 def split_address(address: str) -> tuple[str, str | None]:
     """Split the path or address of a checkpoint, or of what is in it, at its name.
 
-    A listing prints `latest/` last, or what is inside of a checkpoint; those are understood too.
-    The name is None, and the address returned whole, where it holds none.
+    A listing prints `latest/` last, or what is inside of a checkpoint, so those are understood too.
+    Without a name return the whole address and None.
     """
     parts = address.rstrip("/").split("/")
     for index in range(len(parts) - 1, 0, -1):

@@ -37,12 +37,8 @@ def select_checkpoint(catalog: Catalog, request: str) -> Selection:
 
     `auto` and `latest` take the newest usable checkpoint of the present branch and skip corrupt
     ones with a warning. If the run has no checkpoint yet, `auto` selects none and `latest` raises.
-    Any other request names one checkpoint. A checkpoint that only the bucket has whole is
-    downloaded first.
-
-    Args:
-        catalog: Checkpoints on the disk and in the bucket.
-        request: `auto`, `latest`, `best`, `none`, a step or a name.
+    `none` starts from scratch; any other request names one checkpoint. A checkpoint that only the
+    bucket has whole is downloaded first.
 
     Raises:
         CheckpointError: The requested checkpoint is missing or corrupt, none is usable, or another

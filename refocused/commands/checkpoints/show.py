@@ -25,7 +25,7 @@ from refocused.system.errors import RefocusedError
 
 if TYPE_CHECKING:
     from refocused.checkpoints.resume.catalog import CatalogEntry
-    from refocused.checkpoints.resume.comparison import Difference, LossChange, StepContents
+    from refocused.checkpoints.resume.comparison import Difference, StepContents
 
 _HEADINGS = ("STEP", "SAVED", "SIZE", "LOCAL", "BUCKET", "LOSS", "VALIDATION", "NOTE")
 _NAMED = 10
@@ -170,27 +170,35 @@ def run_compare(parser: Parser) -> int:
         parser.add_argument(name, metavar=name.upper(), help=text)
     add_run_options(parser)
     arguments = parser.read()
-    from refocused.checkpoints.resume.comparison import compare, read_contents
+    from refocused.checkpoints.resume import comparison
 
     found = find_steps([arguments.a, arguments.b], arguments)
-    a, b = (read_contents(step.catalog, step.entries[0]) for step in found)
-    comparison = compare(a, b)
-    record = {"a": a.where, "b": b.where, **dataclasses.asdict(comparison)}
+    a, b = (comparison.read_contents(step.catalog, step.entries[0]) for step in found)
+    losses = comparison.loss_changes(a, b)
+    facts = comparison.differences(comparison.facts_of(a), comparison.facts_of(b))
+    settings = comparison.differences(a.settings, b.settings)
+    record = {
+        "a": a.where,
+        "b": b.where,
+        "facts": [dataclasses.asdict(fact) for fact in facts],
+        "losses": losses,
+        "settings": [dataclasses.asdict(setting) for setting in settings],
+    }
     print_result(record, [f"A  {a.where}", f"B  {b.where}"], as_json=arguments.json)
     if arguments.json:
         return max(step.outcome for step in found)
-    rows = {"losses": [_loss_row(loss) for loss in comparison.losses]}
-    rows["facts that differ"] = [_row(fact) for fact in comparison.facts]
-    rows["settings that differ"] = [_row(setting) for setting in comparison.settings]
+    rows = {"losses": [_loss_row(loss) for loss in losses]}
+    rows["facts that differ"] = [_row(fact) for fact in facts]
+    rows["settings that differ"] = [_row(setting) for setting in settings]
     for title, table in rows.items():
         print(f"\n{title}" if table else f"\n{title}: none")
         print_table(table, indent=2)
     return max(step.outcome for step in found)
 
 
-def _loss_row(loss: LossChange) -> tuple[str, ...]:
-    change = "" if loss.change is None else f"{loss.change:+.4f}"
-    return loss.name, _loss(loss.a), _loss(loss.b), change
+def _loss_row(loss: dict[str, Any]) -> tuple[str, ...]:
+    change = "" if loss["change"] is None else f"{loss['change']:+.4f}"
+    return loss["name"], _loss(loss["a"]), _loss(loss["b"]), change
 
 
 def _row(difference: Difference) -> tuple[str, ...]:
