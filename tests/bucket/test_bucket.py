@@ -1,14 +1,18 @@
-"""What both implementations of the protocol promise."""
+"""What both implementations of the protocol promise, and which addresses mean which."""
 
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of
 from refocused.bucket.folder import DirectoryBucket
+from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.open_bucket import open_bucket
 from refocused.system.errors import BucketError
 
 
@@ -48,16 +52,6 @@ def test_what_was_written_is_read_whole_and_in_parts(bucket: Bucket) -> None:
     assert bucket.read("numbers", start=3, length=0) == b""
 
 
-def test_writing_the_same_again_is_fine_and_other_bytes_are_refused(bucket: Bucket) -> None:
-    bucket.write("state", b"one")
-    bucket.write("state", b"one")
-    with pytest.raises(BucketError, match="already holds other bytes"):
-        bucket.write("state", b"two")
-    assert bucket.read("state") == b"one"
-    bucket.write("state", b"three", overwrite=True)
-    assert bucket.read("state") == b"three"
-
-
 def test_an_absent_or_deleted_object_has_no_info_and_can_be_deleted(bucket: Bucket) -> None:
     bucket.write("folder/x", b"1")
     bucket.delete("folder/x")
@@ -68,35 +62,36 @@ def test_an_absent_or_deleted_object_has_no_info_and_can_be_deleted(bucket: Buck
     bucket.delete("folder/x")
 
 
-def test_a_file_goes_up_and_comes_down_the_same(bucket: Bucket, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [bytes(range(256)) * 500, b""])
+def test_a_file_goes_up_and_comes_down_the_same(
+    bucket: Bucket, tmp_path: Path, content: bytes
+) -> None:
     source = tmp_path / "source.bin"
-    source.write_bytes(bytes(range(256)) * 500)
+    source.write_bytes(content)
     stored = bucket.upload(source, "nested/folders/x.bin")
     assert stored == bucket.info("nested/folders/x.bin")
     target = tmp_path / "down/here/x.bin"
     assert bucket.download(stored, target) == crc32c_of(source)
-    assert target.read_bytes() == source.read_bytes()
+    assert target.read_bytes() == content
     assert list(target.parent.iterdir()) == [target]
 
 
-def test_an_empty_file_goes_up_and_comes_down(bucket: Bucket, tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-    stored = bucket.upload(tmp_path / "empty", "empty")
-    assert bucket.download(stored, tmp_path / "down") == 0
-    assert (tmp_path / "down").read_bytes() == b""
-
-
-def test_uploading_the_same_again_is_fine_and_another_file_is_refused(
+def test_storing_the_same_again_is_fine_and_other_bytes_are_refused(
     bucket: Bucket, tmp_path: Path
 ) -> None:
     source = tmp_path / "source"
-    source.write_bytes(b"first")
+    source.write_bytes(b"one")
+    bucket.write("x", b"one")
+    bucket.write("x", b"one")
     bucket.upload(source, "x")
     bucket.upload(source, "x", crc32c=crc32c_of(source))
-    source.write_bytes(b"later")
-    with pytest.raises(BucketError, match="already holds other bytes"):
-        bucket.upload(source, "x")
-    assert bucket.read("x") == b"first"
+    source.write_bytes(b"two")
+    for store in (lambda: bucket.write("x", b"two"), lambda: bucket.upload(source, "x")):
+        with pytest.raises(BucketError, match="already holds other bytes"):
+            store()
+    assert bucket.read("x") == b"one"
+    bucket.write("x", b"three", overwrite=True)
+    assert bucket.read("x") == b"three"
 
 
 def test_a_file_that_is_missing_or_not_what_its_checksum_says_is_not_stored(
@@ -139,3 +134,30 @@ def test_names_that_leave_the_folder_are_refused(bucket: Bucket, tmp_path: Path,
         with pytest.raises(BucketError, match="outside its folder"):
             ask()
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["source"]
+
+
+def test_an_address_means_a_bucket_or_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = open_bucket("gs://some-bucket/a/prefix/")
+    assert isinstance(bucket, GcsBucket) and bucket.url == "gs://some-bucket/a/prefix"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for url in (str(tmp_path / "x"), "~/x"):
+        bucket = open_bucket(url)
+        assert isinstance(bucket, DirectoryBucket) and bucket.url == str(tmp_path / "x")
+    for url in ("s3://bucket/x", "file:///x", "gs:/b/x", " "):
+        with pytest.raises(BucketError, match=r"Supported are gs://bucket/prefix"):
+            open_bucket(url)
+    for url in ("gs://", "gs://YOUR-BUCKET/tokens", "gs://a/b", "gs://bu cket"):
+        with pytest.raises(BucketError, match="is not the address of a bucket"):
+            open_bucket(url)
+
+
+def test_importing_brings_in_neither_google_cloud_nor_requests() -> None:
+    check = (
+        "import sys, refocused.bucket.open_bucket, refocused.bucket.transfer;"
+        "print([m for m in ('google.cloud.storage', 'google.auth', 'requests', 'urllib3', 'torch')"
+        " if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

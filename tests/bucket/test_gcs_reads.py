@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fakes import Emulator, Fault
 
-from refocused.bucket.bucket import BlobInfo, crc32c_of
+from refocused.bucket.bucket import BlobInfo, extended_crc32c
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.partial_files import PartFile, part_path
 from refocused.bucket.stored import stored_crc32c, with_checksum
@@ -79,8 +79,7 @@ def test_a_cut_download_is_resumed_where_it_ended(remote: Remote) -> None:
     remote.fails(CUT)
     assert remote.download() == remote.blob.crc32c
     first, second = remote.ranges
-    assert first is None
-    assert second is not None
+    assert first is None and second is not None
     assert 0 < int(second.removeprefix("bytes=").removesuffix("-")) <= 300_000
 
 
@@ -102,17 +101,12 @@ def test_what_an_earlier_process_received_is_kept_unless_it_is_foreign(
     assert remote.ranges == asked
 
 
-def test_an_object_corrupt_for_good_is_named_with_both_checksums(
-    remote: Remote, tmp_path: Path
-) -> None:
+def test_an_object_corrupt_for_good_is_named_with_both_checksums(remote: Remote) -> None:
     remote.fails(Fault(flip_byte=0), times=100)
-    with pytest.raises(BucketError) as raised:
+    corrupt = extended_crc32c(0, b"\xff" + CONTENT[1:])
+    text = rf"shard.bin: crc32c {corrupt:#010x} received 4 times.*{remote.blob.crc32c:#x} expected"
+    with pytest.raises(BucketError, match=text):
         remote.download()
-    corrupt = tmp_path / "corrupt"
-    corrupt.write_bytes(b"\xff" + CONTENT[1:])
-    assert f"{remote.emulator.url}/some/prefix/shard.bin" in str(raised.value)
-    assert f"{remote.blob.crc32c:#010x} expected" in str(raised.value)
-    assert f"{crc32c_of(corrupt):#010x} received 4 times" in str(raised.value)
     assert len(remote.ranges) == 4
     assert list(remote.target.parent.iterdir()) == []
 
@@ -143,15 +137,6 @@ def test_an_object_replaced_since_it_was_listed_is_not_taken_for_the_old_one(
     remote.emulator.put("some/prefix/shard.bin", CONTENT[::-1])
     with pytest.raises(BucketError, match=r"shard\.bin: HTTP 404.*replaced after it was listed"):
         remote.download(listed)
-
-
-def test_a_disk_without_room_is_told_before_anything_is_fetched(
-    remote: Remote, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("refocused.bucket.partial_files.free_bytes", lambda _: 1000)
-    with pytest.raises(BucketError, match=r"No space left.*1,048,576 bytes needed, 1,000 free"):
-        remote.download()
-    assert remote.ranges == []
 
 
 @pytest.mark.parametrize(
@@ -224,12 +209,6 @@ def test_a_fault_in_a_later_page_repeats_only_that_page(emulator: Emulator, gcs:
     assert [blob.name for blob in gcs.list()] == ["0", "1", "2", "3", "4"]
     tokens = [r.query.get("pageToken") for r in emulator.proxy.requests if r.is_listing]
     assert tokens == [None, "2", "2", "4"]
-
-
-def test_a_lost_answer_to_a_delete_is_fine(remote: Remote) -> None:
-    remote.emulator.proxy.script(lambda asked: asked.method == "DELETE", Fault(lose_reply=True))
-    remote.gcs.delete("shard.bin")
-    assert list(remote.gcs.list()) == []
 
 
 def test_a_listing_without_checksums_is_completed_by_the_objects_own_descriptions(
