@@ -29,8 +29,3 @@ def test_ranks_that_cannot_share_the_batch_are_told_what_would_fit(ranks: int) -
 def test_a_micro_batch_that_is_still_to_be_chosen_cannot_be_multiplied() -> None:
     with pytest.raises(ConfigError, match=r"batch.micro=auto is chosen on the GPUs"):
         plan_batch(BatchConfig(micro="auto", windows=8), world_size=2, sequence_length=32)
-
-
-def test_an_automatic_micro_batch_needs_a_global_batch_to_divide() -> None:
-    with pytest.raises(ValueError, match="micro: auto needs windows"):
-        BatchConfig(micro="auto", accumulation=4)

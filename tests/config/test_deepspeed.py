@@ -72,13 +72,6 @@ def test_gradients_leave_in_about_16_buckets_of_a_sensible_size() -> None:
         assert zero["reduce_bucket_size"] == elements
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_lower_stages_hold_nothing_of_stage_3(stage: Any) -> None:
-    zero = generated(zero=ZeroConfig(stage=stage))["zero_optimization"]
-    assert zero["stage"] == stage
-    assert not [key for key in zero if key.startswith("stage3_")]
-
-
 def test_offloads_name_their_device_and_their_folder() -> None:
     zero = generated(
         zero=ZeroConfig(offload_optimizer="nvme", offload_parameters="cpu", nvme_path="/nvme")
@@ -90,34 +83,29 @@ def test_offloads_name_their_device_and_their_folder() -> None:
 def test_a_fragment_is_laid_over_level_by_level() -> None:
     own = {
         "communication_data_type": "fp32",
-        "zero_optimization": {"overlap_comm": False, "offload_optimizer": {"pin_memory": False}},
+        "zero_optimization": {
+            "overlap_comm": False,
+            "reduce_bucket_size": 6e8,
+            "offload_optimizer": {"pin_memory": False},
+        },
+        "aio": None,
     }
     config = generated(zero=ZeroConfig(offload_optimizer="cpu"), own=own)
     assert config["communication_data_type"] == "fp32"
-    assert config["zero_optimization"]["stage"] == 3
-    assert config["zero_optimization"]["overlap_comm"] is False
-    assert config["zero_optimization"]["offload_optimizer"] == {
-        "device": "cpu",
-        "pin_memory": False,
-    }
+    assert "aio" not in config
+    zero = config["zero_optimization"]
+    assert (zero["stage"], zero["overlap_comm"]) == (3, False)
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
+    elements = zero["reduce_bucket_size"]  # a number as DeepSpeed wants it
+    assert (elements, type(elements)) == (600_000_000, int)
 
 
 @pytest.mark.parametrize(
     ("content", "owner"),
     [
         ({"train_batch_size": 8}, "batch.windows"),
-        ({"train_micro_batch_size_per_gpu": "auto"}, "batch.micro"),
-        ({"gradient_accumulation_steps": 1}, "batch.accumulation"),
-        ({"gradient_clipping": 1.0}, "optimizer.clip"),
         ({"optimizer": {"type": "Adam"}}, "optimizer.lr"),
-        ({"scheduler": {}}, "schedule.kind"),
-        ({"fp16": {"enabled": True}}, "precision.dtype"),
-        ({"bf16": {}}, "precision.dtype"),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, "precision.dtype"),
-        ({"activation_checkpointing": {}}, "model.activation_checkpointing"),
         ({"zero_optimization": {"stage": 3}}, "zero.stage"),
-        ({"zero_optimization": {"cpu_offload": True}}, "zero.offload_optimizer"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero.offload_optimizer"),
         ({"zero_optimization": {"offload_param": {"nvme_path": "/x"}}}, "zero.nvme_path"),
     ],
 )
@@ -126,20 +114,11 @@ def test_what_the_run_owns_is_refused_with_its_setting(content: dict[str, Any], 
     assert f"belongs to the run file: set {owner}" in problem
 
 
-def test_what_the_trainer_fixes_is_refused() -> None:
-    assert fragment_problems({"steps_per_print": 10}) == [
-        "steps_per_print is set by the trainer itself. Leave it out."
-    ]
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ({"comms_loger": {}}, "comms_loger is not taken here. Did you mean comms_logger?"),
-        (
-            {"zero_optimization": {"overlap_com": True}},
-            "zero_optimization.overlap_com is not taken here. Did you mean overlap_comm?",
-        ),
+        ({"steps_per_print": 10}, "steps_per_print is set by the trainer itself. Leave it out."),
         (
             {"comms_logger": {"zzz": 1}},
             "comms_logger.zzz is not taken here. "
@@ -148,11 +127,6 @@ def test_what_the_trainer_fixes_is_refused() -> None:
         (
             {"zero_optimization": {"reduce_bucket_size": "auto"}},
             'zero_optimization.reduce_bucket_size = "auto": a number is wanted',
-        ),
-        ({"aio": 7}, "aio = 7: a group of settings is wanted"),
-        (
-            {"communication_data_type": "fp8"},
-            'communication_data_type = "fp8": one of fp32, fp16, bf16 is wanted',
         ),
     ],
 )
@@ -174,13 +148,6 @@ def test_buffers_of_an_offload_need_the_offload() -> None:
     assert "zero.offload_parameters: cpu or nvme" in problem
     offloaded = ZeroConfig(offload_optimizer="cpu", offload_parameters="cpu")
     assert idle_offloads(content, zero=offloaded) == []
-
-
-def test_numbers_arrive_in_deepspeeds_types() -> None:
-    config = generated(own={"zero_optimization": {"reduce_bucket_size": 6e8}, "aio": None})
-    assert "aio" not in config
-    elements = config["zero_optimization"]["reduce_bucket_size"]
-    assert (elements, type(elements)) == (600_000_000, int)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +174,6 @@ def test_every_shipped_fragment_may_be_used(file: Path) -> None:
 @pytest.mark.parametrize(
     ("run", "overrides"),
     [
-        ("gpt2_1b_8xh100", []),
         ("gpt2_1b_8xh100", ["precision.dtype=fp16"]),
         ("gpt2_1b_8xh100_fast", ["precision.dtype=fp32"]),
         (
@@ -236,7 +202,9 @@ def test_deepspeed_itself_takes_what_is_generated(run: str, overrides: list[str]
     )
     taken = DeepSpeedConfig(config)
     assert taken.train_batch_size == 6
-    assert taken.zero_config.stage == loaded.config.zero.stage
+    stage = loaded.config.zero.stage
+    assert taken.zero_config.stage == stage
+    assert any("stage3" in name for name in config["zero_optimization"]) == (stage == 3)
     assert taken.bfloat16_config.enabled is (loaded.config.precision.dtype == "bf16")
     assert taken.float16_config.enabled is (loaded.config.precision.dtype == "fp16")
     half = loaded.config.precision.dtype != "fp32"
