@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from monitor.watched_run import new_run
 from ranks import write_tokens
 
 from refocused.bucket.folder import DirectoryBucket
@@ -42,7 +41,6 @@ optimizer: {lr: 3e-3}
         (8, {"RANKS": "2", "CUDA_VISIBLE_DEVICES": "4,5"}, ["--num_gpus", "2"], None),
         (0, {"RANKS": "3"}, ["--num_gpus", "3"], None),
         (0, {}, ["--num_gpus", "2"], "cpu"),  # so that DeepSpeed does not look for a GPU
-        (0, {"CUDA_VISIBLE_DEVICES": "0"}, ["--num_gpus", "2"], "cpu"),
     ],
 )
 def test_there_is_a_rank_for_each_gpu_that_may_be_used(
@@ -103,14 +101,9 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "a number": ("--grace soon", "--grace"),
     "two run files": ("--config=test", "train: --config is given twice (tiny.yaml, then test). Ke"),
     "a setting": ("optimizer.lrr=1", "Did you mean optimizer.lr?"),
-    "vocabulary": (
-        "model.vocabulary=50256 data.tokenizer=gpt2",
-        "= 50256 is less than the 50257 token ids",
-    ),
+    "ids of a tokenizer": ("model.vocabulary=9 data.tokenizer=gpt2", "= 9 is less than the 50257"),
     "nowhere": ("data.source=nowhere", "data.source: nowhere: the folder does not exist"),
     "another cloud": ("data.source=s3://x/y", "data.source: 's3://x/y' is not a bucket this"),
-    "a slash": ("data.source=gs:/bucket/x", "data.source: 'gs:/bucket/x' is not a bucket this"),
-    "no bucket": ("data.source=gs://X", "data.source: 'gs://X' is not the address of a bucket"),
     "a mirror": ("checkpoint.mirror=s3://x", "checkpoint.mirror: 's3://x' is not a bucket this"),
     "one of two": (
         "data.source=null data.mixture={a: {source: nowhere, weight: 1}}",
@@ -127,7 +120,6 @@ MISTAKES: dict[str, tuple[str, str]] = {
     ),
     "a CPU": (LARGE, "124 M parameters on the CPU"),
     "four on it": (f"RANKS=4 {LARGE}", "124 M parameters on the CPU"),
-    "no ranks": (f"RANKS=0 {LARGE}", "RANKS=0: a whole number of at least 1"),
     "many ranks": (f"RANKS=x {LARGE}", "RANKS=x: a whole number of at least 1"),
 }
 
@@ -223,14 +215,6 @@ def test_help_shows_both_commands_and_needs_no_torch() -> None:
     assert shown.returncode == 0, shown.stderr
     for option in ("--restarts", "--spot", "--grace", "--resume", "--max-steps"):
         assert option in shown.stdout
-
-
-@pytest.mark.slow
-def test_a_run_that_crashed_gets_its_summary(tmp_path: Path) -> None:
-    run = new_run(tmp_path)
-    run.begin(pid=1, pid_started=-1)
-    assert launch.summarize(run.folder) == ""
-    assert "crashed" in (run.folder / "SUMMARY.md").read_text()
 
 
 def test_a_summary_is_written_once_and_its_failure_is_one_line(
