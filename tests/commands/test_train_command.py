@@ -51,9 +51,7 @@ def naps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ("--max-steps 7", {"run.steps": 7}),
         ("--max_steps 7", {"run.steps": 7}),
-        ("--max_steps=8", {"run.steps": 8}),
         ("--max-steps 5 run.steps=9", {"run.steps": 5}),
         ("--local_rank=1 --run my_run --gcs_credentials=a_b.json", {"run.name": "my_run"}),
         (
@@ -76,7 +74,6 @@ def test_options_and_settings_stand_anywhere_and_change_the_run(
     [
         ("", "auto", []),
         ("--resume", "latest", []),
-        ("--resume --max-steps 5", "latest", []),
         ("--resume run.steps=9", "latest", ["run.steps=9"]),
         ("--resume_from_checkpoint runs/a.b/checkpoint-5", "runs/a.b/checkpoint-5", []),
         ("--resume-from-checkpoint=best run.steps=9", "best", ["run.steps=9"]),
@@ -95,19 +92,11 @@ def test_a_resume_is_understood_as_other_trainers_spell_it(
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        (
-            "--learning-rate 3",
-            "train: unrecognized arguments: --learning-rate. See train --help.\n",
-        ),
+        ("--learning-rate 3", "train: unrecognized arguments: --learning-rate. See train --help."),
         ("--max-steps many", "train: argument --max-steps: invalid int value: 'many'. See train"),
-        ("-z", "train: unrecognized arguments: -z. See train --help."),
         *(
             (word, f"command line: {word!r} is not understood. Settings are written section.key=va")
-            for word in ("lr=3", "3e-4", "optimizer.lr")
-        ),
-        (
-            "optimizer.lrr=1",
-            "command line: optimizer.lrr is not a setting. Did you mean optimizer.",
+            for word in ("lr=3", "optimizer.lr")
         ),
     ],
 )
@@ -125,15 +114,6 @@ def test_wrong_use_is_one_line_by_rank_0(
         found = capsys.readouterr().err
         assert found.startswith(said) and found.count("\n") == bool(said)
     assert naps == [arguments.SILENT_RANK_SECONDS]
-
-
-def test_all_that_is_wrong_is_said_at_once(capsys: Capture) -> None:
-    code = train.main(["--config", "tiny.yaml", "optimizer.lrr=1", "batch.micro=none"])
-    assert code == ExitCode.WRONG_USE
-    assert capsys.readouterr().err.splitlines() == [
-        "command line: optimizer.lrr is not a setting. Did you mean optimizer.lr?",
-        "command line: batch.micro = 'none': a whole number of at least 1 is wanted, or auto",
-    ]
 
 
 def test_printed_settings_load_back_and_need_no_torch(
@@ -224,15 +204,7 @@ def test_every_end_has_its_code_and_its_words(
 
 
 @pytest.mark.parametrize(
-    "resume",
-    [
-        "--resume 100",
-        "--resume=none",
-        "--res best",
-        "--resume",
-        "--resume_from_checkpoint runs/a/checkpoint_step_5",
-        "",
-    ],
+    "resume", ["--resume=none", "--res best", "--resume", "--resume_from_checkpoint runs/a/x", ""]
 )
 def test_the_command_to_go_on_does_not_go_back_again(resume: str) -> None:
     typed = ["--local_rank=0", "--config", "demo", *resume.split(), "--run", "a b", "run.steps=9"]
@@ -247,7 +219,6 @@ def test_the_command_to_go_on_does_not_go_back_again(resume: str) -> None:
         (1, "", {}, "python launch/train.py --config demo"),
         (8, "", {}, "deepspeed --num_gpus 8 launch/train.py --config demo"),
         (16, "", {}, "deepspeed --hostfile FILE launch/train.py --config demo"),
-        (8, "bash -c ls", {}, "deepspeed --num_gpus 8 launch/train.py --config demo"),
         (
             8,
             "/v/bin/python /v/bin/deepspeed --include localhost:2,3 launch/train.py",
