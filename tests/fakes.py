@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import http.client
 import http.server
+import itertools
 import json
 import os
 import re
 import sys
 import threading
 import time
+import unittest.mock
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -41,10 +43,6 @@ class Request:
         return self.method == "GET" and self.path.endswith("/o")
 
     @property
-    def is_description(self) -> bool:
-        return self.method == "GET" and not self.is_download and not self.is_listing
-
-    @property
     def is_upload(self) -> bool:
         return self.path.startswith("/upload/")
 
@@ -58,41 +56,23 @@ GARBLED = b"<html>"  # no JSON, and no object
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What happens to one exchange.
+    """What happens to one exchange; "answer" is that of the emulator, if nothing else is said."""
 
-    Attributes:
-        status: Answer this instead of asking the emulator.
-        headers: Headers of that answer, or in place of those of the emulator's.
-        answered_as: Status in place of the emulator's.
-        message: Its text, in the form of the store's JSON errors.
-        cut_after: Close the connection after so many bytes of the answer's body.
-        truncate_to: Answer as if the body ended here, with a length that agrees.
-        stall_after: Send so many bytes of the answer's body, then nothing for `stall_s`.
-        stall_s: How long a stall lasts, in seconds; the connection is closed after it.
-        bytes_per_second: Send the answer's body no faster.
-        flip_byte: Invert this byte of the answer's body.
-        strip_headers: Leave these headers out of the answer, in lower case.
-        lose_request: Close the connection; the emulator gets nothing.
-        lose_reply: Let the emulator work, then close the connection without an answer.
-        reply: Let the emulator work, then answer 200 with this instead, such as `GARBLED`.
-        delay_s: Wait so long first, in seconds.
-    """
-
-    status: int | None = None
-    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    answered_as: int | None = None
-    message: str = "scripted fault"
-    cut_after: int | None = None
-    truncate_to: int | None = None
-    stall_after: int | None = None
+    delay_s: float = 0.0  # seconds to wait first
+    lose_request: bool = False  # close the connection; the emulator gets nothing
+    lose_reply: bool = False  # let the emulator work, then close the connection
+    status: int | None = None  # do not ask the emulator, but answer this, with `message`
+    message: str = "scripted fault"  # in the form of the store's JSON errors
+    answered_as: int | None = None  # status in place of the emulator's
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)  # added to the answer's
+    strip_headers: frozenset[str] = frozenset()  # left out of the answer, in lower case
+    reply: bytes | None = None  # body in place of the emulator's, such as `GARBLED`
+    flip_byte: int | None = None  # of the body, inverted
+    truncate_to: int | None = None  # end the body here, with a length that agrees
+    cut_after: int | None = None  # close the connection after so many bytes of the body
+    stall_after: int | None = None  # after so many send nothing for `stall_s`, then close
     stall_s: float = 0.0
-    bytes_per_second: int | None = None
-    flip_byte: int | None = None
-    strip_headers: frozenset[str] = frozenset()
-    lose_request: bool = False
-    lose_reply: bool = False
-    reply: bytes | None = None
-    delay_s: float = 0.0
+    bytes_per_second: int | None = None  # of the body
 
 
 @dataclasses.dataclass
@@ -102,32 +82,20 @@ class Answer:
     body: bytes
 
 
-@dataclasses.dataclass
-class _Script:
-    when: Callable[[Request], bool]
-    fault: Fault
-    times: int
-
-
 class FaultProxy:
     """Stands between client and emulator; also does what the emulator leaves out.
 
     Those are `ifGenerationMatch=0`, the pinned `generation` of a download, and pages of a listing.
-
-    Attributes:
-        requests: Every request so far, in order of arrival.
-        page_limit: Most objects of one page, whatever the client asks for.
-        unlisted: Fields that listings leave out of every object, as `crc32c` where the bucket has
-            customer-managed keys.
-        undescribed: Fields that an object's own description leaves out too.
     """
 
     def __init__(self, emulator_port: int) -> None:
-        self.requests: list[Request] = []
-        self.page_limit = 1000
+        self.requests: list[Request] = []  # so far, in order of arrival
+        self.page_limit = 1000  # most objects of one page, whatever the client asks for
+        # Fields that listings leave out (`crc32c` where the bucket has customer-managed keys), and
+        # those that an object's own description leaves out too.
         self.unlisted: frozenset[str] = frozenset()
         self.undescribed: frozenset[str] = frozenset()
-        self._scripts: list[_Script] = []
+        self._scripts: list[tuple[Callable[[Request], bool], Iterator[Fault]]] = []
         self._unless_exists: dict[str, str] = {}  # upload_id -> path of the object's metadata
         self._emulator_port = emulator_port
         self._lock = threading.Lock()
@@ -138,7 +106,7 @@ class FaultProxy:
 
     def script(self, when: Callable[[Request], bool], fault: Fault, *, times: int = 1) -> None:
         """Let the next `times` requests that `when` accepts meet `fault`; earlier scripts first."""
-        self._scripts.append(_Script(when, fault, times))
+        self._scripts.append((when, itertools.repeat(fault, times)))
 
     def close(self) -> None:
         self._server.shutdown()
@@ -148,10 +116,9 @@ class FaultProxy:
     def fault_of(self, request: Request) -> Fault:
         with self._lock:
             self.requests.append(request)
-            for script in self._scripts:
-                if script.times and script.when(request):
-                    script.times -= 1
-                    return script.fault
+            for when, faults in self._scripts:
+                if when(request) and (fault := next(faults, None)):
+                    return fault
         return Fault()
 
     def answer(self, request: Request) -> Answer:
@@ -321,15 +288,10 @@ def _object_path(request: Request) -> str:
 
 @dataclasses.dataclass
 class Emulator:
-    """A running store.
+    """A running store with one bucket."""
 
-    Attributes:
-        proxy: Where faults are scripted; clients come through it.
-        bucket: Name of the bucket that is there.
-    """
-
-    proxy: FaultProxy
-    bucket: str
+    proxy: FaultProxy  # where faults are scripted; clients come through it
+    bucket: str  # its name
     _server: Any
 
     @property
@@ -362,16 +324,11 @@ def emulated_bucket(server: Any, bucket: str) -> Iterator[Emulator]:
     """Make a bucket behind a proxy of its own; STORAGE_EMULATOR_HOST points there meanwhile."""
     create_bucket(bucket, server._storage)
     proxy = FaultProxy(server._api._httpd.server_address[1])
-    before = os.environ.get("STORAGE_EMULATOR_HOST")
-    os.environ["STORAGE_EMULATOR_HOST"] = proxy.url
     try:
-        yield Emulator(proxy, bucket, server)
+        with unittest.mock.patch.dict(os.environ, STORAGE_EMULATOR_HOST=proxy.url):
+            yield Emulator(proxy, bucket, server)
     finally:
         proxy.close()
-        if before is None:
-            del os.environ["STORAGE_EMULATOR_HOST"]
-        else:
-            os.environ["STORAGE_EMULATOR_HOST"] = before
 
 
 @contextlib.contextmanager
